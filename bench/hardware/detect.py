@@ -1,0 +1,109 @@
+"""Which device this machine has, found without starting CUDA in this process.
+
+A process that has started CUDA cannot fork ranks, so the driver is asked through NVML.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.errors import UsageError
+from bench.hardware.description import Hardware
+from bench.precision import Precision
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of this machine: its kind, the name it reports, how many there are."""
+
+    kind: str
+    name: str
+    count: int
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, None on CPU."""
+
+
+def detect() -> Device:
+    """The GPUs of this machine if torch and the driver can use them, else its processor.
+
+    For a CPU `count` is 0: processes are not bound to devices.
+    """
+    gpus = _visible_gpus()
+    if gpus:
+        name, capability = gpus[0]
+        return Device("cuda", name, len(gpus), capability)
+    return Device("cpu", _processor_name(), 0)
+
+
+def _visible_gpus() -> list[tuple[str, tuple[int, int]]]:
+    import torch
+
+    if torch.version.cuda is None:
+        return []
+    count = torch.cuda.device_count()  # through NVML; honours CUDA_VISIBLE_DEVICES
+    if count == 0:
+        return []
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [
+            (_text(pynvml.nvmlDeviceGetName(handle)), pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+            for handle in handles
+        ]
+        # Descriptions assume one kind of GPU per machine, so which ones are visible does not matter.
+        return [(name, (int(capability[0]), int(capability[1]))) for name, capability in gpus[:count]]
+    except Exception as error:
+        raise UsageError(
+            f"torch sees {count} GPU(s), but NVML cannot name them ({error}): check nvidia-ml-py and nvidia-smi."
+        ) from None
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def refuse_unsupported(hardware: Hardware, device: Device, precision: Precision, *, compile_blocks: bool) -> None:
+    """Raise `UsageError` where this machine's device cannot do what a run asks of it."""
+    if hardware.device == "cuda" and device.kind != "cuda":
+        raise UsageError(
+            f"hardware={hardware.name} needs a GPU, and this machine has none: choose hardware=cpu or auto."
+        )
+    if hardware.gpu_names and device.kind == "cuda" and device.name not in hardware.gpu_names:
+        raise UsageError(
+            f"hardware={hardware.name} describes {' or '.join(hardware.gpu_names)}, but this machine has "
+            f"{device.name}: choose hardware=auto (hardware.memory_limit_gib makes a larger GPU as small as you like)."
+        )
+    capability = device.capability or (0, 0)
+    on_gpu = hardware.device == "cuda"
+    if precision.tf32 and not (on_gpu and capability >= (8, 0)):
+        raise UsageError(
+            f"precision={precision.name} needs an NVIDIA GPU of compute capability 8.0 or later, "
+            f"not {device.name}: choose fp32, bf16 or bf16_pure."
+        )
+    if precision.compute == "bf16" and on_gpu and capability < (8, 0):
+        raise UsageError(
+            f"precision={precision.name} needs compute capability 8.0 or later, which {device.name} lacks: "
+            "choose fp32 or fp16."
+        )
+    if compile_blocks and not on_gpu:
+        has_compiler = shutil.which("g++") or shutil.which("clang++")
+        has_headers = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
+        if not (has_compiler and has_headers):
+            missing = "a C++ compiler (g++ or clang++)" if not has_compiler else "Python's C headers (python3-dev)"
+            raise UsageError(f"compile=true on a CPU needs {missing}: install it, or choose compile=false.")

@@ -1,0 +1,128 @@
+"""What every model family provides: the model on meta, its weights, a batch, its blocks and its FLOPs."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench import plugins
+from bench.errors import require_at_least, require_choice
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: the model's keyword arguments, each of shape (sequences, length), and the tokens to predict."""
+
+    inputs: dict[str, torch.Tensor]
+    labels: torch.Tensor
+    """Shape (sequences, predictions); `IGNORED` where there is nothing to predict."""
+
+    def share(self, sequences: slice, device: torch.device) -> Batch:
+        """Some of the sequences, on a device."""
+        inputs = {name: tensor[sequences].to(device) for name, tensor in self.inputs.items()}
+        return Batch(inputs, self.labels[sequences].to(device))
+
+
+IGNORED = -100
+"""Label of a position without prediction."""
+
+ATTENTIONS = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs of one sequence's forward pass, a multiply-add counting 2.
+
+    Only matrix products are counted. Attention is counted over the full square of scores, for causal attention
+    too: the same convention as Megatron's and as `torch.utils.flop_counter`'s. What a fused attention kernel
+    computes again for its own backward is not counted.
+    """
+
+    blocks_linear: int
+    """Matrix products with weights, inside the blocks."""
+    blocks_attention: int
+    """Scores and their product with the values, inside the blocks."""
+    blocks_final: int
+    """Of `blocks_linear`, the last product of each block: checkpointing stops short of computing it again, because
+    its result is no input of the block's backward."""
+    outside: int
+    """Matrix products outside the blocks: the head over the vocabulary."""
+
+    @property
+    def model(self) -> int:
+        """Forward and backward without recomputation: backward takes each product twice."""
+        return 3 * (self.blocks_linear + self.blocks_attention + self.outside)
+
+    def hardware(self, activation_checkpointing: str) -> int:
+        """What the device executes: `model` and the forward products that checkpointing computes again."""
+        recomputed = {
+            "none": 0,
+            "selective": self.blocks_attention,
+            "full": self.blocks_linear + self.blocks_attention - self.blocks_final,
+        }[activation_checkpointing]
+        return self.model + recomputed
+
+
+@dataclass(frozen=True)
+class Family(ABC):
+    """A model family and the shape of one model in it. Subclasses add the dimensions as fields."""
+
+    name: str
+    """Name of the configuration, for rows and figures."""
+    family: str
+    """File under bench/models, or module path, that defines the subclass."""
+    attention: str
+    """Attention implementation: sdpa (flash where the device and the model allow it) or eager."""
+
+    def __post_init__(self) -> None:
+        require_choice("model.attention", self.attention, ATTENTIONS)
+        for field, value in vars(self).items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                require_at_least(f"model.{field}", value, 1)
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The model on meta: ``model(**batch.inputs)["logits"]`` has shape (sequences, predictions, vocabulary)."""
+
+    @abstractmethod
+    def init_std(self, name: str, parameter: torch.Tensor) -> float | None:
+        """Standard deviation of the parameter's normal distribution; 0 for zeros, None for ones."""
+
+    @abstractmethod
+    def batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
+        """Synthetic token sequences on the CPU, each tensor of shape (num_sequences, length)."""
+
+    @abstractmethod
+    def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
+        """The lists of repeated blocks, in the order they run: what strategies wrap and checkpoint one by one."""
+
+    @abstractmethod
+    def chain(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        """Run several blocks as if they were one, with the call the model makes for one block."""
+
+    @abstractmethod
+    def flops_per_sequence(self, sequence_length: int) -> FlopCount:
+        """Matrix products of one sequence's forward pass."""
+
+    @abstractmethod
+    def tokens_per_sequence(self, sequence_length: int) -> int:
+        """Tokens the model reads per sequence."""
+
+    @abstractmethod
+    def check_sequence_length(self, sequence_length: int) -> None:
+        """Raise `UsageError` if the model cannot take sequences of this length."""
+
+    def fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Linear layers whose result overflows in fp16, and which fp16 runs therefore keep in fp32."""
+        return ()
+
+
+def load_family(name: str) -> type[Family]:
+    """The family class that ``bench/models/<name>.py``, or the module with that path, defines."""
+    return plugins.find("model.family", name, sys.modules[__package__], Family)

@@ -1,0 +1,126 @@
+"""GPT: a decoder with learned positions and a head tied to the embedding, GPT-2's architecture at any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.errors import bad_value
+from bench.models.base import IGNORED, Batch, Family, FlopCount
+
+
+@dataclass(frozen=True)
+class GPT(Family):
+    """Shape of a GPT."""
+
+    vocabulary_size: int
+    block_size: int
+    """Longest sequence: number of learned positions."""
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int | None = None
+    """Width of the feed-forward layer; null for 4 x hidden_size."""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % self.num_heads:
+            raise bad_value("model.num_heads", self.num_heads, f"a divisor of model.hidden_size={self.hidden_size}")
+
+    def build(self) -> nn.Module:
+        """`GPT2LMHeadModel` on meta."""
+        from transformers import GPT2Config
+        from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=self.vocabulary_size,
+            n_positions=self.block_size,
+            n_embd=self.hidden_size,
+            n_layer=self.num_layers,
+            n_head=self.num_heads,
+            n_inner=self._intermediate,
+            resid_pdrop=self.dropout,
+            embd_pdrop=self.dropout,
+            attn_pdrop=self.dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+            attn_implementation=_register_causal_sdpa() if self.attention == "sdpa" else self.attention,
+        )
+        with torch.device("meta"):
+            model = GPT2LMHeadModel(config)
+        model.tie_weights()
+        model.loss_type = "ForCausalLM"  # the name of this class tells transformers nothing, and it warns
+        return model
+
+    def init_std(self, name: str, parameter: torch.Tensor) -> float | None:
+        """GPT-2's initialisation: 0.02, and 0.02 / sqrt(2 layers) where a residual branch ends."""
+        if name.endswith(".bias"):
+            return 0.0
+        layer = name.rsplit(".", 2)[-2]
+        if layer.startswith("ln_"):
+            return None
+        return 0.02 / (2 * self.num_layers) ** 0.5 if layer == "c_proj" else 0.02
+
+    def batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
+        """Random tokens, each to be predicted from those before it."""
+        tokens = torch.randint(0, self.vocabulary_size, (num_sequences, sequence_length), generator=generator)
+        following = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+        return Batch({"input_ids": tokens}, labels=following)
+
+    def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
+        """The one list of blocks."""
+        return [model.get_submodule("transformer.h")]  # type: ignore[list-item]
+
+    def chain(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        """Hand the hidden states from block to block."""
+        hidden, *rest = args
+        for block in blocks:
+            hidden = block(hidden, *rest, **kwargs)
+        return hidden
+
+    def flops_per_sequence(self, sequence_length: int) -> FlopCount:
+        """Query, key, value, output and feed-forward products per token; scores over the full square.
+
+        The scores of all heads take ``2 * length**2 * hidden``, their product with the values as much.
+        """
+        length, hidden = sequence_length, self.hidden_size
+        final = 2 * length * hidden * self._intermediate
+        return FlopCount(
+            blocks_linear=self.num_layers * (8 * length * hidden * hidden + 2 * final),
+            blocks_attention=self.num_layers * 4 * length * length * hidden,
+            blocks_final=self.num_layers * final,
+            outside=2 * length * hidden * self.vocabulary_size,
+        )
+
+    def tokens_per_sequence(self, sequence_length: int) -> int:
+        """Every token is read once."""
+        return sequence_length
+
+    def check_sequence_length(self, sequence_length: int) -> None:
+        """At least 2, since a label is the next token, and at most the number of positions."""
+        if not 2 <= sequence_length <= self.block_size:
+            raise bad_value("sequence_length", sequence_length, f"2 to model.block_size={self.block_size}")
+
+    @property
+    def _intermediate(self) -> int:
+        return self.intermediate_size or 4 * self.hidden_size
+
+
+def _register_causal_sdpa() -> str:
+    """Name of transformers' SDPA attention, registered once more without the function that prepares its mask.
+
+    Preparing the mask looks for several sequences packed into one, which waits for the device in every forward pass
+    and finds none here. Without a mask SDPA gets ``is_causal=True``, what the preparation would have come to.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    name = "sdpa_causal"
+    AttentionInterface.register(name, sdpa_attention_forward)
+    return name

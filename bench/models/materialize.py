@@ -1,0 +1,81 @@
+"""Give a model that was built on meta its weights: the same values however it is sharded."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from bench.models.base import Family
+
+
+class Materializer:
+    """Fills the parameters of a model with random values that depend on their names and the seed alone.
+
+    Each parameter is drawn whole from a generator of its own, and a sharded one then keeps its shard: one process,
+    DDP and FSDP at every factor start from equal weights, and no rank ever holds more than one whole parameter
+    besides its own. Tied parameters stay tied.
+
+    Create it before the model is wrapped, since it remembers every parameter's name.
+
+    Parameters
+    ----------
+    model: nn.Module
+        On meta.
+    family: Family
+        Says how each parameter is distributed.
+    device: torch.device
+        Where the parameters go.
+    seed: int
+        Seed of all weights.
+    """
+
+    def __init__(self, model: nn.Module, family: Family, device: torch.device, seed: int) -> None:
+        self._family = family
+        self._device = device
+        self._seed = seed
+        first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = {
+            (id(module), name): first_name[id(parameter)]
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        self._done: dict[str, nn.Parameter] = {}
+
+    def model(self, model: nn.Module) -> None:
+        """Fill every parameter of `model` that is still on meta, whether whole or sharded (DTensor)."""
+        for module in model.modules():
+            self.module(module)
+
+    def module(self, module: nn.Module) -> None:
+        """Fill the parameters that belong to `module` itself, not to its children."""
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                setattr(module, name, self._filled(self._names[id(module), name], parameter))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                raise RuntimeError(
+                    f"buffer {name} of {type(module).__name__} is on meta, and nobody says what it holds"
+                )
+
+    def _filled(self, name: str, meta: nn.Parameter) -> nn.Parameter:
+        if name not in self._done:
+            whole = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+            std = self._family.init_std(name, whole)
+            if std is None:
+                whole.fill_(1.0)
+            elif std == 0:
+                whole.zero_()
+            else:
+                whole.normal_(std=std, generator=self._generator(name))
+            value = whole
+            if isinstance(meta, DTensor):
+                value = distribute_tensor(whole, meta.device_mesh, meta.placements, src_data_rank=None)
+            self._done[name] = nn.Parameter(value, requires_grad=meta.requires_grad)
+        return self._done[name]
+
+    def _generator(self, name: str) -> torch.Generator:
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        return torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "big"))

@@ -1,0 +1,125 @@
+"""T5: encoder and decoder, relative position bias, one embedding shared by encoder, decoder and head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.errors import require_at_least
+from bench.models.base import Batch, Family, FlopCount
+
+DECODER_START = 0
+"""T5 starts its decoder with the padding token."""
+
+
+@dataclass(frozen=True)
+class T5(Family):
+    """Shape of a T5 of version 1.0: ReLU feed-forward, no biases, tied embeddings."""
+
+    vocabulary_size: int
+    d_model: int
+    d_ff: int
+    d_kv: int
+    num_heads: int
+    num_encoder_layers: int
+    num_decoder_layers: int
+    decoder_sequence_length: int | None = None
+    """Tokens per sequence in the decoder; null for the encoder's length."""
+    dropout: float = 0.0
+
+    def build(self) -> nn.Module:
+        """`T5ForConditionalGeneration` on meta."""
+        from transformers import T5Config
+        from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
+
+        config = T5Config(
+            vocab_size=self.vocabulary_size,
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            d_kv=self.d_kv,
+            num_heads=self.num_heads,
+            num_layers=self.num_encoder_layers,
+            num_decoder_layers=self.num_decoder_layers,
+            dropout_rate=self.dropout,
+            feed_forward_proj="relu",
+            tie_word_embeddings=True,
+            decoder_start_token_id=DECODER_START,
+            pad_token_id=DECODER_START,
+            use_cache=False,
+            attn_implementation=self.attention,
+        )
+        with torch.device("meta"):
+            model = T5ForConditionalGeneration(config)
+        model.tie_weights()
+        return model
+
+    def init_std(self, name: str, parameter: torch.Tensor) -> float | None:
+        """Mesh TensorFlow's initialisation, as in the T5 reference implementation."""
+        layer = name.rsplit(".", 2)[-2]
+        if "layer_norm" in layer:
+            return None
+        inner = self.num_heads * self.d_kv
+        return {
+            "shared": 1.0,
+            "q": (self.d_model * self.d_kv) ** -0.5,
+            "o": inner**-0.5,
+            "wo": self.d_ff**-0.5,
+        }.get(layer, self.d_model**-0.5)
+
+    def batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
+        """Random source and target tokens, without padding."""
+        lengths = [sequence_length, self._decoder_length(sequence_length)]
+        tokens = torch.randint(1, self.vocabulary_size, (num_sequences, sum(lengths)), generator=generator)
+        source, target = (part.contiguous() for part in tokens.split(lengths, dim=1))
+        shifted = nn.functional.pad(target[:, :-1], (1, 0), value=DECODER_START)
+        return Batch({"input_ids": source, "decoder_input_ids": shifted}, labels=target)
+
+    def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
+        """The encoder's blocks, then the decoder's."""
+        return [model.get_submodule("encoder.block"), model.get_submodule("decoder.block")]  # type: ignore[list-item]
+
+    def chain(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        """Hand hidden states and position biases from block to block, as `T5Stack` does."""
+        hidden, mask, bias, encoder_hidden, encoder_mask, cross_bias = args
+        for block in blocks:
+            hidden, bias, cross_bias = block(hidden, mask, bias, encoder_hidden, encoder_mask, cross_bias, **kwargs)
+        return hidden, bias, cross_bias
+
+    def flops_per_sequence(self, sequence_length: int) -> FlopCount:
+        """Encoder and decoder apart; the decoder's cross-attention projects the encoder's output.
+
+        The scores of all heads take ``2 * queries * keys * heads * d_kv``, their product with the values as much.
+        """
+        source, target = sequence_length, self._decoder_length(sequence_length)
+        inner = self.num_heads * self.d_kv
+        projection = 2 * self.d_model * inner
+        feed_forward = 2 * self.d_model * self.d_ff
+        encoder_linear = source * (4 * projection + 2 * feed_forward)
+        decoder_linear = target * (4 * projection + 2 * feed_forward) + 2 * (target + source) * projection
+        encoder_attention = 4 * source * source * inner
+        decoder_attention = 4 * (target * target + target * source) * inner
+        return FlopCount(
+            blocks_linear=self.num_encoder_layers * encoder_linear + self.num_decoder_layers * decoder_linear,
+            blocks_attention=self.num_encoder_layers * encoder_attention + self.num_decoder_layers * decoder_attention,
+            blocks_final=(self.num_encoder_layers * source + self.num_decoder_layers * target) * feed_forward,
+            outside=2 * target * self.d_model * self.vocabulary_size,
+        )
+
+    def tokens_per_sequence(self, sequence_length: int) -> int:
+        """Encoder and decoder tokens together."""
+        return sequence_length + self._decoder_length(sequence_length)
+
+    def check_sequence_length(self, sequence_length: int) -> None:
+        """Relative positions have no upper limit."""
+        require_at_least("sequence_length", sequence_length, 1)
+
+    def fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The feed-forward output projections, which overflow in fp16."""
+        return [module for name, module in model.named_modules() if name.endswith("DenseReluDense.wo")]
+
+    def _decoder_length(self, sequence_length: int) -> int:
+        return self.decoder_sequence_length or sequence_length

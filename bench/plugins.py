@@ -1,0 +1,53 @@
+"""Find the one class of a plug-in file by the file's name: the mechanism behind "one new file, nothing else"."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+from typing import TypeVar
+
+from bench.errors import bad_value
+
+T = TypeVar("T")
+
+
+def names(package: ModuleType, base: type) -> list[str]:
+    """Names of the files of `package` that define a class derived from `base`, sorted."""
+    found = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    return sorted(name for name in found if _classes(importlib.import_module(f"{package.__name__}.{name}"), base))
+
+
+def find(field: str, name: str, package: ModuleType, base: type[T]) -> type[T]:
+    """The class derived from `base` that ``package/name.py`` defines.
+
+    A `name` with a dot is the path of a module outside the package: somebody's own plug-in.
+
+    Raises
+    ------
+    UsageError
+        If there is no such file or module, or it does not define exactly one such class.
+    """
+    path = name if "." in name else f"{package.__name__}.{name}"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not path.startswith(error.name):
+            raise
+        raise bad_value(field, name, [*names(package, base), "or a module path of your own"]) from None
+    classes = _classes(module, base)
+    if len(classes) != 1:
+        raise bad_value(field, name, f"a module that defines one subclass of {base.__name__}, not {len(classes)}")
+    return classes[0]
+
+
+def _classes(module: ModuleType, base: type[T]) -> list[type[T]]:
+    return [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, base)
+        and not inspect.isabstract(value)
+        and value.__module__ == module.__name__
+    ]

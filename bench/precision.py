@@ -1,0 +1,67 @@
+"""What is stored, computed and reduced in which number format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bench.errors import bad_value, require_choice
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Number formats of a run.
+
+    Mixed precision (`compute` narrower than `parameters`) is done the way each strategy's users do it: autocast
+    for one process and DDP, the mixed-precision policy of FSDP for both FSDPs. Which one is on the row.
+    """
+
+    name: str
+    parameters: str
+    """Format parameters, gradients and optimizer state are kept in: fp32 or bf16."""
+    compute: str
+    """Format of matmul inputs: fp32, bf16 or fp16."""
+    reduce: str
+    """Format gradients are reduced in across ranks: fp32, bf16 or fp16."""
+    tf32: bool = False
+    """Whether fp32 matmuls may use TF32 tensor cores."""
+    peak: str = "fp32"
+    """Which of the hardware's peaks MFU divides by: fp32, tf32, bf16 or fp16."""
+
+    def __post_init__(self) -> None:
+        require_choice("precision.parameters", self.parameters, ("fp32", "bf16"))
+        require_choice("precision.compute", self.compute, DTYPES)
+        require_choice("precision.reduce", self.reduce, DTYPES)
+        require_choice("precision.peak", self.peak, ("fp32", "tf32", "bf16", "fp16"))
+        if self.parameters == "bf16" and self.compute != "bf16":
+            raise bad_value("precision.compute", self.compute, "bf16, since precision.parameters=bf16")
+        if self.tf32 and self.compute != "fp32":
+            raise bad_value("precision.tf32", True, f"false, since precision.compute={self.compute} is not fp32")
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Dtype of the stored parameters."""
+        return DTYPES[self.parameters]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of matmul inputs."""
+        return DTYPES[self.compute]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype of the gradient reduction."""
+        return DTYPES[self.reduce]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether matmuls run in a narrower format than parameters are stored in."""
+        return self.compute != self.parameters
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss must be scaled so that small gradients survive (fp16)."""
+        return self.compute == "fp16"

@@ -1,0 +1,38 @@
+"""Rows: what a run leaves behind. The ground floor: everything writes or reads it, it knows nobody."""
+
+from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION, NESTED, Column, Record
+from bench.records.store import (
+    Contents,
+    UnreadableRecordWarning,
+    attempts,
+    latest,
+    load,
+    lock,
+    next_attempt,
+    read,
+    read_all,
+    row_path,
+    to_frame,
+    write,
+)
+
+__all__ = [
+    "COLUMNS",
+    "COLUMN_NAMES",
+    "FORMAT_VERSION",
+    "NESTED",
+    "Column",
+    "Contents",
+    "Record",
+    "UnreadableRecordWarning",
+    "attempts",
+    "latest",
+    "load",
+    "lock",
+    "next_attempt",
+    "read",
+    "read_all",
+    "row_path",
+    "to_frame",
+    "write",
+]

@@ -1,0 +1,185 @@
+"""The row: which columns a record has, their types, units and meanings.
+
+A record is one JSON object: these columns, and beside them the nested parts that a table cannot hold (`NESTED`).
+`results/README.md` documents the same format for people; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+FORMAT_VERSION = 1
+
+EVIDENCE = ("measured", "rehearsed", "predicted", "published")
+STATUSES = ("ok", "oom", "error", "timeout", "preempted", "skipped")
+PHASES = ("init", "forward", "backward", "optimizer")
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the table: its name, its pandas dtype and what a reader needs to know."""
+
+    name: str
+    dtype: str
+    meaning: str
+
+
+def _columns(dtype: str, **meanings: str) -> tuple[Column, ...]:
+    return tuple(Column(name, dtype, meaning) for name, meaning in meanings.items())
+
+
+COLUMNS: tuple[Column, ...] = (
+    *_columns(
+        "string",
+        run_id="hash of the complete resolved configuration that can change the result",
+        evidence="measured, rehearsed, predicted or published: what kind of statement the row is",
+        sweep="name of the sweep that first asked for the run",
+    ),
+    *_columns("Int64", repeat="number of the repetition, from 0", attempt="number of the try, from 0"),
+    *_columns(
+        "string",
+        status="ok, oom, error, timeout, preempted or skipped",
+        model="name of the model configuration",
+        family="model family (t5, gpt)",
+    ),
+    *_columns("Int64", parameters="number of parameters of the whole model, counted before sharding"),
+    *_columns(
+        "string",
+        strategy="strategy asked for (single, ddp, fsdp, fsdp1)",
+        effective_strategy="strategy the run really used, with how it shards",
+    ),
+    *_columns("Int64", sharding_factor="ranks that one copy of the model is spread over: 1 replicates"),
+    *_columns(
+        "string",
+        precision="precision asked for (fp32, tf32, bf16, fp16, bf16_pure)",
+        device="cpu or cuda",
+        hardware="name of the hardware description the run was checked against",
+    ),
+    *_columns(
+        "Int64",
+        world_size="ranks, one per GPU (or CPU process)",
+        nodes="machines the ranks ran on",
+        batch_size_per_gpu="sequences per rank and micro-batch",
+        sequence_length="tokens per sequence (T5: of the encoder)",
+        gradient_accumulation="micro-batches per optimizer step",
+    ),
+    *_columns("string", activation_checkpointing="none, full or selective"),
+    *_columns("boolean", compile="blocks compiled with torch.compile"),
+    *_columns(
+        "Float64",
+        tflops_per_gpu="model TFLOP/s per rank: FLOPs of forward and backward without recomputation / median step time",
+        hardware_tflops_per_gpu="TFLOP/s per rank including what activation checkpointing computes again",
+        mfu="tflops_per_gpu / dense peak of the precision used; empty where the peak is unknown",
+        hfu="hardware_tflops_per_gpu / the same peak",
+        tokens_per_second_per_gpu="tokens read per rank and second (T5: encoder and decoder tokens together)",
+        step_time_median_s="median over the timed steps of the slowest rank's time, in seconds",
+        step_time_p95_s="95th percentile of the same, in seconds",
+        step_time_ci_low_s="lower end of the 95 % confidence interval of the median (order statistics)",
+        step_time_ci_high_s="upper end of the same interval",
+    ),
+    *_columns(
+        "Int64",
+        peak_allocated_bytes="peak of allocated tensor memory in a step after warm-up, maximum over ranks",
+        peak_active_bytes="the same with blocks freed but still in use by a stream; on CPU equal to allocated",
+        peak_reserved_bytes="peak the caching allocator held; on CPU, which does not cache, equal to allocated",
+        peak_allocated_overall_bytes="peak of allocated memory over construction and warm-up as well",
+        peak_device_used_bytes="memory in use as the driver sees it after the timed steps; on CPU peak resident size",
+        alloc_retries="times the caching allocator had to flush and retry during the timed steps, sum over ranks",
+    ),
+    *_columns("boolean", degraded="the allocator was flushing (alloc_retries > 0): the time is not representative"),
+    *_columns("Int64", memory_limit_bytes="memory each rank was allowed; empty for no limit"),
+    *_columns("string", oom_phase="where memory ran out: init, forward, backward or optimizer"),
+    *_columns(
+        "Int64",
+        oom_bytes="bytes asked for when memory ran out",
+        oom_rank="rank that ran out of memory first",
+    ),
+    *_columns("Float64", setup_s="seconds from the start of the ranks to the first timed step"),
+    *_columns("Float64", exposed_communication="share of a profiled step in communication not hidden by compute"),
+    *_columns("string", error="cause of a failure, one sentence"),
+    *_columns(
+        "string",
+        git_sha="commit the run was made with",
+        torch_version="version of torch",
+    ),
+    *_columns("boolean", git_clean="nothing was changed in the checkout against that commit"),
+    *_columns(
+        "string",
+        started_at="UTC time the run started, ISO 8601",
+        finished_at="UTC time the row was written, ISO 8601",
+        attention="attention implementation asked for (sdpa, eager)",
+        optimizer="optimizer (adamw, sgd)",
+        optimizer_implementation="fused, foreach or for_loop",
+        parameter_dtype="dtype parameters are stored in",
+        compute_dtype="dtype matmuls run in",
+        reduce_dtype="dtype gradients are reduced in",
+    ),
+    *_columns("Float64", final_loss="loss of the last step, mean over ranks"),
+    *_columns("Int64", seed="seed of weights and data"),
+    *_columns(
+        "string",
+        gpu_name="name the device reports; on CPU the processor's",
+        hosts="host names, separated by commas",
+        trace="file name of the profiler trace beside the row",
+    ),
+)
+
+COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
+
+NESTED: dict[str, str] = {
+    "format": "version of this format",
+    "config": "the complete resolved configuration",
+    "effective": "knobs as the run really used them, where a request is resolved at run time",
+    "environment": "versions, device, power limit and clocks, topology, host names, commit",
+    "flops": "FLOPs per rank and step: model and hardware",
+    "losses": "loss of every step from the first, mean over ranks",
+    "ranks": "per rank: host, raw step times in seconds, memory peaks in bytes, allocator retries",
+    "source": "published rows: source, figure, provenance, uncertainty, note and the quantity as it was printed",
+}
+
+# Version n -> n + 1. A reader of a later version applies these in order, so old rows stay readable.
+UPGRADES: dict[int, Callable[[Record], Record]] = {}
+
+
+def upgrade(record: Record) -> Record:
+    """Bring a record of any known format version to `FORMAT_VERSION`.
+
+    Raises
+    ------
+    ValueError
+        If the object is not a record, or was written by a later version of the suite.
+    """
+    version = record.get("format") if isinstance(record, dict) else None
+    if not isinstance(version, int):
+        raise ValueError("not a record: it has no whole number under 'format'")
+    if version > FORMAT_VERSION:
+        raise ValueError(f"format {version} is newer than this suite reads ({FORMAT_VERSION})")
+    while version < FORMAT_VERSION:
+        record = UPGRADES[version](record)
+        version += 1
+    return record
+
+
+def validate(record: Record) -> None:
+    """Check a record before it is written.
+
+    Raises
+    ------
+    ValueError
+        If a column is unknown, or a column of fixed vocabulary holds something else.
+    """
+    unknown = sorted(set(record) - set(COLUMN_NAMES) - set(NESTED))
+    if unknown:
+        raise ValueError(f"columns unknown to the schema: {', '.join(unknown)}")
+    for name in ("run_id", "evidence", "status", "started_at"):
+        if not record.get(name) and not (name == "started_at" and record.get("evidence") == "published"):
+            raise ValueError(f"column {name} is empty")
+    for name, vocabulary in (("evidence", EVIDENCE), ("status", STATUSES), ("oom_phase", PHASES)):
+        if record.get(name) is not None and record[name] not in vocabulary:
+            raise ValueError(f"{name}={record[name]!r} is not one of {', '.join(vocabulary)}")
+    if record["status"] == "oom" and record.get("oom_phase") is None:
+        raise ValueError("an oom record names the phase (oom_phase)")

@@ -1,0 +1,207 @@
+"""The store: one folder per run, one file per attempt, nothing ever overwritten.
+
+    <store>/<run_id>/<attempt>.json       the row
+    <store>/<run_id>/<attempt>.trace.json.gz    profiler trace, where one was asked for
+    <store>/<run_id>/.lock                held (flock) by whoever is executing the run
+
+A row appears whole or not at all: it is written to a temporary file, synced, then linked to its name, which fails
+if the name is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from bench.records.schema import COLUMNS, FORMAT_VERSION, Record, upgrade, validate
+
+RUN_ID = re.compile(r"^[0-9a-f]{16}$")
+ATTEMPT_FILE = re.compile(r"^(\d+)\.json$")
+
+
+class UnreadableRecordWarning(UserWarning):
+    """A file in a store is not a record (torn, foreign or of a later format) and was left out."""
+
+
+def attempts(store: str | Path, run_id: str) -> list[int]:
+    """Numbers of the attempts recorded for a run, ascending."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        names = os.listdir(Path(store) / run_id)
+        return sorted(int(match[1]) for name in names if (match := ATTEMPT_FILE.match(name)))
+    return []
+
+
+def next_attempt(store: str | Path, run_id: str) -> int:
+    """The number a new attempt of this run gets."""
+    return max(attempts(store, run_id), default=-1) + 1
+
+
+def row_path(store: str | Path, run_id: str, attempt: int) -> Path:
+    """Where the row of one attempt lies."""
+    return Path(store) / run_id / f"{attempt}.json"
+
+
+def write(store: str | Path, record: Record) -> Path:
+    """Write one row, atomically and durably.
+
+    Returns
+    -------
+    Path
+        The file, ``<store>/<run_id>/<attempt>.json``.
+
+    Raises
+    ------
+    FileExistsError
+        If that attempt already has a row: the first one written stays.
+    ValueError
+        If the record does not fit the schema.
+    """
+    record = {"format": FORMAT_VERSION, **record}
+    validate(record)
+    target = row_path(store, record["run_id"], record["attempt"])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".row-")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            os.fchmod(file.fileno(), 0o644)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, target)
+    finally:
+        os.unlink(temporary)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+    return target
+
+
+@contextlib.contextmanager
+def lock(store: str | Path, run_id: str, *, blocking: bool = True) -> Iterator[bool]:
+    """Hold a run for as long as it executes, so that two sweeps on one store never execute it at once.
+
+    The lock goes with the process that holds it, however it ends. Yields whether the lock was obtained, which is
+    always true when `blocking`.
+    """
+    folder = Path(store) / run_id
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def read(path: str | Path) -> Record:
+    """Read one row file and bring it to the current format.
+
+    Raises
+    ------
+    ValueError
+        If it is not a record: torn, foreign, or of a later format.
+    """
+    try:
+        return upgrade(json.loads(Path(path).read_text()))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not text: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not whole JSON: {error}") from None
+
+
+def latest(store: str | Path, run_id: str) -> Record | None:
+    """The row of a run's latest attempt, or None where there is none that can be read."""
+    for attempt in reversed(attempts(store, run_id)):
+        with contextlib.suppress(ValueError):
+            return read(row_path(store, run_id, attempt))
+    return None
+
+
+@dataclass
+class Contents:
+    """Everything a store holds: the latest row of each run, and the files that could not be read."""
+
+    records: list[Record] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+
+def read_all(path: str | Path) -> Contents:
+    """Read the latest attempt of every run below `path`.
+
+    `path` may be a store, a folder of stores, one run's folder or one row file. An unreadable file is listed and
+    passed over; the attempt before it, if there is one, then counts as the latest.
+
+    Raises
+    ------
+    FileNotFoundError
+        If `path` does not exist.
+    """
+    path = Path(path)
+    contents = Contents()
+    if path.is_file():
+        _read_latest([path], contents)
+        return contents
+    if not path.is_dir():
+        raise FileNotFoundError(f"no such store: {path}")
+    for folder, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        rows = {int(match[1]): name for name in files if (match := ATTEMPT_FILE.match(name))}
+        _read_latest([Path(folder) / rows[attempt] for attempt in sorted(rows, reverse=True)], contents)
+        if RUN_ID.match(os.path.basename(folder)):
+            foreign = [name for name in files if not _belongs(name)]
+            contents.unreadable += [f"{Path(folder) / name}: not a file of this suite" for name in sorted(foreign)]
+    return contents
+
+
+def _belongs(name: str) -> bool:
+    return bool(ATTEMPT_FILE.match(name) or re.match(r"^\d+\.trace\.json\.gz$", name) or name.startswith("."))
+
+
+def _read_latest(newest_first: list[Path], contents: Contents) -> None:
+    for path in newest_first:
+        try:
+            contents.records.append(read(path))
+            return
+        except ValueError as error:
+            contents.unreadable.append(f"{path}: {error}")
+
+
+def to_frame(records: list[Record]) -> pd.DataFrame:
+    """Records as one typed table, a row per record, columns as in the schema."""
+    data = {
+        column.name: pd.array([record.get(column.name) for record in records], dtype=column.dtype)  # type: ignore[call-overload]
+        for column in COLUMNS
+    }
+    return pd.DataFrame(data)
+
+
+def load(path: str | Path) -> pd.DataFrame:
+    """One flat row per run (its latest attempt), typed as the schema says.
+
+    Files that are no record are named in an `UnreadableRecordWarning` each and in ``frame.attrs["unreadable"]``.
+
+    Raises
+    ------
+    FileNotFoundError
+        If `path` does not exist.
+    """
+    contents = read_all(path)
+    for problem in contents.unreadable:
+        warnings.warn(f"left out: {problem}", UnreadableRecordWarning, stacklevel=2)
+    frame = to_frame(contents.records)
+    frame.attrs["unreadable"] = contents.unreadable
+    return frame

@@ -1,0 +1,80 @@
+"""One finished figure with the words that go with it, and how it becomes a file."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from bench.reporting import style
+
+
+@dataclass
+class Drawing:
+    """A figure, its caption and its description for those who cannot see it."""
+
+    name: str
+    """File name without ending."""
+    title: str
+    figure: Figure
+    caption: str
+    alt: str
+    wide: bool = False
+    """Wider than a phone: the page lets it scroll in its own box."""
+
+
+@dataclass
+class Section:
+    """What one figure module contributes to the page."""
+
+    name: str
+    title: str
+    how_to_read: str
+    drawings: list[Drawing] = field(default_factory=list)
+    nothing: str = ""
+    """Why there is nothing to draw, or what was left out; empty if there is nothing to say."""
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """A figure outside pyplot's global state, laid out so that labels never overlap the axes."""
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)  # type: ignore[union-attr, call-arg]
+    return figure
+
+
+def header(figure: Figure, title: str, subtitle: str) -> None:
+    """Title at the left edge and, below it in small type, where the rows come from and what they are no evidence for."""
+    width_in, height_in = figure.get_size_inches()
+    chars = int(width_in * 13.2)
+    lines = [part for line in subtitle.splitlines() for part in textwrap.wrap(line, chars)]
+    titles = textwrap.wrap(title, int(width_in * 10.4))
+    top_in = 0.08
+    for text, size, colour, weight in [
+        *((line, 10, style.INK, "bold") for line in titles),
+        *((line, 7.5, style.MUTED, "normal") for line in lines),
+    ]:
+        at = figure.text(
+            0.08 / width_in, 1 - top_in / height_in, text, va="top", size=size, color=colour, weight=weight
+        )
+        at.set_in_layout(False)
+        top_in += size * 1.3 / 72
+    room = 1 - (top_in + 0.06) / height_in
+    figure.get_layout_engine().set(rect=(0, 0, 1, room))  # type: ignore[union-attr, call-arg]
+
+
+def save(drawing: Drawing, folder: Path) -> str:
+    """Write ``<name>.png`` and ``<name>.svg`` to `folder` and return the text of the SVG.
+
+    The same rows give the same bytes, on any day.
+    """
+    with mpl.rc_context(style.RC):
+        drawing.figure.savefig(folder / f"{drawing.name}.png")
+        buffer = io.StringIO()
+        drawing.figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    (folder / f"{drawing.name}.svg").write_text(text, encoding="utf-8")
+    return text

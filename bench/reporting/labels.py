@@ -1,0 +1,136 @@
+"""Words and numbers for people: names of variants, quantities with their units."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+GIB, MIB, KIB = 2**30, 2**20, 2**10
+MISSING = "–"
+CPU_NOTE = "CPU processes: functional evidence, not scaling evidence"
+
+FAMILIES = {"single": "Single", "ddp": "DDP", "zero": "ZeRO", "fsdp1": "FSDP1", "fsdp": "FSDP2"}
+KINDS = {
+    "no_shard": "no shard",
+    "full_replication": "full replication",
+    "hybrid_shard": "hybrid",
+    "shard_grad_op": "shard grad op",
+    "full_shard": "full shard",
+    "unsharded": "unsharded",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """One way to spread a model over ranks, as figures and tables name it. Sorts from replicated to sharded."""
+
+    order: tuple[int, int, int, str]
+    label: str
+    kind: str
+    """``effective_strategy`` of the row, which decides the colour: ``ddp``, ``fsdp/full_shard``, ..."""
+
+
+def variant(
+    strategy: str | None, effective_strategy: str | None, sharding_factor: int | None, world_size: int | None
+) -> Variant:
+    """Name what a run really did; where the row does not say (it failed early), what it was asked to do.
+
+    The sharding factor is part of the name only where it is a choice: more than 1 and less than the world size.
+    """
+    kind = effective_strategy or _asked_for(strategy, sharding_factor, world_size)
+    family, _, how = kind.partition("/")
+    between = sharding_factor is not None and world_size is not None and 1 < sharding_factor < world_size
+    words = [FAMILIES.get(family, family), KINDS.get(how, how.replace("_", " "))]
+    words += [f"(F={sharding_factor})"] if between and how else []
+    order = (
+        _rank(family, FAMILIES),
+        _rank(how, KINDS),
+        sharding_factor or 0,
+        kind,
+    )
+    return Variant(order, " ".join(word for word in words if word), kind)
+
+
+def _asked_for(strategy: str | None, sharding_factor: int | None, world_size: int | None) -> str:
+    if strategy not in ("fsdp", "fsdp1"):
+        return strategy or "strategy not stated"
+    if world_size == 1:
+        return f"{strategy}/unsharded"
+    if sharding_factor is None or sharding_factor == world_size:
+        return f"{strategy}/full_shard"
+    return f"{strategy}/full_replication" if sharding_factor == 1 else f"{strategy}/hybrid_shard"
+
+
+def _rank(name: str, known: dict[str, str]) -> int:
+    return list(known).index(name) if name in known else len(known)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`value` to so many significant digits, without an exponent where that can be read."""
+    if value is None or math.isnan(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    magnitude = math.floor(math.log10(abs(value)))
+    if magnitude < -4 or magnitude >= 7:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(digits - 1 - magnitude, 0)}f}"
+
+
+def memory_unit(largest_bytes: float) -> tuple[str, int]:
+    """Name and size in bytes of the unit in which `largest_bytes` reads well."""
+    if largest_bytes >= GIB / 10:
+        return "GiB", GIB
+    return ("MiB", MIB) if largest_bytes >= MIB / 10 else ("KiB", KIB)
+
+
+def memory(value: float | None) -> str:
+    """Bytes with the unit that suits them."""
+    if value is None or math.isnan(value):
+        return MISSING
+    unit, size = memory_unit(value)
+    return f"{number(value / size)} {unit}"
+
+
+def seconds(value: float | None) -> str:
+    """Seconds, or milliseconds below one second."""
+    if value is None or math.isnan(value):
+        return MISSING
+    return f"{number(value)} s" if value >= 1 else f"{number(value * 1e3)} ms"
+
+
+def count(value: float | None) -> str:
+    """A large count with K, M, B or T."""
+    if value is None or math.isnan(value):
+        return MISSING
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value >= size:
+            return f"{number(value / size)} {letter}"
+    return f"{value:.0f}"
+
+
+def ranks(world_size: int | None, device: str | None) -> str:
+    """A world size in words: ``4 GPUs``, ``1 process``; a CPU process is never called a GPU."""
+    if world_size is None:
+        return "world size not stated"
+    if device == "cuda":
+        return f"{world_size} GPU" + "s" * (world_size != 1)
+    return f"{world_size} process" + "es" * (world_size != 1)
+
+
+def rank_noun(device: str | None) -> str:
+    """What one rank is: ``GPU``, or ``process`` where the device is not a GPU."""
+    return "GPU" if device == "cuda" else "process"
+
+
+def slug(*parts: object) -> str:
+    """A file name made of `parts`: lower-case letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(str(part) for part in parts).lower()).strip("-")[:80].strip("-")
+
+
+def listing(items: Sequence[str], most: int = 6) -> str:
+    """Items separated by commas; beyond `most`, how many more."""
+    shown = ", ".join(items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"

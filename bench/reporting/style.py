@@ -1,0 +1,135 @@
+"""How every figure looks: fonts, colours that survive colour blindness, hatches that survive a black-and-white printer.
+
+Colour says how a variant shards, fill and line style say what kind of evidence a row is; a mark beside every colour
+(a label, a marker, a word) says the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.colors import to_hex, to_rgb
+
+from bench.reporting.labels import Variant
+
+WIDTH_IN = 5.5
+"""Width of a figure: one column on a phone, half a page on a desk."""
+MAX_HEIGHT_IN = 9.0
+"""Height at which a figure is continued in another one, so that it fits a printed page."""
+
+INK, MUTED, GRID = "#1a1a1a", "#595959", "#d9d9d9"
+OOM_COLOUR = "#a63c00"
+LIMIT_COLOUR = "#7a3b69"
+
+RC: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.labelsize": 8.5,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.8,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "savefig.dpi": 160,
+    "svg.hashsalt": "fsdp-bench",
+    "svg.fonttype": "path",
+}
+
+# Okabe & Ito (2008), "Color Universal Design": distinct under protanopia, deuteranopia and tritanopia.
+COLOURS = {
+    "single": "#000000",
+    "ddp": "#d55e00",
+    "fsdp/full_replication": "#e69f00",
+    "fsdp/hybrid_shard": "#009e73",
+    "fsdp/full_shard": "#0072b2",
+    "fsdp/shard_grad_op": "#56b4e9",
+    "fsdp/unsharded": "#6b6b6b",
+    "fsdp1/full_shard": "#cc79a7",
+}
+SPARE_COLOURS = ("#cc79a7", "#56b4e9", "#8a7a00", "#6b6b6b")
+MARKERS = ("o", "s", "D", "^", "v", "P", "<", ">", "p", "h", "*", "d")
+
+
+@dataclass(frozen=True)
+class EvidenceStyle:
+    """How one kind of evidence is filled, hatched and dashed."""
+
+    hatch: str
+    filled: bool
+    line: str
+
+
+EVIDENCE_STYLES = {
+    "measured": EvidenceStyle("", True, "-"),
+    "rehearsed": EvidenceStyle("/////", False, "--"),
+    "predicted": EvidenceStyle("", False, ":"),
+    "published": EvidenceStyle("xxxxx", False, "-."),
+}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Colour and marker of one variant, the same in every figure of a report."""
+
+    colour: str
+    marker: str
+
+
+def palette(variants: Iterable[Variant]) -> dict[str, Mark]:
+    """A mark for every variant, by label.
+
+    Variants that shard alike (hybrids of several factors, one knob on and off) share a hue in different shades;
+    markers differ between all of them while there are markers left.
+    """
+    marks: dict[str, Mark] = {}
+    shades: dict[str, int] = {}
+    spare: dict[str, str] = {}
+    for position, item in enumerate(sorted(set(variants))):
+        if item.kind not in COLOURS:
+            spare.setdefault(item.kind, SPARE_COLOURS[len(spare) % len(SPARE_COLOURS)])
+        colour = COLOURS.get(item.kind) or spare[item.kind]
+        shade = shades.get(item.kind, 0)
+        shades[item.kind] = shade + 1
+        marks[item.label] = Mark(lighter(colour, min(0.25 * shade, 0.6)), MARKERS[position % len(MARKERS)])
+    return marks
+
+
+def lighter(colour: str, amount: float) -> str:
+    """`colour` mixed with white: 0 leaves it, 1 is white."""
+    return to_hex([channel + (1 - channel) * amount for channel in to_rgb(colour)])
+
+
+def bar_style(colour: str, evidence: str) -> dict[str, Any]:
+    """Keyword arguments of a bar for one kind of evidence."""
+    look = EVIDENCE_STYLES.get(evidence, EVIDENCE_STYLES["measured"])
+    return {
+        "facecolor": colour if look.filled else lighter(colour, 0.85),
+        "edgecolor": colour,
+        "hatch": look.hatch,
+        "linewidth": 1.0,
+        "linestyle": "-" if look.filled or look.hatch else "--",
+    }
+
+
+def evidence_in_order(kinds: Iterable[str]) -> Sequence[str]:
+    """The kinds present, from what is most real to what is only quoted."""
+    present = set(kinds)
+    return [kind for kind in EVIDENCE_STYLES if kind in present]

@@ -1,0 +1,182 @@
+"""Records as the table every figure selects from: the schema's columns, and the few that say what may share a mark.
+
+Nothing is ever averaged over a setting. A setting that differs between runs is either part of the heading a run is
+drawn under (`workload`, `limit`, `settings`) or, where one variant was tried in several ways, of the variant's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from bench.records import Record, to_frame
+from bench.reporting import labels
+
+CELL = [
+    "place",
+    "evidence",
+    "model",
+    "parameters",
+    "workload",
+    "limit",
+    "settings",
+    "precision",
+    "world_size",
+    "variant",
+]
+"""Columns that identify what is drawn as one mark: rows equal in all of them are repeats of one configuration."""
+
+SETTINGS: dict[str, Callable[[Any], str]] = {
+    "gradient_accumulation": lambda value: f"accumulation {value}",
+    "activation_checkpointing": lambda value: f"checkpointing {value}",
+    "compile": lambda value: "compiled" if value else "not compiled",
+    "attention": lambda value: f"attention {value}",
+    "optimizer": str,
+    "optimizer_implementation": lambda value: f"optimizer {value}",
+    "parameter_dtype": lambda value: f"parameters {value}",
+    "compute_dtype": lambda value: f"compute {value}",
+    "reduce_dtype": lambda value: f"reduce {value}",
+    "nodes": lambda value: f"{value} node" + "s" * (value != 1),
+}
+NARROWER = {
+    "parameter_dtype": ["precision"],
+    "compute_dtype": ["precision"],
+    "reduce_dtype": ["precision"],
+    "nodes": ["world_size"],
+}
+"""Settings that differ by nature between precisions or world sizes, and count as differing only within one."""
+
+NOT_KNOBS = {"repeat", "seed", "sweep", "sources", "sharding_factor", "name"}
+"""Parts of a configuration that make no other run of it, or are told by the row's own columns."""
+
+
+def prepare(records: Sequence[Record]) -> pd.DataFrame:
+    """One row per record with the schema's columns and, beside them, the ones figures group by.
+
+    Added: ``place`` (device and hardware: rows of two places never share axes), ``workload`` (batch and sequence),
+    ``limit`` (memory limit, "" for none), ``settings`` (other settings that differ), ``variant`` (label),
+    ``variant_key`` (`labels.Variant`), ``heading`` (all of a group in words) and ``steps`` (seconds per timed step,
+    the maximum over ranks; an empty array where the run kept none).
+    """
+    frame = to_frame(list(records))
+    for column in ("model", "precision"):
+        frame[column] = frame[column].fillna(f"{column} not stated")
+    frame["place"] = _places(frame)
+    frame["workload"] = [_workload(*pair) for pair in _rows(frame, "batch_size_per_gpu", "sequence_length")]
+    frame["limit"] = [
+        "" if limit is None else f"limit {labels.memory(limit)}" for (limit,) in _rows(frame, "memory_limit_bytes")
+    ]
+    frame["settings"] = _settings(frame)
+    keys = [
+        labels.variant(*asked)
+        for asked in _rows(frame, "strategy", "effective_strategy", "sharding_factor", "world_size")
+    ]
+    frame["variant"] = [key.label for key in keys]
+    suffixes = _knobs(frame, records)
+    frame["variant_key"] = [
+        replace(key, label=key.label + suffix, order=(*key.order[:3], key.order[3] + suffix))
+        for key, suffix in zip(keys, suffixes, strict=True)
+    ]
+    frame["variant"] = [key.label for key in frame["variant_key"]]
+    frame["heading"] = [_heading(row) for _, row in frame.iterrows()]
+    frame["steps"] = [step_times_s(record) for record in records]
+    return frame
+
+
+def step_times_s(record: Record) -> np.ndarray:
+    """Seconds of every timed step: the slowest rank's, as the others wait for it."""
+    samples = [rank.get("step_times_s") or [] for rank in record.get("ranks") or []]
+    steps = min((len(times) for times in samples), default=0)
+    return np.max([times[:steps] for times in samples], axis=0) if steps else np.empty(0)
+
+
+def _rows(frame: pd.DataFrame, *columns: str) -> Iterator[tuple[Any, ...]]:
+    """The columns' values row by row, with None for what is missing."""
+    for values in zip(*(frame[column] for column in columns), strict=True):
+        yield tuple(None if pd.isna(value) else value for value in values)
+
+
+def _places(frame: pd.DataFrame) -> list[str]:
+    """Device, hardware description and device name; a row without a device name joins the only one there is."""
+    named: dict[tuple[Any, ...], list[str]] = {}
+    for device, hardware, name in _rows(frame, "device", "hardware", "gpu_name"):
+        if name and name not in named.setdefault((device, hardware), []):
+            named[device, hardware].append(name)
+    places = []
+    for device, hardware, name in _rows(frame, "device", "hardware", "gpu_name"):
+        others = named.get((device, hardware), [])
+        name = name or (others[0] if len(others) == 1 else None)
+        kind = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
+        places.append(" · ".join(part for part in (kind, hardware, name) if part) or "device not stated")
+    return places
+
+
+def _workload(batch: int | None, sequence: int | None) -> str:
+    parts = [] if batch is None else [f"batch {batch}"]
+    return " × ".join(parts + ([] if sequence is None else [f"{sequence} tokens"]))
+
+
+def _settings(frame: pd.DataFrame) -> list[str]:
+    """Per row, those of `SETTINGS` that differ between runs of the same model in the same place."""
+    phrases: dict[Any, list[str]] = {index: [] for index in frame.index}
+    for column, phrase in SETTINGS.items():
+        scope = ["place", "model", *NARROWER.get(column, [])]
+        for _, group in frame.groupby(scope, dropna=False, sort=False):
+            if group[column].nunique(dropna=False) > 1:
+                for index, value in group[column].items():
+                    phrases[index].append(f"{column} not stated" if pd.isna(value) else phrase(value))
+    return [" · ".join(phrases[index]) for index in frame.index]
+
+
+def _knobs(frame: pd.DataFrame, records: Sequence[Record]) -> list[str]:
+    """Per row, what else must be said so that two different configurations never carry one name.
+
+    A strategy's own knob (bucket size, prefetch, ...) is named where one variant was run with several values of it
+    on one model; anything else in the configuration, the versions and the commit, where the rows would otherwise be
+    taken for repeats.
+    """
+    knobs = pd.DataFrame([_leaves(record) for record in records], index=frame.index, dtype=object)
+    suffixes = {index: "" for index in frame.index}
+    for knob in knobs.columns:
+        scope = ["place", "model", "variant"] if knob.startswith("strategy.") else CELL
+        differs = knobs[knob].groupby([frame[column] for column in scope], dropna=False).transform("nunique") > 1
+        told = set(zip(frame["place"][differs], frame["variant"][differs], strict=True))
+        for index, place, name, value in zip(frame.index, frame["place"], frame["variant"], knobs[knob], strict=True):
+            if (place, name) in told and isinstance(value, str):
+                suffixes[index] += f" · {knob.rpartition('.')[2]}={value[:16]}"
+    return [suffixes[index] for index in frame.index]
+
+
+def _leaves(record: Record) -> dict[str, str]:
+    """The configuration as path -> value, and the versions."""
+    leaves = {name: str(record[name]) for name in ("torch_version", "git_sha") if record.get(name)}
+
+    def walk(value: Any, path: str) -> None:
+        if path.rpartition(".")[2] in NOT_KNOBS:
+            return
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, f"{path}.{key}" if path else str(key))
+        else:
+            leaves[path] = value if isinstance(value, str) else json.dumps(value)
+
+    walk(record.get("config") or {}, "")
+    return leaves
+
+
+def _heading(row: pd.Series) -> str:
+    size = "" if pd.isna(row["parameters"]) else f" ({labels.count(row['parameters'])} parameters)"
+    world_size = None if pd.isna(row["world_size"]) else int(row["world_size"])
+    parts = [
+        f"{row['model']}{size}",
+        labels.ranks(world_size, row["device"]),
+        row["workload"],
+        row["limit"],
+        row["settings"],
+    ]
+    return " · ".join(part for part in parts if part)

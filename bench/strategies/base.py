@@ -1,0 +1,125 @@
+"""What every strategy says and does: which world sizes it takes, how it wraps a model, when it communicates."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench import plugins
+from bench.errors import UsageError, bad_value
+from bench.models import Family
+from bench.models.materialize import Materializer
+from bench.precision import Precision
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a strategy needs to know of the run it wraps a model for."""
+
+    family: Family
+    precision: Precision
+    device: torch.device
+    world_size: int
+    materializer: Materializer
+
+
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """A strategy and its knobs. Subclasses add knobs as fields: each is on the row."""
+
+    name: str
+    """File under bench/strategies, or module path, that defines the subclass."""
+    sharding_factor: int | str
+    """Ranks one copy of the model is spread over: a divisor of the world size, `node` for the ranks of one machine,
+    or `full` for the world size."""
+
+    uses_autocast = True
+    """Whether mixed precision is autocast's (else the strategy casts parameters itself)."""
+
+    def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
+        """The same strategy with every knob that depends on the run as a value, the sharding factor as a number.
+
+        Parameters
+        ----------
+        accumulates: bool
+            Whether micro-batches accumulate gradients without communication.
+
+        Raises
+        ------
+        UsageError
+            If the strategy cannot run at this world size with this factor.
+        """
+        factor: int | str = self.sharding_factor
+        if isinstance(factor, str):
+            factor = {"full": world_size, "node": min(ranks_per_node, world_size)}.get(factor, factor)
+        if not isinstance(factor, int) or factor < 1:
+            raise bad_value("strategy.sharding_factor", factor, "full, node, or a whole number of at least 1")
+        if world_size % factor:
+            divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+            raise bad_value(
+                "strategy.sharding_factor",
+                factor,
+                f"a divisor of the world size, gpus={world_size}: {', '.join(divisors)}",
+            )
+        resolved = dataclasses.replace(self, sharding_factor=factor)
+        resolved.check(world_size)
+        return resolved
+
+    @property
+    def factor(self) -> int:
+        """The sharding factor of a resolved strategy."""
+        assert isinstance(self.sharding_factor, int), "resolve the strategy first"
+        return self.sharding_factor
+
+    def check(self, world_size: int) -> None:
+        """Raise `UsageError` where the resolved strategy makes no sense at this world size."""
+
+    def check_device(self, device: str) -> None:
+        """Raise `UsageError` where a knob needs a device this is not (cpu or cuda)."""
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raise `UsageError` where the strategy cannot train in this precision."""
+
+    @abstractmethod
+    def effective(self, world_size: int) -> str:
+        """What the strategy comes to at this world size, for the row: ``name/kind``."""
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, job: Job) -> nn.Module:
+        """Wrap the model, which is on meta with its blocks prepared, and give it its weights."""
+
+    @contextlib.contextmanager
+    def accumulate(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch: reduce its gradients now (`synchronize`) or later."""
+        yield
+
+    def grad_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        """The loss scaler for fp16 that knows where this strategy keeps its gradients."""
+        return torch.amp.GradScaler(device.type)
+
+
+def require_replicas(strategy: Strategy) -> None:
+    """Raise `UsageError` unless the sharding factor is 1, for strategies that keep the whole model on every rank."""
+    if strategy.factor != 1:
+        raise UsageError(
+            f"strategy.sharding_factor={strategy.factor} is not valid for strategy={strategy.name}, which keeps the "
+            "whole model on every rank: choose 1, or strategy fsdp or fsdp1."
+        )
+
+
+def load_strategy(name: str) -> type[Strategy]:
+    """The strategy class that ``bench/strategies/<name>.py``, or the module with that path, defines."""
+    return plugins.find("strategy.name", name, sys.modules[__package__], Strategy)
+
+
+def knobs(strategy: Strategy) -> dict[str, Any]:
+    """Every knob of the strategy with its value."""
+    return dataclasses.asdict(strategy)

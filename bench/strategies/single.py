@@ -1,0 +1,32 @@
+"""One process, no communication: what every other strategy must agree with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from bench.errors import UsageError
+from bench.strategies.base import Job, Strategy, require_replicas
+
+
+@dataclass(frozen=True)
+class Single(Strategy):
+    """Plain training on one device."""
+
+    def check(self, world_size: int) -> None:
+        """One rank only."""
+        require_replicas(self)
+        if world_size != 1:
+            raise UsageError(
+                f"gpus={world_size} is not valid for strategy=single: choose 1, or strategy ddp, fsdp or fsdp1."
+            )
+
+    def effective(self, world_size: int) -> str:
+        """Always the same."""
+        return "single"
+
+    def wrap(self, model: nn.Module, job: Job) -> nn.Module:
+        """Give the model its weights."""
+        job.materializer.model(model)
+        return model

@@ -1,0 +1,1 @@
+"""One optimizer step: optimizer, engine and the phases of a step."""

@@ -1,0 +1,149 @@
+"""A model, wrapped and ready, and the one optimizer step that is measured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bench.models import Batch, Family
+from bench.models.blocks import checkpoint_blocks, compile_blocks
+from bench.models.materialize import Materializer
+from bench.precision import Precision
+from bench.strategies import Job, Strategy
+from bench.training.optimizer import OptimizerConfig
+
+EnterPhase = Callable[[str], None]
+
+
+@dataclass
+class Engine:
+    """Everything one step needs.
+
+    `enter_phase` is told which part of the step begins: what an out-of-memory error is attributed to.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    strategy: Strategy
+    precision: Precision
+    scaler: torch.amp.GradScaler
+    device: torch.device
+    synchronize_every_micro_batch: bool
+    enter_phase: EnterPhase
+
+    def step(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """One optimizer step over the micro-batches.
+
+        Returns
+        -------
+        torch.Tensor
+            Mean loss of the micro-batches on this rank: a scalar on the device, not waited for.
+        """
+        losses = []
+        for index, batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            with self.strategy.accumulate(self.module, synchronize=last or self.synchronize_every_micro_batch):
+                self.enter_phase("forward")
+                with self._autocast():
+                    logits = self.module(**batch.inputs)["logits"]
+                # In fp32 whatever the precision, so that every strategy computes the same loss.
+                loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
+                loss = loss / len(micro_batches)
+                self.enter_phase("backward")
+                self.scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        self.enter_phase("optimizer")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.precision.mixed and self.strategy.uses_autocast:
+            return torch.autocast(self.device.type, self.precision.compute_dtype)
+        return contextlib.nullcontext()
+
+
+def build_engine(
+    family: Family,
+    strategy: Strategy,
+    precision: Precision,
+    optimizer: OptimizerConfig,
+    *,
+    device: torch.device,
+    world_size: int,
+    activation_checkpointing: str,
+    compile: bool,
+    synchronize_every_micro_batch: bool,
+    seed: int,
+    enter_phase: EnterPhase,
+) -> tuple[Engine, int]:
+    """Build the model on meta, prepare its blocks, wrap and fill it, then build the optimizer on what it became.
+
+    Returns
+    -------
+    engine, num_parameters
+        `num_parameters` counts the whole model, before sharding.
+    """
+    torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
+    model = family.build().to(precision.parameter_dtype)
+    model.train()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    materializer = Materializer(model, family, device, seed)
+    if precision.scales_loss and strategy.uses_autocast:
+        _keep_out_of_autocast(family.fp32_modules(model), device)
+    checkpoint_blocks(family, model, activation_checkpointing)
+    if compile:
+        compile_blocks(family, model)
+    module = strategy.wrap(model, Job(family, precision, device, world_size, materializer))
+    scaler = strategy.grad_scaler(device) if precision.scales_loss else torch.amp.GradScaler(device.type, enabled=False)
+    engine = Engine(
+        module,
+        optimizer.build(module),
+        strategy,
+        precision,
+        scaler,
+        device,
+        synchronize_every_micro_batch,
+        enter_phase,
+    )
+    return engine, num_parameters
+
+
+def micro_batches(
+    family: Family,
+    *,
+    num_micro_batches: int,
+    batch_size: int,
+    sequence_length: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    seed: int,
+) -> list[Batch]:
+    """This rank's share of a synthetic global batch that depends on the seed alone.
+
+    One process with `world_size` times the batch size sees the same sequences as `world_size` ranks together.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shares = []
+    for _ in range(num_micro_batches):
+        whole = family.batch(world_size * batch_size, sequence_length, generator)
+        shares.append(whole.share(slice(rank * batch_size, (rank + 1) * batch_size), device))
+    return shares
+
+
+def _keep_out_of_autocast(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Make each linear layer compute in its weights' fp32 even under autocast."""
+    for module in modules:
+        compute = module.forward
+
+        def forward(hidden: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor] = compute) -> torch.Tensor:
+            with torch.autocast(device.type, enabled=False):
+                return compute(hidden.float())
+
+        module.forward = forward  # type: ignore[method-assign]

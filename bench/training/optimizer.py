@@ -1,0 +1,47 @@
+"""Optimizers, from torch alone, built after sharding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.errors import bad_value, require_choice
+
+IMPLEMENTATIONS = ("fused", "foreach", "for_loop")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Which optimizer, and which of torch's implementations of it."""
+
+    name: str
+    """adamw (two states per parameter) or sgd (none without momentum)."""
+    implementation: str
+    """fused (one kernel), foreach (one kernel per operation) or for_loop (one kernel per operation and parameter)."""
+    learning_rate: float
+    momentum: float = 0.0
+    """Of SGD: above 0 it keeps one state per parameter."""
+
+    def __post_init__(self) -> None:
+        require_choice("optimizer.name", self.name, ("adamw", "sgd"))
+        require_choice("optimizer.implementation", self.implementation, IMPLEMENTATIONS)
+        if self.learning_rate <= 0:
+            raise bad_value("optimizer.learning_rate", self.learning_rate, "a number above 0")
+        if not 0 <= self.momentum < 1:
+            raise bad_value("optimizer.momentum", self.momentum, "a number from 0 to below 1")
+        if self.momentum and self.name != "sgd":
+            raise bad_value("optimizer.momentum", self.momentum, f"0, since optimizer.name={self.name} has its own")
+
+    def build(self, module: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over the module's parameters as they are now: shards, if it is sharded."""
+        options: dict[str, Any] = {
+            "lr": self.learning_rate,
+            "fused": self.implementation == "fused",
+            "foreach": self.implementation == "foreach",
+        }
+        if self.name == "sgd":
+            return torch.optim.SGD(module.parameters(), momentum=self.momentum, **options)
+        return torch.optim.AdamW(module.parameters(), **options)
