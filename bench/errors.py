@@ -9,7 +9,13 @@ class UsageError(ValueError):
     """Something the user typed cannot be done; commands print it alone and exit with code 2."""
 
 
-def bad_value(field: str, value: object, choices: Iterable[object] | str) -> UsageError:
+class ImpossibleError(UsageError):
+    """Settings that are valid each but cannot go together, or not on this machine: a sweep leaves such a run out."""
+
+
+def bad_value(
+    field: str, value: object, choices: Iterable[object] | str, kind: type[UsageError] = UsageError
+) -> UsageError:
     """A `UsageError` for `field=value`, saying what would have been valid.
 
     Parameters
@@ -20,10 +26,12 @@ def bad_value(field: str, value: object, choices: Iterable[object] | str) -> Usa
         What was given.
     choices: iterable or str
         The valid values, or a sentence part that describes them ("a whole number of at least 1").
+    kind: type
+        `ImpossibleError` where the value is valid elsewhere.
     """
     valid = choices if isinstance(choices, str) else ", ".join(str(choice) for choice in choices)
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-    return UsageError(f"{field}={shown} is not valid: choose {valid}.")
+    return kind(f"{field}={shown} is not valid: choose {valid}.")
 
 
 def require_choice(field: str, value: object, choices: Iterable[object]) -> None:

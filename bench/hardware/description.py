@@ -20,8 +20,8 @@ class Hardware:
     """Names the driver gives this kind of GPU; `hardware=auto` finds the description by them."""
     peak_tflops: dict[str, float] = field(default_factory=dict)
     """Dense peak per format (fp32, tf32, bf16, fp16) in TFLOP/s; a format the device lacks is left out."""
-    memory_gib: float | None = None
-    """Memory of one device in GiB."""
+    memory_gb: float | None = None
+    """Memory of one device as its vendor gives it, in GB."""
     memory_bandwidth_gb_s: float | None = None
     """Bandwidth of that memory in 10^9 bytes per second."""
     memory_limit_gib: float | None = None

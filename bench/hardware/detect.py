@@ -11,7 +11,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.errors import UsageError
+from bench.errors import ImpossibleError, UsageError
 from bench.hardware.description import Hardware
 from bench.precision import Precision
 
@@ -36,7 +36,7 @@ def detect() -> Device:
     if gpus:
         name, capability = gpus[0]
         return Device("cuda", name, len(gpus), capability)
-    return Device("cpu", _processor_name(), 0)
+    return Device("cpu", processor_name(), 0)
 
 
 def _visible_gpus() -> list[tuple[str, tuple[int, int]]]:
@@ -68,7 +68,8 @@ def _text(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """Name of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -79,25 +80,25 @@ def _processor_name() -> str:
 
 
 def refuse_unsupported(hardware: Hardware, device: Device, precision: Precision, *, compile_blocks: bool) -> None:
-    """Raise `UsageError` where this machine's device cannot do what a run asks of it."""
+    """Raise `ImpossibleError` where this machine's device cannot do what a run asks of it."""
     if hardware.device == "cuda" and device.kind != "cuda":
-        raise UsageError(
+        raise ImpossibleError(
             f"hardware={hardware.name} needs a GPU, and this machine has none: choose hardware=cpu or auto."
         )
     if hardware.gpu_names and device.kind == "cuda" and device.name not in hardware.gpu_names:
-        raise UsageError(
+        raise ImpossibleError(
             f"hardware={hardware.name} describes {' or '.join(hardware.gpu_names)}, but this machine has "
             f"{device.name}: choose hardware=auto (hardware.memory_limit_gib makes a larger GPU as small as you like)."
         )
     capability = device.capability or (0, 0)
     on_gpu = hardware.device == "cuda"
     if precision.tf32 and not (on_gpu and capability >= (8, 0)):
-        raise UsageError(
+        raise ImpossibleError(
             f"precision={precision.name} needs an NVIDIA GPU of compute capability 8.0 or later, "
             f"not {device.name}: choose fp32, bf16 or bf16_pure."
         )
     if precision.compute == "bf16" and on_gpu and capability < (8, 0):
-        raise UsageError(
+        raise ImpossibleError(
             f"precision={precision.name} needs compute capability 8.0 or later, which {device.name} lacks: "
             "choose fp32 or fp16."
         )
@@ -106,4 +107,4 @@ def refuse_unsupported(hardware: Hardware, device: Device, precision: Precision,
         has_headers = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
         if not (has_compiler and has_headers):
             missing = "a C++ compiler (g++ or clang++)" if not has_compiler else "Python's C headers (python3-dev)"
-            raise UsageError(f"compile=true on a CPU needs {missing}: install it, or choose compile=false.")
+            raise ImpossibleError(f"compile=true on a CPU needs {missing}: install it, or choose compile=false.")

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
+LARGE_BLOCK_BYTES = 64 * 1024
+THREAD_STACK_BYTES = 512 * 1024
 
 
 class MemoryLimit:
     """Let this process allocate at most `limit_bytes` of device memory from now on.
 
     CUDA: the caching allocator's share of the device. The context and NCCL's buffers lie outside it, as they lie
-    outside what the allocator reports. CPU: the process's data segment (RLIMIT_DATA), counted from what it uses
-    when the limit is set, so that Python and the libraries do not count against the model.
+    outside what the allocator reports.
+
+    CPU: the process's data segment (RLIMIT_DATA), counted from what it uses when the limit is set, so that Python
+    and the libraries do not count against the model; gloo's buffers and threads started later do. So that the
+    segment follows what is allocated, a limited process gives freed blocks back at once (which is slower).
 
     Parameters
     ----------
@@ -29,7 +39,7 @@ class MemoryLimit:
     """
 
     def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
-        self._restore: tuple[int, int] | None = None
+        self._original: tuple[int, int] | None = None
         if limit_bytes is None:
             return
         if device.type == "cuda":
@@ -40,14 +50,32 @@ class MemoryLimit:
                 )
             torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
         else:
-            self._restore = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (data_segment_bytes() + limit_bytes, self._restore[1]))
+            _give_memory_back_at_once()
+            self._original = resource.getrlimit(resource.RLIMIT_DATA)
+            self._allow(data_segment_bytes() + limit_bytes)
 
     def lift(self) -> None:
         """Give memory back to a process that has run out, so that it can say so."""
-        if self._restore is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, self._restore)
-            self._restore = None
+        if self._original is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, self._original)
+            self._original = None
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Around work of the harness itself: what it needs, and keeps, does not count."""
+        if self._original is None:
+            yield
+            return
+        allowed, before = resource.getrlimit(resource.RLIMIT_DATA)[0], data_segment_bytes()
+        resource.setrlimit(resource.RLIMIT_DATA, self._original)
+        try:
+            yield
+        finally:
+            self._allow(allowed + max(0, data_segment_bytes() - before))
+
+    def _allow(self, total_bytes: int) -> None:
+        assert self._original is not None
+        resource.setrlimit(resource.RLIMIT_DATA, (total_bytes, self._original[1]))
 
 
 def data_segment_bytes() -> int:
@@ -56,3 +84,16 @@ def data_segment_bytes() -> int:
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/self/status has no VmData line")
+
+
+def _give_memory_back_at_once() -> None:
+    """Have glibc map large blocks one by one, share one heap among threads, and reserve small stacks for them."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+    libc.mallopt(M_TRIM_THRESHOLD, LARGE_BLOCK_BYTES)
+    libc.mallopt(M_ARENA_MAX, 1)
+    libc.malloc_trim(0)
+    attributes = (ctypes.c_char * 64)()  # pthread_attr_t
+    libc.pthread_attr_init(attributes)
+    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(THREAD_STACK_BYTES))
+    libc.pthread_setattr_default_np(attributes)

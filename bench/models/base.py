@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -79,6 +79,9 @@ class Family(ABC):
     """File under bench/models, or module path, that defines the subclass."""
     attention: str
     """Attention implementation: sdpa (flash where the device and the model allow it) or eager."""
+
+    imports: ClassVar[tuple[str, ...]] = ()
+    """Modules worth importing once, before ranks are forked."""
 
     def __post_init__(self) -> None:
         require_choice("model.attention", self.attention, ATTENTIONS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from bench.errors import bad_value
+from bench.errors import ImpossibleError, bad_value
 from bench.models.base import IGNORED, Batch, Family, FlopCount
 
 
@@ -26,6 +26,8 @@ class GPT(Family):
     intermediate_size: int | None = None
     """Width of the feed-forward layer; null for 4 x hidden_size."""
     dropout: float = 0.0
+
+    imports: ClassVar[tuple[str, ...]] = ("transformers.models.gpt2.modeling_gpt2",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +107,8 @@ class GPT(Family):
     def check_sequence_length(self, sequence_length: int) -> None:
         """At least 2, since a label is the next token, and at most the number of positions."""
         if not 2 <= sequence_length <= self.block_size:
-            raise bad_value("sequence_length", sequence_length, f"2 to model.block_size={self.block_size}")
+            valid = f"a whole number from 2 to model.block_size={self.block_size}"
+            raise bad_value("sequence_length", sequence_length, valid, ImpossibleError)
 
     @property
     def _intermediate(self) -> int:

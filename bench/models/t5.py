@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ class T5(Family):
     decoder_sequence_length: int | None = None
     """Tokens per sequence in the decoder; null for the encoder's length."""
     dropout: float = 0.0
+
+    imports: ClassVar[tuple[str, ...]] = ("transformers.models.t5.modeling_t5",)
 
     def build(self) -> nn.Module:
         """`T5ForConditionalGeneration` on meta."""

@@ -89,8 +89,9 @@ COLUMNS: tuple[Column, ...] = (
         peak_allocated_overall_bytes="peak of allocated memory over construction and warm-up as well",
         peak_device_used_bytes="memory in use as the driver sees it after the timed steps; on CPU peak resident size",
         alloc_retries="times the caching allocator had to flush and retry during the timed steps, sum over ranks",
+        skipped_steps="timed steps in which fp16 gradients overflowed, so that the optimizer did nothing",
     ),
-    *_columns("boolean", degraded="the allocator was flushing (alloc_retries > 0): the time is not representative"),
+    *_columns("boolean", degraded="allocator retries or skipped steps: the time is not representative"),
     *_columns("Int64", memory_limit_bytes="memory each rank was allowed; empty for no limit"),
     *_columns("string", oom_phase="where memory ran out: init, forward, backward or optimizer"),
     *_columns(

@@ -1,6 +1,7 @@
 """The store: one folder per run, one file per attempt, nothing ever overwritten.
 
     <store>/<run_id>/<attempt>.json       the row
+    <store>/<run_id>/<attempt>.log        what the ranks printed
     <store>/<run_id>/<attempt>.trace.json.gz    profiler trace, where one was asked for
     <store>/<run_id>/.lock                held (flock) by whoever is executing the run
 
@@ -168,7 +169,7 @@ def read_all(path: str | Path) -> Contents:
 
 
 def _belongs(name: str) -> bool:
-    return bool(ATTEMPT_FILE.match(name) or re.match(r"^\d+\.trace\.json\.gz$", name) or name.startswith("."))
+    return bool(ATTEMPT_FILE.match(name) or re.match(r"^\d+\.(log|trace\.json\.gz)$", name) or name.startswith("."))
 
 
 def _read_latest(newest_first: list[Path], contents: Contents) -> None:

@@ -11,8 +11,9 @@ import pandas as pd
 from bench.reporting.style import EVIDENCE_STYLES
 from bench.reporting.table import CELL
 
-ORDER = ["place", "precision", "parameters", "model", "world_size", "workload", "limit", "settings"]
-"""Figures list runs in this order, then by variant and by kind of evidence."""
+NUMBERS = ["parameters", "batch_size_per_gpu", "sequence_length", "memory_limit_bytes"]
+ORDER = ["place", "precision", "memory_limit_bytes", "settings", "parameters", "model", "world_size", *NUMBERS[1:3]]
+"""Figures list runs in this order (no limit first), then by variant and by kind of evidence."""
 
 
 def in_order(frame: pd.DataFrame) -> pd.DataFrame:
@@ -20,7 +21,9 @@ def in_order(frame: pd.DataFrame) -> pd.DataFrame:
     evidence = {kind: position for position, kind in enumerate(EVIDENCE_STYLES)}
     keys = frame.assign(_variant=[key.order for key in frame["variant_key"]], _evidence=frame["evidence"].map(evidence))
     repeats = [name for name in ("repeat",) if name in frame]
-    return frame.loc[keys.sort_values([*ORDER, "_variant", "_evidence", *repeats], kind="stable").index]
+    return frame.loc[
+        keys.sort_values([*ORDER, "_variant", "_evidence", *repeats], kind="stable", na_position="first").index
+    ]
 
 
 def cells(table: pd.DataFrame, value: str, *also: str) -> pd.DataFrame:
@@ -47,7 +50,7 @@ def _cell(group: pd.DataFrame, value: str, also: tuple[str, ...]) -> dict[str, A
     points = sorted(float(point) for point in fitted[value].dropna())
     oom = out_of_memory.iloc[0] if len(out_of_memory) else None
     return {
-        **{name: first[name] for name in (*CELL, "heading", "device", "variant_key")},
+        **{name: first[name] for name in dict.fromkeys((*CELL, *NUMBERS, "heading", "device", "variant_key"))},
         "median": float(np.median(points)) if points else float("nan"),
         "low": points[0] if points else float("nan"),
         "high": points[-1] if points else float("nan"),
@@ -68,5 +71,4 @@ def drawable(found: pd.DataFrame) -> pd.DataFrame:
 
 def by(frame: pd.DataFrame, *columns: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
     """Groups in the order their first rows have."""
-    for key, group in frame.groupby(list(columns), dropna=False, sort=False):
-        yield key, group
+    yield from frame.groupby(list(columns), dropna=False, sort=False)

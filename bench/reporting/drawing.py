@@ -7,10 +7,12 @@ import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from bench.reporting import style
+
+LINE_IN = 1.3 / 72
+"""Inches of a line of text per point of its size."""
 
 
 @dataclass
@@ -47,23 +49,30 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def header(figure: Figure, title: str, subtitle: str) -> None:
-    """Title at the left edge and, below it in small type, where the rows come from and what they are no evidence for."""
+    """Title at the left edge and, below it in small type, where the rows come from."""
     width_in, height_in = figure.get_size_inches()
-    chars = int(width_in * 13.2)
-    lines = [part for line in subtitle.splitlines() for part in textwrap.wrap(line, chars)]
-    titles = textwrap.wrap(title, int(width_in * 10.4))
     top_in = 0.08
-    for text, size, colour, weight in [
-        *((line, 10, style.INK, "bold") for line in titles),
-        *((line, 7.5, style.MUTED, "normal") for line in lines),
-    ]:
+    for text, size, colour, weight in _header_lines(title, subtitle, width_in):
         at = figure.text(
             0.08 / width_in, 1 - top_in / height_in, text, va="top", size=size, color=colour, weight=weight
         )
         at.set_in_layout(False)
-        top_in += size * 1.3 / 72
-    room = 1 - (top_in + 0.06) / height_in
+        top_in += size * LINE_IN
+    room = 1 - header_height_in(title, subtitle, width_in) / height_in
     figure.get_layout_engine().set(rect=(0, 0, 1, room))  # type: ignore[union-attr, call-arg]
+
+
+def header_height_in(title: str, subtitle: str, width_in: float) -> float:
+    """Inches that `header` takes from the top of a figure."""
+    return 0.14 + sum(size * LINE_IN for _, size, _, _ in _header_lines(title, subtitle, width_in))
+
+
+def _header_lines(title: str, subtitle: str, width_in: float) -> list[tuple[str, float, str, str]]:
+    """Text, size in points, colour and weight of every line."""
+    titles = textwrap.wrap(title, int(width_in * 10.4))
+    lines = [part for line in subtitle.splitlines() for part in textwrap.wrap(line, int(width_in * 13.2))]
+    large: list[tuple[str, float, str, str]] = [(line, 10, style.INK, "bold") for line in titles]
+    return large + [(line, 7.5, style.MUTED, "normal") for line in lines]
 
 
 def save(drawing: Drawing, folder: Path) -> str:
@@ -71,8 +80,9 @@ def save(drawing: Drawing, folder: Path) -> str:
 
     The same rows give the same bytes, on any day.
     """
-    with mpl.rc_context(style.RC):
+    with style.context():
         drawing.figure.savefig(folder / f"{drawing.name}.png")
+        drawing.figure.set_layout_engine("none")  # laid out once, the same in both files
         buffer = io.StringIO()
         drawing.figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()

@@ -16,6 +16,7 @@ KINDS = {
     "no_shard": "no shard",
     "full_replication": "full replication",
     "hybrid_shard": "hybrid",
+    "hybrid_shard_grad_op": "hybrid shard grad op",
     "shard_grad_op": "shard grad op",
     "full_shard": "full shard",
     "unsharded": "unsharded",
@@ -47,7 +48,7 @@ def variant(
     order = (
         _rank(family, FAMILIES),
         _rank(how, KINDS),
-        sharding_factor or 0,
+        (sharding_factor or 0) if between else 0,
         kind,
     )
     return Variant(order, " ".join(word for word in words if word), kind)
@@ -73,7 +74,8 @@ def number(value: float | None, digits: int = 3) -> str:
         return MISSING
     if value == 0:
         return "0"
-    magnitude = math.floor(math.log10(abs(value)))
+    rounded = float(f"{value:.{digits - 1}e}")  # 0.0998 to 2 digits is 0.10, not 0.100
+    magnitude = math.floor(math.log10(abs(rounded)))
     if magnitude < -4 or magnitude >= 7:
         return f"{value:.{digits - 1}e}"
     return f"{value:,.{max(digits - 1 - magnitude, 0)}f}"
@@ -81,7 +83,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def memory_unit(largest_bytes: float) -> tuple[str, int]:
     """Name and size in bytes of the unit in which `largest_bytes` reads well."""
-    if largest_bytes >= GIB / 10:
+    if largest_bytes >= GIB / 10 or largest_bytes == 0:
         return "GiB", GIB
     return ("MiB", MIB) if largest_bytes >= MIB / 10 else ("KiB", KIB)
 
@@ -115,14 +117,22 @@ def ranks(world_size: int | None, device: str | None) -> str:
     """A world size in words: ``4 GPUs``, ``1 process``; a CPU process is never called a GPU."""
     if world_size is None:
         return "world size not stated"
-    if device == "cuda":
-        return f"{world_size} GPU" + "s" * (world_size != 1)
-    return f"{world_size} process" + "es" * (world_size != 1)
+    return f"{world_size} {rank_noun(device) if world_size == 1 else rank_nouns(device)}"
 
 
 def rank_noun(device: str | None) -> str:
-    """What one rank is: ``GPU``, or ``process`` where the device is not a GPU."""
-    return "GPU" if device == "cuda" else "process"
+    """What one rank is: ``GPU``, on a CPU ``process``, and ``rank`` where the row does not say."""
+    return {"cuda": "GPU", "cpu": "process"}.get(device or "", "rank")
+
+
+def rank_nouns(device: str | None) -> str:
+    """`rank_noun` in the plural."""
+    return {"cuda": "GPUs", "cpu": "processes"}.get(device or "", "ranks")
+
+
+def counted(number_: int, noun: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{number_} {noun}" + ("" if number_ == 1 else "s")
 
 
 def slug(*parts: object) -> str:

@@ -6,6 +6,8 @@ readable on a phone and without colour.
 
 from __future__ import annotations
 
+import math
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +16,18 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import blended_transform_factory
 
 from bench.reporting import style
-from bench.reporting.drawing import header, new_figure
+from bench.reporting.cells import by
+from bench.reporting.drawing import header, header_height_in, new_figure
 
 LANE_IN, HEADING_IN, GAP_IN = 0.21, 0.165, 0.1
-HEADING_CHARS, LABEL_CHARS = 56, 30
-FRAME_IN = 1.35
-"""Inches a figure needs besides its lanes: title, axis and legend."""
+HEADING_CHARS, LABEL_CHARS = 56, 26
+AXIS_IN, FRAME_IN = 0.55, 1.6
+"""Inches of the x axis with its label, and of all a figure may need besides its lanes."""
+LEGEND_COLUMNS = 2
 
 
 @dataclass
@@ -39,26 +45,46 @@ class Group:
 
     lines: list[str]
     top: float
+    lane_in: float = LANE_IN
     lanes: list[Lane] = field(default_factory=list)
 
     @property
     def bottom(self) -> float:
         """Lower edge in inches."""
-        return self.top + len(self.lines) * HEADING_IN + sum(lane_height(lane.label) for lane in self.lanes)
+        return self.top + len(self.lines) * HEADING_IN + sum(self.lane_height(lane.label) for lane in self.lanes)
+
+    def lane_height(self, label: str) -> float:
+        """Inches a lane with this (wrapped) label takes."""
+        return max(self.lane_in, LANE_IN + 0.13 * label.count("\n"))
 
 
 def wrap(label: str, chars: int) -> str:
-    """`label` in lines of at most `chars` characters."""
-    return "\n".join(textwrap.wrap(label, chars, break_on_hyphens=False) or [""])
+    """`label` in lines of at most `chars` characters, broken at spaces and within names after ``_ - / =``."""
+    lines = [""]
+    for piece in re.split(r"(?<=[\s_/=-])", label):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > chars:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(part for line in lines for part in textwrap.wrap(line.strip(), chars, break_on_hyphens=False))
 
 
-def lane_height(label: str) -> float:
-    """Inches a lane with this (wrapped) label takes."""
-    return LANE_IN + 0.13 * label.count("\n")
+def wrap_parts(text: str, chars: int) -> list[str]:
+    """Lines of at most `chars` characters, broken between the parts that " · " separates where that is possible."""
+    lines: list[str] = []
+    for part in text.split(" · "):
+        if lines and len(lines[-1]) + 3 + len(part) <= chars:
+            lines[-1] += f" · {part}"
+        else:
+            lines += wrap(part, chars).splitlines()
+    return lines
 
 
 def paginate(
-    frame: pd.DataFrame, label: Callable[[pd.Series], str], max_height_in: float = style.MAX_HEIGHT_IN - FRAME_IN
+    frame: pd.DataFrame,
+    label: Callable[[pd.Series], str],
+    *,
+    lane_in: float = LANE_IN,
+    max_height_in: float = style.MAX_HEIGHT_IN - FRAME_IN,
 ) -> Iterator[list[Group]]:
     """Lay out the rows of `frame` (columns ``heading``, whatever `label` needs) in pages of limited height.
 
@@ -67,44 +93,65 @@ def paginate(
     """
     page: list[Group] = []
     for heading, rows in frame.groupby("heading", sort=False):
-        lines = textwrap.wrap(str(heading), HEADING_CHARS) or [""]
+        lines = wrap_parts(str(heading), HEADING_CHARS)
         pairs = [(row, wrap(label(row), LABEL_CHARS)) for _, row in rows.iterrows()]
-        needed = len(lines) * HEADING_IN + sum(lane_height(text) for _, text in pairs)
-        if page and page[-1].bottom + GAP_IN + needed > max_height_in:
+        group = Group(lines, page[-1].bottom + GAP_IN if page else 0.0, lane_in)
+        needed = sum(group.lane_height(text) for _, text in pairs)
+        if page and group.bottom + needed > max_height_in:
             yield page
             page = []
-        group = Group(lines, page[-1].bottom + GAP_IN if page else 0.0)
+            group.top = 0.0
         page.append(group)
         for row, text in pairs:
-            if group.lanes and group.bottom + lane_height(text) > max_height_in:
+            if group.lanes and group.bottom + group.lane_height(text) > max_height_in:
                 yield page
-                group = Group([*lines[:-1], f"{lines[-1]} (continued)"], 0.0)
+                group = Group([*lines[:-1], f"{lines[-1]} (continued)"], 0.0, lane_in)
                 page = [group]
-            group.lanes.append(Lane(row, text, group.bottom + lane_height(text) / 2))
+            group.lanes.append(Lane(row, text, group.bottom + group.lane_height(text) / 2))
     if page:
         yield page
 
 
+def pages(frame: pd.DataFrame, label: Callable[[pd.Series], str]) -> Iterator[tuple[str, list[Group]]]:
+    """Groups figure by figure, with what each shows in words: ``bf16, limit 0.5 GiB (1 of 2)``."""
+    for (precision, limit), rows in by(frame, "precision", "limit"):
+        layouts = list(paginate(rows, label))
+        for number, groups in enumerate(layouts, 1):
+            part = f" ({number} of {len(layouts)})" if len(layouts) > 1 else ""
+            yield f"{precision}, {limit}".removesuffix(", ") + part, groups
+
+
 def axes_for(
-    groups: Sequence[Group], title: str, subtitle: str, width_in: float = style.WIDTH_IN
+    groups: Sequence[Group],
+    title: str,
+    subtitle: str,
+    key: Sequence[tuple[Artist, str]],
+    *,
+    width_in: float = style.WIDTH_IN,
+    labels_in: float = AXIS_IN,
 ) -> tuple[Figure, Axes]:
-    """A figure with the lanes' labels and headings in place; the caller draws into the lanes and labels the x axis."""
+    """A figure with title, headings, the lanes' labels and a legend; the caller draws into the lanes.
+
+    `labels_in` is the height of the x axis' labels, so that lanes keep the height they were laid out with.
+    """
     height = groups[-1].bottom
-    figure = new_figure(width_in, height + FRAME_IN)
+    figure = new_figure(width_in, height + labels_in + header_height_in(title, subtitle, width_in) + legend_in(key))
+    header(figure, title, subtitle)
     axes = figure.add_subplot()
     axes.set_ylim(height + 0.04, -0.04)
     lanes = [lane for group in groups for lane in group.lanes]
     axes.set_yticks([lane.y for lane in lanes], [lane.label for lane in lanes])
-    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="y", length=0, pad=8)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
+    axes.xaxis.set_major_locator(MaxNLocator(6))
     for group in groups:
         for position, line in enumerate(group.lines):
             text = axes.text(
-                0.0,
+                0.08 / width_in,
                 group.top + (position + 0.55) * HEADING_IN,
                 line,
-                transform=axes.get_yaxis_transform(),
+                transform=blended_transform_factory(figure.transFigure, axes.transData),
                 va="center",
                 fontweight="bold",
                 fontsize=8,
@@ -112,13 +159,17 @@ def axes_for(
                 zorder=6,
             )
             text.set_in_layout(False)
-    header(figure, title, subtitle)
+    legend(figure, key)
     return figure, axes
 
 
-def legend(figure: Figure, handles: Sequence[tuple[Artist, str]], columns: int = 3) -> None:
+def legend_in(key: Sequence[tuple[Artist, str]]) -> float:
+    """Inches that `legend` takes."""
+    return 0.17 + 0.175 * math.ceil(len(key) / LEGEND_COLUMNS) if key else 0.0
+
+
+def legend(figure: Figure, key: Sequence[tuple[Artist, str]]) -> None:
     """A legend below the axes, if there is anything to explain."""
-    if handles:
-        figure.legend(
-            [handle for handle, _ in handles], [name for _, name in handles], loc="outside lower center", ncols=columns
-        )
+    if key:
+        handles, names = zip(*key, strict=True)
+        figure.legend(handles, names, loc="outside lower center", ncols=LEGEND_COLUMNS)

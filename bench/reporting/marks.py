@@ -54,7 +54,7 @@ def out_of_memory(axes: Axes, lane: Lane, asked_for: bool = False) -> None:
         0, lane.y, "X", markersize=8, color=style.OOM_COLOUR, markeredgecolor="white", clip_on=False, zorder=5
     )  # fmt: skip
     text = oom_words(row)
-    if asked_for and row["oom_bytes"] is not None:
+    if asked_for and pd.notna(row["oom_bytes"]):
         text += f", asked for {labels.memory(row['oom_bytes'])}"
     annotation = axes.annotate(
         text, (0, lane.y), xytext=(8, 0), textcoords="offset points", va="center", fontsize=7.5,
@@ -65,7 +65,7 @@ def out_of_memory(axes: Axes, lane: Lane, asked_for: bool = False) -> None:
 
 def oom_words(row: pd.Series) -> str:
     """``OOM in forward``."""
-    return f"OOM in {row['oom_phase']}" if row["oom_phase"] else "OOM"
+    return f"OOM in {row['oom_phase']}" if pd.notna(row["oom_phase"]) else "OOM"
 
 
 def partly_oom(row: pd.Series) -> str:
@@ -84,13 +84,11 @@ def key(
         entries += [(Patch(**style.bar_style(style.MUTED, kind)), kind) for kind in kinds]
     entries += extra
     if any(len(points) > 1 for points in cells["points"]):
-        entries.append(
-            (Line2D([], [], color=style.INK, marker="|", linewidth=1.2), "lowest to highest repeat (bar: median)")
-        )
+        entries.append((Line2D([], [], color=style.INK, marker="|", linewidth=1.2), "repeats: range and median"))
     if (cells["out_of_memory"] > 0).any():
         cross = Line2D([], [], color=style.OOM_COLOUR, marker="X", linestyle="", markeredgecolor="white", markersize=8)
         entries.append((cross, "out of memory"))
     if with_degraded and cells["degraded"].any():
         triangle = Line2D([], [], color=style.INK, marker="<", linestyle="", markerfacecolor="white", markersize=7)
-        entries.append((triangle, "degraded: the allocator was flushing"))
+        entries.append((triangle, "degraded: allocator flushing"))
     return entries

@@ -7,14 +7,16 @@ Colour says how a variant shards, fill and line style say what kind of evidence 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import matplotlib as mpl
 from matplotlib.colors import to_hex, to_rgb
 
 from bench.reporting.labels import Variant
 
-WIDTH_IN = 5.5
+WIDTH_IN = 4.7
 """Width of a figure: one column on a phone, half a page on a desk."""
 MAX_HEIGHT_IN = 9.0
 """Height at which a figure is continued in another one, so that it fits a printed page."""
@@ -53,6 +55,12 @@ RC: dict[str, Any] = {
     "svg.fonttype": "path",
 }
 
+
+def context() -> AbstractContextManager[None]:
+    """Draw and save inside this, and nothing of the style leaks into the caller's figures."""
+    return mpl.rc_context(RC)  # type: ignore[arg-type]
+
+
 # Okabe & Ito (2008), "Color Universal Design": distinct under protanopia, deuteranopia and tritanopia.
 COLOURS = {
     "single": "#000000",
@@ -62,6 +70,9 @@ COLOURS = {
     "fsdp/full_shard": "#0072b2",
     "fsdp/shard_grad_op": "#56b4e9",
     "fsdp/unsharded": "#6b6b6b",
+    "fsdp/hybrid_shard_grad_op": "#8a7a00",
+    "fsdp1/no_shard": "#f0c05a",
+    "fsdp1/hybrid_shard": "#6cc5a8",
     "fsdp1/full_shard": "#cc79a7",
 }
 SPARE_COLOURS = ("#cc79a7", "#56b4e9", "#8a7a00", "#6b6b6b")
@@ -74,7 +85,7 @@ class EvidenceStyle:
 
     hatch: str
     filled: bool
-    line: str
+    line: Literal["-", "--", ":", "-."]
 
 
 EVIDENCE_STYLES = {
@@ -114,7 +125,8 @@ def palette(variants: Iterable[Variant]) -> dict[str, Mark]:
 
 def lighter(colour: str, amount: float) -> str:
     """`colour` mixed with white: 0 leaves it, 1 is white."""
-    return to_hex([channel + (1 - channel) * amount for channel in to_rgb(colour)])
+    red, green, blue = (channel + (1 - channel) * amount for channel in to_rgb(colour))
+    return to_hex((red, green, blue))
 
 
 def bar_style(colour: str, evidence: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ SETTINGS: dict[str, Callable[[Any], str]] = {
     "parameter_dtype": lambda value: f"parameters {value}",
     "compute_dtype": lambda value: f"compute {value}",
     "reduce_dtype": lambda value: f"reduce {value}",
-    "nodes": lambda value: f"{value} node" + "s" * (value != 1),
+    "nodes": lambda value: f"{value} node" + ("" if value == 1 else "s"),
 }
 NARROWER = {
     "parameter_dtype": ["precision"],
@@ -67,10 +67,11 @@ def prepare(records: Sequence[Record]) -> pd.DataFrame:
     for column in ("model", "precision"):
         frame[column] = frame[column].fillna(f"{column} not stated")
     frame["place"] = _places(frame)
+    frame["device"] = frame["device"].fillna("")
+    frame["parameters"] = _parameters(frame, records)
     frame["workload"] = [_workload(*pair) for pair in _rows(frame, "batch_size_per_gpu", "sequence_length")]
-    frame["limit"] = [
-        "" if limit is None else f"limit {labels.memory(limit)}" for (limit,) in _rows(frame, "memory_limit_bytes")
-    ]
+    limits = _rows(frame, "memory_limit_bytes")
+    frame["limit"] = ["" if limit is None else f"limit {limit / labels.GIB:.3g} GiB" for (limit,) in limits]
     frame["settings"] = _settings(frame)
     keys = [
         labels.variant(*asked)
@@ -78,13 +79,14 @@ def prepare(records: Sequence[Record]) -> pd.DataFrame:
     ]
     frame["variant"] = [key.label for key in keys]
     suffixes = _knobs(frame, records)
-    frame["variant_key"] = [
+    keys = [
         replace(key, label=key.label + suffix, order=(*key.order[:3], key.order[3] + suffix))
         for key, suffix in zip(keys, suffixes, strict=True)
     ]
-    frame["variant"] = [key.label for key in frame["variant_key"]]
+    frame["variant"] = [key.label for key in keys]
+    frame["variant_key"] = pd.Series(keys, index=frame.index, dtype=object)
     frame["heading"] = [_heading(row) for _, row in frame.iterrows()]
-    frame["steps"] = [step_times_s(record) for record in records]
+    frame["steps"] = pd.Series([step_times_s(record) for record in records], index=frame.index, dtype=object)
     return frame
 
 
@@ -101,6 +103,15 @@ def _rows(frame: pd.DataFrame, *columns: str) -> Iterator[tuple[Any, ...]]:
         yield tuple(None if pd.isna(value) else value for value in values)
 
 
+def _parameters(frame: pd.DataFrame, records: Sequence[Record]) -> pd.Series:
+    """Parameter counts; a run that ended before it counted gets those of a run of exactly the same model."""
+    models = [json.dumps((record.get("config") or {}).get("model"), sort_keys=True) for record in records]
+    known = {model: size for model, size in zip(models, frame["parameters"], strict=True) if pd.notna(size)}
+    known.pop("null", None)
+    found = pd.Series([known.get(model, pd.NA) for model in models], index=frame.index, dtype="Int64")
+    return frame["parameters"].fillna(found)
+
+
 def _places(frame: pd.DataFrame) -> list[str]:
     """Device, hardware description and device name; a row without a device name joins the only one there is."""
     named: dict[tuple[Any, ...], list[str]] = {}
@@ -112,13 +123,16 @@ def _places(frame: pd.DataFrame) -> list[str]:
         others = named.get((device, hardware), [])
         name = name or (others[0] if len(others) == 1 else None)
         kind = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
-        places.append(" · ".join(part for part in (kind, hardware, name) if part) or "device not stated")
+        parts = [kind, hardware if hardware != device else None, name]
+        places.append(" · ".join(part for part in parts if part) or "device not stated")
     return places
 
 
 def _workload(batch: int | None, sequence: int | None) -> str:
-    parts = [] if batch is None else [f"batch {batch}"]
-    return " × ".join(parts + ([] if sequence is None else [f"{sequence} tokens"]))
+    """Sequences per rank and micro-batch, and tokens per sequence: ``batch 4 × 128``."""
+    if batch is None:
+        return "" if sequence is None else f"{sequence} tokens"
+    return f"batch {batch}" if sequence is None else f"batch {batch} × {sequence}"
 
 
 def _settings(frame: pd.DataFrame) -> list[str]:
@@ -141,7 +155,7 @@ def _knobs(frame: pd.DataFrame, records: Sequence[Record]) -> list[str]:
     taken for repeats.
     """
     knobs = pd.DataFrame([_leaves(record) for record in records], index=frame.index, dtype=object)
-    suffixes = {index: "" for index in frame.index}
+    suffixes = dict.fromkeys(frame.index, "")
     for knob in knobs.columns:
         scope = ["place", "model", "variant"] if knob.startswith("strategy.") else CELL
         differs = knobs[knob].groupby([frame[column] for column in scope], dropna=False).transform("nunique") > 1
@@ -170,10 +184,11 @@ def _leaves(record: Record) -> dict[str, str]:
 
 
 def _heading(row: pd.Series) -> str:
-    size = "" if pd.isna(row["parameters"]) else f" ({labels.count(row['parameters'])} parameters)"
+    size = "" if pd.isna(row["parameters"]) else f"{labels.count(row['parameters'])} params"
     world_size = None if pd.isna(row["world_size"]) else int(row["world_size"])
     parts = [
-        f"{row['model']}{size}",
+        row["model"],
+        size,
         labels.ranks(world_size, row["device"]),
         row["workload"],
         row["limit"],

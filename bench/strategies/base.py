@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bench import plugins
-from bench.errors import UsageError, bad_value
+from bench.errors import ImpossibleError, bad_value
 from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.precision import Precision
@@ -54,7 +54,7 @@ class Strategy(ABC):
 
         Raises
         ------
-        UsageError
+        ImpossibleError
             If the strategy cannot run at this world size with this factor.
         """
         factor: int | str = self.sharding_factor
@@ -68,6 +68,7 @@ class Strategy(ABC):
                 "strategy.sharding_factor",
                 factor,
                 f"a divisor of the world size, gpus={world_size}: {', '.join(divisors)}",
+                ImpossibleError,
             )
         resolved = dataclasses.replace(self, sharding_factor=factor)
         resolved.check(world_size)
@@ -80,13 +81,13 @@ class Strategy(ABC):
         return self.sharding_factor
 
     def check(self, world_size: int) -> None:
-        """Raise `UsageError` where the resolved strategy makes no sense at this world size."""
+        """Raise `ImpossibleError` where the resolved strategy makes no sense at this world size."""
 
     def check_device(self, device: str) -> None:
-        """Raise `UsageError` where a knob needs a device this is not (cpu or cuda)."""
+        """Raise `ImpossibleError` where a knob needs a device this is not (cpu or cuda)."""
 
     def check_precision(self, precision: Precision) -> None:
-        """Raise `UsageError` where the strategy cannot train in this precision."""
+        """Raise `ImpossibleError` where the strategy cannot train in this precision."""
 
     @abstractmethod
     def effective(self, world_size: int) -> str:
@@ -107,9 +108,9 @@ class Strategy(ABC):
 
 
 def require_replicas(strategy: Strategy) -> None:
-    """Raise `UsageError` unless the sharding factor is 1, for strategies that keep the whole model on every rank."""
+    """Raise `ImpossibleError` unless the sharding factor is 1, for strategies with a whole model on every rank."""
     if strategy.factor != 1:
-        raise UsageError(
+        raise ImpossibleError(
             f"strategy.sharding_factor={strategy.factor} is not valid for strategy={strategy.name}, which keeps the "
             "whole model on every rank: choose 1, or strategy fsdp or fsdp1."
         )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.errors import UsageError, require_at_least
+from bench.errors import ImpossibleError, require_at_least
 from bench.strategies.base import Job, Strategy, require_replicas
 
 
@@ -30,7 +30,7 @@ class DDP(Strategy):
         """As every strategy, and `static_graph` as a value."""
         static_graph = not accumulates if self.static_graph is None else self.static_graph
         if static_graph and accumulates:
-            raise UsageError(
+            raise ImpossibleError(
                 "strategy.static_graph=true is not valid with gradient accumulation that does not communicate: "
                 "choose false or null, or gradient_accumulation_sync=true."
             )
@@ -55,6 +55,7 @@ class DDP(Strategy):
             bucket_cap_mb=self.bucket_cap_mb,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
+            init_sync=False,  # every rank has filled its copy with the same values
         )
         if job.precision.reduce_dtype != job.precision.parameter_dtype:
             wrapped.register_comm_hook(job.precision.reduce_dtype, all_reduce_in_dtype)
@@ -73,6 +74,8 @@ def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.fu
     gradients = bucket.buffer()
     sent = gradients.to(dtype).div_(dist.get_world_size())
     work = dist.all_reduce(sent, async_op=True)
+    if gradients.device.type == "cpu":  # nothing to hide behind, and a gloo thread would release `sent` unseen
+        work.wait()
 
     def write_back(_: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         gradients.copy_(sent)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench.errors import UsageError, require_at_least
+from bench.errors import ImpossibleError, require_at_least
 from bench.strategies.base import Job, Strategy
 
 
@@ -37,7 +37,7 @@ class ShardingStrategy(Strategy):
     def check_device(self, device: str) -> None:
         """Offloading needs a device to offload from."""
         if self.cpu_offload and device == "cpu":
-            raise UsageError(
+            raise ImpossibleError(
                 "strategy.cpu_offload=true is not valid on a CPU, where parameters are already: choose false."
             )
 

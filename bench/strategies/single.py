@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from bench.errors import UsageError
+from bench.errors import ImpossibleError
 from bench.strategies.base import Job, Strategy, require_replicas
 
 
@@ -18,7 +18,7 @@ class Single(Strategy):
         """One rank only."""
         require_replicas(self)
         if world_size != 1:
-            raise UsageError(
+            raise ImpossibleError(
                 f"gpus={world_size} is not valid for strategy=single: choose 1, or strategy ddp, fsdp or fsdp1."
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,11 @@ class Engine:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def skipped_steps(self, scale_before: float) -> int:
+        """Steps since the loss scale was `scale_before` in which gradients overflowed, each of which halves it."""
+        scale = self.scaler.get_scale()
+        return round(math.log2(scale_before / scale)) if scale < scale_before else 0
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.precision.mixed and self.strategy.uses_autocast:

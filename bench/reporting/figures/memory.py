@@ -34,31 +34,29 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
-    """Figures per place and precision."""
+    """Figures per place, precision and memory limit."""
     result = Section("memory", TITLE, HOW_TO_READ)
     selected = select(table)
     if selected["median"].notna().sum() == 0:
         result.nothing = "No run in this store has a memory peak."
     for (place,), here in by(selected, "place"):
-        largest = here[["high", "peak_reserved_bytes", "memory_limit_bytes"]].max().max()
-        for (precision,), rows in by(here, "precision"):
-            pages = list(lanes.paginate(rows, marks.label))
-            for page, groups in enumerate(pages, 1):
-                part = f" ({page} of {len(pages)})" if len(pages) > 1 else ""
-                largest_bytes = 0.0 if pd.isna(largest) else float(largest)
-                result.drawings.append(_draw(groups, str(place), str(precision), part, largest_bytes, palette))
+        for _, comparable in by(here, "limit"):
+            largest = comparable[["high", "peak_reserved_bytes", "memory_limit_bytes"]].max().max()
+            largest_bytes = 0.0 if pd.isna(largest) else float(largest)
+            for subject, groups in lanes.pages(comparable, marks.label):
+                result.drawings.append(_draw(groups, str(place), subject, largest_bytes, palette))
     return result
 
 
 def _draw(
-    groups: list[lanes.Group], place: str, precision: str, part: str, largest: float, palette: dict[str, style.Mark]
+    groups: list[lanes.Group], place: str, subject: str, largest: float, palette: dict[str, style.Mark]
 ) -> Drawing:
     shown = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
     device = shown["device"].iloc[0]
-    noun = rank_noun(None if pd.isna(device) else device)
+    noun = rank_noun(device)
     unit, size = memory_unit(largest)
-    title = f"Peak memory per {noun}, {precision}{part}"
-    figure, axes = lanes.axes_for(groups, title, place)
+    title = f"Peak memory per {noun}, {subject}"
+    figure, axes = lanes.axes_for(groups, title, place, marks.key(shown, _key(shown), with_degraded=False))
     for group in groups:
         for lane in group.lanes:
             _lane(axes, lane, palette[lane.row["variant"]], size)
@@ -68,13 +66,12 @@ def _draw(
             axes.plot([limit / size] * 2, [top, group.bottom], color=style.LIMIT_COLOUR, linestyle="--", linewidth=1.5)
     axes.set_xlim(0, largest / size * 1.25 or 1.0)
     axes.set_xlabel(f"peak memory per {noun} ({unit})")
-    lanes.legend(figure, marks.key(shown, _key(shown), with_degraded=False), 2)
     alt = (
-        f"Bar chart of peak allocated and reserved memory per {noun} for {len(shown)} configurations in {precision} on "
+        f"Bar chart of peak allocated and reserved memory per {noun} for {len(shown)} configurations in {subject} on "
         f"{place}. Out of memory: {int((shown['out_of_memory'] > 0).sum())}."
     )
-    caption = f"Peak memory per {noun} in {precision} on {place}."
-    return Drawing(slug("memory", place, precision, part), title, figure, caption, alt)
+    caption = f"Peak memory per {noun} in {subject} on {place}."
+    return Drawing(slug("memory", subject, place), title, figure, caption, alt)
 
 
 def _lane(axes: Axes, lane: lanes.Lane, mark: style.Mark, size: int) -> None:

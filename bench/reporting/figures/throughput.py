@@ -17,7 +17,8 @@ HOW_TO_READ = (
     "spread. DDP keeps a whole copy of parameters, gradients and optimizer state on every rank and sends gradients; "
     "FSDP keeps a shard of each and gathers a block's parameters when it needs them. With a sharding factor F, a "
     "copy is spread over F ranks: F = 1 is full replication, F = number of ranks is full shard, and hybrid is in "
-    "between. A cross at the start of a lane is a run that ran out of memory: a result, not a gap."
+    "between. A cross at the start of a lane is a run that ran out of memory: a result, not a gap. "
+    "Headings say the model, the number of ranks, and the batch: 4 × 128 is 4 sequences of 128 tokens on every rank."
 )
 
 
@@ -27,43 +28,37 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
-    """Figures per place and precision."""
+    """Figures per place, precision and memory limit."""
     result = Section("throughput", TITLE, HOW_TO_READ)
     selected = select(table)
     if selected["median"].notna().sum() == 0:
         result.nothing = "No run in this store has a throughput."
     for (place,), here in by(selected, "place"):
         limit = max(here["high"].max() * 1.3, 0) if here["high"].notna().any() else 1.0
-        for (precision,), rows in by(here, "precision"):
-            pages = list(lanes.paginate(rows, marks.label))
-            for number_, groups in enumerate(pages, 1):
-                part = f" ({number_} of {len(pages)})" if len(pages) > 1 else ""
-                result.drawings.append(_draw(groups, str(place), str(precision), part, limit, palette))
+        for subject, groups in lanes.pages(here, marks.label):
+            result.drawings.append(_draw(groups, str(place), subject, limit, palette))
     return result
 
 
-def _draw(
-    groups: list[lanes.Group], place: str, precision: str, part: str, limit: float, palette: dict[str, style.Mark]
-) -> Drawing:
+def _draw(groups: list[lanes.Group], place: str, subject: str, limit: float, palette: dict[str, style.Mark]) -> Drawing:
     shown = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
     device = shown["device"].iloc[0]
-    noun = rank_noun(None if pd.isna(device) else device)
+    noun = rank_noun(device)
     note = CPU_NOTE if device == "cpu" else ""
-    title = f"TFLOP/s per {noun}, {precision}{part}"
-    figure, axes = lanes.axes_for(groups, title, f"{place}\n{note}")
+    title = f"TFLOP/s per {noun}, {subject}"
+    figure, axes = lanes.axes_for(groups, title, f"{place}\n{note}", marks.key(shown))
     for group in groups:
         for lane in group.lanes:
             _lane(axes, lane, palette[lane.row["variant"]])
     axes.set_xlim(0, limit)
     axes.set_xlabel(f"model TFLOP/s per {noun}")
-    lanes.legend(figure, marks.key(shown), 2)
-    fastest = shown.loc[shown["median"].idxmax()] if shown["median"].notna().any() else None
-    alt = f"Bar chart of model TFLOP/s per {noun} for {len(shown)} configurations in {precision} on {place}."
+    fastest = shown.sort_values("median", na_position="first").iloc[-1] if shown["median"].notna().any() else None
+    alt = f"Bar chart of model TFLOP/s per {noun} for {len(shown)} configurations in {subject} on {place}."
     if fastest is not None:
         alt += f" Highest: {marks.label(fastest)}, {fastest['heading']}, {number(fastest['median'])} TFLOP/s."
     alt += f" Out of memory: {int((shown['out_of_memory'] > 0).sum())}."
-    caption = f"Model TFLOP/s per {noun} in {precision} on {place}. " + (f"{note}. " if note else "")
-    return Drawing(slug("throughput", place, precision, part), title, figure, caption.strip(), alt)
+    caption = f"Model TFLOP/s per {noun} in {subject} on {place}. " + (f"{note}. " if note else "")
+    return Drawing(slug("throughput", subject, place), title, figure, caption.strip(), alt)
 
 
 def _lane(axes: marks.Axes, lane: lanes.Lane, mark: style.Mark) -> None:

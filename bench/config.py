@@ -1,0 +1,230 @@
+"""The typed run configuration: everything that can change a run's result, checked and resolved.
+
+One `RunConfig` is one run. Hydra composes the raw values (`bench.planning.compose`); here they get types, are checked
+against each other, and are resolved to what will really run. The hash of the result names the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+
+from bench.errors import ImpossibleError, UsageError, bad_value, require_at_least, require_choice
+from bench.hardware import Hardware
+from bench.models import Family, load_family
+from bench.models.blocks import CHECKPOINTING
+from bench.precision import Precision
+from bench.strategies import Strategy, load_strategy
+from bench.training.optimizer import OptimizerConfig
+
+MODES = {"measure": "measured"}
+"""Modes and the evidence their rows carry."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How a run is timed."""
+
+    warmup_steps: int
+    """Optimizer steps before timing starts: at least 2, for the allocator and DDP's bucket rebuild."""
+    steps: int
+    """Optimizer steps that are timed."""
+    profile: bool
+    """Add a profiled pass after the timed one: writes a trace and the share of exposed communication."""
+
+    def __post_init__(self) -> None:
+        require_at_least("measurement.warmup_steps", self.warmup_steps, 2)
+        require_at_least("measurement.steps", self.steps, 1)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, completely."""
+
+    mode: str
+    model: Family
+    strategy: Strategy
+    precision: Precision
+    optimizer: OptimizerConfig
+    hardware: Hardware
+    measurement: Measurement
+    gpus: int
+    """World size: ranks, one per GPU (or CPU process)."""
+    gpus_per_node: int
+    """Ranks per machine; at world sizes below it all ranks share one."""
+    batch_size_per_gpu: int
+    sequence_length: int
+    gradient_accumulation: int
+    gradient_accumulation_sync: bool
+    """Communicate gradients after every micro-batch instead of after the last."""
+    activation_checkpointing: str
+    compile: bool
+    seed: int
+    repeat: int
+
+    def __post_init__(self) -> None:
+        require_choice("mode", self.mode, MODES)
+        for field in ("gpus", "gpus_per_node", "batch_size_per_gpu", "gradient_accumulation"):
+            require_at_least(field, getattr(self, field), 1)
+        require_at_least("seed", self.seed, 0)
+        require_at_least("repeat", self.repeat, 0)
+        require_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            valid = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
+            raise bad_value("gpus", self.gpus, valid, ImpossibleError)
+        self.model.check_sequence_length(self.sequence_length)
+        self.strategy.check_device(self.hardware.device)
+        self.strategy.check_precision(self.precision)
+
+    @property
+    def nodes(self) -> int:
+        """Machines the ranks are spread over."""
+        return max(1, self.gpus // self.gpus_per_node)
+
+    @property
+    def evidence(self) -> str:
+        """What kind of statement the run's row is."""
+        return MODES[self.mode]
+
+    @property
+    def label(self) -> str:
+        """The run in a few words, for progress and messages."""
+        strategy = self.strategy.effective(self.gpus)
+        factor = f" F={self.strategy.factor}" if "hybrid" in strategy else ""
+        limit = self.hardware.memory_limit_gib
+        words = [
+            self.model.name,
+            strategy + factor,
+            self.precision.name,
+            f"x{self.gpus}",
+            f"b{self.batch_size_per_gpu}",
+        ]
+        words += [f"<={limit:g}GiB"] if limit else []
+        return " ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The complete resolved configuration as plain values."""
+        return dataclasses.asdict(self)
+
+    @functools.cached_property
+    def run_id(self) -> str:
+        """Hash of the complete resolved configuration: 16 hexadecimal digits.
+
+        Where the hardware's numbers were read (`hardware.sources`) is no part of it.
+        """
+        values = self.to_dict()
+        del values["hardware"]["sources"]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def run_config(raw: dict[str, Any]) -> RunConfig:
+    """Check and resolve composed values.
+
+    Parameters
+    ----------
+    raw: dict
+        The fields of `RunConfig` as plain values; other keys are ignored (they belong to the sweep, not the run).
+
+    Raises
+    ------
+    UsageError
+        Naming the field, the value and the valid choices.
+    """
+    sections: dict[str, type] = {
+        "model": load_family(_name(raw, "model", "family")),
+        "strategy": load_strategy(_name(raw, "strategy", "name")),
+        "precision": Precision,
+        "optimizer": OptimizerConfig,
+        "hardware": Hardware,
+        "measurement": Measurement,
+    }
+    built = {key: _section(key, cls, json.dumps(raw[key], sort_keys=True)) for key, cls in sections.items()}
+    scalars = _scalars(
+        {field.name: raw[field.name] for field in dataclasses.fields(RunConfig) if field.name not in sections}
+    )
+    built["strategy"] = built["strategy"].resolve(
+        scalars["gpus"],
+        scalars["gpus_per_node"],
+        accumulates=scalars["gradient_accumulation"] > 1 and not scalars["gradient_accumulation_sync"],
+    )
+    return RunConfig(**built, **scalars)
+
+
+def _name(raw: dict[str, Any], section: str, key: str) -> str:
+    value = raw.get(section, {}).get(key)
+    if not isinstance(value, str):
+        raise bad_value(f"{section}.{key}", value, f"the name of a file under bench/{section.replace('y', 'ie')}s")
+    return value
+
+
+@functools.lru_cache(maxsize=4096)
+def _section(key: str, cls: type, values: str) -> Any:
+    """One section as its dataclass; sections repeat over a sweep, so each is built once."""
+    return _typed(key, cls, json.loads(values))
+
+
+def _typed(key: str, cls: type, values: dict[str, Any]) -> Any:
+    types = typing.get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in values:
+        if name not in known:
+            raise UsageError(f"{key}.{name} is not a field of {key}: choose {', '.join(known)}.")
+    missing = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise UsageError(f"{key}.{missing[0]} has no value: give one on the command line or in conf/{key}.")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(cls), values)
+        return OmegaConf.to_object(merged)
+    except (ValidationError, ConfigKeyError, MissingMandatoryValue) as error:
+        field = (error.full_key or error.key or "").split(".")[0]
+        kind = _kind(types.get(field, str))
+        raise bad_value(f"{key}.{error.full_key or error.key}", values.get(field), kind) from None
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{key}: {str(error).splitlines()[0]}.") from None
+
+
+@dataclass
+class _Scalars:
+    mode: str
+    gpus: int
+    gpus_per_node: int
+    batch_size_per_gpu: int
+    sequence_length: int
+    gradient_accumulation: int
+    gradient_accumulation_sync: bool
+    activation_checkpointing: str
+    compile: bool
+    seed: int
+    repeat: int
+
+
+def _scalars(values: dict[str, Any]) -> dict[str, Any]:
+    checked: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(_Scalars).items():
+        value = values[name]
+        exact = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        if not exact:
+            raise bad_value(name, value, _kind(kind))
+        checked[name] = value
+    return checked
+
+
+def _kind(kind: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a name", type(None): "null"}
+    parts = [names.get(part, getattr(part, "__name__", str(part))) for part in typing.get_args(kind) or (kind,)]
+    return " or ".join(parts)

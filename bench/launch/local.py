@@ -1,0 +1,147 @@
+"""Launch on this machine: one submitit job works through the runs, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import submitit
+
+from bench.config import RunConfig
+from bench.errors import ImpossibleError, bad_value, require_at_least
+from bench.hardware import refuse_unsupported
+from bench.hardware.detect import Device
+from bench.launch.stop import StopSignal
+from bench.launch.worker import Event, Task, Worker
+
+POLL_S = 0.1
+
+FOREVER_MIN = 60 * 24 * 365
+"""Each run has a time limit of its own, so the job needs none."""
+
+
+class LocalLauncher:
+    """Executes runs on this machine through submitit's local executor.
+
+    Parameters
+    ----------
+    cluster: dict
+        Values of ``conf/cluster/local.yaml``.
+    device: Device
+        This machine's device.
+    """
+
+    def __init__(self, cluster: dict[str, Any], device: Device) -> None:
+        for field in ("time_limit_s", "max_cpu_processes"):
+            if not isinstance(cluster[field], (int, float)) or isinstance(cluster[field], bool):
+                raise bad_value(f"cluster.{field}", cluster[field], "a number")
+            require_at_least(f"cluster.{field}", cluster[field], 1, whole=False)
+        self._cluster = cluster
+        self._device = device
+
+    def check(self, config: RunConfig) -> None:
+        """Raise `ImpossibleError` where this machine cannot execute a run."""
+        refuse_unsupported(config.hardware, self._device, config.precision, compile_blocks=config.compile)
+        if config.nodes > 1:
+            raise ImpossibleError(
+                f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node}, and cluster=local is one: "
+                f"choose at most {config.gpus_per_node}."
+            )
+        if config.hardware.device == "cuda" and config.gpus > self._device.count:
+            raise ImpossibleError(
+                f"gpus={config.gpus} is more than the {self._device.count} GPU(s) of this machine: "
+                f"choose at most {self._device.count}, or hardware=cpu."
+            )
+        if config.hardware.device == "cpu" and config.gpus > self._cluster["max_cpu_processes"]:
+            raise ImpossibleError(
+                f"gpus={config.gpus} is more than the {self._cluster['max_cpu_processes']} processes this machine runs "
+                "on its CPU: choose fewer, or raise cluster.max_cpu_processes."
+            )
+
+    def launch(
+        self, tasks: list[Task], store: Path, sweep: str, stop: StopSignal, on_event: Callable[[Event], None]
+    ) -> None:
+        """Execute tasks in order until all are done or `stop` comes.
+
+        The job goes on with its current run, and no further, if this process is killed.
+
+        Parameters
+        ----------
+        on_event: callable
+            Told as runs start and end.
+        """
+        remaining = list(tasks)
+        while remaining and not stop.received:
+            finished = self._launch_job(remaining, store, sweep, stop, on_event)
+            remaining = remaining[finished:]
+
+    def _launch_job(
+        self, tasks: list[Task], store: Path, sweep: str, stop: StopSignal, on_event: Callable[[Event], None]
+    ) -> int:
+        """Submit one job for the tasks and follow it to its end; returns how many tasks are over."""
+        folder = store / ".jobs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{len(tasks)}"
+        folder.mkdir(parents=True)
+        events = folder / "events.jsonl"
+        events.touch()
+        executor = submitit.LocalExecutor(folder)
+        executor.update_parameters(timeout_min=FOREVER_MIN, tasks_per_node=1, stderr_to_stdout=True)
+        worker = Worker(
+            tasks=tasks,
+            store=store.resolve(),
+            sweep=sweep,
+            time_limit_s=float(self._cluster["time_limit_s"]),
+            events=events.resolve(),
+            visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        )
+        finished = 0
+        current: Event | None = None
+        with _hold(worker.alive_file), events.open() as stream:
+            job = executor.submit(worker)
+            cancelled = False
+            while True:
+                over = job.done()
+                for event in _new_events(stream):
+                    current = event if event["event"] == "start" else None
+                    finished += event["event"] == "task done"
+                    on_event(event)
+                if over:
+                    break
+                if stop.received and not cancelled:
+                    job.cancel()
+                    cancelled = True
+                time.sleep(POLL_S)
+        if finished < len(tasks) and not stop.received:
+            # The job itself died: what it was at cannot be blamed on the run after it.
+            finished += 1
+            label = current["label"] if current else tasks[finished - 1].config.label
+            on_event({"event": "lost", "label": label, "error": f"the job ended unexpectedly: {_last_words(job)}"})
+        return finished
+
+
+def _new_events(stream: Any) -> Iterator[Event]:
+    while True:
+        position = stream.tell()
+        line = stream.readline()
+        if not line.endswith("\n"):
+            stream.seek(position)
+            return
+        yield json.loads(line)
+
+
+@contextlib.contextmanager
+def _hold(path: Path) -> Iterator[None]:
+    """Hold a file's lock, which is gone when this process is."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _last_words(job: submitit.Job[Any]) -> str:
+    text = (job.stdout() or "").strip().splitlines()
+    return text[-1] if text else f"no output, see {job.paths.stdout}"

@@ -1,0 +1,146 @@
+"""The job that works through tasks on one machine: what submitit starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import records
+from bench.config import RunConfig
+from bench.launch.host import describe, execute
+from bench.launch.stop import StopSignal
+from bench.planning.plan import FINISHED
+from bench.planning.search import largest_fitting, next_batch_size
+from bench.records import Record
+
+Event = dict[str, Any]
+
+POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to do: a run, or the search for the largest batch of a configuration."""
+
+    config: RunConfig
+    force: bool = False
+    """Execute even what is recorded already."""
+    search: bool = False
+    """Find the largest batch that fits, starting from the configuration's."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Executes tasks one after the other. Called in a process of its own."""
+
+    tasks: list[Task]
+    store: Path
+    sweep: str
+    time_limit_s: float
+    events: Path
+    """File that events are appended to, one JSON object a line."""
+    visible_devices: str | None
+    """CUDA_VISIBLE_DEVICES of whoever asked, which submitit's local executor overwrites."""
+
+    @property
+    def alive_file(self) -> Path:
+        """Locked by the sweep for as long as it lives."""
+        return self.events.with_name("sweep-alive")
+
+    def __call__(self) -> None:
+        """Work through the tasks until they are done, a signal comes, or the sweep is gone."""
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if self.visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_devices
+        with StopSignal() as stop:
+
+            def attempt(config: RunConfig) -> Record | None:
+                return None if self._must_end(stop) else self._run(config, task.force, stop)
+
+            for task in self.tasks:
+                if task.search:
+                    largest_batch(task.config, attempt)
+                else:
+                    attempt(task.config)
+                if self._must_end(stop):
+                    return
+                self._tell(event="task done")
+
+    def _must_end(self, stop: StopSignal) -> bool:
+        return stop.received is not None or self._sweep_is_gone()
+
+    def _run(self, config: RunConfig, force: bool, stop: StopSignal) -> Record | None:
+        """Execute a run unless it is recorded, or another sweep just executed it; None if a signal came first."""
+        with _turn(self.store, config.run_id, stop) as waited:
+            if stop.received:
+                return None
+            record = records.latest(self.store, config.run_id)
+            if record is None or record["status"] not in FINISHED or (force and not waited):
+                self._tell(event="start", run_id=config.run_id, label=config.label)
+                record = execute(
+                    config,
+                    self.store,
+                    sweep=self.sweep,
+                    time_limit_s=self.time_limit_s,
+                    stop=stop,
+                    log_to_file=True,
+                )
+            status, summary = record["status"], describe(record)
+            self._tell(event="end", run_id=config.run_id, label=config.label, status=status, summary=summary)
+            return record
+
+    def _tell(self, **event: Any) -> None:
+        with self.events.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def _sweep_is_gone(self) -> bool:
+        with self.alive_file.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+
+def largest_batch(config: RunConfig, attempt: Callable[[RunConfig], Record | None]) -> int | None:
+    """Search the largest batch size that fits, from the configuration's on.
+
+    Parameters
+    ----------
+    attempt: callable
+        Gives the record of a configuration, by executing it or by looking it up.
+
+    Returns
+    -------
+    int or None
+        None if not even one sequence fits, or the search was cut short: there was no record, or one that says
+        neither ok nor oom.
+    """
+    tried: dict[int, int | None] = {}
+    while (size := next_batch_size(tried, config.batch_size_per_gpu, config.hardware.memory_limit_bytes)) is not None:
+        record = attempt(dataclasses.replace(config, batch_size_per_gpu=size))
+        if record is None or record["status"] not in FINISHED:
+            return None
+        tried[size] = None if record["status"] == "oom" else record["peak_reserved_bytes"]
+    return largest_fitting(tried)
+
+
+@contextlib.contextmanager
+def _turn(store: Path, run_id: str, stop: StopSignal) -> Iterator[bool]:
+    """Hold a run's lock, however long another sweep has it, unless a signal comes; tells whether it had to wait."""
+    waited = False
+    while True:
+        with records.lock(store, run_id, blocking=False) as held:
+            if held or stop.received:
+                yield waited
+                return
+        waited = True
+        time.sleep(POLL_S)

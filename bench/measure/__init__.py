@@ -1,0 +1,1 @@
+"""Measuring: the timed loop, clocks, memory, running out of it, the environment."""

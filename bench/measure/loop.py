@@ -1,0 +1,92 @@
+"""The measurement of one rank: build, warm up, time. It can be read without scrolling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.measure.clock import step_clock
+from bench.measure.memory import OwnWork, Peaks, mark_steady_step, memory_probe
+from bench.measure.profiling import profile_step
+from bench.models import Batch
+from bench.training.engine import Engine
+
+Build = Callable[[], tuple[Engine, Sequence[Batch], int]]
+"""Builds the engine and the micro-batches; also returns the number of parameters."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one rank measured."""
+
+    num_parameters: int
+    step_times_s: list[float]
+    """One per timed step."""
+    losses: list[float]
+    """One per step from the very first, this rank's share of the batch."""
+    setup_s: float
+    """From the start of the measurement to the first timed step."""
+    skipped_steps: int
+    """Timed steps in which fp16 overflowed and the optimizer did nothing."""
+    peaks: Peaks
+    exposed_communication: float | None
+
+
+def measure(
+    build: Build, device: torch.device, *, warmup_steps: int, steps: int, trace: Path | None, own_work: OwnWork
+) -> Samples:
+    """Measure one rank. All ranks of a run call this together.
+
+    Parameters
+    ----------
+    build: callable
+        Builds the engine and its micro-batches.
+    warmup_steps, steps: int
+        Optimizer steps before and during timing.
+    trace: Path or None
+        Where to write the profiler trace of one further step; None profiles nothing.
+    own_work: callable
+        Gives a context for work whose memory is not the run's.
+    """
+    started = time.perf_counter()
+    losses: list[torch.Tensor] = []
+    probe = memory_probe(device, own_work)
+    with probe.observe():
+        engine, micro_batches, num_parameters = build()
+        for step in range(probe.observed_steps):
+            if step == probe.observed_steps - 1:
+                with mark_steady_step():
+                    losses.append(engine.step(micro_batches))
+            else:
+                losses.append(engine.step(micro_batches))
+    for _ in range(warmup_steps):
+        losses.append(engine.step(micro_batches))
+    scale_before = engine.scaler.get_scale()
+    if dist.is_initialized():
+        dist.barrier()
+    probe.start_timed_steps()
+    setup_s = time.perf_counter() - started
+
+    clock = step_clock(device)
+    clock.tick()
+    for _ in range(steps):
+        losses.append(engine.step(micro_batches))
+        clock.tick()
+    step_times_s = clock.times_s()
+
+    peaks = probe.peaks()
+    exposed = profile_step(lambda: engine.step(micro_batches), device, trace) if trace else None
+    return Samples(
+        num_parameters=num_parameters,
+        step_times_s=step_times_s,
+        losses=[loss.item() for loss in losses],
+        setup_s=setup_s,
+        skipped_steps=engine.skipped_steps(scale_before),
+        peaks=peaks,
+        exposed_communication=exposed,
+    )

@@ -1,0 +1,207 @@
+"""Peaks of allocated memory, on CPU and CUDA.
+
+CUDA's caching allocator keeps its own peaks. The CPU's allocator does not, but tells the profiler of every
+allocation, so a run on the CPU spends its first steps under the profiler, from before the model exists: what is
+allocated is then known to the byte. Timed steps are never profiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+OwnWork = Callable[[], contextlib.AbstractContextManager[None]]
+
+STEADY_STEP = "bench: steady step"
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peaks of one rank in bytes."""
+
+    allocated: int
+    """In a step after warm-up."""
+    active: int
+    reserved: int
+    allocated_overall: int
+    """Over construction and warm-up too."""
+    device_used: int | None
+    """What the driver sees in use after the steps (CPU: peak resident size of the process)."""
+    alloc_retries: int
+    """Flushes of the caching allocator during the timed steps."""
+
+
+class MemoryProbe(ABC):
+    """Follows a rank's memory from before the model is built to after the timed steps."""
+
+    observed_steps: int
+    """Steps after construction that must run under `observe`; the last of them counts as steady."""
+
+    @abstractmethod
+    def observe(self) -> contextlib.AbstractContextManager[None]:
+        """Around construction and the first `observed_steps` steps."""
+
+    @abstractmethod
+    def start_timed_steps(self) -> None:
+        """Right before the timed steps."""
+
+    @abstractmethod
+    def peaks(self) -> Peaks:
+        """After the timed steps."""
+
+
+class CudaProbe(MemoryProbe):
+    """Reads the caching allocator's own peaks, reset after warm-up."""
+
+    observed_steps = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._overall_before = 0
+        self._retries_before = 0
+
+    @contextlib.contextmanager
+    def observe(self) -> Iterator[None]:
+        """The allocator observes itself."""
+        yield
+
+    def start_timed_steps(self) -> None:
+        """Remember the peak so far and reset it."""
+        torch.cuda.synchronize(self._device)
+        statistics = torch.cuda.memory_stats(self._device)
+        self._overall_before = statistics["allocated_bytes.all.peak"]
+        self._retries_before = statistics["num_alloc_retries"]
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peaks(self) -> Peaks:
+        """Peaks since the reset."""
+        statistics = torch.cuda.memory_stats(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        allocated = statistics["allocated_bytes.all.peak"]
+        return Peaks(
+            allocated=allocated,
+            active=statistics["active_bytes.all.peak"],
+            reserved=statistics["reserved_bytes.all.peak"],
+            allocated_overall=max(allocated, self._overall_before),
+            device_used=total - free,
+            alloc_retries=statistics["num_alloc_retries"] - self._retries_before,
+        )
+
+
+@dataclass(frozen=True)
+class Change:
+    """One allocation (positive size) or release (negative) on the CPU."""
+
+    when_ns: int
+    address: int
+    size: int
+    backend: bool
+    """Within a collective: a buffer of the communication library, whose threads release it unseen."""
+
+
+class CpuProbe(MemoryProbe):
+    """Adds up the allocations the profiler reports.
+
+    The CPU allocator caches nothing: what is allocated is active and is all that is held. Buffers that gloo
+    allocates within a collective are left out, as NCCL's lie outside of what CUDA's allocator counts.
+    """
+
+    observed_steps = 2  # optimizer state first appears in step 1, so step 2 is the first like all others
+
+    def __init__(self, own_work: OwnWork) -> None:
+        self._own_work = own_work
+        self._allocated = 0
+        self._overall = 0
+
+    @contextlib.contextmanager
+    def observe(self) -> Iterator[None]:
+        """Under the profiler."""
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        profiler.start()
+        try:
+            yield
+        finally:
+            with self._own_work():
+                profiler.stop()
+                self._read(profiler)
+
+    def _read(self, profiler: profile) -> None:
+        assert profiler.profiler is not None and profiler.profiler.kineto_results is not None  # noqa: PT018
+        changes: list[Change] = []
+        steady_from = 0
+        pending = [(event, False) for event in profiler.profiler.kineto_results.experimental_event_tree()]
+        while pending:
+            event, in_backend = pending.pop()
+            name = event.name
+            in_backend = in_backend or name.startswith("c10d::")
+            if name == "[memory]":
+                block = event.extra_fields
+                changes.append(Change(event.start_time_ns, block.ptr, block.alloc_size, in_backend))
+            elif name == STEADY_STEP:
+                steady_from = event.start_time_ns
+            pending.extend((child, in_backend) for child in event.children)
+        self._overall, self._allocated = peak_of_changes(changes, steady_from)
+
+    def start_timed_steps(self) -> None:
+        """Nothing to reset: the steady step was observed before."""
+
+    def peaks(self) -> Peaks:
+        """Peaks of the observed steps."""
+        return Peaks(
+            allocated=self._allocated,
+            active=self._allocated,
+            reserved=self._allocated,
+            allocated_overall=self._overall,
+            device_used=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            alloc_retries=0,
+        )
+
+
+def peak_of_changes(changes: Iterable[Change], steady_from_ns: int) -> tuple[int, int]:
+    """Peaks of the memory of a run's own tensors.
+
+    Parameters
+    ----------
+    changes: iterable of Change
+        In any order.
+    steady_from_ns: int
+        When the steady step starts.
+
+    Returns
+    -------
+    overall, steady: int
+        Peak in bytes over all changes, and from `steady_from_ns` on (counting what is allocated by then).
+    """
+    live: dict[int, int] = {}
+    now = overall = steady = 0
+    started = False
+    for change in sorted(changes, key=lambda change: change.when_ns):
+        if not started and change.when_ns >= steady_from_ns:
+            started, steady = True, now
+        # An address given out again was released in between, if unseen.
+        now -= live.pop(change.address, 0)
+        if change.size > 0 and not change.backend:
+            live[change.address] = change.size
+            now += change.size
+        overall = max(overall, now)
+        steady = max(steady, now) if started else 0
+    return overall, steady
+
+
+def memory_probe(device: torch.device, own_work: OwnWork) -> MemoryProbe:
+    """The probe for a device.
+
+    `own_work` gives a context for what the probe itself needs memory for, which is not the run's.
+    """
+    return CudaProbe(device) if device.type == "cuda" else CpuProbe(own_work)
+
+
+def mark_steady_step() -> contextlib.AbstractContextManager[object]:
+    """Around the observed step that counts as steady."""
+    return record_function(STEADY_STEP)

@@ -1,0 +1,51 @@
+"""Statistics of step times. Pure functions."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+
+def slowest_rank(step_times_by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Time of each step: that of its slowest rank. A run is as fast as the rank the others wait for.
+
+    Raises
+    ------
+    ValueError
+        If the ranks timed different numbers of steps.
+    """
+    return [max(times) for times in zip(*step_times_by_rank, strict=True)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of the values lie, linear between neighbours."""
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Confidence interval of the median from order statistics, whatever the distribution.
+
+    The number of values below the true median is binomial(n, 1/2); the interval runs from the k-th smallest to the
+    k-th largest value for the largest k that keeps the confidence (Conover, Practical Nonparametric Statistics,
+    section 3.2). Too few values for the confidence asked give the whole range.
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    tail, k = 0.0, 0
+    for below in range(n // 2):
+        tail += math.comb(n, below) / 2**n
+        if 2 * tail > 1 - confidence:
+            break
+        k = below + 1
+    k = max(k, 1)
+    return ordered[k - 1], ordered[n - k]
+
+
+def median(values: Sequence[float]) -> float:
+    """The median."""
+    return statistics.median(values)

@@ -1,0 +1,95 @@
+"""Expand grids of settings. Pure functions on keys and values as typed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.errors import UsageError
+from bench.planning.compose import as_text
+
+Settings = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Settings that stay, axes that vary, and combinations to leave out.
+
+    An axis is a list of alternatives, each some settings: one for a plain axis (``gpus: [1, 2]``), several for a
+    linked one (``variant: [{strategy: ddp}, {strategy: fsdp, strategy.sharding_factor: 1}]``).
+    """
+
+    fixed: Settings = field(default_factory=dict)
+    axes: tuple[tuple[Settings, ...], ...] = ()
+    exclude: tuple[Settings, ...] = ()
+
+    def points(self) -> Iterator[Settings]:
+        """Every combination, the last axis varying fastest, without the excluded ones."""
+        for alternatives in itertools.product(*self.axes):
+            point = dict(self.fixed)
+            for alternative in alternatives:
+                point.update(alternative)
+            if not any(all(point.get(key) == value for key, value in left_out.items()) for left_out in self.exclude):
+                yield point
+
+    def overridden(self, axes: Mapping[str, Sequence[str]]) -> Grid:
+        """The grid with some keys set by the user, each to one or several values.
+
+        A plain axis or fixed setting of that key is replaced. Of a linked axis that knows a value given, the
+        alternatives with that value are kept; one that knows none of them just loses the key.
+        """
+        fixed = {key: value for key, value in self.fixed.items() if key not in axes}
+        kept = []
+        selected = set()
+        for axis in self.axes:
+            if all(len(alternative) == 1 for alternative in axis) and next(iter(axis[0])) in axes:
+                continue
+            for key, values in axes.items():
+                matching = tuple(alternative for alternative in axis if alternative.get(key) in values)
+                if matching:
+                    axis = matching
+                    selected.add(key)
+                else:
+                    stripped = [{k: v for k, v in alternative.items() if k != key} for alternative in axis]
+                    axis = tuple(
+                        alternative for n, alternative in enumerate(stripped) if alternative not in stripped[:n]
+                    )
+            kept.append(axis)
+        given = [tuple({key: value} for value in values) for key, values in axes.items() if key not in selected]
+        return Grid(fixed, (*kept, *given), self.exclude)
+
+
+def read_grids(name: str, values: Mapping[str, Any]) -> list[Grid]:
+    """The grids of a sweep file.
+
+    Raises
+    ------
+    UsageError
+        If the file is not of the form described in ``conf/sweep/README.md``.
+    """
+    grids = values.get("grids")
+    if not isinstance(grids, list) or not grids:
+        raise UsageError(f"sweep={name} has no grids: list at least one under `grids` in conf/sweep/{name}.yaml.")
+    return [_read_grid(name, grid) for grid in grids]
+
+
+def _read_grid(name: str, values: Mapping[str, Any]) -> Grid:
+    unknown = set(values) - {"fixed", "axes", "exclude"}
+    if unknown:
+        raise UsageError(f"sweep={name}: a grid has no {sorted(unknown)[0]}: choose fixed, axes, exclude.")
+    axes = []
+    for key, alternatives in (values.get("axes") or {}).items():
+        if not isinstance(alternatives, list) or not alternatives:
+            raise UsageError(f"sweep={name}: axis {key} is not a list of values.")
+        axes.append(tuple(_settings(a) if isinstance(a, dict) else {key: as_text(a)} for a in alternatives))
+    return Grid(
+        _settings(values.get("fixed") or {}),
+        tuple(axes),
+        tuple(_settings(left_out) for left_out in values.get("exclude") or []),
+    )
+
+
+def _settings(values: Mapping[str, Any]) -> Settings:
+    return {str(key): as_text(value) for key, value in values.items()}

@@ -1,0 +1,74 @@
+"""The plan: which runs there are, which are done already, which are impossible and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench import records
+from bench.config import RunConfig, run_config
+from bench.errors import ImpossibleError
+from bench.planning.compose import composed
+from bench.planning.grid import Settings
+
+FINISHED = ("ok", "oom")
+"""Statuses that are results: such a run is not executed again unless forced."""
+
+
+@dataclass
+class Plan:
+    """Every run asked for, once, sorted into what happens to it."""
+
+    to_run: list[RunConfig] = field(default_factory=list)
+    done: list[tuple[RunConfig, str]] = field(default_factory=list)
+    """Runs with their recorded status."""
+    impossible: list[tuple[str, str]] = field(default_factory=list)
+    """Settings, and the sentence that says why they cannot run."""
+
+    @property
+    def shapes(self) -> dict[tuple[int, int], int]:
+        """Runs to execute per resource shape (nodes, world size)."""
+        counts: dict[tuple[int, int], int] = {}
+        for config in self.to_run:
+            shape = (config.nodes, config.gpus)
+            counts[shape] = counts.get(shape, 0) + 1
+        return counts
+
+
+def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Callable[[RunConfig], None]) -> Plan:
+    """Compose, check and look up every run.
+
+    Parameters
+    ----------
+    points: iterable of settings
+        What the user asked for; points that come to the same run are one run.
+    force: bool
+        Execute what is recorded already, too.
+    check: callable
+        Raises `ImpossibleError` where the launcher or the machine cannot execute a run.
+
+    Raises
+    ------
+    UsageError
+        If a setting is a mistake whatever it is combined with: an unknown field, a value of the wrong kind.
+    """
+    plan = Plan()
+    seen = set()
+    for point in points:
+        raw = composed(point)
+        try:
+            config = run_config(raw)
+            check(config)
+        except ImpossibleError as error:
+            plan.impossible.append((" ".join(f"{key}={value}" for key, value in point.items()), str(error)))
+            continue
+        if config.run_id in seen:
+            continue
+        seen.add(config.run_id)
+        record = None if force else records.latest(store, config.run_id)
+        if record is not None and record["status"] in FINISHED:
+            plan.done.append((config, record["status"]))
+        else:
+            plan.to_run.append(config)
+    return plan

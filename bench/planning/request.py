@@ -1,0 +1,129 @@
+"""What the user asks for: the sweep, the settings of the command line, and how it is to be carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+
+from bench.errors import UsageError, bad_value, require_at_least, require_choice
+from bench.hardware.detect import Device
+from bench.planning.compose import composed, groups, parse, values_of
+from bench.planning.grid import Grid, Settings, read_grids
+
+EXECUTION = ("store", "dry_run", "force", "report", "search", "sweep", "cluster")
+"""Keys (and groups) that say how a sweep is carried out, not what runs are."""
+
+CONTEXT = (*EXECUTION, "hardware", "measurement", "seed")
+"""Keys that apply to any sweep; naming none but these asks for the default sweep."""
+
+SEARCHES = ("none", "largest_batch")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sweep as the user asked for it, expanded but not yet composed run by run."""
+
+    sweep: str
+    points: list[Settings]
+    """Settings of each run, in order."""
+    store: Path
+    dry_run: bool
+    force: bool
+    report: bool
+    search: str
+    cluster: dict[str, Any]
+
+
+def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) -> Request:
+    """Read a command line.
+
+    Parameters
+    ----------
+    arguments: sequence of str
+        Hydra overrides.
+    multirun: bool
+        Whether ``-m`` was given: values with commas are axes.
+    device: Device
+        This machine's device, for ``hardware=auto``.
+
+    Raises
+    ------
+    UsageError
+        On anything that cannot be asked for.
+    """
+    overrides = parse(list(arguments))
+    given: dict[str, list[str]] = {}
+    for override in overrides:
+        values = values_of(override)
+        if len(values) > 1 and not multirun:
+            raise UsageError(f"{override.input_line} has several values: add -m to run each of them.")
+        given[_key(override)] = values
+    execution = {key: values for key, values in given.items() if _belongs(key, EXECUTION)}
+    for key, values in execution.items():
+        if len(values) > 1:
+            raise bad_value(key, ",".join(values), "one value")
+    if "sweep" not in execution:
+        described = multirun or any(not _belongs(key, CONTEXT) for key in given)
+        execution["sweep"] = ["adhoc" if described else "default"]
+    once = {key: values[0] for key, values in execution.items()}
+    base = composed(once)
+    name = once["sweep"]
+    run_axes = {key: values for key, values in given.items() if key not in execution}
+    grids = [grid.overridden(run_axes) for grid in read_grids(name, base["sweep"])]
+    require_choice("search", base["search"], SEARCHES)
+    for key in ("dry_run", "force", "report"):
+        if not isinstance(base[key], bool):
+            raise bad_value(key, base[key], "true or false")
+    repeats = base["sweep"].get("repeats", 1)
+    if not isinstance(repeats, int) or isinstance(repeats, bool):
+        raise bad_value("sweep.repeats", repeats, "a whole number of at least 1")
+    require_at_least("sweep.repeats", repeats, 1)
+    cluster = {key: value for key, value in once.items() if _belongs(key, ("cluster",))}
+    return Request(
+        sweep=name,
+        points=_points(grids, repeats, cluster, device),
+        store=Path(str(base["store"])),
+        dry_run=base["dry_run"],
+        force=base["force"],
+        report=base["report"],
+        search=base["search"],
+        cluster=base["cluster"],
+    )
+
+
+def _points(grids: list[Grid], repeats: int, cluster: Settings, device: Device) -> list[Settings]:
+    """All runs: a whole pass over the grids per repetition, so that slow drift does not fall on one configuration."""
+    points = []
+    for repeat in range(repeats):
+        for grid in grids:
+            for point in grid.points():
+                point = {**cluster, **point}
+                if point.get("hardware", "auto") == "auto":
+                    point["hardware"] = description_of(device)
+                if repeats > 1:
+                    point["repeat"] = str(repeat)
+                points.append(point)
+    return points
+
+
+def description_of(device: Device) -> str:
+    """Name of the hardware description that knows this device: `cpu`, a GPU's, or `gpu` where nobody described it."""
+    if device.kind == "cpu":
+        return "cpu"
+    for option in groups()["hardware"]:
+        if device.name in composed({"hardware": option})["hardware"].get("gpu_names", []):
+            return option
+    return "gpu"
+
+
+def _key(override: Override) -> str:
+    prefix = {"ADD": "+", "FORCE_ADD": "++", "DEL": "~"}.get(override.type.name if override.type else "", "")
+    return prefix + override.key_or_group
+
+
+def _belongs(key: str, sections: Sequence[str]) -> bool:
+    return key.lstrip("+~").partition(".")[0] in sections

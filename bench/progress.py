@@ -1,0 +1,141 @@
+"""What a sweep shows in the terminal: the plan, progress while it runs, results at the end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich import progress as bars
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bench.config import RunConfig
+from bench.planning.plan import Plan
+from bench.planning.request import Request
+from bench.records import Record
+
+STYLES = {"ok": "green", "oom": "yellow", "error": "red", "timeout": "red", "preempted": "magenta", "lost": "red"}
+
+
+def plan_table(request: Request, plan: Plan, *, details: bool) -> RenderableType:
+    """The plan: one line, and with `details` every run and why some cannot run."""
+    total = len(plan.to_run) + len(plan.done)
+    line = Text(f"Sweep {request.sweep}: {total} runs, {len(plan.done)} done, {len(plan.to_run)} to run")
+    if plan.impossible:
+        line.append(f", {len(plan.impossible)} impossible")
+    parts: list[RenderableType] = [line]
+    if plan.shapes:
+        shapes = [f"{count} x {gpus} rank{'s' if gpus > 1 else ''}" for (_, gpus), count in sorted(plan.shapes.items())]
+        parts.append(Text(f"Shapes on one machine: {', '.join(shapes)}"))
+    if details:
+        table = Table("run", "what", "model", "strategy", "precision", "ranks", "batch", "state", box=None)
+        for config in plan.to_run:
+            table.add_row(*_identity(config), Text("to run"))
+        for config, status in plan.done:
+            table.add_row(*_identity(config), Text(f"done: {status}", style=STYLES[status]))
+        parts.append(table)
+    if plan.impossible:
+        reasons: dict[str, int] = {}
+        for _, reason in plan.impossible:
+            reasons[reason] = reasons.get(reason, 0) + 1
+        parts += [Text(f"Impossible ({count}): {reason}", style="yellow") for reason, count in reasons.items()]
+        if details:
+            parts += [Text(f"  {settings}", style="dim") for settings, _ in plan.impossible]
+    return Group(*parts)
+
+
+def _identity(config: RunConfig) -> list[RenderableType]:
+    strategy = config.strategy.effective(config.gpus)
+    limit = config.hardware.memory_limit_gib
+    return [
+        Text(config.run_id, style="dim"),
+        Text(config.evidence),
+        Text(config.model.name),
+        Text(f"{strategy} (F={config.strategy.factor})" if "hybrid" in strategy else strategy),
+        Text(config.precision.name),
+        Text(str(config.gpus)),
+        Text(str(config.batch_size_per_gpu) + (f", {limit:g} GiB" if limit else "")),
+    ]
+
+
+def result_table(configs: Sequence[RunConfig], found: Mapping[str, Record | None]) -> RenderableType:
+    """A line per run: what it was and what it measured."""
+    table = Table(box=None, title="Results", title_justify="left")
+    for name in ("model", "strategy", "precision", "ranks", "batch", "status"):
+        table.add_column(name, no_wrap=name in ("model", "status"))
+    for name in ("ms/step", "GFLOP/s", "peak MiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for config in configs:
+        record = found[config.run_id]
+        status = record["status"] if record else "no row"
+        table.add_row(*_identity(config)[2:], Text(status, style=STYLES.get(status, "red")), *_figures(record))
+    return table
+
+
+def _figures(record: Record | None) -> list[str]:
+    if record is None or record["status"] != "ok":
+        asked = record.get("oom_bytes") if record else None
+        phase = record.get("oom_phase") if record else None
+        return ["", str(phase or ""), f"+{asked / 2**20:.1f}" if asked else ""]
+    return [
+        f"{record['step_time_median_s'] * 1000:.1f}",
+        f"{record['tflops_per_gpu'] * 1000:,.1f}",
+        f"{record['peak_allocated_bytes'] / 2**20:,.1f}",
+    ]
+
+
+def search_table(sizes: Sequence[tuple[RunConfig, int | None]]) -> RenderableType:
+    """A line per search: the largest batch that fits."""
+    table = Table(box=None, title="Largest batch per rank that fits", title_justify="left")
+    for name in ("model", "strategy", "precision", "ranks", "started at", "largest batch"):
+        table.add_column(name)
+    for config, size in sizes:
+        table.add_row(*_identity(config)[2:], Text("none, or not found" if size is None else str(size)))
+    return table
+
+
+class Progress:
+    """Shows which run is on, how far the sweep is and how long it will take; on a terminal only.
+
+    Elsewhere it is quiet but for runs that came to no result.
+    """
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.completed}/{task.total}"),
+            bars.BarColumn(bar_width=min(30, shutil.get_terminal_size().columns // 4)),
+            bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=total)
+
+    def __enter__(self) -> Progress:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.__exit__(kind, error, trace)
+
+    def handle(self, event: dict[str, Any]) -> None:
+        """Show one event of the launcher."""
+        if event["event"] == "start":
+            self._bar.update(self._task, description=event["label"])
+        elif event["event"] == "end":
+            style = STYLES.get(event["status"], "")
+            if self._console.is_terminal or event["status"] not in ("ok", "oom"):
+                line = Text.assemble((f"{event['status']:9}", style), f"{event['label']}: {event['summary']}")
+                self._console.print(line, soft_wrap=True)
+        elif event["event"] == "task done":
+            self._bar.advance(self._task)
+        elif event["event"] == "lost":
+            self._console.print(Text(f"lost     {event['label']}: {event['error']}", style="red"), soft_wrap=True)
+            self._bar.advance(self._task)

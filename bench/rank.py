@@ -1,0 +1,141 @@
+"""One rank of one run, from process group to samples: what a launcher starts on every rank."""
+
+from __future__ import annotations
+
+import datetime
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.config import RunConfig
+from bench.hardware import MemoryLimit
+from bench.measure import environment, oom
+from bench.measure.loop import Samples, measure
+from bench.training.engine import Engine, build_engine, micro_batches
+
+GLOO_TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands in its run and on its machine."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    def device(self, kind: str) -> torch.device:
+        """The rank's own device: on a machine with several GPUs the one numbered by its local rank."""
+        return torch.device("cuda", self.local_rank) if kind == "cuda" else torch.device("cpu")
+
+
+@dataclass
+class Outcome:
+    """What became of one rank. Plain values, so that it can be sent between processes."""
+
+    rank: int
+    host: str
+    status: str = "ok"
+    """ok, oom or error."""
+    samples: Samples | None = None
+    device: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    phase: str = "init"
+    oom_bytes: int | None = None
+    failed_at: float | None = None
+
+
+def run_rank(
+    config: RunConfig, place: RankPlace, rendezvous: Callable[[], dist.Store], trace: Path | None = None
+) -> Outcome:
+    """Run one rank from process group to samples. Never raises: what goes wrong is in the outcome.
+
+    Parameters
+    ----------
+    rendezvous: callable
+        Gives the key-value store through which the ranks of this run find each other.
+    trace: Path or None
+        Where rank 0 writes a profiler trace.
+    """
+    outcome = Outcome(place.rank, environment.host())
+    device = place.device(config.hardware.device)
+    limit: MemoryLimit | None = None
+    failed_request: Callable[[], int | None] = lambda: None  # noqa: E731
+
+    def enter_phase(phase: str) -> None:
+        outcome.phase = phase
+
+    def build() -> tuple[Engine, list[Any], int]:
+        engine, num_parameters = build_engine(
+            config.model,
+            config.strategy,
+            config.precision,
+            config.optimizer,
+            device=device,
+            world_size=place.world_size,
+            activation_checkpointing=config.activation_checkpointing,
+            compile=config.compile,
+            synchronize_every_micro_batch=config.gradient_accumulation_sync,
+            seed=config.seed,
+            enter_phase=enter_phase,
+        )
+        batches = micro_batches(
+            config.model,
+            num_micro_batches=config.gradient_accumulation,
+            batch_size=config.batch_size_per_gpu,
+            sequence_length=config.sequence_length,
+            rank=place.rank,
+            world_size=place.world_size,
+            device=device,
+            seed=config.seed,
+        )
+        return engine, batches, num_parameters
+
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            failed_request = oom.watch_cuda_allocations()
+        else:
+            torch.set_num_threads(config.hardware.cpu_threads)
+        outcome.device = environment.device(device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=rendezvous(),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=datetime.timedelta(seconds=GLOO_TIMEOUT_S),
+            device_id=device if device.type == "cuda" else None,
+        )
+        limit = MemoryLimit(config.hardware.memory_limit_bytes, device)
+        outcome.samples = measure(
+            build,
+            device,
+            warmup_steps=config.measurement.warmup_steps,
+            steps=config.measurement.steps,
+            trace=trace if place.rank == 0 else None,
+            own_work=limit.suspended,
+        )
+    except BaseException as error:
+        if limit is not None:
+            limit.lift()
+        outcome.failed_at = time.time()
+        if oom.is_out_of_memory(error):
+            outcome.status = "oom"
+            outcome.oom_bytes = failed_request() or oom.bytes_asked(error)
+        else:
+            outcome.status = "error"
+        outcome.error = one_line(error)
+        traceback.print_exc()
+    return outcome
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one readable line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}"

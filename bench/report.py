@@ -1,0 +1,37 @@
+"""`python -m bench.report STORE [--output DIR]`: figures and one self-contained HTML page from records."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.errors import UsageError
+from bench.reporting import read_store, write_report
+from bench.reporting.labels import counted
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code: 0, or 2 where the user must change something."""
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
+    parser.add_argument("store", type=Path, metavar="STORE", help="a store of rows, or a folder of stores")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report (default: STORE/report)")
+    options = parser.parse_args(arguments)
+    output = options.output or (options.store if options.store.is_dir() else options.store.parent) / "report"
+    try:
+        contents = read_store(options.store)
+        page = write_report(contents, str(options.store), output)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    left_out = f", {counted(len(contents.unreadable), 'file')} left out:" if contents.unreadable else ""
+    print(page)
+    print(counted(len(contents.records), "run") + left_out)
+    for problem in contents.unreadable:
+        print(f"  {problem}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""From a store to a folder with one page and its figures."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from bench.errors import UsageError
+from bench.records import Contents, read_all
+from bench.reporting import labels, page, style
+from bench.reporting.drawing import Section, save
+from bench.reporting.figures import FIGURES
+from bench.reporting.table import prepare
+
+MANIFEST = ".written-by-report"
+"""In the figures' folder: names of the files an earlier report left there, which the next one replaces."""
+
+
+def build(store: str | Path, output: str | Path) -> Path:
+    """Draw the report of everything below `store` into the folder `output`.
+
+    Parameters
+    ----------
+    store: path
+        A store, a folder of stores, one run's folder or one row file. Its rows are only read.
+    output: path
+        Folder for ``index.html`` (complete in itself) and ``figures/*.png`` and ``*.svg``; made if missing. Figures of
+        an earlier report in the same folder are replaced, other files are left alone.
+
+    Returns
+    -------
+    Path
+        The page.
+
+    Raises
+    ------
+    UsageError
+        If there is no such store, it holds no row, or `output` cannot be written.
+    """
+    return write_report(read_store(store), str(store), output)
+
+
+def read_store(store: str | Path) -> Contents:
+    """The latest row of every run below `store`.
+
+    Raises
+    ------
+    UsageError
+        If there is no such path or no row below it.
+    """
+    try:
+        contents = read_all(store)
+    except FileNotFoundError:
+        raise UsageError(f"There is no store at {store}.") from None
+    if not contents.records:
+        left_out = f"; {labels.counted(len(contents.unreadable), 'file')} left out" if contents.unreadable else ""
+        raise UsageError(f"The store {store} holds no rows to report{left_out}.")
+    return contents
+
+
+def write_report(contents: Contents, name: str, output: str | Path) -> Path:
+    """Draw the report of rows already read; `name` says where they come from. Returns the page's path.
+
+    Raises
+    ------
+    UsageError
+        If `output` cannot be written.
+    """
+    output = Path(output)
+    table = prepare(contents.records)
+    marks = style.palette(table["variant_key"])
+    with style.context():
+        sections = [figure.section(table, marks) for figure in FIGURES]
+    try:
+        (output / "figures").mkdir(parents=True, exist_ok=True)
+        images = _save_all(sections, output / "figures")
+        html = page.render(name, contents, table, sections, images)
+        _replace(output / "index.html", html)
+    except OSError as error:
+        raise UsageError(f"Cannot write to {output} ({error.strerror}): choose another folder with --output.") from None
+    return output / "index.html"
+
+
+def _save_all(sections: list[Section], folder: Path) -> dict[str, str]:
+    """Write every figure; SVG texts by name."""
+    manifest = folder / MANIFEST
+    if manifest.is_file():
+        for name in manifest.read_text().splitlines():
+            if Path(name).name == name:
+                (folder / name).unlink(missing_ok=True)
+    drawings = [drawing for section in sections for drawing in section.drawings]
+    taken: set[str] = set()
+    for drawing in drawings:
+        stem, number = drawing.name, 2
+        while drawing.name in taken:
+            drawing.name, number = f"{stem}-{number}", number + 1
+        taken.add(drawing.name)
+    manifest.write_text("".join(f"{name}.{ending}\n" for name in sorted(taken) for ending in ("png", "svg")))
+    return {drawing.name: save(drawing, folder) for drawing in drawings}
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the page whole or not at all."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".page-")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o644)
+        file.write(text)
+    Path(temporary).replace(path)

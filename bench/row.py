@@ -1,0 +1,133 @@
+"""The row that comes of a run: columns from its configuration, its ranks' outcomes and where they ran."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+
+from bench.config import RunConfig
+from bench.measure import environment
+from bench.measure.statistics import median, median_interval, percentile, slowest_rank
+from bench.rank import Outcome
+from bench.records import Record
+from bench.strategies.base import knobs
+
+
+def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
+    """The columns that come from what the ranks measured, all of them having ended well.
+
+    Memory is the maximum over ranks, a step's time that of its slowest rank, the loss the mean over ranks (each
+    has an equal share of the batch).
+    """
+    samples = [outcome.samples for outcome in sorted(outcomes, key=lambda outcome: outcome.rank) if outcome.samples]
+    steps = slowest_rank([sample.step_times_s for sample in samples])
+    step_time_s = median(steps)
+    low, high = median_interval(steps)
+    sequences = config.batch_size_per_gpu * config.gradient_accumulation
+    count = config.model.flops_per_sequence(config.sequence_length)
+    model_flops = sequences * count.model
+    hardware_flops = sequences * count.hardware(config.activation_checkpointing)
+    tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
+    peak = config.hardware.peak_tflops.get(config.precision.peak)
+    losses = [sum(losses) / len(losses) for losses in zip(*(sample.losses for sample in samples), strict=True)]
+    retries = sum(sample.peaks.alloc_retries for sample in samples)
+    skipped = max(sample.skipped_steps for sample in samples)
+    device_used = [sample.peaks.device_used for sample in samples if sample.peaks.device_used is not None]
+    exposed = [sample.exposed_communication for sample in samples if sample.exposed_communication is not None]
+    return {
+        "parameters": samples[0].num_parameters,
+        "tflops_per_gpu": tflops,
+        "hardware_tflops_per_gpu": hardware_tflops,
+        "mfu": tflops / peak if peak else None,
+        "hfu": hardware_tflops / peak if peak else None,
+        "tokens_per_second_per_gpu": sequences * config.model.tokens_per_sequence(config.sequence_length) / step_time_s,
+        "step_time_median_s": step_time_s,
+        "step_time_p95_s": percentile(steps, 0.95),
+        "step_time_ci_low_s": low,
+        "step_time_ci_high_s": high,
+        "peak_allocated_bytes": max(sample.peaks.allocated for sample in samples),
+        "peak_active_bytes": max(sample.peaks.active for sample in samples),
+        "peak_reserved_bytes": max(sample.peaks.reserved for sample in samples),
+        "peak_allocated_overall_bytes": max(sample.peaks.allocated_overall for sample in samples),
+        "peak_device_used_bytes": max(device_used, default=None),
+        "alloc_retries": retries,
+        "skipped_steps": skipped,
+        "degraded": retries > 0 or skipped > 0,
+        "setup_s": max(sample.setup_s for sample in samples),
+        "exposed_communication": max(exposed, default=None),
+        "final_loss": losses[-1],
+        "losses": losses,
+        "flops": {"model": model_flops, "hardware": hardware_flops},
+    }
+
+
+def configured_row(config: RunConfig) -> Record:
+    """The columns that are known before a run starts."""
+    return {
+        "run_id": config.run_id,
+        "evidence": config.evidence,
+        "repeat": config.repeat,
+        "model": config.model.name,
+        "family": config.model.family,
+        "strategy": config.strategy.name,
+        "effective_strategy": config.strategy.effective(config.gpus),
+        "sharding_factor": config.strategy.factor,
+        "precision": config.precision.name,
+        "device": config.hardware.device,
+        "hardware": config.hardware.name,
+        "world_size": config.gpus,
+        "nodes": config.nodes,
+        "batch_size_per_gpu": config.batch_size_per_gpu,
+        "sequence_length": config.sequence_length,
+        "gradient_accumulation": config.gradient_accumulation,
+        "activation_checkpointing": config.activation_checkpointing,
+        "compile": config.compile,
+        "memory_limit_bytes": config.hardware.memory_limit_bytes,
+        "attention": config.model.attention,
+        "optimizer": config.optimizer.name,
+        "optimizer_implementation": config.optimizer.implementation,
+        "parameter_dtype": config.precision.parameters,
+        "compute_dtype": config.precision.compute,
+        "reduce_dtype": config.precision.reduce,
+        "seed": config.seed,
+        "config": config.to_dict(),
+        "effective": {
+            **knobs(config.strategy),
+            "mixed_precision": ("autocast" if config.strategy.uses_autocast else "fsdp policy")
+            if config.precision.mixed
+            else "none",
+            "backend": "nccl" if config.hardware.device == "cuda" else "gloo",
+        },
+    }
+
+
+def environment_row(outcomes: list[Outcome]) -> Record:
+    """The columns that say what a run ran on."""
+    devices = {f"rank {outcome.rank}": outcome.device for outcome in outcomes if outcome.device}
+    names = sorted({str(facts.get("name")) for facts in devices.values()})
+    hosts = sorted({outcome.host for outcome in outcomes})
+    return {
+        **environment.commit(),
+        "torch_version": torch.__version__,
+        "gpu_name": ", ".join(names) or None,
+        "hosts": ",".join(hosts) or environment.host(),
+        "environment": {**environment.software(), "topology": environment.topology(), "devices": devices},
+    }
+
+
+def rank_rows(outcomes: list[Outcome]) -> list[Record]:
+    """What each rank measured, raw."""
+    rows = []
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.rank):
+        row: Record = {"rank": outcome.rank, "host": outcome.host, "status": outcome.status}
+        if outcome.samples is not None:
+            peaks = {
+                f"peak_{name}_bytes" if name != "alloc_retries" else name: value
+                for name, value in asdict(outcome.samples.peaks).items()
+            }
+            row |= {"step_times_s": outcome.samples.step_times_s, "setup_s": outcome.samples.setup_s, **peaks}
+        if outcome.error is not None:
+            row |= {"error": outcome.error, "phase": outcome.phase}
+        rows.append(row)
+    return rows

@@ -1,0 +1,466 @@
+"""What `python -m bench.report` promises: every run is shown, nothing is averaged or mixed, everything can be read."""
+
+from __future__ import annotations
+
+import itertools
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from bench.errors import UsageError
+from bench.records import Contents, read_all
+from bench.report import main
+from bench.reporting import build, labels, style, write_report
+from bench.reporting.drawing import Section
+from bench.reporting.figures import FIGURES, memory, oom_map, scaling, spread, throughput
+from bench.reporting.table import prepare, step_times_s
+from tests.records_fixture import default_sweep, record, write_store
+
+CUDA = {"device": "cuda", "hardware": "h100_80gb", "gpu_name": "NVIDIA H100 80GB HBM3", "precision": "bf16"}
+ROWS = default_sweep(("fp32",))
+SPEED = (throughput, spread, scaling)
+
+
+def draw(figure, rows) -> Section:
+    table = prepare(rows)
+    with style.context():
+        return figure.section(table, style.palette(table["variant_key"]))
+
+
+def words(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text().strip()]
+
+
+class Page(HTMLParser):
+    """What the tests ask of a page: its references, images, cells and text."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+        self.ids: set[str] = set()
+        self.text = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        values = dict(attrs)
+        self.references += [values[name] for name in ("src", "href", "srcset", "action", "data") if values.get(name)]
+        self.images += [values] if tag == "img" else []
+        self.ids |= {values["id"]} if values.get("id") else set()
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory) -> Path:
+    store = write_store(tmp_path_factory.mktemp("store"), ROWS)
+    (store / ROWS[0]["run_id"] / "1.json").write_text('{"torn')
+    build(store, store / "report")
+    return store
+
+
+@pytest.mark.parametrize(
+    ("strategy", "effective", "factor", "world_size", "label"),
+    [
+        ("single", "single", 1, 1, "Single"),
+        ("ddp", "ddp", 1, 4, "DDP"),
+        ("fsdp", "fsdp/full_shard", 4, 4, "FSDP2 full shard"),
+        ("fsdp", "fsdp/hybrid_shard", 2, 4, "FSDP2 hybrid (F=2)"),
+        ("fsdp", "fsdp/full_replication", 1, 4, "FSDP2 full replication"),
+        ("fsdp", "fsdp/unsharded", 1, 1, "FSDP2 unsharded"),
+        ("fsdp", "fsdp/shard_grad_op", 4, 4, "FSDP2 shard grad op"),
+        ("fsdp", "fsdp/hybrid_shard_grad_op", 2, 4, "FSDP2 hybrid shard grad op (F=2)"),
+        ("fsdp1", "fsdp1/full_shard", 4, 4, "FSDP1 full shard"),
+        ("fsdp1", "fsdp1/no_shard", 1, 4, "FSDP1 no shard"),
+        ("fsdp", None, 2, 4, "FSDP2 hybrid (F=2)"),
+        ("fsdp", None, None, 4, "FSDP2 full shard"),
+        ("deepspeed", "deepspeed/zero_3", 4, 4, "deepspeed zero 3"),
+        (None, None, None, None, "strategy not stated"),
+    ],
+)
+def test_variant_names_what_the_run_really_did(strategy, effective, factor, world_size, label):
+    assert labels.variant(strategy, effective, factor, world_size).label == label
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0123456, "0.0123"), (0.0999, "0.0999"), (12.345, "12.3"), (1234.5, "1,234"), (0, "0"), (3.2e-7, "3.20e-07")],
+)
+def test_numbers_have_three_significant_digits(value, text):
+    assert labels.number(value) == text
+
+
+def test_repeats_are_one_mark_with_their_range():
+    rows = [record(repeat=repeat, tflops_per_gpu=value) for repeat, value in enumerate([3.0, 1.0, 7.0])]
+    (cell,) = throughput.select(prepare(rows)).to_dict("records")
+    assert (cell["median"], cell["low"], cell["high"], cell["points"]) == (3.0, 1.0, 7.0, [1.0, 3.0, 7.0])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"batch_size_per_gpu": 8},
+        {"sequence_length": 256},
+        {"gradient_accumulation": 2},
+        {"activation_checkpointing": "full"},
+        {"compile": True},
+        {"memory_limit_bytes": 2**29},
+        {"attention": "eager"},
+        {"optimizer_implementation": "foreach"},
+        {"reduce_dtype": "bf16"},
+        {"nodes": 2},
+        {"precision": "bf16"},
+        {"parameters": 7_000_000},
+        {"evidence": "predicted"},
+        {"hardware": "a100_80gb"},
+        {"gpu_name": "another processor"},
+        {"torch_version": "2.14.0"},
+        {"config": {"strategy": {"bucket_cap_mb": 50}}},
+        {"config": {"measurement": {"warmup_steps": 9}, "strategy": {"bucket_cap_mb": 25}}},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_nothing_is_averaged_over_a_setting_and_the_difference_is_named(setting):
+    one = record(config={"strategy": {"bucket_cap_mb": 25}, "measurement": {"warmup_steps": 2}})
+    table = prepare([one, record(**{"config": one["config"], **setting})])
+    for select in (throughput.select, memory.select):
+        cells = select(table)
+        assert [len(points) for points in cells["points"]] == [1, 1]
+        names = zip(*(cells[name] for name in ("place", "precision", "evidence", "heading", "variant")), strict=True)
+        assert len(set(names)) == 2
+    assert (spread.select(table)["repeats"] == 1).all()
+
+
+def test_what_only_tells_repeats_apart_is_no_setting():
+    rows = [record(repeat=n, seed=n, config={"repeat": n, "seed": n, "strategy": {"name": "ddp"}}) for n in range(2)]
+    assert [len(points) for points in throughput.select(prepare(rows))["points"]] == [2]
+
+
+@pytest.mark.parametrize("figure", [throughput, memory, scaling])
+def test_out_of_memory_is_a_mark_not_a_gap(figure):
+    rows = [record(world_size=size, strategy="fsdp", sharding_factor=size) for size in (2, 4)]
+    rows.append(record(world_size=4, status="oom", oom_phase="backward"))
+    selected = figure.select(prepare(rows))
+    assert selected.loc[selected["variant"] == "DDP", "out_of_memory"].tolist() == [1]
+    (drawing,) = draw(figure, rows).drawings
+    crosses = [line for line in drawing.figure.axes[0].lines if line.get_marker() == "X"]
+    assert len(crosses) == 1
+    assert "out of memory" in words(drawing.figure)
+    if figure is not scaling:
+        assert any("OOM in backward" in text for text in words(drawing.figure))
+
+
+def test_a_run_that_ended_before_it_counted_stands_with_its_model():
+    small, large = ({"model": {"name": "t5_tiny", "d_model": size}} for size in (64, 512))
+    rows = [
+        record(strategy="fsdp", config=small),
+        record(status="oom", oom_bytes=None, parameters=None, config=small),
+        record(status="oom", parameters=None, config=large),
+    ]
+    fitted, same, other = prepare(rows)["heading"]
+    assert fitted == same != other
+    (drawing,) = draw(memory, rows[:2]).drawings
+    assert "OOM in forward" in words(drawing.figure)
+
+
+def test_repeats_that_ran_out_of_memory_are_counted_beside_the_others():
+    rows = [record(repeat=0), record(repeat=1), record(repeat=2, status="oom")]
+    (drawing,) = draw(throughput, rows).drawings
+    assert any("(1 of 3 repeats OOM)" in text for text in words(drawing.figure))
+    assert oom_map.select(prepare(rows))["outcome"].tolist() == ["some repeats fit"]
+
+
+def test_degraded_runs_have_their_own_mark():
+    (drawing,) = draw(throughput, [record(degraded=True, alloc_retries=3), record(strategy="fsdp")]).drawings
+    assert sum("degraded" in text for text in words(drawing.figure)) == 2  # the mark and the legend
+    assert sum(line.get_marker() == "<" for line in drawing.figure.axes[0].lines) == 1
+
+
+def test_failures_are_in_no_figure_with_values():
+    rows = [record(status=status, strategy="fsdp") for status in ("error", "timeout", "preempted", "skipped")]
+    table = prepare(rows)
+    assert [len(figure.select(table)) for figure in (throughput, memory, spread, scaling)] == [0, 0, 0, 0]
+
+
+def test_oom_map_has_every_cell_and_grows_to_the_right():
+    limit = {"memory_limit_bytes": 2**29, "world_size": 4}
+    rows = [
+        record(model="gpt_small", **limit, status="oom", oom_phase="init"),
+        record(model="gpt_tiny", **limit),
+        record(model="gpt_tiny", **limit, batch_size_per_gpu=16, status="error"),
+        record(model="gpt_small", **limit, strategy="fsdp", sharding_factor=4),
+        record(model="gpt_tiny", world_size=4),
+    ]
+    cells = oom_map.select(prepare(rows))
+    limited = cells[cells["limit"] == "limit 0.5 GiB"]
+    assert list(dict.fromkeys(limited["column"])) == [
+        "gpt_tiny · batch 4 × 128",
+        "gpt_tiny · batch 16 × 128",
+        "gpt_small · batch 4 × 128",
+    ]
+    outcomes = {variant: list(group["outcome"]) for variant, group in limited.groupby("variant")}
+    assert outcomes == {
+        "DDP": ["fits", "failed", "out of memory"],
+        "FSDP2 full shard": ["not run", "not run", "fits"],
+    }
+    assert cells[cells["limit"] == ""]["outcome"].tolist() == ["fits"]
+
+
+@pytest.mark.parametrize("figure", SPEED)
+def test_cpu_speed_says_what_it_is_no_evidence_for(figure):
+    on_cpu = [record(world_size=size) for size in (1, 2)]
+    on_gpu = [record(world_size=size, **CUDA) for size in (1, 2)]
+    drawings = draw(figure, on_cpu + on_gpu).drawings
+    assert len(drawings) == 2, "CPU and GPU rows never share axes"
+    gpu, cpu = sorted(drawings, key=lambda drawing: labels.CPU_NOTE in drawing.caption)
+    assert labels.CPU_NOTE in cpu.caption
+    assert labels.CPU_NOTE in " ".join(words(cpu.figure))
+    assert not any("GPU" in text and "CPU" not in text for text in words(cpu.figure))
+    assert labels.CPU_NOTE not in gpu.caption + " ".join(words(gpu.figure))
+
+
+def test_kinds_of_evidence_are_named_and_look_different():
+    kinds = ("measured", "rehearsed", "predicted", "published")
+    rows = [record(evidence=kind, **CUDA, tflops_per_gpu=100.0) for kind in kinds]
+    (drawing,) = draw(throughput, rows).drawings
+    shown = words(drawing.figure)
+    assert {"DDP", "DDP (rehearsed)", "DDP (predicted)", "DDP (published)"} <= set(shown)
+    looks = {(bar.get_hatch(), bar.get_facecolor(), bar.get_linestyle()) for bar in drawing.figure.axes[0].patches}
+    assert len(looks) == len(kinds)
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank():
+    ranks = [{"rank": 0, "step_times_s": [1.0, 1.0, 1.0, 3.0]}, {"rank": 1, "step_times_s": [2.0, 0.5, 1.0, 1.0]}]
+    row = record(ranks=ranks)
+    assert step_times_s(row).tolist() == [2.0, 1.0, 1.0, 3.0]
+    (lane,) = spread.select(prepare([row])).to_dict("records")
+    assert lane["median_s"] == 1.5
+    assert np.allclose(lane["deviations"], [100 / 3, -100 / 3, -100 / 3, 100])
+
+
+def test_steps_beyond_the_axis_are_told_in_words():
+    times = [{"rank": 0, "step_times_s": [0.1] * 9 + [0.5]}]
+    (drawing,) = draw(spread, [record(ranks=times)]).drawings
+    assert "100 ms, 1 step to 400 %" in words(drawing.figure)
+
+
+def test_lines_start_where_there_is_nothing_to_shard():
+    points = scaling.select(prepare(default_sweep()))
+    facet = points[(points["model"] == "t5_tiny") & (points["precision"] == "fp32") & (points["limit"] == "")]
+    lines = {name: sorted(group["world_size"]) for name, group in facet.groupby("series")}
+    assert lines == {
+        "DDP": [1, 2, 4],
+        "FSDP2 full replication": [1, 2, 4],
+        "FSDP2 hybrid (F=2)": [4],
+        "FSDP2 full shard": [1, 2, 4],
+    }
+
+
+def test_one_world_size_is_no_scaling():
+    section = draw(scaling, [record(), record(strategy="fsdp", sharding_factor=2)])
+    assert not section.drawings
+    assert "(all have 2)" in section.nothing
+
+
+def test_page_is_complete_in_itself(default):
+    page = Page(default / "report" / "index.html")
+    assert {"script", "link"} & set(page.tags) <= {"link"}
+    for reference in page.references:
+        assert reference.startswith(("data:", "#")), reference
+    assert {reference[1:] for reference in page.references if reference.startswith("#")} <= page.ids
+    assert len(page.images) == len(list((default / "report" / "figures").glob("*.svg"))) > 0
+    assert all(len(image["alt"] or "") > 20 for image in page.images)
+    assert "url(" not in (default / "report" / "index.html").read_text()
+
+
+def test_every_run_is_in_the_table_with_its_failure_and_what_was_left_out(default):
+    text = Page(default / "report" / "index.html").text
+    for row in ROWS:
+        assert text.count(row["run_id"]) >= (2 if row["status"] == "oom" else 1)
+    assert f"{len(ROWS)} runs" in text
+    assert labels.CPU_NOTE in text
+    for shown in (
+        "96.0 MiB",
+        "init",
+        "optimizer",
+        "AMD EPYC 9554",
+        "node-a",
+        "2.13.0+cpu",
+        "0123456789",
+        "not whole JSON",
+    ):
+        assert shown in text, shown
+
+
+def test_every_figure_is_a_png_and_an_svg(default):
+    figures = default / "report" / "figures"
+    pngs, svgs = sorted(figures.glob("*.png")), sorted(figures.glob("*.svg"))
+    assert [path.stem for path in pngs] == [path.stem for path in svgs]
+    assert {path.stem.split("-")[0] for path in pngs} == {"throughput", "memory", "oom", "spread", "scaling"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in pngs)
+    assert all("</svg>" in path.read_text() for path in svgs)
+
+
+def test_a_report_changes_no_row_and_is_no_row(default, tmp_path):
+    def content():
+        return {path: path.read_bytes() for path in default.rglob("*.json")}
+
+    before, runs = content(), len(read_all(default).records)
+    build(default / ROWS[3]["run_id"], default / "report" / "again")
+    assert content() == before
+    assert len(read_all(default).records) == runs == len(ROWS)
+
+
+def test_same_rows_same_bytes_and_old_figures_go(tmp_path):
+    store = write_store(tmp_path / "store", [record(precision="bf16")])
+    first, second = build(store, tmp_path / "a").parent, build(store, tmp_path / "b").parent
+    for path in first.rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path
+    mine = first / "figures" / "mine.png"
+    mine.write_bytes(b"not the report's")
+    assert list(first.glob("figures/throughput-bf16*"))
+    write_report(Contents([record()]), "one run", first)
+    assert not list(first.glob("figures/throughput-bf16*"))
+    assert mine.exists()
+
+
+NULLS = {"run_id": "0" * 16, "attempt": 0, "evidence": "measured", "status": "ok", "started_at": "2026-05-04T10:00:00"}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [record()],
+        [record(status="oom"), record(status="oom", strategy="fsdp", sharding_factor=2)],
+        [record(status="error", error="<script>alert('&')</script>"), record(status="timeout", strategy="fsdp")],
+        [NULLS],
+        [{**NULLS, "run_id": "1" * 16, "status": "oom", "oom_phase": "init"}, {**NULLS, "evidence": "published"}],
+        [record(hosts=None, config=None, ranks=None), record(strategy="my.own.strategy", effective_strategy=None)],
+    ],
+    ids=["one row", "only oom", "only errors", "all null", "null oom", "foreign"],
+)
+def test_any_subset_of_rows_makes_a_page(rows, tmp_path):
+    path = write_report(Contents(rows), "subset", tmp_path)
+    page = Page(path)
+    assert all(row["run_id"] in page.text for row in rows)
+    assert all(row["error"] in page.text for row in rows if row.get("error"))
+    assert "script" not in page.tags
+
+
+def overlaps(figure: Figure) -> list[str]:
+    """Texts of a figure that cover each other or leave it."""
+    with style.context():
+        figure.draw_without_rendering()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    beyond = set()  # matplotlib keeps labels of ticks outside the limits, and does not draw them
+    for axis, coordinate in [(axis, n) for axes in figure.axes for n, axis in enumerate((axes.xaxis, axes.yaxis))]:
+        low, high = sorted(axis.get_view_interval())
+        labels_ = axis.get_ticklabels()
+        beyond |= {label for label in labels_ if not low <= label.get_position()[coordinate] <= high}
+    shown = [text for text in figure.findobj(Text) if text.get_text().strip() and text not in beyond]
+    boxes = [(text.get_text(), Text.get_window_extent(text, renderer)) for text in shown]
+    right, top = figure.bbox.x1 + 1, figure.bbox.y1 + 1
+    found = [text for text, box in boxes if box.x0 < -1 or box.y0 < -1 or box.x1 > right or box.y1 > top]
+    for (one, a), (two, b) in itertools.combinations(boxes, 2):
+        if min(a.x1, b.x1) - max(a.x0, b.x0) > 1 and min(a.y1, b.y1) - max(a.y0, b.y0) > 1:
+            found.append(f"{one!r} over {two!r}")
+    return found
+
+
+def long_and_many():
+    names = [f"a_model_with_a_really_long_experimental_name_d1024_l{layers}_h16" for layers in (12, 24, 48, 96, 128)]
+    kinds = [("ddp", 1), ("fsdp", 1), ("fsdp", 8), ("fsdp", 16), ("fsdp", 64), ("fsdp1", 64)]
+    rows = []
+    for size, name in enumerate(names):
+        for strategy, factor in kinds:
+            fate = (
+                {"status": "oom", "oom_phase": "optimizer"} if factor < 16 and size > 2 else {"tflops_per_gpu": 300.0}
+            )
+            asked = {"strategy": strategy, "sharding_factor": factor, "world_size": 64, "steps": 4, **CUDA, **fate}
+            rows.append(record(model=name, parameters=10**9 * 2**size, **asked, degraded=size == 2))
+    knobs = [{"strategy": {"name": "fsdp", "backward_prefetch": prefetch}} for prefetch in (True, False)]
+    return rows + [record(model=names[0], strategy="fsdp", config=knob, **CUDA) for knob in knobs]
+
+
+@pytest.mark.parametrize("rows", [ROWS, long_and_many()], ids=["default sweep", "long and many"])
+def test_no_label_covers_another(rows):
+    for figure in FIGURES:
+        for drawing in draw(figure, rows).drawings:
+            assert overlaps(drawing.figure) == [], drawing.name
+            assert drawing.figure.get_figheight() < 11, "fits a printed page"
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1: linear RGB as protanopes, deuteranopes and tritanopes see it.
+BLINDNESS = {
+    "none": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def lab(colour: str, matrix) -> np.ndarray:
+    """CIE L*a*b* of a colour seen through `matrix`."""
+    encoded = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    linear = np.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.asarray(matrix) @ linear, 0, 1)
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ seen
+    x, y, z = np.cbrt(np.maximum(xyz / [0.9505, 1.0, 1.089], 0.0088))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("blindness", BLINDNESS)
+def test_colours_of_the_variants_differ_for_everyone(blindness):
+    main_kinds = ("ddp", "fsdp/full_replication", "fsdp/hybrid_shard", "fsdp/full_shard", "fsdp/unsharded")
+    for one, two in itertools.combinations(main_kinds, 2):
+        seen = [lab(style.COLOURS[kind], BLINDNESS[blindness]) for kind in (one, two)]
+        assert np.linalg.norm(seen[0] - seen[1]) > 10, (one, two)
+
+
+def test_markers_of_variants_differ():
+    marks = style.palette(prepare(default_sweep())["variant_key"])
+    assert len({mark.marker for mark in marks.values()}) == len(marks) == 5
+    assert len({mark.colour for mark in marks.values()}) == len(marks)
+    assert set(marks) <= {"DDP", "FSDP2 full shard", "FSDP2 full replication", "FSDP2 hybrid (F=2)", "FSDP2 unsharded"}
+
+
+def test_command_prints_where_the_page_is_and_what_was_left_out(tmp_path, capsys):
+    store = write_store(tmp_path / "store", [record(status="error")])
+    assert main([str(store)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(store / "report" / "index.html"), "1 run"]
+    stray = store / record(status="error")["run_id"] / "notes.txt"
+    stray.write_text("mine")
+    assert main([str(store), "--output", str(tmp_path / "elsewhere")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        str(tmp_path / "elsewhere" / "index.html"),
+        "1 run, 1 file left out:",
+        f"  {stray}: not a file of this suite",
+    ]
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
+    store = write_store(tmp_path / "store", [record()])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("in the way")
+    cases = {
+        "There is no store at": [str(tmp_path / "missing")],
+        "holds no rows": [str(tmp_path / "empty")],
+        "choose another folder with --output": [str(store), "--output", str(tmp_path / "file" / "below")],
+    }
+    for sentence, arguments in cases.items():
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert sentence in err
+        assert err.count("\n") == 1
+    with pytest.raises(UsageError):
+        build(tmp_path / "missing", tmp_path / "report")
