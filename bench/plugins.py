@@ -6,20 +6,18 @@ import importlib
 import inspect
 import pkgutil
 from types import ModuleType
-from typing import TypeVar
+from typing import Any
 
 from bench.errors import bad_value
 
-T = TypeVar("T")
 
-
-def names(package: ModuleType, base: type) -> list[str]:
+def names(package: ModuleType, base: Any) -> list[str]:
     """Names of the files of `package` that define a class derived from `base`, sorted."""
     found = [info.name for info in pkgutil.iter_modules(package.__path__)]
     return sorted(name for name in found if _classes(importlib.import_module(f"{package.__name__}.{name}"), base))
 
 
-def find(field: str, name: str, package: ModuleType, base: type[T]) -> type[T]:
+def find(field: str, name: str, package: ModuleType, base: Any) -> Any:
     """The class derived from `base` that ``package/name.py`` defines.
 
     A `name` with a dot is the path of a module outside the package: somebody's own plug-in.
@@ -42,7 +40,7 @@ def find(field: str, name: str, package: ModuleType, base: type[T]) -> type[T]:
     return classes[0]
 
 
-def _classes(module: ModuleType, base: type[T]) -> list[type[T]]:
+def _classes(module: ModuleType, base: Any) -> list[Any]:
     return [
         value
         for value in vars(module).values()

@@ -19,6 +19,8 @@ from bench.records import Record
 
 STYLES = {"ok": "green", "oom": "yellow", "error": "red", "timeout": "red", "preempted": "magenta", "lost": "red"}
 
+IDENTITY = ("model", "strategy", "precision", "ranks x batch", "limit")
+
 
 def plan_table(request: Request, plan: Plan, *, details: bool) -> RenderableType:
     """The plan: one line, and with `details` every run and why some cannot run."""
@@ -31,11 +33,13 @@ def plan_table(request: Request, plan: Plan, *, details: bool) -> RenderableType
         shapes = [f"{count} x {gpus} rank{'s' if gpus > 1 else ''}" for (_, gpus), count in sorted(plan.shapes.items())]
         parts.append(Text(f"Shapes on one machine: {', '.join(shapes)}"))
     if details:
-        table = Table("run", "what", "model", "strategy", "precision", "ranks", "batch", "state", box=None)
+        table = _table("run", *IDENTITY, "state")
         for config in plan.to_run:
-            table.add_row(*_identity(config), Text("to run"))
+            table.add_row(Text(config.run_id, style="dim"), *_identity(config), Text("to run"))
         for config, status in plan.done:
-            table.add_row(*_identity(config), Text(f"done: {status}", style=STYLES[status]))
+            table.add_row(
+                Text(config.run_id, style="dim"), *_identity(config), Text(f"done: {status}", style=STYLES[status])
+            )
         parts.append(table)
     if plan.impossible:
         reasons: dict[str, int] = {}
@@ -47,53 +51,56 @@ def plan_table(request: Request, plan: Plan, *, details: bool) -> RenderableType
     return Group(*parts)
 
 
+def _table(*columns: str, title: str | None = None, numbers: Sequence[str] = ()) -> Table:
+    table = Table(box=None, title=title, title_justify="left", pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=True, justify="right" if name in numbers else "left")
+    return table
+
+
 def _identity(config: RunConfig) -> list[RenderableType]:
     strategy = config.strategy.effective(config.gpus)
     limit = config.hardware.memory_limit_gib
     return [
-        Text(config.run_id, style="dim"),
-        Text(config.evidence),
         Text(config.model.name),
-        Text(f"{strategy} (F={config.strategy.factor})" if "hybrid" in strategy else strategy),
+        Text(f"{strategy} F={config.strategy.factor}" if "hybrid" in strategy else strategy),
         Text(config.precision.name),
-        Text(str(config.gpus)),
-        Text(str(config.batch_size_per_gpu) + (f", {limit:g} GiB" if limit else "")),
+        Text(f"{config.gpus}x{config.batch_size_per_gpu}"),
+        Text(f"{limit:g} GiB" if limit else ""),
     ]
 
 
 def result_table(configs: Sequence[RunConfig], found: Mapping[str, Record | None]) -> RenderableType:
     """A line per run: what it was and what it measured."""
-    table = Table(box=None, title="Results", title_justify="left")
-    for name in ("model", "strategy", "precision", "ranks", "batch", "status"):
-        table.add_column(name, no_wrap=name in ("model", "status"))
-    for name in ("ms/step", "GFLOP/s", "peak MiB"):
-        table.add_column(name, justify="right", no_wrap=True)
+    on_cpu = all(config.hardware.device == "cpu" for config in configs)
+    unit, factor = ("GFLOP/s", 1000) if on_cpu else ("TFLOP/s", 1)
+    figures = ("ms/step", unit, "peak MiB")
+    table = _table(*IDENTITY, "status", *figures, title="Results (speed and memory per rank)", numbers=figures)
     for config in configs:
         record = found[config.run_id]
         status = record["status"] if record else "no row"
-        table.add_row(*_identity(config)[2:], Text(status, style=STYLES.get(status, "red")), *_figures(record))
+        table.add_row(*_identity(config), Text(status, style=STYLES.get(status, "red")), *_figures(record, factor))
     return table
 
 
-def _figures(record: Record | None) -> list[str]:
-    if record is None or record["status"] != "ok":
-        asked = record.get("oom_bytes") if record else None
-        phase = record.get("oom_phase") if record else None
-        return ["", str(phase or ""), f"+{asked / 2**20:.1f}" if asked else ""]
+def _figures(record: Record | None, factor: int) -> list[str]:
+    if record is None or record["status"] not in ("ok", "oom"):
+        return ["", "", ""]
+    if record["status"] == "oom":
+        asked = record["oom_bytes"]
+        return ["in", record["oom_phase"], f"+{asked / 2**20:.1f}" if asked else ""]
     return [
         f"{record['step_time_median_s'] * 1000:.1f}",
-        f"{record['tflops_per_gpu'] * 1000:,.1f}",
+        f"{record['tflops_per_gpu'] * factor:,.1f}",
         f"{record['peak_allocated_bytes'] / 2**20:,.1f}",
     ]
 
 
 def search_table(sizes: Sequence[tuple[RunConfig, int | None]]) -> RenderableType:
     """A line per search: the largest batch that fits."""
-    table = Table(box=None, title="Largest batch per rank that fits", title_justify="left")
-    for name in ("model", "strategy", "precision", "ranks", "started at", "largest batch"):
-        table.add_column(name)
+    table = _table(*IDENTITY, "largest batch", title="Largest batch per rank that fits", numbers=["largest batch"])
     for config, size in sizes:
-        table.add_row(*_identity(config)[2:], Text("none, or not found" if size is None else str(size)))
+        table.add_row(*_identity(config), Text("none, or not found" if size is None else str(size)))
     return table
 
 

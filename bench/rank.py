@@ -17,6 +17,7 @@ from bench.config import RunConfig
 from bench.hardware import MemoryLimit
 from bench.measure import environment, oom
 from bench.measure.loop import Samples, measure
+from bench.models import Batch
 from bench.training.engine import Engine, build_engine, micro_batches
 
 GLOO_TIMEOUT_S = 1800
@@ -71,8 +72,8 @@ def run_rank(
     def enter_phase(phase: str) -> None:
         outcome.phase = phase
 
-    def build() -> tuple[Engine, list[Any], int]:
-        engine, num_parameters = build_engine(
+    def build() -> tuple[Engine, list[Batch]]:
+        engine = build_engine(
             config.model,
             config.strategy,
             config.precision,
@@ -95,7 +96,7 @@ def run_rank(
             device=device,
             seed=config.seed,
         )
-        return engine, batches, num_parameters
+        return engine, batches
 
     try:
         if device.type == "cuda":

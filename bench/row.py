@@ -36,7 +36,6 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
     device_used = [sample.peaks.device_used for sample in samples if sample.peaks.device_used is not None]
     exposed = [sample.exposed_communication for sample in samples if sample.exposed_communication is not None]
     return {
-        "parameters": samples[0].num_parameters,
         "tflops_per_gpu": tflops,
         "hardware_tflops_per_gpu": hardware_tflops,
         "mfu": tflops / peak if peak else None,
@@ -70,6 +69,7 @@ def configured_row(config: RunConfig) -> Record:
         "repeat": config.repeat,
         "model": config.model.name,
         "family": config.model.family,
+        "parameters": config.model.num_parameters,
         "strategy": config.strategy.name,
         "effective_strategy": config.strategy.effective(config.gpus),
         "sharding_factor": config.strategy.factor,

@@ -25,13 +25,16 @@ others are sweep=NAME, one for every file under conf/sweep. dry_run=true shows t
 """
 
 
+WIDTH_WITHOUT_TERMINAL = 140
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a sweep. Exit code 0 if every run has a result (ok or oom), 1 if one has not, 2 on bad input."""
     parser = argparse.ArgumentParser(prog="python -m bench.sweep", description=__doc__, epilog=EPILOG)
     parser.add_argument("-m", "--multirun", action="store_true", help="values with commas are axes of a grid")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example sweep=model_scale dry_run=true")
     options = parser.parse_intermixed_args(arguments)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
     try:
         device = detect()
         request = read_request(options.overrides, multirun=options.multirun, device=device)

@@ -74,6 +74,7 @@ class Rank:
 
 def preload(config: RunConfig) -> None:
     """Import what the ranks of a run need, so that they find it there when they are forked."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     for module in ("torch.distributed.fsdp", "torch.profiler", *config.model.imports):
         importlib.import_module(module)
 

@@ -24,7 +24,7 @@ RECORDED_VARIABLES = ("PYTORCH_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_VISI
 @functools.cache
 def software() -> dict[str, Any]:
     """Versions of what computes, and the variables that steer it."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

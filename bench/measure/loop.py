@@ -16,15 +16,14 @@ from bench.measure.profiling import profile_step
 from bench.models import Batch
 from bench.training.engine import Engine
 
-Build = Callable[[], tuple[Engine, Sequence[Batch], int]]
-"""Builds the engine and the micro-batches; also returns the number of parameters."""
+Build = Callable[[], tuple[Engine, Sequence[Batch]]]
+"""Builds the engine and the micro-batches."""
 
 
 @dataclass(frozen=True)
 class Samples:
     """What one rank measured."""
 
-    num_parameters: int
     step_times_s: list[float]
     """One per timed step."""
     losses: list[float]
@@ -57,7 +56,7 @@ def measure(
     losses: list[torch.Tensor] = []
     probe = memory_probe(device, own_work)
     with probe.observe():
-        engine, micro_batches, num_parameters = build()
+        engine, micro_batches = build()
         for step in range(probe.observed_steps):
             if step == probe.observed_steps - 1:
                 with mark_steady_step():
@@ -82,7 +81,6 @@ def measure(
     peaks = probe.peaks()
     exposed = profile_step(lambda: engine.step(micro_batches), device, trace) if trace else None
     return Samples(
-        num_parameters=num_parameters,
         step_times_s=step_times_s,
         losses=[loss.item() for loss in losses],
         setup_s=setup_s,

@@ -12,6 +12,7 @@ import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -132,7 +133,8 @@ class CpuProbe(MemoryProbe):
                 self._read(profiler)
 
     def _read(self, profiler: profile) -> None:
-        assert profiler.profiler is not None and profiler.profiler.kineto_results is not None  # noqa: PT018
+        assert profiler.profiler is not None
+        assert profiler.profiler.kineto_results is not None
         changes: list[Change] = []
         steady_from = 0
         pending = [(event, False) for event in profiler.profiler.kineto_results.experimental_event_tree()]
@@ -141,7 +143,7 @@ class CpuProbe(MemoryProbe):
             name = event.name
             in_backend = in_backend or name.startswith("c10d::")
             if name == "[memory]":
-                block = event.extra_fields
+                block: Any = event.extra_fields
                 changes.append(Change(event.start_time_ns, block.ptr, block.alloc_size, in_backend))
             elif name == STEADY_STEP:
                 steady_from = event.start_time_ns

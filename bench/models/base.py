@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -92,6 +93,11 @@ class Family(ABC):
     @abstractmethod
     def build(self) -> nn.Module:
         """The model on meta: ``model(**batch.inputs)["logits"]`` has shape (sequences, predictions, vocabulary)."""
+
+    @functools.cached_property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, tied ones counted once. Counted on meta."""
+        return sum(parameter.numel() for parameter in self.build().parameters())
 
     @abstractmethod
     def init_std(self, name: str, parameter: torch.Tensor) -> float | None:

@@ -51,7 +51,8 @@ def _foretold(tried: Mapping[int, int | None], fits: list[int], limit_bytes: int
         return None
     smaller, larger = fits[-2:]
     low, high = tried[smaller], tried[larger]
-    assert low is not None and high is not None
+    assert low is not None
+    assert high is not None
     if high <= low:
         return None
     return larger + int((limit_bytes - high) * (larger - smaller) / (high - low))

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -26,7 +27,7 @@ class FSDP2(ShardingStrategy):
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Shard each unit, then the root with what is left (the shared embedding among it), then fill the shards."""
         keep_fp32 = list(job.family.fp32_modules(model)) if job.precision.scales_loss else []
-        options = {
+        options: dict[str, Any] = {
             "mesh": self.mesh(job),
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }

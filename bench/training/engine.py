@@ -87,18 +87,13 @@ def build_engine(
     synchronize_every_micro_batch: bool,
     seed: int,
     enter_phase: EnterPhase,
-) -> tuple[Engine, int]:
+) -> Engine:
     """Build the model on meta, prepare its blocks, wrap and fill it, then build the optimizer on what it became.
 
-    Returns
-    -------
-    engine, num_parameters
-        `num_parameters` counts the whole model, before sharding.
-    """
+    `world_size` ranks call this together."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     model = family.build().to(precision.parameter_dtype)
     model.train()
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     materializer = Materializer(model, family, device, seed)
     if precision.scales_loss and strategy.uses_autocast:
         _keep_out_of_autocast(family.fp32_modules(model), device)
@@ -107,7 +102,7 @@ def build_engine(
         compile_blocks(family, model)
     module = strategy.wrap(model, Job(family, precision, device, world_size, materializer))
     scaler = strategy.grad_scaler(device) if precision.scales_loss else torch.amp.GradScaler(device.type, enabled=False)
-    engine = Engine(
+    return Engine(
         module,
         optimizer.build(module),
         strategy,
@@ -117,7 +112,6 @@ def build_engine(
         synchronize_every_micro_batch,
         enter_phase,
     )
-    return engine, num_parameters
 
 
 def micro_batches(
