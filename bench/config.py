@@ -148,9 +148,7 @@ def run_config(raw: dict[str, Any]) -> RunConfig:
         "measurement": Measurement,
     }
     built = {key: _section(key, cls, json.dumps(raw[key], sort_keys=True)) for key, cls in sections.items()}
-    scalars = _scalars(
-        {field.name: raw[field.name] for field in dataclasses.fields(RunConfig) if field.name not in sections}
-    )
+    scalars = _scalars(raw)
     built["strategy"] = built["strategy"].resolve(
         scalars["gpus"],
         scalars["gpus_per_node"],
@@ -198,29 +196,14 @@ def _typed(key: str, cls: type, values: dict[str, Any]) -> Any:
         raise UsageError(f"{key}: {str(error).splitlines()[0]}.") from None
 
 
-@dataclass
-class _Scalars:
-    mode: str
-    gpus: int
-    gpus_per_node: int
-    batch_size_per_gpu: int
-    sequence_length: int
-    gradient_accumulation: int
-    gradient_accumulation_sync: bool
-    activation_checkpointing: str
-    compile: bool
-    seed: int
-    repeat: int
-
-
-def _scalars(values: dict[str, Any]) -> dict[str, Any]:
+def _scalars(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `RunConfig` that are no sections, each of exactly its type."""
     checked: dict[str, Any] = {}
-    for name, kind in typing.get_type_hints(_Scalars).items():
-        value = values[name]
-        exact = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
-        if not exact:
-            raise bad_value(name, value, _kind(kind))
-        checked[name] = value
+    for name, kind in typing.get_type_hints(RunConfig).items():
+        if kind in (bool, int, str):
+            if type(raw[name]) is not kind:
+                raise bad_value(name, raw[name], _kind(kind))
+            checked[name] = raw[name]
     return checked
 
 

@@ -20,7 +20,8 @@ from bench.measure.loop import Samples, measure
 from bench.models import Batch
 from bench.training.engine import Engine, build_engine, micro_batches
 
-GLOO_TIMEOUT_S = 1800
+PROCESS_GROUP_TIMEOUT_S = 3600
+"""Beyond any run's own time limit, which whoever started the ranks watches."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,15 @@ class Outcome:
     failed_at: float | None = None
 
 
-def run_rank(
-    config: RunConfig, place: RankPlace, rendezvous: Callable[[], dist.Store], trace: Path | None = None
-) -> Outcome:
+def run_rank(config: RunConfig, place: RankPlace, rendezvous: Callable[[], dist.Store], trace: Path) -> Outcome:
     """Run one rank from process group to samples. Never raises: what goes wrong is in the outcome.
 
     Parameters
     ----------
     rendezvous: callable
         Gives the key-value store through which the ranks of this run find each other.
-    trace: Path or None
-        Where rank 0 writes a profiler trace.
+    trace: Path
+        Where rank 0 writes the profiler trace, if the configuration asks for one.
     """
     outcome = Outcome(place.rank, environment.host())
     device = place.device(config.hardware.device)
@@ -110,7 +109,7 @@ def run_rank(
             store=rendezvous(),
             rank=place.rank,
             world_size=place.world_size,
-            timeout=datetime.timedelta(seconds=GLOO_TIMEOUT_S),
+            timeout=datetime.timedelta(seconds=PROCESS_GROUP_TIMEOUT_S),
             device_id=device if device.type == "cuda" else None,
         )
         limit = MemoryLimit(config.hardware.memory_limit_bytes, device)
@@ -119,6 +118,7 @@ def run_rank(
             device,
             warmup_steps=config.measurement.warmup_steps,
             steps=config.measurement.steps,
+            profile=config.measurement.profile,
             trace=trace if place.rank == 0 else None,
             own_work=limit.suspended,
         )

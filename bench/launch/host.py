@@ -60,9 +60,11 @@ class Rank:
     @property
     def failed(self) -> bool:
         """Whether it ended other than well."""
+        ended = not self.process.is_alive()  # asked first: what it sent before it ended is there by now
+        self.receive()
         if self.outcome is not None:
             return self.outcome.status != "ok"
-        return not self.process.is_alive() and not self.killed
+        return ended and not self.killed
 
     def end(self) -> str:
         """How the process ended, in words."""
@@ -112,7 +114,7 @@ def execute(
     started = datetime.datetime.now(datetime.UTC)
     ranks: list[Rank] = []
     try:
-        ranks = _start(config, trace if config.measurement.profile else None, log if log_to_file else None)
+        ranks = _start(config, trace, log if log_to_file else None)
         ending = _watch(ranks, time.monotonic() + time_limit_s, stop)
     finally:
         _kill(ranks)
@@ -132,7 +134,7 @@ def execute(
     return row
 
 
-def _start(config: RunConfig, trace: Path | None, log: Path | None) -> list[Rank]:
+def _start(config: RunConfig, trace: Path, log: Path | None) -> list[Rank]:
     """Fork the ranks, then open the store they meet in: forked before its threads exist."""
     ranks, addresses = [], []
     for number in range(config.gpus):
@@ -165,7 +167,7 @@ def _rank_main(
     place: RankPlace,
     address: connection.Connection,
     outcome: connection.Connection,
-    trace: Path | None,
+    trace: Path,
     log: Path | None,
     parent: int,
 ) -> None:

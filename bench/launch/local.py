@@ -14,7 +14,7 @@ from typing import Any
 import submitit
 
 from bench.config import RunConfig
-from bench.errors import ImpossibleError, bad_value, require_at_least
+from bench.errors import ImpossibleError, bad_value
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import Device
 from bench.launch.stop import StopSignal
@@ -41,7 +41,10 @@ class LocalLauncher:
         for field in ("time_limit_s", "max_cpu_processes"):
             if not isinstance(cluster[field], (int, float)) or isinstance(cluster[field], bool):
                 raise bad_value(f"cluster.{field}", cluster[field], "a number")
-            require_at_least(f"cluster.{field}", cluster[field], 1, whole=False)
+            if not cluster[field] >= 1:  # nan is not
+                raise bad_value(f"cluster.{field}", cluster[field], "a number of at least 1")
+        if cluster["launcher"] != "local":
+            raise bad_value("cluster.launcher", cluster["launcher"], ["local"])
         self._cluster = cluster
         self._device = device
 
@@ -50,8 +53,8 @@ class LocalLauncher:
         refuse_unsupported(config.hardware, self._device, config.precision, compile_blocks=config.compile)
         if config.nodes > 1:
             raise ImpossibleError(
-                f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node}, and cluster=local is one: "
-                f"choose at most {config.gpus_per_node}."
+                f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node} GPUs, and cluster=local is "
+                f"one: choose at most {config.gpus_per_node}."
             )
         if config.hardware.device == "cuda" and config.gpus > self._device.count:
             raise ImpossibleError(

@@ -37,7 +37,14 @@ class Samples:
 
 
 def measure(
-    build: Build, device: torch.device, *, warmup_steps: int, steps: int, trace: Path | None, own_work: OwnWork
+    build: Build,
+    device: torch.device,
+    *,
+    warmup_steps: int,
+    steps: int,
+    profile: bool,
+    trace: Path | None,
+    own_work: OwnWork,
 ) -> Samples:
     """Measure one rank. All ranks of a run call this together.
 
@@ -47,8 +54,10 @@ def measure(
         Builds the engine and its micro-batches.
     warmup_steps, steps: int
         Optimizer steps before and during timing.
+    profile: bool
+        Take one further step, for the profiler.
     trace: Path or None
-        Where to write the profiler trace of one further step; None profiles nothing.
+        Where to write the profiler's trace of it; None on ranks that are not profiled.
     own_work: callable
         Gives a context for work whose memory is not the run's.
     """
@@ -79,7 +88,11 @@ def measure(
     step_times_s = clock.times_s()
 
     peaks = probe.peaks()
-    exposed = profile_step(lambda: engine.step(micro_batches), device, trace) if trace else None
+    exposed = None
+    if profile and trace is not None:
+        exposed = profile_step(lambda: engine.step(micro_batches), device, trace)
+    elif profile:
+        engine.step(micro_batches)
     return Samples(
         step_times_s=step_times_s,
         losses=[loss.item() for loss in losses],

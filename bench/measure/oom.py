@@ -49,5 +49,5 @@ def watch_cuda_allocations() -> Callable[[], int | None]:
     def observe(device: int, asked: int, device_total: int, device_free: int) -> None:
         last.append(asked)
 
-    torch._C._cuda_attach_out_of_memory_observer(observe)
+    torch._C._cuda_attach_out_of_memory_observer(observe)  # type: ignore[attr-defined]
     return lambda: last[-1] if last else None

@@ -20,6 +20,9 @@ from bench.errors import ImpossibleError, UsageError, bad_value
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
+EXTENSIBLE = ("model", "strategy", "hardware")
+"""Groups that take fields of one's own with ``+``: a plug-in's, or the peak of another format."""
+
 
 @functools.cache
 def groups() -> dict[str, list[str]]:
@@ -43,19 +46,36 @@ def parse(arguments: list[str]) -> list[Override]:
     overrides = []
     for argument in arguments:
         try:
-            overrides.append(parser.parse_override(argument))
+            override = parser.parse_override(argument)
         except (OverrideParseException, HydraException):
-            raise UsageError(
-                f"cannot read {argument!r}: write key=value, for example gpus=4 or model=t5_small."
-            ) from None
+            override = None
+        if override is None or not override.key_or_group or override.package is not None or override.is_force_add():
+            raise UsageError(f"cannot read {argument!r}: write key=value, for example gpus=4 or model=t5_small.")
+        overrides.append(override)
     for override in overrides:
+        _check_change(override)
         _check_option(override)
     return overrides
 
 
+def _check_change(override: Override) -> None:
+    """Refuse to remove a field, or to add one that nothing would read."""
+    key, (section, _, field) = override.key_or_group, override.key_or_group.partition(".")
+    if override.is_delete():
+        raise UsageError(f"~{key} is not valid: every field is needed, so choose a value with {key}=value.")
+    if override.is_add() and not (section in EXTENSIBLE and field):
+        fields = list(composed({}))
+        known = section in fields and not field
+        raise UsageError(
+            f"+{key} is not valid: choose {key} without the +."
+            if known
+            else f"{key} is not a field: choose {', '.join(fields)}, or +group.field for a group of {EXTENSIBLE}."
+        )
+
+
 def _check_option(override: Override) -> None:
     group, options = override.key_or_group, groups().get(override.key_or_group)
-    if options is None or override.is_delete():
+    if options is None:
         return
     values = list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
     for value in values:
@@ -111,7 +131,8 @@ def composed(settings: Mapping[str, str]) -> dict[str, Any]:
     UsageError
         If a key does not exist or a value cannot be read.
     """
-    choices, fields = [], []
+    choices: list[str] = []
+    fields: list[str] = []
     for key, value in settings.items():
         target = choices if key in groups() or key[0] in "+~" else fields
         target.append(f"{key}={value}" if value != "" or key[0] != "~" else key)
@@ -134,12 +155,18 @@ def _set(config: DictConfig, override: Override) -> None:
         while parent_key and not isinstance(OmegaConf.select(config, parent_key), DictConfig):
             parent_key = parent_key.rpartition(".")[0]
         parent = OmegaConf.select(config, parent_key) if parent_key else config
-        fields = [f"{parent_key}.{field}" if parent_key else str(field) for field in parent]
+        fields = [f"{parent_key}.{field!s}" if parent_key else str(field) for field in parent]
         if any(name in composed({parent_key: option})[parent_key] for option in groups().get(parent_key, [])):
             raise ImpossibleError(
                 f"{key} is not a field of {parent_key}={parent.get('name')}: choose {', '.join(fields)}."
             )
+        if not fields:
+            raise UsageError(f"{key} is not a field: choose +{key} to add it to {parent_key}, which has none.")
         raise UsageError(f"{key} is not a field: choose {', '.join(fields)}.")
+    section = parent._get_node(name)
+    if isinstance(section, DictConfig) and not isinstance(override.value(), dict):
+        fields = [f"{key}.{field!s}" for field in section] or [f"+{key}.name"]
+        raise bad_value(key, override.get_value_element_as_str(), f"a value for a field of it: {', '.join(fields)}")
     try:
         OmegaConf.update(config, key, override.value(), merge=True)
     except OmegaConfBaseException as error:

@@ -75,20 +75,30 @@ def read_grids(name: str, values: Mapping[str, Any]) -> list[Grid]:
     return [_read_grid(name, grid) for grid in grids]
 
 
-def _read_grid(name: str, values: Mapping[str, Any]) -> Grid:
+def _read_grid(name: str, values: Any) -> Grid:
+    values = _mapping(name, "a grid", values)
     unknown = set(values) - {"fixed", "axes", "exclude"}
     if unknown:
         raise UsageError(f"sweep={name}: a grid has no {sorted(unknown)[0]}: choose fixed, axes, exclude.")
     axes = []
-    for key, alternatives in (values.get("axes") or {}).items():
+    for key, alternatives in _mapping(name, "axes", values.get("axes") or {}).items():
         if not isinstance(alternatives, list) or not alternatives:
             raise UsageError(f"sweep={name}: axis {key} is not a list of values.")
         axes.append(tuple(_settings(a) if isinstance(a, dict) else {key: as_text(a)} for a in alternatives))
+    exclude = values.get("exclude") or []
+    if not isinstance(exclude, list):
+        raise UsageError(f"sweep={name}: exclude={exclude} is not a list of combinations.")
     return Grid(
-        _settings(values.get("fixed") or {}),
+        _settings(_mapping(name, "fixed", values.get("fixed") or {})),
         tuple(axes),
-        tuple(_settings(left_out) for left_out in values.get("exclude") or []),
+        tuple(_settings(_mapping(name, "a combination to exclude", left_out)) for left_out in exclude),
     )
+
+
+def _mapping(name: str, part: str, values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise UsageError(f"sweep={name}: {part} is not a mapping of keys to values, but {values}.")
+    return values
 
 
 def _settings(values: Mapping[str, Any]) -> Settings:

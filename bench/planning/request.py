@@ -59,6 +59,8 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
     given: dict[str, list[str]] = {}
     for override in overrides:
         values = values_of(override)
+        if not values:
+            raise bad_value(override.key_or_group, "(nothing)", "at least one value")
         if len(values) > 1 and not multirun:
             raise UsageError(f"{override.input_line} has several values: add -m to run each of them.")
         given[_key(override)] = values
@@ -82,10 +84,15 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
     if not isinstance(repeats, int) or isinstance(repeats, bool):
         raise bad_value("sweep.repeats", repeats, "a whole number of at least 1")
     require_at_least("sweep.repeats", repeats, 1)
+    if not isinstance(base["store"], (str, int, float)) or isinstance(base["store"], bool) or base["store"] == "":
+        raise bad_value("store", base["store"], "the path of a folder")
     cluster = {key: value for key, value in once.items() if _belongs(key, ("cluster",))}
+    points = _points(grids, repeats, cluster, device)
+    if not points:
+        raise UsageError(f"sweep={name} comes to no run: choose values that its exclusions leave.")
     return Request(
         sweep=name,
-        points=_points(grids, repeats, cluster, device),
+        points=points,
         store=Path(str(base["store"])),
         dry_run=base["dry_run"],
         force=base["force"],

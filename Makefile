@@ -1,0 +1,37 @@
+# make sweep   create the environment, run the default sweep, write the report
+# make test    create the environment, run the checks and all tests
+# make quick   the tests that start no process groups
+PYTHON ?= python3
+VENV   ?= .venv
+STORE  ?= runs
+BIN    := $(VENV)/bin
+
+.PHONY: sweep test quick lint types clean
+
+sweep: $(VENV)/.installed
+	$(BIN)/python -m bench.sweep store=$(STORE)
+
+test: lint types
+	$(BIN)/python -m pytest
+
+quick: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+# torch first: with the pinned version there already, nothing else that asks for torch brings another.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

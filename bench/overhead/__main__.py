@@ -1,0 +1,106 @@
+"""``python -m bench.overhead``: does the harness cost anything?
+
+Alternates `bench.run` and the bare script in one session, pair by pair, and compares the median step and the fixed
+cost (the command's wall time outside of the timed steps). Exit code 0 if both limits are kept, 1 if not, 2 on bad
+input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from bench.config import RunConfig
+from bench.errors import UsageError, require_at_least, require_choice
+from bench.hardware import detect
+from bench.launch.local import LocalLauncher
+from bench.measure.statistics import median
+from bench.overhead.compare import FIXED_LIMIT, STEP_LIMIT, Pair, ours_first, verdict
+from bench.overhead.sides import FAMILIES, run_bare, run_ours
+from bench.planning.plan import make_plan
+from bench.planning.request import read_request
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and judge."""
+    options = _parser().parse_args(arguments)
+    try:
+        require_at_least("--pairs", options.pairs, 1)
+        require_choice("--precision", options.precision, ("fp32", "bf16"))
+        overrides = [
+            *(f"model={options.model}", "strategy=ddp", f"gpus={options.gpus}", f"precision={options.precision}"),
+            *(f"batch_size_per_gpu={options.batch_size}", f"sequence_length={options.sequence_length}"),
+            *(f"measurement.steps={options.steps}", f"measurement.warmup_steps={options.warmup_steps}"),
+        ]
+        config = read_config(overrides)
+        print(f"{config.label}, {options.steps} timed steps a run; one pair to warm up, then {options.pairs}", flush=True)
+        pairs = [measure_pair(config, overrides, number) for number in range(-1, options.pairs)][1:]
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.output:
+        options.output.write_text(json.dumps([dataclasses.asdict(pair) for pair in pairs], indent=1) + "\n")
+    step = verdict([pair.step_ratio for pair in pairs], STEP_LIMIT)
+    fixed = verdict([pair.fixed_ratio for pair in pairs], FIXED_LIMIT)
+    print(f"median step, ours / bare: {step}")
+    print(f"fixed cost, ours / bare: {fixed}")
+    surplus_s = median([pair.bare.surplus_s for pair in pairs])
+    print(f"(the bare script with {options.warmup_steps} warm-up steps; its other untimed steps took {surplus_s:.3f} s)")
+    return 0 if step.within and fixed.within else 1
+
+
+def read_config(overrides: list[str]) -> RunConfig:
+    """The one run that overrides describe, as `bench.run` would execute it here.
+
+    Raises
+    ------
+    UsageError
+        If it would not, or the bare script does not know the model's family.
+    """
+    device = detect()
+    request = read_request([*overrides, "sweep=adhoc"], multirun=False, device=device)
+    plan = make_plan(request.points, request.store, force=True, check=LocalLauncher(request.cluster, device).check)
+    if plan.impossible:
+        raise UsageError(plan.impossible[0][1])
+    require_choice("model.family", plan.to_run[0].model.family, FAMILIES)
+    return plan.to_run[0]
+
+
+def measure_pair(config: RunConfig, overrides: list[str], number: int) -> Pair:
+    """Run both sides once, the order alternating with the pair's number, and print what they took."""
+    if ours_first(number):
+        ours = run_ours(overrides)[0]
+        bare = run_bare(config)[0]
+    else:
+        bare = run_bare(config)[0]
+        ours = run_ours(overrides)[0]
+    pair = Pair(ours, bare)
+    print(
+        f"{number + 1 or 'warm-up':>7}  step {ours.step_s * 1000:8.3f} / {bare.step_s * 1000:8.3f} ms = "
+        f"{pair.step_ratio:.4f}   fixed {ours.fixed_s:6.2f} / {bare.fixed_s:6.2f} s = {pair.fixed_ratio:.3f}",
+        flush=True,
+    )
+    return pair
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.overhead", description="Compare bench.run with a bare hand-written DDP script."
+    )
+    parser.add_argument("--pairs", type=int, default=10, help="how often each side runs (default 10)")
+    parser.add_argument("--gpus", type=int, default=1, help="world size (default 1)")
+    parser.add_argument("--model", default="t5_tiny", help="a configuration in conf/model (default t5_tiny)")
+    parser.add_argument("--precision", default="fp32", help="fp32 or bf16 (default fp32)")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank (default 4)")
+    parser.add_argument("--sequence-length", type=int, default=64, help="tokens per sequence (default 64)")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps per run (default 40)")
+    parser.add_argument("--warmup-steps", type=int, default=3, help="warm-up steps per run (default 3)")
+    parser.add_argument("--output", type=Path, help="write every step time of every run here, as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""What pairs of runs say about the cost of the harness. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.measure.statistics import median, median_interval
+
+STEP_LIMIT = 1.01
+"""The median step may take this many times the bare script's."""
+
+FIXED_LIMIT = 1.3
+"""Everything outside of the timed steps may take this many times the bare script's."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of either side."""
+
+    parameters: int
+    step_times_s: list[float]
+    """Of the slowest rank, per timed step."""
+    untimed_steps: int
+    """Steps before the timed ones."""
+    wall_s: float
+    """From starting the command to its exit."""
+    surplus_s: float = 0.0
+    """Part of `wall_s` that is done only to make the two sides alike."""
+
+    @property
+    def step_s(self) -> float:
+        """Median step time."""
+        return median(self.step_times_s)
+
+    @property
+    def fixed_s(self) -> float:
+        """Everything but the timed steps and the surplus."""
+        return self.wall_s - sum(self.step_times_s) - self.surplus_s
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run of each side, one right after the other."""
+
+    ours: Run
+    bare: Run
+
+    @property
+    def step_ratio(self) -> float:
+        """Our median step over the bare script's."""
+        return self.ours.step_s / self.bare.step_s
+
+    @property
+    def fixed_ratio(self) -> float:
+        """Our fixed cost over the bare script's."""
+        return self.ours.fixed_s / self.bare.fixed_s
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the ratios of all pairs come to."""
+
+    limit: float
+    lowest: float
+    median: float
+    highest: float
+    interval: tuple[float, float]
+    """95 % confidence interval of the median; fewer than 6 pairs only give their range."""
+
+    @property
+    def within(self) -> bool:
+        """Whether the median keeps the limit."""
+        return self.median <= self.limit
+
+    @property
+    def settled(self) -> bool:
+        """Whether the whole interval lies on the median's side of the limit."""
+        low, high = self.interval
+        return high <= self.limit if self.within else low > self.limit
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return (
+            f"{self.median:.4f} (95 % interval {low:.4f} to {high:.4f}, range {self.lowest:.4f} to {self.highest:.4f}):"
+            f" {'within' if self.within else 'NOT within'} {self.limit:g}"
+            + ("" if self.settled else ", but the interval holds the limit: more pairs would settle it")
+        )
+
+
+def verdict(ratios: Sequence[float], limit: float) -> Verdict:
+    """Judge the ratios of all pairs by their median."""
+    return Verdict(limit, min(ratios), median(ratios), max(ratios), median_interval(ratios))
+
+
+def ours_first(pair: int) -> bool:
+    """Whether our side goes first: ABBA, so that slow drift favours neither side."""
+    return pair % 2 == 0

@@ -1,0 +1,82 @@
+"""Both sides as their users start them: each one command, watched from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import records
+from bench.config import RunConfig
+from bench.errors import UsageError
+from bench.measure.memory import CpuProbe, CudaProbe
+from bench.measure.statistics import slowest_rank
+from bench.overhead.compare import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+BARE = Path(__file__).with_name("bare_ddp.py")
+FAMILIES = ("t5", "gpt")
+
+
+def run_ours(overrides: list[str]) -> tuple[Run, records.Record]:
+    """`bench.run` with these overrides, in a store of its own; also returns the row it wrote.
+
+    Raises
+    ------
+    UsageError
+        If the run did not end well.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-overhead-") as store:
+        _, wall_s = _timed([sys.executable, "-m", "bench.run", *overrides, f"store={store}"], dict(os.environ))
+        row = records.read_all(store).records[0]
+    if row["status"] != "ok":
+        raise UsageError(f"bench.run ended {row['status']}: {row.get('error')}")
+    steps = slowest_rank([rank["step_times_s"] for rank in row["ranks"]])
+    return Run(row["parameters"], steps, len(row["losses"]) - len(steps), wall_s), row
+
+
+def run_bare(config: RunConfig) -> tuple[Run, dict[str, Any]]:
+    """The bare script doing the work of `config`, under torchrun; also returns the line it printed.
+
+    It takes as many untimed steps as our side, so that the same step is timed. Those beyond the warm-up that
+    `config` asks for (our side spends them under its memory probe) nobody would write by hand: they are surplus.
+    """
+    warmup = config.measurement.warmup_steps
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.gpus)),
+        *(str(BARE), "--family", config.model.family, "--config", json.dumps(model_config(config))),
+        *("--batch-size", str(config.batch_size_per_gpu), "--sequence-length", str(config.sequence_length)),
+        *("--warmup-steps", str(warmup + observed_steps(config)), "--steps", str(config.measurement.steps)),
+        *(["--bf16"] if config.precision.compute == "bf16" else []),
+    ]
+    output, wall_s = _timed(command, os.environ | {"OMP_NUM_THREADS": str(config.hardware.cpu_threads)})
+    said = json.loads(output.strip().splitlines()[-1])
+    untimed = said["warmup_times_s"]
+    return Run(said["parameters"], said["step_times_s"], len(untimed), wall_s, sum(untimed[warmup:])), said
+
+
+def model_config(config: RunConfig) -> dict[str, Any]:
+    """What our model's transformers configuration sets other than its class does."""
+    values: dict[str, Any] = config.model.build().config.to_diff_dict()  # type: ignore[operator, union-attr]
+    return {key: value for key, value in values.items() if key not in ("model_type", "transformers_version")}
+
+
+def observed_steps(config: RunConfig) -> int:
+    """Steps our side takes under its memory probe, before its warm-up."""
+    return (CudaProbe if config.hardware.device == "cuda" else CpuProbe).observed_steps
+
+
+def _timed(command: list[str], environment: dict[str, str]) -> tuple[str, float]:
+    """Run a command to its end: what it printed, and how long it took."""
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    wall_s = time.perf_counter() - start
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        raise UsageError(f"{' '.join(command[1:3])} failed with exit code {done.returncode}: its output is above.")
+    return done.stdout, wall_s

@@ -1,0 +1,66 @@
+"""Shared by the tests: composing a configuration, and running the real command in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import records
+from bench.config import RunConfig, run_config
+from bench.hardware.detect import Device
+from bench.launch.local import LocalLauncher
+from bench.launch.stop import StopSignal
+from bench.launch.worker import Task
+from bench.planning.compose import composed
+from bench.planning.request import read_request
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CPU = Device("cpu", "test processor", 0)
+
+SMALL_T5 = ("model=t5_tiny", "model.d_model=32", "model.d_ff=64", "model.d_kv=8", "model.vocabulary_size=128")
+SMALL_GPT = ("model=gpt_tiny", "model.hidden_size=32", "model.num_layers=2", "model.vocabulary_size=128")
+
+
+def run_command(module: str, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module arguments`` as a person would."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def configuration(*overrides: str) -> RunConfig:
+    """One run configuration, composed as the commands compose it, on a machine without GPU."""
+    (point,) = read_request(["sweep=adhoc", *overrides], multirun=False, device=CPU).points
+    return run_config(composed(point))
+
+
+@pytest.fixture
+def execute(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Execute runs, each given by its overrides, in one real job of the launcher; their records in the same order."""
+
+    def run(*runs: tuple[str, ...]) -> list[dict[str, Any]]:
+        store = tmp_path / "store"
+        configs = [configuration(*overrides) for overrides in runs]
+        launcher = LocalLauncher(composed({})["cluster"], CPU)
+        for config in configs:
+            launcher.check(config)
+        with StopSignal() as stop:
+            launcher.launch([Task(config) for config in configs], store, "test", stop, lambda event: None)
+        found = [records.latest(store, config.run_id) for config in configs]
+        assert all(found), "a run left no row"
+        return [record for record in found if record is not None]
+
+    return run

@@ -1,0 +1,307 @@
+"""What a user may mistype: one sentence that says what is wrong and what is valid, exit code 2, and nothing begun."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from bench import sweep
+from bench.hardware.detect import Device
+from bench.launch.local import LocalLauncher
+
+MODELS = "gpt_tiny, t5_11b, t5_2b, t5_611m, t5_mini, t5_small, t5_tiny"
+WRITE = "write key=value"
+AT_LEAST_1 = "a whole number of at least 1"
+
+# What is typed, and parts of the sentence it earns: the field, the value, what is valid.
+MISTAKES: dict[str, tuple[str, ...]] = {
+    # options
+    "model=t5_tny": ("model=t5_tny", MODELS),
+    "model=t5-tiny": ("model=t5-tiny", MODELS),
+    "model=T5_TINY": ("model=T5_TINY", MODELS),
+    "model=t5_tiny.yaml": ("model=t5_tiny.yaml", MODELS),
+    "model=": ("model=", MODELS),
+    "model={name:x}": ("model=", MODELS),
+    "-m model=gpt_tiny,t5_tny": ("model=t5_tny", MODELS),
+    "strategy=dp": ("strategy=dp", "ddp, fsdp, fsdp1, single"),
+    "strategy=fsdp2": ("strategy=fsdp2", "ddp, fsdp, fsdp1, single"),
+    "strategy=FSDP": ("strategy=FSDP", "ddp, fsdp, fsdp1, single"),
+    "strategy=[ddp,fsdp]": ("strategy=", "ddp, fsdp, fsdp1, single"),
+    "precision=fp8": ("precision=fp8", "bf16, bf16_pure, fp16, fp32, tf32"),
+    "optimizer=adam": ("optimizer=adam", "adamw, sgd"),
+    "hardware=h100": ("hardware=h100", "a100_80gb, auto, cpu"),
+    "cluster=loca": ("cluster=loca", "local"),
+    "sweep=defalt": ("sweep=defalt", "adhoc, default"),
+    "-m sweep=default,adhoc": ("sweep=default,adhoc", "one value"),
+    # fields
+    "gpu=4": ("gpu ", "not a field", "gpus", "batch_size_per_gpu"),
+    "batch_size=4": ("batch_size ", "not a field", "batch_size_per_gpu"),
+    "Gpus=4": ("Gpus ", "not a field", "gpus"),
+    "+extra=3": ("extra ", "not a field", "gpus"),
+    "+extra.field=3": ("extra.field ", "not a field", "gpus"),
+    "+batch_size=4": ("batch_size ", "not a field", "batch_size_per_gpu"),
+    "+cluster.time_limit=4": ("cluster.time_limit ", "not a field"),
+    "+gpus=2": ("+gpus ", "choose gpus"),
+    "+model=gpt_tiny": ("+model ", "choose model"),
+    "++gpus=2": ("++gpus=2", WRITE),
+    "~gpus": ("~gpus", "gpus=value"),
+    "~model": ("~model", "model=value"),
+    "~strategy.cpu_offload": ("~strategy.cpu_offload", "strategy.cpu_offload=value"),
+    "hydra.run.dir=x": ("hydra.run.dir ", "not a field", "gpus"),
+    "hydra/launcher=basic": ("hydra/launcher ", "not a field"),
+    "strategy.sharding_factr=2": ("strategy.sharding_factr ", "not a field", "strategy.sharding_factor"),
+    "strategy=ddp strategy.backward_prefetch=pre": ("strategy.backward_prefetch ", "strategy=ddp", "bucket_cap_mb"),
+    "model=gpt_tiny model.d_model=4": ("model.d_model ", "model=gpt_tiny", "model.hidden_size"),
+    "model=gpt_tiny +model.colour=red": ("model.colour ", "not a field", "hidden_size"),
+    "model.hidden_size.x=3 model=gpt_tiny": ("model.hidden_size.x ", "not a field"),
+    "measurement.step=3": ("measurement.step ", "not a field", "measurement.steps"),
+    "measurement=quick": ("measurement=quick", "measurement.steps"),
+    "cluster.time_limit=5": ("cluster.time_limit ", "not a field", "cluster.time_limit_s"),
+    "sweep.grid=3": ("sweep.grid ", "not a field", "sweep.grids"),
+    "hardware.peak_tflops.fp32=1": ("hardware.peak_tflops.fp32 ", "+hardware.peak_tflops.fp32"),
+    "hardware.peak_tflops=3": ("hardware.peak_tflops=3", "+hardware.peak_tflops."),
+    "+hardware.peak_tflops.fp64=1": ("fp64", "fp32, tf32, bf16, fp16"),
+    "+hardware.peak_tflops.fp32=-1": ("hardware.peak_tflops.fp32=-1", "above 0"),
+    # not an override at all
+    "gpus": ("'gpus'", WRITE),
+    "default": ("'default'", WRITE),
+    "gpus==4": ("'gpus==4'", WRITE),
+    "=4": ("'=4'", WRITE),
+    "gpus = 4": ("'gpus'", WRITE),
+    "model/t5_tiny": ("'model/t5_tiny'", WRITE),
+    "model:t5_tiny": ("'model:t5_tiny'", WRITE),
+    "conf/model/t5_tiny.yaml": ("'conf/model/t5_tiny.yaml'", WRITE),
+    "model@x=t5_tiny": ("'model@x=t5_tiny'", WRITE),
+    "@model=t5_tiny": ("'@model=t5_tiny'", WRITE),
+    "gpus=4)": ("'gpus=4)'", WRITE),
+    "gpus=${": ("'gpus=${'", WRITE),
+    "gpus='4": ("gpus='4", WRITE),
+    "gpus=${nothing}": ("nothing",),
+    "é=3": ("'é=3'", WRITE),
+    "-m model=gpt_tiny, t5_tiny": ("'model=gpt_tiny,'", WRITE),
+    "-m gpus=1,,2": ("'gpus=1,,2'", WRITE),
+    "-m gpus=range(1,1)": ("gpus=", "at least one value"),
+    # commas without -m, and axes where there can be none
+    "strategy=ddp,fsdp": ("strategy=ddp,fsdp", "-m"),
+    "gpus=1,2": ("gpus=1,2", "-m"),
+    "hardware.memory_limit_gib=0,5": ("hardware.memory_limit_gib=0,5", "-m"),
+    "sweep=default gpus=1,2": ("gpus=1,2", "-m"),
+    "-m store=a,b": ("store=a,b", "one value"),
+    "-m force=true,false": ("force=", "one value"),
+    "gpus=[1,2]": ("gpus=[1, 2]", "a whole number"),
+    # world sizes
+    "gpus=abc": ("gpus=abc", "a whole number"),
+    "gpus=0": ("gpus=0 ", AT_LEAST_1),
+    "gpus=-1": ("gpus=-1 ", AT_LEAST_1),
+    "gpus=2.5": ("gpus=2.5", "a whole number"),
+    "gpus=": ("gpus=", "a whole number"),
+    "gpus=null": ("gpus=null", "a whole number"),
+    "gpus=true": ("gpus=true", "a whole number"),
+    "gpus=9": ("gpus=9", "gpus_per_node=8"),
+    "gpus=16 hardware=cpu": ("gpus=16", "cluster=local", "at most 8"),
+    "gpus=8 hardware=cpu cluster.max_cpu_processes=4": ("gpus=8", "the 4 processes", "cluster.max_cpu_processes"),
+    "gpus=3 gpus_per_node=2": ("gpus=3", "gpus_per_node=2"),
+    "gpus_per_node=0": ("gpus_per_node=0", AT_LEAST_1),
+    "-m gpus=1,abc": ("gpus=abc", "a whole number"),
+    # strategies
+    "gpus=4 strategy.sharding_factor=3": ("strategy.sharding_factor=3", "gpus=4", "1, 2, 4"),
+    "-m gpus=3 strategy=fsdp,fsdp1 strategy.sharding_factor=2": ("strategy.sharding_factor=2", "gpus=3", "1, 3"),
+    "strategy.sharding_factor=0": ("strategy.sharding_factor=0", "full, node", "at least 1"),
+    "strategy.sharding_factor=-1": ("strategy.sharding_factor=-1", "full, node", "at least 1"),
+    "strategy.sharding_factor=half": ("strategy.sharding_factor=half", "full, node"),
+    "strategy.sharding_factor=1.5": ("strategy.sharding_factor=1.5", "a whole number"),
+    "strategy=ddp strategy.sharding_factor=2 gpus=2": ("strategy.sharding_factor=2", "strategy=ddp", "fsdp"),
+    "strategy=ddp strategy.bucket_cap_mb=0": ("strategy.bucket_cap_mb=0", "at least 1"),
+    "strategy=ddp strategy.static_graph=true gradient_accumulation=2": ("strategy.static_graph=true", "null"),
+    "strategy=single gpus=2": ("gpus=2", "strategy=single", "ddp, fsdp or fsdp1"),
+    "-m strategy=single gpus=2,4": ("gpus=2", "strategy=single", "ddp, fsdp or fsdp1"),
+    "strategy=fsdp strategy.backward_prefetch=pre": ("strategy.backward_prefetch=pre", "true or false"),
+    "strategy=fsdp1 strategy.backward_prefetch=often": ("strategy.backward_prefetch=often", "pre, post, none"),
+    "strategy.reshard_after_forward=maybe": ("strategy.reshard_after_forward=maybe", "true or false"),
+    "strategy.blocks_per_unit=0": ("strategy.blocks_per_unit=0", "at least 1"),
+    "strategy.cpu_offload=true hardware=cpu": ("strategy.cpu_offload=true", "choose false"),
+    "strategy.name=zero": ("strategy.name=zero", "ddp, fsdp, fsdp1, single"),
+    # models
+    "model=gpt_tiny model.family=nonsense": ("model.family=nonsense", "gpt, t5", "module path"),
+    "model=gpt_tiny model.family=no.such.module": ("model.family=no.such.module", "gpt, t5"),
+    "model=gpt_tiny model.family=os.path": ("model.family=os.path", "one subclass of Family"),
+    "model=gpt_tiny model.family=.gpt": ("model.family=.gpt", "gpt, t5"),
+    "model=gpt_tiny model.family=null": ("model.family=null", "bench/models"),
+    "model=gpt_tiny model.num_layers=0": ("model.num_layers=0", AT_LEAST_1),
+    "model=gpt_tiny model.num_layers=many": ("model.num_layers=many", "a whole number"),
+    "model=gpt_tiny model.hidden_size=1e2": ("model.hidden_size=100.0", "a whole number"),
+    "model=gpt_tiny model.num_heads=3": ("model.num_heads=3", "a divisor of model.hidden_size=128"),
+    "model=gpt_tiny model.attention=flash": ("model.attention=flash", "sdpa, eager"),
+    "model=gpt_tiny model.dropout=2": ("model.dropout=2", "from 0 to"),
+    "model=t5_tiny model.dropout=-0.1": ("model.dropout=-0.1", "from 0 to"),
+    "model=gpt_tiny model.name=null": ("model.name=null", "a name"),
+    "model=t5_tiny model.decoder_sequence_length=0": ("model.decoder_sequence_length=0", AT_LEAST_1),
+    "model=gpt_tiny sequence_length=513": ("sequence_length=513", "2 to model.block_size=512"),
+    "model=gpt_tiny sequence_length=1": ("sequence_length=1", "2 to model.block_size=512"),
+    "model=t5_tiny sequence_length=0": ("sequence_length=0", AT_LEAST_1),
+    "sequence_length=abc": ("sequence_length=abc", "a whole number"),
+    # the rest of a run
+    "batch_size_per_gpu=0": ("batch_size_per_gpu=0", AT_LEAST_1),
+    "batch_size_per_gpu=1e3": ("batch_size_per_gpu=1000.0", "a whole number"),
+    "gradient_accumulation=0": ("gradient_accumulation=0", AT_LEAST_1),
+    "gradient_accumulation_sync=2": ("gradient_accumulation_sync=2", "true or false"),
+    "activation_checkpointing=some": ("activation_checkpointing=some", "none, full, selective"),
+    "activation_checkpointing=true": ("activation_checkpointing=true", "a name"),
+    "compile=yes": ("compile=yes", "true or false"),
+    "seed=-1": ("seed=-1", "at least 0"),
+    "seed=99999999999999999999": ("seed=99999999999999999999", "a whole number from 0"),
+    "repeat=-1": ("repeat=-1", "at least 0"),
+    "mode=predct": ("mode=predct", "measure"),
+    "optimizer.learning_rate=0": ("optimizer.learning_rate=0", "above 0"),
+    "optimizer.learning_rate=fast": ("optimizer.learning_rate=fast", "a number"),
+    "optimizer.implementation=cuda": ("optimizer.implementation=cuda", "fused, foreach, for_loop"),
+    "optimizer=adamw optimizer.momentum=0.9": ("optimizer.momentum=0.9", "choose 0"),
+    "optimizer=sgd optimizer.momentum=1": ("optimizer.momentum=1", "below 1"),
+    "precision=bf16 precision.compute=fp64": ("precision.compute=fp64", "fp32, bf16, fp16"),
+    "precision=bf16_pure precision.compute=fp32": ("precision.compute=fp32", "bf16"),
+    "precision=bf16 precision.tf32=true": ("precision.tf32=true", "choose false"),
+    "precision=tf32 hardware=cpu": ("precision=tf32", "GPU", "fp32, bf16"),
+    "measurement.steps=0": ("measurement.steps=0", AT_LEAST_1),
+    "measurement.steps=1.5": ("measurement.steps=1.5", "a whole number"),
+    "measurement.warmup_steps=1": ("measurement.warmup_steps=1", "at least 2"),
+    "hardware.device=tpu": ("hardware.device=tpu", "cpu, cuda"),
+    "hardware.cpu_threads=0": ("hardware.cpu_threads=0", "at least 1"),
+    "hardware.memory_limit_gib=-1": ("hardware.memory_limit_gib=-1", "above 0", "null"),
+    "hardware.memory_limit_gib=0": ("hardware.memory_limit_gib=0", "above 0", "null"),
+    "hardware.memory_limit_gib=lots": ("hardware.memory_limit_gib=lots", "a number or null"),
+    "hardware.memory_limit_gib=nan": ("hardware.memory_limit_gib=nan", "above 0", "null"),
+    "hardware.memory_limit_gib=inf": ("hardware.memory_limit_gib=inf", "above 0", "null"),
+    "hardware=h100_80gb": ("hardware=h100_80gb", "hardware=cpu or auto"),
+    # how it is carried out
+    "search=bogus": ("search=bogus", "none, largest_batch"),
+    "search=true": ("search=true", "none, largest_batch"),
+    "dry_run=maybe": ("dry_run=maybe", "true or false"),
+    "dry_run=1": ("dry_run=1", "true or false"),
+    "force=2": ("force=2", "true or false"),
+    "report=html": ("report=html", "true or false"),
+    "store=": ("store=", "a folder"),
+    "store=null": ("store=null", "a folder"),
+    "store=[a]": ("store=", "a folder"),
+    "store=/etc/passwd/runs": ("store=/etc/passwd/runs", "a folder that can be written to"),
+    "store=/etc/passwd": ("store=/etc/passwd", "a folder that can be written to"),
+    "store=/proc/runs": ("store=/proc/runs", "a folder that can be written to"),
+    "cluster.time_limit_s=0": ("cluster.time_limit_s=0", "at least 1"),
+    "cluster.time_limit_s=-5": ("cluster.time_limit_s=-5", "at least 1"),
+    "cluster.time_limit_s=soon": ("cluster.time_limit_s=soon", "a number"),
+    "cluster.time_limit_s=nan": ("cluster.time_limit_s=nan", "a number"),
+    "cluster.time_limit_s=null": ("cluster.time_limit_s=null", "a number"),
+    "cluster.max_cpu_processes=0": ("cluster.max_cpu_processes=0", "at least 1"),
+    "cluster.gpus_per_node=abc": ("gpus_per_node=abc", "a whole number"),
+    "cluster.launcher=pbs": ("cluster.launcher=pbs", "local"),
+    # sweep files
+    "sweep.repeats=0": ("sweep.repeats=0", AT_LEAST_1),
+    "sweep.repeats=two": ("sweep.repeats=two", AT_LEAST_1),
+    "sweep.grids=[]": ("sweep=default", "grids"),
+    "sweep.grids=3": ("sweep=default", "grids"),
+    "sweep.grids=[3]": ("sweep=default", "grid"),
+    "sweep.grids=[{axis:{gpus:[1]}}]": ("sweep=default", "axis", "fixed, axes, exclude"),
+    "sweep.grids=[{axes:{gpus:1}}]": ("sweep=default", "axis gpus", "list"),
+    "sweep.grids=[{axes:{gpus:[]}}]": ("sweep=default", "axis gpus", "list"),
+    "sweep.grids=[{axes:3}]": ("sweep=default", "axes", "mapping"),
+    "sweep.grids=[{fixed:3}]": ("sweep=default", "fixed", "mapping"),
+    "sweep.grids=[{exclude:[3]}]": ("sweep=default", "exclude", "mapping"),
+    "sweep.grids=[{exclude:{gpus:1}}]": ("sweep=default", "exclude", "list"),
+    "sweep.grids=[{axes:{gpu:[1]}}]": ("gpu ", "not a field", "gpus"),
+    "sweep.grids=[{axes:{model:[t5_tny]}}]": ("t5_tny", MODELS),
+    "sweep.grids=[{axes:{gpus:[1]},exclude:[{gpus:1}]}]": ("sweep=default", "no run"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_begins(monkeypatch, tmp_path):
+    """In an empty folder on a machine without GPUs, where launching is a failure."""
+
+    def launch(*_args, **_options):
+        pytest.fail("something was launched")
+
+    monkeypatch.setattr(LocalLauncher, "launch", launch)
+    monkeypatch.setattr(sweep, "detect", lambda: Device("cpu", "a processor", 0))
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """The one sentence that a command line is refused with."""
+    try:
+        code = sweep.main(list(arguments))
+    except SystemExit as exit:  # argparse
+        code = exit.code
+    shown = capsys.readouterr()
+    assert code == 2, shown
+    assert shown.out == ""
+    lines = shown.err.splitlines()
+    assert len(lines) == 1, shown.err
+    return lines[0]
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_earns_one_sentence_and_nothing_else(typed, capsys, tmp_path):
+    sentence = refusal(capsys, *typed.split())
+    for part in MISTAKES[typed]:
+        assert part in sentence, sentence
+    assert sentence.endswith(".")
+    assert "Traceback" not in sentence
+    assert "Error" not in sentence
+    assert not list(tmp_path.iterdir()), "something was written"
+
+
+def test_an_unknown_option_of_the_command_itself_is_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit) as exit:
+        sweep.main(["--gpus=4"])
+    assert exit.value.code == 2
+    shown = capsys.readouterr().err
+    assert "--gpus=4" in shown
+    assert "key=value" in shown
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("missing", ["a compiler", "headers"])
+def test_compiling_without_what_it_needs_is_refused(missing, capsys, monkeypatch):
+    if missing == "a compiler":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+        monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
+    sentence = refusal(capsys, "model=gpt_tiny", "hardware=cpu", "compile=true")
+    assert "compile=true" in sentence
+    assert "compile=false" in sentence
+    assert ("compiler" if missing == "a compiler" else "headers") in sentence
+
+
+def test_what_one_run_cannot_do_leaves_the_others_of_a_sweep(capsys):
+    code = sweep.main(
+        [
+            "-m",
+            "model=t5_tiny",
+            "strategy=ddp,single",
+            "gpus=1,2",
+            "precision=fp32,tf32",
+            "hardware=cpu",
+            "dry_run=true",
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert code == 0
+    assert "3 runs, 0 done, 3 to run, 5 impossible" in shown
+    assert "gpus=2 is not valid for strategy=single" in shown
+    assert "precision=tf32 needs an NVIDIA GPU" in shown
+
+
+def test_a_valid_command_line_with_one_mistake_runs_nothing_of_it(capsys, tmp_path):
+    sentence = refusal(capsys, "-m", "model=gpt_tiny", "batch_size_per_gpu=1,2,-3", "store=somewhere")
+    assert "batch_size_per_gpu=-3" in sentence
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_on_a_file_is_refused_without_touching_the_file(capsys, tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    for store in (taken, taken / "below"):
+        sentence = refusal(capsys, "model=gpt_tiny", f"store={store}")
+        assert f"store={store} is not valid: choose a folder that can be written to." == sentence
+    assert taken.read_text() == "a file"

@@ -1,0 +1,211 @@
+"""Every file under conf/sweep expands to the runs it promises, on a cluster nobody needs to have."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bench.config import RunConfig
+from bench.hardware.detect import Device
+from bench.planning.compose import CONF
+from bench.planning.grid import read_grids
+from bench.planning.plan import Plan, make_plan
+from bench.planning.request import Request, read_request
+
+CLUSTER = Device("cuda", "NVIDIA A100-SXM4-80GB", 512)
+README = CONF / "sweep" / "README.md"
+FILES = sorted(CONF.glob("sweep/*.yaml"))
+PAPER = {"model_scale", "prefetch", "rate_limiter", "gpt_175b_scale", "t5_11b_scale", "memory"}
+SIZES = {
+    "model_scale": 105,
+    "prefetch": 6,
+    "rate_limiter": 24,
+    "gpt_175b_scale": 10,
+    "t5_11b_scale": 14,
+    "memory": 24,
+    "oom_frontier": 480,
+    "sharding_factor": 45,
+}
+
+
+def request(*arguments: str) -> Request:
+    return read_request(arguments, multirun=True, device=CLUSTER)
+
+
+def plan(*arguments: str) -> Plan:
+    return make_plan(request(*arguments).points, Path("/no/such/store"), force=True, check=lambda config: None)
+
+
+def runs(*arguments: str) -> list[RunConfig]:
+    made = plan(*arguments)
+    assert not made.impossible
+    return made.to_run
+
+
+@functools.cache
+def once(sweep: str, *arguments: str) -> list[RunConfig]:
+    """One repetition."""
+    return runs(f"sweep={sweep}", "sweep.repeats=1", *arguments)
+
+
+def kinds(configs: list[RunConfig]) -> list[str]:
+    return [config.strategy.effective(config.gpus) for config in configs]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_says_what_it_is_and_reads(file: Path) -> None:
+    values = yaml.safe_load(file.read_text())
+    assert set(values) == {"name", "repeats", "grids"}
+    assert values["name"] == file.stem
+    assert file.read_text().startswith("# ")
+    assert read_grids(file.stem, values)
+
+
+@pytest.mark.parametrize(("sweep", "size"), [item for item in SIZES.items() if item[0] != "oom_frontier"])
+def test_every_point_is_a_run_and_no_run_comes_twice(sweep: str, size: int) -> None:
+    asked = request(f"sweep={sweep}")
+    made = make_plan(asked.points, asked.store, force=True, check=lambda config: None)
+    assert not made.impossible
+    assert len(asked.points) == len(made.to_run) == size
+    assert {config.hardware.name for config in made.to_run} == {"a100_80gb"}
+    repeats = yaml.safe_load((CONF / "sweep" / f"{sweep}.yaml").read_text())["repeats"]
+    assert Counter(config.repeat for config in made.to_run) == dict.fromkeys(range(repeats), size // repeats)
+
+
+def test_the_readme_lists_every_sweep_with_its_size() -> None:
+    listed = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \|", README.read_text(), re.MULTILINE))
+    assert set(listed) == {file.stem for file in FILES}
+    assert {name: int(listed[name]) for name in SIZES} == SIZES
+
+
+def test_the_readmes_example_is_of_the_format_it_describes() -> None:
+    example = yaml.safe_load(README.read_text().partition("```yaml")[2].partition("```")[0])
+    points = [point for grid in read_grids("mine", example) for point in grid.points()]
+    assert [(point["model"], point["batch_size_per_gpu"]) for point in points] == [
+        ("gpt_125m", "8"),
+        ("gpt_125m", "16"),
+        ("gpt_350m", "8"),
+    ]
+
+
+@pytest.mark.parametrize("sweep", sorted(PAPER))
+def test_sweeps_of_the_paper_run_as_the_paper_says(sweep: str) -> None:
+    for config in once(sweep):
+        assert config.gpus_per_node == 8
+        assert config.optimizer.name == "adamw"
+        assert config.sequence_length == (2048 if config.model.name == "gpt_175b" else 512)
+        if sweep not in ("model_scale", "rate_limiter"):
+            assert config.precision.name == "bf16"
+            assert config.strategy.effective(config.gpus) == "fsdp1/full_shard"
+            assert config.activation_checkpointing == "full"
+        if config.strategy.name == "fsdp1" and sweep not in ("prefetch", "rate_limiter"):
+            assert vars(config.strategy)["backward_prefetch"] == "pre"
+            assert vars(config.strategy)["limit_all_gathers"] is True
+
+
+def test_model_scale_compares_every_strategy_on_every_model() -> None:
+    configs = once("model_scale")
+    seven = {"ddp", *(f"fsdp/{kind}" for kind in ("full_replication", "hybrid_shard", "full_shard"))}
+    seven |= {"fsdp1/no_shard", "fsdp1/hybrid_shard", "fsdp1/full_shard"}
+    for model, precision in [
+        ("t5_611m", "bf16"),
+        ("t5_2b", "bf16"),
+        ("t5_11b", "bf16"),
+        ("t5_611m", "tf32"),
+        ("t5_2b", "tf32"),
+    ]:
+        same = [config for config in configs if (config.model.name, config.precision.name) == (model, precision)]
+        assert sorted(kinds(same)) == sorted(seven)
+        assert {(c.gpus, c.batch_size_per_gpu, c.activation_checkpointing) for c in same} == {(64, 8, "full")}
+    assert len(configs) == 5 * 7
+    assert {config.strategy.factor for config in configs if "hybrid" in kinds([config])[0]} == {8}
+
+
+def test_prefetch_differs_in_prefetch_alone() -> None:
+    asked = [(c.gpus, vars(c.strategy)["backward_prefetch"], c.batch_size_per_gpu) for c in once("prefetch")]
+    assert asked == [(gpus, prefetch, 1) for gpus in (128, 256, 512) for prefetch in ("pre", "none")]
+
+
+def test_rate_limiter_is_on_and_off_on_two_and_four_machines() -> None:
+    configs = once("rate_limiter")
+    assert {(c.model.name, c.strategy.name, c.batch_size_per_gpu) for c in configs} == {("t5_11b", "fsdp1", 2)}
+    asked = Counter((config.nodes, vars(config.strategy)["limit_all_gathers"]) for config in configs)
+    assert asked == {(nodes, on): 2 for nodes in (2, 4) for on in (True, False)}  # with and without checkpointing
+
+
+def test_scaling_sweeps_have_the_points_of_their_figures() -> None:
+    gpt = [(config.batch_size_per_gpu, config.gpus) for config in once("gpt_175b_scale")]
+    t5 = [(config.batch_size_per_gpu, config.gpus) for config in once("t5_11b_scale")]
+    assert sorted(gpt) == [(batch, gpus) for batch in (1, 2) for gpus in (128, 192, 256, 384, 512)]
+    assert sorted(t5) == [(batch, gpus) for batch in (8, 16) for gpus in (8, 16, 32, 64, 128, 256, 512)]
+
+
+def test_memory_costs_nothing_where_the_scaling_sweeps_have_run() -> None:
+    scaling = {config.run_id for sweep in ("gpt_175b_scale", "t5_11b_scale") for config in once(sweep)}
+    assert {config.run_id for config in once("memory")} == scaling
+
+
+def test_sharding_factor_takes_every_factor_and_shares_runs_with_model_scale() -> None:
+    configs = once("sharding_factor")
+    factors: dict[str, list[int]] = {}
+    for config in configs:
+        factors.setdefault(config.strategy.name, []).append(config.strategy.factor)
+    powers = [1, 2, 4, 8, 16, 32, 64]
+    assert factors == {"ddp": [1], "fsdp": powers, "fsdp1": powers}
+    shared = {config.run_id for config in configs} & {config.run_id for config in once("model_scale")}
+    assert len(shared) == 7
+
+
+def test_oom_frontier_varies_what_decides_about_memory() -> None:
+    points = request("sweep=oom_frontier").points
+    assert len(points) == len({tuple(sorted(point.items())) for point in points}) == SIZES["oom_frontier"]
+    assert {point["precision"] for point in points} == {"fp32", "bf16", "bf16_pure"}
+    assert len({point["model"] for point in points}) == 8
+    configs = once("oom_frontier", "model=gpt_66b", "precision=bf16_pure")  # composing all of them takes 8 s
+    assert len(configs) == SIZES["oom_frontier"] // 8 // 3
+    assert {config.hardware.memory_limit_gib for config in configs} == {16, 24, 40, None}
+    assert {(config.strategy.name, config.strategy.factor) for config in configs} == {
+        ("ddp", 1),
+        ("fsdp", 2),
+        ("fsdp", 4),
+        ("fsdp", 8),
+        ("fsdp1", 8),
+    }
+    assert request("sweep=oom_frontier", "search=largest_batch").search == "largest_batch"
+
+
+def test_the_command_line_replaces_fixed_values_and_plain_axes() -> None:
+    assert {c.gpus for c in once("model_scale", "gpus=16", "model=t5_611m")} == {16}
+    replaced = once("t5_11b_scale", "gpus=4,8", "batch_size_per_gpu=2")
+    assert [(config.gpus, config.batch_size_per_gpu) for config in replaced] == [(4, 2), (8, 2)]
+    both = once("gpt_175b_scale", "strategy=fsdp1,fsdp", "gpus=128")
+    assert Counter(kinds(both)) == {"fsdp1/full_shard": 2, "fsdp/full_shard": 2}
+    assert len(runs("sweep=prefetch", "sweep.repeats=2")) == 2 * SIZES["prefetch"]
+
+
+def test_the_command_line_selects_from_linked_axes_or_replaces_their_key() -> None:
+    selected = once("model_scale", "strategy=fsdp", "model=t5_2b", "precision=bf16")
+    assert kinds(selected) == ["fsdp/full_replication", "fsdp/hybrid_shard", "fsdp/full_shard"]
+    several = once("model_scale", "strategy=ddp,fsdp1", "model=t5_2b", "precision=bf16")
+    assert kinds(several) == ["ddp", "fsdp1/no_shard", "fsdp1/hybrid_shard", "fsdp1/full_shard"]
+    unknown = once("model_scale", "strategy=fsdp", "strategy.sharding_factor=4", "model=t5_2b", "precision=bf16")
+    assert [config.strategy.factor for config in unknown] == [4]
+    strategies = once("model_scale", "strategy=single", "gpus=1", "model=t5_611m", "precision=bf16")
+    assert kinds(strategies) == ["single"]
+
+
+def test_fewer_gpus_leave_out_the_factors_that_do_not_fit_and_say_why() -> None:
+    made = plan("sweep=sharding_factor", "sweep.repeats=1", "gpus=16")
+    assert sorted({config.strategy.factor for config in made.to_run}) == [1, 2, 4, 8, 16]
+    assert len(made.impossible) == 2
+    assert all("strategy.sharding_factor=32 is not valid" in reason for _, reason in made.impossible)
+
+
+def test_node_follows_the_cluster() -> None:
+    hybrid = once("model_scale", "cluster.gpus_per_node=4", "model=t5_2b", "precision=bf16")
+    assert {config.strategy.factor for config in hybrid} == {1, 4, 64}
