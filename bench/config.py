@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -69,11 +69,13 @@ class RunConfig:
     compile: bool
     seed: int
     repeat: int
+    requested: dict[str, Any] = field(default_factory=dict, compare=False)
+    """The strategy's knobs as they were asked for; no part of the run's identity."""
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
-        for field in ("gpus", "gpus_per_node", "batch_size_per_gpu", "gradient_accumulation"):
-            require_at_least(field, getattr(self, field), 1)
+        for name in ("gpus", "gpus_per_node", "batch_size_per_gpu", "gradient_accumulation"):
+            require_at_least(name, getattr(self, name), 1)
         require_at_least("seed", self.seed, 0)
         require_at_least("repeat", self.repeat, 0)
         require_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
@@ -112,7 +114,9 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The complete resolved configuration as plain values."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        del values["requested"]
+        return values
 
     @functools.cached_property
     def run_id(self) -> str:
@@ -154,7 +158,7 @@ def run_config(raw: dict[str, Any]) -> RunConfig:
         scalars["gpus_per_node"],
         accumulates=scalars["gradient_accumulation"] > 1 and not scalars["gradient_accumulation_sync"],
     )
-    return RunConfig(**built, **scalars)
+    return RunConfig(**built, **scalars, requested=raw["strategy"])
 
 
 def _name(raw: dict[str, Any], section: str, key: str) -> str:

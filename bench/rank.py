@@ -63,6 +63,7 @@ def run_rank(config: RunConfig, place: RankPlace, rendezvous: Callable[[], dist.
     trace: Path
         Where rank 0 writes the profiler trace, if the configuration asks for one.
     """
+    started = time.perf_counter()
     outcome = Outcome(place.rank, environment.host())
     device = place.device(config.hardware.device)
     limit: MemoryLimit | None = None
@@ -116,6 +117,7 @@ def run_rank(config: RunConfig, place: RankPlace, rendezvous: Callable[[], dist.
         outcome.samples = measure(
             build,
             device,
+            started=started,
             warmup_steps=config.measurement.warmup_steps,
             steps=config.measurement.steps,
             profile=config.measurement.profile,

@@ -13,6 +13,18 @@ from bench.rank import Outcome
 from bench.records import Record
 from bench.strategies.base import knobs
 
+KNOB_COLUMNS = {
+    "bucket_cap_mb",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "reshard_after_forward",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "blocks_per_unit",
+    "cpu_offload",
+}
+"""Knobs of strategies that have a column of their own; others are under `effective` alone."""
+
 
 def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
     """The columns that come from what the ranks measured, all of them having ended well.
@@ -63,6 +75,7 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
 
 def configured_row(config: RunConfig) -> Record:
     """The columns that are known before a run starts."""
+    used = knobs(config.strategy)
     return {
         "run_id": config.run_id,
         "evidence": config.evidence,
@@ -90,16 +103,22 @@ def configured_row(config: RunConfig) -> Record:
         "parameter_dtype": config.precision.parameters,
         "compute_dtype": config.precision.compute,
         "reduce_dtype": config.precision.reduce,
+        "mixed_precision": _mixed_precision(config),
+        "gradient_accumulation_sync": config.gradient_accumulation_sync,
         "seed": config.seed,
         "config": config.to_dict(),
-        "effective": {
-            **knobs(config.strategy),
-            "mixed_precision": ("autocast" if config.strategy.uses_autocast else "fsdp policy")
-            if config.precision.mixed
-            else "none",
-            "backend": "nccl" if config.hardware.device == "cuda" else "gloo",
-        },
+        "requested": config.requested,
+        "effective": {**used, "backend": "nccl" if config.hardware.device == "cuda" else "gloo"},
+        **{name: value for name, value in used.items() if name in KNOB_COLUMNS},
+        # FSDP2 knows it as a switch, FSDP1 as a choice: one column holds both.
+        "backward_prefetch": str(used["backward_prefetch"]).lower() if "backward_prefetch" in used else None,
     }
+
+
+def _mixed_precision(config: RunConfig) -> str:
+    if not config.precision.mixed:
+        return "none"
+    return "autocast" if config.strategy.uses_autocast else "fsdp policy"
 
 
 def environment_row(outcomes: list[Outcome]) -> Record:

@@ -25,43 +25,35 @@ class Device:
     count: int
     capability: tuple[int, int] | None = None
     """CUDA compute capability, None on CPU."""
+    memory_bytes: int | None = None
+    """Memory of one GPU, None on CPU."""
 
 
 def detect() -> Device:
     """The GPUs of this machine if torch and the driver can use them, else its processor.
 
-    For a CPU `count` is 0: processes are not bound to devices.
+    A machine is taken to have one kind of GPU. For a CPU `count` is 0: processes are not bound to devices.
+
+    Raises
+    ------
+    UsageError
+        If torch can use GPUs that NVML cannot name.
     """
-    gpus = _visible_gpus()
-    if gpus:
-        name, capability = gpus[0]
-        return Device("cuda", name, len(gpus), capability)
-    return Device("cpu", processor_name(), 0)
-
-
-def _visible_gpus() -> list[tuple[str, tuple[int, int]]]:
     import torch
 
-    if torch.version.cuda is None:
-        return []
-    count = torch.cuda.device_count()  # through NVML; honours CUDA_VISIBLE_DEVICES
+    count = torch.cuda.device_count() if torch.version.cuda else 0  # through NVML; honours CUDA_VISIBLE_DEVICES
     if count == 0:
-        return []
+        return Device("cpu", processor_name(), 0)
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        gpus = [
-            (_text(pynvml.nvmlDeviceGetName(handle)), pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-            for handle in handles
-        ]
-        # Descriptions assume one kind of GPU per machine, so which ones are visible does not matter.
-        return [(name, (int(capability[0]), int(capability[1]))) for name, capability in gpus[:count]]
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        name, (major, minor) = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        memory_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).total
     except Exception as error:
-        raise UsageError(
-            f"torch sees {count} GPU(s), but NVML cannot name them ({error}): check nvidia-ml-py and nvidia-smi."
-        ) from None
+        raise UsageError(f"torch sees {count} GPU(s), but NVML cannot name them ({error}): check nvidia-smi.") from None
+    return Device("cuda", _text(name), count, (int(major), int(minor)), int(memory_bytes))
 
 
 def _text(name: str | bytes) -> str:
@@ -89,6 +81,12 @@ def refuse_unsupported(hardware: Hardware, device: Device, precision: Precision,
         raise ImpossibleError(
             f"hardware={hardware.name} describes {' or '.join(hardware.gpu_names)}, but this machine has "
             f"{device.name}: choose hardware=auto (hardware.memory_limit_gib makes a larger GPU as small as you like)."
+        )
+    limit, memory = hardware.memory_limit_bytes, device.memory_bytes
+    if limit is not None and memory is not None and limit > memory:
+        raise ImpossibleError(
+            f"hardware.memory_limit_gib={hardware.memory_limit_gib:g} is more than {device.name} has: "
+            f"choose at most {memory / 2**30:.1f}, or null."
         )
     capability = device.capability or (0, 0)
     on_gpu = hardware.device == "cuda"

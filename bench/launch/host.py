@@ -261,7 +261,9 @@ def _verdict(config: RunConfig, ranks: list[Rank], ending: str, time_limit_s: fl
 def describe(record: Record) -> str:
     """What became of a run, in a few words."""
     if record["status"] == "ok":
-        return f"{record['step_time_median_s'] * 1000:.1f} ms/step, {record['tflops_per_gpu']:.3g} TFLOP/s"
+        tflops = record["tflops_per_gpu"]
+        speed = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1000:.1f} GFLOP/s"
+        return f"{record['step_time_median_s'] * 1000:.1f} ms/step, {speed} per rank"
     if record["status"] == "oom":
         asked = record.get("oom_bytes")
         return f"out of memory in {record['oom_phase']}" + (f", asking for {asked / 2**20:.1f} MiB" if asked else "")

@@ -53,8 +53,8 @@ class LocalLauncher:
         refuse_unsupported(config.hardware, self._device, config.precision, compile_blocks=config.compile)
         if config.nodes > 1:
             raise ImpossibleError(
-                f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node} GPUs, and cluster=local is "
-                f"one: choose at most {config.gpus_per_node}."
+                f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node} GPUs, and cluster=local "
+                f"is one: choose at most {config.gpus_per_node}."
             )
         if config.hardware.device == "cuda" and config.gpus > self._device.count:
             raise ImpossibleError(

@@ -29,7 +29,7 @@ class Samples:
     losses: list[float]
     """One per step from the very first, this rank's share of the batch."""
     setup_s: float
-    """From the start of the measurement to the first timed step."""
+    """From the start of the rank to the first timed step."""
     skipped_steps: int
     """Timed steps in which fp16 overflowed and the optimizer did nothing."""
     peaks: Peaks
@@ -40,6 +40,7 @@ def measure(
     build: Build,
     device: torch.device,
     *,
+    started: float,
     warmup_steps: int,
     steps: int,
     profile: bool,
@@ -52,6 +53,8 @@ def measure(
     ----------
     build: callable
         Builds the engine and its micro-batches.
+    started: float
+        When the rank started, on `time.perf_counter`.
     warmup_steps, steps: int
         Optimizer steps before and during timing.
     profile: bool
@@ -61,7 +64,6 @@ def measure(
     own_work: callable
         Gives a context for work whose memory is not the run's.
     """
-    started = time.perf_counter()
     losses: list[torch.Tensor] = []
     probe = memory_probe(device, own_work)
     with probe.observe():

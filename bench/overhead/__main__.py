@@ -36,7 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
             *(f"measurement.steps={options.steps}", f"measurement.warmup_steps={options.warmup_steps}"),
         ]
         config = read_config(overrides)
-        print(f"{config.label}, {options.steps} timed steps a run; one pair to warm up, then {options.pairs}", flush=True)
+        print(
+            f"{config.label}, {options.steps} timed steps a run; one pair to warm up, then {options.pairs}", flush=True
+        )
         pairs = [measure_pair(config, overrides, number) for number in range(-1, options.pairs)][1:]
     except UsageError as error:
         print(error, file=sys.stderr)
@@ -48,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"median step, ours / bare: {step}")
     print(f"fixed cost, ours / bare: {fixed}")
     surplus_s = median([pair.bare.surplus_s for pair in pairs])
-    print(f"(the bare script with {options.warmup_steps} warm-up steps; its other untimed steps took {surplus_s:.3f} s)")
+    print(
+        f"(the bare script with {options.warmup_steps} warm-up steps; its other untimed steps took {surplus_s:.3f} s)"
+    )
     return 0 if step.within and fixed.within else 1
 
 

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -112,10 +112,8 @@ def _compose_groups(choices: tuple[str, ...]) -> DictConfig:
     try:
         with _hydra():
             return compose("config", overrides=list(choices))
-    except ConfigCompositionException as error:
-        raise UsageError(_first_line(error)) from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(_first_line(error)) from None
+        raise UsageError(f"{_first_line(error)}.") from None
 
 
 def composed(settings: Mapping[str, str]) -> dict[str, Any]:
@@ -134,6 +132,8 @@ def composed(settings: Mapping[str, str]) -> dict[str, Any]:
     choices: list[str] = []
     fields: list[str] = []
     for key, value in settings.items():
+        if key in groups() and value not in groups()[key]:
+            raise bad_value(key, value, groups()[key])
         target = choices if key in groups() or key[0] in "+~" else fields
         target.append(f"{key}={value}" if value != "" or key[0] != "~" else key)
     config = _compose_groups(tuple(sorted(choices))).copy()
@@ -142,7 +142,7 @@ def composed(settings: Mapping[str, str]) -> dict[str, Any]:
     try:
         values = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise UsageError(_first_line(error)) from None
+        raise UsageError(f"{error.full_key} cannot be resolved: {_first_line(error)}.") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 

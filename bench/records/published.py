@@ -138,8 +138,8 @@ def _record(line: Line) -> Record:
     return {
         "format": FORMAT_VERSION,
         **columns,
+        **_knobs(line["sharding"]),
         **_measurement(line),
-        "effective": _knobs(line["sharding"]),
         "source": _source(line),
     }
 
@@ -154,7 +154,7 @@ def _measurement(line: Line) -> dict[str, Any]:
         return {}
     if metric == "tflops_per_gpu":
         if source in COUNTS_RECOMPUTATION:
-            return {"tflops_per_gpu": value}
+            return {"hardware_tflops_per_gpu": value}
         return {"tflops_per_gpu": value} if source in COUNTS_MODEL else {}
     if metric in FRACTIONS:
         return {FRACTIONS[metric]: value / 100}
@@ -206,7 +206,7 @@ def _sharding_factor(strategy: str | None, kind: str | None, sharding: str, gpus
 
 
 def _knobs(sharding: str) -> dict[str, Any]:
-    """Knobs of the strategy that the source names, as ``effective`` has them."""
+    """Knobs of the strategy that the source names: the columns of that name."""
     knobs: dict[str, Any] = {}
     if found := re.search(r"backward prefetch (on|off)", sharding):
         knobs["backward_prefetch"] = {"on": "pre", "off": "none"}[found[1]]

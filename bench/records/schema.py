@@ -119,6 +119,24 @@ COLUMNS: tuple[Column, ...] = (
         compute_dtype="dtype matmuls run in",
         reduce_dtype="dtype gradients are reduced in",
     ),
+    *_columns(
+        "string", mixed_precision="how compute came to be narrower than parameters: autocast, fsdp policy or none"
+    ),
+    *_columns(
+        "boolean", gradient_accumulation_sync="gradients communicated after every micro-batch, not only the last"
+    ),
+    *_columns("Int64", bucket_cap_mb="DDP: size of a gradient bucket in MiB"),
+    *_columns(
+        "boolean",
+        gradient_as_bucket_view="DDP: gradients are views into the buckets",
+        static_graph="DDP: every step uses the same parameters in the same order",
+        reshard_after_forward="FSDP: free a unit's parameters after its forward (ZeRO-3) or keep them (ZeRO-2)",
+        forward_prefetch="FSDP: gather the next unit before the current unit's forward",
+    ),
+    *_columns("string", backward_prefetch="FSDP2: true or false; FSDP1: pre, post or none"),
+    *_columns("boolean", limit_all_gathers="FSDP1: at most two all-gathers in flight"),
+    *_columns("Int64", blocks_per_unit="FSDP: transformer blocks gathered as one"),
+    *_columns("boolean", cpu_offload="FSDP: shards and optimizer step on the CPU"),
     *_columns("Float64", final_loss="loss of the last step, mean over ranks"),
     *_columns("Int64", seed="seed of weights and data"),
     *_columns(
@@ -134,7 +152,8 @@ COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 NESTED: dict[str, str] = {
     "format": "version of this format",
     "config": "the complete resolved configuration",
-    "effective": "knobs as the run really used them, where a request is resolved at run time",
+    "requested": "the strategy's knobs as they were asked for, before `full`, `node` and null were resolved",
+    "effective": "the strategy's knobs as the run used them, and the backend of its process group",
     "environment": "versions, device, power limit and clocks, topology, host names, commit",
     "flops": "FLOPs per rank and step: model and hardware",
     "losses": "loss of every step from the first, mean over ranks",

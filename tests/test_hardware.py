@@ -1,0 +1,109 @@
+"""Hardware: descriptions, what a device refuses, and a CPU memory limit that really limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from bench.errors import ImpossibleError, UsageError
+from bench.hardware import Hardware, refuse_unsupported
+from bench.hardware.detect import Device
+from bench.planning.compose import groups
+from bench.planning.request import description_of
+from tests.conftest import CPU, ROOT, configuration
+
+A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 2**30)
+V100 = Device("cuda", "Tesla V100-SXM2-32GB", 8, (7, 0), 32 * 2**30)
+
+
+def refuse(device: Device, *overrides: str) -> None:
+    config = configuration(*overrides)
+    refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
+
+
+@pytest.mark.parametrize("option", [option for option in groups()["hardware"] if option != "auto"])
+def test_every_description_is_complete_and_sourced(option: str) -> None:
+    hardware = configuration(f"hardware={option}").hardware
+    assert hardware.name == option
+    if hardware.gpu_names:
+        assert set(hardware.peak_tflops) >= {"fp32", "fp16"}
+        assert hardware.peak_tflops["fp32"] < hardware.peak_tflops["fp16"]
+        assert set(hardware.sources) >= {"peak_tflops", "memory_gb", "memory_bandwidth_gb_s"}
+        assert all(source.startswith("https://") for source in hardware.sources.values())
+    else:
+        assert hardware.peak_tflops == {}, "an unknown device has no peak: MFU stays empty"
+
+
+def test_auto_finds_the_description_by_the_drivers_name() -> None:
+    assert description_of(A100) == "a100_80gb"
+    assert description_of(Device("cuda", "NVIDIA H200", 1, (9, 0))) == "h200"
+    assert description_of(V100) == "gpu"
+    assert description_of(CPU) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "sentence"),
+    [
+        (CPU, ("hardware=a100_80gb",), "hardware=a100_80gb needs a GPU"),
+        (V100, ("hardware=a100_80gb",), "this machine has Tesla V100"),
+        (CPU, ("precision=tf32",), "precision=tf32 needs an NVIDIA GPU of compute capability 8.0"),
+        (V100, ("hardware=gpu", "precision=bf16"), "choose fp32 or fp16"),
+        (A100, ("hardware=a100_80gb", "hardware.memory_limit_gib=81"), "choose at most 80.0"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused(device: Device, overrides: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ImpossibleError, match=sentence):
+        refuse(device, *overrides)
+
+
+def test_what_a_device_can_do_is_not_refused() -> None:
+    refuse(A100, "hardware=a100_80gb", "precision=tf32", "hardware.memory_limit_gib=40")
+    refuse(V100, "hardware=gpu", "precision=fp16", "compile=true")
+    for precision in ("fp32", "bf16", "fp16", "bf16_pure"):
+        refuse(CPU, f"precision={precision}")
+
+
+def test_compiling_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ImpossibleError, match=r"compile=true on a CPU needs a C\+\+ compiler"):
+        refuse(CPU, "compile=true")
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_is_above_zero(limit: int) -> None:
+    with pytest.raises(UsageError, match=r"hardware\.memory_limit_gib"):
+        dataclasses.replace(Hardware("cpu", "cpu"), memory_limit_gib=limit)
+
+
+LIMITED = """
+import torch
+from bench.hardware import MemoryLimit
+limit = MemoryLimit(256 * 2**20, torch.device("cpu"))
+held = torch.empty(200 * 2**20, dtype=torch.uint8)
+for round in range(50):                      # what is given back can be taken again
+    again = torch.empty(32 * 2**20, dtype=torch.uint8); del again
+try:
+    torch.empty(80 * 2**20, dtype=torch.uint8)
+except RuntimeError as error:
+    print("refused" if "allocate memory" in str(error) else error)
+with limit.suspended():
+    extra = torch.empty(80 * 2**20, dtype=torch.uint8)
+fits = torch.empty(32 * 2**20, dtype=torch.uint8); del fits
+try:
+    torch.empty(80 * 2**20, dtype=torch.uint8)
+except RuntimeError:
+    print("refused again")
+limit.lift()
+torch.empty(80 * 2**20, dtype=torch.uint8)
+print("lifted")
+"""
+
+
+def test_a_cpu_memory_limit_limits_to_within_some_mebibytes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split("\n")[:3] == ["refused", "refused again", "lifted"], done.stderr
