@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -40,8 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
         request = read_request(options.overrides, multirun=options.multirun, device=device)
         launcher = LocalLauncher(request.cluster, device)
         plan = make_plan(request.points, request.store, force=request.force, check=launcher.check)
-        _refuse_the_impossible(plan)
-        _refuse_unwritable(request)
+        if not request.dry_run:
+            _refuse_the_impossible(plan)
+            _refuse_unwritable(request.store)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -90,16 +92,14 @@ def _refuse_the_impossible(plan: Plan) -> None:
         raise UsageError(f"None of the {len(plan.impossible)} run(s) asked for can run. {reasons[0]}{more}")
 
 
-def _refuse_unwritable(request: Request) -> None:
-    if request.dry_run:
-        return
+def _refuse_unwritable(store: Path) -> None:
     try:
-        request.store.mkdir(parents=True, exist_ok=True)
-        writable = os.access(request.store, os.W_OK | os.X_OK)
+        store.mkdir(parents=True, exist_ok=True)
+        writable = os.access(store, os.W_OK | os.X_OK)
     except OSError:
         writable = False
     if not writable:
-        raise UsageError(f"store={request.store} is not valid: choose a folder that can be written to.")
+        raise UsageError(f"store={store} is not valid: choose a folder that can be written to.")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def pairs(cost: float, *, noise: float, count: int = 40, seed: int = 0) -> list[
     random = np.random.default_rng(seed)
     speeds = np.linspace(0.02, 0.04, count)
     jitter = random.lognormal(0, noise, (count, 2))
-    return [Pair(run(s * cost * a), run(s * b)) for s, (a, b) in zip(speeds, jitter, strict=True)]
+    return [Pair(run(s * cost * a), run(s * b)) for s, (a, b) in zip(speeds.tolist(), jitter.tolist(), strict=True)]
 
 
 def test_fixed_cost_is_the_wall_time_without_timed_steps_and_surplus() -> None:
@@ -83,6 +83,7 @@ def test_the_bare_script_knows_nothing_of_this_suite() -> None:
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert {name.partition(".")[0] for name in names} <= {
         "time",
+        "itertools",
         "argparse",
         "json",
         "os",

@@ -174,8 +174,8 @@ def _rank_main(
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked to die with it
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever sends them to a whole process group: the host decides
+        signal.signal(number, signal.SIG_IGN)
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)

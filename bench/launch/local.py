@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,9 @@ from bench.launch.stop import StopSignal
 from bench.launch.worker import Event, Task, Worker
 
 POLL_S = 0.1
+
+ASK_AGAIN_S = 1.0
+"""How long a job that was asked to stop has until it is asked again: while it starts, it may not listen."""
 
 FOREVER_MIN = 60 * 24 * 365
 """Each run has a time limit of its own, so the job needs none."""
@@ -105,8 +110,9 @@ class LocalLauncher:
         finished = 0
         current: Event | None = None
         with _hold(worker.alive_file), events.open() as stream:
-            job = executor.submit(worker)
-            cancelled = False
+            with _deaf_to_interrupts():
+                job = executor.submit(worker)
+            asked_to_stop = -math.inf
             while True:
                 over = job.done()
                 for event in _new_events(stream):
@@ -115,9 +121,9 @@ class LocalLauncher:
                     on_event(event)
                 if over:
                     break
-                if stop.received and not cancelled:
-                    job.cancel()
-                    cancelled = True
+                if stop.received and time.monotonic() - asked_to_stop > ASK_AGAIN_S:
+                    _ask_to_stop(job)
+                    asked_to_stop = time.monotonic()
                 time.sleep(POLL_S)
         if finished < len(tasks) and not stop.received:
             # The job itself died: what it was at cannot be blamed on the run after it.
@@ -135,6 +141,26 @@ def _new_events(stream: Any) -> Iterator[Event]:
             stream.seek(position)
             return
         yield json.loads(line)
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes started within ignore SIGINT, unless they say otherwise, as the worker does.
+
+    Ctrl-C goes to every process of a terminal: submitit's controller would kill its task within a second of it, and
+    print a traceback.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _ask_to_stop(job: submitit.Job[Any]) -> None:
+    """Send SIGTERM, which the controller passes on. `job.cancel` would have the task killed before it wrote its row."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(job.job_id), signal.SIGTERM)
 
 
 @contextlib.contextmanager

@@ -24,4 +24,4 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name

@@ -1,8 +1,8 @@
 """``python -m bench.overhead``: does the harness cost anything?
 
 Alternates `bench.run` and the bare script in one session, pair by pair, and compares the median step and the fixed
-cost (the command's wall time outside of the timed steps). Exit code 0 if both limits are kept, 1 if not, 2 on bad
-input.
+cost (the command's wall time outside of the timed steps). Exit code 0 if both limits are kept, 1 if not (or if a side
+failed), 2 on bad input.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from bench.hardware import detect
 from bench.launch.local import LocalLauncher
 from bench.measure.statistics import median
 from bench.overhead.compare import FIXED_LIMIT, STEP_LIMIT, Pair, ours_first, verdict
-from bench.overhead.sides import FAMILIES, run_bare, run_ours
+from bench.overhead.sides import FAMILIES, SideFailedError, run_bare, run_ours
 from bench.planning.plan import make_plan
 from bench.planning.request import read_request
 
@@ -43,8 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
+    except SideFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
     if options.output:
         options.output.write_text(json.dumps([dataclasses.asdict(pair) for pair in pairs], indent=1) + "\n")
+    load = os.getloadavg()[1]
+    print(f"load of the last 5 minutes: {load:.1f} on {os.cpu_count()} cores, {options.gpus} of them ours")
     step = verdict([pair.step_ratio for pair in pairs], STEP_LIMIT)
     fixed = verdict([pair.fixed_ratio for pair in pairs], FIXED_LIMIT)
     print(f"median step, ours / bare: {step}")

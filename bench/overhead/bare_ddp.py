@@ -13,6 +13,7 @@ import time
 STARTED = time.perf_counter()
 
 import argparse  # noqa: E402
+import itertools  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 from typing import Any  # noqa: E402
@@ -97,7 +98,7 @@ def main() -> None:
         return ticks
 
     def slowest(ticks: list[Any]) -> list[float]:
-        pairs = zip(ticks, ticks[1:], strict=False)
+        pairs = itertools.pairwise(ticks)
         times = [start.elapsed_time(end) / 1000 if on_gpu else end - start for start, end in pairs]
         tensor = torch.tensor(times, dtype=torch.float64, device=device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)

@@ -13,7 +13,6 @@ from typing import Any
 
 from bench import records
 from bench.config import RunConfig
-from bench.errors import UsageError
 from bench.measure.memory import CpuProbe, CudaProbe
 from bench.measure.statistics import slowest_rank
 from bench.overhead.compare import Run
@@ -23,19 +22,23 @@ BARE = Path(__file__).with_name("bare_ddp.py")
 FAMILIES = ("t5", "gpt")
 
 
+class SideFailedError(RuntimeError):
+    """One side did not end well, so there is nothing to compare."""
+
+
 def run_ours(overrides: list[str]) -> tuple[Run, records.Record]:
     """`bench.run` with these overrides, in a store of its own; also returns the row it wrote.
 
     Raises
     ------
-    UsageError
+    SideFailedError
         If the run did not end well.
     """
     with tempfile.TemporaryDirectory(prefix="bench-overhead-") as store:
         _, wall_s = _timed([sys.executable, "-m", "bench.run", *overrides, f"store={store}"], dict(os.environ))
         row = records.read_all(store).records[0]
     if row["status"] != "ok":
-        raise UsageError(f"bench.run ended {row['status']}: {row.get('error')}")
+        raise SideFailedError(f"bench.run ended {row['status']}: {row.get('error')}")
     steps = slowest_rank([rank["step_times_s"] for rank in row["ranks"]])
     return Run(row["parameters"], steps, len(row["losses"]) - len(steps), wall_s), row
 
@@ -78,5 +81,5 @@ def _timed(command: list[str], environment: dict[str, str]) -> tuple[str, float]
     wall_s = time.perf_counter() - start
     if done.returncode:
         sys.stderr.write(done.stderr)
-        raise UsageError(f"{' '.join(command[1:3])} failed with exit code {done.returncode}: its output is above.")
+        raise SideFailedError(f"{' '.join(command[1:3])} failed with exit code {done.returncode}: its output is above.")
     return done.stdout, wall_s

@@ -37,28 +37,31 @@ class Grid:
     def overridden(self, axes: Mapping[str, Sequence[str]]) -> Grid:
         """The grid with some keys set by the user, each to one or several values.
 
-        A plain axis or fixed setting of that key is replaced. Of a linked axis that knows a value given, the
-        alternatives with that value are kept; one that knows none of them just loses the key.
+        A plain axis or fixed setting of that key is replaced. In a linked axis a value that alternatives name
+        selects those alternatives; a value that none names is put in place of the key in all of them.
         """
         fixed = {key: value for key, value in self.fixed.items() if key not in axes}
-        kept = []
-        selected = set()
+        kept: list[tuple[Settings, ...]] = []
+        linked = set()
         for axis in self.axes:
-            if all(len(alternative) == 1 for alternative in axis) and next(iter(axis[0])) in axes:
+            names = {key for alternative in axis for key in alternative}
+            if len(names) == 1 and names <= set(axes):
                 continue
-            for key, values in axes.items():
-                matching = tuple(alternative for alternative in axis if alternative.get(key) in values)
-                if matching:
-                    axis = matching
-                    selected.add(key)
-                else:
-                    stripped = [{k: v for k, v in alternative.items() if k != key} for alternative in axis]
-                    axis = tuple(
-                        alternative for n, alternative in enumerate(stripped) if alternative not in stripped[:n]
-                    )
+            for key in sorted(names & set(axes)):
+                axis = _narrowed(axis, key, axes[key])
+                linked.add(key)
             kept.append(axis)
-        given = [tuple({key: value} for value in values) for key, values in axes.items() if key not in selected]
+        given = [tuple({key: value} for value in values) for key, values in axes.items() if key not in linked]
         return Grid(fixed, (*kept, *given), self.exclude)
+
+
+def _narrowed(axis: Sequence[Settings], key: str, values: Sequence[str]) -> tuple[Settings, ...]:
+    """The alternatives of a linked axis for the values given to one of its keys."""
+    narrowed = []
+    for value in values:
+        named = [alternative for alternative in axis if alternative.get(key) == value]
+        narrowed += named or [{**alternative, key: value} for alternative in axis]
+    return tuple(alternative for n, alternative in enumerate(narrowed) if alternative not in narrowed[:n])
 
 
 def read_grids(name: str, values: Mapping[str, Any]) -> list[Grid]:

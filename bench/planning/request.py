@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,7 @@ def _points(grids: list[Grid], repeats: int, cluster: Settings, device: Device) 
     return points
 
 
+@functools.cache
 def description_of(device: Device) -> str:
     """Name of the hardware description that knows this device: `cpu`, a GPU's, or `gpu` where nobody described it."""
     if device.kind == "cpu":

@@ -1,5 +1,6 @@
 """Rows: what a run leaves behind. The ground floor: everything writes or reads it, it knows nobody."""
 
+from bench.records.published import load_published, published_records
 from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION, NESTED, Column, Record
 from bench.records.store import (
     Contents,
@@ -28,8 +29,10 @@ __all__ = [
     "attempts",
     "latest",
     "load",
+    "load_published",
     "lock",
     "next_attempt",
+    "published_records",
     "read",
     "read_all",
     "row_path",
