@@ -19,6 +19,7 @@ from bench.config import RunConfig
 from bench.errors import ImpossibleError, bad_value
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import Device
+from bench.launch.capacity import refuse_what_exhausts_this_machine
 from bench.launch.stop import StopSignal
 from bench.launch.worker import Event, Task, Worker
 
@@ -71,6 +72,8 @@ class LocalLauncher:
                 f"gpus={config.gpus} is more than the {self._cluster['max_cpu_processes']} processes this machine runs "
                 "on its CPU: choose fewer, or raise cluster.max_cpu_processes."
             )
+        if config.hardware.device == "cpu":
+            refuse_what_exhausts_this_machine(config)
 
     def launch(
         self, tasks: list[Task], store: Path, sweep: str, stop: StopSignal, on_event: Callable[[Event], None]

@@ -35,6 +35,11 @@ class OptimizerConfig:
         if self.momentum and self.name != "sgd":
             raise bad_value("optimizer.momentum", self.momentum, f"0, since optimizer.name={self.name} has its own")
 
+    @property
+    def states_per_parameter(self) -> int:
+        """Tensors of a parameter's size the optimizer keeps."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
+
     def build(self, module: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over the module's parameters as they are now: shards, if it is sharded."""
         options: dict[str, Any] = {
