@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 TWO_RANKS = (*OVERRIDES, "gpus=2", "hardware.memory_limit_gib=1")
 
-TIME_LIMIT_S = 12
+TIME_LIMIT_S = 10
 
 
 def only_row(store: Path, **wanted: str) -> Record:
@@ -84,7 +84,7 @@ def test_out_of_memory_is_a_row_with_phase_bytes_and_rank(out_of_memory, fault, 
     assert row["oom_bytes"] == HUGE_BYTES
     assert "can't allocate memory" in row["error"]
     assert row["memory_limit_bytes"] == 2**30
-    assert row["step_time_median_s"] is None if "step_time_median_s" in row else True
+    assert row.get("step_time_median_s") is None
     assert seconds(row) <= 15
 
 
@@ -115,7 +115,7 @@ ERRORS = {
     "exit:forward:0": ("rank 0 ended with exit code 3",),
     "leave:optimizer:1": ("rank 1", "SystemExit"),
 }
-HANGS = ["hang:forward:1", "stubborn:init:0+stubborn:init:1"]
+HANGS = ["stubborn:forward:1"]
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +231,8 @@ def test_a_stopped_sweep_ends_at_once_and_loses_nothing(interrupted, cleaning, h
     after = files(interrupted.store)
     assert {path: after[path] for path in finished} == finished
     current_rows = rows(interrupted.store)[current]
-    assert not current_rows or current_rows[-1]["status"] == "preempted"
-    if len(after) > len(finished):
-        assert current_rows[-1]["error"].startswith("stopped by SIG")
+    assert current_rows[-1]["status"] == "preempted"
+    assert current_rows[-1]["error"].startswith("stopped by SIG")
     assert f"Stopped by {number.name}" in process.output
     assert "Traceback" not in process.output
 
@@ -264,6 +263,7 @@ def test_a_sweep_outlives_its_job_and_says_which_run_was_lost(interrupted, clean
     lost = [line for line in process.output.splitlines() if line.startswith("lost")]
     assert len(lost) == 1
     assert "gpt_tiny ddp fp32 x2" in lost[0]
+    assert "its job was killed or crashed" in lost[0]
     recorded = rows(interrupted.store)
     assert all(row["status"] == "preempted" for row in recorded[current])
     assert recorded[following][-1]["status"] == "ok"

@@ -14,14 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.overhead import bare_ddp
 from bench.overhead.__main__ import main, read_config
-from bench.overhead.compare import FIXED_LIMIT, STEP_LIMIT, Pair, Run, ours_first, verdict
+from bench.overhead.compare import FIXED_LIMIT, STEP_LIMIT, Pair, Run, judged, ours_first, verdict
 from bench.overhead.sides import BARE, model_config, observed_steps, run_bare, run_ours
 
 SMALL = ["strategy=ddp", "gpus=1", "precision=fp32", "batch_size_per_gpu=2", "sequence_length=16"]
 
 
-def run(step_s: float, *, steps: int = 5, fixed_s: float = 3.0, surplus_s: float = 0.0) -> Run:
-    return Run(1000, [step_s] * steps, 5, fixed_s + surplus_s + steps * step_s, surplus_s)
+def run(
+    step_s: float, *, steps: int = 5, fixed_s: float = 3.0, surplus_s: float = 0.0, others_cores: float = 0.0
+) -> Run:
+    return Run(1000, [step_s] * steps, 5, fixed_s + surplus_s + steps * step_s, others_cores, surplus_s)
 
 
 def pairs(cost: float, *, noise: float, count: int = 40, seed: int = 0) -> list[Pair]:
@@ -66,6 +68,14 @@ def test_an_interval_that_holds_the_limit_settles_nothing() -> None:
 def test_the_verdict_says_plainly_whether_the_limit_is_kept() -> None:
     assert ": within 1.3" in str(verdict([1.0, 1.1, 1.2], FIXED_LIMIT))
     assert ": NOT within 1.3" in str(verdict([1.3, 1.4, 1.5], FIXED_LIMIT))
+
+
+def test_pairs_that_others_disturbed_are_left_out_whatever_their_ratio() -> None:
+    quiet = [Pair(run(0.02), run(0.02))] * 6
+    slowed = Pair(run(0.04), run(0.02, others_cores=0.9))
+    hastened = Pair(run(0.01, others_cores=0.9), run(0.02))
+    assert judged([slowed, *quiet, hastened]) == quiet
+    assert judged([slowed, *quiet[:5], hastened]) == [slowed, *quiet[:5], hastened], "too few quiet ones"
 
 
 def test_the_order_alternates_so_that_neither_side_is_always_first() -> None:

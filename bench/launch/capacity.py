@@ -34,6 +34,6 @@ def refuse_what_exhausts_this_machine(config: RunConfig, memory_bytes: int | Non
     if needed > memory_bytes:
         raise ImpossibleError(
             f"model={config.model.name} with gpus={config.gpus} needs at least {needed / GIB:.0f} GiB for parameters, "
-            f"gradients and optimizer state, and this machine has {memory_bytes / GIB:.0f} GiB: choose a smaller model, "
+            f"gradients and optimizer state, and this machine has {memory_bytes / GIB:.0f} GiB: choose a smaller model "
             f"or hardware.memory_limit_gib={memory_bytes / GIB / config.gpus:.1f} or less to see it run out of memory."
         )

@@ -132,7 +132,7 @@ class LocalLauncher:
             # The job itself died: what it was at cannot be blamed on the run after it.
             finished += 1
             label = current["label"] if current else tasks[finished - 1].config.label
-            on_event({"event": "lost", "label": label, "error": f"the job ended unexpectedly: {_last_words(job)}"})
+            on_event({"event": "lost", "label": label, "error": f"its job was killed or crashed. {_last_words(job)}"})
         return finished
 
 
@@ -176,4 +176,4 @@ def _hold(path: Path) -> Iterator[None]:
 
 def _last_words(job: submitit.Job[Any]) -> str:
     text = (job.stdout() or "").strip().splitlines()
-    return text[-1] if text else f"no output, see {job.paths.stdout}"
+    return f"The last of {job.paths.stdout}: {text[-1] if text else 'nothing'}"

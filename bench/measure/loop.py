@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -83,11 +84,14 @@ def measure(
     setup_s = time.perf_counter() - started
 
     clock = step_clock(device)
+    gc.collect()
+    gc.disable()
     clock.tick()
     for _ in range(steps):
         losses.append(engine.step(micro_batches))
         clock.tick()
     step_times_s = clock.times_s()
+    gc.enable()
 
     peaks = probe.peaks()
     exposed = None

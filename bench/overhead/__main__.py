@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from bench.errors import UsageError, require_at_least, require_choice
 from bench.hardware import detect
 from bench.launch.local import LocalLauncher
 from bench.measure.statistics import median
-from bench.overhead.compare import FIXED_LIMIT, STEP_LIMIT, Pair, ours_first, verdict
+from bench.overhead.compare import FIXED_LIMIT, STEP_LIMIT, Pair, judged, ours_first, verdict
 from bench.overhead.sides import FAMILIES, SideFailedError, run_bare, run_ours
 from bench.planning.plan import make_plan
 from bench.planning.request import read_request
@@ -49,10 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if options.output:
         options.output.write_text(json.dumps([dataclasses.asdict(pair) for pair in pairs], indent=1) + "\n")
-    load = os.getloadavg()[1]
-    print(f"load of the last 5 minutes: {load:.1f} on {os.cpu_count()} cores, {options.gpus} of them ours")
-    step = verdict([pair.step_ratio for pair in pairs], STEP_LIMIT)
-    fixed = verdict([pair.fixed_ratio for pair in pairs], FIXED_LIMIT)
+    chosen, num_quiet = judged(pairs), sum(pair.quiet for pair in pairs)
+    print(f"{num_quiet} of {len(pairs)} pairs had the machine to themselves; judged by {len(chosen)}")
+    step = verdict([pair.step_ratio for pair in chosen], STEP_LIMIT)
+    fixed = verdict([pair.fixed_ratio for pair in chosen], FIXED_LIMIT)
     print(f"median step, ours / bare: {step}")
     print(f"fixed cost, ours / bare: {fixed}")
     surplus_s = median([pair.bare.surplus_s for pair in pairs])
@@ -90,7 +89,8 @@ def measure_pair(config: RunConfig, overrides: list[str], number: int) -> Pair:
     pair = Pair(ours, bare)
     print(
         f"{number + 1 or 'warm-up':>7}  step {ours.step_s * 1000:8.3f} / {bare.step_s * 1000:8.3f} ms = "
-        f"{pair.step_ratio:.4f}   fixed {ours.fixed_s:6.2f} / {bare.fixed_s:6.2f} s = {pair.fixed_ratio:.3f}",
+        f"{pair.step_ratio:.4f}   fixed {ours.fixed_s:6.2f} / {bare.fixed_s:6.2f} s = {pair.fixed_ratio:.3f}"
+        f"{'' if pair.quiet else '   others were busy'}",
         flush=True,
     )
     return pair

@@ -14,6 +14,13 @@ FIXED_LIMIT = 1.3
 """Everything outside of the timed steps may take this many times the bare script's."""
 
 
+QUIET_CORES = 0.15
+"""A pair counts as quiet if others kept no more than this many cores busy during either of its runs."""
+
+ENOUGH_PAIRS = 6
+"""Fewer give no 95 % interval of the median."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of either side."""
@@ -25,6 +32,8 @@ class Run:
     """Steps before the timed ones."""
     wall_s: float
     """From starting the command to its exit."""
+    others_cores: float = 0.0
+    """Cores that other processes of this machine kept busy meanwhile, on average."""
     surplus_s: float = 0.0
     """Part of `wall_s` that is done only to make the two sides alike."""
 
@@ -55,6 +64,11 @@ class Pair:
     def fixed_ratio(self) -> float:
         """Our fixed cost over the bare script's."""
         return self.ours.fixed_s / self.bare.fixed_s
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the machine was left to the pair."""
+        return max(self.ours.others_cores, self.bare.others_cores) <= QUIET_CORES
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,12 @@ class Verdict:
 def verdict(ratios: Sequence[float], limit: float) -> Verdict:
     """Judge the ratios of all pairs by their median."""
     return Verdict(limit, min(ratios), median(ratios), max(ratios), median_interval(ratios))
+
+
+def judged(pairs: Sequence[Pair]) -> list[Pair]:
+    """The quiet pairs if they are enough to judge by, else all. What others did decides, never the ratio."""
+    quiet = [pair for pair in pairs if pair.quiet]
+    return quiet if len(quiet) >= ENOUGH_PAIRS else list(pairs)
 
 
 def ours_first(pair: int) -> bool:

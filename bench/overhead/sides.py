@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -35,12 +36,12 @@ def run_ours(overrides: list[str]) -> tuple[Run, records.Record]:
         If the run did not end well.
     """
     with tempfile.TemporaryDirectory(prefix="bench-overhead-") as store:
-        _, wall_s = _timed([sys.executable, "-m", "bench.run", *overrides, f"store={store}"], dict(os.environ))
+        _, wall_s, others = _timed([sys.executable, "-m", "bench.run", *overrides, f"store={store}"], dict(os.environ))
         row = records.read_all(store).records[0]
     if row["status"] != "ok":
         raise SideFailedError(f"bench.run ended {row['status']}: {row.get('error')}")
     steps = slowest_rank([rank["step_times_s"] for rank in row["ranks"]])
-    return Run(row["parameters"], steps, len(row["losses"]) - len(steps), wall_s), row
+    return Run(row["parameters"], steps, len(row["losses"]) - len(steps), wall_s, others), row
 
 
 def run_bare(config: RunConfig) -> tuple[Run, dict[str, Any]]:
@@ -57,10 +58,16 @@ def run_bare(config: RunConfig) -> tuple[Run, dict[str, Any]]:
         *("--warmup-steps", str(warmup + observed_steps(config)), "--steps", str(config.measurement.steps)),
         *(["--bf16"] if config.precision.compute == "bf16" else []),
     ]
-    output, wall_s = _timed(command, os.environ | {"OMP_NUM_THREADS": str(config.hardware.cpu_threads)})
+    environment = os.environ | {"OMP_NUM_THREADS": str(config.hardware.cpu_threads)}
+    try:
+        output, wall_s, others = _timed(command, environment)
+    except SideFailedError as error:
+        # Now and then a gloo script aborts in its destructors ("terminate called without an active exception").
+        print(f"{error} Once more:", file=sys.stderr)
+        output, wall_s, others = _timed(command, environment)
     said = json.loads(output.strip().splitlines()[-1])
     untimed = said["warmup_times_s"]
-    return Run(said["parameters"], said["step_times_s"], len(untimed), wall_s, sum(untimed[warmup:])), said
+    return Run(said["parameters"], said["step_times_s"], len(untimed), wall_s, others, sum(untimed[warmup:])), said
 
 
 def model_config(config: RunConfig) -> dict[str, Any]:
@@ -74,12 +81,25 @@ def observed_steps(config: RunConfig) -> int:
     return (CudaProbe if config.hardware.device == "cuda" else CpuProbe).observed_steps
 
 
-def _timed(command: list[str], environment: dict[str, str]) -> tuple[str, float]:
-    """Run a command to its end: what it printed, and how long it took."""
-    start = time.perf_counter()
+def _timed(command: list[str], environment: dict[str, str]) -> tuple[str, float, float]:
+    """Run a command to its end: what it printed, how long it took, and how many cores others used meanwhile."""
+    start, busy_s, own_s = time.perf_counter(), _machine_busy_s(), _children_busy_s()
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     wall_s = time.perf_counter() - start
+    others_s = (_machine_busy_s() - busy_s) - (_children_busy_s() - own_s)
     if done.returncode:
         sys.stderr.write(done.stderr)
         raise SideFailedError(f"{' '.join(command[1:3])} failed with exit code {done.returncode}: its output is above.")
-    return done.stdout, wall_s
+    return done.stdout, wall_s, max(0.0, others_s / wall_s)
+
+
+def _machine_busy_s() -> float:
+    """Processor seconds this machine has spent, all cores and everybody together, time stolen from it included."""
+    user, nice, system, _idle, _waiting, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_busy_s() -> float:
+    """Processor seconds of this process's children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

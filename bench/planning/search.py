@@ -32,12 +32,21 @@ def next_batch_size(tried: Mapping[int, int | None], start: int, limit_bytes: in
         return None
     guess = _foretold(tried, fits, limit_bytes)
     if ceiling is None:
-        return max(largest + 1, min(guess, 16 * largest)) if guess else 2 * largest
-    if guess is not None and not any(size in tried for size in (guess, guess + 1)):
-        return min(max(guess, largest + 1), ceiling - 1)
-    if guess is not None and largest == guess:
+        if guess is None:
+            return 2 * largest
+        return min(guess, 16 * largest) if guess > largest else largest + _stride(fits, guess)
+    half = largest // 2
+    if limit_bytes is not None and len(fits) == 1 and ceiling - largest > 4 and half and half not in tried:
+        return half  # fits as well, and two that fit foretell the largest
+    if guess is None:
+        return (largest + ceiling) // 2
+    if guess == largest:
         return largest + 1
-    return (largest + ceiling) // 2
+    if largest < guess < ceiling:
+        return guess
+    # More fits than was foretold, or less: look nearby, then further and further away.
+    near = largest + _stride(fits, guess) if guess < largest else ceiling - _setback(bursts, ceiling, guess)
+    return near if largest < near < ceiling else (largest + ceiling) // 2
 
 
 def largest_fitting(tried: Mapping[int, int | None]) -> int | None:
@@ -45,11 +54,27 @@ def largest_fitting(tried: Mapping[int, int | None]) -> int | None:
     return max((size for size, peak in tried.items() if peak is not None), default=None)
 
 
+def _stride(fits: list[int], foretold: int) -> int:
+    """How far to go on from the largest that fitted where less was foretold: one, two, four, ..."""
+    gap = fits[-1] - fits[-2]
+    return 2 * gap if foretold <= fits[-2] or gap <= fits[-1] // 4 else 1
+
+
+def _setback(bursts: list[int], ceiling: int, foretold: int) -> int:
+    """How far to go back from the smallest that ran out of memory where more was foretold: one, two, four, ..."""
+    second = min((size for size in bursts if size > ceiling), default=None)
+    if second is not None and foretold >= second:
+        return 2 * (second - ceiling)
+    return 1 if foretold - ceiling <= ceiling // 16 else ceiling  # far off: nearby is no better than anywhere
+
+
 def _foretold(tried: Mapping[int, int | None], fits: list[int], limit_bytes: int | None) -> int | None:
-    """Largest batch whose memory, on the line through the two largest that fitted, is within the limit."""
+    """Largest batch whose memory, on the line through two that fitted, is within the limit."""
     if limit_bytes is None or len(fits) < 2:
         return None
-    smaller, larger = fits[-2:]
+    larger = fits[-1]
+    # Neighbours differ by little more than fragmentation does.
+    smaller = max((size for size in fits if size <= 0.75 * larger), default=fits[0])
     low, high = tried[smaller], tried[larger]
     assert low is not None
     assert high is not None

@@ -12,12 +12,13 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from bench.records.schema import COLUMNS, FORMAT_VERSION, Record
 from bench.records.store import to_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "published" / "published.csv"
 
@@ -99,6 +100,8 @@ def load_published(path: str | Path = PUBLISHED) -> pd.DataFrame:
     FileNotFoundError
         If there is no such file.
     """
+    import pandas as pd  # as in `to_frame`
+
     records = published_records(path)
     frame = to_frame(records)
     for key in records[0]["source"] if records else ():

@@ -21,10 +21,12 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from bench.records.schema import COLUMNS, FORMAT_VERSION, Record, upgrade, validate
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 RUN_ID = re.compile(r"^[0-9a-f]{16}$")
 ATTEMPT_FILE = re.compile(r"^(\d+)\.json$")
@@ -183,6 +185,8 @@ def _read_latest(newest_first: list[Path], contents: Contents) -> None:
 
 def to_frame(records: list[Record]) -> pd.DataFrame:
     """Records as one typed table, a row per record, columns as in the schema."""
+    import pandas as pd  # here alone: a run writes its row without it
+
     data = {
         column.name: pd.array([record.get(column.name) for record in records], dtype=column.dtype)  # type: ignore[call-overload]
         for column in COLUMNS
