@@ -76,7 +76,8 @@ class RunConfig:
         require_choice("mode", self.mode, MODES)
         for name in ("gpus", "gpus_per_node", "batch_size_per_gpu", "gradient_accumulation"):
             require_at_least(name, getattr(self, name), 1)
-        require_at_least("seed", self.seed, 0)
+        if not 0 <= self.seed < 2**63:
+            raise bad_value("seed", self.seed, "a whole number from 0 to 2**63 - 1")
         require_at_least("repeat", self.repeat, 0)
         require_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
@@ -153,6 +154,8 @@ def run_config(raw: dict[str, Any]) -> RunConfig:
     }
     built = {key: _section(key, cls, json.dumps(raw[key], sort_keys=True)) for key, cls in sections.items()}
     scalars = _scalars(raw)
+    for name in ("gpus", "gpus_per_node"):  # before anything divides by them
+        require_at_least(name, scalars[name], 1)
     built["strategy"] = built["strategy"].resolve(
         scalars["gpus"],
         scalars["gpus_per_node"],

@@ -30,8 +30,8 @@ def find(field: str, name: str, package: ModuleType, base: Any) -> Any:
     path = name if "." in name else f"{package.__name__}.{name}"
     try:
         module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not path.startswith(error.name):
+    except (ModuleNotFoundError, TypeError) as error:  # TypeError: a path that starts with a dot
+        if not path.startswith(".") and (getattr(error, "name", None) is None or not path.startswith(str(error.name))):
             raise
         raise bad_value(field, name, [*names(package, base), "or a module path of your own"]) from None
     classes = _classes(module, base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from bench.errors import bad_value, require_choice
@@ -33,7 +34,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         require_choice("hardware.device", self.device, ("cpu", "cuda"))
-        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
+        if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < math.inf:
             raise bad_value("hardware.memory_limit_gib", self.memory_limit_gib, "a number of GiB above 0, or null")
         if self.cpu_threads < 1:
             raise bad_value("hardware.cpu_threads", self.cpu_threads, "a whole number of at least 1")

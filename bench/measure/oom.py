@@ -15,6 +15,7 @@ ASKED = (
 )
 UNSIZED = re.compile(
     r"std::bad_alloc|Cannot allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED|can't start new thread"
+    r"|Resource temporarily unavailable"
 )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bench import plugins
-from bench.errors import require_at_least, require_choice
+from bench.errors import bad_value, require_at_least, require_choice
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,9 @@ class Family(ABC):
         for field, value in vars(self).items():
             if isinstance(value, int) and not isinstance(value, bool):
                 require_at_least(f"model.{field}", value, 1)
+        dropout = getattr(self, "dropout", 0.0)
+        if not 0 <= dropout < 1:
+            raise bad_value("model.dropout", dropout, "a number from 0 to below 1")
 
     @abstractmethod
     def build(self) -> nn.Module:
