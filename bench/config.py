@@ -74,7 +74,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
-        for name in ("gpus", "gpus_per_node", "batch_size_per_gpu", "gradient_accumulation"):
+        for name in ("batch_size_per_gpu", "gradient_accumulation"):
             require_at_least(name, getattr(self, name), 1)
         if not 0 <= self.seed < 2**63:
             raise bad_value("seed", self.seed, "a whole number from 0 to 2**63 - 1")

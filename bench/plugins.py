@@ -27,12 +27,12 @@ def find(field: str, name: str, package: ModuleType, base: Any) -> Any:
     UsageError
         If there is no such file or module, or it does not define exactly one such class.
     """
-    path = name if "." in name else f"{package.__name__}.{name}"
+    path = name.lstrip(".") if "." in name else f"{package.__name__}.{name}"
     try:
         module = importlib.import_module(path)
-    except (ModuleNotFoundError, TypeError) as error:  # TypeError: a path that starts with a dot
-        if not path.startswith(".") and (getattr(error, "name", None) is None or not path.startswith(str(error.name))):
-            raise
+    except ModuleNotFoundError as error:
+        if error.name is None or not path.startswith(error.name):
+            raise  # the module is there; it is one that it imports that is missing
         raise bad_value(field, name, [*names(package, base), "or a module path of your own"]) from None
     classes = _classes(module, base)
     if len(classes) != 1:

@@ -265,7 +265,8 @@ def test_a_sweep_outlives_its_job_and_says_which_run_was_lost(interrupted, clean
     assert "gpt_tiny ddp fp32 x2" in lost[0]
     assert "its job was killed or crashed" in lost[0]
     recorded = rows(interrupted.store)
-    assert all(row["status"] == "preempted" for row in recorded[current])
+    assert recorded[current][-1]["status"] == "error"
+    assert "its job was killed or crashed" in recorded[current][-1]["error"]
     assert recorded[following][-1]["status"] == "ok"
     after = files(interrupted.store)
     assert {path: after[path] for path in finished} == finished

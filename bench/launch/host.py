@@ -146,6 +146,23 @@ def execute(
     return row
 
 
+def write_lost_row(config: RunConfig, store: Path, attempt: int, *, sweep: str, error: str) -> None:
+    """Write the row of an attempt whose host died under it, unless it had written one."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    row: Record = {
+        **configured_row(config),
+        **environment_row([]),
+        "status": "error",
+        "error": error,
+        "sweep": sweep,
+        "attempt": attempt,
+        "started_at": now,
+        "finished_at": now,
+    }
+    with contextlib.suppress(FileExistsError):
+        records.write(store, row)
+
+
 def _start(config: RunConfig, trace: Path, log: Path | None) -> list[Rank]:
     """Fork the ranks, then open the store they meet in: forked before its threads exist."""
     ranks, addresses = [], []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from bench.errors import ImpossibleError, bad_value
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import Device
 from bench.launch.capacity import refuse_what_exhausts_this_machine
+from bench.launch.host import write_lost_row
 from bench.launch.stop import StopSignal
 from bench.launch.worker import Event, Task, Worker
 
@@ -128,11 +131,17 @@ class LocalLauncher:
                     _ask_to_stop(job)
                     asked_to_stop = time.monotonic()
                 time.sleep(POLL_S)
-        if finished < len(tasks) and not stop.received:
+        if finished == len(tasks):
+            shutil.rmtree(folder)
+        elif not stop.received:
             # The job itself died: what it was at cannot be blamed on the run after it.
+            error = f"its job was killed or crashed. {_last_words(job)}"
+            config = tasks[finished].config
+            if current is not None:  # in a search, runs have a batch size of their own
+                config = dataclasses.replace(config, batch_size_per_gpu=current["batch_size"])
+                write_lost_row(config, store, current["attempt"], sweep=sweep, error=error)
+            on_event({"event": "lost", "label": config.label, "error": error})
             finished += 1
-            label = current["label"] if current else tasks[finished - 1].config.label
-            on_event({"event": "lost", "label": label, "error": f"its job was killed or crashed. {_last_words(job)}"})
         return finished
 
 

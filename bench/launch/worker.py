@@ -84,7 +84,12 @@ class Worker:
                 return None
             record = records.latest(self.store, config.run_id)
             if record is None or record["status"] not in FINISHED or (force and not waited):
-                self._tell(event="start", run_id=config.run_id, label=config.label)
+                self._tell(
+                    event="start",
+                    label=config.label,
+                    batch_size=config.batch_size_per_gpu,
+                    attempt=records.next_attempt(self.store, config.run_id),
+                )
                 record = execute(
                     config,
                     self.store,
