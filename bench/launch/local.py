@@ -113,7 +113,7 @@ class LocalLauncher:
             events=events.resolve(),
             visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
-        finished = 0
+        finished, heard = 0, False
         current: Event | None = None
         with _hold(worker.alive_file), events.open() as stream:
             with _deaf_to_interrupts():
@@ -122,6 +122,7 @@ class LocalLauncher:
             while True:
                 over = job.done()
                 for event in _new_events(stream):
+                    heard = True
                     current = event if event["event"] == "start" else None
                     finished += event["event"] == "task done"
                     on_event(event)
@@ -141,7 +142,8 @@ class LocalLauncher:
                 config = dataclasses.replace(config, batch_size_per_gpu=current["batch_size"])
                 write_lost_row(config, store, current["attempt"], sweep=sweep, error=error)
             on_event({"event": "lost", "label": config.label, "error": error})
-            finished += 1
+            # A job that never came to a run would not do so with the next one either.
+            finished = finished + 1 if heard else len(tasks)
         return finished
 
 
