@@ -42,9 +42,10 @@ def test_every_strategy_and_factor_has_the_losses_of_one_process(execute: Execut
         peaks = [runs[name, factor]["peak_allocated_bytes"] for factor in (4, 2, 1)]
         assert peaks == sorted(peaks)
         assert peaks[0] < 0.8 * peaks[-1]
-    # Every rank of a run allocates the same.
+    # Every rank of a run allocates the same, but for the padding of its shards.
     for key, record in runs.items():
-        assert len({rank["peak_allocated_bytes"] // 1024 for rank in record["ranks"]}) == 1, key
+        peaks = [rank["peak_allocated_bytes"] for rank in record["ranks"]]
+        assert max(peaks) - min(peaks) < 256, key
     assert {key: record["effective_strategy"] for key, record in runs.items()} == {
         ("ddp", 1): "ddp",
         ("fsdp", 1): "fsdp/full_replication",
@@ -113,9 +114,7 @@ def test_narrow_formats_train_close_to_fp32(execute: Execute) -> None:
         assert record["skipped_steps"] == 0
     for name in ("ddp", "fsdp", "fsdp1"):
         mixed = "autocast" if name == "ddp" else "fsdp policy"
-        assert [
-            runs[name, precision]["effective"]["mixed_precision"] for precision in ("fp32", "bf16", "bf16_pure")
-        ] == [
+        assert [runs[name, precision]["mixed_precision"] for precision in ("fp32", "bf16", "bf16_pure")] == [
             "none",
             mixed,
             "none",

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from bench.measure.collectives import letting_go
+
 OwnWork = Callable[[], contextlib.AbstractContextManager[None]]
 
 STEADY_STEP = "bench: steady step"
@@ -126,7 +128,8 @@ class CpuProbe(MemoryProbe):
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         profiler.start()
         try:
-            yield
+            with letting_go():
+                yield
         finally:
             with self._own_work():
                 profiler.stop()
