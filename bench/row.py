@@ -45,6 +45,7 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
     losses = [sum(losses) / len(losses) for losses in zip(*(sample.losses for sample in samples), strict=True)]
     retries = sum(sample.peaks.alloc_retries for sample in samples)
     skipped = max(sample.skipped_steps for sample in samples)
+    slowed_by_limit = config.hardware.device == "cpu" and config.hardware.memory_limit_gib is not None
     device_used = [sample.peaks.device_used for sample in samples if sample.peaks.device_used is not None]
     exposed = [sample.exposed_communication for sample in samples if sample.exposed_communication is not None]
     return {
@@ -64,7 +65,7 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
         "peak_device_used_bytes": max(device_used, default=None),
         "alloc_retries": retries,
         "skipped_steps": skipped,
-        "degraded": retries > 0 or skipped > 0,
+        "degraded": retries > 0 or skipped > 0 or slowed_by_limit,
         "setup_s": max(sample.setup_s for sample in samples),
         "exposed_communication": max(exposed, default=None),
         "final_loss": losses[-1],

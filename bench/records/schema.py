@@ -91,7 +91,10 @@ COLUMNS: tuple[Column, ...] = (
         alloc_retries="times the caching allocator had to flush and retry during the timed steps, sum over ranks",
         skipped_steps="timed steps in which fp16 gradients overflowed, so that the optimizer did nothing",
     ),
-    *_columns("boolean", degraded="allocator retries or skipped steps: the time is not representative"),
+    *_columns(
+        "boolean",
+        degraded="time not representative: allocator retries, skipped steps, or a CPU slowed by a memory limit",
+    ),
     *_columns("Int64", memory_limit_bytes="memory each rank was allowed; empty for no limit"),
     *_columns("string", oom_phase="where memory ran out: init, forward, backward or optimizer"),
     *_columns(

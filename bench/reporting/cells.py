@@ -35,7 +35,7 @@ def cells(table: pd.DataFrame, value: str, *also: str) -> pd.DataFrame:
         The columns of `CELL`, ``heading``, ``device``, ``variant_key``, and: ``median``, ``low``, ``high`` and
         ``points`` of column `value` over the repeats that have it (NaN and empty if none has); the median of each
         column in `also`, under its name; ``fitted`` and ``out_of_memory``, numbers of repeats; ``oom_phase`` and
-        ``oom_bytes`` of the first that ran out; ``degraded``, whether the allocator was flushing in any.
+        ``oom_bytes`` of the first that ran out; ``degraded``, whether any was not representative.
     """
     done = table[table["status"].isin(["ok", "oom"])]
     found = [_cell(group, value, also) for _, group in done.groupby(CELL, dropna=False, sort=False)]

@@ -43,7 +43,7 @@ def note(axes: Axes, lane: Lane, x: float, text: str) -> None:
 
 
 def degraded(axes: Axes, lane: Lane, x: float) -> None:
-    """A hollow triangle at the end of the bar: the allocator was flushing, the time is not representative."""
+    """A hollow triangle at the end of the bar: the time is not representative."""
     axes.plot(x, lane.y, "<", markersize=7, markerfacecolor="white", markeredgecolor=style.INK, zorder=4)
 
 
@@ -90,5 +90,5 @@ def key(
         entries.append((cross, "out of memory"))
     if with_degraded and cells["degraded"].any():
         triangle = Line2D([], [], color=style.INK, marker="<", linestyle="", markerfacecolor="white", markersize=7)
-        entries.append((triangle, "degraded: allocator flushing"))
+        entries.append((triangle, "degraded: time not representative"))
     return entries
