@@ -53,7 +53,13 @@ class Outcome:
     failed_at: float | None = None
 
 
-def run_rank(config: RunConfig, place: RankPlace, rendezvous: Callable[[], dist.Store], trace: Path) -> Outcome:
+def run_rank(
+    config: RunConfig,
+    place: RankPlace,
+    rendezvous: Callable[[], dist.Store],
+    trace: Path,
+    note_phase: Callable[[str], None] = lambda phase: None,
+) -> Outcome:
     """Run one rank from process group to samples. Never raises: what goes wrong is in the outcome.
 
     Parameters
@@ -62,6 +68,8 @@ def run_rank(config: RunConfig, place: RankPlace, rendezvous: Callable[[], dist.
         Gives the key-value store through which the ranks of this run find each other.
     trace: Path
         Where rank 0 writes the profiler trace, if the configuration asks for one.
+    note_phase: callable
+        Told as each phase of a step begins, for when the rank does not live to say so.
     """
     started = time.perf_counter()
     outcome = Outcome(place.rank, environment.host())
@@ -71,6 +79,7 @@ def run_rank(config: RunConfig, place: RankPlace, rendezvous: Callable[[], dist.
 
     def enter_phase(phase: str) -> None:
         outcome.phase = phase
+        note_phase(phase)
 
     def build() -> tuple[Engine, list[Batch]]:
         engine = build_engine(

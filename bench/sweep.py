@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
 from bench import records
-from bench.errors import UsageError
+from bench.config import RunConfig
+from bench.errors import ImpossibleError, UsageError
 from bench.hardware import detect
 from bench.launch.local import LocalLauncher
 from bench.launch.stop import StopSignal
@@ -40,7 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
         device = detect()
         request = read_request(options.overrides, multirun=options.multirun, device=device)
         launcher = LocalLauncher(request.cluster, device)
-        plan = make_plan(request.points, request.store, force=request.force, check=launcher.check)
+        # A search starts from what is recorded of it, not from whether its first try is.
+        everything = request.force or request.search != "none"
+        plan = make_plan(request.points, request.store, force=everything, check=_checks(request, launcher))
         if not request.dry_run:
             _refuse_the_impossible(plan)
             _refuse_unwritable(request.store)
@@ -78,6 +82,21 @@ def _carry_out(request: Request, plan: Plan, launcher: LocalLauncher, console: C
         console.print(f"Report: {page}", soft_wrap=True)
     complete = all(record is not None and record["status"] in ("ok", "oom") for record in found.values())
     return 0 if complete or request.search != "none" else 1
+
+
+def _checks(request: Request, launcher: LocalLauncher) -> Callable[[RunConfig], None]:
+    """What every run must pass: raises `ImpossibleError` where it cannot be carried out as asked."""
+
+    def check(config: RunConfig) -> None:
+        launcher.check(config)
+        bounded = config.hardware.device != "cpu" or config.hardware.memory_limit_gib is not None
+        if request.search != "none" and not bounded:
+            raise ImpossibleError(
+                f"search={request.search} on a CPU needs hardware.memory_limit_gib: without one it would take all the "
+                "memory of this machine."
+            )
+
+    return check
 
 
 def _refuse_the_impossible(plan: Plan) -> None:

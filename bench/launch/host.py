@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import faulthandler
 import functools
 import gc
 import importlib
+import mmap
 import multiprocessing
 import os
 import signal
@@ -29,6 +31,7 @@ from bench.config import RunConfig
 from bench.launch.stop import StopSignal
 from bench.rank import Outcome, RankPlace, run_rank
 from bench.records import Record
+from bench.records.schema import PHASES
 from bench.row import configured_row, environment_row, measured_row, rank_rows
 
 GRACE_S = 2.0
@@ -36,6 +39,8 @@ GRACE_S = 2.0
 
 POLL_S = 0.25
 """How often to look for a stop signal while ranks run."""
+
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 
 PR_SET_PDEATHSIG = 1
 
@@ -49,6 +54,8 @@ class Rank:
     number: int
     process: ForkProcess
     pipe: connection.Connection
+    last_phase: mmap.mmap
+    """One byte shared with the rank: number of the phase it last entered."""
     outcome: Outcome | None = None
     killed: bool = False
     """By us, so that its end says nothing about the run."""
@@ -68,6 +75,11 @@ class Rank:
             return self.outcome.status != "ok"
         return ended and not self.killed
 
+    @property
+    def crashed(self) -> bool:
+        """Whether native code in it ended it."""
+        return self.process.exitcode in [-number for number in CRASHES]
+
     def end(self) -> str:
         """How the process ended, in words."""
         code = self.process.exitcode
@@ -83,7 +95,6 @@ def preload(modules: tuple[str, ...]) -> None:
     The garbage collector rests meanwhile, since imports leave nothing to collect, and then leaves the imported
     objects alone for good: neither this process nor the ranks, which share their pages, walk through them again.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     gc.disable()
     try:
         for module in ("torch.distributed.fsdp", "torch.profiler", *modules):
@@ -170,16 +181,17 @@ def _start(config: RunConfig, trace: Path, log: Path | None) -> list[Rank]:
         address_receiver, address_sender = _fork.Pipe(duplex=False)
         outcome_receiver, outcome_sender = _fork.Pipe(duplex=False)
         place = RankPlace(number, number % config.gpus_per_node, config.gpus)
+        last_phase = mmap.mmap(-1, 1)
         process = _fork.Process(
             target=_rank_main,
-            args=(config, place, address_receiver, outcome_sender, trace, log, os.getpid()),
+            args=(config, place, address_receiver, outcome_sender, last_phase, trace, log, os.getpid()),
             name=f"rank {number}",
             daemon=True,
         )
         process.start()
         address_receiver.close()
         outcome_sender.close()
-        ranks.append(Rank(number, process, outcome_receiver))
+        ranks.append(Rank(number, process, outcome_receiver, last_phase))
         addresses.append(address_sender)
     meeting_point = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for sender in addresses:
@@ -196,6 +208,7 @@ def _rank_main(
     place: RankPlace,
     address: connection.Connection,
     outcome: connection.Connection,
+    last_phase: mmap.mmap,
     trace: Path,
     log: Path | None,
     parent: int,
@@ -209,11 +222,15 @@ def _rank_main(
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+    faulthandler.enable(file=2)  # a crash in native code leaves its stack in the log
 
     def rendezvous() -> dist.Store:
         return dist.TCPStore("127.0.0.1", address.recv(), is_master=False)
 
-    result = run_rank(config, place, rendezvous, trace)
+    def note_phase(phase: str) -> None:
+        last_phase[0] = PHASES.index(phase)
+
+    result = run_rank(config, place, rendezvous, trace, note_phase)
     outcome.send(result)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -261,7 +278,7 @@ def _verdict(config: RunConfig, ranks: list[Rank], ending: str, time_limit_s: fl
     """What the run as a whole came to, from how each rank ended.
 
     A rank killed from outside explains the connection errors of the others; running out of memory explains them
-    too; otherwise the error that came first does.
+    too, and a crash under a CPU memory limit is taken for it; otherwise the error that came first does.
     """
     if ending == "stopped":
         return {"status": "preempted", "error": f"stopped by {stop.received}"}
@@ -278,6 +295,16 @@ def _verdict(config: RunConfig, ranks: list[Rank], ending: str, time_limit_s: fl
             "oom_bytes": first.oom_bytes,
             "oom_rank": first.rank,
             "error": first.error,
+        }
+    crashed = [rank for rank in killed if rank.crashed]
+    if crashed and config.hardware.device == "cpu" and config.hardware.memory_limit_gib is not None:
+        # Native code seldom survives that malloc gives it nothing: not gloo's, and not the profiler's.
+        return {
+            "status": "oom",
+            "oom_phase": PHASES[crashed[0].last_phase[0]],
+            "oom_bytes": None,
+            "oom_rank": crashed[0].number,
+            "error": f"rank {crashed[0].number} {crashed[0].end()} under its memory limit, taken for lack of memory",
         }
     if killed:
         return {"status": "error", "error": "; ".join(f"rank {rank.number} {rank.end()}" for rank in killed)}

@@ -124,16 +124,15 @@ class CpuProbe(MemoryProbe):
 
     @contextlib.contextmanager
     def observe(self) -> Iterator[None]:
-        """Under the profiler."""
+        """Under the profiler, which keeps running if what is observed fails: the process is over then."""
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         profiler.start()
-        try:
-            with letting_go():
-                yield
-        finally:
-            with self._own_work():
-                profiler.stop()
-                self._read(profiler)
+        with letting_go():
+            yield
+        # Not after a failure: if memory ran out within the profiler's own bookkeeping, stopping it may crash.
+        with self._own_work():
+            profiler.stop()
+            self._read(profiler)
 
     def _read(self, profiler: profile) -> None:
         assert profiler.profiler is not None

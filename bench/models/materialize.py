@@ -43,9 +43,14 @@ class Materializer:
             for name, parameter in module.named_parameters(recurse=False)
         }
         self._done: dict[str, nn.Parameter] = {}
+        self._keep_on_cpu = False
 
-    def model(self, model: nn.Module) -> None:
-        """Fill every parameter of `model` that is still on meta, whether whole or sharded (DTensor)."""
+    def model(self, model: nn.Module, *, keep_on_cpu: bool = False) -> None:
+        """Fill every parameter of `model` that is still on meta, whether whole or sharded (DTensor).
+
+        With `keep_on_cpu` each is drawn and sharded on the device, then kept on the CPU.
+        """
+        self._keep_on_cpu = keep_on_cpu
         for module in model.modules():
             self.module(module)
 
@@ -73,6 +78,7 @@ class Materializer:
             value = whole
             if isinstance(meta, DTensor):
                 value = distribute_tensor(whole, meta.device_mesh, meta.placements, src_data_rank=None)
+            value = value.cpu() if self._keep_on_cpu else value
             self._done[name] = nn.Parameter(value, requires_grad=meta.requires_grad)
         return self._done[name]
 

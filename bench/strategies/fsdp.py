@@ -42,7 +42,7 @@ class FSDP2(ShardingStrategy):
         # The root is needed again as soon as backward starts, so it is never resharded after forward.
         fully_shard(model, mp_policy=policy, reshard_after_forward=False, **options)
         self._set_prefetch(units)
-        job.materializer.model(model)
+        job.materializer.model(model, keep_on_cpu=self.cpu_offload)
         return model
 
     def _set_prefetch(self, units: Sequence[FSDPModule]) -> None:
