@@ -18,6 +18,9 @@ from bench.hardware.detect import processor_name
 
 PACKAGES = ("torch", "transformers", "hydra-core", "omegaconf", "submitit", "numpy", "triton")
 
+CODE = ("bench", "conf", "pyproject.toml", "constraints.txt")
+"""What of a checkout can change a result."""
+
 RECORDED_VARIABLES = ("PYTORCH_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_VISIBLE_DEVICES", "CUBLAS_", "MALLOC_")
 
 
@@ -53,7 +56,7 @@ def _nccl_version() -> str | None:
 
 @functools.cache
 def commit() -> dict[str, Any]:
-    """Commit of the code that runs, and whether its tree was clean; None where it is not a git checkout."""
+    """Commit of the code that runs, and whether code and configuration are as in it; None outside a git checkout."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str | None:
@@ -65,7 +68,7 @@ def commit() -> dict[str, Any]:
             return None
 
     sha = git("rev-parse", "HEAD") if (root / ".git").exists() else None
-    return {"git_sha": sha, "git_clean": git("status", "--porcelain") == "" if sha else None}
+    return {"git_sha": sha, "git_clean": git("status", "--porcelain", "--", *CODE) == "" if sha else None}
 
 
 def host() -> str:

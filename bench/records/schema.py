@@ -110,7 +110,7 @@ COLUMNS: tuple[Column, ...] = (
         git_sha="commit the run was made with",
         torch_version="version of torch",
     ),
-    *_columns("boolean", git_clean="nothing was changed in the checkout against that commit"),
+    *_columns("boolean", git_clean="code and configuration were as in that commit"),
     *_columns(
         "string",
         started_at="UTC time the run started, ISO 8601",
