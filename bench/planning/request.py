@@ -19,7 +19,7 @@ EXECUTION = ("store", "dry_run", "force", "report", "search", "sweep", "cluster"
 """Keys (and groups) that say how a sweep is carried out, not what runs are."""
 
 CONTEXT = (*EXECUTION, "hardware", "measurement", "seed")
-"""Keys that apply to any sweep; naming none but these asks for the default sweep."""
+"""Keys that apply to any sweep; naming none but these, and no search, asks for the default sweep."""
 
 SEARCHES = ("none", "largest_batch")
 
@@ -70,7 +70,7 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
         if len(values) > 1:
             raise bad_value(key, ",".join(values), "one value")
     if "sweep" not in execution:
-        described = multirun or any(not _belongs(key, CONTEXT) for key in given)
+        described = multirun or any(key == "search" or not _belongs(key, CONTEXT) for key in given)
         execution["sweep"] = ["adhoc" if described else "default"]
     once = {key: values[0] for key, values in execution.items()}
     base = composed(once)
