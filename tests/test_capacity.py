@@ -1,11 +1,21 @@
-"""A CPU run that would exhaust the machine is refused before it starts."""
+"""A CPU run that would exhaust the machine is refused before it starts, and one that crashes for memory is told so."""
 
 from __future__ import annotations
+
+import mmap
+import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench.errors import ImpossibleError
 from bench.launch.capacity import model_state_bytes, refuse_what_exhausts_this_machine
+from bench.launch.host import verdict
+from bench.launch.ranks import Rank
+from bench.launch.stop import StopSignal
+from bench.records.schema import PHASES
+from bench.sweep import main as sweep_main
 from tests.conftest import configuration
 
 GIB = 2**30
@@ -42,3 +52,29 @@ def test_a_memory_limit_lets_it_try() -> None:
         refuse_what_exhausts_this_machine(
             configuration("model=t5_11b", "gpus=8", "hardware.memory_limit_gib=20"), 24 * GIB
         )
+
+
+def test_a_search_on_a_cpu_needs_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep_main(["model=gpt_tiny", "search=largest_batch", f"store={tmp_path / 'store'}"]) == 2
+    assert "needs hardware.memory_limit_gib" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def crashed(number: signal.Signals) -> Rank:
+    """A rank that a signal ended in its backward pass, without a word."""
+    process = SimpleNamespace(exitcode=-number, is_alive=lambda: False)
+    last_phase = mmap.mmap(-1, 1)
+    last_phase[0] = PHASES.index("backward")
+    return Rank(1, process, SimpleNamespace(poll=lambda: False), last_phase)  # type: ignore[arg-type]
+
+
+def test_a_crash_under_a_cpu_memory_limit_is_a_lack_of_memory_and_only_there() -> None:
+    def status(number: signal.Signals, *overrides: str) -> tuple[str, str | None, str]:
+        row = verdict(configuration(*overrides), [crashed(number)], "ended", 60, StopSignal())
+        return row["status"], row.get("oom_phase"), row["error"]
+
+    limited = "hardware.memory_limit_gib=1"
+    assert status(signal.SIGSEGV, limited)[:2] == ("oom", "backward")
+    assert "rank 1 was killed by SIGABRT under its memory limit" in status(signal.SIGABRT, limited)[2]
+    assert status(signal.SIGSEGV) == ("error", None, "rank 1 was killed by SIGSEGV")
+    assert status(signal.SIGKILL, limited) == ("error", None, "rank 1 was killed by SIGKILL")

@@ -80,7 +80,7 @@ def execute(
     row: Record = {
         **configured_row(config),
         **environment_row(outcomes),
-        **_verdict(config, ranks, ending, time_limit_s, stop),
+        **verdict(config, ranks, ending, time_limit_s, stop),
         "sweep": sweep,
         "attempt": attempt,
         "ranks": rank_rows(outcomes),
@@ -109,7 +109,7 @@ def write_lost_row(config: RunConfig, store: Path, attempt: int, *, sweep: str, 
         records.write(store, row)
 
 
-def _verdict(config: RunConfig, ranks: list[Rank], ending: str, time_limit_s: float, stop: StopSignal) -> Record:
+def verdict(config: RunConfig, ranks: list[Rank], ending: str, time_limit_s: float, stop: StopSignal) -> Record:
     """What the run as a whole came to, from how each rank ended.
 
     A rank killed from outside explains the connection errors of the others; running out of memory explains them
