@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from bench.errors import ImpossibleError
 from tests.conftest import SMALL_GPT, SMALL_T5
 
 pytestmark = pytest.mark.slow
@@ -120,3 +122,16 @@ def test_narrow_formats_train_close_to_fp32(execute: Execute) -> None:
             "none",
         ]
         assert runs[name, "bf16_pure"]["peak_allocated_bytes"] < 0.75 * runs[name, "fp32"]["peak_allocated_bytes"]
+
+
+def test_compiled_blocks_compute_the_same(execute: Execute) -> None:
+    one = (*SMALL_GPT, "model.num_layers=1", *STEPS, "gpus=2", "strategy=fsdp")
+    compiled = (*one, "compile=true", "activation_checkpointing=full")
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        with pytest.raises(ImpossibleError, match="compile=true on a CPU needs"):
+            execute(compiled)
+        return
+    plain, faster = execute(one, compiled)
+    assert losses(faster) == pytest.approx(losses(plain), rel=1e-4)
+    assert (plain["compile"], faster["compile"]) == (False, True)
+    assert faster["setup_s"] > plain["setup_s"]
