@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _carry_out(request: Request, plan: Plan, launcher: LocalLauncher, console: Console) -> int:
-    tasks = [Task(config, force=request.force, search=request.search == "largest_batch") for config in [*plan.to_run]]
+    tasks = [Task(config, force=request.force, search=request.search == "largest_batch") for config in plan.to_run]
     with StopSignal() as stop, Progress(console, len(tasks)) as progress:
         if tasks:
             launcher.launch(tasks, request.store, request.sweep, stop, progress.handle)
@@ -75,7 +75,7 @@ def _carry_out(request: Request, plan: Plan, launcher: LocalLauncher, console: C
     if stop.received:
         console.print(f"Stopped by {stop.received}: the same command goes on where this one ended.")
         return 1
-    if request.report:
+    if request.report and any(found.values()):
         from bench.reporting import build
 
         page = build(request.store, request.store / "report")
