@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.config import RunConfig
-from bench.planning.plan import Plan
+from bench.planning.plan import FINISHED, Plan
 from bench.planning.request import Request
 from bench.records import Record
 
@@ -84,7 +84,7 @@ def result_table(configs: Sequence[RunConfig], found: Mapping[str, Record | None
 
 
 def _figures(record: Record | None, factor: int) -> list[str]:
-    if record is None or record["status"] not in ("ok", "oom"):
+    if record is None or record["status"] not in FINISHED:
         return ["", "", ""]
     if record["status"] == "oom":
         asked = record["oom_bytes"]
@@ -138,7 +138,7 @@ class Progress:
             self._bar.update(self._task, description=event["label"])
         elif event["event"] == "end":
             style = STYLES.get(event["status"], "")
-            if self._console.is_terminal or event["status"] not in ("ok", "oom"):
+            if self._console.is_terminal or event["status"] not in FINISHED:
                 line = Text.assemble((f"{event['status']:9}", style), f"{event['label']}: {event['summary']}")
                 self._console.print(line, soft_wrap=True)
         elif event["event"] == "task done":

@@ -11,7 +11,6 @@ from bench.measure import environment
 from bench.measure.statistics import median, median_interval, percentile, slowest_rank
 from bench.rank import Outcome
 from bench.records import Record
-from bench.strategies.base import knobs
 
 KNOB_COLUMNS = {
     "bucket_cap_mb",
@@ -76,7 +75,8 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
 
 def configured_row(config: RunConfig) -> Record:
     """The columns that are known before a run starts."""
-    used = knobs(config.strategy)
+    values = config.to_dict()
+    used = values["strategy"]
     return {
         "run_id": config.run_id,
         "evidence": config.evidence,
@@ -107,7 +107,7 @@ def configured_row(config: RunConfig) -> Record:
         "mixed_precision": _mixed_precision(config),
         "gradient_accumulation_sync": config.gradient_accumulation_sync,
         "seed": config.seed,
-        "config": config.to_dict(),
+        "config": values,
         "requested": config.requested,
         "effective": {**used, "backend": "nccl" if config.hardware.device == "cuda" else "gloo"},
         **{name: value for name, value in used.items() if name in KNOB_COLUMNS},

@@ -11,7 +11,7 @@ from bench.hardware import detect
 from bench.launch.alone import run_alone
 from bench.launch.host import describe
 from bench.launch.local import LocalLauncher
-from bench.planning.plan import make_plan
+from bench.planning.plan import FINISHED, make_plan
 from bench.planning.request import read_request
 
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     record = run_alone(request, config)
     print(f"{config.label}: {record['status']}, {describe(record)}")
     print(records.row_path(request.store, record["run_id"], record["attempt"]))
-    return 0 if record["status"] in ("ok", "oom") else 1
+    return 0 if record["status"] in FINISHED else 1
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from bench.hardware import detect
 from bench.launch.local import LocalLauncher
 from bench.launch.stop import StopSignal
 from bench.launch.worker import Task, largest_batch
-from bench.planning.plan import Plan, make_plan
+from bench.planning.plan import FINISHED, Plan, make_plan
 from bench.planning.request import Request, read_request
 from bench.progress import Progress, plan_table, result_table, search_table
 
@@ -80,7 +80,7 @@ def _carry_out(request: Request, plan: Plan, launcher: LocalLauncher, console: C
 
         page = build(request.store, request.store / "report")
         console.print(f"Report: {page}", soft_wrap=True)
-    complete = all(record is not None and record["status"] in ("ok", "oom") for record in found.values())
+    complete = all(record is not None and record["status"] in FINISHED for record in found.values())
     return 0 if complete or request.search != "none" else 1
 
 

@@ -53,10 +53,11 @@ def detect() -> Device:
         memory_bytes = pynvml.nvmlDeviceGetMemoryInfo(handle).total
     except Exception as error:
         raise UsageError(f"torch sees {count} GPU(s), but NVML cannot name them ({error}): check nvidia-smi.") from None
-    return Device("cuda", _text(name), count, (int(major), int(minor)), int(memory_bytes))
+    return Device("cuda", nvml_text(name), count, (int(major), int(minor)), int(memory_bytes))
 
 
-def _text(name: str | bytes) -> str:
+def nvml_text(name: str | bytes) -> str:
+    """A name from NVML, which older bindings give as bytes."""
     return name.decode() if isinstance(name, bytes) else name
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.hardware.detect import processor_name
+from bench.hardware.detect import nvml_text, processor_name
 
 PACKAGES = ("torch", "transformers", "hydra-core", "omegaconf", "submitit", "numpy", "triton")
 
@@ -97,9 +97,8 @@ def _nvml_facts(rank_device: torch.device) -> dict[str, Any]:
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(rank_device).uuid)
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        driver = pynvml.nvmlSystemGetDriverVersion()
         return {
-            "driver": driver.decode() if isinstance(driver, bytes) else driver,
+            "driver": nvml_text(pynvml.nvmlSystemGetDriverVersion()),
             "power_limit_w": pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
             "sm_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
             "sm_clock_max_mhz": pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),

@@ -134,8 +134,8 @@ def composed(settings: Mapping[str, str]) -> dict[str, Any]:
     for key, value in settings.items():
         if key in groups() and value not in groups()[key]:
             raise bad_value(key, value, groups()[key])
-        target = choices if key in groups() or key[0] in "+~" else fields
-        target.append(f"{key}={value}" if value != "" or key[0] != "~" else key)
+        target = choices if key in groups() or key.startswith("+") else fields
+        target.append(f"{key}={value}")
     config = _compose_groups(tuple(sorted(choices))).copy()
     for field in fields:
         _set(config, parse([field])[0])

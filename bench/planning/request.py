@@ -130,9 +130,8 @@ def description_of(device: Device) -> str:
 
 
 def _key(override: Override) -> str:
-    prefix = {"ADD": "+", "FORCE_ADD": "++", "DEL": "~"}.get(override.type.name if override.type else "", "")
-    return prefix + override.key_or_group
+    return ("+" if override.is_add() else "") + override.key_or_group
 
 
 def _belongs(key: str, sections: Sequence[str]) -> bool:
-    return key.lstrip("+~").partition(".")[0] in sections
+    return key.lstrip("+").partition(".")[0] in sections

@@ -8,7 +8,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -119,8 +118,3 @@ def require_replicas(strategy: Strategy) -> None:
 def load_strategy(name: str) -> type[Strategy]:
     """The strategy class that ``bench/strategies/<name>.py``, or the module with that path, defines."""
     return plugins.find("strategy.name", name, sys.modules[__package__], Strategy)
-
-
-def knobs(strategy: Strategy) -> dict[str, Any]:
-    """Every knob of the strategy with its value."""
-    return dataclasses.asdict(strategy)
