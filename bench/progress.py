@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.config import RunConfig
-from bench.planning.plan import FINISHED, Plan
+from bench.planning.plan import Plan
 from bench.planning.request import Request
 from bench.records import Record
+from bench.records.schema import FINISHED
 
 STYLES = {"ok": "green", "oom": "yellow", "error": "red", "timeout": "red", "preempted": "magenta", "lost": "red"}
 
@@ -24,12 +25,14 @@ IDENTITY = ("model", "strategy", "precision", "ranks x batch", "limit")
 
 def plan_table(request: Request, plan: Plan, *, details: bool) -> RenderableType:
     """The plan: one line, and with `details` every run and why some cannot run."""
-    total = len(plan.to_run) + len(plan.done)
+    total = len(plan.to_run) + len(plan.done) + len(plan.underway)
     line = Text(f"Sweep {request.sweep}: {total} runs, {len(plan.done)} done, {len(plan.to_run)} to run")
+    if plan.underway:
+        line.append(f", {len(plan.underway)} queued or running on a cluster")
     if plan.impossible:
         line.append(f", {len(plan.impossible)} impossible")
     parts: list[RenderableType] = [line]
-    if plan.shapes:
+    if plan.shapes and request.cluster["launcher"] == "local":
         shapes = [f"{count} x {gpus} rank{'s' if gpus > 1 else ''}" for (_, gpus), count in sorted(plan.shapes.items())]
         parts.append(Text(f"Shapes on one machine: {', '.join(shapes)}"))
     if details:
@@ -40,6 +43,8 @@ def plan_table(request: Request, plan: Plan, *, details: bool) -> RenderableType
             table.add_row(
                 Text(config.run_id, style="dim"), *_identity(config), Text(f"done: {status}", style=STYLES[status])
             )
+        for config, words in plan.underway:
+            table.add_row(Text(config.run_id, style="dim"), *_identity(config), Text(words, style="cyan"))
         parts.append(table)
     if plan.impossible:
         reasons: dict[str, int] = {}
@@ -143,6 +148,8 @@ class Progress:
                 self._console.print(line, soft_wrap=True)
         elif event["event"] == "task done":
             self._bar.advance(self._task)
+        elif event["event"] == "taken":
+            self._console.print(Text(f"left     {event['label']}: job {event['by']} is executing it"), soft_wrap=True)
         elif event["event"] == "lost":
             self._console.print(Text(f"lost     {event['label']}: {event['error']}", style="red"), soft_wrap=True)
             self._bar.advance(self._task)

@@ -9,10 +9,11 @@ from bench import records
 from bench.errors import UsageError
 from bench.hardware import detect
 from bench.launch.alone import run_alone
-from bench.launch.host import describe
 from bench.launch.local import LocalLauncher
-from bench.planning.plan import FINISHED, make_plan
+from bench.launch.verdict import describe
+from bench.planning.plan import make_plan
 from bench.planning.request import read_request
+from bench.records.schema import FINISHED
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,14 +14,21 @@ from rich.console import Console
 
 from bench import records
 from bench.config import RunConfig
-from bench.errors import ImpossibleError, UsageError
+from bench.errors import ImpossibleError, UsageError, bad_value
 from bench.hardware import detect
+from bench.hardware.detect import Device
 from bench.launch.local import LocalLauncher
+from bench.launch.slurm import ledger
+from bench.launch.slurm.collect import underway
+from bench.launch.slurm.launcher import SlurmLauncher
+from bench.launch.slurm.queue import SlurmError
 from bench.launch.stop import StopSignal
-from bench.launch.worker import Task, largest_batch
-from bench.planning.plan import FINISHED, Plan, make_plan
+from bench.launch.task import Task, largest_batch
+from bench.planning.plan import Plan, make_plan
 from bench.planning.request import Request, read_request
 from bench.progress import Progress, plan_table, result_table, search_table
+from bench.records.schema import FINISHED
+from bench.submitting import arrays_table, scripts, submitted_text
 
 EPILOG = """\
 Every field of every group under conf/ can be set: model=t5_small strategy=fsdp strategy.sharding_factor=2 gpus=4.
@@ -30,9 +39,18 @@ others are sweep=NAME, one for every file under conf/sweep. dry_run=true shows t
 
 WIDTH_WITHOUT_TERMINAL = 140
 
+ROW_BYTES = 256 * 1024
+"""Of the largest rows; a store with less space is refused."""
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a sweep. Exit code 0 if every run has a result (ok or oom), 1 if one has not, 2 on bad input."""
+    """Run a sweep.
+
+    Returns
+    -------
+    int
+        0 if every run has a result (ok or oom) or was submitted, 1 if one has not, 2 on bad input.
+    """
     parser = argparse.ArgumentParser(prog="python -m bench.sweep", description=__doc__, epilog=EPILOG)
     parser.add_argument("-m", "--multirun", action="store_true", help="values with commas are axes of a grid")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example sweep=model_scale dry_run=true")
@@ -41,13 +59,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         device = detect()
         request = read_request(options.overrides, multirun=options.multirun, device=device)
-        launcher = LocalLauncher(request.cluster, device)
-        # A search starts from what is recorded of it, not from whether its first try is.
-        everything = request.force or request.search != "none"
-        plan = make_plan(request.points, request.store, force=everything, check=_checks(request, launcher))
+        launcher = _launcher(request, device)
         if not request.dry_run:
-            _refuse_the_impossible(plan)
             _refuse_unwritable(request.store)
+        with contextlib.ExitStack() as stack:
+            if isinstance(launcher, SlurmLauncher) and not request.dry_run:
+                # What is queued must not change between looking and submitting.
+                stack.enter_context(ledger.submitting(request.store))
+            plan = _plan(request, launcher)
+            if not request.dry_run:
+                _refuse_the_impossible(plan)
+            if isinstance(launcher, SlurmLauncher):
+                return _submit(request, plan, launcher, console)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -57,8 +80,55 @@ def main(arguments: list[str] | None = None) -> int:
     return _carry_out(request, plan, launcher, console)
 
 
+def _launcher(request: Request, device: Device) -> LocalLauncher | SlurmLauncher:
+    kind = request.cluster["launcher"]
+    if kind == "local":
+        return LocalLauncher(request.cluster, device)
+    if kind == "slurm":
+        return SlurmLauncher(request.cluster)
+    raise bad_value("cluster.launcher", kind, ["local", "slurm"])
+
+
+def _plan(request: Request, launcher: LocalLauncher | SlurmLauncher) -> Plan:
+    search = request.search != "none"
+    try:
+        elsewhere = {
+            run_id: f"{standing.state} as job {standing.job_id}"
+            for (run_id, searched), standing in underway(request.store).items()
+            if searched == search
+        }
+    except SlurmError as error:
+        raise UsageError(f"store={request.store} has jobs on a cluster, but SLURM cannot be asked: {error}.") from None
+    # A search starts from what is recorded of it, not from whether its first try is.
+    everything = request.force or search
+    check = _checks(request, launcher)
+    return make_plan(request.points, request.store, force=everything, check=check, underway=elsewhere)
+
+
+def _submit(request: Request, plan: Plan, launcher: SlurmLauncher, console: Console) -> int:
+    """Submit what is to run and come back at once; a dry run only shows what would be submitted."""
+    tasks = _tasks(request, plan)
+    name = ledger.new_name()
+    batches = launcher.batches(tasks, request.store, name)
+    console.print(plan_table(request, plan, details=request.dry_run))
+    if batches:
+        console.print(arrays_table(launcher.profile, [batch.array for batch in batches]))
+    if request.show_script:
+        for text in scripts(launcher, batches, request.store, name):
+            print(text)
+    if request.dry_run or not batches:
+        return 0
+    submission = launcher.submit(batches, request.store, request.sweep, name)
+    console.print(submitted_text(submission, request.store), soft_wrap=True)
+    return 0
+
+
+def _tasks(request: Request, plan: Plan) -> list[Task]:
+    return [Task(config, force=request.force, search=request.search == "largest_batch") for config in plan.to_run]
+
+
 def _carry_out(request: Request, plan: Plan, launcher: LocalLauncher, console: Console) -> int:
-    tasks = [Task(config, force=request.force, search=request.search == "largest_batch") for config in plan.to_run]
+    tasks = _tasks(request, plan)
     with StopSignal() as stop, Progress(console, len(tasks)) as progress:
         if tasks:
             launcher.launch(tasks, request.store, request.sweep, stop, progress.handle)
@@ -84,7 +154,7 @@ def _carry_out(request: Request, plan: Plan, launcher: LocalLauncher, console: C
     return 0 if complete or request.search != "none" else 1
 
 
-def _checks(request: Request, launcher: LocalLauncher) -> Callable[[RunConfig], None]:
+def _checks(request: Request, launcher: LocalLauncher | SlurmLauncher) -> Callable[[RunConfig], None]:
     """What every run must pass: raises `ImpossibleError` where it cannot be carried out as asked."""
 
     def check(config: RunConfig) -> None:
@@ -101,7 +171,7 @@ def _checks(request: Request, launcher: LocalLauncher) -> Callable[[RunConfig], 
 
 def _refuse_the_impossible(plan: Plan) -> None:
     """Raise `UsageError` if nothing at all of what was asked for can run."""
-    if plan.impossible and not (plan.to_run or plan.done):
+    if plan.impossible and not (plan.to_run or plan.done or plan.underway):
         reasons = list(dict.fromkeys(reason for _, reason in plan.impossible))
         more = (
             f" ({len(reasons) - 1} further reasons: see dry_run=true on a part of the sweep.)"
@@ -112,13 +182,14 @@ def _refuse_the_impossible(plan: Plan) -> None:
 
 
 def _refuse_unwritable(store: Path) -> None:
+    """Raise `UsageError` unless the store can take a row: its folder, and some disk space."""
     try:
         store.mkdir(parents=True, exist_ok=True)
-        writable = os.access(store, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise UsageError(f"store={store} is not valid: choose a folder that can be written to.")
+        with tempfile.TemporaryFile(dir=store) as file:
+            os.posix_fallocate(file.fileno(), 0, ROW_BYTES)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"store={store} is not valid ({reason}): choose a folder that can be written to.") from None
 
 
 if __name__ == "__main__":

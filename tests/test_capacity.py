@@ -11,9 +11,8 @@ import pytest
 
 from bench.errors import ImpossibleError
 from bench.launch.capacity import model_state_bytes, refuse_what_exhausts_this_machine
-from bench.launch.host import verdict
-from bench.launch.ranks import Rank
-from bench.launch.stop import StopSignal
+from bench.launch.ranks import Ended, Rank
+from bench.launch.verdict import verdict
 from bench.records.schema import PHASES
 from bench.sweep import main as sweep_main
 from tests.conftest import configuration
@@ -60,17 +59,17 @@ def test_a_search_on_a_cpu_needs_a_limit(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "store").exists()
 
 
-def crashed(number: signal.Signals) -> Rank:
+def crashed(number: signal.Signals) -> Ended:
     """A rank that a signal ended in its backward pass, without a word."""
     process = SimpleNamespace(exitcode=-number, is_alive=lambda: False)
     last_phase = mmap.mmap(-1, 1)
     last_phase[0] = PHASES.index("backward")
-    return Rank(1, process, SimpleNamespace(poll=lambda: False), last_phase)  # type: ignore[arg-type]
+    return Rank(1, process, SimpleNamespace(poll=lambda: False), last_phase).ended()  # type: ignore[arg-type]
 
 
 def test_a_crash_under_a_cpu_memory_limit_is_a_lack_of_memory_and_only_there() -> None:
     def status(number: signal.Signals, *overrides: str) -> tuple[str, str | None, str]:
-        row = verdict(configuration(*overrides), [crashed(number)], "ended", 60, StopSignal())
+        row = verdict(configuration(*overrides), [crashed(number)])
         return row["status"], row.get("oom_phase"), row["error"]
 
     limited = "hardware.memory_limit_gib=1"

@@ -23,7 +23,7 @@ from bench import records
 from bench import sweep as command
 from bench.config import RunConfig
 from bench.launch.local import LocalLauncher
-from bench.launch.worker import largest_batch
+from bench.launch.task import largest_batch
 from bench.planning.compose import as_text, composed, groups
 from bench.planning.plan import make_plan
 from bench.planning.request import read_request

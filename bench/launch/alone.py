@@ -16,8 +16,9 @@ def run_alone(request: Request, config: RunConfig) -> Record:
         return execute(
             config,
             request.store,
+            launcher="alone",
             sweep=request.sweep,
             time_limit_s=float(request.cluster["time_limit_s"]),
             stop=stop,
-            log_to_file=False,
+            log=False,
         )

@@ -21,10 +21,12 @@ from bench.config import RunConfig
 from bench.errors import ImpossibleError, bad_value
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import Device
+from bench.launch.attempt import write_lost_row, write_unstarted_row
 from bench.launch.capacity import refuse_what_exhausts_this_machine
-from bench.launch.host import write_lost_row
 from bench.launch.stop import StopSignal
-from bench.launch.worker import Event, Task, Worker
+from bench.launch.task import Task
+from bench.launch.worker import Event, Worker
+from bench.records import claims
 
 POLL_S = 0.1
 
@@ -140,11 +142,24 @@ class LocalLauncher:
             config = tasks[finished].config
             if current is not None:  # in a search, runs have a batch size of their own
                 config = dataclasses.replace(config, batch_size_per_gpu=current["batch_size"])
-                write_lost_row(config, store, current["attempt"], sweep=sweep, error=error)
+                error += _write_down(config, store, sweep, error)
             on_event({"event": "lost", "label": config.label, "error": error})
             # A job that never came to a run would not do so with the next one either.
             finished = finished + 1 if heard else len(tasks)
         return finished
+
+
+def _write_down(config: RunConfig, store: Path, sweep: str, error: str) -> str:
+    """Write the row of a run whose job died; returns what to add to the message if that cannot be done."""
+    try:
+        claim = claims.held(store, config.run_id)
+        if claim is not None:
+            write_lost_row(claim, status="error", error=error)
+        else:
+            write_unstarted_row(config, store, status="error", error=error, facts={"launcher": "local", "sweep": sweep})
+    except OSError as unwritable:
+        return f" Its row could not be written: {unwritable}"
+    return ""
 
 
 def _new_events(stream: Any) -> Iterator[Event]:

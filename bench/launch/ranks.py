@@ -1,9 +1,8 @@
-"""The ranks of one run on this machine: fork them, watch over them, end them."""
+"""The ranks of one run that live on this machine: fork them, watch over them, end them."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import mmap
 import multiprocessing
@@ -11,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import ForkProcess
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bench.config import RunConfig
+from bench.launch.meeting import follow_parent
 from bench.launch.stop import StopSignal
 from bench.rank import Outcome, RankPlace, run_rank
 from bench.records.schema import PHASES
@@ -31,9 +32,23 @@ POLL_S = 0.25
 
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 
-PR_SET_PDEATHSIG = 1
-
 _fork = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank of a run ended. Plain values, so that it can be sent between processes."""
+
+    number: int
+    outcome: Outcome | None = None
+    """What it said itself; None if it did not live to say it."""
+    killed: bool = False
+    """By us, so that its end says nothing about the run."""
+    crashed: bool = False
+    """Native code in it ended it."""
+    last_phase: str = "init"
+    end: str = ""
+    """How the process ended, in words."""
 
 
 @dataclass
@@ -47,7 +62,6 @@ class Rank:
     """One byte shared with the rank: number of the phase it last entered."""
     outcome: Outcome | None = None
     killed: bool = False
-    """By us, so that its end says nothing about the run."""
 
     def receive(self) -> None:
         """Take the outcome from the pipe, if it has come."""
@@ -64,71 +78,62 @@ class Rank:
             return self.outcome.status != "ok"
         return ended and not self.killed
 
-    @property
-    def crashed(self) -> bool:
-        """Whether native code in it ended it."""
-        return self.process.exitcode in [-number for number in CRASHES]
-
-    def end(self) -> str:
-        """How the process ended, in words."""
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+    def ended(self) -> Ended:
+        """How it ended, which it must have."""
+        code = self.process.exitcode or 0
+        crashed = code in [-number for number in CRASHES]
+        words = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return Ended(self.number, self.outcome, self.killed, crashed, PHASES[self.last_phase[0]], words)
 
 
-def start(config: RunConfig, trace: Path, log: Path | None) -> list[Rank]:
-    """Fork the ranks, then open the store they meet in: forked before its threads exist."""
-    ranks, addresses = [], []
-    for number in range(config.gpus):
-        address_receiver, address_sender = _fork.Pipe(duplex=False)
-        outcome_receiver, outcome_sender = _fork.Pipe(duplex=False)
-        place = RankPlace(number, number % config.gpus_per_node, config.gpus)
+def start(
+    config: RunConfig,
+    places: Sequence[RankPlace],
+    rendezvous: Callable[[], dist.Store],
+    trace: Path,
+    log: Path | None,
+) -> list[Rank]:
+    """Fork a rank for each place.
+
+    Parameters
+    ----------
+    rendezvous: callable
+        Called in each rank: gives the store in which all ranks of the run find each other.
+    trace, log: Path
+        Where rank 0's profiler trace and the ranks' output go; without `log` it stays in this terminal.
+    """
+    ranks = []
+    for place in places:
+        receiver, sender = _fork.Pipe(duplex=False)
         last_phase = mmap.mmap(-1, 1)
         process = _fork.Process(
             target=_rank_main,
-            args=(config, place, address_receiver, outcome_sender, last_phase, trace, log, os.getpid()),
-            name=f"rank {number}",
+            args=(config, place, rendezvous, sender, last_phase, trace, log, os.getpid()),
+            name=f"rank {place.rank}",
             daemon=True,
         )
         process.start()
-        address_receiver.close()
-        outcome_sender.close()
-        ranks.append(Rank(number, process, outcome_receiver, last_phase))
-        addresses.append(address_sender)
-    meeting_point = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for sender in addresses:
-        with contextlib.suppress(BrokenPipeError):  # a rank that died already is seen by the watch
-            sender.send(meeting_point.port)
         sender.close()
-    # Kept alive by the ranks' list, for as long as they run.
-    ranks[0].process.meeting_point = meeting_point  # type: ignore[attr-defined]
+        ranks.append(Rank(place.rank, process, receiver, last_phase))
     return ranks
 
 
 def _rank_main(
     config: RunConfig,
     place: RankPlace,
-    address: connection.Connection,
+    rendezvous: Callable[[], dist.Store],
     outcome: connection.Connection,
     last_phase: mmap.mmap,
     trace: Path,
     log: Path | None,
     parent: int,
 ) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked to die with it
-        os._exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM):  # whoever sends them to a whole process group: the host decides
-        signal.signal(number, signal.SIG_IGN)
+    follow_parent(parent)
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
     faulthandler.enable(file=2)  # a crash in native code leaves its stack in the log
-
-    def rendezvous() -> dist.Store:
-        return dist.TCPStore("127.0.0.1", address.recv(), is_master=False)
 
     def note_phase(phase: str) -> None:
         last_phase[0] = PHASES.index(phase)
@@ -141,8 +146,21 @@ def _rank_main(
     os._exit(0 if result.status == "ok" else 1)
 
 
-def watch(ranks: list[Rank], deadline: float, stop: StopSignal) -> str:
-    """Wait until every rank has ended or one failed (`ended`), time is up (`timeout`) or a signal came (`stopped`)."""
+def watch(ranks: list[Rank], deadline: float, stop: StopSignal, called_off: Callable[[], bool] = lambda: False) -> str:
+    """Wait until every rank has ended or one failed.
+
+    Parameters
+    ----------
+    deadline: float
+        On `time.monotonic`.
+    called_off: callable
+        Asked now and then whether to wait any longer.
+
+    Returns
+    -------
+    str
+        `ended`, `timeout` when time was up first, `stopped` when a signal came, `called off`.
+    """
     while True:
         for rank in ranks:
             rank.receive()
@@ -155,6 +173,8 @@ def watch(ranks: list[Rank], deadline: float, stop: StopSignal) -> str:
         left = deadline - time.monotonic()
         if stop.received or left <= 0:
             return "stopped" if stop.received else "timeout"
+        if called_off():
+            return "called off"
         waiting = [rank.pipe for rank in ranks if rank.outcome is None]
         connection.wait([*(rank.process.sentinel for rank in running), *waiting], timeout=min(left, POLL_S))
 
@@ -167,8 +187,8 @@ def _let_others_report(ranks: list[Rank]) -> None:
         time.sleep(0.02)
 
 
-def kill(ranks: list[Rank]) -> None:
-    """End the ranks that still run, and take what the others sent before they ended."""
+def kill(ranks: list[Rank]) -> list[Ended]:
+    """End the ranks that still run, take what the others sent before they ended, and say how each ended."""
     for rank in ranks:
         if rank.process.is_alive():
             rank.killed = True
@@ -176,3 +196,4 @@ def kill(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.process.join()
         rank.receive()
+    return [rank.ended() for rank in ranks]

@@ -8,14 +8,15 @@ from typing import Any
 
 
 class StopSignal:
-    """Remembers that SIGINT or SIGTERM came, while installed; whoever waits looks at `received`."""
+    """Remembers that one of some signals came, while installed; whoever waits looks at `received`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *signals: signal.Signals) -> None:
         self.received: str | None = None
+        self._signals = signals or (signal.SIGINT, signal.SIGTERM)
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._signals:
             self._before[number] = signal.signal(number, self._receive)
         return self
 

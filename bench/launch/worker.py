@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import records
 from bench.config import RunConfig
-from bench.launch.host import describe, execute
+from bench.launch.host import execute
 from bench.launch.stop import StopSignal
-from bench.planning.plan import FINISHED
-from bench.planning.search import largest_fitting, next_batch_size
-from bench.records import Record
+from bench.launch.task import Task, largest_batch
+from bench.launch.verdict import describe
+from bench.records import Record, TakenError
+from bench.records.schema import FINISHED
 
 Event = dict[str, Any]
 
 POLL_S = 0.25
-
-
-@dataclass(frozen=True)
-class Task:
-    """One thing to do: a run, or the search for the largest batch of a configuration."""
-
-    config: RunConfig
-    force: bool = False
-    """Execute even what is recorded already."""
-    search: bool = False
-    """Find the largest batch that fits, starting from the configuration's."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +77,20 @@ class Worker:
                     event="start",
                     label=config.label,
                     batch_size=config.batch_size_per_gpu,
-                    attempt=records.next_attempt(self.store, config.run_id),
                 )
-                record = execute(
-                    config,
-                    self.store,
-                    sweep=self.sweep,
-                    time_limit_s=self.time_limit_s,
-                    stop=stop,
-                    log_to_file=True,
-                )
+                try:
+                    record = execute(
+                        config,
+                        self.store,
+                        launcher="local",
+                        sweep=self.sweep,
+                        time_limit_s=self.time_limit_s,
+                        stop=stop,
+                        log=True,
+                    )
+                except TakenError as taken:
+                    self._tell(event="taken", label=config.label, by=taken.claim.row.get("job_id"))
+                    return None
             status, summary = record["status"], describe(record)
             self._tell(event="end", run_id=config.run_id, label=config.label, status=status, summary=summary)
             return record
@@ -113,29 +106,6 @@ class Worker:
             except BlockingIOError:
                 return False
         return True
-
-
-def largest_batch(config: RunConfig, attempt: Callable[[RunConfig], Record | None]) -> int | None:
-    """Search the largest batch size that fits, from the configuration's on.
-
-    Parameters
-    ----------
-    attempt: callable
-        Gives the record of a configuration, by executing it or by looking it up.
-
-    Returns
-    -------
-    int or None
-        None if not even one sequence fits, or the search was cut short: there was no record, or one that says
-        neither ok nor oom.
-    """
-    tried: dict[int, int | None] = {}
-    while (size := next_batch_size(tried, config.batch_size_per_gpu, config.hardware.memory_limit_bytes)) is not None:
-        record = attempt(dataclasses.replace(config, batch_size_per_gpu=size))
-        if record is None or record["status"] not in FINISHED:
-            return None
-        tried[size] = None if record["status"] == "oom" else record["peak_reserved_bytes"]
-    return largest_fitting(tried)
 
 
 @contextlib.contextmanager

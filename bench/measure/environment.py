@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -20,6 +21,9 @@ PACKAGES = ("torch", "transformers", "hydra-core", "omegaconf", "submitit", "num
 
 CODE = ("bench", "conf", "pyproject.toml", "constraints.txt")
 """What of a checkout can change a result."""
+
+COMMIT_FILE = "COMMIT.json"
+"""In a copy of the code: the commit it was made from."""
 
 RECORDED_VARIABLES = ("PYTORCH_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_VISIBLE_DEVICES", "CUBLAS_", "MALLOC_")
 
@@ -58,6 +62,9 @@ def _nccl_version() -> str | None:
 def commit() -> dict[str, Any]:
     """Commit of the code that runs, and whether code and configuration are as in it; None outside a git checkout."""
     root = Path(__file__).resolve().parents[2]
+    if (root / COMMIT_FILE).exists():
+        facts: dict[str, Any] = json.loads((root / COMMIT_FILE).read_text())
+        return facts
 
     def git(*arguments: str) -> str | None:
         try:

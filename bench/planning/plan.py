@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,9 +11,7 @@ from bench.config import RunConfig, run_config
 from bench.errors import ImpossibleError
 from bench.planning.compose import composed
 from bench.planning.grid import Settings
-
-FINISHED = ("ok", "oom")
-"""Statuses that are results: such a run is not executed again unless forced."""
+from bench.records.schema import FINISHED
 
 
 @dataclass
@@ -23,6 +21,8 @@ class Plan:
     to_run: list[RunConfig] = field(default_factory=list)
     done: list[tuple[RunConfig, str]] = field(default_factory=list)
     """Runs with their recorded status."""
+    underway: list[tuple[RunConfig, str]] = field(default_factory=list)
+    """Runs that a cluster has already, and in which job."""
     impossible: list[tuple[str, str]] = field(default_factory=list)
     """Settings, and the sentence that says why they cannot run."""
 
@@ -36,7 +36,14 @@ class Plan:
         return counts
 
 
-def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Callable[[RunConfig], None]) -> Plan:
+def make_plan(
+    points: Iterable[Settings],
+    store: Path,
+    *,
+    force: bool,
+    check: Callable[[RunConfig], None],
+    underway: Mapping[str, str] | None = None,
+) -> Plan:
     """Compose, check and look up every run.
 
     Parameters
@@ -47,6 +54,8 @@ def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Ca
         Execute what is recorded already, too.
     check: callable
         Raises `ImpossibleError` where the launcher or the machine cannot execute a run.
+    underway: mapping, optional
+        Runs, by run_id, that wait or run on a cluster, each with words that say where.
 
     Raises
     ------
@@ -66,6 +75,9 @@ def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Ca
         if config.run_id in seen:
             continue
         seen.add(config.run_id)
+        if underway is not None and config.run_id in underway:
+            plan.underway.append((config, underway[config.run_id]))
+            continue
         record = None if force else records.latest(store, config.run_id)
         if record is not None and record["status"] in FINISHED:
             plan.done.append((config, record["status"]))

@@ -33,6 +33,8 @@ class Request:
     """Settings of each run, in order."""
     store: Path
     dry_run: bool
+    show_script: bool
+    """Show the batch scripts of a dry run, too."""
     force: bool
     report: bool
     search: str
@@ -78,7 +80,9 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
     run_axes = {key: values for key, values in given.items() if key not in execution}
     grids = [grid.overridden(run_axes) for grid in read_grids(name, base["sweep"])]
     require_choice("search", base["search"], SEARCHES)
-    for key in ("dry_run", "force", "report"):
+    if base["dry_run"] not in (True, False, "script"):
+        raise bad_value("dry_run", base["dry_run"], "true, false, or script: show the batch scripts, too")
+    for key in ("force", "report"):
         if not isinstance(base[key], bool):
             raise bad_value(key, base[key], "true or false")
     repeats = base["sweep"].get("repeats", 1)
@@ -88,14 +92,16 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
     if not isinstance(base["store"], (str, int, float)) or isinstance(base["store"], bool) or base["store"] == "":
         raise bad_value("store", base["store"], "the path of a folder")
     cluster = {key: value for key, value in once.items() if _belongs(key, ("cluster",))}
-    points = _points(grids, repeats, cluster, device)
+    hardware = base["cluster"].get("hardware") or description_of(device)
+    points = _points(grids, repeats, cluster, hardware)
     if not points:
         raise UsageError(f"sweep={name} comes to no run: choose values that its exclusions leave.")
     return Request(
         sweep=name,
         points=points,
         store=Path(str(base["store"])),
-        dry_run=base["dry_run"],
+        dry_run=bool(base["dry_run"]),
+        show_script=base["dry_run"] == "script",
         force=base["force"],
         report=base["report"],
         search=base["search"],
@@ -103,15 +109,18 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
     )
 
 
-def _points(grids: list[Grid], repeats: int, cluster: Settings, device: Device) -> list[Settings]:
-    """All runs: a whole pass over the grids per repetition, so that slow drift does not fall on one configuration."""
+def _points(grids: list[Grid], repeats: int, cluster: Settings, hardware: str) -> list[Settings]:
+    """All runs: a whole pass over the grids per repetition, so that slow drift does not fall on one configuration.
+
+    ``hardware=auto`` becomes `hardware`: what the cluster names, or this machine's device.
+    """
     points = []
     for repeat in range(repeats):
         for grid in grids:
             for point in grid.points():
                 point = {**cluster, **point}
                 if point.get("hardware", "auto") == "auto":
-                    point["hardware"] = description_of(device)
+                    point["hardware"] = hardware
                 if repeats > 1:
                     point["repeat"] = str(repeat)
                 points.append(point)

@@ -1,5 +1,6 @@
 """Rows: what a run leaves behind. The ground floor: everything writes or reads it, it knows nobody."""
 
+from bench.records.claims import Claim, TakenError
 from bench.records.published import load_published, published_records
 from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION, NESTED, Column, Record
 from bench.records.store import (
@@ -22,9 +23,11 @@ __all__ = [
     "COLUMN_NAMES",
     "FORMAT_VERSION",
     "NESTED",
+    "Claim",
     "Column",
     "Contents",
     "Record",
+    "TakenError",
     "UnreadableRecordWarning",
     "attempts",
     "latest",

@@ -14,6 +14,8 @@ FORMAT_VERSION = 1
 
 EVIDENCE = ("measured", "rehearsed", "predicted", "published")
 STATUSES = ("ok", "oom", "error", "timeout", "preempted", "skipped")
+FINISHED = ("ok", "oom")
+"""Statuses that are results: such a run is not executed again unless forced."""
 PHASES = ("init", "forward", "backward", "optimizer")
 
 Record = dict[str, Any]
@@ -107,6 +109,12 @@ COLUMNS: tuple[Column, ...] = (
     *_columns("string", error="cause of a failure, one sentence"),
     *_columns(
         "string",
+        launcher="what started the ranks: local, slurm or alone (`bench.run`)",
+        job_id="SLURM job, as array_task; empty elsewhere",
+    ),
+    *_columns("Int64", concurrent_runs="other runs of this store that were on at any time during this one"),
+    *_columns(
+        "string",
         git_sha="commit the run was made with",
         torch_version="version of torch",
     ),
@@ -161,6 +169,7 @@ NESTED: dict[str, str] = {
     "flops": "FLOPs per rank and step: model and hardware",
     "losses": "loss of every step from the first, mean over ranks",
     "ranks": "per rank: host, raw step times in seconds, memory peaks in bytes, allocator retries",
+    "concurrent": "the other runs that were on at any time during this one: run_id, launcher, job and hosts",
     "source": "published rows: source, figure, provenance, uncertainty, note and the quantity as it was printed",
 }
 

@@ -54,8 +54,13 @@ def row_path(store: str | Path, run_id: str, attempt: int) -> Path:
     return Path(store) / run_id / f"{attempt}.json"
 
 
-def write(store: str | Path, record: Record) -> Path:
+def write(store: str | Path, record: Record, *, into: str | Path | None = None) -> Path:
     """Write one row, atomically and durably.
+
+    Parameters
+    ----------
+    into: Path, optional
+        A file in the run's folder to use as the temporary one: disk space that was taken beforehand.
 
     Returns
     -------
@@ -68,22 +73,31 @@ def write(store: str | Path, record: Record) -> Path:
         If that attempt already has a row: the first one written stays.
     ValueError
         If the record does not fit the schema.
+    OSError
+        If the store cannot be written.
     """
     record = {"format": FORMAT_VERSION, **record}
     validate(record)
     target = row_path(store, record["run_id"], record["attempt"])
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".row-")
+    if into is None:
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".row-")
+    else:
+        descriptor, temporary = os.open(into, os.O_WRONLY | os.O_CREAT, 0o644), str(into)
     try:
         with os.fdopen(descriptor, "w") as file:
             os.fchmod(file.fileno(), 0o644)
             file.write(text)
+            file.truncate()
             file.flush()
             os.fsync(file.fileno())
         os.link(temporary, target)
-    finally:
-        os.unlink(temporary)
+    except BaseException:
+        if into is None:  # space taken beforehand is kept for another try
+            os.unlink(temporary)
+        raise
+    os.unlink(temporary)
     directory = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

@@ -1,0 +1,1 @@
+"""Launch on a SLURM cluster through submitit: job arrays, one per resource shape, one task per GPU."""

@@ -1,0 +1,270 @@
+"""What each task of a SLURM job does: watch over one rank; the first task leads and writes the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGINT, SIGTERM, SIGUSR2
+from typing import Any
+
+import submitit
+
+from bench import records
+from bench.config import RunConfig
+from bench.errors import ImpossibleError
+from bench.hardware import refuse_unsupported
+from bench.hardware.detect import detect
+from bench.launch.attempt import Attempt, persistently, write_lost_row
+from bench.launch.host import preload
+from bench.launch.meeting import MeetingPoint
+from bench.launch.owners import process_lives
+from bench.launch.ranks import Ended
+from bench.launch.slurm import queue
+from bench.launch.slurm.crew import Crew, LeaderLostError, find_address, publish_address
+from bench.launch.stop import StopSignal
+from bench.launch.task import Task, largest_batch
+from bench.launch.verdict import describe
+from bench.rank import RankPlace
+from bench.records import Claim, Record, TakenError
+from bench.records.schema import FINISHED
+
+RESERVE_S = 60.0
+"""Of a job's time limit, kept for starting and for writing the row; of short limits a quarter."""
+
+STATUS_OF_CAUSE = {"time limit": "timeout"}
+"""Statuses of runs that a signal ended, by its cause; `preempted` for all others."""
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """Where this process stands in its job, from the variables SLURM sets."""
+
+    job_id: str
+    restart: int
+    """How often SLURM started the job before."""
+    rank: RankPlace
+    node: int
+    nodes: list[str]
+    tasks_per_node: int
+
+    @classmethod
+    def from_environment(cls) -> JobPlace:
+        """Read the environment of a task that srun started.
+
+        Raises
+        ------
+        RuntimeError
+            If ranks are not numbered node by node, as process groups inside nodes need them to be.
+        """
+        environment = submitit.JobEnvironment()
+        rank, local_rank, world_size = environment.global_rank, environment.local_rank, environment.num_tasks
+        tasks_per_node = world_size // environment.num_nodes
+        if (rank // tasks_per_node, rank % tasks_per_node) != (environment.node, local_rank):
+            raise RuntimeError(f"rank {rank} is task {local_rank} of node {environment.node}: not numbered by node")
+        place = RankPlace(rank, local_rank, world_size)
+        restart = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+        hosts = list(environment.hostnames)
+        return cls(environment.job_id, restart, place, environment.node, hosts, tasks_per_node)
+
+    @property
+    def owner(self) -> dict[str, Any]:
+        """The job as the owner of a claim."""
+        return {"job": self.job_id, "restart": self.restart}
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """The callable that submitit runs in every task of a job."""
+
+    task: Task
+    attempts_before: int
+    """Attempts recorded when the job was submitted: later ones come of the job itself, or of another."""
+    store: Path
+    folder: Path
+    """Where the job's processes leave word for each other."""
+    sweep: str
+    time_limit_s: float
+    start_timeout_s: float
+    requeue: bool
+    facts: dict[str, Any]
+    """What the row says of the submission."""
+
+    def __call__(self) -> None:
+        """Take part in the job until it is done."""
+        place = JobPlace.from_environment()
+        deadline = time.monotonic() + self.time_limit_s - min(RESERVE_S, self.time_limit_s / 4)
+        # Every start of a job has a file of its own, for processes of an earlier one may linger.
+        address = self.folder / f"meeting-{place.job_id}-{place.restart}.json"
+        with StopSignal(SIGINT, SIGTERM, SIGUSR2) as stop:
+            preload(self.task.config.model.imports)
+            if place.rank.rank == 0:
+                with MeetingPoint() as meeting:
+                    publish_address(address, meeting.port)
+                    try:
+                        Leader(
+                            self, place, Crew(place.rank, place.node, "127.0.0.1", meeting.port), stop, deadline
+                        ).lead()
+                    finally:
+                        address.unlink(missing_ok=True)
+            else:
+                self._follow(place, *find_address(address, self.start_timeout_s), stop)
+
+    def _follow(self, place: JobPlace, host: str, port: int, stop: StopSignal) -> None:
+        try:
+            crew = Crew(place.rank, place.node, host, port)
+            while (order := crew.next_order()) is not None:
+                config = dataclasses.replace(self.task.config, batch_size_per_gpu=order["batch_size"])
+                row = records.row_path(self.store, config.run_id, order["attempt"])
+                crew.run(config, stop, math.inf, row.with_suffix(".trace.json.gz"), self.log(row, place))
+        except LeaderLostError as error:
+            sys.exit(f"rank {place.rank.rank}: {error}")
+
+    @staticmethod
+    def log(row: Path, place: JobPlace) -> Path:
+        """Where a rank's output goes: a file beside the row, one for each node."""
+        return row.with_suffix(".log" if len(place.nodes) == 1 else f".node{place.node}.log")
+
+
+@dataclass
+class Leader:
+    """The first task of a job: decides what is run, and writes the rows."""
+
+    job: SlurmJob
+    place: JobPlace
+    crew: Crew
+    stop: StopSignal
+    deadline: float
+
+    def lead(self) -> None:
+        """Work through the job's task, then let the others go."""
+        task = self.job.task
+        try:
+            if task.search:
+                largest_batch(task.config, self._attempt)
+                record = None
+            else:
+                record = self._attempt(task.config)
+        except OSError as error:
+            print(f"the store cannot be written: {error}", file=sys.stderr, flush=True)
+            self.crew.dismiss()
+            os._exit(queue.UNWRITABLE)
+        self.crew.dismiss()
+        if self.stop.received and self.job.requeue and record is not None and record.get("requeue"):
+            self._start_anew()
+
+    def _attempt(self, config: RunConfig) -> Record | None:
+        """Execute a run unless it is recorded; None if there is nothing to be had."""
+        if self.stop.received:
+            return None
+        record = records.latest(self.job.store, config.run_id)
+        if record is not None and record["status"] in FINISHED:
+            newer = record["attempt"] >= self.job.attempts_before
+            if newer or not self.job.task.force:
+                print(f"{config.label}: recorded already, {record['status']}", flush=True)
+                return record
+        attempt = self._begin(config)
+        if attempt is None:
+            return None
+        attempt.look_around(at_once=True)
+        record = self._execute(config, attempt)
+        print(f"{config.label}: {record['status']}, {describe(record)}", flush=True)
+        return record
+
+    def _begin(self, config: RunConfig) -> Attempt | None:
+        facts = {
+            "launcher": "slurm",
+            "job_id": self.place.job_id,
+            "sweep": self.job.sweep,
+            "hosts": ",".join(self.place.nodes),
+        }
+        while True:
+            try:
+                attempt = Attempt.begin(config, self.job.store, self.place.owner, facts, slurm=self._slurm_facts())
+            except TakenError as taken:
+                if self._lives(taken.claim):
+                    print(f"{config.label}: left to {taken.claim.owner}, who is executing it", flush=True)
+                    return None
+                persistently(lambda claim=taken.claim: self._bury(claim))  # type: ignore[misc]
+            else:
+                return attempt
+
+    def _execute(self, config: RunConfig, attempt: Attempt) -> Record:
+        """Execute a claimed run with everybody, and write its row."""
+        try:
+            device = detect()
+            refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
+            on_gpus = config.hardware.device == "cuda"
+            if on_gpus and device.count not in (1, self.place.tasks_per_node):  # one each, or all of them for each
+                raise ImpossibleError(f"{device.count} GPUs are visible to {self.place.tasks_per_node} tasks.")
+        except ImpossibleError as error:
+            return attempt.finish([], {"status": "error", "error": f"{self.place.nodes[0]}: {error}"})
+        missing = self.crew.missing(self.job.start_timeout_s, self.stop)
+        if missing and not self.stop.received:
+            names = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
+            waited = f"{len(missing)} of {self.place.rank.world_size} processes did not come up: ranks {names}"
+            return attempt.finish([], {"status": "error", "error": waited})
+        if self.stop.received:
+            return self._finish_stopped(attempt, [])
+        self.crew.order({"batch_size": config.batch_size_per_gpu, "attempt": attempt.claim.attempt})
+        ending = self.crew.run(
+            config,
+            self.stop,
+            self.deadline,
+            attempt.trace,
+            self.job.log(attempt.path, self.place),
+            attempt.look_around,
+        )
+        assert ending is not None
+        if ending.how == "stopped":
+            return self._finish_stopped(attempt, ending.ranks)
+        if ending.how == "timeout":
+            words = f"not finished after {self.job.time_limit_s / 60:g} min, its job's time limit"
+            return attempt.finish(ending.ranks, {"status": "timeout", "error": words})
+        return attempt.finish(ending.ranks)
+
+    def _finish_stopped(self, attempt: Attempt, ranks: list[Ended]) -> Record:
+        cause, words = queue.why_stopped(self.place.job_id)
+        status = STATUS_OF_CAUSE.get(cause, "preempted")
+        row = attempt.finish(ranks, {"status": status, "error": f"stopped by {self.stop.received}: {words}"})
+        return {**row, "requeue": cause == "preempted"}
+
+    def _lives(self, claim: Claim) -> bool:
+        """Whether whoever holds a claim still executes the run."""
+        if "process" in claim.owner:
+            return process_lives(claim.owner["process"])
+        if claim.owner["job"] == self.place.job_id:
+            return claim.owner["restart"] == self.place.restart
+        try:
+            return claim.owner["job"] in queue.alive()
+        except queue.SlurmError:
+            return True
+
+    def _bury(self, claim: Claim) -> None:
+        """Write the row of an attempt that its owner did not live to finish."""
+        if "process" in claim.owner:
+            write_lost_row(claim, status="error", error="its job was killed or crashed")
+        else:
+            write_lost_row(claim, **queue.obituary(claim.owner))
+
+    def _start_anew(self) -> None:
+        """Ask SLURM for another start of this job: with its signal handled, it would count as completed."""
+        try:
+            queue.requeue(self.place.job_id)
+        except queue.SlurmError as error:
+            print(f"cannot be requeued: {error}", flush=True)
+
+    def _slurm_facts(self) -> dict[str, Any]:
+        variables = ("PARTITION", "ACCOUNT", "QOS", "NODELIST", "CPUS_PER_NODE", "GPUS", "NAME")
+        return {
+            **self.job.facts,
+            "job_id": self.place.job_id,
+            "restart": self.place.restart,
+            "tasks_per_node": self.place.tasks_per_node,
+            **{name.lower(): os.environ.get(f"SLURM_JOB_{name}") for name in variables},
+            "on_the_same_nodes": queue.neighbours(self.place.job_id, self.place.nodes),
+        }

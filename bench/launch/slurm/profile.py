@@ -1,0 +1,157 @@
+"""A cluster as its file under conf/cluster describes it, and the sbatch parameters that come of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.errors import UsageError, bad_value, require_at_least, require_choice
+
+GPU_REQUESTS = ("gpus-per-node", "gres", "none")
+
+SIGNAL_DELAY_S = 30
+"""How long before the time limit SLURM warns the job, which by then has ended by itself."""
+
+OPTION = re.compile(r"^--([a-z][a-z-]*)(?:=(.*))?$", re.DOTALL)
+
+OURS = {
+    *("array", "chdir", "dependency", "error", "export", "job-name", "kill-on-bad-exit", "nodes", "ntasks"),
+    *("ntasks-per-node", "open-mode", "output", "signal", "time", "wait", "wrap", "distribution"),
+}
+"""Options that the suite sets itself."""
+
+FIELDS_OF_OPTIONS = {
+    **{name: name for name in ("account", "comment", "constraint", "exclude", "nodelist", "partition", "qos")},
+    **{"reservation": "reservation", "wckey": "wckey", "exclusive": "exclusive", "requeue": "requeue"},
+    **{"no-requeue": "requeue", "cpus-per-task": "cpus_per_gpu", "mem": "memory_gb_per_gpu"},
+    **{"gpus-per-node": "gpu_request", "gres": "gpu_request"},
+}
+"""Options that have a field."""
+
+
+@dataclass(frozen=True)
+class SlurmProfile:
+    """One SLURM cluster, and how this suite uses it."""
+
+    name: str
+    launcher: str
+    hardware: str
+    """Option of conf/hardware that `hardware=auto` means: a login node cannot ask a GPU."""
+    gpus_per_node: int
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    time_limit_min: int | None = None
+    """Of each job; None takes the plan's estimate."""
+    gpu_request: str = "gpus-per-node"
+    """Which option asks for GPUs: gpus-per-node, gres, or none."""
+    gpu_type: str | None = None
+    cpus_per_gpu: int | None = None
+    memory_gb_per_gpu: float | None = None
+    """Host memory; None for what the partition gives."""
+    exclusive: bool = False
+    """Share nodes with no other job."""
+    parallelism: int = 1
+    """Runs of one sweep at once, over all its arrays."""
+    requeue: bool = True
+    """Let SLURM start a job anew after preemption or a node's failure."""
+    sbatch: list[str] = field(default_factory=list)
+    """Further options of sbatch, as typed: --mail-type=END."""
+    srun: list[str] = field(default_factory=list)
+    """Further options of srun: a container's, for example."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before srun: modules, activation of an environment, exports."""
+    python: str | None = None
+    """Shell command that starts Python on a node; None for the interpreter that submits."""
+    comment: str | None = None
+    wckey: str | None = None
+    start_timeout_s: int = 300
+    """How long the processes of a job may take to find each other."""
+
+    def __post_init__(self) -> None:
+        require_choice("cluster.gpu_request", self.gpu_request, GPU_REQUESTS)
+        for name in ("gpus_per_node", "parallelism", "start_timeout_s"):
+            require_at_least(f"cluster.{name}", getattr(self, name), 1)
+        for name in ("time_limit_min", "cpus_per_gpu", "memory_gb_per_gpu"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise bad_value(f"cluster.{name}", value, "a number above 0, or null")
+        for name in sorted({*FIELDS_OF_OPTIONS.values(), "gpu_type"}):
+            if isinstance(getattr(self, name), str):
+                _refuse_unprintable(f"cluster.{name}", getattr(self, name))
+        for text in self.sbatch:
+            self._check_option(text)
+        for text in self.srun:
+            if not text.startswith("-"):
+                raise bad_value("cluster.srun", text, "options as typed behind srun, each an item of its own")
+            match = OPTION.match(text)
+            if match is not None and match[1] in OURS:
+                raise bad_value("cluster.srun", text, f"another option: the suite sets --{match[1]} itself")
+        for text in (*self.setup, self.python or ""):
+            if "\0" in text:
+                raise bad_value("cluster.setup", repr(text), "shell lines")
+
+    def _check_option(self, text: str) -> None:
+        match = OPTION.match(text)
+        if match is None:
+            raise bad_value("cluster.sbatch", text, "options such as --mail-type=END")
+        if match[1] in OURS:
+            raise bad_value("cluster.sbatch", text, f"another option: the suite sets --{match[1]} itself")
+        if match[1] in FIELDS_OF_OPTIONS:
+            raise bad_value("cluster.sbatch", text, f"cluster.{FIELDS_OF_OPTIONS[match[1]]} for it")
+        _refuse_unprintable("cluster.sbatch", text)
+
+    def sbatch_parameters(self, *, job_name: str, nodes: int, tasks_per_node: int, minutes: int) -> dict[str, Any]:
+        """Parameters of submitit's SlurmExecutor for jobs of one resource shape.
+
+        Parameters
+        ----------
+        nodes, tasks_per_node: int
+            Machines, and ranks on each: one task and one GPU per rank.
+        minutes: int
+            Time limit.
+        """
+        additional: dict[str, Any] = {"requeue" if self.requeue else "no-requeue": True}
+        if self.reservation is not None:
+            additional["reservation"] = self.reservation
+        for text in self.sbatch:
+            match = OPTION.match(text)
+            assert match is not None
+            additional[match[1]] = True if match[2] is None else match[2]
+        # srun does not take --cpus-per-task over from sbatch (SLURM 22.05 and later).
+        srun = [] if self.cpus_per_gpu is None else [f"--cpus-per-task={self.cpus_per_gpu}"]
+        gpus = f"{self.gpu_type}:{tasks_per_node}" if self.gpu_type else str(tasks_per_node)
+        memory = None if self.memory_gb_per_gpu is None else f"{round(self.memory_gb_per_gpu * tasks_per_node * 1024)}M"
+        parameters = {
+            "job_name": job_name,
+            "nodes": nodes,
+            "ntasks_per_node": tasks_per_node,
+            "time": minutes,
+            "gpus_per_node": gpus if self.gpu_request == "gpus-per-node" else None,
+            "gres": f"gpu:{gpus}" if self.gpu_request == "gres" else None,
+            "cpus_per_task": self.cpus_per_gpu,
+            "mem": memory,
+            "exclusive": self.exclusive or None,
+            "array_parallelism": self.parallelism,
+            "signal_delay_s": SIGNAL_DELAY_S,
+            "setup": ["unset PYTHONSAFEPATH", *self.setup],
+            "stderr_to_stdout": True,
+            "wckey": self.wckey,
+            "additional_parameters": additional,
+            # Ranks are numbered node by node. One process that dies does not end the others: they report.
+            "srun_args": ["--distribution=block", "--kill-on-bad-exit=0", *srun, *self.srun],
+        }
+        for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "comment"):
+            parameters[name] = getattr(self, name)
+        return parameters
+
+
+def _refuse_unprintable(name: str, text: str) -> None:
+    """Refuse what sbatch does not read back as it was written into the script."""
+    if not text.isprintable() or "\\" in text:
+        raise UsageError(f"{name}={text!r} is not valid: choose printable characters other than backslashes.")

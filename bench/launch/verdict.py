@@ -1,0 +1,58 @@
+"""What a run as a whole came to, from how each of its ranks ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.config import RunConfig
+from bench.launch.ranks import Ended
+from bench.records import Record
+from bench.row import measured_row
+
+
+def verdict(config: RunConfig, ranks: Sequence[Ended]) -> Record:
+    """The row's columns that say how a run ended, all of its ranks having ended.
+
+    A rank killed from outside explains the connection errors of the others; running out of memory explains them
+    too, and a crash under a CPU memory limit is taken for it; otherwise the error that came first does.
+    """
+    killed = [rank for rank in ranks if rank.outcome is None and not rank.killed]
+    failures = [rank.outcome for rank in ranks if rank.outcome is not None and rank.outcome.status != "ok"]
+    failures.sort(key=lambda outcome: (outcome.status != "oom", outcome.failed_at or 0.0))
+    if failures and failures[0].status == "oom":
+        first = failures[0]
+        return {
+            "status": "oom",
+            "oom_phase": first.phase,
+            "oom_bytes": first.oom_bytes,
+            "oom_rank": first.rank,
+            "error": first.error,
+        }
+    crashed = [rank for rank in killed if rank.crashed]
+    if crashed and config.hardware.device == "cpu" and config.hardware.memory_limit_gib is not None:
+        # Native code seldom survives that malloc gives it nothing: not gloo's, and not the profiler's.
+        return {
+            "status": "oom",
+            "oom_phase": crashed[0].last_phase,
+            "oom_bytes": None,
+            "oom_rank": crashed[0].number,
+            "error": f"rank {crashed[0].number} {crashed[0].end} under its memory limit, taken for lack of memory",
+        }
+    if killed:
+        return {"status": "error", "error": "; ".join(f"rank {rank.number} {rank.end}" for rank in killed)}
+    if failures:
+        first = failures[0]
+        return {"status": "error", "error": f"rank {first.rank}, {first.phase}: {first.error}"}
+    return {"status": "ok", **measured_row(config, [rank.outcome for rank in ranks if rank.outcome is not None])}
+
+
+def describe(record: Record) -> str:
+    """What became of a run, in a few words."""
+    if record["status"] == "ok":
+        tflops = record["tflops_per_gpu"]
+        speed = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1000:.1f} GFLOP/s"
+        return f"{record['step_time_median_s'] * 1000:.1f} ms/step, {speed} per rank"
+    if record["status"] == "oom":
+        asked = record.get("oom_bytes")
+        return f"out of memory in {record['oom_phase']}" + (f", asking for {asked / 2**20:.1f} MiB" if asked else "")
+    return str(record.get("error"))
