@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import types
 import typing
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,10 +126,15 @@ class RunConfig:
 
         Where the hardware's numbers were read (`hardware.sources`) is no part of it.
         """
-        values = self.to_dict()
-        del values["hardware"]["sources"]
-        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        values = {**_fields(self), "hardware": _fields(self.hardware)}
+        del values["requested"], values["hardware"]["sources"]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"), default=_fields)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fields(section: Any) -> dict[str, Any]:
+    """Fields of a dataclass as they are: `dataclasses.asdict` copies every value, which takes as long as all else."""
+    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
 def run_config(raw: dict[str, Any]) -> RunConfig:
@@ -178,7 +184,7 @@ def _section(key: str, cls: type, values: str) -> Any:
 
 
 def _typed(key: str, cls: type, values: dict[str, Any]) -> Any:
-    types = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]
     for name in values:
         if name not in known:
@@ -192,21 +198,34 @@ def _typed(key: str, cls: type, values: dict[str, Any]) -> Any:
     ]
     if missing:
         raise UsageError(f"{key}.{missing[0]} has no value: give one on the command line or in conf/{key}.")
+    if len(values) == len(known) and all(_is_of(hints[name], value) for name, value in values.items()):
+        return cls(**values)  # OmegaConf would come to the same, and take milliseconds
     try:
         merged = OmegaConf.merge(OmegaConf.structured(cls), values)
         return OmegaConf.to_object(merged)
     except (ValidationError, ConfigKeyError, MissingMandatoryValue) as error:
         field = (error.full_key or error.key or "").split(".")[0]
-        kind = _kind(types.get(field, str))
+        kind = _kind(hints.get(field, str))
         raise bad_value(f"{key}.{error.full_key or error.key}", values.get(field), kind) from None
     except OmegaConfBaseException as error:
         raise UsageError(f"{key}: {str(error).splitlines()[0]}.") from None
 
 
+_type_hints = functools.cache(typing.get_type_hints)
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value is a scalar of exactly this type (or of one of a union), with nothing to convert or resolve."""
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    if isinstance(value, str) and ("${" in value or value == "???"):
+        return False
+    return type(value) in kinds and type(value) in (bool, int, float, str, type(None))
+
+
 def _scalars(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of `RunConfig` that are no sections, each of exactly its type."""
     checked: dict[str, Any] = {}
-    for name, kind in typing.get_type_hints(RunConfig).items():
+    for name, kind in _type_hints(RunConfig).items():
         if kind in (bool, int, str):
             if type(raw[name]) is not kind:
                 raise bad_value(name, raw[name], _kind(kind))

@@ -33,8 +33,10 @@ class RankPlace:
     world_size: int
 
     def device(self, kind: str) -> torch.device:
-        """The rank's own device: on a machine with several GPUs the one numbered by its local rank."""
-        return torch.device("cuda", self.local_rank) if kind == "cuda" else torch.device("cpu")
+        """The rank's own device: its local rank's among all GPUs of the machine, or the only one it is shown."""
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
 
 @dataclass

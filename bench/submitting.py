@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -78,9 +79,10 @@ def submitted_text(submission: Submission, store: Path) -> RenderableType:
         job_id = submission.job_id(array)
         elements = f"{job_id}_[0-{len(array.entries) - 1}]" if len(array.entries) > 1 else job_id
         lines.append(f"Submitted job {elements}: {len(array.entries)} runs on {array.nodes} x {array.tasks_per_node}")
+    quoted = shlex.quote(str(store))
     lines += [
-        f"Follow:   python -m bench.jobs watch {store}",
-        f"Collect:  python -m bench.jobs collect {store}",
-        f"Cancel:   python -m bench.jobs cancel {store}",
+        f"Follow:   python -m bench.jobs watch {quoted}",
+        f"Collect:  python -m bench.jobs collect {quoted}",
+        f"Cancel:   python -m bench.jobs cancel {quoted}",
     ]
     return Group(*(Text(line) for line in lines))

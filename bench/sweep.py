@@ -85,6 +85,7 @@ def _launcher(request: Request, device: Device) -> LocalLauncher | SlurmLauncher
     if kind == "local":
         return LocalLauncher(request.cluster, device)
     if kind == "slurm":
+        SlurmLauncher.check_store(request.store)
         return SlurmLauncher(request.cluster)
     raise bad_value("cluster.launcher", kind, ["local", "slurm"])
 

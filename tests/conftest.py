@@ -16,9 +16,10 @@ from bench.config import RunConfig, run_config
 from bench.hardware.detect import Device
 from bench.launch.local import LocalLauncher
 from bench.launch.stop import StopSignal
-from bench.launch.worker import Task
+from bench.launch.task import Task
 from bench.planning.compose import composed
 from bench.planning.request import read_request
+from tests.slurm_cluster import idle_slurm, slurm  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -169,6 +169,7 @@ class Misbehaving(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         self.step += 1
+        print(f"rank {dist.get_rank()}: forward {self.step}", flush=True)
         self.enter("forward")
         time.sleep(self.shape.step_s + (self.shape.slow_rank_s if dist.get_rank() == 1 else 0.0))
         hidden = self.embedding(tokens)

@@ -49,13 +49,13 @@ class LocalLauncher:
     """
 
     def __init__(self, cluster: dict[str, Any], device: Device) -> None:
+        if cluster["launcher"] != "local":
+            raise bad_value("cluster.launcher", cluster["launcher"], ["local"])
         for field in ("time_limit_s", "max_cpu_processes"):
             if not isinstance(cluster[field], (int, float)) or isinstance(cluster[field], bool):
                 raise bad_value(f"cluster.{field}", cluster[field], "a number")
             if not cluster[field] >= 1:  # nan is not
                 raise bad_value(f"cluster.{field}", cluster[field], "a number of at least 1")
-        if cluster["launcher"] != "local":
-            raise bad_value("cluster.launcher", cluster["launcher"], ["local"])
         self._cluster = cluster
         self._device = device
 

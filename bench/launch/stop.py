@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 
 class StopSignal:
     """Remembers that one of some signals came, while installed; whoever waits looks at `received`."""
 
     def __init__(self, *signals: signal.Signals) -> None:
-        self.received: str | None = None
+        self._received: str | None = None
         self._signals = signals or (signal.SIGINT, signal.SIGTERM)
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self) -> Self:
         for number in self._signals:
             self._before[number] = signal.signal(number, self._receive)
         return self
@@ -24,5 +24,10 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def received(self) -> str | None:
+        """Name of the signal that came first, if one came."""
+        return self._received
+
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self.received = self.received or signal.Signals(number).name
+        self._received = self._received or signal.Signals(number).name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from bench.config import RunConfig
 from bench.launch.ranks import Ended
@@ -39,11 +39,21 @@ def verdict(config: RunConfig, ranks: Sequence[Ended]) -> Record:
             "error": f"rank {crashed[0].number} {crashed[0].end} under its memory limit, taken for lack of memory",
         }
     if killed:
-        return {"status": "error", "error": "; ".join(f"rank {rank.number} {rank.end}" for rank in killed)}
+        return {"status": "error", "error": "; ".join(_by_end(killed))}
     if failures:
         first = failures[0]
         return {"status": "error", "error": f"rank {first.rank}, {first.phase}: {first.error}"}
     return {"status": "ok", **measured_row(config, [rank.outcome for rank in ranks if rank.outcome is not None])}
+
+
+def _by_end(ranks: Sequence[Ended]) -> Iterator[str]:
+    """How ranks ended, those that ended alike in one: ``rank 2 (and 3, 4) was killed by SIGKILL``."""
+    alike: dict[str, list[int]] = {}
+    for rank in ranks:
+        alike.setdefault(rank.end, []).append(rank.number)
+    for end, (first, *others) in alike.items():
+        also = f" (and {', '.join(map(str, others))})" if others else ""
+        yield f"rank {first}{also} {end}"
 
 
 def describe(record: Record) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -22,6 +24,12 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 EXTENSIBLE = ("model", "strategy", "hardware")
 """Groups that take fields of one's own with ``+``: a plug-in's, or the peak of another format."""
+
+INTERPOLATION = re.compile(r"\$\{(?:([A-Za-z_]\w*)(?:\.\w+)*|(oc\.env):[^${}]*)\}")
+"""Interpolations that say what they read: a field by its whole key, or the environment."""
+
+ANYTHING = "*"
+"""What all other interpolations may read."""
 
 
 @functools.cache
@@ -99,25 +107,20 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-@contextmanager
-def _hydra() -> Iterator[None]:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield
+class Part(NamedTuple):
+    """One top-level key, with all that decides about its value but the interpolations in it."""
 
-
-@functools.lru_cache(maxsize=4096)
-def _compose_groups(choices: tuple[str, ...]) -> DictConfig:
-    """Compose what a choice of options comes to; Hydra takes tens of milliseconds, so each choice is composed once."""
-    try:
-        with _hydra():
-            return compose("config", overrides=list(choices))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(f"{_first_line(error)}.") from None
+    key: str
+    choices: tuple[str, ...] = ()
+    """The option of the group and the additions to it, as Hydra takes them."""
+    fields: tuple[str, ...] = ()
+    """What is set in it, in order."""
 
 
 def composed(settings: Mapping[str, str]) -> dict[str, Any]:
     """The complete configuration for some settings, as plain values.
+
+    Sweeps repeat themselves: of thousands of points only the parts that are new are composed, set and resolved.
 
     Parameters
     ----------
@@ -129,49 +132,145 @@ def composed(settings: Mapping[str, str]) -> dict[str, Any]:
     UsageError
         If a key does not exist or a value cannot be read.
     """
-    choices: list[str] = []
+    choices: dict[str, list[str]] = {}
     fields: list[str] = []
     for key, value in settings.items():
         if key in groups() and value not in groups()[key]:
             raise bad_value(key, value, groups()[key])
-        target = choices if key in groups() or key.startswith("+") else fields
-        target.append(f"{key}={value}")
-    config = _compose_groups(tuple(sorted(choices))).copy()
-    for field in fields:
-        _set(config, parse([field])[0])
+        text = f"{key}={value}"
+        if key in groups():
+            choices.setdefault(key, []).append(text)
+        elif key.startswith("+"):
+            choices.setdefault(_section(_override(text)), []).append(text)
+        else:
+            fields.append(text)
+    parts = _composed_parts(choices)
+    for text in fields:
+        override = _override(text)
+        section = _section(override)
+        if section not in parts or (section != override.key_or_group and not isinstance(_value(parts[section]), dict)):
+            raise UsageError(f"{override.key_or_group} is not a field: choose {', '.join(parts)}.")
+        parts[section] = parts[section]._replace(fields=(*parts[section].fields, text))
+        _value(parts[section])  # what is wrong with the first of several fields is said first
+    resolved = _resolved_parts(parts)
+    return {key: copy.deepcopy(resolved[key] if key in resolved else _value(part)) for key, part in parts.items()}
+
+
+@functools.cache
+def _override(text: str) -> Override:
+    return parse([text])[0]
+
+
+def _section(override: Override) -> str:
+    return override.key_or_group.partition(".")[0]
+
+
+@functools.cache
+def _compose(choices: tuple[str, ...]) -> dict[str, Any]:
+    """What Hydra makes of some choices, in tens of milliseconds: plain values, interpolations unresolved."""
+    GlobalHydra.instance().clear()
     try:
-        values = OmegaConf.to_container(config, resolve=True)
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return _plain(compose("config", overrides=list(choices)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(f"{_first_line(error)}.") from None
+
+
+_unset: dict[Part, Any] = {}
+"""Parts as Hydra composed them. A part depends on no other part's choices: option files choose nothing elsewhere."""
+
+
+def _composed_parts(choices: Mapping[str, list[str]]) -> dict[str, Part]:
+    """The parts for some choices, before fields are set; those that are new are composed, all at once."""
+    parts = {key: Part(key, tuple(choices.get(key, ()))) for key in _compose(())}
+    new = [part for part in parts.values() if part not in _unset]
+    if new:
+        values = _compose(tuple(choice for part in new for choice in part.choices))
+        _unset.update({part: values[part.key] for part in new})
+    return parts
+
+
+@functools.cache
+def _value(part: Part) -> Any:
+    """The value of a part, interpolations unresolved. Shared by all points: never changed, never handed out."""
+    if not part.fields:
+        return _unset[part]
+    values = {part.key: copy.deepcopy(_value(part._replace(fields=part.fields[:-1])))}
+    _set(values, _override(part.fields[-1]))
+    return values[part.key]
+
+
+def _set(values: dict[str, Any], override: Override) -> None:
+    key = override.key_or_group
+    parent_key, _, name = key.rpartition(".")
+    parent = _get(values, parent_key)
+    if not isinstance(parent, dict) or name not in parent:
+        raise _no_such_field(values, key)
+    if override.is_sweep_override():
+        raise bad_value(key, ",".join(values_of(override)), "one value")
+    if isinstance(parent[name], dict) and not isinstance(override.value(), dict):
+        fields = [f"{key}.{field!s}" for field in parent[name]] or [f"+{key}.name"]
+        raise bad_value(key, override.get_value_element_as_str(), f"a value for a field of it: {', '.join(fields)}")
+    try:
+        config = OmegaConf.create({name: parent[name]}, flags={"struct": True})
+        OmegaConf.update(config, name, override.value(), merge=True)
+    except OmegaConfBaseException as error:
+        raise bad_value(key, override.get_value_element_as_str(), f"another value ({_first_line(error)})") from None
+    parent.update(_plain(config))
+
+
+def _get(values: dict[str, Any], key: str) -> Any:
+    """What lies under a dotted key, None where nothing does."""
+    value: Any = values
+    for name in key.split(".") if key else ():
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _no_such_field(values: dict[str, Any], key: str) -> UsageError:
+    """The error for a field that a part does not have, naming those of the innermost section of its key."""
+    name, section = key.rpartition(".")[2], key.rpartition(".")[0]
+    while not isinstance(_get(values, section), dict):
+        section = section.rpartition(".")[0]
+    parent = _get(values, section)
+    fields = [f"{section}.{field!s}" for field in parent]
+    if any(name in composed({section: option})[section] for option in groups().get(section, [])):
+        return ImpossibleError(f"{key} is not a field of {section}={parent.get('name')}: choose {', '.join(fields)}.")
+    if not fields:
+        return UsageError(f"{key} is not a field: choose +{key} to add it to {section}, which has none.")
+    return UsageError(f"{key} is not a field: choose {', '.join(fields)}.")
+
+
+def _resolved_parts(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """The values of all parts that hold interpolations (and of those they read)."""
+    reads: set[str] = set().union(*(_reads(part) for part in parts.values()))
+    needed = tuple(part for part in parts.values() if ANYTHING in reads or part.key in reads or _reads(part))
+    # What is read from elsewhere, the environment say, may change.
+    return _resolved(needed) if reads <= parts.keys() else _resolved.__wrapped__(needed)
+
+
+@functools.cache
+def _reads(part: Part) -> frozenset[str]:
+    """What the interpolations in a part read: top-level keys, ``oc.env`` or `ANYTHING`; empty without interpolation."""
+    text = json.dumps(_value(part))
+    names = [match[1] or match[2] for match in INTERPOLATION.finditer(text)]
+    return frozenset(names if len(names) == text.count("${") else [ANYTHING])
+
+
+@functools.cache
+def _resolved(parts: tuple[Part, ...]) -> dict[str, Any]:
+    """Parts, by key, with the interpolations in them resolved among each other."""
+    try:
+        return _plain(OmegaConf.create({part.key: _value(part) for part in parts}), resolve=True)
     except OmegaConfBaseException as error:
         raise UsageError(f"{error.full_key} cannot be resolved: {_first_line(error)}.") from None
+
+
+def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
+    values = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
-def _set(config: DictConfig, override: Override) -> None:
-    key = override.key_or_group
-    parent_key, _, name = key.rpartition(".")
-    parent = OmegaConf.select(config, parent_key) if parent_key else config
-    if not isinstance(parent, DictConfig) or name not in parent:
-        while parent_key and not isinstance(OmegaConf.select(config, parent_key), DictConfig):
-            parent_key = parent_key.rpartition(".")[0]
-        parent = OmegaConf.select(config, parent_key) if parent_key else config
-        fields = [f"{parent_key}.{field!s}" if parent_key else str(field) for field in parent]
-        if any(name in composed({parent_key: option})[parent_key] for option in groups().get(parent_key, [])):
-            raise ImpossibleError(
-                f"{key} is not a field of {parent_key}={parent.get('name')}: choose {', '.join(fields)}."
-            )
-        if not fields:
-            raise UsageError(f"{key} is not a field: choose +{key} to add it to {parent_key}, which has none.")
-        raise UsageError(f"{key} is not a field: choose {', '.join(fields)}.")
-    section = parent._get_node(name)
-    if isinstance(section, DictConfig) and not isinstance(override.value(), dict):
-        fields = [f"{key}.{field!s}" for field in section] or [f"+{key}.name"]
-        raise bad_value(key, override.get_value_element_as_str(), f"a value for a field of it: {', '.join(fields)}")
-    try:
-        OmegaConf.update(config, key, override.value(), merge=True)
-    except OmegaConfBaseException as error:
-        raise bad_value(key, override.get_value_element_as_str(), f"another value ({_first_line(error)})") from None
-
-
 def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+    return " ".join(str(error).split("\n")[0].split()).rstrip(".") or type(error).__name__

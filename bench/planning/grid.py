@@ -61,7 +61,7 @@ def _narrowed(axis: Sequence[Settings], key: str, values: Sequence[str]) -> tupl
     for value in values:
         named = [alternative for alternative in axis if alternative.get(key) == value]
         narrowed += named or [{**alternative, key: value} for alternative in axis]
-    return tuple(alternative for n, alternative in enumerate(narrowed) if alternative not in narrowed[:n])
+    return tuple({tuple(sorted(alternative.items())): alternative for alternative in narrowed}.values())
 
 
 def read_grids(name: str, values: Mapping[str, Any]) -> list[Grid]:

@@ -2,21 +2,10 @@
 
 from bench.records.claims import Claim, TakenError
 from bench.records.published import load_published, published_records
+from bench.records.reading import Contents, UnreadableRecordWarning, load, read_all
 from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION, NESTED, Column, Record
-from bench.records.store import (
-    Contents,
-    UnreadableRecordWarning,
-    attempts,
-    latest,
-    load,
-    lock,
-    next_attempt,
-    read,
-    read_all,
-    row_path,
-    to_frame,
-    write,
-)
+from bench.records.store import attempts, latest, lock, next_attempt, read, row_path, write
+from bench.records.table import to_frame
 
 __all__ = [
     "COLUMNS",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.records.schema import COLUMNS, FORMAT_VERSION, Record
-from bench.records.store import to_frame
+from bench.records.table import to_frame
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,23 +17,13 @@ import json
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from bench.records.schema import COLUMNS, FORMAT_VERSION, Record, upgrade, validate
-
-if TYPE_CHECKING:
-    import pandas as pd
+from bench.records.schema import FORMAT_VERSION, Record, upgrade, validate
 
 RUN_ID = re.compile(r"^[0-9a-f]{16}$")
 ATTEMPT_FILE = re.compile(r"^(\d+)\.json$")
-
-
-class UnreadableRecordWarning(UserWarning):
-    """A file in a store is not a record (torn, foreign or of a later format) and was left out."""
 
 
 def attempts(store: str | Path, run_id: str) -> list[int]:
@@ -124,7 +114,7 @@ def lock(store: str | Path, run_id: str, *, blocking: bool = True) -> Iterator[b
         yield True
 
 
-def read(path: str | Path) -> Record:
+def read(path: str | os.PathLike[str]) -> Record:
     """Read one row file and bring it to the current format.
 
     Raises
@@ -146,81 +136,3 @@ def latest(store: str | Path, run_id: str) -> Record | None:
         with contextlib.suppress(ValueError):
             return read(row_path(store, run_id, attempt))
     return None
-
-
-@dataclass
-class Contents:
-    """Everything a store holds: the latest row of each run, and the files that could not be read."""
-
-    records: list[Record] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-
-
-def read_all(path: str | Path) -> Contents:
-    """Read the latest attempt of every run below `path`.
-
-    `path` may be a store, a folder of stores, one run's folder or one row file. An unreadable file is listed and
-    passed over; the attempt before it, if there is one, then counts as the latest.
-
-    Raises
-    ------
-    FileNotFoundError
-        If `path` does not exist.
-    """
-    path = Path(path)
-    contents = Contents()
-    if path.is_file():
-        _read_latest([path], contents)
-        return contents
-    if not path.is_dir():
-        raise FileNotFoundError(f"no such store: {path}")
-    for folder, folders, files in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        rows = {int(match[1]): name for name in files if (match := ATTEMPT_FILE.match(name))}
-        _read_latest([Path(folder) / rows[attempt] for attempt in sorted(rows, reverse=True)], contents)
-        if RUN_ID.match(os.path.basename(folder)):
-            foreign = [name for name in files if not _belongs(name)]
-            contents.unreadable += [f"{Path(folder) / name}: not a file of this suite" for name in sorted(foreign)]
-    return contents
-
-
-def _belongs(name: str) -> bool:
-    return bool(ATTEMPT_FILE.match(name) or re.match(r"^\d+\.(log|trace\.json\.gz)$", name) or name.startswith("."))
-
-
-def _read_latest(newest_first: list[Path], contents: Contents) -> None:
-    for path in newest_first:
-        try:
-            contents.records.append(read(path))
-            return
-        except ValueError as error:
-            contents.unreadable.append(f"{path}: {error}")
-
-
-def to_frame(records: list[Record]) -> pd.DataFrame:
-    """Records as one typed table, a row per record, columns as in the schema."""
-    import pandas as pd  # here alone: a run writes its row without it
-
-    data = {
-        column.name: pd.array([record.get(column.name) for record in records], dtype=column.dtype)  # type: ignore[call-overload]
-        for column in COLUMNS
-    }
-    return pd.DataFrame(data)
-
-
-def load(path: str | Path) -> pd.DataFrame:
-    """One flat row per run (its latest attempt), typed as the schema says.
-
-    Files that are no record are named in an `UnreadableRecordWarning` each and in ``frame.attrs["unreadable"]``.
-
-    Raises
-    ------
-    FileNotFoundError
-        If `path` does not exist.
-    """
-    contents = read_all(path)
-    for problem in contents.unreadable:
-        warnings.warn(f"left out: {problem}", UnreadableRecordWarning, stacklevel=2)
-    frame = to_frame(contents.records)
-    frame.attrs["unreadable"] = contents.unreadable
-    return frame

@@ -20,6 +20,8 @@ from bench.records.schema import FINISHED
 
 QUEUED, RUNNING, DONE, FAILED, LOST = "queued", "running", "done", "failed", "lost"
 
+LAST_LINES = 3
+
 NOT_STARTED = ("CANCELLED", "PENDING")
 """What accounting calls a job that was taken out of the queue before it ran."""
 
@@ -187,7 +189,8 @@ def _write_down(store: Path, standing: Standing) -> None:
         words = f"its job {standing.job_id} was cancelled before it came to run"
         write_unstarted_row(config, store, status="skipped", error=words, facts=facts)
         return
-    words = f"its job {standing.job_id} never came to the run: SLURM says {end.state if end else 'nothing of it'}"
+    said = f"{end.state}, exit code {end.reason}" if end is not None else "nothing of it"
+    words = f"its job {standing.job_id} never came to the run: SLURM says {said}"
     if end is not None and end.reason.startswith(f"{queue.UNWRITABLE}:"):
         words = f"its job {standing.job_id} could not write to the store: it was full or read-only"
     last = last_words(standing)
@@ -195,12 +198,12 @@ def _write_down(store: Path, standing: Standing) -> None:
 
 
 def last_words(standing: Standing) -> str:
-    """The last line a job printed, and where."""
+    """The last lines a job printed, and where."""
     for paths in _submitted(standing):
         with contextlib.suppress(OSError):
             lines = paths.stdout.read_text(errors="replace").strip().splitlines()
             if lines:
-                return f"the last of {paths.stdout}: {lines[-1][:300]}"
+                return f"the last of {paths.stdout}: {' / '.join(lines[-LAST_LINES:])[:500]}"
     return ""
 
 

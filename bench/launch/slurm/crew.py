@@ -122,8 +122,12 @@ class Crew:
         finally:
             ended = kill(ranks)[0]
         reason = off[0] if off else FAILED if failed else None if how == "ended" else STOPPED if stop.received else OVER
+        if stop.received and not off:
+            reason = STOPPED  # the others were stopped as well, which breaks connections
         if reason is not None:
             self._put(f"{number}/off", reason)
+        if reason == STOPPED:
+            self._put(f"{number}/stopped", "")
         self._put(f"{number}/ended/{self.place.rank}", json.dumps(dataclasses.asdict(ended)))
         self._count(f"{number}/reports", 1)
         return self._gather(number, stop, deadline, look_around) if self.place.rank == 0 else None
@@ -179,8 +183,10 @@ class Crew:
             if self._count(f"{number}/reports", 0) >= self.place.world_size - len(self._lost):
                 break
             time.sleep(POLL_S)
-        how = {STOPPED: "stopped", OVER: "timeout"}.get(off or "", "ended")
-        return Ending([self._report(number, rank) for rank in range(self.place.world_size)], how)
+        reports = [self._report(number, rank) for rank in range(self.place.world_size)]
+        if stop.received or self._has(f"{number}/stopped"):
+            return Ending(reports, "stopped")
+        return Ending(reports, "timeout" if off == OVER else "ended")
 
     def _report(self, number: int, rank: int) -> Ended:
         if self._has(f"{number}/ended/{rank}"):

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT, SIGTERM, SIGUSR2
+from types import FrameType
 from typing import Any
 
 import submitit
@@ -36,7 +37,7 @@ from bench.records.schema import FINISHED
 RESERVE_S = 60.0
 """Of a job's time limit, kept for starting and for writing the row; of short limits a quarter."""
 
-STATUS_OF_CAUSE = {"time limit": "timeout"}
+STATUS_OF_CAUSE = {"time limit": "timeout", "node failure": "error"}
 """Statuses of runs that a signal ended, by its cause; `preempted` for all others."""
 
 
@@ -100,7 +101,7 @@ class SlurmJob:
         deadline = time.monotonic() + self.time_limit_s - min(RESERVE_S, self.time_limit_s / 4)
         # Every start of a job has a file of its own, for processes of an earlier one may linger.
         address = self.folder / f"meeting-{place.job_id}-{place.restart}.json"
-        with StopSignal(SIGINT, SIGTERM, SIGUSR2) as stop:
+        with JobSignal(place) as stop:
             preload(self.task.config.model.imports)
             if place.rank.rank == 0:
                 with MeetingPoint() as meeting:
@@ -112,15 +113,16 @@ class SlurmJob:
                     finally:
                         address.unlink(missing_ok=True)
             else:
-                self._follow(place, *find_address(address, self.start_timeout_s), stop)
+                self._follow(place, *find_address(address, self.start_timeout_s))
 
-    def _follow(self, place: JobPlace, host: str, port: int, stop: StopSignal) -> None:
+    def _follow(self, place: JobPlace, host: str, port: int) -> None:
         try:
             crew = Crew(place.rank, place.node, host, port)
             while (order := crew.next_order()) is not None:
                 config = dataclasses.replace(self.task.config, batch_size_per_gpu=order["batch_size"])
                 row = records.row_path(self.store, config.run_id, order["attempt"])
-                crew.run(config, stop, math.inf, row.with_suffix(".trace.json.gz"), self.log(row, place))
+                # Signals reach every process of a job; what they mean the leader decides for all.
+                crew.run(config, StopSignal(), math.inf, row.with_suffix(".trace.json.gz"), self.log(row, place))
         except LeaderLostError as error:
             sys.exit(f"rank {place.rank.rank}: {error}")
 
@@ -130,6 +132,38 @@ class SlurmJob:
         return row.with_suffix(".log" if len(place.nodes) == 1 else f".node{place.node}.log")
 
 
+class JobSignal(StopSignal):
+    """A signal of SLURM's that means the run must end.
+
+    SIGUSR2 comes at preemption, but also as a warning up to minutes before the time limit, by which the job will have
+    ended by itself: SLURM is asked which it is, and a warning is forgotten.
+    """
+
+    def __init__(self, place: JobPlace) -> None:
+        super().__init__(SIGINT, SIGTERM, SIGUSR2)
+        self._place = place
+        self._warned = False
+
+    @property
+    def received(self) -> str | None:
+        """Name of the signal, if one came and means the end."""
+        if self._warned and self._received is None:
+            self._warned = False
+            if self.cause()[0] not in ("time limit", "unknown"):
+                self._received = SIGUSR2.name
+        return self._received
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == SIGUSR2:
+            self._warned = True
+        else:
+            super()._receive(number, frame)
+
+    def cause(self) -> tuple[str, str]:
+        """Why the signal came, as `queue.why_stopped` says it."""
+        return queue.why_stopped(self._place.job_id, self._place.restart, self._place.nodes)
+
+
 @dataclass
 class Leader:
     """The first task of a job: decides what is run, and writes the rows."""
@@ -137,7 +171,7 @@ class Leader:
     job: SlurmJob
     place: JobPlace
     crew: Crew
-    stop: StopSignal
+    stop: JobSignal
     deadline: float
 
     def lead(self) -> None:
@@ -228,7 +262,7 @@ class Leader:
         return attempt.finish(ending.ranks)
 
     def _finish_stopped(self, attempt: Attempt, ranks: list[Ended]) -> Record:
-        cause, words = queue.why_stopped(self.place.job_id)
+        cause, words = self.stop.cause()
         status = STATUS_OF_CAUSE.get(cause, "preempted")
         row = attempt.finish(ranks, {"status": status, "error": f"stopped by {self.stop.received}: {words}"})
         return {**row, "requeue": cause == "preempted"}

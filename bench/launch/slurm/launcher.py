@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from bench.launch.task import Task
 from bench.planning.estimate import expected_s, time_limit_min
 
 JOB_NAME = "bench"
+
+FIRST_LOOK_S = 3.0
+"""How long SLURM may take to say why a job waits."""
 
 ARRAY_SIZE_WITHOUT_SLURM = 1001
 """SLURM's default, where there is no cluster to ask."""
@@ -74,6 +78,13 @@ class SlurmLauncher:
                 f"cluster={self.profile.name} refuses {shape[0]} node(s) with {shape[1]} task(s) each: "
                 f"{self._refusals[shape]}. Choose other fields of cluster, or fewer gpus."
             )
+
+    @staticmethod
+    def check_store(store: Path) -> None:
+        """Raise `UsageError` for a path that SLURM reads its own way: it expands % in the folder a job runs in."""
+        path = str(store.resolve())
+        if set(path) & set("%\\"):
+            raise UsageError(f"store={store} is not valid on a cluster: choose a path without % and backslashes.")
 
     def _refusal(self, nodes: int, tasks_per_node: int) -> str | None:
         """What sbatch says against jobs of a shape, without submitting one; None if it takes them."""
@@ -228,8 +239,13 @@ def script(
 
 
 def _refuse_never_starting(jobs: Sequence[str]) -> None:
-    """Raise `SlurmError` if SLURM says at once that jobs wait for what never comes."""
-    states = queue.alive()
-    for job_id, state in states.items():
-        if job_id.partition("_")[0] in jobs and state.reason in queue.NEVER_STARTS:
-            raise queue.SlurmError(f"job {job_id} would wait for ever, says SLURM: {state.reason}")
+    """Raise `SlurmError` if SLURM soon says that jobs wait for what never comes."""
+    deadline = time.monotonic() + FIRST_LOOK_S
+    while True:
+        own = [state for job_id, state in queue.alive().items() if job_id.partition("_")[0] in jobs]
+        for state in own:
+            if state.reason in queue.NEVER_STARTS:
+                raise queue.SlurmError(f"job {state.job_id} would wait for ever, says SLURM: {state.reason}")
+        if all(state.state != "PENDING" or state.reason != "None" for state in own) or time.monotonic() > deadline:
+            return
+        time.sleep(FIRST_LOOK_S / 6)

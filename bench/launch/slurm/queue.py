@@ -10,7 +10,6 @@ import functools
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -158,29 +157,38 @@ def requeue(job_id: str) -> None:
     ask("scontrol", "requeue", job_id)
 
 
-def why_stopped(job_id: str) -> tuple[str, str]:
+def why_stopped(job_id: str, restart: int, nodes: Iterable[str]) -> tuple[str, str]:
     """Why a running job was sent a signal.
+
+    Parameters
+    ----------
+    restart: int
+        How often the job had been started before, when it began to run.
+    nodes: iterable of str
+        The job's nodes.
 
     Returns
     -------
     str, str
-        `cancelled`, `preempted`, `time limit`, `requeued` or `unknown`; and the same for people.
+        `cancelled`, `preempted`, `time limit`, `node failure`, `requeued` or `unknown`; and the same for people.
     """
     try:
         facts = dict(re.findall(r"(\w+)=(\S+)", ask("scontrol", "show", "job", "--oneliner", job_id)))
+        down = ask("sinfo", "--noheader", "--Node", "--states=down,fail", f"--nodes={','.join(nodes)}", "--format=%N")
     except SlurmError as error:
         return "unknown", f"SLURM could not be asked why: {error}"
-    state = facts.get("JobState", "?")
-    if state == "CANCELLED":
-        return "cancelled", "the job was cancelled"
-    if state in ("PENDING", "REQUEUED"):
-        return "requeued", "the job was taken off its nodes to start anew"
-    if facts.get("PreemptTime", "None") != "None" or state == "PREEMPTED":
+    if down.strip():
+        return "node failure", f"{', '.join(sorted(set(down.split())))} went down"
+    if facts.get("PreemptTime", "None") != "None" or facts.get("JobState") == "PREEMPTED":
         return "preempted", "a job of higher priority took its nodes"
-    left = _until(facts.get("EndTime", ""))
-    if state == "TIMEOUT" or (left is not None and left < STOPPED_BY_LIMIT_S):
+    if int(facts.get("Restarts", 0)) > restart or facts.get("JobState") == "PENDING":
+        return "requeued", "the job was taken off its nodes to start anew"
+    run, limit = _seconds(facts.get("RunTime", "")), _seconds(facts.get("TimeLimit", ""))
+    if limit and run > limit - STOPPED_BY_LIMIT_S and run > limit / 4:
         return "time limit", "the job came to its time limit"
-    return "unknown", f"the job's state is {state}"
+    if facts.get("JobState") in ("CANCELLED", "COMPLETING"):
+        return "cancelled", "the job was cancelled"
+    return "unknown", f"the job's state is {facts.get('JobState')}"
 
 
 def obituary(owner: dict[str, Any]) -> dict[str, str]:
@@ -190,7 +198,7 @@ def obituary(owner: dict[str, Any]) -> dict[str, str]:
     if restart < len(incarnations):
         end = incarnations[restart]
         where = f" on {end.nodes}" if end.nodes else ""
-        words = f"SLURM ended job {job_id}: {end.state}{where}"
+        words = f"SLURM ended job {job_id}: {end.state}{where}, exit code {end.reason}"
         if end.state == "FAILED" and end.reason.startswith(f"{UNWRITABLE}:"):
             words = f"job {job_id} could not write its row: the store was full or read-only"
         return {"status": STATUSES.get(end.state, "error"), "error": words}
@@ -222,10 +230,3 @@ def _seconds(clock: str) -> int:
     for part in rest.split(":"):
         seconds = 60 * seconds + int(part)
     return seconds + 86400 * int(days or 0)
-
-
-def _until(moment: str) -> float | None:
-    try:
-        return time.mktime(time.strptime(moment, "%Y-%m-%dT%H:%M:%S")) - time.time()
-    except ValueError:
-        return None

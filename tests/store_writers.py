@@ -1,0 +1,89 @@
+"""Hundreds of processes that write to one store at the same moment: ``python -m tests.store_writers STORE``.
+
+Prints how each of them ended, by what it was to do: 0 it wrote its row, 1 the row was another's, -9 it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import records
+from bench.records import Record
+from tests.records_fixture import record
+
+KINDS = {"alone": 150, "contested": 80, "queueing": 50, "doomed": 40}
+"""Writers to a run of their own, to one attempt of one run, to the next attempts of five runs, and until they die."""
+
+PADDING = "x" * 5000
+
+
+def row(kind: str, writer: int, run: int) -> Record:
+    """A row that says who wrote it, and that it is whole."""
+    return record(sweep=kind, repeat=run, steps=100) | {"error": f"{writer} {PADDING}"}
+
+
+def alone(store: Path, writer: int) -> None:
+    records.write(store, row("alone", writer, run=writer))
+
+
+def contested(store: Path, writer: int) -> None:
+    records.write(store, row("contested", writer, run=0))
+
+
+def queueing(store: Path, writer: int) -> None:
+    mine = row("queueing", writer, run=writer % 5)
+    while True:
+        try:
+            records.write(store, mine | {"attempt": records.next_attempt(store, mine["run_id"])})
+            return
+        except FileExistsError:
+            continue
+
+
+def doomed(store: Path, writer: int) -> None:
+    for number in range(100_000):
+        records.write(store, row("doomed", writer, run=1000 * writer + number))
+
+
+def start(job: Callable[[Path, int], None], store: Path, writer: int, gate: tuple[int, int]) -> int:
+    """Fork a process that does a job as soon as the gate opens, which is when its last writing end closes."""
+    process = os.fork()
+    if process:
+        return process
+    code = 2
+    try:
+        os.close(gate[1])
+        os.read(gate[0], 1)
+        job(store, writer)
+        code = 0
+    except FileExistsError:
+        code = 1
+    finally:
+        os._exit(code)
+
+
+def main(store: Path) -> None:
+    gate = os.pipe()
+    jobs = [(globals()[kind], writer) for kind, number in KINDS.items() for writer in range(number)]
+    random.Random(0).shuffle(jobs)
+    started = {start(job, store, writer, gate): job.__name__ for job, writer in jobs}
+    os.close(gate[1])
+    for process, kind in started.items():
+        if kind == "doomed":
+            time.sleep(random.Random(process).uniform(0, 0.05))
+            os.kill(process, signal.SIGKILL)
+    ends: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    for process, kind in started.items():
+        ends[kind].append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    print(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

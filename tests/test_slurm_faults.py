@@ -1,0 +1,725 @@
+"""Every way a sweep on a cluster can go wrong, tried for real: what the rows say, who is disturbed, what is left over.
+
+Each test ends with the command that started it: it submits what has no result, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bench import records
+from bench.launch.slurm import ledger
+from bench.records import Record, claims
+from tests.cluster_sweeps import FAKE, TWO_NODES, job_processes, jobs, nothing_left, quoted, submit
+from tests.conftest import run_command
+from tests.fake_model import HUGE_BYTES, ROOT, files, wait_until
+from tests.slurm_cluster import NODES, Cluster, descendants, ended, idle_slurm, make_idle, slurm
+
+pytestmark = pytest.mark.slow
+
+__all__ = ["idle_slurm", "slurm"]
+
+TWO_RANKS = (*FAKE, "cluster=slurm_test", "cluster.gpus_per_node=1", "gpus=2")
+"""A run on two nodes, one rank on each."""
+
+STEPS = 12
+
+SLEEPY = (*TWO_RANKS, "+model.step_s=0.7", f"measurement.steps={STEPS}")
+"""The same, long enough for something to happen to it, short enough to wait for."""
+
+ON_NODES_OF_ITS_OWN = ("cluster.exclusive=true", "cluster.parallelism=2", "repeat=0,1")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and the job that a submission made of it."""
+
+    store: Path
+    run_id: str
+    job_id: str
+
+    @property
+    def rows(self) -> list[Record]:
+        """All its attempts."""
+        return [
+            records.read(records.row_path(self.store, self.run_id, attempt))
+            for attempt in records.attempts(self.store, self.run_id)
+        ]
+
+    @property
+    def statuses(self) -> list[str]:
+        return [row["status"] for row in self.rows]
+
+    def trains(self, attempt: int = 0) -> bool:
+        """Whether an attempt is past its first forward pass, on its first node."""
+        with contextlib.suppress(FileNotFoundError):
+            return "forward" in (self.store / self.run_id / f"{attempt}.node0.log").read_text()
+        return False
+
+    @property
+    def nodes(self) -> list[str]:
+        """Where it runs; its leader on the first."""
+        claim = claims.held(self.store, self.run_id)
+        assert claim is not None
+        return str(claim.row["hosts"]).split(",")
+
+    def task(self, rank: int) -> int:
+        """The process that watches over a rank; the first of them leads."""
+        array, _, element = self.job_id.partition("_")
+        job = (
+            {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={element}"} if element else {f"SLURM_JOB_ID={array}"}
+        )
+        found = []
+        for process in job_processes(os.environ["SLURM_CONF"]):
+            with contextlib.suppress(OSError):
+                variables = set(Path(f"/proc/{process}/environ").read_bytes().decode().split("\0"))
+                program = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
+                if {*job, f"SLURM_PROCID={rank}"} <= variables and "srun" not in program[0] and "-m" in program:
+                    found.append(process)
+        (task,) = set(found) - set(descendants(found))
+        return task
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank; not of the first, whose watcher has other children too."""
+        (process,) = descendants([self.task(rank)])
+        return process
+
+
+def submitted(store: Path) -> list[Run]:
+    """What the newest submission from a store consists of."""
+    newest = ledger.submissions(store, closed=True)[-1]
+    found = []
+    for array in newest.arrays:
+        job_id = newest.job_id(array)
+        assert job_id is not None
+        found += [Run(store, entry.run_id, array.element(job_id, i)) for i, entry in enumerate(array.entries)]
+    return found
+
+
+def submit_again(store: Path, *command: str) -> list[Run]:
+    """Give the same command once more; returns what it submitted, which may be nothing."""
+    before = len(ledger.submissions(store, closed=True))
+    submit(store, *command)
+    return submitted(store) if len(ledger.submissions(store, closed=True)) > before else []
+
+
+def over(cluster: Cluster, store: Path, limit: float = 180) -> None:
+    """Wait until no job of a store is in the queue."""
+    names = [array.job_name for submission in ledger.submissions(store, closed=True) for array in submission.arrays]
+
+    def gone() -> bool:
+        return not {line.strip() for line in cluster.squeue("-o", "%j")} & set(names)
+
+    cluster.wait_for(f"the end of all jobs of {store}", gone, limit)
+
+
+def train(cluster: Cluster, *runs: Run, attempt: int = 0) -> None:
+    cluster.wait_for(f"{len(runs)} runs to train", lambda: all(run.trains(attempt) for run in runs), limit=120)
+
+
+def check_nothing_left(cluster: Cluster, *stores: Path) -> None:
+    """No job, no process, no claim and no file of an unfinished row."""
+    assert cluster.squeue() == []
+    assert nothing_left(os.environ["SLURM_CONF"]), job_processes(os.environ["SLURM_CONF"])
+    for store in stores:
+        assert claims.running(store) == []
+        assert list(store.glob("*/.row-*")) == []
+
+
+def check_whole(row: Record, ranks: int = 2, steps: int = STEPS) -> None:
+    """An undisturbed result: every timed step of every rank."""
+    assert row["status"] == "ok", row["error"]
+    assert [len(rank["step_times_s"]) for rank in row["ranks"]] == [steps] * ranks
+
+
+def seconds(row: Record) -> float:
+    """How long an attempt took."""
+    times = [datetime.datetime.fromisoformat(row[name]) for name in ("started_at", "finished_at")]
+    return (times[1] - times[0]).total_seconds()
+
+
+@contextlib.contextmanager
+def running(log: Path, module: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """``python -m module arguments`` in a session of its own, its output in a file; killed at the end at the latest."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+# What goes wrong inside the processes: out of memory, killed
+
+FAULTS = {"out of memory": "oom:forward:3", "killed": "kill:backward:2", "well": "none"}
+
+
+@dataclass
+class Twice:
+    """What a command submitted, what it had come to when the same command was given again, and what that submitted."""
+
+    store: Path
+    runs: dict[str, Run]
+    first: dict[str, list[Record]]
+    again: list[Run]
+    kept: bool
+    """Whether the rows of before were left as they were."""
+
+
+@pytest.fixture(scope="module")
+def failing(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Twice:
+    """Runs of four ranks on two nodes, one after the other."""
+    make_idle(slurm)
+    store = tmp_path_factory.mktemp("failing") / "store"
+    command = (*FAKE, *TWO_NODES, "hardware.memory_limit_gib=1", f"+model.fault={','.join(FAULTS.values())}")
+    submit(store, *command)
+    runs = dict(zip(FAULTS, submitted(store), strict=True))
+    over(slurm, store)
+    first = {name: run.rows for name, run in runs.items()}
+    check_nothing_left(slurm, store)
+    before = files(store)
+    again = submit_again(store, *command)
+    over(slurm, store)
+    check_nothing_left(slurm, store)
+    after = files(store)
+    return Twice(store, runs, first, again, {path: after[path] for path in before} == before)
+
+
+def test_out_of_memory_on_one_rank_of_one_node_is_a_result(failing):
+    (row,) = failing.first["out of memory"]
+    assert row["status"] == "oom"
+    assert (row["oom_phase"], row["oom_rank"], row["oom_bytes"]) == ("forward", 3, HUGE_BYTES)
+    assert "can't allocate memory" in row["error"]
+    assert row["job_id"] == failing.runs["out of memory"].job_id
+    assert row["hosts"] == f"{NODES[0]},{NODES[1]}"
+    assert [rank["host"] for rank in row["ranks"]] == [NODES[0]] * 2 + [NODES[1]] * 2
+    assert [rank["status"] for rank in row["ranks"]] == ["error", "error", "error", "oom"]
+    assert seconds(row) <= 30
+    assert "Traceback" in (failing.store / row["run_id"] / "0.node1.log").read_text()
+
+
+def test_a_killed_rank_is_an_error_that_names_it(failing):
+    (row,) = failing.first["killed"]
+    assert row["status"] == "error"
+    assert row["error"] == "rank 2 was killed by SIGKILL"
+    assert row["job_id"] == failing.runs["killed"].job_id
+    assert seconds(row) <= 30
+
+
+def test_the_array_goes_on_after_failures(failing):
+    (row,) = failing.first["well"]
+    check_whole(row, ranks=4, steps=1)
+
+
+def test_the_same_command_repeats_what_failed_and_nothing_else(failing):
+    killed = failing.runs["killed"]
+    assert [run.run_id for run in failing.again] == [killed.run_id]
+    assert killed.statuses == ["error", "error"]
+    assert killed.rows[1]["job_id"] == failing.again[0].job_id != killed.job_id
+    assert failing.kept
+
+
+# What goes wrong from outside, while several runs are on. Waiting for time limits takes a minute and more, so these
+# two sweeps share it.
+
+STRUCK = {
+    "untouched": lambda run, cluster: None,
+    "leader killed": lambda run, cluster: os.kill(run.task(0), signal.SIGKILL),
+    "follower killed": lambda run, cluster: os.kill(run.task(1), signal.SIGKILL),
+    "rank killed": lambda run, cluster: os.kill(run.rank(1), signal.SIGKILL),
+    "cancelled": lambda run, cluster: cluster.run("scancel", run.job_id),
+    "requeued": lambda run, cluster: cluster.scontrol("requeue", run.job_id),
+}
+
+LIMITED = {
+    "untouched": lambda run, cluster: None,
+    "hanging": lambda run, cluster: os.kill(run.rank(1), signal.SIGSTOP),
+    "deaf": lambda run, cluster: keep_stopped(run.task(0)),
+}
+"""Under a time limit of a minute. Of the last nobody is there to notice that time is up, or to write the row."""
+
+
+def keep_stopped(process: int) -> None:
+    """Stop a process, and again whenever SLURM has it continue so that it can end politely."""
+
+    def stop() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while not ended(process):
+                for _ in range(100):
+                    os.kill(process, signal.SIGSTOP)
+                    time.sleep(0.002)
+
+    threading.Thread(target=stop, daemon=True).start()
+
+
+class Ordeal:
+    """A sweep of which each run has a fate of its own, and the same command once more."""
+
+    def __init__(self, cluster: Cluster, store: Path, fates: Mapping[str, Callable[..., object]], *overrides: str):
+        self.cluster, self.store, self.fates = cluster, store, fates
+        repeats = ",".join(str(number) for number in range(len(fates)))
+        self.command = (*SLEEPY, f"cluster.parallelism={len(fates)}", f"repeat={repeats}", *overrides)
+
+    def submit(self) -> None:
+        submit(self.store, *self.command)
+        self.runs = dict(zip(self.fates, submitted(self.store), strict=True))
+
+    def strike(self) -> None:
+        """Let everything train, and what is to befall it befall it at once."""
+        left = dict(self.fates)
+
+        def struck() -> bool:
+            for name in [name for name in left if self.runs[name].trains()]:
+                left.pop(name)(self.runs[name], self.cluster)
+            return not left
+
+        self.cluster.wait_for("all runs to train", struck, limit=120)
+
+    def collect(self) -> None:
+        """Wait for the end, and look at it from another shell."""
+        over(self.cluster, self.store, limit=240)
+        self.collected = jobs("collect", self.store)
+        self.first = {name: run.rows for name, run in self.runs.items()}
+        self.before = files(self.store)
+
+    def again(self, *overrides: str) -> None:
+        self.repeated = {run.run_id: run for run in submit_again(self.store, *self.command, *overrides)}
+
+    @property
+    def names_repeated(self) -> set[str]:
+        return {name for name, run in self.runs.items() if run.run_id in self.repeated}
+
+    def complete(self) -> None:
+        """Wait for the end of what was repeated."""
+        over(self.cluster, self.store)
+        after = files(self.store)
+        self.kept = {path: after[path] for path in self.before} == self.before
+
+
+@pytest.fixture(scope="module")
+def ordeals(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ordeal]:
+    make_idle(slurm)
+    folder = tmp_path_factory.mktemp("ordeals")
+    limited = Ordeal(slurm, folder / "limited", LIMITED, "cluster.time_limit_min=1")
+    struck = Ordeal(slurm, folder / "struck", STRUCK)
+    limited.submit()
+    limited.strike()
+    struck.submit()
+    struck.strike()
+    struck.collect()
+    struck.again()
+    limited.collect()
+    limited.again("cluster.time_limit_min=5")
+    for ordeal in (struck, limited):
+        ordeal.complete()
+    check_nothing_left(slurm, limited.store, struck.store)
+    return {"struck": struck, "limited": limited}
+
+
+@pytest.fixture(scope="module")
+def struck(ordeals: dict[str, Ordeal]) -> Ordeal:
+    return ordeals["struck"]
+
+
+@pytest.fixture(scope="module")
+def limited(ordeals: dict[str, Ordeal]) -> Ordeal:
+    return ordeals["limited"]
+
+
+long = pytest.mark.timeout(600)
+"""For those whose fixture takes minutes."""
+
+ENDS = {
+    "leader killed": ("error", "SLURM ended job {job}: FAILED on testnode[1-2], exit code"),
+    "follower killed": ("error", "rank 1 on testnode2 has not been heard of again: its node or its processes are gone"),
+    "rank killed": ("error", "rank 1 was killed by SIGKILL"),
+    "cancelled": ("preempted", "stopped by SIGTERM: the job was cancelled"),
+}
+
+
+@long
+@pytest.mark.parametrize("fate", ENDS)
+def test_what_ends_a_run_from_outside_is_in_its_row(struck, fate):
+    (row,) = struck.first[fate]
+    status, words = ENDS[fate]
+    assert (row["status"], row["attempt"]) == (status, 0)
+    assert words.format(job=struck.runs[fate].job_id) in row["error"]
+    assert "\n" not in row["error"]
+    assert row["job_id"] == struck.runs[fate].job_id
+    assert row["hosts"] == "testnode1,testnode2"
+
+
+@long
+def test_a_requeued_run_starts_afresh_as_another_attempt(struck):
+    first, second = struck.first["requeued"]
+    assert first["status"] == "preempted"
+    assert "the job was taken off its nodes to start anew" in first["error"]
+    check_whole(second)
+    assert first["job_id"] == second["job_id"] == struck.runs["requeued"].job_id
+    assert [row["environment"]["slurm"]["restart"] for row in (first, second)] == [0, 1]
+
+
+@long
+def test_the_run_beside_them_is_not_disturbed(struck, limited):
+    for ordeal in (struck, limited):
+        (row,) = ordeal.first["untouched"]
+        check_whole(row)
+        assert row["concurrent_runs"] >= 2
+
+
+@long
+def test_another_shell_says_what_failed(struck, limited):
+    assert struck.collected.returncode == limited.collected.returncode == 1
+    assert "2 done, 4 failed" in struck.collected.stdout
+    assert "1 done, 2 failed" in limited.collected.stdout
+    for fate in ENDS:
+        assert ENDS[fate][1].format(job=struck.runs[fate].job_id) in struck.collected.stdout
+
+
+@long
+def test_a_run_that_hangs_ends_before_its_time_limit(limited):
+    (row,) = limited.first["hanging"]
+    assert row["status"] == "timeout"
+    assert row["error"] == "not finished after 1 min, its job's time limit"
+    assert seconds(row) <= 60
+
+
+@long
+def test_a_run_whose_leader_hangs_is_ended_by_slurm(limited):
+    (row,) = limited.first["deaf"]
+    assert row["status"] == "timeout"
+    assert f"SLURM ended job {limited.runs['deaf'].job_id}: TIMEOUT on testnode[1-2]" in row["error"]
+    assert row["hosts"] == "testnode1,testnode2"
+
+
+@long
+def test_the_same_command_completes_what_was_struck(struck, limited):
+    assert struck.names_repeated == {*ENDS}
+    assert limited.names_repeated == {"hanging", "deaf"}
+    for ordeal in (struck, limited):
+        assert ordeal.kept
+        for name in ordeal.names_repeated:
+            failed, whole = ordeal.runs[name].rows
+            check_whole(whole)
+            assert whole["attempt"] == 1
+            assert whole["job_id"] == ordeal.repeated[whole["run_id"]].job_id != failed["job_id"]
+
+
+# Watching and cancelling; the controller
+
+
+def test_cancelled_watched_and_without_a_controller(idle_slurm, tmp_path):
+    store, log = tmp_path / "store", tmp_path / "log"
+    command = (*SLEEPY, "repeat=0,1,2")
+
+    submit(store, *command)
+    first = submitted(store)
+    with running(log, "bench.jobs", "watch", str(store)) as watch:
+        train(idle_slurm, first[0])
+        assert wait_until(lambda: "2 queued, 1 running" in log.read_text(), 30), log.read_text()
+        watch.kill()
+    assert first[0].job_id in idle_slurm.squeue("-r", "-o", "%i", "-t", "running")
+    cancelled = jobs("cancel", store)
+    assert cancelled.returncode == 1
+    assert "Cancelled 3 job(s)." in cancelled.stdout
+    assert "3 failed" in cancelled.stdout
+    check_nothing_left(idle_slurm, store)
+    ((running_row,), *waiting_rows) = (run.rows for run in first)
+    assert running_row["status"] == "preempted"
+    assert running_row["error"] == "stopped by SIGTERM: the job was cancelled"
+    for run, (row,) in zip(first[1:], waiting_rows, strict=True):
+        assert row["status"] == "skipped"
+        assert row["error"] == f"its job {run.job_id} was cancelled before it came to run"
+        assert row["job_id"] == run.job_id
+
+    second = submit_again(store, *command)
+    assert [run.run_id for run in second] == [run.run_id for run in first]
+    train(idle_slurm, second[0], attempt=1)
+    idle_slurm.stop_controller(signal.SIGKILL)
+    for asked in (jobs("collect", store), run_command("bench.sweep", "-m", *command, quoted(store))):
+        assert asked.returncode in (1, 2)
+        assert "SLURM cannot be asked" in asked.stderr
+        assert len(asked.stderr.splitlines()) == 1
+    with running(log, "bench.jobs", "watch", str(store)) as watch:
+        time.sleep(3)
+        idle_slurm.restore()
+        assert watch.wait(150) == 0, log.read_text()
+    assert "3 done" in log.read_text()
+    for run in second:
+        failed, whole = run.rows
+        assert failed["attempt"] == 0
+        check_whole(whole)
+        assert (whole["job_id"], whole["environment"]["slurm"]["restart"]) == (run.job_id, 0)
+    check_nothing_left(idle_slurm, store)
+    assert submit_again(store, *command) == []
+
+
+# Preemption, nodes that fail
+
+
+def test_a_preempted_run_starts_afresh_by_itself(idle_slurm, tmp_path):
+    store = tmp_path / "store"
+    command = (*SLEEPY, *ON_NODES_OF_ITS_OWN)
+    submit(store, *command)
+    run, other = submitted(store)
+    train(idle_slurm, run, other)
+    nodes = run.nodes
+    urgent = ("-N2", "-w", ",".join(nodes), "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+    idle_slurm.run("sbatch", "--partition=high", *urgent)
+    over(idle_slurm, store)
+
+    first, second = run.rows
+    assert (first["status"], first["attempt"]) == ("preempted", 0)
+    assert first["error"] == "stopped by SIGUSR2: a job of higher priority took its nodes"
+    assert first["hosts"] == ",".join(nodes)
+    assert second["attempt"] == 1
+    check_whole(second)
+    assert first["job_id"] == second["job_id"] == run.job_id
+    assert [row["environment"]["slurm"]["restart"] for row in (first, second)] == [0, 1]
+    (undisturbed,) = other.rows
+    check_whole(undisturbed)
+    idle_slurm.wait_for("the end of the urgent job", lambda: not idle_slurm.squeue())
+    check_nothing_left(idle_slurm, store)
+    assert jobs("collect", store).returncode == 0
+    assert submit_again(store, *command) == []
+
+
+def test_a_run_survives_its_nodes(idle_slurm, tmp_path):
+    """First the node of a follower dies, and SLURM has to notice by itself; then the leader's, and it is told."""
+    store = tmp_path / "store"
+    command = (*SLEEPY, *ON_NODES_OF_ITS_OWN)
+    submit(store, *command)
+    run, other = submitted(store)
+    train(idle_slurm, run, other)
+    followers_node = run.nodes[1]
+    idle_slurm.kill_node(followers_node)
+    train(idle_slurm, run, attempt=1)
+    leaders_node = run.nodes[0]
+    idle_slurm.kill_node(leaders_node, noticed=True)
+    over(idle_slurm, store)
+
+    first, second, third = run.rows
+    assert [row["attempt"] for row in run.rows] == [0, 1, 2]
+    assert [row["environment"]["slurm"]["restart"] for row in run.rows] == [0, 1, 2]
+    assert first["status"] == second["status"] == "error"
+    assert first["error"].startswith(f"rank 1 on {followers_node} has not been heard of again")
+    assert second["error"].startswith(f"SLURM ended job {run.job_id}: NODE_FAIL on testnode[")
+    check_whole(third)
+    assert not {followers_node, leaders_node} & set(third["hosts"].split(","))
+    assert {row["job_id"] for row in run.rows} == {run.job_id}
+    (undisturbed,) = other.rows
+    check_whole(undisturbed)
+    check_nothing_left(idle_slurm, store)
+    assert jobs("collect", store).returncode == 0
+    assert submit_again(store, *command) == []
+
+
+# Jobs that can never start
+
+NEVER = {
+    "no such partition": (("cluster.partition=nowhere",), "invalid partition"),
+    "more GPUs than a node has": (("cluster.gpus_per_node=9", "gpus=18"), "node configuration is not available"),
+    "more nodes than there are": (("gpus=5",), "ode"),
+}
+
+
+@pytest.mark.parametrize("why", NEVER)
+def test_what_can_never_start_is_refused_at_submission(idle_slurm, tmp_path, why):
+    overrides, words = NEVER[why]
+    refused = run_command("bench.sweep", *TWO_RANKS, *overrides, quoted(tmp_path / "store"))
+    assert refused.returncode == 2
+    assert words in refused.stderr
+    assert "cluster=slurm_test refuses" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    assert idle_slurm.squeue() == []
+    assert ledger.submissions(tmp_path / "store", closed=True) == []
+
+
+# Whoever submits is gone
+
+
+def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
+    """In the middle of a submission of three arrays; then, the rest submitted, right after."""
+    store, log = tmp_path / "store", tmp_path / "log"
+    command = ("-m", *FAKE, "cluster=slurm_test", "cluster.gpus_per_node=1", "gpus=2,3,4", quoted(store))
+
+    def job_ids() -> list[str]:
+        return [path.read_text().strip() for path in store.glob(".jobs/*/*/job_id")]
+
+    def jobs_submitted() -> set[str]:
+        return set(idle_slurm.squeue("-t", "all", "-o", "%F", "--name", ",".join(names())))
+
+    def names() -> list[str]:
+        return [array.job_name for submission in ledger.submissions(store, closed=True) for array in submission.arrays]
+
+    for expected in (1, 3):
+        with running(log, "bench.sweep", *command) as process:
+            assert wait_until(lambda: len(job_ids()) >= expected, 60), log.read_text()  # noqa: B023
+            os.killpg(process.pid, signal.SIGKILL)
+        assert len(job_ids()) >= expected
+    assert len(ledger.submissions(store)) == 2
+
+    followed = jobs("watch", store)
+    assert followed.returncode == 0, followed.stdout
+    assert len(jobs_submitted()) == 3
+    runs = {entry.run_id for array in ledger.submissions(store, closed=True)[0].arrays for entry in array.entries}
+    assert len(runs) == 3
+    rows = {run_id: Run(store, run_id, "").rows for run_id in runs}
+    for (row,) in rows.values():
+        check_whole(row, ranks=row["world_size"], steps=1)
+    assert {row["job_id"] for (row,) in rows.values()} == jobs_submitted()
+    check_nothing_left(idle_slurm, store)
+    assert ledger.submissions(store) == []
+    done = run_command("bench.sweep", *command)
+    assert done.returncode == 0
+    assert "3 done, 0 to run" in done.stdout
+    assert len(jobs_submitted()) == 3
+
+
+# The store
+
+
+def mount(*arguments: str | Path) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a file system here: {done.stderr}")
+
+
+def fill(disk: Path) -> None:
+    with (disk / "rubbish").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(b"\0" * 4096)
+
+
+@pytest.mark.parametrize("trouble", ["No space left on device", "Read-only file system"])
+def test_a_store_that_takes_nothing_is_refused_at_submission(idle_slurm, tmp_path, trouble):
+    mount("-t", "tmpfs", "-o", "size=1m", "none", tmp_path)
+    try:
+        if trouble == "No space left on device":
+            fill(tmp_path)
+        else:
+            mount("-o", "remount,ro", tmp_path)
+        refused = run_command("bench.sweep", *TWO_RANKS, quoted(tmp_path / "store"))
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == [
+        f"store={tmp_path / 'store'} is not valid ({trouble}): choose a folder that can be written to."
+    ]
+    assert idle_slurm.squeue() == []
+
+
+@pytest.fixture
+def shared_disk(idle_slurm: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """A small file system that this machine and all nodes see; nodes may have mount namespaces of their own."""
+    disk, image = tmp_path / "disk", tmp_path / "image"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 * 2**20)
+    made = subprocess.run(["mke2fs", "-q", "-F", "-b4096", "-O^has_journal", image], capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"cannot make a file system here: {made.stderr!r}")
+    mount("-o", "loop", image, disk)
+    device = subprocess.run(
+        ["findmnt", "--noheadings", "--output=SOURCE", disk], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    daemons = [(idle_slurm.state / "run" / f"slurmd.{node}.pid").read_text().strip() for node in NODES]
+    apart = [pid for pid in daemons if os.readlink(f"/proc/{pid}/ns/mnt") != os.readlink("/proc/self/ns/mnt")]
+    try:
+        for pid in apart:
+            mount("-N", pid, device, disk)
+        yield disk
+    finally:
+        idle_slurm.cancel_all()
+        for pid in apart:
+            subprocess.run(["umount", "-N", pid, "--lazy", disk], check=False)
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_run_finds_room_for_its_row_on_a_disk_that_filled_up(idle_slurm, shared_disk):
+    """Two runs are on when the disk fills up, a third has not started."""
+    store = shared_disk / "store"
+    command = (*SLEEPY, "cluster.parallelism=2", "repeat=0,1,2")
+    submit(store, *command)
+    *begun, late = submitted(store)
+    train(idle_slurm, *begun)
+    fill(shared_disk)
+    over(idle_slurm, store)
+    for run in begun:
+        (row,) = run.rows
+        check_whole(row)
+    assert late.rows == []
+    assert nothing_left(os.environ["SLURM_CONF"])
+
+    full = jobs("collect", store)
+    assert full.returncode == 1
+    assert "Traceback" not in full.stderr
+    (shared_disk / "rubbish").unlink()
+    assert jobs("collect", store).returncode == 1
+    (row,) = late.rows
+    assert row["status"] == "error"
+    assert f"its job {late.job_id} could not write to the store: it was full or read-only" in row["error"]
+    before = files(store)
+    assert [run.run_id for run in submit_again(store, *command)] == [late.run_id]
+    over(idle_slurm, store)
+    assert late.statuses == ["error", "ok"]
+    after = files(store)
+    assert {path: after[path] for path in before} == before
+    assert jobs("collect", store).returncode == 0
+    check_nothing_left(idle_slurm, store)
+
+
+def chattr(flag: str, *paths: Path) -> bool:
+    """Forbid or allow changes; whether that works here."""
+    return subprocess.run(["chattr", flag, *paths], capture_output=True, check=False).returncode == 0
+
+
+def test_a_row_is_written_when_the_store_can_be_written_again(idle_slurm, tmp_path):
+    store = tmp_path / "store"
+    command = (*SLEEPY, "repeat=0,1")
+    submit(store, *command)
+    run, other = submitted(store)
+    train(idle_slurm, run)
+    closed = (store / run.run_id, store / claims.FOLDER)
+    try:
+        if not chattr("+i", *closed):
+            pytest.skip("chattr +i does not work here")
+        with pytest.raises(OSError) as refused:  # noqa: PT011
+            (store / run.run_id / "x").touch()
+        assert refused.value.errno == errno.EPERM
+        output = list(store.glob(f".jobs/*/*/{run.job_id}_0_log.out"))
+        assert len(output) == 1
+        idle_slurm.wait_for("a first try", lambda: "cannot write the row" in output[0].read_text())
+        assert run.rows == []
+    finally:
+        chattr("-i", *closed)
+    over(idle_slurm, store)
+    for (row,) in (run.rows, other.rows):
+        check_whole(row)
+    assert jobs("collect", store).returncode == 0
+    check_nothing_left(idle_slurm, store)
+    assert submit_again(store, *command) == []

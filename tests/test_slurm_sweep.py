@@ -1,0 +1,476 @@
+"""Sweeps on a real SLURM: what is asked for, what runs where, and that nothing is submitted or measured twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import records
+from bench.records import claims
+from tests.cluster_sweeps import (
+    FAKE,
+    LONG,
+    ONE_NODE,
+    TWO_NODES,
+    attempts,
+    jobs,
+    nothing_left,
+    quoted,
+    submit,
+    training,
+)
+from tests.conftest import ROOT, SMALL_GPT, run_command
+from tests.fake_model import rows, wait_until
+
+pytestmark = pytest.mark.slow
+
+QUICK = ("measurement.warmup_steps=2", "measurement.steps=2", "sequence_length=32", "report=false")
+
+
+def one_rows(store: Path) -> list[records.Record]:
+    """The row of each run, every one of which has a single attempt."""
+    found = list(rows(store).values())
+    assert all(len(run) == 1 for run in found)
+    return [run[0] for run in found]
+
+
+# Ranks over nodes
+
+
+@pytest.fixture(scope="module")
+def two_nodes(slurm, tmp_path_factory) -> dict[str, records.Record]:
+    """DDP and FSDP with shards inside nodes and replicas across, four ranks on two nodes; rows by strategy."""
+    store = tmp_path_factory.mktemp("nodes") / "store"
+    submit(store, *TWO_NODES, *SMALL_GPT, *QUICK, "strategy=ddp")
+    submit(store, *TWO_NODES, *SMALL_GPT, *QUICK, "strategy=fsdp", "strategy.sharding_factor=node")
+    done = jobs("watch", store)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {row["effective_strategy"]: row for row in one_rows(store)}
+
+
+def test_ranks_are_spread_over_nodes_node_by_node(two_nodes):
+    assert sorted(two_nodes) == ["ddp", "fsdp/hybrid_shard"]
+    for row in two_nodes.values():
+        assert row["status"] == "ok"
+        assert (row["nodes"], row["world_size"], row["launcher"]) == (2, 4, "slurm")
+        hosts = [rank["host"] for rank in row["ranks"]]
+        assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+        assert row["hosts"] == f"{hosts[0]},{hosts[2]}"
+    assert two_nodes["fsdp/hybrid_shard"]["sharding_factor"] == 2
+
+
+def test_nodes_make_no_difference_to_what_is_computed(two_nodes, execute):
+    (here,) = execute((*SMALL_GPT, *QUICK, "gpus=4", "strategy=ddp"))
+    for row in two_nodes.values():
+        assert row["losses"] == pytest.approx(here["losses"], rel=1e-5)
+
+
+def test_the_row_says_what_the_job_was(two_nodes, slurm):
+    for row in two_nodes.values():
+        job = row["environment"]["slurm"]
+        assert job["job_id"] == row["job_id"]
+        assert slurm.sacct("-X", "-o", "State", "-j", row["job_id"]) == ["COMPLETED"]
+        assert (job["cluster"], job["partition"], job["restart"], job["parallelism"]) == ("slurm_test", "main", 0, 1)
+        # The node's other GPUs may be another job's: ranks count in what SLURM shows them.
+        assert len(set(row["environment"]["variables"]["CUDA_VISIBLE_DEVICES"].split(","))) == 2
+        assert row["git_sha"] is not None
+
+
+# Shapes, arrays, concurrency
+
+
+def test_every_run_asks_for_exactly_its_own_resources(idle_slurm, tmp_path):
+    submit(tmp_path, *FAKE, *LONG, "cluster=slurm_test", "cluster.cpus_per_gpu=1", "gpus=1,2,8,16,32")
+    lines = [line.split() for line in idle_slurm.squeue("-r", "-o", "%D %C %b")]
+    asked = sorted((int(nodes), int(cpus), gpus) for nodes, cpus, gpus in lines)
+    per_node = [gpus.rpartition(":")[2] for _, _, gpus in asked]
+    assert [(nodes, cpus) for nodes, cpus, _ in asked] == [(1, 1), (1, 2), (1, 8), (2, 16), (4, 32)]
+    assert per_node == ["1", "2", "8", "8", "8"]
+
+
+def test_a_shape_the_cluster_does_not_have_is_left_out_with_its_reason(idle_slurm, tmp_path):
+    plan = run_command("bench.sweep", "-m", *FAKE, "cluster=slurm_test", "gpus=1,64", "dry_run=true", quoted(tmp_path))
+    assert plan.returncode == 0
+    assert "1 to run, 1 impossible" in plan.stdout
+    assert "refuses 8 node(s) with 8 task(s) each" in plan.stdout
+    assert "node configuration is not available" in plan.stdout
+
+
+def test_runs_go_one_at_a_time_unless_asked_otherwise(idle_slurm, tmp_path):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    several = (*FAKE, *ONE_NODE, "+model.step_s=0.5", "measurement.steps=4", "seed=1,2")
+    submit(alone, *several, "batch_size_per_gpu=2")
+    assert jobs("watch", alone).returncode == 0
+    submit(together, *several, "cluster.parallelism=2")
+    assert jobs("watch", together).returncode == 0
+    for row in one_rows(alone):
+        assert row["concurrent_runs"] == 0
+        assert row["concurrent"] == []
+    first, second = one_rows(together)
+    assert first["concurrent_runs"] == second["concurrent_runs"] == 1
+    assert first["concurrent"][0]["run_id"] == second["run_id"]
+    assert first["concurrent"][0]["job_id"] == second["job_id"]
+    # They shared a node and its network, and met at ports of their own.
+    assert first["hosts"] == second["hosts"]
+    assert second["environment"]["slurm"]["on_the_same_nodes"] or first["environment"]["slurm"]["on_the_same_nodes"]
+
+
+def test_arrays_of_different_shapes_wait_for_each_other(idle_slurm, tmp_path):
+    submit(tmp_path, *FAKE, *LONG, "cluster=slurm_test", "gpus=1,2", "seed=1,2")
+    states = idle_slurm.squeue("-r", "-o", "%T %r")
+    assert sum(line.startswith("RUNNING") for line in states) <= 1
+    assert wait_until(lambda: "Dependency" in idle_slurm.squeue("-r", "-o", "%r"), 10)
+    assert wait_until(lambda: "JobArrayTaskLimit" in idle_slurm.squeue("-r", "-o", "%r"), 10)
+
+
+def test_arrays_are_cut_at_the_clusters_largest(idle_slurm, tmp_path, monkeypatch):
+    from bench.launch.slurm import queue
+    from bench.launch.slurm.launcher import SlurmLauncher
+    from bench.launch.task import Task
+    from bench.planning.compose import composed
+    from tests.fake_model import planned
+
+    launcher = SlurmLauncher(composed({"cluster": "slurm_test"})["cluster"])
+    tasks = [Task(config) for config in planned(*FAKE, "gpus=2", f"seed={','.join(map(str, range(25)))}")]
+    assert [len(batch.tasks) for batch in launcher.batches(tasks, tmp_path, "name")] == [25]
+    assert queue.max_array_size() == int(idle_slurm.scontrol("show", "config").split("MaxArraySize")[1].split()[1])
+    monkeypatch.setattr(queue, "max_array_size", lambda: 10)
+    batches = launcher.batches(tasks, tmp_path, "name")
+    assert [len(batch.tasks) for batch in batches] == [10, 10, 5]
+    assert [task for batch in batches for task in batch.tasks] == tasks
+    assert len({batch.array.name for batch in batches}) == 3
+
+
+# Nothing twice
+
+
+def test_a_second_identical_sweep_submits_nothing(idle_slurm, tmp_path):
+    sweep = (*FAKE, *ONE_NODE, "+model.step_s=1", "measurement.steps=8", "seed=1,2")
+    first = submit(tmp_path, *sweep)
+    assert "2 to run" in first.stdout
+    assert training(tmp_path)
+    second = submit(tmp_path, *sweep)
+    assert "0 to run, 2 queued or running on a cluster" in second.stdout
+    assert "Submitted" not in second.stdout
+    assert jobs("watch", tmp_path).returncode == 0
+    third = submit(tmp_path, *sweep)
+    assert "2 done, 0 to run" in third.stdout
+    assert "Submitted" not in third.stdout
+    assert len(one_rows(tmp_path)) == 2
+    assert idle_slurm.squeue() == []
+
+
+def test_a_sweep_here_leaves_alone_what_the_cluster_has(idle_slurm, tmp_path):
+    submit(tmp_path, *FAKE, *LONG, *ONE_NODE)
+    here = run_command("bench.sweep", *FAKE, *LONG, "cluster.gpus_per_node=2", "gpus=2", quoted(tmp_path))
+    assert "1 queued or running on a cluster" in here.stdout
+
+
+def test_a_run_that_somebody_else_is_executing_is_left_to_them(idle_slurm, tmp_path):
+    submit(tmp_path, *FAKE, *ONE_NODE)
+    (run,) = {entry["run_id"] for entry in _ledger(tmp_path)["arrays"][0]["entries"]}
+    row = {"run_id": run, "launcher": "local"}
+    owner = {"process": {"host": "elsewhere", "pid": 1, "started": 1}}
+    claims.take(tmp_path, row, owner, 1024)
+    assert wait_until(lambda: idle_slurm.squeue() == [], 60)
+    assert records.attempts(tmp_path, run) == []
+    log = next((tmp_path / ".jobs").glob("*/*/*_0_log.out")).read_text()
+    assert "who is executing it" in log
+
+
+def _ledger(store: Path) -> dict:
+    (path,) = (store / ".jobs").glob("*/submission.json")
+    return json.loads(path.read_text())
+
+
+def test_force_measures_again_once(idle_slurm, tmp_path):
+    submit(tmp_path, *FAKE, *ONE_NODE)
+    assert jobs("watch", tmp_path).returncode == 0
+    submit(tmp_path, *FAKE, *ONE_NODE, "force=true")
+    assert jobs("watch", tmp_path).returncode == 0
+    assert [row["status"] for row in attempts(tmp_path)] == ["ok", "ok"]
+
+
+# From another shell
+
+
+def test_whoever_submitted_need_not_live(idle_slurm, tmp_path):
+    command = [sys.executable, "-m", "bench.sweep", *FAKE, *ONE_NODE, quoted(tmp_path)]
+    sweep = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
+    assert sweep.stdout is not None
+    while b"Submitted" not in sweep.stdout.readline():
+        pass
+    sweep.send_signal(signal.SIGKILL)
+    sweep.wait()
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "bench.jobs", "watch", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+    )
+    time.sleep(3)
+    watch.kill()
+    watch.wait()
+    assert wait_until(lambda: bool(rows(tmp_path)) and idle_slurm.squeue() == [], 60)
+    collected = jobs("collect", tmp_path)
+    assert collected.returncode == 0
+    assert "over: 1 done" in collected.stdout
+    assert attempts(tmp_path)[0]["status"] == "ok"
+    assert jobs("collect", tmp_path).stdout == f"Nothing submitted from {tmp_path} is open.\n"
+
+
+def test_watch_tells_of_every_state_and_of_gpu_hours(idle_slurm, tmp_path):
+    submit(tmp_path, *FAKE, *ONE_NODE, "+model.step_s=1", "+model.fault=none,raise:forward:0:3")
+    watched = jobs("watch", tmp_path)
+    assert watched.returncode == 1
+    assert "1 queued, " in watched.stdout
+    assert "1 running, " in watched.stdout
+    assert "1 done, 1 failed, " in watched.stdout
+    hours = float(watched.stdout.rpartition(" GPU-hours so far")[0].rpartition(" ")[2])
+    spent = idle_slurm.sacct("-X", "-o", "JobName,ElapsedRaw")
+    seconds = [int(line.rpartition("|")[2]) for line in spent if line.startswith(f"bench-{_name(tmp_path)}")]
+    assert hours == pytest.approx(2 * sum(seconds) / 3600, abs=0.005)
+    assert "raise" not in watched.stderr
+    assert "ArithmeticError: the fake model was told to fail" in watched.stdout
+
+
+def _name(store: Path) -> str:
+    (folder,) = [path.parent for path in (store / ".jobs").glob("*/submission.json")]
+    return folder.name
+
+
+# What runs is what was submitted
+
+PLUGIN = """
+from tests.fake_model import FakeModel as Base
+from dataclasses import dataclass
+@dataclass(frozen=True)
+class Mine(Base):
+    def tokens_per_sequence(self, sequence_length):
+        return {tokens}
+"""
+
+
+def test_an_edit_after_submission_does_not_change_queued_runs(idle_slurm, tmp_path):
+    package = tmp_path / "my_models"
+    package.mkdir()
+    (package / "mine.py").write_text(PLUGIN.format(tokens=1000))
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    store = tmp_path / "store"
+    idle_slurm.run(
+        "sbatch", "--exclusive", "--nodes=4", "--wrap", "sleep 600", "--output=/dev/null", "--job-name=blocker"
+    )
+    overrides = [*FAKE, *ONE_NODE, "model.family=my_models.mine", quoted(store)]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.sweep", *overrides],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Submitted" in done.stdout, done.stderr
+    (package / "mine.py").write_text(PLUGIN.format(tokens=2000))
+    idle_slurm.run("scancel", "--name=blocker")
+    assert jobs("watch", store).returncode == 0
+    (row,) = attempts(store)
+    assert row["tokens_per_second_per_gpu"] * row["step_time_median_s"] == pytest.approx(2 * 1000)
+    assert (store / ".code").exists()
+
+
+def test_equal_code_is_copied_once_and_knows_its_commit(idle_slurm, tmp_path):
+    for seed in (1, 2):
+        submit(tmp_path, *FAKE, *ONE_NODE, f"seed={seed}")
+    (code,) = (tmp_path / ".code").iterdir()
+    commit = json.loads((code / "COMMIT.json").read_text())
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert commit["git_sha"] == head.strip()
+    assert (code / "tests" / "fake_model.py").exists()
+    assert (code / "bench" / "rank.py").read_bytes() == (ROOT / "bench" / "rank.py").read_bytes()
+
+
+# Plans
+
+
+def test_a_dry_run_shows_arrays_costs_and_scripts_and_submits_nothing(idle_slurm, tmp_path):
+    store = tmp_path / "store"
+    before = idle_slurm.squeue("-t", "all")
+    arguments = (*FAKE, "cluster=slurm_test", "gpus=1,16", "seed=1,2", "cluster.comment=ours", quoted(store))
+    plan = run_command("bench.sweep", "-m", *arguments, "dry_run=true")
+    assert plan.returncode == 0
+    assert "#SBATCH" not in plan.stdout
+    assert ["0-1x1", "2", "1", "1", "10", "min"] in [line.split()[:6] for line in plan.stdout.splitlines()]
+    assert ["1-2x8", "2", "2", "8", "10", "min"] in [line.split()[:6] for line in plan.stdout.splitlines()]
+    assert "4 runs in 2 arrays, one run at a time: about" in plan.stdout
+    assert "--comment=ours" in plan.stdout
+    script = run_command("bench.sweep", "-m", *arguments, "dry_run=script").stdout
+    assert script.count("#!/bin/bash") == 2
+    assert "#SBATCH --array=0-1%1" in script
+    assert "#SBATCH --ntasks-per-node=8" in script
+    assert "#SBATCH --gpus-per-node=8" in script
+    assert not store.exists()
+    assert idle_slurm.squeue("-t", "all") == before
+
+
+def test_the_script_shown_is_the_script_submitted(idle_slurm, tmp_path):
+    arguments = (*FAKE, *TWO_NODES, "seed=1,2", "cluster.setup=['export GREETING=hello']", "cluster.wckey=w")
+    shown = run_command("bench.sweep", "-m", *arguments, "dry_run=script", quoted(tmp_path)).stdout
+    submit(tmp_path, *arguments)
+    (path,) = (tmp_path / ".jobs").glob("*/*/submission_file*.sh")
+    name = _name(tmp_path)
+    planned = shown[shown.index("#!/bin/bash") :].strip()
+    planned_name = planned.partition("--job-name=bench-")[2].partition("\n")[0].rpartition("-")[0]
+    assert path.read_text().strip() == planned.replace(planned_name, name)
+
+
+def test_the_time_limit_comes_from_the_plan_unless_set(idle_slurm, tmp_path):
+    submit(tmp_path, *FAKE, *ONE_NODE)
+    submit(tmp_path, *FAKE, *ONE_NODE, "seed=1", "cluster.time_limit_min=77")
+    limits = {line.split()[-1] for line in idle_slurm.squeue("-o", "%j %l")}
+    assert limits == {"10:00", "1:17:00"}
+
+
+# Searches
+
+
+def test_a_search_for_the_largest_batch_is_one_job(idle_slurm, tmp_path):
+    search = ("search=largest_batch", "hardware.memory_limit_gib=0.3", "measurement.steps=1", "sequence_length=64")
+    submit(tmp_path, *SMALL_GPT, *TWO_NODES, "strategy=fsdp", "measurement.warmup_steps=2", *search, "report=false")
+    done = jobs("watch", tmp_path)
+    assert done.returncode == 0, done.stdout
+    found = {row["batch_size_per_gpu"]: row["status"] for row in one_rows(tmp_path)}
+    assert len({row["job_id"] for row in one_rows(tmp_path)}) == 1
+    largest = max(size for size, status in found.items() if status == "ok")
+    assert found[largest + 1] == "oom"
+
+
+# Names and paths
+
+
+ODD = ("a b", "it's", 'say "hi"', "$(touch pwned)", "`touch pwned`", "; touch pwned", "naïve-è", "colon:x", "new\nline")
+
+
+@pytest.mark.parametrize("word", ODD)
+def test_a_store_path_may_hold_anything(idle_slurm, tmp_path, word):
+    store = tmp_path / word / "store"
+    link = tmp_path / "plain"
+    if "\n" in word:  # cannot be typed as an override, but a folder may be called so
+        store.mkdir(parents=True)
+        link.symlink_to(store)
+        submit(link, *FAKE, *ONE_NODE)
+    else:
+        submit(store, *FAKE, *ONE_NODE)
+    watched = jobs("watch", store)
+    assert watched.returncode == 0, watched.stdout
+    assert attempts(store)[0]["status"] == "ok"
+    assert not list(tmp_path.rglob("pwned"))
+    assert not (ROOT / "pwned").exists()
+
+
+@pytest.mark.parametrize("text", ["a b", "it\\'s", 'say "hi"', "$(touch pwned) `touch pwned`", "naïve ; # %j"])
+def test_a_comment_arrives_unchanged(idle_slurm, tmp_path, text):
+    submit(tmp_path, *FAKE, *ONE_NODE, f"cluster.comment='{text}'")
+    (shown,) = idle_slurm.squeue("-o", "%k")
+    assert shown == text.replace("\\'", "'")
+    assert not list(tmp_path.rglob("pwned"))
+
+
+# Speed
+
+
+def test_thousands_of_runs_are_planned_and_submitted_in_seconds(idle_slurm, tmp_path):
+    overrides = (*FAKE, "cluster=slurm_test", "strategy=ddp,fsdp", "gpus=1,2,4,8", "batch_size_per_gpu=1,2,3,4,5")
+    seeds = f"seed={','.join(map(str, range(100)))}"
+    idle_slurm.scontrol("update", "partitionname=main", "state=down")
+    try:
+        started = time.monotonic()
+        done = submit(tmp_path, *overrides, seeds)
+        took = time.monotonic() - started
+        assert "4000 runs in 4 arrays" in done.stdout
+        assert len(idle_slurm.squeue("-r", "-o", "%i")) == 4000
+        assert took < 60, f"{took:.0f} s"
+        started = time.monotonic()
+        again = submit(tmp_path, *overrides, seeds)
+        took = time.monotonic() - started
+        assert "4000 queued or running" in again.stdout
+        assert took < 60, f"{took:.0f} s"
+    finally:
+        idle_slurm.cancel_all()
+        idle_slurm.scontrol("update", "partitionname=main", "state=up")
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("cluster.partition=nope",), "Invalid partition name specified"),
+        (("cluster.constraint=nope",), "Invalid feature specification"),
+        (("cluster.reservation=nope",), "reservation is invalid"),
+        (("gpus=10", "cluster.gpus_per_node=10"), "node configuration is not available"),
+        (("cluster.partition=short", "cluster.time_limit_min=5"), "PartitionTimeLimit"),
+        (("cluster.memory_gb_per_gpu=100000",), "refuses 1 node(s) with 2 task(s) each"),
+        (("cluster.account='a\\\\b'",), "choose printable characters other than backslashes"),
+        (("cluster.gpu_request=some",), "choose gpus-per-node, gres, none"),
+        (("cluster.gpu_request=gres", "cluster.gpu_type=h100"), "refuses 1 node(s)"),
+        (("cluster.parallelism=0",), "cluster.parallelism=0 is not valid: choose a whole number of at least 1."),
+        (("cluster.time_limit_min=soon",), "cluster.time_limit_min=soon is not valid: choose a whole number or null."),
+        (("cluster.sbatch=['--output=x']",), "the suite sets --output itself"),
+        (("cluster.sbatch=['--partition=x']",), "choose cluster.partition for it"),
+        (("cluster.sbatch=['rm -rf']",), "choose options such as --mail-type=END"),
+        (("cluster.srun=['bash']",), "choose options as typed behind srun"),
+        (("cluster.hardware=abacus",), "hardware=abacus is not valid: choose a100_80gb"),
+        (("cluster.launcher=pbs",), "cluster.launcher=pbs is not valid: choose local, slurm."),
+        (("cluster.speed=3",), "cluster.speed is not a field"),
+        (("dry_run=maybe",), "dry_run=maybe is not valid: choose true, false, or script"),
+        (("store='/tmp/a%j'",), "choose a path without % and backslashes"),
+        (("store='/proc/nowhere'",), "choose a folder that can be written to"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_nothing_is_submitted(idle_slurm, tmp_path, overrides, sentence):
+    before = idle_slurm.squeue("-t", "all", "-o", "%A %T")
+    done = run_command("bench.sweep", *FAKE, *ONE_NODE, f"store={tmp_path}", *overrides)
+    assert done.returncode == 2, done.stdout
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    after = set(idle_slurm.squeue("-t", "all", "-o", "%A %T")) - set(before)
+    assert all(line.endswith("CANCELLED") for line in after), after
+    assert nothing_left(idle_slurm.env["SLURM_CONF"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("watch", "nowhere"), "store=nowhere is not valid"),
+        (("collect", ".", "--submission=x"), "--submission=x is not valid: choose"),
+    ],
+)
+def test_bench_jobs_names_what_is_wrong(arguments, sentence):
+    done = run_command("bench.jobs", *arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+
+
+def test_bench_jobs_has_nothing_to_do_where_nothing_was_submitted(tmp_path):
+    done = run_command("bench.jobs", "watch", str(tmp_path))
+    assert done.returncode == 0
+    assert "Nothing submitted" in done.stdout
+
+
+def test_estimates_grow_with_the_work():
+    from bench.planning.estimate import expected_s, time_limit_min
+    from tests.conftest import configuration
+
+    small, large = configuration("model=gpt_tiny"), configuration("model=gpt_tiny", "measurement.steps=2000")
+    assert expected_s(large) > expected_s(small) > 60
+    assert expected_s(small, search=True) > 5 * expected_s(small)
+    assert time_limit_min(60) == 10
+    assert math.isclose(time_limit_min(3600) % 5, 0)
