@@ -1,12 +1,15 @@
 # make sweep   create the environment, run the default sweep, write the report
-# make test    create the environment, run the checks and all tests
+# make test    create the environment, run the checks and all tests; the last lines say which tests did not run, and why
 # make quick   the tests that start no process groups
+# make test-slurm      the tests that need SLURM, and fail without
+# make cluster         bring up a SLURM of two emulated nodes on this machine, see slurm/README.md
+# make cluster-down    take it down and forget it
 PYTHON ?= python3
 VENV   ?= .venv
 STORE  ?= runs
 BIN    := $(VENV)/bin
 
-.PHONY: sweep test quick lint types clean
+.PHONY: sweep test quick test-slurm cluster cluster-down lint types clean
 
 sweep: $(VENV)/.installed
 	$(BIN)/python -m bench.sweep store=$(STORE)
@@ -16,6 +19,15 @@ test: lint types
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow"
+
+test-slurm: $(VENV)/.installed
+	REQUIRE_SLURM=1 $(BIN)/python -m pytest -k slurm
+
+cluster:
+	@slurm/test-cluster start
+
+cluster-down:
+	@slurm/test-cluster stop --remove
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

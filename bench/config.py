@@ -10,21 +10,17 @@ import dataclasses
 import functools
 import hashlib
 import json
-import types
-import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
-
-from bench.errors import ImpossibleError, UsageError, bad_value, require_at_least, require_choice
+from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
 from bench.hardware import Hardware
 from bench.models import Family, load_family
 from bench.models.blocks import CHECKPOINTING
 from bench.precision import Precision
 from bench.strategies import Strategy, load_strategy
 from bench.training.optimizer import OptimizerConfig
+from bench.typed import kind_of, type_hints, typed
 
 MODES = {"measure": "measured"}
 """Modes and the evidence their rows carry."""
@@ -180,60 +176,15 @@ def _name(raw: dict[str, Any], section: str, key: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _section(key: str, cls: type, values: str) -> Any:
     """One section as its dataclass; sections repeat over a sweep, so each is built once."""
-    return _typed(key, cls, json.loads(values))
-
-
-def _typed(key: str, cls: type, values: dict[str, Any]) -> Any:
-    hints = _type_hints(cls)
-    known = [field.name for field in dataclasses.fields(cls)]
-    for name in values:
-        if name not in known:
-            raise UsageError(f"{key}.{name} is not a field of {key}: choose {', '.join(known)}.")
-    missing = [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.name not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise UsageError(f"{key}.{missing[0]} has no value: give one on the command line or in conf/{key}.")
-    if len(values) == len(known) and all(_is_of(hints[name], value) for name, value in values.items()):
-        return cls(**values)  # OmegaConf would come to the same, and take milliseconds
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(cls), values)
-        return OmegaConf.to_object(merged)
-    except (ValidationError, ConfigKeyError, MissingMandatoryValue) as error:
-        field = (error.full_key or error.key or "").split(".")[0]
-        kind = _kind(hints.get(field, str))
-        raise bad_value(f"{key}.{error.full_key or error.key}", values.get(field), kind) from None
-    except OmegaConfBaseException as error:
-        raise UsageError(f"{key}: {str(error).splitlines()[0]}.") from None
-
-
-_type_hints = functools.cache(typing.get_type_hints)
-
-
-def _is_of(kind: Any, value: Any) -> bool:
-    """Whether a value is a scalar of exactly this type (or of one of a union), with nothing to convert or resolve."""
-    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    if isinstance(value, str) and ("${" in value or value == "???"):
-        return False
-    return type(value) in kinds and type(value) in (bool, int, float, str, type(None))
+    return typed(key, cls, json.loads(values))
 
 
 def _scalars(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of `RunConfig` that are no sections, each of exactly its type."""
     checked: dict[str, Any] = {}
-    for name, kind in _type_hints(RunConfig).items():
+    for name, kind in type_hints(RunConfig).items():
         if kind in (bool, int, str):
             if type(raw[name]) is not kind:
-                raise bad_value(name, raw[name], _kind(kind))
+                raise bad_value(name, raw[name], kind_of(kind))
             checked[name] = raw[name]
     return checked
-
-
-def _kind(kind: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a name", type(None): "null"}
-    parts = [names.get(part, getattr(part, "__name__", str(part))) for part in typing.get_args(kind) or (kind,)]
-    return " or ".join(parts)

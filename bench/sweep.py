@@ -60,17 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
         device = detect()
         request = read_request(options.overrides, multirun=options.multirun, device=device)
         launcher = _launcher(request, device)
+        # A search starts from what is recorded of it, not from whether its first try is.
+        everything = request.force or request.search != "none"
+        plan = make_plan(request.points, request.store, force=everything, check=_checks(request, launcher))
         if not request.dry_run:
+            _refuse_the_impossible(plan)
             _refuse_unwritable(request.store)
-        with contextlib.ExitStack() as stack:
-            if isinstance(launcher, SlurmLauncher) and not request.dry_run:
-                # What is queued must not change between looking and submitting.
-                stack.enter_context(ledger.submitting(request.store))
-            plan = _plan(request, launcher)
-            if not request.dry_run:
-                _refuse_the_impossible(plan)
-            if isinstance(launcher, SlurmLauncher):
-                return _submit(request, plan, launcher, console)
+        if isinstance(launcher, SlurmLauncher):
+            return _submit(request, plan, launcher, console)
+        _set_aside(request, plan)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -90,37 +88,39 @@ def _launcher(request: Request, device: Device) -> LocalLauncher | SlurmLauncher
     raise bad_value("cluster.launcher", kind, ["local", "slurm"])
 
 
-def _plan(request: Request, launcher: LocalLauncher | SlurmLauncher) -> Plan:
+def _set_aside(request: Request, plan: Plan) -> None:
+    """Take out of the plan what the store's earlier sweeps have on a cluster."""
     search = request.search != "none"
     try:
-        elsewhere = {
-            run_id: f"{standing.state} as job {standing.job_id}"
-            for (run_id, searched), standing in underway(request.store).items()
-            if searched == search
-        }
+        standings = underway(request.store)
     except SlurmError as error:
         raise UsageError(f"store={request.store} has jobs on a cluster, but SLURM cannot be asked: {error}.") from None
-    # A search starts from what is recorded of it, not from whether its first try is.
-    everything = request.force or search
-    check = _checks(request, launcher)
-    return make_plan(request.points, request.store, force=everything, check=check, underway=elsewhere)
+    plan.set_aside(
+        {
+            run_id: f"{standing.state} as job {standing.job_id}"
+            for (run_id, searched), standing in standings.items()
+            if searched == search
+        }
+    )
 
 
 def _submit(request: Request, plan: Plan, launcher: SlurmLauncher, console: Console) -> int:
     """Submit what is to run and come back at once; a dry run only shows what would be submitted."""
-    tasks = _tasks(request, plan)
-    name = ledger.new_name()
-    batches = launcher.batches(tasks, request.store, name)
-    console.print(plan_table(request, plan, details=request.dry_run))
-    if batches:
-        console.print(arrays_table(launcher.profile, [batch.array for batch in batches]))
-    if request.show_script:
-        for text in scripts(launcher, batches, request.store, name):
-            print(text)
-    if request.dry_run or not batches:
-        return 0
-    submission = launcher.submit(batches, request.store, request.sweep, name)
-    console.print(submitted_text(submission, request.store), soft_wrap=True)
+    with contextlib.ExitStack() as stack:
+        if not request.dry_run:  # what is queued must not change between looking and submitting
+            stack.enter_context(ledger.submitting(request.store))
+        _set_aside(request, plan)
+        name = ledger.new_name()
+        batches = launcher.batches(_tasks(request, plan), request.store, name)
+        console.print(plan_table(request, plan, details=request.dry_run))
+        if batches:
+            console.print(arrays_table(launcher.profile, [batch.array for batch in batches]))
+        if request.show_script:
+            for text in scripts(launcher, batches, request.store, name):
+                print(text)
+        if not request.dry_run and batches:
+            submission = launcher.submit(batches, request.store, request.sweep, name)
+            console.print(submitted_text(submission, request.store), soft_wrap=True)
     return 0
 
 
@@ -190,7 +190,7 @@ def _refuse_unwritable(store: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, ROW_BYTES)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(f"store={store} is not valid ({reason}): choose a folder that can be written to.") from None
+        raise UsageError(f"store={store} is not valid: choose a folder that can be written to ({reason}).") from None
 
 
 if __name__ == "__main__":

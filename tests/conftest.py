@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,14 @@ def execute(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         return [record for record in found if record is not None]
 
     return run
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say in the last lines of all which tests did not run, and why: a skipped test has not passed."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = terminal.stats.get("skipped", []) if terminal else []
+    for reason in sorted({report.longrepr[2] for report in skipped}):
+        files = Counter(report.nodeid.partition("::")[0] for report in skipped if report.longrepr[2] == reason)
+        where = ", ".join(f"{count} of {file}" for file, count in sorted(files.items()))
+        terminal.write_line(f"NOT RUN: {where}: {reason.removeprefix('Skipped: ')}", yellow=True)

@@ -91,8 +91,9 @@ class Cluster:
         return self.run("scontrol", *arguments)
 
     def job_state(self, job: str | int) -> str:
-        """A job's state as slurmctld knows it, also after its end: ``RUNNING``, ``COMPLETED`` ..."""
-        return " ".join(sorted(set(self.squeue("-t", "all", "-o", "%T", "-j", str(job)))))
+        """A job's state, for slurmctld, also after its end: ``RUNNING``, ``COMPLETED`` ...; empty: no such job."""
+        states = self.run("squeue", "--noheader", "-t", "all", "-o", "%T", "-j", str(job), check=False)
+        return " ".join(sorted(set(states.split())))
 
     def node_states(self) -> dict[str, str]:
         """The state of every node; it ends in ``*`` where a node does not answer."""
@@ -126,6 +127,13 @@ class Cluster:
             kill(pid, signal.SIGKILL)
         if noticed:
             self.scontrol("update", f"nodename={name}", "state=down", "reason=killed")
+
+    def save_state(self) -> None:
+        """Wait until slurmctld has written down its queue, as it does within 5 s; a SIGKILL forgets what came later."""
+        now = time.time()
+        job = self.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap", "true").strip()
+        self.run("scancel", job)  # what does not change is not written
+        self.wait_for("slurmctld's saved state", lambda: (self.state / "ctld" / "job_state").stat().st_mtime > now, 20)
 
     def stop_controller(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End slurmctld, cleanly or not; jobs go on. `restore` brings it back."""
@@ -206,7 +214,7 @@ def unavailable(why: str) -> NoReturn:
     """Skip the test, or fail it where SLURM has to be there."""
     if os.environ.get("REQUIRE_SLURM", "0") != "0":
         pytest.fail(f"REQUIRE_SLURM is set, but {why}")
-    pytest.skip(f"{why} Or run .ci/run, which installs it.")
+    pytest.skip(f"{why} (or run .ci/run, which does)")
 
 
 def processes() -> list[int]:

@@ -35,15 +35,19 @@ class Plan:
             counts[shape] = counts.get(shape, 0) + 1
         return counts
 
+    def set_aside(self, underway: Mapping[str, str]) -> None:
+        """Take out of `to_run` what waits or runs on a cluster already.
 
-def make_plan(
-    points: Iterable[Settings],
-    store: Path,
-    *,
-    force: bool,
-    check: Callable[[RunConfig], None],
-    underway: Mapping[str, str] | None = None,
-) -> Plan:
+        Parameters
+        ----------
+        underway: mapping
+            Words that say where, by run_id.
+        """
+        self.underway = [(config, underway[config.run_id]) for config in self.to_run if config.run_id in underway]
+        self.to_run = [config for config in self.to_run if config.run_id not in underway]
+
+
+def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Callable[[RunConfig], None]) -> Plan:
     """Compose, check and look up every run.
 
     Parameters
@@ -54,8 +58,6 @@ def make_plan(
         Execute what is recorded already, too.
     check: callable
         Raises `ImpossibleError` where the launcher or the machine cannot execute a run.
-    underway: mapping, optional
-        Runs, by run_id, that wait or run on a cluster, each with words that say where.
 
     Raises
     ------
@@ -65,9 +67,8 @@ def make_plan(
     plan = Plan()
     seen = set()
     for point in points:
-        raw = composed(point)
         try:
-            config = run_config(raw)
+            config = run_config(composed(point))
             check(config)
         except ImpossibleError as error:
             plan.impossible.append((" ".join(f"{key}={value}" for key, value in point.items()), str(error)))
@@ -75,9 +76,6 @@ def make_plan(
         if config.run_id in seen:
             continue
         seen.add(config.run_id)
-        if underway is not None and config.run_id in underway:
-            plan.underway.append((config, underway[config.run_id]))
-            continue
         record = None if force else records.latest(store, config.run_id)
         if record is not None and record["status"] in FINISHED:
             plan.done.append((config, record["status"]))

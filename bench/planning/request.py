@@ -80,8 +80,8 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
     run_axes = {key: values for key, values in given.items() if key not in execution}
     grids = [grid.overridden(run_axes) for grid in read_grids(name, base["sweep"])]
     require_choice("search", base["search"], SEARCHES)
-    if base["dry_run"] not in (True, False, "script"):
-        raise bad_value("dry_run", base["dry_run"], "true, false, or script: show the batch scripts, too")
+    if not isinstance(base["dry_run"], bool) and base["dry_run"] != "script":
+        raise bad_value("dry_run", base["dry_run"], "true or false, or script for the batch scripts too")
     for key in ("force", "report"):
         if not isinstance(base[key], bool):
             raise bad_value(key, base[key], "true or false")

@@ -36,7 +36,7 @@ job_processes() { # the pids of what jobs have started: what is below a step, or
   done
   pid=$$ # whoever called us is not meant, even within a job
   while pid=$(sed -n 's/^PPid:\s*//p' "/proc/$pid/status" 2>/dev/null) && [ "${pid:-0}" -gt 1 ]; do callers+="$pid "; done
-  cat /proc/[0-9]*/stat 2>/dev/null | awk -v roots="${roots//$'\n'/ }" '
+  { cat /proc/[0-9]*/stat 2>/dev/null || true; } | awk -v roots="${roots//$'\n'/ }" '
     BEGIN { n = split(roots, list, " "); for (i = 1; i <= n; i++) found[list[i]] = 1 }
     { sub(/\(.*\)/, "-"); parent[$1] = $4 }
     END {
@@ -66,9 +66,23 @@ terminate() { # terminate DAEMON...
   done
 }
 
-kill_everything() {
+with_birth() { # adds to pids on stdin when their processes were started: pids are used again
+  local pid
+  while read -r pid; do echo "$pid $(birth "$pid")"; done
+}
+
+birth() { awk '{ sub(/\(.*\)/, "-"); print $22 }' "/proc/$1/stat" 2>/dev/null || true; }
+
+still_there() { # of what with_birth has printed
+  local pid time
+  while read -r pid time; do
+    [ -z "$pid" ] || ended "$pid" || [ "$(birth "$pid")" != "$time" ] || echo "$pid"
+  done
+}
+
+kill_everything() { # kill_everything [KNOWN]: all that belongs to the cluster, and what with_birth has printed
   local pid pids all=() n=100
-  while mapfile -t pids < <(daemons; job_processes) && [ ${#pids[@]} -gt 0 ]; do
+  while mapfile -t pids < <(daemons; job_processes; still_there <<<"${1-}") && [ ${#pids[@]} -gt 0 ]; do
     ((n-- > 0)) || fail "processes that do not end: ${pids[*]}"
     kill -KILL "${pids[@]}" 2>/dev/null || true
     all+=("${pids[@]}")

@@ -65,16 +65,14 @@ class Crew:
     ----------
     place: RankPlace
         Whose rank it watches over.
-    node: int
-        Number of its node.
     host, port
         Where the job's store is.
     """
 
-    def __init__(self, place: RankPlace, node: int, host: str, port: int) -> None:
-        self.place, self.node = place, node
+    def __init__(self, place: RankPlace, host: str, port: int) -> None:
+        self.place = place
         self._address = (host, port)
-        self._store = connect(host, port, ANSWER_S)
+        self._store = self._ask(connect, host, port, ANSWER_S)
         self._beats = 0
         self._beat_at = -math.inf
         self._heard: dict[int, tuple[bytes, float]] = {}
@@ -158,11 +156,20 @@ class Crew:
         """Tell the others what to run next."""
         self._put(f"order/{self._runs}", json.dumps(what))
 
-    def dismiss(self) -> None:
-        """Tell the others that the job is done, and wait until they have heard."""
+    def dismiss(self, patience_s: float) -> None:
+        """Tell the others that the job is done, and wait until they have heard.
+
+        Parameters
+        ----------
+        patience_s: float
+            How long to wait for those that have not even joined.
+        """
         self._put(f"order/{self._runs}", json.dumps(None))
-        deadline = time.monotonic() + FAREWELL_S
-        while self._count("farewells", 0) < self._count("joined", 0) - 1 and time.monotonic() < deadline:
+        started = time.monotonic()
+        while self._count("farewells", 0) < self.place.world_size - 1:
+            all_here = self._count("joined", 0) >= self.place.world_size
+            if time.monotonic() - started > (min(patience_s, FAREWELL_S) if all_here else patience_s):
+                return
             time.sleep(POLL_S)
 
     def _gather(self, number: int, stop: StopSignal, deadline: float, look_around: Callable[[], None]) -> Ending:

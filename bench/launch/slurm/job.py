@@ -106,18 +106,14 @@ class SlurmJob:
             if place.rank.rank == 0:
                 with MeetingPoint() as meeting:
                     publish_address(address, meeting.port)
-                    try:
-                        Leader(
-                            self, place, Crew(place.rank, place.node, "127.0.0.1", meeting.port), stop, deadline
-                        ).lead()
-                    finally:
-                        address.unlink(missing_ok=True)
+                    crew = Crew(place.rank, "127.0.0.1", meeting.port)
+                    Leader(self, place, crew, stop, deadline).lead()
             else:
-                self._follow(place, *find_address(address, self.start_timeout_s))
+                self._follow(place, address)
 
-    def _follow(self, place: JobPlace, host: str, port: int) -> None:
+    def _follow(self, place: JobPlace, address: Path) -> None:
         try:
-            crew = Crew(place.rank, place.node, host, port)
+            crew = Crew(place.rank, *find_address(address, self.start_timeout_s))
             while (order := crew.next_order()) is not None:
                 config = dataclasses.replace(self.task.config, batch_size_per_gpu=order["batch_size"])
                 row = records.row_path(self.store, config.run_id, order["attempt"])
@@ -185,11 +181,15 @@ class Leader:
                 record = self._attempt(task.config)
         except OSError as error:
             print(f"the store cannot be written: {error}", file=sys.stderr, flush=True)
-            self.crew.dismiss()
+            self._dismiss()
             os._exit(queue.UNWRITABLE)
-        self.crew.dismiss()
+        self._dismiss()
         if self.stop.received and self.job.requeue and record is not None and record.get("requeue"):
             self._start_anew()
+
+    def _dismiss(self) -> None:
+        """Let the others go; those that are still starting too, unless there is no time for it."""
+        self.crew.dismiss(0.0 if self.stop.received else self.job.start_timeout_s)
 
     def _attempt(self, config: RunConfig) -> Record | None:
         """Execute a run unless it is recorded; None if there is nothing to be had."""

@@ -14,7 +14,6 @@ from submitit.core.utils import FailedSubmissionError
 
 from bench import records
 from bench.config import RunConfig
-from bench.config import _typed as typed
 from bench.errors import ImpossibleError, UsageError
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import Device
@@ -24,6 +23,7 @@ from bench.launch.slurm.ledger import Array, Entry, Submission
 from bench.launch.slurm.profile import SlurmProfile
 from bench.launch.task import Task
 from bench.planning.estimate import expected_s, time_limit_min
+from bench.typed import typed
 
 JOB_NAME = "bench"
 
@@ -242,10 +242,11 @@ def _refuse_never_starting(jobs: Sequence[str]) -> None:
     """Raise `SlurmError` if SLURM soon says that jobs wait for what never comes."""
     deadline = time.monotonic() + FIRST_LOOK_S
     while True:
-        own = [state for job_id, state in queue.alive().items() if job_id.partition("_")[0] in jobs]
-        for state in own:
+        waiting = [s for s in queue.alive().values() if s.job_id.partition("_")[0] in jobs and s.state == "PENDING"]
+        undecided = any(state.reason in queue.UNDECIDED for state in waiting)
+        for state in waiting:
             if state.reason in queue.NEVER_STARTS:
                 raise queue.SlurmError(f"job {state.job_id} would wait for ever, says SLURM: {state.reason}")
-        if all(state.state != "PENDING" or state.reason != "None" for state in own) or time.monotonic() > deadline:
+        if not undecided or time.monotonic() > deadline:
             return
-        time.sleep(FIRST_LOOK_S / 6)
+        time.sleep(FIRST_LOOK_S / 10)

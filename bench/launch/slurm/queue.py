@@ -39,6 +39,9 @@ NEVER_STARTS = {
 }
 """Reasons for waiting that waiting does not cure (squeue(1), JOB REASON CODES)."""
 
+UNDECIDED = {"None", "PartitionConfig"}
+"""Reasons of a job that the scheduler has not looked at yet."""
+
 
 STATUSES = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "PREEMPTED": "preempted", "CANCELLED": "preempted"}
 """Statuses of runs by what SLURM calls the end of their job; `error` for all others."""
