@@ -35,8 +35,8 @@ TWO_RANKS = (*FAKE, "cluster=slurm_test", "cluster.gpus_per_node=1", "gpus=2")
 
 STEPS = 12
 
-SLEEPY = (*TWO_RANKS, "+model.step_s=0.7", f"measurement.steps={STEPS}")
-"""The same, long enough for something to happen to it, short enough to wait for."""
+SLEEPY = (*TWO_RANKS, "+model.step_s=0.4", f"measurement.steps={STEPS}")
+"""The same, long enough to be held up by `hold`, short enough to wait for."""
 
 ON_NODES_OF_ITS_OWN = ("cluster.exclusive=true", "cluster.parallelism=2", "repeat=0,1")
 
@@ -124,8 +124,16 @@ def over(cluster: Cluster, store: Path, limit: float = 180) -> None:
     cluster.wait_for(f"the end of all jobs of {store}", gone, limit)
 
 
-def train(cluster: Cluster, *runs: Run, attempt: int = 0) -> None:
-    cluster.wait_for(f"{len(runs)} runs to train", lambda: all(run.trains(attempt) for run in runs), limit=120)
+def hold(cluster: Cluster, *runs: Run, attempt: int = 0) -> None:
+    """Let runs train, and have each go on for ever from then on, until `let_go`."""
+    for run in runs:
+        cluster.wait_for(f"{run} to train", lambda: run.trains(attempt), limit=120)  # noqa: B023
+        os.kill(run.rank(1), signal.SIGSTOP)
+
+
+def let_go(*runs: Run) -> None:
+    for run in runs:
+        os.kill(run.rank(1), signal.SIGCONT)
 
 
 def check_nothing_left(cluster: Cluster, *stores: Path) -> None:
@@ -436,8 +444,8 @@ def test_cancelled_watched_and_without_a_controller(idle_slurm, tmp_path):
     submit(store, *command)
     first = submitted(store)
     with running(log, "bench.jobs", "watch", str(store)) as watch:
-        train(idle_slurm, first[0])
-        assert wait_until(lambda: "2 queued, 1 running" in log.read_text(), 30), log.read_text()
+        hold(idle_slurm, first[0])
+        assert wait_until(lambda: "2 queued, 1 running" in log.read_text(), 60), log.read_text()
         watch.kill()
     assert first[0].job_id in idle_slurm.squeue("-r", "-o", "%i", "-t", "running")
     cancelled = jobs("cancel", store)
@@ -455,14 +463,21 @@ def test_cancelled_watched_and_without_a_controller(idle_slurm, tmp_path):
 
     second = submit_again(store, *command)
     assert [run.run_id for run in second] == [run.run_id for run in first]
-    train(idle_slurm, second[0], attempt=1)
+    hold(idle_slurm, second[0], attempt=1)
     idle_slurm.stop_controller(signal.SIGKILL)
-    for asked in (jobs("collect", store), run_command("bench.sweep", "-m", *command, quoted(store))):
-        assert asked.returncode in (1, 2)
-        assert "SLURM cannot be asked" in asked.stderr
-        assert len(asked.stderr.splitlines()) == 1
+    let_go(second[0])
+    logs = {("bench.jobs", "collect", str(store)): 1, ("bench.sweep", "-m", *command, quoted(store)): 2}
+    with contextlib.ExitStack() as stack:
+        asked = [
+            (stack.enter_context(running(tmp_path / asked[0], *asked)), tmp_path / asked[0], code)
+            for asked, code in logs.items()
+        ]
+        for process, output, code in asked:
+            assert process.wait(100) == code
+            assert "SLURM cannot be asked: " in output.read_text()
+            assert len(output.read_text().splitlines()) == 1
     with running(log, "bench.jobs", "watch", str(store)) as watch:
-        time.sleep(3)
+        time.sleep(2)
         idle_slurm.restore()
         assert watch.wait(150) == 0, log.read_text()
     assert "3 done" in log.read_text()
@@ -483,7 +498,7 @@ def test_a_preempted_run_starts_afresh_by_itself(idle_slurm, tmp_path):
     command = (*SLEEPY, *ON_NODES_OF_ITS_OWN)
     submit(store, *command)
     run, other = submitted(store)
-    train(idle_slurm, run, other)
+    hold(idle_slurm, run)
     nodes = run.nodes
     urgent = ("-N2", "-w", ",".join(nodes), "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
     idle_slurm.run("sbatch", "--partition=high", *urgent)
@@ -501,7 +516,6 @@ def test_a_preempted_run_starts_afresh_by_itself(idle_slurm, tmp_path):
     check_whole(undisturbed)
     idle_slurm.wait_for("the end of the urgent job", lambda: not idle_slurm.squeue())
     check_nothing_left(idle_slurm, store)
-    assert jobs("collect", store).returncode == 0
     assert submit_again(store, *command) == []
 
 
@@ -511,10 +525,10 @@ def test_a_run_survives_its_nodes(idle_slurm, tmp_path):
     command = (*SLEEPY, *ON_NODES_OF_ITS_OWN)
     submit(store, *command)
     run, other = submitted(store)
-    train(idle_slurm, run, other)
+    hold(idle_slurm, run)
     followers_node = run.nodes[1]
     idle_slurm.kill_node(followers_node)
-    train(idle_slurm, run, attempt=1)
+    hold(idle_slurm, run, attempt=1)
     leaders_node = run.nodes[0]
     idle_slurm.kill_node(leaders_node, noticed=True)
     over(idle_slurm, store)
@@ -531,7 +545,6 @@ def test_a_run_survives_its_nodes(idle_slurm, tmp_path):
     (undisturbed,) = other.rows
     check_whole(undisturbed)
     check_nothing_left(idle_slurm, store)
-    assert jobs("collect", store).returncode == 0
     assert submit_again(store, *command) == []
 
 
@@ -680,11 +693,12 @@ def shared_disk(idle_slurm: Cluster, tmp_path: Path) -> Iterator[Path]:
 def test_a_run_finds_room_for_its_row_on_a_disk_that_filled_up(idle_slurm, shared_disk):
     """Two runs are on when the disk fills up, a third has not started."""
     store = shared_disk / "store"
-    command = (*SLEEPY, "cluster.parallelism=2", "repeat=0,1,2")
+    command = (*SLEEPY, "cluster.parallelism=2", "cluster.start_timeout_s=20", "repeat=0,1,2")
     submit(store, *command)
     *begun, late = submitted(store)
-    train(idle_slurm, *begun)
+    hold(idle_slurm, *begun)
     with full(shared_disk):
+        let_go(*begun)
         over(idle_slurm, store)
         for run in begun:
             (row,) = run.rows
@@ -718,7 +732,7 @@ def test_a_row_is_written_when_the_store_can_be_written_again(idle_slurm, tmp_pa
     command = (*SLEEPY, "repeat=0,1")
     submit(store, *command)
     run, other = submitted(store)
-    train(idle_slurm, run)
+    hold(idle_slurm, run)
     closed = (store / run.run_id, store / claims.FOLDER)
     try:
         if not chattr("+i", *closed):
@@ -726,6 +740,7 @@ def test_a_row_is_written_when_the_store_can_be_written_again(idle_slurm, tmp_pa
         with pytest.raises(OSError) as refused:  # noqa: PT011
             (store / run.run_id / "x").touch()
         assert refused.value.errno == errno.EPERM
+        let_go(run)
         output = list(store.glob(f".jobs/*/*/{run.job_id}_0_log.out"))
         assert len(output) == 1
         idle_slurm.wait_for("a first try", lambda: "cannot write the row" in output[0].read_text())
@@ -735,6 +750,5 @@ def test_a_row_is_written_when_the_store_can_be_written_again(idle_slurm, tmp_pa
     over(idle_slurm, store)
     for (row,) in (run.rows, other.rows):
         check_whole(row)
-    assert jobs("collect", store).returncode == 0
     check_nothing_left(idle_slurm, store)
     assert submit_again(store, *command) == []

@@ -7,9 +7,8 @@ write_configuration() {
   : "${port:=$((16000 + $(printf %s "$S" | cksum | cut -d ' ' -f 1) % 12000))}" # below those that clients are given
   while ports_busy "$port"; do port=$((port + ${#names[@]} + 2)); done
 
-  case $(slurmctld -V) in
-    *" "2[0-2].* | *" "23.02.*) echo CgroupAutomount=no ;;
-    *" "23.11.*) ;; # knows neither
+  case $(slurmctld -V) in # no cgroups: the plugin for the first version does nothing unless asked, the other wants systemd
+    *" "2[0-3].*) echo CgroupPlugin=cgroup/v1 ;;
     *) echo CgroupPlugin=disabled ;;
   esac >"$S/cgroup.conf"
 

@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2016,SC2154  # names and knobs are settings.sh's; a $ in single quotes is for another shell
+# shellcheck shell=bash disable=SC2016,SC2154  # knobs and names are settings.sh's; '$' is for another shell
 # Every node has a host name of its own, and the names of nodes resolve to loopback: ranks use them as MASTER_ADDR.
 #
 # Where the kernel allows it, a daemon and its jobs get a host name and an /etc/hosts of their own, and the machine's

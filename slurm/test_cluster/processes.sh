@@ -35,7 +35,9 @@ job_processes() { # the pids of what jobs have started: what is below a step, or
     { read -r name <"/proc/$pid/comm"; } 2>/dev/null && [ "$name" = slurmstepd ] && roots+=" $pid"
   done
   pid=$$ # whoever called us is not meant, even within a job
-  while pid=$(sed -n 's/^PPid:\s*//p' "/proc/$pid/status" 2>/dev/null) && [ "${pid:-0}" -gt 1 ]; do callers+="$pid "; done
+  while pid=$(sed -n 's/^PPid:\s*//p' "/proc/$pid/status" 2>/dev/null) && [ "${pid:-0}" -gt 1 ]; do
+    callers+="$pid "
+  done
   { cat /proc/[0-9]*/stat 2>/dev/null || true; } | awk -v roots="${roots//$'\n'/ }" '
     BEGIN { n = split(roots, list, " "); for (i = 1; i <= n; i++) found[list[i]] = 1 }
     { sub(/\(.*\)/, "-"); parent[$1] = $4 }

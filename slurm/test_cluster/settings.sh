@@ -31,7 +31,8 @@ check_settings() {
     [[ ${knob[$name]} =~ ^[1-9][0-9]{0,8}$ ]] || refuse "TEST_CLUSTER_$name='${knob[$name]}': choose a number from 1."
   done
   for name in GPUS MAX_ARRAY_SIZE; do
-    [[ ${knob[$name]} =~ ^(0|[1-9][0-9]{0,6})$ ]] || refuse "TEST_CLUSTER_$name='${knob[$name]}': choose a number from 0."
+    [[ ${knob[$name]} =~ ^(0|[1-9][0-9]{0,6})$ ]] ||
+      refuse "TEST_CLUSTER_$name='${knob[$name]}': choose a number from 0."
   done
   for name in ACCOUNTING NAMESPACES; do
     [[ ${knob[$name]} = [01] ]] || refuse "TEST_CLUSTER_$name='${knob[$name]}': choose 0 or 1."
@@ -49,7 +50,8 @@ check_folder() {
     refuse "SLURM cannot work in '$S': choose a DIR whose path has only letters, digits and . _ - + : @ ~"
   [ ! -e "$S" ] || is_ours || { [ -d "$S" ] && [ -z "$(ls -A --ignore=lock "$S")" ]; } ||
     refuse "'$S' holds something else: choose a new DIR."
-  # The longest name of a socket is DIR/spool/NODE/NODE_JOB.STEP; Linux takes 107 bytes. 7 digits do for JOB, STEP has 10.
+  # The longest name of a socket is DIR/spool/NODE/NODE_JOB.STEP, of which Linux takes 107 bytes. STEP has 10 digits;
+  # 7 are enough for JOB.
   most=$((107 - 7 - 2 * (${#names[-1]} + 1) - 7 - 11))
   length=$(printf %s "$S" | wc -c)
   [ "$length" -le $most ] ||

@@ -1,0 +1,160 @@
+"""The parts of the SLURM launcher that need no SLURM: what is asked for, in which words, and by whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from bench.errors import UsageError
+from bench.launch.ranks import Ended
+from bench.launch.slurm import queue
+from bench.launch.slurm.launcher import SlurmLauncher, script, shape_of
+from bench.launch.slurm.place import JobPlace
+from bench.launch.slurm.profile import SlurmProfile
+from bench.launch.verdict import verdict
+from bench.planning.compose import composed, groups
+from bench.rank import RankPlace
+from bench.typed import typed
+from tests.conftest import ROOT, configuration
+
+EXAMPLES = sorted((ROOT / "slurm").glob("*.yaml"))
+
+
+def profile(**fields: object) -> SlurmProfile:
+    values = {**composed({"cluster": "slurm"})["cluster"], **fields}
+    made: SlurmProfile = typed("cluster", SlurmProfile, values)
+    return made
+
+
+def flags(**fields: object) -> list[str]:
+    """Lines of the batch script for two nodes of eight."""
+    parameters = profile(**fields).sbatch_parameters(job_name="name", nodes=2, tasks_per_node=8, minutes=10)
+    return script(parameters, Path("/jobs"), count=3, command="command").splitlines()
+
+
+def test_every_example_is_a_valid_profile():
+    assert len(EXAMPLES) >= 3
+    for path in EXAMPLES:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(values, dict)
+        made = typed("cluster", SlurmProfile, {str(key): value for key, value in values.items()})
+        assert made.launcher == "slurm"
+        assert made.hardware in groups()["hardware"]
+
+
+@pytest.mark.parametrize("option", ["slurm", "slurm_test"])
+def test_every_field_of_a_cluster_can_be_set_on_the_command_line(option):
+    assert set(composed({"cluster": option})["cluster"]) == set(SlurmProfile.__dataclass_fields__)
+
+
+def test_a_shape_is_asked_for_exactly():
+    assert shape_of(configuration("gpus=8", "cluster.gpus_per_node=8")) == (1, 8)
+    assert shape_of(configuration("gpus=2", "cluster.gpus_per_node=8")) == (1, 2)
+    assert shape_of(configuration("gpus=512", "cluster.gpus_per_node=8")) == (64, 8)
+    lines = flags()
+    for line in ("--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=10", "--array=0-2%1", "--requeue"):
+        assert f"#SBATCH {line}" in lines
+    assert not any("cpus-per-task" in line or "--mem" in line or "wckey" in line for line in lines)
+
+
+def test_what_a_profile_names_is_in_the_script():
+    lines = flags(
+        partition="p",
+        account="a",
+        qos="q",
+        constraint="c",
+        reservation="r",
+        nodelist="n[1-2]",
+        exclude="n3",
+        gpu_type="a100",
+        cpus_per_gpu=12,
+        memory_gb_per_gpu=100.0,
+        exclusive=True,
+        parallelism=2,
+        requeue=False,
+        sbatch=["--mail-type=END", "--overcommit"],
+        srun=["--container-image=image.sqsh"],
+        setup=["module load cuda", "export NCCL_DEBUG=WARN"],
+        comment="a comment",
+        wckey="w",
+    )
+    for line in (
+        *("--partition=p", "--account=a", "--qos=q", "--constraint=c", "--reservation=r", "--nodelist='n[1-2]'"),
+        *("--exclude=n3", "--gpus-per-node=a100:8", "--cpus-per-task=12", f"--mem={8 * 100 * 1024}M", "--exclusive"),
+        *("--array=0-2%2", "--no-requeue", "--mail-type=END", "--overcommit", "--comment='a comment'", "--wckey=w"),
+    ):
+        assert f"#SBATCH {line}" in lines
+    (srun,) = [line for line in lines if line.startswith("srun")]
+    assert "--cpus-per-task=12 --container-image=image.sqsh" in srun
+    assert "--distribution=block --kill-on-bad-exit=0" in srun
+    setup = lines.index("module load cuda")
+    assert lines.index(srun) > setup
+    assert lines[setup + 1] == "export NCCL_DEBUG=WARN"
+
+
+def test_gpus_are_asked_for_as_the_cluster_wants_it():
+    assert "#SBATCH --gres=gpu:8" in flags(gpu_request="gres")
+    assert "#SBATCH --gres=gpu:h100:8" in flags(gpu_request="gres", gpu_type="h100")
+    assert not any("gpu" in line for line in flags(gpu_request="none"))
+
+
+@pytest.mark.parametrize("field", ["partition", "account", "qos", "constraint", "comment", "wckey", "nodelist"])
+@pytest.mark.parametrize("text", ["two\nlines", "back\\slash", "bell\a"])
+def test_what_sbatch_would_misread_is_refused(field, text):
+    with pytest.raises(UsageError, match=f"cluster.{field}=.* choose printable characters"):
+        profile(**{field: text})
+
+
+def test_a_cluster_without_slurm_here_can_still_be_planned(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    launcher = SlurmLauncher(composed({"cluster": "slurm"})["cluster"])
+    launcher.check(configuration("gpus=512", "cluster.gpus_per_node=8"))
+    with pytest.raises(queue.SlurmError, match="squeue is not on this machine's PATH"):
+        queue.alive()
+
+
+@pytest.mark.parametrize(
+    ("clock", "seconds"), [("0:05", 5), ("12:34", 754), ("1:00:00", 3600), ("2-01:00:00", 176400), ("INVALID", 0)]
+)
+def test_slurms_clock_is_read(clock, seconds):
+    assert queue._seconds(clock) == seconds
+
+
+@pytest.mark.parametrize(("visible", "index"), [(8, 3), (4, 3), (1, 0)])
+def test_a_rank_uses_its_own_of_the_gpus_it_sees(monkeypatch, visible, index):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert RankPlace(rank=11, local_rank=3, world_size=16).device("cuda") == torch.device("cuda", index)
+
+
+TASK = {
+    "SUBMITIT_EXECUTOR": "slurm",
+    "SLURM_JOB_ID": "7",
+    "SLURM_ARRAY_JOB_ID": "5",
+    "SLURM_ARRAY_TASK_ID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "n[3,5]",
+}
+
+
+def test_a_task_knows_its_place(monkeypatch):
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+    place = JobPlace.from_environment()
+    assert place.rank == RankPlace(3, 1, 4)
+    assert (place.job_id, place.restart, place.node, place.nodes) == ("5_2", 0, 1, ["n3", "n5"])
+    monkeypatch.setenv("SLURM_NODEID", "0")  # dealt out like cards
+    with pytest.raises(RuntimeError, match="not numbered by node"):
+        JobPlace.from_environment()
+
+
+def test_ranks_that_ended_alike_are_told_of_once():
+    gone = "on n5 has not been heard of again"
+    row = verdict(configuration(), [Ended(2, end=gone), Ended(3, end=gone), Ended(0, end="was killed by SIGKILL")])
+    assert row["error"] == "rank 2 (and 3) on n5 has not been heard of again; rank 0 was killed by SIGKILL"
