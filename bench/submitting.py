@@ -10,14 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bench.launch.slurm import queue
 from bench.launch.slurm.launcher import Batch, SlurmLauncher
 from bench.launch.slurm.ledger import Array, Submission
 from bench.launch.slurm.profile import SlurmProfile
 
 
-def arrays_table(profile: SlurmProfile, arrays: Sequence[Array]) -> RenderableType:
+def arrays_table(launcher: SlurmLauncher, arrays: Sequence[Array]) -> RenderableType:
     """A line per array: its shape, its runs and what they will cost."""
+    profile = launcher.profile
     numbers = ("runs", "nodes", "tasks/node", "time limit", "GPU-hours", "at most")
     table = Table(box=None, pad_edge=False, title=f"Arrays for cluster={profile.name}", title_justify="left")
     for name in ("array", *numbers):
@@ -40,8 +40,8 @@ def arrays_table(profile: SlurmProfile, arrays: Sequence[Array]) -> RenderableTy
         f"about {expected:,.2f} GPU-hours by a rough estimate, at most {most:,.2f}.",
         "sbatch: " + " ".join(_options(profile)),
     ]
-    if not queue.installed():
-        lines.append("No SLURM on this machine: nothing of this was checked with a cluster.")
+    if launcher.unasked is not None:
+        lines.append(f"Nothing of this was checked with the cluster: {launcher.unasked}.")
     return Group(table, *(Text(line) for line in lines))
 
 

@@ -84,7 +84,7 @@ def _launcher(request: Request, device: Device) -> LocalLauncher | SlurmLauncher
         return LocalLauncher(request.cluster, device)
     if kind == "slurm":
         SlurmLauncher.check_store(request.store)
-        return SlurmLauncher(request.cluster)
+        return SlurmLauncher(request.cluster, dry_run=request.dry_run)
     raise bad_value("cluster.launcher", kind, ["local", "slurm"])
 
 
@@ -114,7 +114,7 @@ def _submit(request: Request, plan: Plan, launcher: SlurmLauncher, console: Cons
         batches = launcher.batches(_tasks(request, plan), request.store, name)
         console.print(plan_table(request, plan, details=request.dry_run))
         if batches:
-            console.print(arrays_table(launcher.profile, [batch.array for batch in batches]))
+            console.print(arrays_table(launcher, [batch.array for batch in batches]))
         if request.show_script:
             for text in scripts(launcher, batches, request.store, name):
                 print(text)

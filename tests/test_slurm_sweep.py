@@ -132,17 +132,17 @@ def test_arrays_of_different_shapes_wait_for_each_other(idle_slurm, tmp_path):
 
 
 def test_arrays_are_cut_at_the_clusters_largest(idle_slurm, tmp_path, monkeypatch):
-    from bench.launch.slurm import queue
     from bench.launch.slurm.launcher import SlurmLauncher
     from bench.launch.task import Task
     from bench.planning.compose import composed
     from tests.fake_model import planned
 
-    launcher = SlurmLauncher(composed({"cluster": "slurm_test"})["cluster"])
+    launcher = SlurmLauncher(composed({"cluster": "slurm_test"})["cluster"], dry_run=False)
     tasks = [Task(config) for config in planned(*FAKE, "gpus=2", f"seed={','.join(map(str, range(25)))}")]
     assert [len(batch.tasks) for batch in launcher.batches(tasks, tmp_path, "name")] == [25]
-    assert queue.max_array_size() == int(idle_slurm.scontrol("show", "config").split("MaxArraySize")[1].split()[1])
-    monkeypatch.setattr(queue, "max_array_size", lambda: 10)
+    largest = int(idle_slurm.scontrol("show", "config").split("MaxArraySize")[1].split()[1])
+    assert launcher._largest_array == largest
+    monkeypatch.setattr(launcher, "_largest_array", 10)
     batches = launcher.batches(tasks, tmp_path, "name")
     assert [len(batch.tasks) for batch in batches] == [10, 10, 5]
     assert [task for batch in batches for task in batch.tasks] == tasks

@@ -110,10 +110,13 @@ def test_what_sbatch_would_misread_is_refused(field, text):
 
 def test_a_cluster_without_slurm_here_can_still_be_planned(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    launcher = SlurmLauncher(composed({"cluster": "slurm"})["cluster"])
+    queue.max_array_size.cache_clear()
+    cluster = composed({"cluster": "slurm"})["cluster"]
+    launcher = SlurmLauncher(cluster, dry_run=True)
     launcher.check(configuration("gpus=512", "cluster.gpus_per_node=8"))
-    with pytest.raises(queue.SlurmError, match="squeue is not on this machine's PATH"):
-        queue.alive()
+    assert launcher.unasked == "scontrol is not on this machine's PATH"
+    with pytest.raises(UsageError, match="cluster=slurm cannot be asked: scontrol is not on this machine's PATH"):
+        SlurmLauncher(cluster, dry_run=False)
 
 
 @pytest.mark.parametrize(

@@ -49,15 +49,26 @@ class SlurmLauncher:
     ----------
     cluster: dict
         Values of a file under conf/cluster whose launcher is `slurm`.
+    dry_run: bool
+        Plan without SLURM, too, where there is none.
 
     Raises
     ------
     UsageError
-        If they are not valid.
+        If the values are not valid, or SLURM cannot be asked.
     """
 
-    def __init__(self, cluster: dict[str, Any]) -> None:
+    unasked: str | None = None
+    """Why nothing was checked with SLURM, if nothing was."""
+
+    def __init__(self, cluster: dict[str, Any], *, dry_run: bool) -> None:
         self.profile: SlurmProfile = typed("cluster", SlurmProfile, cluster)
+        try:
+            self._largest_array = queue.max_array_size()
+        except queue.SlurmError as error:
+            if not dry_run:
+                raise UsageError(f"cluster={self.profile.name} cannot be asked: {error}.") from None
+            self._largest_array, self.unasked = ARRAY_SIZE_WITHOUT_SLURM, str(error)
         self._refusals: dict[tuple[int, int], str | None] = {}
 
     def check(self, config: RunConfig) -> None:
@@ -72,7 +83,7 @@ class SlurmLauncher:
             )
         shape = shape_of(config)
         if shape not in self._refusals:
-            self._refusals[shape] = self._refusal(*shape) if queue.installed() else None
+            self._refusals[shape] = self._refusal(*shape) if self.unasked is None else None
         if self._refusals[shape] is not None:
             raise ImpossibleError(
                 f"cluster={self.profile.name} refuses {shape[0]} node(s) with {shape[1]} task(s) each: "
@@ -112,7 +123,7 @@ class SlurmLauncher:
         by_shape: dict[tuple[int, int], list[Task]] = {}
         for task in tasks:
             by_shape.setdefault(shape_of(task.config), []).append(task)
-        size = queue.max_array_size() if queue.installed() else ARRAY_SIZE_WITHOUT_SLURM
+        size = self._largest_array
         batches: list[Batch] = []
         for shape in sorted(by_shape):
             whole = by_shape[shape]
