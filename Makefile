@@ -1,3 +1,4 @@
+# make install create the environment: .venv
 # make sweep   create the environment, run the default sweep, write the report
 # make test    create the environment, run the checks and all tests; the last lines say which tests did not run, and why
 # make quick   the tests that start no process groups
@@ -9,7 +10,9 @@ VENV   ?= .venv
 STORE  ?= runs
 BIN    := $(VENV)/bin
 
-.PHONY: sweep test quick test-slurm cluster cluster-down lint types clean
+.PHONY: install sweep test quick test-slurm cluster cluster-down lint types clean
+
+install: $(VENV)/.installed
 
 sweep: $(VENV)/.installed
 	$(BIN)/python -m bench.sweep store=$(STORE)

@@ -188,7 +188,7 @@ def test_no_job_outlives_a_stop_that_could_not_reach_slurmctld(folder: Path) -> 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may edit /etc/hosts")
 def test_without_namespaces_nodes_are_in_etc_hosts_while_it_runs(folder: Path, other_folder: Path) -> None:
-    before = HOSTS.read_text()
+    before = HOSTS.read_text().rstrip("\n")
     start(folder, **SMALL, NAMESPACES="0")
     second = start(other_folder, **SMALL, NAMESPACES="0")
     assert HOSTS.read_text().count("127.0.0.1 testnode1 ") == before.count("127.0.0.1 testnode1 ") + 2
@@ -197,7 +197,7 @@ def test_without_namespaces_nodes_are_in_etc_hosts_while_it_runs(folder: Path, o
     second.run("sbatch", "--wait", f"--output={out}", "--wrap", "getent hosts $SLURMD_NODENAME")
     assert out.read_text().split() == ["127.0.0.1", "testnode1"]
     assert cluster_script("stop", other_folder).returncode == 0
-    assert HOSTS.read_text() == before
+    assert HOSTS.read_text().rstrip("\n") == before
 
 
 @pytest.mark.slow

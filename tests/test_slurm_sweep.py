@@ -20,6 +20,7 @@ from tests.cluster_sweeps import (
     FAKE,
     LONG,
     ONE_NODE,
+    ONE_RANK,
     TWO_NODES,
     attempts,
     jobs,
@@ -153,7 +154,7 @@ def test_arrays_are_cut_at_the_clusters_largest(idle_slurm, tmp_path, monkeypatc
 
 
 def test_a_second_identical_sweep_submits_nothing(idle_slurm, tmp_path):
-    sweep = (*FAKE, *ONE_NODE, "+model.step_s=1", "measurement.steps=8", "seed=1,2")
+    sweep = (*FAKE, *ONE_RANK, "+model.step_s=1", "measurement.steps=8", "seed=1,2")
     first = submit(tmp_path, *sweep)
     assert "2 to run" in first.stdout
     assert training(tmp_path)
@@ -169,8 +170,8 @@ def test_a_second_identical_sweep_submits_nothing(idle_slurm, tmp_path):
 
 
 def test_a_sweep_here_leaves_alone_what_the_cluster_has(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *LONG, *ONE_NODE)
-    here = run_command("bench.sweep", *FAKE, *LONG, "cluster.gpus_per_node=2", "gpus=2", quoted(tmp_path))
+    submit(tmp_path, *FAKE, *LONG, *ONE_RANK)
+    here = run_command("bench.sweep", *FAKE, *LONG, "gpus=1", quoted(tmp_path))
     assert "1 queued or running on a cluster" in here.stdout
 
 
@@ -192,9 +193,9 @@ def _ledger(store: Path) -> dict:
 
 
 def test_force_measures_again_once(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *ONE_NODE)
+    submit(tmp_path, *FAKE, *ONE_RANK)
     assert jobs("watch", tmp_path).returncode == 0
-    submit(tmp_path, *FAKE, *ONE_NODE, "force=true")
+    submit(tmp_path, *FAKE, *ONE_RANK, "force=true")
     assert jobs("watch", tmp_path).returncode == 0
     assert [row["status"] for row in attempts(tmp_path)] == ["ok", "ok"]
 
@@ -203,7 +204,7 @@ def test_force_measures_again_once(idle_slurm, tmp_path):
 
 
 def test_whoever_submitted_need_not_live(idle_slurm, tmp_path):
-    command = [sys.executable, "-m", "bench.sweep", *FAKE, *ONE_NODE, quoted(tmp_path)]
+    command = [sys.executable, "-m", "bench.sweep", *FAKE, *ONE_RANK, quoted(tmp_path)]
     sweep = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
     assert sweep.stdout is not None
     while b"Submitted" not in sweep.stdout.readline():
@@ -267,7 +268,7 @@ def test_an_edit_after_submission_does_not_change_queued_runs(idle_slurm, tmp_pa
     idle_slurm.run(
         "sbatch", "--exclusive", "--nodes=4", "--wrap", "sleep 600", "--output=/dev/null", "--job-name=blocker"
     )
-    overrides = [*FAKE, *ONE_NODE, "model.family=my_models.mine", quoted(store)]
+    overrides = [*FAKE, *ONE_RANK, "model.family=my_models.mine", quoted(store)]
     done = subprocess.run(
         [sys.executable, "-m", "bench.sweep", *overrides],
         cwd=ROOT,
@@ -287,7 +288,7 @@ def test_an_edit_after_submission_does_not_change_queued_runs(idle_slurm, tmp_pa
 
 def test_equal_code_is_copied_once_and_knows_its_commit(idle_slurm, tmp_path):
     for seed in (1, 2):
-        submit(tmp_path, *FAKE, *ONE_NODE, f"seed={seed}")
+        submit(tmp_path, *FAKE, *ONE_RANK, f"seed={seed}")
     (code,) = (tmp_path / ".code").iterdir()
     commit = json.loads((code / "COMMIT.json").read_text())
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -331,8 +332,8 @@ def test_the_script_shown_is_the_script_submitted(idle_slurm, tmp_path):
 
 
 def test_the_time_limit_comes_from_the_plan_unless_set(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *ONE_NODE)
-    submit(tmp_path, *FAKE, *ONE_NODE, "seed=1", "cluster.time_limit_min=77")
+    submit(tmp_path, *FAKE, *LONG, *ONE_RANK)
+    submit(tmp_path, *FAKE, *LONG, *ONE_RANK, "seed=1", "cluster.time_limit_min=77")
     limits = {line.split()[-1] for line in idle_slurm.squeue("-o", "%j %l")}
     assert limits == {"10:00", "1:17:00"}
 
@@ -366,7 +367,7 @@ def test_a_store_path_may_hold_anything(idle_slurm, tmp_path, name):
         store.mkdir(parents=True)
         typed = tmp_path / "plain"
         typed.symlink_to(store)
-    submit(typed, *FAKE, *ONE_NODE)
+    submit(typed, *FAKE, *ONE_RANK)
     watched = jobs("watch", store)
     assert watched.returncode == 0, watched.stdout
     assert attempts(store)[0]["status"] == "ok"
@@ -376,7 +377,7 @@ def test_a_store_path_may_hold_anything(idle_slurm, tmp_path, name):
 
 def test_a_comment_arrives_unchanged(idle_slurm, tmp_path):
     text = 'a b $(touch pwned) `touch pwned` ; touch pwned # it\'s "naïve" %j'
-    submit(tmp_path, *FAKE, *ONE_NODE, "cluster.comment='" + text.replace("'", "\\'") + "'")
+    submit(tmp_path, *FAKE, *ONE_RANK, "cluster.comment='" + text.replace("'", "\\'") + "'")
     assert idle_slurm.squeue("-o", "%k") == [text]
     assert not list(tmp_path.rglob("pwned"))
 
@@ -453,7 +454,7 @@ def test_a_job_that_would_wait_for_ever_is_taken_back(idle_slurm, tmp_path, caps
     idle_slurm.scontrol("reconfigure")
     try:
         asked = ("cluster.partition=short", "cluster.time_limit_min=5", "seed=1,2")
-        assert sweep_main(["-m", *FAKE, *ONE_NODE, *asked, f"store={tmp_path}"]) == 2
+        assert sweep_main(["-m", *FAKE, *ONE_RANK, *asked, f"store={tmp_path}"]) == 2
     finally:
         configuration.write_text(strict)
         idle_slurm.scontrol("reconfigure")

@@ -2,8 +2,8 @@
 # Every node has a host name of its own, and the names of nodes resolve to loopback: ranks use them as MASTER_ADDR.
 #
 # Where the kernel allows it, a daemon and its jobs get a host name and an /etc/hosts of their own, and the machine's
-# stay as they are. Elsewhere the names go into the machine's /etc/hosts. SLURM listens where its host name points to,
-# which is loopback.
+# stay as they are. Elsewhere root writes the names into the machine's /etc/hosts, together with the machine's own name:
+# SLURM listens where its host name points to, and that has to be loopback.
 
 choose_view() { # sets view: own (host name and /etc/hosts), hostname or none
   local user=()
@@ -22,10 +22,10 @@ choose_view() { # sets view: own (host name and /etc/hosts), hostname or none
       view=hostname
     fi
   fi
-  [ $view != none ] || getent ahostsv4 "$(hostname)" | grep -q '^127\.' ||
-    refuse "SLURM would be reachable from outside: give '$(hostname)' the address 127.0.1.1 in /etc/hosts, or be root."
   [ $view = own ] || edit_hosts add || getent hosts "${names[@]}" >/dev/null ||
     say "warning: ranks on different nodes will not find each other: add '127.0.0.1 ${names[*]}' to /etc/hosts."
+  [ $view != none ] || getent ahostsv4 "$(hostname)" | head -n 1 | grep -q '^127\.' ||
+    refuse "SLURM would be reachable from outside: give '$(hostname)' the address 127.0.1.1 in /etc/hosts, or be root."
 }
 
 on_host() { # on_host NAME DAEMON ARGUMENT...
@@ -43,8 +43,14 @@ edit_hosts() ( # edit_hosts add|drop; in place, since in a container the file is
   [ -w /etc/hosts ] || exit 1
   exec 8</etc/hosts
   flock 8
-  lines=$(mark="$signature $S" awk '{ at = length($0) - length(ENVIRON["mark"]) + 1 }
+  others=$(mark="$signature $S" awk '{ at = length($0) - length(ENVIRON["mark"]) + 1 }
     at < 1 || substr($0, at) != ENVIRON["mark"]' /etc/hosts)
-  [ "$1" = drop ] || lines+=$(printf "\n127.0.0.1 %s $signature $S" "${names[@]}")
+  ours=()
+  if [ "$1" = add ]; then # at the top, where they count
+    own=()
+    [ "$view" != none ] || own=("$(hostname)") # the name that daemons go by which have none of their own
+    for name in "${names[@]}" "${own[@]}"; do ours+=("127.0.0.1 $name $signature $S"); done
+  fi
+  lines=$(printf '%s\n' "${ours[@]}" "$others")
   [ "$lines" = "$(cat /etc/hosts)" ] || printf '%s\n' "$lines" >/etc/hosts
 )
