@@ -95,6 +95,12 @@ def test_what_a_profile_names_is_in_the_script():
     assert lines[setup + 1] == "export NCCL_DEBUG=WARN"
 
 
+def test_all_memory_of_a_node_can_be_asked_for():
+    assert "#SBATCH --mem=0M" in flags(memory_gb_per_gpu=0)
+    with pytest.raises(UsageError, match="cluster.memory_gb_per_gpu=-1.0 is not valid: choose a number of GB"):
+        profile(memory_gb_per_gpu=-1)
+
+
 def test_gpus_are_asked_for_as_the_cluster_wants_it():
     assert "#SBATCH --gres=gpu:8" in flags(gpu_request="gres")
     assert "#SBATCH --gres=gpu:h100:8" in flags(gpu_request="gres", gpu_type="h100")

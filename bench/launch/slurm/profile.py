@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +54,7 @@ class SlurmProfile:
     gpu_type: str | None = None
     cpus_per_gpu: int | None = None
     memory_gb_per_gpu: float | None = None
-    """Host memory; None for what the partition gives."""
+    """Host memory; None for what the partition gives, 0 for all that a node has."""
     exclusive: bool = False
     """Share nodes with no other job."""
     parallelism: int = 1
@@ -77,10 +78,13 @@ class SlurmProfile:
         require_choice("cluster.gpu_request", self.gpu_request, GPU_REQUESTS)
         for name in ("gpus_per_node", "parallelism", "start_timeout_s"):
             require_at_least(f"cluster.{name}", getattr(self, name), 1)
-        for name in ("time_limit_min", "cpus_per_gpu", "memory_gb_per_gpu"):
+        for name in ("time_limit_min", "cpus_per_gpu"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise bad_value(f"cluster.{name}", value, "a number above 0, or null")
+                raise bad_value(f"cluster.{name}", value, "a whole number above 0, or null")
+        memory_gb = self.memory_gb_per_gpu
+        if memory_gb is not None and not 0 <= memory_gb < math.inf:
+            raise bad_value("cluster.memory_gb_per_gpu", memory_gb, "a number of GB, 0 for all of a node's, or null")
         for name in sorted({*FIELDS_OF_OPTIONS.values(), "gpu_type"}):
             if isinstance(getattr(self, name), str):
                 _refuse_unprintable(f"cluster.{name}", getattr(self, name))
