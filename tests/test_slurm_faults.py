@@ -20,11 +20,11 @@ from pathlib import Path
 
 import pytest
 
+import bench.sweep
 from bench import records
 from bench.launch.slurm import ledger
 from bench.records import Record, claims
-from tests.cluster_sweeps import FAKE, TWO_NODES, job_processes, jobs, nothing_left, quoted, submit
-from tests.conftest import run_command
+from tests.cluster_sweeps import FAKE, TWO_NODES, called, job_processes, jobs, nothing_left, quoted, submit
 from tests.fake_model import HUGE_BYTES, ROOT, files, wait_until
 from tests.slurm_cluster import NODES, Cluster, descendants, ended, make_idle
 
@@ -60,10 +60,9 @@ class Run:
         return [row["status"] for row in self.rows]
 
     def trains(self, attempt: int = 0) -> bool:
-        """Whether an attempt is past its first forward pass, on its first node."""
-        with contextlib.suppress(FileNotFoundError):
-            return "forward" in (self.store / self.run_id / f"{attempt}.node0.log").read_text()
-        return False
+        """Whether an attempt is past its first forward pass, on both of its nodes."""
+        logs = [self.store / self.run_id / f"{attempt}.node{node}.log" for node in (0, 1)]
+        return all(log.exists() and "forward" in log.read_text() for log in logs)
 
     @property
     def nodes(self) -> list[str]:
@@ -575,7 +574,7 @@ NEVER = {
 @pytest.mark.parametrize("why", NEVER)
 def test_what_can_never_start_is_refused_at_submission(idle_slurm, tmp_path, why):
     overrides, words = NEVER[why]
-    refused = run_command("bench.sweep", *TWO_RANKS, *overrides, quoted(tmp_path / "store"))
+    refused = called(bench.sweep.main, *TWO_RANKS, *overrides, quoted(tmp_path / "store"))
     assert refused.returncode == 2
     assert words in refused.stderr
     assert "cluster=slurm_test refuses" in refused.stderr
@@ -619,7 +618,7 @@ def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
     assert {row["job_id"] for (row,) in rows.values()} == jobs_submitted()
     check_nothing_left(idle_slurm, store)
     assert ledger.submissions(store) == []
-    done = run_command("bench.sweep", *command)
+    done = called(bench.sweep.main, *command)
     assert done.returncode == 0
     assert "3 done, 0 to run" in done.stdout
     assert len(jobs_submitted()) == 3
@@ -668,7 +667,7 @@ def test_a_store_that_takes_nothing_is_refused_at_submission(idle_slurm, tmp_pat
             fill(tmp_path)
         else:
             mount("-o", "remount,ro", tmp_path)
-        refused = run_command("bench.sweep", *TWO_RANKS, quoted(tmp_path / "store"))
+        refused = called(bench.sweep.main, *TWO_RANKS, quoted(tmp_path / "store"))
     finally:
         subprocess.run(["umount", "--lazy", tmp_path], check=True)
     assert refused.returncode == 2
@@ -708,7 +707,7 @@ def shared_disk(idle_slurm: Cluster, tmp_path: Path) -> Iterator[Path]:
 def test_a_run_finds_room_for_its_row_on_a_disk_that_filled_up(idle_slurm, shared_disk):
     """Two runs are on when the disk fills up, a third has not started."""
     store = shared_disk / "store"
-    command = (*SLEEPY, "cluster.parallelism=2", "cluster.start_timeout_s=10", "repeat=0,1,2")
+    command = (*SLEEPY, "cluster.parallelism=2", "cluster.start_timeout_s=20", "repeat=0,1,2")
     submit(store, *command)
     *begun, late = submitted(store)
     hold(idle_slurm, *begun)
@@ -744,10 +743,11 @@ def chattr(flag: str, *paths: Path) -> bool:
 
 def test_a_row_is_written_when_the_store_can_be_written_again(idle_slurm, tmp_path):
     store = tmp_path / "store"
-    command = (*SLEEPY, "repeat=0,1")
+    command = (*SLEEPY, "cluster.parallelism=2", "repeat=0,1")
     submit(store, *command)
     run, other = submitted(store)
     hold(idle_slurm, run)
+    idle_slurm.wait_for("the end of the other run", lambda: other.rows and claims.running(store) == [run.run_id])
     closed = (store / run.run_id, store / claims.FOLDER)
     try:
         if not chattr("+i", *closed):
@@ -756,9 +756,8 @@ def test_a_row_is_written_when_the_store_can_be_written_again(idle_slurm, tmp_pa
             (store / run.run_id / "x").touch()
         assert refused.value.errno == errno.EPERM
         let_go(run)
-        output = list(store.glob(f".jobs/*/*/{run.job_id}_0_log.out"))
-        assert len(output) == 1
-        idle_slurm.wait_for("a first try", lambda: "cannot write the row" in output[0].read_text())
+        (output,) = store.glob(f".jobs/*/*/{run.job_id}_0_log.out")
+        idle_slurm.wait_for("a first try", lambda: "cannot write the row" in output.read_text())
         assert run.rows == []
     finally:
         chattr("-i", *closed)
