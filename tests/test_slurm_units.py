@@ -97,7 +97,7 @@ def test_what_a_profile_names_is_in_the_script():
 
 def test_all_memory_of_a_node_can_be_asked_for():
     assert "#SBATCH --mem=0M" in flags(memory_gb_per_gpu=0)
-    with pytest.raises(UsageError, match="cluster.memory_gb_per_gpu=-1.0 is not valid: choose a number of GB"):
+    with pytest.raises(UsageError, match=r"cluster\.memory_gb_per_gpu=-1\.0 is not valid: choose a number of GB"):
         profile(memory_gb_per_gpu=-1)
 
 
