@@ -96,6 +96,8 @@ class Leader:
     crew: Crew
     stop: JobSignal
     deadline: float
+    incomplete: bool = False
+    """Some of the processes did not come up."""
 
     def lead(self) -> None:
         """Work through the job's task, then let the others go."""
@@ -103,20 +105,19 @@ class Leader:
         try:
             if task.search:
                 largest_batch(task.config, self._attempt)
-                record = None
             else:
-                record = self._attempt(task.config)
+                self._attempt(task.config)
         except OSError as error:
             print(f"the store cannot be written: {error}", file=sys.stderr, flush=True)
             self._dismiss()
             os._exit(queue.UNWRITABLE)
         self._dismiss()
-        if self.stop.received and self.job.requeue and record is not None and record.get("requeue"):
+        if self.stop.received and self.job.requeue and self.stop.cause()[0] == "preempted":
             self._start_anew()
 
     def _dismiss(self) -> None:
-        """Let the others go; those that are still starting too, unless there is no time for it."""
-        self.crew.dismiss(0.0 if self.stop.received else self.job.start_timeout_s)
+        """Let the others go; those that are still starting too, unless there is no time for it, or no hope."""
+        self.crew.dismiss(0.0 if self.stop.received or self.incomplete else self.job.start_timeout_s)
 
     def _attempt(self, config: RunConfig) -> Record | None:
         """Execute a run unless it is recorded; None if there is nothing to be had."""
@@ -166,6 +167,7 @@ class Leader:
             return attempt.finish([], {"status": "error", "error": f"{self.place.nodes[0]}: {error}"})
         missing = self.crew.missing(self.job.start_timeout_s, self.stop)
         if missing and not self.stop.received:
+            self.incomplete = True
             names = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
             waited = f"{len(missing)} of {self.place.rank.world_size} processes did not come up: ranks {names}"
             return attempt.finish([], {"status": "error", "error": waited})
@@ -191,8 +193,7 @@ class Leader:
     def _finish_stopped(self, attempt: Attempt, ranks: list[Ended]) -> Record:
         cause, words = self.stop.cause()
         status = STATUS_OF_CAUSE.get(cause, "preempted")
-        row = attempt.finish(ranks, {"status": status, "error": f"stopped by {self.stop.received}: {words}"})
-        return {**row, "requeue": cause == "preempted"}
+        return attempt.finish(ranks, {"status": status, "error": f"stopped by {self.stop.received}: {words}"})
 
     def _lives(self, claim: Claim) -> bool:
         """Whether whoever holds a claim still executes the run."""
