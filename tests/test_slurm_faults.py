@@ -290,6 +290,17 @@ class Ordeal:
         submit(self.store, *self.command)
         self.runs = dict(zip(self.fates, submitted(self.store), strict=True))
 
+    def warn(self) -> None:
+        """Send what SLURM sends some time before a limit: under a short one that may be while Python is starting."""
+
+        def starting(run: Run) -> bool:
+            logs = self.store.glob(f".jobs/*/*/{run.job_id}_?_log.out")
+            return sum("Starting" in log.read_text() for log in logs) == 2
+
+        for run in self.runs.values():
+            self.cluster.wait_for(f"the start of {run}", lambda: starting(run))  # noqa: B023
+            self.cluster.run("scancel", "--signal=USR2", run.job_id)
+
     def strike(self) -> None:
         """Let everything train, and what is to befall it befall it at once."""
         left = dict(self.fates)
@@ -329,6 +340,7 @@ def ordeals(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     limited = Ordeal(slurm, folder / "limited", LIMITED, "cluster.time_limit_min=1")
     struck = Ordeal(slurm, folder / "struck", STRUCK)
     limited.submit()
+    limited.warn()
     limited.strike()
     struck.submit()
     struck.strike()

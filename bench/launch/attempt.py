@@ -136,6 +136,12 @@ class Attempt:
         return row
 
 
+def say(text: str) -> None:
+    """Print a line, if what takes the output can take it: a job's output may be on a disk that is full."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
 def persistently(write: Callable[[], object]) -> None:
     """Write, again and again while the store refuses: a full disk may be tidied, a file server come back."""
     for pause_s in (*WRITE_AGAIN_S, None):
@@ -147,7 +153,7 @@ def persistently(write: Callable[[], object]) -> None:
         except OSError as error:
             if pause_s is None:
                 raise
-            print(f"cannot write the row ({error}); trying again in {pause_s} s", flush=True)
+            say(f"cannot write the row ({error}); trying again in {pause_s} s")
             time.sleep(pause_s)
 
 
@@ -178,4 +184,4 @@ def _row_bytes(config: RunConfig) -> int:
     return 64 * 1024 + config.gpus * (4096 + 32 * config.measurement.steps)
 
 
-__all__ = ["Attempt", "TakenError", "now", "persistently", "write_lost_row", "write_unstarted_row"]
+__all__ = ["Attempt", "TakenError", "now", "persistently", "say", "write_lost_row", "write_unstarted_row"]

@@ -16,7 +16,7 @@ from bench.config import RunConfig
 from bench.errors import ImpossibleError
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import detect
-from bench.launch.attempt import Attempt, persistently, write_lost_row
+from bench.launch.attempt import Attempt, persistently, say, write_lost_row
 from bench.launch.host import preload
 from bench.launch.meeting import MeetingPoint
 from bench.launch.owners import process_lives
@@ -63,12 +63,21 @@ class SlurmJob:
         with JobSignal(place) as stop:
             preload(self.task.config.model.imports)
             if place.rank.rank == 0:
-                with MeetingPoint() as meeting:
-                    publish_address(address, meeting.port)
-                    crew = Crew(place.rank, "127.0.0.1", meeting.port)
-                    Leader(self, place, crew, stop, deadline).lead()
+                self._lead(place, address, stop, deadline)
             else:
                 self._follow(place, address)
+
+    def _lead(self, place: JobPlace, address: Path, stop: JobSignal, deadline: float) -> None:
+        with MeetingPoint() as meeting:
+            crew = Crew(place.rank, "127.0.0.1", meeting.port)
+            leader = Leader(self, place, crew, stop, deadline)
+            try:
+                publish_address(address, meeting.port)
+                leader.lead()
+            except OSError as error:
+                say(f"the store cannot be written: {error}")
+                leader.dismiss()
+                os._exit(queue.UNWRITABLE)
 
     def _follow(self, place: JobPlace, address: Path) -> None:
         try:
@@ -100,22 +109,23 @@ class Leader:
     """Some of the processes did not come up."""
 
     def lead(self) -> None:
-        """Work through the job's task, then let the others go."""
+        """Work through the job's task, then let the others go.
+
+        Raises
+        ------
+        OSError
+            If the store cannot be written.
+        """
         task = self.job.task
-        try:
-            if task.search:
-                largest_batch(task.config, self._attempt)
-            else:
-                self._attempt(task.config)
-        except OSError as error:
-            print(f"the store cannot be written: {error}", file=sys.stderr, flush=True)
-            self._dismiss()
-            os._exit(queue.UNWRITABLE)
-        self._dismiss()
+        if task.search:
+            largest_batch(task.config, self._attempt)
+        else:
+            self._attempt(task.config)
+        self.dismiss()
         if self.stop.received and self.job.requeue and self.stop.cause()[0] == "preempted":
             self._start_anew()
 
-    def _dismiss(self) -> None:
+    def dismiss(self) -> None:
         """Let the others go; those that are still starting too, unless there is no time for it, or no hope."""
         self.crew.dismiss(0.0 if self.stop.received or self.incomplete else self.job.start_timeout_s)
 
@@ -127,14 +137,14 @@ class Leader:
         if record is not None and record["status"] in FINISHED:
             newer = record["attempt"] >= self.job.attempts_before
             if newer or not self.job.task.force:
-                print(f"{config.label}: recorded already, {record['status']}", flush=True)
+                say(f"{config.label}: recorded already, {record['status']}")
                 return record
         attempt = self._begin(config)
         if attempt is None:
             return None
         attempt.look_around(at_once=True)
         record = self._execute(config, attempt)
-        print(f"{config.label}: {record['status']}, {describe(record)}", flush=True)
+        say(f"{config.label}: {record['status']}, {describe(record)}")
         return record
 
     def _begin(self, config: RunConfig) -> Attempt | None:
@@ -149,7 +159,7 @@ class Leader:
                 attempt = Attempt.begin(config, self.job.store, self.place.owner, facts, slurm=self._slurm_facts())
             except TakenError as taken:
                 if self._lives(taken.claim):
-                    print(f"{config.label}: left to {taken.claim.owner}, who is executing it", flush=True)
+                    say(f"{config.label}: left to {taken.claim.owner}, who is executing it")
                     return None
                 persistently(lambda claim=taken.claim: self._bury(claim))  # type: ignore[misc]
             else:
@@ -218,7 +228,7 @@ class Leader:
         try:
             queue.requeue(self.place.job_id)
         except queue.SlurmError as error:
-            print(f"cannot be requeued: {error}", flush=True)
+            say(f"cannot be requeued: {error}")
 
     def _slurm_facts(self) -> dict[str, Any]:
         variables = ("PARTITION", "ACCOUNT", "QOS", "NODELIST", "CPUS_PER_NODE", "GPUS", "NAME")
