@@ -616,7 +616,7 @@ def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
             assert wait_until(lambda: len(job_ids()) >= expected, 60), log.read_text()  # noqa: B023
             os.killpg(process.pid, signal.SIGKILL)
         assert len(job_ids()) >= expected
-    assert len(ledger.submissions(store)) == 2
+    assert len(ledger.submissions(store)) in (1, 2)  # the first may just have been through
 
     followed = jobs("watch", store)
     assert followed.returncode == 0, followed.stdout

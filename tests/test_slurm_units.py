@@ -132,6 +132,12 @@ def test_slurms_clock_is_read(clock, seconds):
     assert queue._seconds(clock) == seconds
 
 
+def test_a_line_of_accounting_may_stand_for_many_jobs():
+    assert queue.elements("12") == ["12"]
+    assert queue.elements("12_3") == ["12_3"]
+    assert queue.elements("12_[0,2-4,7%2]") == ["12_0", "12_2", "12_3", "12_4", "12_7"]
+
+
 @pytest.mark.parametrize(("visible", "index"), [(8, 3), (4, 3), (1, 0)])
 def test_a_rank_uses_its_own_of_the_gpus_it_sees(monkeypatch, visible, index):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)

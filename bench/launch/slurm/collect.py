@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,9 +157,10 @@ def collect(store: Path, submissions: Sequence[Submission]) -> list[Standing]:
     """
     found = standings(store, submissions)
     lost = [standing for standing in found if standing.state == LOST]
-    for standing in lost:
-        _write_down(store, standing)
     if lost:
+        history = queue.settled_history([standing.job_id for standing in lost if standing.job_id])
+        for standing in lost:
+            _write_down(store, dataclasses.replace(standing, ended=history.get(standing.job_id or "", [])))
         found = standings(store, submissions)
     for submission in submissions:
         own = [standing for standing in found if standing.submission is submission]

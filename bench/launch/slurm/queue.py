@@ -10,6 +10,7 @@ import functools
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,13 @@ STATUSES = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "PREEMPTED": "preempted
 
 UNWRITABLE = 73
 """Exit code of a job that could not write its row (EX_CANTCREAT of sysexits.h)."""
+
+
+LIVE = {"PENDING", "RUNNING", "RESIZING", "SUSPENDED", "COMPLETING", "CONFIGURING"}
+"""States in which a job has not ended."""
+
+ACCOUNTS_LAG_S = 15.0
+"""How far accounting may be behind the queue."""
 
 
 class SlurmError(RuntimeError):
@@ -124,11 +132,35 @@ def history(jobs: Iterable[str]) -> dict[str, list[JobState]]:
         return {}
     found: dict[str, list[JobState]] = {}
     for line in text.splitlines():
-        job_id, state, code, elapsed, nodes = line.split("|", 4)
+        ids, state, code, elapsed, nodes = line.split("|", 4)
         words = state.split() or ["UNKNOWN"]
-        entry = JobState(job_id, words[0], code, int(elapsed or 0), "" if nodes == "None assigned" else nodes)
-        found.setdefault(job_id, []).append(entry)
+        for job_id in elements(ids):
+            entry = JobState(job_id, words[0], code, int(elapsed or 0), "" if nodes == "None assigned" else nodes)
+            found.setdefault(job_id, []).append(entry)
     return found
+
+
+def elements(job_ids: str) -> list[str]:
+    """Jobs that accounting has in one line: ``5_[0,2-3%1]`` is those of an array that never left the queue."""
+    array, bracket, inside = job_ids.partition("_[")
+    if not bracket:
+        return [job_ids]
+    found = []
+    for part in inside.partition("]")[0].partition("%")[0].split(","):
+        first, _, last = part.partition("-")
+        found += [f"{array}_{number}" for number in range(int(first), int(last or first) + 1)]
+    return found
+
+
+def settled_history(jobs: Iterable[str]) -> dict[str, list[JobState]]:
+    """The same for jobs that have ended, as soon as accounting knows so of each: it is some seconds behind."""
+    wanted, deadline = set(jobs), time.monotonic() + ACCOUNTS_LAG_S
+    while True:
+        found = history(wanted)
+        ends = {job: states[-1].state for job, states in found.items()}
+        if all(ends.get(job, "PENDING") not in LIVE for job in wanted) or time.monotonic() > deadline:
+            return found
+        time.sleep(1)
 
 
 def by_name() -> dict[str, str]:
@@ -197,15 +229,20 @@ def why_stopped(job_id: str, restart: int, nodes: Iterable[str]) -> tuple[str, s
 def obituary(owner: dict[str, Any]) -> dict[str, str]:
     """Status and error of an attempt that a job began and did not finish, by what accounting says of its end."""
     job_id, restart = owner["job"], owner["restart"]
-    incarnations = history([job_id]).get(job_id, [])
-    if restart < len(incarnations):
-        end = incarnations[restart]
-        where = f" on {end.nodes}" if end.nodes else ""
-        words = f"SLURM ended job {job_id}: {end.state}{where}, exit code {end.reason}"
-        if end.state == "FAILED" and end.reason.startswith(f"{UNWRITABLE}:"):
-            words = f"job {job_id} could not write its row: the store was full or read-only"
-        return {"status": STATUSES.get(end.state, "error"), "error": words}
-    return {"status": "error", "error": f"job {job_id} ended without a word"}
+    deadline = time.monotonic() + ACCOUNTS_LAG_S
+    while True:
+        incarnations = history([job_id]).get(job_id, [])[restart:]
+        if len(incarnations) > 1 or (incarnations and incarnations[0].state not in LIVE):
+            break
+        if time.monotonic() > deadline:
+            return {"status": "error", "error": f"job {job_id} ended without a word"}
+        time.sleep(1)
+    end = incarnations[0]
+    where = f" on {end.nodes}" if end.nodes else ""
+    words = f"SLURM ended job {job_id}: {end.state}{where}, exit code {end.reason}"
+    if end.state == "FAILED" and end.reason.startswith(f"{UNWRITABLE}:"):
+        words = f"job {job_id} could not write its row: the store was full or read-only"
+    return {"status": STATUSES.get(end.state, "error"), "error": words}
 
 
 def neighbours(job_id: str, nodes: Iterable[str]) -> list[str] | None:
