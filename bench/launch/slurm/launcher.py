@@ -156,7 +156,9 @@ class SlurmLauncher:
     def script(self, array: Array, store: Path, name: str) -> str:
         """The sbatch script of an array, as it would be submitted now."""
         folder = store.resolve() / ledger.FOLDER / name / array.name
-        return script(self._array_parameters(array, name), folder, count=len(array.entries), python=self.profile.python)
+        return script(
+            self._array_parameters(array, name), folder, count=len(array.entries), python=self.profile.command
+        )
 
     def _array_parameters(self, array: Array, name: str) -> dict[str, Any]:
         parameters = self._parameters(array.job_name, array.nodes, array.tasks_per_node, array.time_limit_min)
@@ -198,7 +200,7 @@ class SlurmLauncher:
 
     def _submit_array(self, batch: Batch, submission: Submission, store: Path, code: Path, before: str | None) -> str:
         folder = submission.folder / batch.array.name
-        executor = submitit.SlurmExecutor(folder, python=self.profile.python)
+        executor = submitit.SlurmExecutor(folder, python=self.profile.command)
         parameters = self._array_parameters(batch.array, submission.name)
         executor.update_parameters(**parameters, dependency=before and f"afterany:{before}")
         jobs = [

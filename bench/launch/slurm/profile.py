@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +111,16 @@ class SlurmProfile:
         if match[1] in FIELDS_OF_OPTIONS:
             raise bad_value("cluster.sbatch", text, f"cluster.{FIELDS_OF_OPTIONS[match[1]]} for it")
         _refuse_unprintable("cluster.sbatch", text)
+
+    @property
+    def command(self) -> str:
+        """What starts Python in each task.
+
+        While it imports, which takes seconds, it would not survive the warning signal, which for short jobs comes at
+        once: the shell has it ignored.
+        """
+        python = shlex.quote(sys.executable) if self.python is None else self.python
+        return f"""sh -c 'trap "" USR2; exec "$@"' sh {python}"""
 
     def sbatch_parameters(self, *, job_name: str, nodes: int, tasks_per_node: int, minutes: int) -> dict[str, Any]:
         """Parameters of submitit's SlurmExecutor for jobs of one resource shape.
