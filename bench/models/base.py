@@ -110,6 +110,13 @@ class Family(ABC):
     def batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
         """Synthetic token sequences on the CPU, each tensor of shape (num_sequences, length)."""
 
+    def shortened(self, blocks: int) -> Family | None:
+        """The same model with at most `blocks` blocks in every list, all others being copies of its inner ones.
+
+        None, what a family says by itself, where blocks differ from one another: predictions then trace all of them.
+        """
+        return None
+
     @abstractmethod
     def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         """The lists of repeated blocks, in the order they run: what strategies wrap and checkpoint one by one."""

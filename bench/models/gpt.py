@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -74,6 +75,10 @@ class GPT(Family):
         tokens = torch.randint(0, self.vocabulary_size, (num_sequences, sequence_length), generator=generator)
         following = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
         return Batch({"input_ids": tokens}, labels=following)
+
+    def shortened(self, blocks: int) -> GPT:
+        """Fewer layers."""
+        return dataclasses.replace(self, num_layers=min(blocks, self.num_layers))
 
     def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         """The one list of blocks."""

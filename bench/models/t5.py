@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -79,6 +80,14 @@ class T5(Family):
         source, target = (part.contiguous() for part in tokens.split(lengths, dim=1))
         shifted = nn.functional.pad(target[:, :-1], (1, 0), value=DECODER_START)
         return Batch({"input_ids": source, "decoder_input_ids": shifted}, labels=target)
+
+    def shortened(self, blocks: int) -> T5:
+        """Fewer layers in encoder and decoder."""
+        return dataclasses.replace(
+            self,
+            num_encoder_layers=min(blocks, self.num_encoder_layers),
+            num_decoder_layers=min(blocks, self.num_decoder_layers),
+        )
 
     def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         """The encoder's blocks, then the decoder's."""

@@ -17,6 +17,7 @@ from bench.errors import ImpossibleError, bad_value
 from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.precision import Precision
+from bench.strategies.plan import Plan, Setting
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,18 @@ class Strategy(ABC):
     @abstractmethod
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Wrap the model, which is on meta with its blocks prepared, and give it its weights."""
+
+    def plan(self, setting: Setting) -> Plan:
+        """What the strategy stores and sends, and when: what a prediction is made from.
+
+        Raises
+        ------
+        ImpossibleError
+            If nobody has stated it.
+        """
+        raise ImpossibleError(
+            f"strategy={self.name} states no plan, so it cannot be predicted: choose mode=measure, or give it a `plan`."
+        )
 
     @contextlib.contextmanager
     def accumulate(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:

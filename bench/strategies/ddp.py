@@ -12,6 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.errors import ImpossibleError, require_at_least
 from bench.strategies.base import Job, Strategy, require_replicas
+from bench.strategies.plan import GRADIENTS, REDUCE, REDUCED, WORLD, Device, Parameter, Plan, Setting, Unit, WholePlan
+
+MIB = 2**20
+FIRST_BUCKET_BYTES = MIB
+"""DDP sends a small bucket first, so that communication starts early (``dist._DEFAULT_FIRST_BUCKET_BYTES``)."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,68 @@ class DDP(Strategy):
         assert isinstance(wrapped, DistributedDataParallel)
         with contextlib.nullcontext() if synchronize else wrapped.no_sync():
             yield
+
+
+    def plan(self, setting: Setting) -> Plan:
+        """Buckets of gradients, all-reduced as they fill."""
+        return DDPPlan(self, setting)
+
+
+class DDPPlan(WholePlan):
+    """Gradients are copied into buckets in the order they are computed; a full bucket is sent while backward goes on.
+
+    The buckets are there from construction on. Gradients are views of them, or are kept beside them.
+    """
+
+    def __init__(self, strategy: DDP, setting: Setting) -> None:
+        super().__init__(setting)
+        self._capacity = strategy.bucket_cap_mb * MIB
+        self._views = strategy.gradient_as_bucket_view
+        self._recast = setting.precision.reduce_dtype != setting.precision.parameter_dtype
+        self._synchronize = True
+        self._filled = 0.0
+        self._sent: list[str] = []
+
+    def begin(self, device: Device) -> None:
+        """Parameters, optimizer state and buckets."""
+        super().begin(device)
+        device.hold("buckets", sum(self.updated) * self.setting.parameter_bytes, GRADIENTS if self._views else REDUCED)
+
+    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+        """Buckets fill from the start."""
+        self._synchronize, self._filled, self._sent = synchronize, 0.0, []
+
+    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
+        """Into its bucket; a bucket that has reached its size is sent."""
+        size = parameter.numel * self.setting.parameter_bytes
+        if not self._views:
+            super().gradient(device, unit, parameter)
+        device.copy("into bucket", 2 * size)
+        if not self._synchronize:
+            return
+        self._filled += size
+        if self._filled >= (self._capacity if self._sent else min(FIRST_BUCKET_BYTES, self._capacity)):
+            self._send(device)
+
+    def after_step_backward(self, device: Device) -> None:
+        """The last bucket goes as it is; the optimizer waits for all."""
+        if self._filled:
+            self._send(device)
+        for name in self._sent:
+            device.wait(name)
+
+    def _send(self, device: Device) -> None:
+        name = f"bucket {len(self._sent)}"
+        size = self._filled
+        if self._recast:
+            size = size / self.setting.parameter_bytes * self.setting.reduce_bytes
+            device.hold(name, size, REDUCED)
+            device.copy(name, 2 * (size + self._filled))  # to the format it is sent in, and back
+        device.hooks()
+        device.send(name, "all-reduce", size, WORLD, REDUCE, after="compute")
+        device.release(name, after=REDUCE)
+        self._sent.append(name)
+        self._filled = 0.0
 
 
 def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -14,6 +14,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from bench.models.blocks import group_blocks
 from bench.precision import Precision
 from bench.strategies.base import Job
+from bench.strategies.plan import (
+    GATHER,
+    GATHERED,
+    GRADIENTS,
+    PARAMETERS,
+    REDUCE,
+    REDUCED,
+    REPLICAS,
+    REPLICATE,
+    SHARDS,
+    Device,
+    Parameter,
+    Plan,
+    Setting,
+    Unit,
+    hold_optimizer,
+)
 from bench.strategies.sharding import ShardingStrategy
 
 
@@ -60,6 +77,225 @@ class FSDP2(ShardingStrategy):
         assert isinstance(wrapped, FSDPModule)
         wrapped.set_requires_gradient_sync(synchronize)
         yield
+
+    def plan(self, setting: Setting) -> Plan:
+        """Shards of every parameter, gathered unit by unit."""
+        return FSDP2Plan(self, setting)
+
+
+class FSDP2Plan(Plan):
+    """What `fully_shard` does, read in torch 2.13 (``torch/distributed/fsdp/_fully_shard``).
+
+    Each parameter is cut along its first dimension into F shards of equal size, the last ones padded. An all-gather
+    arrives in one buffer and is then copied out into whole parameters. Gradients are copied into one buffer, in the
+    format they are reduced in, and reduce-scattered; the mesh always has two dimensions here, so that an all-reduce
+    among replicas follows.
+    """
+
+    def __init__(self, strategy: FSDP2, setting: Setting) -> None:
+        super().__init__(setting)
+        self._strategy = strategy
+        self._factor = strategy.factor
+        self._units = {unit.index: unit for unit in setting.units}
+        self._last = max(self._units)
+        self._cast = setting.precision.mixed
+        self._gathering: set[int] = set()
+        self._whole: set[int] = set()
+        self._buffer: str | None = None
+        self._reduce_input: int | None = None
+        self._synchronize = True
+        self._shards: set[str] = set()
+        self._sent: list[str] = []
+        self._sizes = {index: self._size(unit) for index, unit in self._units.items()}
+
+    def _size(self, unit: Unit) -> _Sizes:
+        """Elements and bytes of a unit, whole (padded) and on this rank."""
+        local = [self._local(parameter) for parameter in unit.parameters]
+        computed = [
+            numel * self.setting.compute_bytes(parameter)
+            for numel, parameter in zip(local, unit.parameters, strict=True)
+        ]
+        return _Sizes(sum(local), sum(computed), _cast_in_turn(computed) if self._cast else 0)
+
+    def _local(self, parameter: Parameter) -> int:
+        rows = parameter.shape[0] if parameter.shape else 1
+        return -(-rows // self._factor) * (parameter.numel // rows)
+
+    @property
+    def updated(self) -> Sequence[int]:
+        """The first rank's shards, which are never smaller than the others'."""
+        return [self._local(parameter) for unit in self._units.values() for parameter in unit.parameters]
+
+    def begin(self, device: Device) -> None:
+        """Shards and their optimizer state, unless the CPU has them."""
+        if not self._strategy.cpu_offload:
+            device.hold("parameters", sum(self.updated) * self.setting.parameter_bytes, PARAMETERS)
+            hold_optimizer(device, self.setting, self.updated)
+
+    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+        """Remember whether gradients are reduced."""
+        self._synchronize = synchronize
+
+    def before_forward(self, device: Device, unit: Unit) -> None:
+        """Gather the unit; its buffer stays until the next one's parameters are copied out."""
+        self._gather(device, unit)
+        self._copy_out(device, unit, forward=True)
+        if self._strategy.forward_prefetch and not unit.is_root and unit.index < self._last:
+            self._gather(device, self._units[unit.index + 1])
+
+    def after_forward(self, device: Device, unit: Unit) -> None:
+        """Free the whole parameters, but not the root's, which backward needs at once."""
+        device.hooks(0.5)
+        if unit.is_root:
+            self._drop_buffer(device)
+        elif self._strategy.reshard_after_forward:
+            self._reshard(device, unit)
+
+    def before_backward(self, device: Device, unit: Unit) -> None:
+        """Gather the unit again, and start with the one before it."""
+        self._gather(device, unit)
+        self._copy_out(device, unit, forward=False)
+        previous = self._last if unit.is_root else unit.index - 1
+        if (self._strategy.backward_prefetch or unit.is_root) and previous >= 0:
+            self._gather(device, self._units[previous])
+
+    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
+        """Whole, in the format it is computed in, until the unit's backward is over."""
+        name = f"gradient {unit.index} {parameter.name}"
+        device.release(name)  # accumulated in place
+        device.hold(name, parameter.numel * self.setting.compute_bytes(parameter), GRADIENTS)
+
+    def after_backward(self, device: Device, unit: Unit) -> None:
+        """Free the whole parameters, then reduce the gradients or keep them for the next micro-batch."""
+        device.hooks()
+        self._reshard(device, unit)
+        if not self._synchronize:
+            self._accumulate(device, unit)
+            return
+        sizes = self._sizes[unit.index]
+        if self._reduce_input is not None:
+            # One unit's input at a time: this unit's waits until the one before it is reduced.
+            device.wait(f"reduce-scatter {self._reduce_input}")
+            device.release(f"reduce input {self._reduce_input}")
+        whole = sizes.numel * self._factor * self.setting.reduce_bytes
+        device.hold(f"reduce input {unit.index}", whole, REDUCED)
+        device.copy("reduce input", sizes.computed * self._factor + whole)
+        self._release_gradients(device, unit)
+        self._reduce(device, unit, whole)
+        self._reduce_input = unit.index
+
+    def _reduce(self, device: Device, unit: Unit, whole: float) -> None:
+        index, numel = unit.index, self._sizes[unit.index].numel
+        as_stored = self.setting.reduce_bytes == self.setting.parameter_bytes
+        shard = f"gradient shard {index}"
+        accumulated = shard in self._shards
+        output = f"reduced {index}" if accumulated or not as_stored else shard
+        device.hold(output, numel * self.setting.reduce_bytes, GRADIENTS if output == shard else REDUCED)
+        device.send(f"reduce-scatter {index}", "reduce-scatter", whole, SHARDS, REDUCE, after="compute")
+        device.send(f"all-reduce {index}", "all-reduce", whole / self._factor, REPLICAS, REPLICATE, after=REDUCE)
+        self._sent = [f"reduce-scatter {index}", f"all-reduce {index}"]
+        if not as_stored:
+            name = f"cast {index}" if accumulated else shard
+            device.hold(name, numel * self.setting.parameter_bytes, GRADIENTS)
+            if accumulated:
+                device.release(name)
+        self._shards.add(shard)
+
+    def _accumulate(self, device: Device, unit: Unit) -> None:
+        """Without communication whole gradients stay, in the format they will be reduced in."""
+        if self.setting.reduce_bytes == self.setting.precision.compute_dtype.itemsize:
+            return
+        for parameter in unit.parameters:
+            name = f"accumulated {unit.index} {parameter.name}"
+            device.release(name)
+            device.hold(name, parameter.numel * self.setting.reduce_bytes, GRADIENTS)
+            device.release(f"gradient {unit.index} {parameter.name}")
+
+    def _release_gradients(self, device: Device, unit: Unit) -> None:
+        for parameter in unit.parameters:
+            device.release(f"gradient {unit.index} {parameter.name}")
+            device.release(f"accumulated {unit.index} {parameter.name}")
+
+    def after_step_backward(self, device: Device) -> None:
+        """Wait for the last unit's gradients; the buffers go."""
+        if self._reduce_input is not None:
+            device.release(f"reduce input {self._reduce_input}")
+            self._reduce_input = None
+            for name in self._sent:
+                device.wait(name)
+        for unit in self._units.values():
+            device.release(f"reduced {unit.index}")
+
+    def after_optimizer(self, device: Device) -> None:
+        """Sharded gradients are set to None."""
+        for name in self._shards:
+            device.release(name)
+        self._shards.clear()
+
+    def _gather(self, device: Device, unit: Unit) -> None:
+        if unit.index in self._gathering or unit.index in self._whole:
+            return
+        self._gathering.add(unit.index)
+        device.hooks()
+        if self._factor == 1:
+            return
+        local = self._sizes[unit.index].computed
+        if self._cast:
+            device.hold("cast", local, GATHERED)
+        device.hold(f"buffer {unit.index}", local * self._factor, GATHERED)
+        device.release("cast")
+        device.send(f"all-gather {unit.index}", "all-gather", local * self._factor, SHARDS, GATHER)
+
+    def _copy_out(self, device: Device, unit: Unit, *, forward: bool) -> None:
+        if unit.index not in self._gathering:
+            return
+        self._gathering.discard(unit.index)
+        self._whole.add(unit.index)
+        sizes = self._sizes[unit.index]
+        size = sizes.computed * self._factor
+        if self._factor > 1:
+            device.wait(f"all-gather {unit.index}")
+        if forward:
+            self._drop_buffer(device)
+        device.hold(f"whole {unit.index}", size, GATHERED)
+        device.copy("copy out", 2 * size)
+        if self._factor == 1:
+            device.hold("cast", sizes.cast_in_turn, GATHERED)
+            device.release("cast")
+        elif forward:
+            self._buffer = f"buffer {unit.index}"
+        else:
+            device.release(f"buffer {unit.index}")
+
+    def _drop_buffer(self, device: Device) -> None:
+        if self._buffer is not None:
+            device.release(self._buffer)
+            self._buffer = None
+
+    def _reshard(self, device: Device, unit: Unit) -> None:
+        self._whole.discard(unit.index)
+        device.release(f"whole {unit.index}")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of a unit on one rank."""
+
+    numel: int
+    """Elements of its shards."""
+    computed: int
+    """Bytes of them in the format they are computed in."""
+    cast_in_turn: int
+    """Bytes that casting one parameter after the other needs beyond the whole unit."""
+
+
+def _cast_in_turn(sizes: Sequence[int]) -> int:
+    """With one rank per copy each parameter is cast, copied and forgotten before the next one's turn."""
+    held, highest = 0, 0
+    for size in sizes:
+        highest = max(highest, held + 2 * size)
+        held += size
+    return highest - held
 
 
 def _policy(precision: Precision, *, cast_inputs: bool) -> MixedPrecisionPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,24 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from bench.errors import require_choice
 from bench.models.blocks import group_blocks
 from bench.strategies.base import Job
+from bench.strategies.plan import (
+    GATHER,
+    GATHERED,
+    GRADIENTS,
+    PARAMETERS,
+    REDUCE,
+    REDUCED,
+    REPLICAS,
+    REPLICATE,
+    SHARDS,
+    WORLD,
+    Device,
+    Parameter,
+    Plan,
+    Setting,
+    Unit,
+    hold_optimizer,
+)
 from bench.strategies.sharding import ShardingStrategy
 
 BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
@@ -97,6 +115,199 @@ class FSDP1(ShardingStrategy):
     def grad_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """A scaler that agrees across shards whether a step overflowed."""
         return ShardedGradScaler(device.type)
+
+    def plan(self, setting: Setting) -> Plan:
+        """One flat parameter per unit, cut into shards."""
+        return FSDP1Plan(self, setting)
+
+
+MOST_GATHERS = 2
+"""All-gathers the rate limiter lets be in flight (``_FreeEventQueue`` in torch 2.13)."""
+
+ALIGNMENT_BYTES = 16
+
+
+class FSDP1Plan(Plan):
+    """What `FullyShardedDataParallel` does with ``use_orig_params``, read in torch 2.13 (``torch/distributed/fsdp``).
+
+    A unit's parameters lie one behind the other in a flat parameter, each aligned to 16 bytes, padded to a multiple of
+    F. An all-gather writes into the flat parameter itself. Gradients are put together into a flat one.
+    At factor 1 (NO_SHARD) nothing is gathered: whole parameters are cast, if at all, and gradients all-reduced.
+    """
+
+    def __init__(self, strategy: FSDP1, setting: Setting) -> None:
+        super().__init__(setting)
+        self._strategy = strategy
+        self._factor = strategy.factor
+        self._units = {unit.index: unit for unit in setting.units}
+        self._last = max(self._units)
+        self._cast = setting.precision.mixed
+        self._compute_bytes = setting.precision.compute_dtype.itemsize
+        self._flat = {index: self._numel(unit) for index, unit in self._units.items()}
+        self._whole: set[int] = set()
+        self._waiting: set[int] = set()
+        self._synchronize = True
+        self._shards: set[str] = set()
+        self._kept: set[str] = set()
+        self._sent: list[str] = []
+
+    def _numel(self, unit: Unit) -> int:
+        """Elements of the flat parameter."""
+        aligned = ALIGNMENT_BYTES // self._compute_bytes
+        total = 0
+        for parameter in unit.parameters:
+            total = -(-total // aligned) * aligned + parameter.numel
+        return -(-total // self._factor) * self._factor
+
+    @property
+    def updated(self) -> Sequence[int]:
+        """The first rank's part of every parameter: those at the beginning of each unit, wholly or not at all."""
+        parts = []
+        aligned = ALIGNMENT_BYTES // self._compute_bytes
+        for index, unit in self._units.items():
+            shard, offset = self._flat[index] // self._factor, 0
+            for parameter in unit.parameters:
+                offset = -(-offset // aligned) * aligned
+                parts.append(max(0, min(shard, offset + parameter.numel) - offset))
+                offset += parameter.numel
+        return parts
+
+    def begin(self, device: Device) -> None:
+        """Shards and their optimizer state, unless the CPU has them."""
+        if not self._strategy.cpu_offload:
+            numel = sum(flat // self._factor for flat in self._flat.values())
+            device.hold("parameters", numel * self.setting.parameter_bytes, PARAMETERS)
+            hold_optimizer(device, self.setting, self.updated)
+
+    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+        """Remember whether gradients are reduced."""
+        self._synchronize = synchronize
+
+    def before_forward(self, device: Device, unit: Unit) -> None:
+        """Gather the unit, with prefetching the next one too."""
+        self._gather(device, unit)
+        self._await(device, unit)
+        if self._strategy.forward_prefetch and unit.index < self._last:
+            self._gather(device, self._units[unit.index + 1])
+
+    def after_forward(self, device: Device, unit: Unit) -> None:
+        """Free the flat parameter, but not the root's, which backward needs at once."""
+        device.hooks(0.5)
+        if self._factor == 1 or (self._strategy.reshard_after_forward and not unit.is_root):
+            self._reshard(device, unit)
+
+    def before_backward(self, device: Device, unit: Unit) -> None:
+        """Gather the unit again, and, prefetching early, the one before it."""
+        self._gather(device, unit)
+        self._await(device, unit)
+        if self._strategy.backward_prefetch == "pre":
+            self._prefetch_previous(device, unit)
+
+    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
+        """By itself, until all of the unit's are there."""
+        device.hold(f"gradient {unit.index} {parameter.name}", parameter.numel * self._compute_bytes, GRADIENTS)
+
+    def after_backward(self, device: Device, unit: Unit) -> None:
+        """Put the gradients together, free the flat parameter, then reduce or keep the flat gradient."""
+        device.hooks()
+        index, flat = unit.index, self._flat[unit.index]
+        size = flat * self._compute_bytes
+        accumulated = f"flat gradient {index}" in self._kept
+        name = "added gradient" if accumulated else f"flat gradient {index}"
+        device.hold(name, size, GRADIENTS)
+        device.copy("flat gradient", 2 * size)
+        for parameter in unit.parameters:
+            device.release(f"gradient {index} {parameter.name}")
+        if accumulated:
+            device.release(name)
+        self._reshard(device, unit)
+        if self._strategy.backward_prefetch == "post":
+            self._prefetch_previous(device, unit)
+        self._kept.add(f"flat gradient {index}")
+        if self._synchronize:
+            self._kept.discard(f"flat gradient {index}")
+            self._reduce(device, unit)
+
+    def _reduce(self, device: Device, unit: Unit) -> None:
+        index, flat = unit.index, self._flat[unit.index]
+        reduce_bytes, parameter_bytes = self.setting.reduce_bytes, self.setting.parameter_bytes
+        source, whole = f"flat gradient {index}", flat * reduce_bytes
+        if reduce_bytes != self._compute_bytes:
+            source = f"reduce input {index}"
+            device.hold(source, whole, REDUCED)
+            device.copy("to the format that is reduced", flat * (reduce_bytes + self._compute_bytes))
+        if self._factor > 1:
+            result = f"reduced {index}"
+            device.hold(result, whole / self._factor, REDUCED)
+            device.send(f"reduce-scatter {index}", "reduce-scatter", whole, SHARDS, REDUCE, after="compute")
+            device.send(f"all-reduce {index}", "all-reduce", whole / self._factor, REPLICAS, REPLICATE, after=REDUCE)
+        else:
+            result = source
+            device.send(f"all-reduce {index}", "all-reduce", whole, WORLD, REDUCE, after="compute")
+        self._sent = [name for name in (f"reduce-scatter {index}", f"all-reduce {index}") if self._factor > 1]
+        self._sent = self._sent or [f"all-reduce {index}"]
+        self._store(device, index, result, flat // self._factor * parameter_bytes, cast=reduce_bytes != parameter_bytes)
+        device.release(f"reduce input {index}")  # made on the stream that uses it
+        device.release(f"flat gradient {index}", after=REDUCE)
+
+    def _store(self, device: Device, index: int, result: str, size: float, *, cast: bool) -> None:
+        """Keep what was reduced, in the format parameters are stored in, or add it to what is kept already."""
+        shard = f"gradient shard {index}"
+        if cast:
+            device.hold(f"cast {index}", size, GRADIENTS)
+            device.release(result)
+            result = f"cast {index}"
+        device.release(result)
+        if shard not in self._shards:
+            device.hold(shard, size, GRADIENTS)
+            self._shards.add(shard)
+
+    def after_step_backward(self, device: Device) -> None:
+        """The optimizer waits for the last unit's gradients."""
+        for name in self._sent:
+            device.wait(name)
+
+    def after_optimizer(self, device: Device) -> None:
+        """Sharded gradients are set to None."""
+        for name in self._shards:
+            device.release(name)
+        self._shards.clear()
+
+    def _prefetch_previous(self, device: Device, unit: Unit) -> None:
+        previous = self._last if unit.is_root else unit.index - 1
+        if previous >= 0:
+            self._gather(device, self._units[previous])
+
+    def _gather(self, device: Device, unit: Unit) -> None:
+        index, size = unit.index, self._flat[unit.index] * self._compute_bytes
+        if index in self._whole:
+            return
+        self._whole.add(index)
+        device.hooks()
+        if self._factor == 1:
+            if self._cast:
+                device.hold(f"whole {index}", size, GATHERED)
+                device.copy("cast", size + self._flat[index] * self.setting.parameter_bytes)
+            return
+        if self._cast:
+            device.hold(f"cast {index}", size / self._factor, GATHERED)
+        if self._strategy.limit_all_gathers:
+            device.throttle(MOST_GATHERS)
+        device.hold(f"whole {index}", size, GATHERED)
+        device.send(f"all-gather {index}", "all-gather", size, SHARDS, GATHER)
+        device.release(f"cast {index}", after=GATHER)
+        self._waiting.add(index)
+
+    def _await(self, device: Device, unit: Unit) -> None:
+        if unit.index in self._waiting:
+            self._waiting.discard(unit.index)
+            device.wait(f"all-gather {unit.index}")
+
+    def _reshard(self, device: Device, unit: Unit) -> None:
+        if unit.index in self._whole:
+            self._whole.discard(unit.index)
+            device.release(f"whole {unit.index}", after="compute")
+            device.note_release()
 
 
 def _parents(unit: nn.Module, children: set[nn.Module]) -> list[tuple[nn.Module, str]]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from bench.errors import ImpossibleError
 from bench.strategies.base import Job, Strategy, require_replicas
+from bench.strategies.plan import Plan, Setting, WholePlan
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,7 @@ class Single(Strategy):
         """Give the model its weights."""
         job.materializer.model(model)
         return model
+
+    def plan(self, setting: Setting) -> Plan:
+        """Everything is here, nothing is sent."""
+        return WholePlan(setting)

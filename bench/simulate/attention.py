@@ -1,0 +1,113 @@
+"""The fused attention of CUDA devices, for traces made where there is none.
+
+On fake tensors of the CPU, SDPA chooses the CPU's kernels. What a GPU would allocate and compute instead is stated
+here: FlashAttention without a mask in 16 bits, the memory-efficient kernel otherwise. Both keep the output and one
+number per row of scores for backward, which computes the scores again (Dao et al. 2022, arXiv:2205.14135, algorithms 2
+and 4). A bias that needs a gradient gets one of the full size of the scores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+@torch.library.custom_op("bench::attention_forward", mutates_args=())
+def attention_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output of the query's shape (batch, heads, queries, head dimension), and the log-sum-exp of every row."""
+    raise NotImplementedError("exists on fake tensors alone")
+
+
+@attention_forward.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, queries, _ = query.shape
+    # In memory heads come after positions, so that putting them side by side again copies nothing.
+    output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+    return output, query.new_empty(batch, heads, queries, dtype=torch.float32)
+
+
+@torch.library.custom_op("bench::attention_backward", mutates_args=())
+def attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value."""
+    raise NotImplementedError("exists on fake tensors alone")
+
+
+@attention_backward.register_fake
+def _(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What a fused kernel keeps from forward to backward, and what backward needs for a while."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any, causal: bool) -> torch.Tensor:
+        output, log_sum_exp = torch.ops.bench.attention_forward(query, key, value, bias, causal)
+        ctx.save_for_backward(query, key, value, bias, output, log_sum_exp)
+        ctx.causal = causal
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+        query, key, value, bias, output, log_sum_exp = ctx.saved_tensors
+        differentiates_bias = bias is not None and ctx.needs_input_grad[3]
+        scores = query.new_empty(*query.shape[:3], key.shape[2]) if differentiates_bias else None
+        in_fp32 = torch.empty_like(query, dtype=torch.float32)  # both kernels add up the query's gradient in fp32
+        row_sums = torch.empty_like(log_sum_exp)
+        gradients = torch.ops.bench.attention_backward(
+            gradient, query, key, value, bias, output, log_sum_exp, ctx.causal
+        )
+        del in_fp32, row_sums
+        bias_gradient = None if scores is None else scores.sum_to_size(bias.shape)
+        return (*gradients, bias_gradient, None)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    return _FusedAttention.apply(query, key, value, attn_mask, is_causal)
+
+
+@contextlib.contextmanager
+def fused_attention(device: str) -> Iterator[None]:
+    """Within, SDPA allocates and computes as on `device`: cpu leaves it alone."""
+    original = functional.scaled_dot_product_attention
+    if device == "cuda":
+        functional.scaled_dot_product_attention = _attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original

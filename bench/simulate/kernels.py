@@ -1,0 +1,52 @@
+"""What a device executes, one entry per kernel, as arrays: what the trace writes and the cost model reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+MATMUL, ATTENTION, MEMORY = range(3)
+"""Kinds of kernels: matrix products, fused attention, and all that is bound by memory."""
+
+FORMATS = ("fp32", "bf16", "fp16", "other")
+"""Formats of a kernel's operands; `other` for integers and booleans."""
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels in the order they start. All arrays have one entry per kernel."""
+
+    operators: tuple[str, ...]
+    """Name of the ATen operator: ``mm``, ``_fused_adamw``."""
+    kinds: Ints
+    """MATMUL, ATTENTION or MEMORY."""
+    formats: Ints
+    """Index into `FORMATS` of the widest floating-point operand."""
+    dims: Floats
+    """Shape (kernels, 5). MATMUL: batch, m, n, k, 0. ATTENTION: batch, heads, queries, keys, head dimension.
+    MEMORY: zeros."""
+    flops: Floats
+    """Of matrix products, a multiply-add counting 2; of fused attention what the kernel executes: forward 2 products over
+    the scores, backward 5, half of each if causal."""
+    bytes_moved: Floats
+    """Bytes of operands read and results written, each once."""
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def take(self, start: int, stop: int) -> Kernels:
+        """Those from `start` up to, not including, `stop`."""
+        part = slice(start, stop)
+        return Kernels(
+            self.operators[part],
+            self.kinds[part],
+            self.formats[part],
+            self.dims[part],
+            self.flops[part],
+            self.bytes_moved[part],
+        )

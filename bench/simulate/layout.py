@@ -1,0 +1,93 @@
+"""Where a model's parameters are: the units of a plan and the parameters of every block, at the model's true depth."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from torch import nn
+
+from bench.models import Family
+from bench.simulate.reel import INNER
+from bench.simulate.tape import LOSS, TRACED_BLOCKS, Place, local_names
+from bench.strategies.plan import Parameter, Unit
+
+ROOT, OUTPUT = "outside the blocks", "loss"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model's parameters are."""
+
+    units: tuple[Unit, ...]
+    """The root first."""
+    unit_of: dict[Place, Unit]
+    """Per block."""
+    parameters: dict[Place, dict[str, Parameter]]
+    """Per block (None: outside), by the name the tape gives them."""
+    lengths: tuple[int, ...]
+    """Blocks per list."""
+    names: dict[Place, str]
+
+
+@functools.lru_cache(maxsize=256)
+def layout_of(family: Family, blocks_per_unit: int, scales_loss: bool) -> Layout:
+    """The layout of a model.
+
+    Parameters
+    ----------
+    blocks_per_unit: int
+        Consecutive blocks whose parameters make one unit; units never span two lists.
+    scales_loss: bool
+        Whether the family's modules that overflow in fp16 keep fp32.
+    """
+    model = (family.shortened(TRACED_BLOCKS) or family).build()
+    kept = {id(p) for module in family.fp32_modules(model) for p in module.parameters()} if scales_loss else set()
+    traced: dict[Place, dict[str, Parameter]] = {None: {}}
+    names = local_names(family, model)
+    for parameter in model.parameters():
+        place, name = names[id(parameter)]
+        traced.setdefault(place, {})[name] = Parameter(name, tuple(parameter.shape), id(parameter) in kept)
+    lengths = _lengths(family)
+    paths = _paths(family, model)
+    parameters: dict[Place, dict[str, Parameter]] = {None: traced[None]}
+    units = [Unit(-1, ROOT, tuple(traced[None].values()))]
+    unit_of: dict[Place, Unit] = {}
+    labels: dict[Place, str] = {None: ROOT, LOSS: OUTPUT}
+    for index, length in enumerate(lengths):
+        for start in range(0, length, blocks_per_unit):
+            places = [(index, position) for position in range(start, min(start + blocks_per_unit, length))]
+            members = []
+            for place in places:
+                parameters[place] = traced[_stand_in(place, length)]
+                labels[place] = f"{paths[index]}.{place[1]}"
+                prefix = f"{place[1]}." if len(places) > 1 else ""
+                members += [Parameter(prefix + p.name, p.shape, p.keeps_fp32) for p in parameters[place].values()]
+                if prefix:
+                    renamed = {
+                        name: Parameter(prefix + p.name, p.shape, p.keeps_fp32)
+                        for name, p in parameters[place].items()
+                    }
+                    parameters[place] = renamed
+            unit = Unit(len(units) - 1, f"{paths[index]}.{start}", tuple(members))
+            units.append(unit)
+            unit_of |= dict.fromkeys(places, unit)
+    return Layout(tuple(units), unit_of, parameters, lengths, labels)
+
+
+def _stand_in(place: tuple[int, int], length: int) -> tuple[int, int]:
+    """The block of the shortened model that a block is like."""
+    index, position = place
+    if length <= TRACED_BLOCKS or position <= INNER:
+        return place
+    return (index, TRACED_BLOCKS - 1) if position == length - 1 else (index, INNER)
+
+
+def _lengths(family: Family) -> tuple[int, ...]:
+    return tuple(len(blocks) for blocks in family.block_lists(family.build()))
+
+
+def _paths(family: Family, model: nn.Module) -> list[str]:
+    """Names of the block lists in the model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(blocks)] for blocks in family.block_lists(model)]

@@ -1,0 +1,243 @@
+"""One rank on which a step is played: its memory, its streams and the processor that feeds them.
+
+Memory changes when the processor says so, in its order, as in PyTorch's caching allocator: what another stream still
+uses when it is freed stays out of use for a while (*active*, not *allocated*). Time passes on every stream by itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from bench.simulate.prediction import PARTS, Span
+from bench.simulate.reel import Piece
+from bench.strategies.plan import GATHER, REDUCE, REPLICATE
+
+COMPUTE, CPU = "compute", "cpu"
+STREAMS = (COMPUTE, GATHER, REDUCE, REPLICATE)
+
+ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+
+Seconds = Callable[[str, float, str], float]
+"""Time of a collective: kind, bytes, group."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast the rank is. All zero where nobody knows: memory is the same."""
+
+    collective: Seconds = lambda kind, size, group: 0.0
+    copy_s_per_byte: float = 0.0
+    launch_s: float = 0.0
+    """Of one kernel, on the processor."""
+    hooks_s: float = 0.0
+    """Of a unit's hooks, on the processor."""
+    kernel_s: float = 0.0
+    """Shortest time of a kernel on the device."""
+    overlap_loss: float = 0.0
+    """Share of its speed that computation loses while something is sent."""
+
+
+@dataclass
+class Peak:
+    """The highest memory so far, and what it consists of."""
+
+    size: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    phase: str = "forward"
+    module: str = ""
+
+
+class Machine:
+    """Implements `bench.strategies.plan.Device`, and plays the model's own pieces in between."""
+
+    def __init__(self, pace: Pace, *, timeline: bool = False) -> None:
+        self._pace = pace
+        self._held: dict[str, tuple[float, str]] = {}
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._allocated = 0.0
+        self._until: list[tuple[float, float]] = []
+        self._inactive_soon = 0.0
+        self.peak = Peak()
+        self.phase_peaks: dict[str, float] = {}
+        self.active = 0.0
+        self.phase, self.module = "forward", ""
+        self.processor = 0.0
+        self.streams = dict.fromkeys(STREAMS, 0.0)
+        self._done: dict[str, float] = {}
+        self._noted: deque[float] = deque()
+        self.spent = dict.fromkeys(("compute", "optimizer", "exposed", "launch", "communication"), 0.0)
+        self._timeline: list[Span] | None = [] if timeline else None
+        self._sending: deque[tuple[float, float]] = deque()
+
+    @property
+    def timeline(self) -> tuple[Span, ...]:
+        """What happened, if it was to be remembered."""
+        return tuple(self._timeline or ())
+
+    # Memory
+
+    def hold(self, name: str, size: float, part: str) -> None:
+        """As `Device` says. What is held under the name already is freed first."""
+        if name in self._held:
+            self.release(name)
+        self._held[name] = (size, part)
+        self._parts[part] += size
+        self._allocated += size
+        self._look(0.0, 0.0)
+
+    def release(self, name: str, *, after: str | None = None) -> None:
+        """As `Device` says."""
+        found = self._held.pop(name, None)
+        if found is None:
+            return
+        size, part = found
+        self._parts[part] -= size
+        self._allocated -= size
+        if after is not None and (ready := self.streams[after]) > self.processor:
+            heapq.heappush(self._until, (ready, size))
+            self._inactive_soon += size
+
+    def _look(self, above: float, lasting: float) -> None:
+        """Note a new peak, `above` what is allocated now; `lasting` of it in storages that stay."""
+        level = self._allocated + above
+        if level > self.phase_peaks.get(self.phase, 0.0):
+            self.phase_peaks[self.phase] = level
+        if level > self.peak.size:
+            parts = dict(self._parts)
+            parts[ACTIVATIONS] += lasting
+            parts[TEMPORARIES] += above - lasting
+            self.peak = Peak(level, parts, self.phase, self.module)
+        while self._until and self._until[0][0] <= self.processor:
+            self._inactive_soon -= heapq.heappop(self._until)[1]
+        self.active = max(self.active, level + self._inactive_soon)
+
+    def start_over(self) -> None:
+        """Forget peaks and times, not what is held: the step that counts begins."""
+        self.peak, self.active = Peak(), 0.0
+        self.phase_peaks.clear()
+        now = max(self.processor, *self.streams.values())
+        self._begin = now
+        self.processor = now
+        for stream in self.streams:
+            self.streams[stream] = now
+        self.spent = dict.fromkeys(self.spent, 0.0)
+        if self._timeline is not None:
+            self._timeline.clear()
+        self._look(0.0, 0.0)
+
+    _begin = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the step began, until the computing stream is done."""
+        return self.streams[COMPUTE] - self._begin
+
+    # Time
+
+    def play(self, piece: Piece, kind: str) -> None:
+        """A piece of the model's own computation."""
+        self._look(piece.peak, piece.lasting_at_peak)
+        self._allocated += piece.net
+        self._parts[ACTIVATIONS] += piece.lasting_net
+        self._parts[TEMPORARIES] += piece.net - piece.lasting_net
+        if piece.kernels:
+            self._run(kind, piece.seconds, piece.kernels)
+
+    def copy(self, name: str, size: float) -> None:
+        """As `Device` says."""
+        self._run(name, size * self._pace.copy_s_per_byte + self._pace.kernel_s, 1, span=False)
+
+    def update(self, seconds: float, kernels: int) -> None:
+        """The optimizer's step."""
+        self._run("optimizer", seconds, kernels)
+
+    def _run(self, kind: str, seconds: float, kernels: int, *, span: bool = True) -> None:
+        """Kernels on the computing stream, which the processor launches one by one."""
+        issued = self.processor
+        self.processor += kernels * self._pace.launch_s
+        before = self.streams[COMPUTE]
+        start = max(before, issued + self._pace.launch_s)
+        alone = seconds
+        seconds = self._slowed(start, seconds)
+        # The last kernel starts when it has been launched; those before it ran meanwhile.
+        end = max(start + seconds, self.processor + (seconds / kernels if kernels else 0.0))
+        self.streams[COMPUTE] = end
+        key = "optimizer" if kind == "optimizer" else "compute"
+        self.spent[key] += alone
+        self.spent["exposed"] += seconds - alone
+        self.spent["launch"] += end - before - seconds
+        if span and self._timeline is not None:
+            self._timeline.append(Span(COMPUTE, f"{kind} {self.module}", kind, start - self._begin, end - self._begin))
+
+    def _slowed(self, start: float, seconds: float) -> float:
+        """Seconds of computation that starts at some time, longer by what sending beside it takes away."""
+        loss = self._pace.overlap_loss
+        if not loss or seconds == 0.0:
+            return seconds
+        while self._sending and self._sending[0][1] <= start:
+            self._sending.popleft()
+        beside = 0.0
+        end = start + seconds
+        covered = start
+        for first, last in self._sending:
+            first, last = max(first, covered), min(last, end)
+            if last > first:
+                beside += last - first
+                covered = last
+        return seconds + beside * loss
+
+    def send(self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None) -> None:
+        """As `Device` says."""
+        self.processor += self._pace.launch_s
+        seconds = self._pace.collective(kind, size, group)
+        start = max(self.streams[stream], self.processor)
+        if after is not None:
+            start = max(start, self.streams[after])
+        end = start + seconds
+        self.streams[stream] = end
+        self._done[name] = end
+        self.spent["communication"] += seconds
+        if seconds:
+            self._sending.append((start, end))
+            if self._timeline is not None:
+                self._timeline.append(
+                    Span(stream, f"{kind} {self.module}", kind, start - self._begin, end - self._begin)
+                )
+
+    def wait(self, name: str) -> None:
+        """As `Device` says."""
+        done = self._done.get(name, 0.0)
+        before = self.streams[COMPUTE]
+        if done > before:
+            reached = max(before, min(self.processor, done))
+            self.spent["launch"] += reached - before  # nothing would have been launched yet anyway
+            self.spent["exposed"] += done - reached
+            if self._timeline is not None and done > reached:
+                span = Span(COMPUTE, f"wait for {name}", "wait", reached - self._begin, done - self._begin)
+                self._timeline.append(span)
+            self.streams[COMPUTE] = done
+
+    def note_release(self) -> None:
+        """As `Device` says."""
+        self._noted.append(self.streams[COMPUTE])
+
+    def throttle(self, most: int) -> None:
+        """As `Device` says."""
+        if len(self._noted) >= most:
+            self.processor = max(self.processor, self._noted.popleft())
+
+    def hooks(self, count: float = 1.0) -> None:
+        """As `Device` says."""
+        self.processor += count * self._pace.hooks_s
+
+    def synchronize(self) -> None:
+        """The processor waits for the device, as at the end of a step that is timed."""
+        self.processor = max(self.processor, self.streams[COMPUTE])
+
+
+def rounded(parts: Mapping[str, float]) -> dict[str, int]:
+    """Bytes per part as whole numbers."""
+    return {name: round(size) for name, size in parts.items()}

@@ -1,0 +1,93 @@
+"""What a prediction says: memory with its parts, time with its parts, and how sure it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too close to call", "does not fit"
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "reduced", "temporaries")
+"""What memory is spent on. `gathered`: parameters gathered from other ranks and the buffers they arrive in; `reduced`:
+what gradients are reduced in (buckets, reduce-scatter buffers); `temporaries`: results freed within a block's pass."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A value with the interval it is expected in 19 times of 20."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Peaks of one rank in a step after warm-up, in bytes."""
+
+    allocated: Range
+    active: Range
+    reserved: Range
+    device_used: Range
+    """Reserved, and what lies outside the allocator: CUDA context, communicators."""
+    parts: dict[str, int]
+    """What the peak of `allocated` consists of, per name in `PARTS`."""
+    phase: str
+    """forward, backward or optimizer: where the peak is."""
+    module: str
+    """The block, or the part outside the blocks, where the peak is."""
+    capacity: int | None
+    """Bytes the allocator may use, None where nobody knows."""
+    verdict: str | None
+    """fits, too close to call or does not fit; None without a capacity."""
+    phase_peaks: dict[str, int] = field(default_factory=dict)
+    """Peak of allocated memory in each phase: forward, backward, optimizer."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that occupies a stream for a while."""
+
+    stream: str
+    """compute, gather, reduce, replicate (all-reduce across replicas) or cpu."""
+    name: str
+    """``forward decoder.block.3``, ``all-gather decoder.block.4``."""
+    kind: str
+    """forward, backward, recompute, optimizer, all-gather, reduce-scatter, all-reduce, wait or launch."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class TimePrediction:
+    """One optimizer step of one rank, in seconds. The parts add up to `step_s.value`."""
+
+    step_s: Range
+    compute_s: float
+    """Forward, backward and recomputation."""
+    exposed_communication_s: float
+    """Communication that computation does not hide."""
+    optimizer_s: float
+    bubble_s: float
+    """The device waits for the processor to launch kernels, or for the allocator."""
+    communication_s: float
+    """All communication, hidden or not; no part of the sum."""
+    limited_by: str
+    """compute, memory bandwidth, network, kernel launches or allocator."""
+    degraded: bool
+    """Memory is so nearly exhausted that the allocator flushes and retries."""
+    timeline: tuple[Span, ...] = ()
+    """Empty unless asked for."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Will it fit, and how fast will it be."""
+
+    memory: MemoryPrediction
+    time: TimePrediction | None
+    """None where the hardware's speed is unknown."""
+
+    @property
+    def status(self) -> str:
+        """``oom`` where it surely does not fit, else ``ok``."""
+        return "oom" if self.memory.verdict == DOES_NOT_FIT else "ok"

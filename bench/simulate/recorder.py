@@ -1,0 +1,153 @@
+"""Records what fake tensors would do on a device: every allocation and release, every kernel.
+
+Works on top of `FakeTensorMode`, where operators compute shapes and nothing else. A storage counts from the operator
+that makes it until nothing holds it any longer, as in the allocator of a real run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from bench.simulate.cpu_memory import Sums, working_memory
+from bench.simulate.kernels import ATTENTION, FORMATS, MATMUL, MEMORY
+
+FORMAT_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+OTHER = len(FORMATS) - 1
+
+NO_KERNEL = {"detach", "_unsafe_view", "alias", "empty", "empty_like", "empty_strided", "lift_fresh"}
+"""Operators that start no kernel, though their schema does not say that they are views."""
+
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+"""Matrix products over the square of scores in fused attention, whose backward computes the scores again (Dao et al.
+2022, arXiv:2205.14135, algorithms 2 and 4). Causal attention leaves out the half that is masked."""
+
+ATTENTIONS = "attention"
+"""What the names of fused attention operators have in common."""
+
+
+class Recorder(TorchDispatchMode):
+    """Calls back for every storage and every kernel.
+
+    Parameters
+    ----------
+    changed: callable
+        Takes the number of bytes of a storage (negative when it is released) and a number that names the storage.
+    launched: callable
+        Takes operator name, kind, format, dimensions, FLOPs and bytes moved of a kernel.
+    on_cpu: bool
+        Count the working memory of CPU kernels too.
+    """
+
+    def __init__(self, changed: Callable[[int, int], None], launched: Callable[..., None], *, on_cpu: bool) -> None:
+        super().__init__()
+        self._changed = changed
+        self._launched = launched
+        self._on_cpu = on_cpu
+        self._sums = Sums()
+        self._live: dict[int, tuple[int, int]] = {}
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator on fake tensors, then note what it made."""
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        in_place = self._sums.in_place(func, args, sys._getframe(1))
+        out = func(*args, **kwargs)
+        if in_place:
+            self._continue(args[0], out)
+        for tensor in _tensors(out):
+            self.track(tensor)
+        if self._on_cpu and (size := working_memory(func, args, kwargs, out)):
+            self._count += 1
+            self._changed(size, self._count)
+            self._changed(-size, self._count)
+        if _is_kernel(func):
+            self._launched(*describe(func, args, kwargs, out))
+        return out
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Note the tensor's storage, if it is a new one."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            self._count += 1
+            size = storage.nbytes()
+            self._live[key] = size, self._count
+            weakref.finalize(storage, self._release, key)
+            self._changed(size, self._count)
+
+    def _continue(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """One storage takes another's place: in a real run they are the same."""
+        key, storage = old.untyped_storage()._cdata, new.untyped_storage()
+        self._live[storage._cdata] = self._live[key]
+        self._live[key] = 0, 0
+        weakref.finalize(storage, self._release, storage._cdata)
+
+    def close(self) -> None:
+        """Take no further notice of anything."""
+        self._changed = lambda size, number: None
+        self._launched = lambda *kernel: None
+
+    def _release(self, key: int) -> None:
+        size, number = self._live.pop(key)
+        if size:
+            self._changed(-size, number)
+
+
+def describe(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, int, int, tuple[int, ...], int, int]:
+    """Operator name, kind, format, dimensions, FLOPs and bytes moved of one call."""
+    name = func._schema.name.partition("::")[2]
+    operands = list(_tensors((args, kwargs)))
+    results = list(_tensors(out))
+    moved = sum(map(_distinct_bytes, operands)) + sum(map(_distinct_bytes, results))
+    format_ = min((FORMAT_OF.get(tensor.dtype, OTHER) for tensor in operands), default=OTHER)
+    if ATTENTIONS in name:
+        query, key = operands[1:3] if "backward" in name else operands[:2]
+        dimensions = (*query.shape[:3], key.shape[2], query.shape[3])
+        products = BACKWARD_PRODUCTS if "backward" in name else FORWARD_PRODUCTS
+        flops = 2 * products * math.prod(dimensions) // (2 if _is_causal(args, kwargs) else 1)
+        return name, ATTENTION, format_, dimensions, flops, moved
+    if func._overloadpacket in flop_registry:
+        flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        left, right = operands[-2:]
+        batch = left.shape[0] if left.dim() == 3 else 1
+        return name, MATMUL, format_, (batch, left.shape[-2], right.shape[-1], left.shape[-1], 0), int(flops), moved
+    return name, MEMORY, format_, (0, 0, 0, 0, 0), 0, moved
+
+
+def _is_causal(args: Any, kwargs: Any) -> bool:
+    """Whether the one boolean argument that is true in any call of ours is: the others ask for debug output."""
+    return any(value is True for value in (*args, *kwargs.values()))
+
+
+def _is_kernel(func: Any) -> bool:
+    return not func.is_view and func._schema.name.partition("::")[2] not in NO_KERNEL
+
+
+def _distinct_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements a tensor really has in memory: an expanded dimension counts once."""
+    count = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride:
+            count *= size
+    return count
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)

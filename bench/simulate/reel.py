@@ -1,0 +1,239 @@
+"""A tape made ready to be played: at any batch size, at the model's true depth, in pieces between gradients.
+
+What a tape counts grows linearly with the batch, so two traces foretell all others. A batch of one is traced itself:
+where a dimension is 1, operators leave out copies that they make otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.simulate.kernels import Floats, Kernels
+from bench.simulate.tape import LOSS, TRACED_BLOCKS, Place, Segment, TapeKey, Trace, record
+
+BATCHES = (2, 3)
+"""Batch sizes that are traced to foretell all but 1."""
+
+INNER = 2
+"""The block that stands for the inner ones. The one before it is different: in backward it is the last of those that
+hold what all blocks share, and releases it."""
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One segment of a tape at several batch sizes: what changes with the batch has a base and a slope."""
+
+    phase: str
+    micro_batch: int
+    place: Place
+    bounds: tuple[int, ...]
+    """Where the pieces end, as indices into the changes: at each gradient, and at the end."""
+    kernel_bounds: tuple[int, ...]
+    parameters: tuple[str, ...]
+    """Whose gradient ends each piece but the last."""
+    changes: tuple[Floats, Floats]
+    """Bytes allocated (negative: released), base and slope."""
+    lasting: tuple[Floats, Floats]
+    """The same of storages that outlive the segment they are made in, or were made in an earlier one."""
+    kernels: tuple[Kernels, Kernels]
+    """At the first and the second of the traced batch sizes."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What happens between two gradients of a segment."""
+
+    peak: float
+    """Highest memory within the piece, above that at its beginning, in bytes."""
+    lasting_at_peak: float
+    """Of `peak`, storages that outlive their segment."""
+    net: float
+    lasting_net: float
+    seconds: float
+    """Of the device, nothing else going on."""
+    kernels: int
+    gradient: str | None
+    """Parameter whose gradient is complete at the end."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A segment at one batch size."""
+
+    phase: str
+    micro_batch: int
+    place: Place
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Reel:
+    """A tape that can be played at any batch size."""
+
+    strips: tuple[Strip, ...]
+    inputs: tuple[float, float]
+    """Bytes of the micro-batches, base and slope."""
+    batches: tuple[int, int]
+
+    def weight(self, batch_size: int) -> float:
+        """How far the batch size is beyond the first traced one, in steps to the second."""
+        first, second = self.batches
+        return (batch_size - first) / (second - first) if second > first else 0.0
+
+
+def make_reel(key: TapeKey, batches: tuple[int, int] = BATCHES) -> Reel:
+    """Trace and prepare.
+
+    Raises
+    ------
+    ValueError
+        If the model does not do the same at both batch sizes.
+    """
+    first = record(key, batches[0])
+    second = record(key, batches[1]) if batches[1] != batches[0] else first
+    strips = tuple(_strip(a, b) for a, b in _aligned(first, second))
+    return Reel(
+        tuple(strip for strip in strips if len(strip.changes[0]) or len(strip.kernels[0])),
+        (first.inputs_bytes, second.inputs_bytes - first.inputs_bytes),
+        batches,
+    )
+
+
+def batches_for(batch_size: int) -> tuple[int, int]:
+    """Which batch sizes to trace for a batch of some size."""
+    return (1, 1) if batch_size == 1 else BATCHES
+
+
+def _aligned(first: Trace, second: Trace) -> Iterator[tuple[Segment, Segment]]:
+    if len(first.segments) != len(second.segments):
+        raise ValueError("the model runs differently at different batch sizes")
+    for a, b in zip(first.segments, second.segments, strict=True):
+        alike = (
+            len(a.changes) == len(b.changes)
+            and [kernel[0] for kernel in a.kernels] == [kernel[0] for kernel in b.kernels]
+            and a.gradients == b.gradients
+        )
+        if not alike:
+            raise ValueError(f"the model runs differently at different batch sizes, in {a.phase} of {a.place}")
+        yield a, b
+
+
+def _strip(a: Segment, b: Segment) -> Strip:
+    temporary = _temporary(a)
+    sizes = np.array([size for size, _ in a.changes], dtype=float)
+    slopes = np.array([size for size, _ in b.changes], dtype=float) - sizes
+    lasting = ~temporary
+    ends = [event.position for event in a.gradients]
+    kernel_ends = [event.kernel for event in a.gradients]
+    return Strip(
+        phase=a.phase,
+        micro_batch=a.micro_batch,
+        place=a.place,
+        bounds=(*ends, len(a.changes)),
+        kernel_bounds=(*kernel_ends, len(a.kernels)),
+        parameters=tuple(event.parameter for event in a.gradients),
+        changes=(sizes, slopes),
+        lasting=(sizes * lasting, slopes * lasting),
+        kernels=(kernels_of(a), kernels_of(b)),
+    )
+
+
+def _temporary(segment: Segment) -> np.ndarray:
+    """Which changes belong to storages that are made and released within the segment."""
+    count: dict[int, int] = {}
+    for _, number in segment.changes:
+        count[number] = count.get(number, 0) + 1
+    return np.array([count[number] == 2 for _, number in segment.changes], dtype=bool)
+
+
+def kernels_of(segment: Segment) -> Kernels:
+    """A segment's kernels as arrays."""
+    rows = segment.kernels
+    dims = np.zeros((len(rows), 5))
+    for index, row in enumerate(rows):
+        dims[index, : len(row[3])] = row[3]
+    return Kernels(
+        operators=tuple(row[0] for row in rows),
+        kinds=np.array([row[1] for row in rows], dtype=np.int64),
+        formats=np.array([row[2] for row in rows], dtype=np.int64),
+        dims=dims,
+        flops=np.array([row[4] for row in rows], dtype=float),
+        bytes_moved=np.array([row[5] for row in rows], dtype=float),
+    )
+
+
+def kernels_at(strip: Strip, weight: float) -> Kernels:
+    """A strip's kernels at a batch size (see `Reel.weight`)."""
+    first, second = strip.kernels
+    if weight == 0.0:
+        return first
+    return Kernels(
+        first.operators,
+        first.kinds,
+        first.formats,
+        first.dims + weight * (second.dims - first.dims),
+        first.flops + weight * (second.flops - first.flops),
+        first.bytes_moved + weight * (second.bytes_moved - first.bytes_moved),
+    )
+
+
+def pieces(strip: Strip, weight: float, seconds: Floats | None) -> tuple[Piece, ...]:
+    """The pieces of a strip at a batch size.
+
+    Parameters
+    ----------
+    weight: float
+        As `Reel.weight` says for the batch size.
+    seconds: array or None
+        Of each kernel; None where speeds are unknown.
+    """
+    changes = np.rint(strip.changes[0] + weight * strip.changes[1])
+    lasting = np.rint(strip.lasting[0] + weight * strip.lasting[1])
+    result = []
+    start = kernel_start = 0
+    for number, (end, kernel_end) in enumerate(zip(strip.bounds, strip.kernel_bounds, strict=True)):
+        level, lasting_level = np.cumsum(changes[start:end]), np.cumsum(lasting[start:end])
+        highest = int(np.argmax(level)) if end > start else 0
+        has_peak = end > start and level[highest] > 0
+        result.append(
+            Piece(
+                peak=float(level[highest]) if has_peak else 0.0,
+                lasting_at_peak=float(lasting_level[highest]) if has_peak else 0.0,
+                net=float(level[-1]) if end > start else 0.0,
+                lasting_net=float(lasting_level[-1]) if end > start else 0.0,
+                seconds=0.0 if seconds is None else float(seconds[kernel_start:kernel_end].sum()),
+                kernels=kernel_end - kernel_start,
+                gradient=strip.parameters[number] if number < len(strip.parameters) else None,
+            )
+        )
+        start, kernel_start = end, kernel_end
+    return tuple(result)
+
+
+def running_order(scenes: tuple[Scene, ...], lengths: tuple[int, ...]) -> Iterator[tuple[Scene, Place]]:
+    """Every scene of the whole model in order, with the place it has there.
+
+    Parameters
+    ----------
+    scenes: tuple of Scene
+        Of the shortened model.
+    lengths: tuple of int
+        Blocks per list of the whole model.
+    """
+    for scene in scenes:
+        if scene.place is None or scene.place == LOSS:
+            yield scene, scene.place
+            continue
+        index, position = scene.place
+        length = lengths[index]
+        if length <= TRACED_BLOCKS or position < INNER:
+            yield scene, scene.place
+        elif position > INNER:
+            yield scene, (index, length - 1)
+        else:
+            inner = range(INNER, length - 1)
+            for number in inner if scene.phase == "forward" else reversed(inner):
+                yield scene, (index, number)

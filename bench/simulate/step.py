@@ -1,0 +1,102 @@
+"""Play one optimizer step: the model's scenes in order, the strategy's plan at every cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.simulate.layout import Layout
+from bench.simulate.machine import Machine
+from bench.simulate.reel import Scene, running_order
+from bench.simulate.tape import LOSS, Place
+from bench.strategies.plan import Plan, Unit
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer's step on one rank."""
+
+    seconds: float
+    kernels: int
+    temporaries: float
+    """Bytes allocated for a while."""
+
+
+def play_step(
+    machine: Machine,
+    plan: Plan,
+    layout: Layout,
+    scenes: Sequence[Scene],
+    *,
+    micro_batches: int,
+    synchronize_every_micro_batch: bool,
+    update: Update,
+) -> None:
+    """One optimizer step. The machine holds what the plan's `begin` put there.
+
+    Parameters
+    ----------
+    scenes: sequence of Scene
+        Of one micro-batch, or of two, of which the second stands for all later ones.
+    """
+    recorded = [tuple(scene for scene in scenes if scene.micro_batch == number) for number in (0, 1)]
+    for number in range(micro_batches):
+        synchronize = synchronize_every_micro_batch or number == micro_batches - 1
+        plan.begin_micro_batch(machine, synchronize=synchronize)
+        _play_micro_batch(machine, plan, layout, recorded[min(number, 1)])
+    machine.phase, machine.module = "optimizer", "optimizer"
+    machine.hold("optimizer temporaries", update.temporaries, "temporaries")
+    machine.update(update.seconds, update.kernels)
+    machine.release("optimizer temporaries")
+    plan.after_optimizer(machine)
+    for scene in scenes:
+        if scene.phase == "optimizer" and scene.micro_batch == len([part for part in recorded if part]) - 1:
+            for piece in scene.pieces:
+                machine.play(piece, "optimizer")
+    machine.synchronize()
+
+
+def _play_micro_batch(machine: Machine, plan: Plan, layout: Layout, scenes: tuple[Scene, ...]) -> None:
+    root = layout.units[0]
+    inside: Unit | None = None
+    before: Scene | None = None
+    machine.phase, machine.module = "forward", root.name
+    plan.before_forward(machine, root)
+    for scene, place in running_order(scenes, layout.lengths):
+        if scene.phase == "optimizer":
+            continue
+        following = layout.unit_of.get(place)
+        if before is not None:
+            if inside is not None and (following is not inside or scene.phase != before.phase):
+                _leave(machine, plan, inside, before.phase)
+                inside = None
+            if scene.phase == "forward" and place == LOSS:
+                plan.after_forward(machine, root)
+            if scene.phase == "backward" and before.place == LOSS and place != LOSS:
+                plan.before_backward(machine, root)
+        machine.phase, machine.module = scene.phase, layout.names[place]
+        if following is not None and following is not inside:
+            inside = following
+            enter = plan.before_forward if scene.phase == "forward" else plan.before_backward
+            enter(machine, inside)
+        _play(machine, plan, layout, scene, place, inside or root)
+        before = scene
+    if inside is not None:
+        _leave(machine, plan, inside, "backward")
+    machine.module = root.name
+    plan.after_backward(machine, root)
+    plan.after_step_backward(machine)
+
+
+def _play(machine: Machine, plan: Plan, layout: Layout, scene: Scene, place: Place, owner: Unit) -> None:
+    for piece in scene.pieces:
+        machine.play(piece, scene.phase)
+        if piece.gradient is not None:
+            plan.gradient(machine, owner, layout.parameters[place][piece.gradient])
+
+
+def _leave(machine: Machine, plan: Plan, unit: Unit, phase: str) -> None:
+    if phase == "forward":
+        plan.after_forward(machine, unit)
+    else:
+        plan.after_backward(machine, unit)

@@ -1,0 +1,258 @@
+"""The tape of one training step: what the model itself computes and allocates, whatever strategy wraps it.
+
+A tape is made by running the real step (`bench.training.engine.Engine.step`) of the real model on fake tensors, on one
+device and without an optimizer. It is cut where blocks begin, so that a strategy's actions can be put in between.
+Blocks repeat: the model is traced with few of them, and the inner ones stand for all the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bench.models import Batch, Family
+from bench.models.blocks import checkpoint_blocks
+from bench.precision import Precision
+from bench.simulate.attention import fused_attention
+from bench.simulate.recorder import Recorder
+from bench.training.engine import Engine
+
+TRACED_BLOCKS = 4
+"""Blocks per list that are traced: the first, two inner ones, which must be alike, and the last."""
+
+Place = tuple[int, int] | None
+"""Block list and position in it; None for what lies outside the blocks."""
+
+LOSS = (-1, 0)
+"""The place of what the step does with the model's output, outside the model."""
+
+Kernel = tuple[str, int, int, tuple[int, ...], int, int]
+"""As `Recorder` describes it: operator, kind, format, dimensions, FLOPs, bytes moved."""
+
+
+@dataclass(frozen=True)
+class TapeKey:
+    """Everything a tape depends on but the batch size."""
+
+    family: Family
+    sequence_length: int
+    precision: Precision
+    autocast: bool
+    """Mixed precision by autocast; else parameters are cast before they are used, as FSDP does."""
+    activation_checkpointing: str
+    micro_batches: int
+    """1, or 2 where gradients accumulate: the second stands for all later ones."""
+    device: str
+    """cpu or cuda: whose attention kernels."""
+
+
+@dataclass(frozen=True)
+class GradientEvent:
+    """A parameter's gradient is complete and leaves the tape: the strategy decides what becomes of it."""
+
+    position: int
+    """Changes of the segment before it happens."""
+    kernel: int
+    """Kernels of the segment started by then."""
+    parameter: str
+    """Name within the block, or in the model for what lies outside."""
+
+
+@dataclass
+class Segment:
+    """What happens from one cut of the tape to the next."""
+
+    phase: str
+    """forward or backward."""
+    micro_batch: int
+    place: Place
+    changes: list[tuple[int, int]] = field(default_factory=list)
+    """Bytes allocated (or, negative, released), and the storage's number."""
+    kernels: list[Kernel] = field(default_factory=list)
+    gradients: list[GradientEvent] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A tape as it was recorded, at one batch size."""
+
+    segments: list[Segment]
+    inputs_bytes: int
+    """The micro-batches, which live as long as the run."""
+
+
+def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) -> Trace:
+    """Trace one step on fake tensors.
+
+    Parameters
+    ----------
+    key: TapeKey
+        What to trace.
+    batch_size: int
+        Sequences per micro-batch.
+    blocks: int or None
+        Blocks per list at most, None for all of them.
+    """
+    family = (None if blocks is None else key.family.shortened(blocks)) or key.family
+    model = family.build()
+    model.train()
+    recording = _Recording(on_cpu=key.device == "cpu")
+    with _collector_at_rest(), FakeTensorMode(), fused_attention(key.device), recording.recorder:
+        _fill(model, family, key)
+        names = local_names(family, model)
+        checkpoint_blocks(family, model, key.activation_checkpointing)
+        recording.watch(family, model, names)
+        engine = Engine(
+            module=model,
+            optimizer=_NoOptimizer(),  # type: ignore[arg-type]
+            strategy=_Casting(key.autocast),  # type: ignore[arg-type]
+            precision=key.precision,
+            scaler=torch.amp.GradScaler(enabled=False),
+            device=torch.device("cpu"),
+            synchronize_every_micro_batch=False,
+            enter_phase=recording.enter_phase,
+        )
+        make = [lambda: family.batch(batch_size, key.sequence_length, torch.Generator())] * key.micro_batches
+        loss = engine.step(recording.inputs(make))
+        recording.recorder.close()
+        del loss
+    return Trace(recording.segments, recording.inputs_bytes)
+
+
+def local_names(family: Family, model: nn.Module) -> dict[int, tuple[Place, str]]:
+    """Per parameter, by its identity: the block it belongs to and its name there (outside blocks: in the model)."""
+    places: dict[int, tuple[Place, str]] = {}
+    for index, blocks in enumerate(family.block_lists(model)):
+        for position, block in enumerate(blocks):
+            for name, parameter in block.named_parameters():
+                places[id(parameter)] = ((index, position), name)
+    for name, parameter in model.named_parameters():
+        places.setdefault(id(parameter), (None, name))
+    return places
+
+
+class _Recording:
+    """Sorts what the recorder sees into segments."""
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        self.segments: list[Segment] = []
+        self.inputs_bytes = 0
+        self.recorder = Recorder(self._changed, self._launched, on_cpu=on_cpu)
+        self._micro_batch = -1
+        self._counting_inputs = False
+
+    def inputs(self, make: list[Callable[[], Batch]]) -> list[Batch]:
+        """Make the micro-batches, counting what they take."""
+        self._counting_inputs = True
+        batches = [each() for each in make]
+        self._counting_inputs = False
+        return batches
+
+    def enter_phase(self, phase: str) -> None:
+        """Told by the engine."""
+        if phase == "forward":
+            self._micro_batch += 1
+        self._cut(phase, LOSS if phase == "backward" else None)
+
+    def watch(self, family: Family, model: nn.Module, names: dict[int, tuple[Place, str]]) -> None:
+        """Cut where a block's forward and backward begin and a list of blocks ends; note complete gradients."""
+        for index, blocks in enumerate(family.block_lists(model)):
+            for position, block in enumerate(blocks):
+                self._watch_block(block, (index, position), is_last=position == len(blocks) - 1)
+        model.register_forward_hook(self._after_model)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._complete(names[id(parameter)][1]))
+
+    def _watch_block(self, block: nn.Module, place: tuple[int, int], *, is_last: bool) -> None:
+        def before(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._cut("forward", place)
+            if place[1] == 0 and inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _gradient: self._cut("backward", None))
+
+        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if is_last:
+                self._cut("forward", None)
+            hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+            hidden.register_hook(lambda _gradient: self._cut("backward", place))
+
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+
+    def _after_model(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._cut("forward", LOSS)
+        output["logits"].register_hook(lambda _gradient: self._cut("backward", None))
+
+    def _complete(self, name: str) -> Callable[[torch.Tensor], None]:
+        def complete(parameter: torch.Tensor) -> None:
+            segment = self.segments[-1]
+            segment.gradients.append(GradientEvent(len(segment.changes), len(segment.kernels), name))
+            parameter.grad = None
+
+        return complete
+
+    def _cut(self, phase: str, place: Place) -> None:
+        self.segments.append(Segment(phase, self._micro_batch, place))
+
+    def _changed(self, size: int, number: int) -> None:
+        if self._counting_inputs:
+            self.inputs_bytes += size
+        elif self.segments:
+            self.segments[-1].changes.append((size, number))
+
+    def _launched(self, *kernel: Any) -> None:
+        if self.segments and not self._counting_inputs:
+            self.segments[-1].kernels.append(kernel)  # type: ignore[arg-type]
+
+
+def _fill(model: nn.Module, family: Family, key: TapeKey) -> None:
+    """Give the model, which is on meta, fake parameters of the format it computes with."""
+    keep_fp32 = set(family.fp32_modules(model)) if key.precision.scales_loss else set()
+    cast = key.precision.parameter_dtype if key.autocast else key.precision.compute_dtype
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        dtype = torch.float32 if module in keep_fp32 else cast
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu"))
+            setattr(module, name, made[id(parameter)])
+
+
+@dataclass(frozen=True)
+class _Casting:
+    """Stands for a strategy in the engine: all a strategy does apart from wrapping and communicating."""
+
+    uses_autocast: bool
+
+    @contextlib.contextmanager
+    def accumulate(self, _module: nn.Module, synchronize: bool) -> Iterator[None]:
+        """Gradients leave the tape as soon as they are complete."""
+        yield
+
+
+class _NoOptimizer:
+    """Stands for the optimizer, which works on what a strategy stores."""
+
+    def step(self) -> None:
+        """Nothing to update."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to free."""
+
+
+@contextlib.contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Within, objects are released when nothing refers to them, and at no other time: so that tapes repeat."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

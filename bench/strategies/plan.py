@@ -1,0 +1,194 @@
+"""What a strategy stores and sends, and when: the vocabulary in which each strategy's file states its plan.
+
+A plan is told of every event of a step, in the order the processor meets them, and answers by acting on a `Device`:
+memory is held and released, collectives are sent and waited for. Whoever simulates a step implements `Device` and
+plays the model's own computation in between; it knows no strategy by name.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bench.precision import Precision
+
+PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, REDUCED = "parameters", "gradients", "optimizer", "gathered", "reduced"
+"""What memory is held for."""
+
+GATHER, REDUCE, REPLICATE = "gather", "reduce", "replicate"
+"""Streams that communicate beside the one that computes."""
+
+WORLD, SHARDS, REPLICAS = "world", "shards", "replicas"
+"""Groups of ranks: all of them; those that share one copy of the model; those that hold the same shard."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter as the model has it."""
+
+    name: str
+    """Within its block; for the root, within the model."""
+    shape: tuple[int, ...]
+    keeps_fp32: bool = False
+    """Computed in fp32 even where the rest is in 16 bits."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that a sharding strategy gathers as one: a group of blocks, or the root with what is left."""
+
+    index: int
+    """In the order of forward; the root, which is needed first and last, has -1."""
+    name: str
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is what lies outside the blocks."""
+        return self.index < 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan must know of the run."""
+
+    units: tuple[Unit, ...]
+    """The root first, then the others in the order of forward."""
+    precision: Precision
+    world_size: int
+    states_per_parameter: int
+    """Tensors of a parameter's size that the optimizer keeps."""
+    micro_batches: int
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of one stored element."""
+        return self.precision.parameter_dtype.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Of one element of a gradient that is reduced."""
+        return self.precision.reduce_dtype.itemsize
+
+    def compute_bytes(self, parameter: Parameter) -> int:
+        """Of one element of a parameter as it is computed with, where the strategy casts it."""
+        return 4 if parameter.keeps_fp32 else self.precision.compute_dtype.itemsize
+
+
+class Device(Protocol):
+    """One rank's device, as a plan acts on it."""
+
+    def hold(self, name: str, size: float, part: str) -> None:
+        """Allocate `size` bytes under a name, for one of PARAMETERS ... REDUCED."""
+
+    def release(self, name: str, *, after: str | None = None) -> None:
+        """Free what is held under a name, if it is. On a device with streams the memory can be used again only when
+        the work already given to stream `after` (None: the one that computes) is done."""
+
+    def copy(self, name: str, size: float) -> None:
+        """Move `size` bytes (read and written together) on the device, before what is computed next."""
+
+    def send(self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None) -> None:
+        """Start a collective of `size` bytes (the whole, gathered) on a stream, when what was given to it, and to
+        stream `after` (``compute`` or another), is done."""
+
+    def wait(self, name: str) -> None:
+        """Let computation go on only when a collective is done."""
+
+    def note_release(self) -> None:
+        """Remember this point of the computation for `throttle`."""
+
+    def throttle(self, most: int) -> None:
+        """If `most` points noted by `note_release` have not been waited for, stop the processor until the device has
+        come to the oldest of them."""
+
+    def hooks(self, count: float = 1.0) -> None:
+        """The processor is busy with a unit's hooks."""
+
+
+class Plan(ABC):
+    """One rank's part in a step. Called in the order of the step."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    @abstractmethod
+    def begin(self, device: Device) -> None:
+        """What is held from one step to the next: parameters, optimizer state, buckets."""
+
+    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+        """A micro-batch starts; `synchronize` says whether its gradients are reduced."""
+
+    def before_forward(self, device: Device, unit: Unit) -> None:
+        """A unit is about to run forward."""
+
+    def after_forward(self, device: Device, unit: Unit) -> None:
+        """A unit has run forward."""
+
+    def before_backward(self, device: Device, unit: Unit) -> None:
+        """A unit is about to run backward."""
+
+    @abstractmethod
+    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
+        """The gradient of a parameter is complete. The tape has just released it: what is to stay must be held."""
+
+    def after_backward(self, device: Device, unit: Unit) -> None:
+        """A unit has run backward, all its gradients are complete."""
+
+    def after_step_backward(self, device: Device) -> None:
+        """The micro-batch's backward is over, the root's included."""
+
+    @property
+    @abstractmethod
+    def updated(self) -> Sequence[int]:
+        """Elements of each tensor that this rank's optimizer updates."""
+
+    @abstractmethod
+    def after_optimizer(self, device: Device) -> None:
+        """Gradients are no longer needed."""
+
+
+class WholePlan(Plan):
+    """Whole parameters, gradients and optimizer state on every rank: what one process does."""
+
+    def begin(self, device: Device) -> None:
+        """Everything is there all the time but the gradients."""
+        numel = sum(self.updated)
+        device.hold("parameters", numel * self.setting.parameter_bytes, PARAMETERS)
+        hold_optimizer(device, self.setting, self.updated)
+
+    @property
+    def updated(self) -> Sequence[int]:
+        """All parameters."""
+        return [parameter.numel for unit in self.setting.units for parameter in unit.parameters]
+
+    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
+        """Stays until the optimizer has used it."""
+        size = parameter.numel * self.setting.parameter_bytes
+        device.hold(f"gradient {unit.index} {parameter.name}", size, GRADIENTS)
+
+    def after_optimizer(self, device: Device) -> None:
+        """Set to None."""
+        for unit in self.setting.units:
+            for parameter in unit.parameters:
+                device.release(f"gradient {unit.index} {parameter.name}")
+
+
+STEP_BYTES = 4
+"""AdamW counts the steps of each parameter in an fp32 tensor of its own."""
+
+
+def hold_optimizer(device: Device, setting: Setting, updated: Sequence[int]) -> None:
+    """Hold the optimizer's states of tensors with these numbers of elements."""
+    states = setting.states_per_parameter
+    size = states * sum(updated) * setting.parameter_bytes
+    counters = STEP_BYTES * len(updated) if states > 1 else 0
+    device.hold("optimizer", size + counters, OPTIMIZER)
