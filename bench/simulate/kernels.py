@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,3 +51,15 @@ class Kernels:
             self.flops[part],
             self.bytes_moved[part],
         )
+
+
+def joined(parts: Sequence[Kernels]) -> Kernels:
+    """Several sequences of kernels as one."""
+    return Kernels(
+        operators=tuple(name for part in parts for name in part.operators),
+        kinds=np.concatenate([part.kinds for part in parts]),
+        formats=np.concatenate([part.formats for part in parts]),
+        dims=np.concatenate([part.dims for part in parts]),
+        flops=np.concatenate([part.flops for part in parts]),
+        bytes_moved=np.concatenate([part.bytes_moved for part in parts]),
+    )

@@ -54,22 +54,17 @@ def layout_of(family: Family, blocks_per_unit: int, scales_loss: bool) -> Layout
     units = [Unit(-1, ROOT, tuple(traced[None].values()))]
     unit_of: dict[Place, Unit] = {}
     labels: dict[Place, str] = {None: ROOT, LOSS: OUTPUT}
+    members = {place: tuple(each.values()) for place, each in traced.items()}
     for index, length in enumerate(lengths):
         for start in range(0, length, blocks_per_unit):
             places = [(index, position) for position in range(start, min(start + blocks_per_unit, length))]
-            members = []
-            for place in places:
-                parameters[place] = traced[_stand_in(place, length)]
-                labels[place] = f"{paths[index]}.{place[1]}"
-                prefix = f"{place[1]}." if len(places) > 1 else ""
-                members += [Parameter(prefix + p.name, p.shape, p.keeps_fp32) for p in parameters[place].values()]
-                if prefix:
-                    renamed = {
-                        name: Parameter(prefix + p.name, p.shape, p.keeps_fp32)
-                        for name, p in parameters[place].items()
-                    }
-                    parameters[place] = renamed
-            unit = Unit(len(units) - 1, f"{paths[index]}.{start}", tuple(members))
+            stand_ins = [_stand_in(place, length) for place in places]
+            parameters |= {place: traced[stand_in] for place, stand_in in zip(places, stand_ins, strict=True)}
+            labels |= {place: f"{paths[index]}.{place[1]}" for place in places}
+            together = members[stand_ins[0]]
+            if len(places) > 1:
+                together = tuple(parameter for stand_in in stand_ins for parameter in members[stand_in])
+            unit = Unit(len(units) - 1, labels[places[0]], together)
             units.append(unit)
             unit_of |= dict.fromkeys(places, unit)
     return Layout(tuple(units), unit_of, parameters, lengths, labels)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from bench.simulate.prediction import PARTS, Span
 from bench.simulate.reel import Piece
-from bench.strategies.plan import GATHER, REDUCE, REPLICATE
+from bench.strategies.plan import GATHER, GRADIENTS, REDUCE, REPLICATE
 
 COMPUTE, CPU = "compute", "cpu"
 STREAMS = (COMPUTE, GATHER, REDUCE, REPLICATE)
@@ -100,7 +100,7 @@ class Machine:
             heapq.heappush(self._until, (ready, size))
             self._inactive_soon += size
 
-    def _look(self, above: float, lasting: float) -> None:
+    def _look(self, above: float, lasting: float, gradients: float = 0.0) -> None:
         """Note a new peak, `above` what is allocated now; `lasting` of it in storages that stay."""
         level = self._allocated + above
         if level > self.phase_peaks.get(self.phase, 0.0):
@@ -108,38 +108,29 @@ class Machine:
         if level > self.peak.size:
             parts = dict(self._parts)
             parts[ACTIVATIONS] += lasting
-            parts[TEMPORARIES] += above - lasting
+            parts[GRADIENTS] += gradients
+            parts[TEMPORARIES] += above - lasting - gradients
             self.peak = Peak(level, parts, self.phase, self.module)
         while self._until and self._until[0][0] <= self.processor:
             self._inactive_soon -= heapq.heappop(self._until)[1]
         self.active = max(self.active, level + self._inactive_soon)
 
-    def start_over(self) -> None:
-        """Forget peaks and times, not what is held: the step that counts begins."""
-        self.peak, self.active = Peak(), 0.0
-        self.phase_peaks.clear()
-        now = max(self.processor, *self.streams.values())
-        self._begin = now
-        self.processor = now
-        for stream in self.streams:
-            self.streams[stream] = now
-        self.spent = dict.fromkeys(self.spent, 0.0)
-        if self._timeline is not None:
-            self._timeline.clear()
-        self._look(0.0, 0.0)
-
-    _begin = 0.0
-
     @property
     def elapsed(self) -> float:
         """Seconds since the step began, until the computing stream is done."""
-        return self.streams[COMPUTE] - self._begin
+        return self.streams[COMPUTE]
 
     # Time
 
+    def grow(self, name: str, size: float, part: str) -> None:
+        """Hold more under a name, without a look at the peak: whoever calls has taken it into account."""
+        self._held[name] = (self._held.get(name, (0.0, part))[0] + size, part)
+        self._parts[part] += size
+        self._allocated += size
+
     def play(self, piece: Piece, kind: str) -> None:
         """A piece of the model's own computation."""
-        self._look(piece.peak, piece.lasting_at_peak)
+        self._look(piece.peak, piece.lasting_at_peak, piece.gradients_at_peak)
         self._allocated += piece.net
         self._parts[ACTIVATIONS] += piece.lasting_net
         self._parts[TEMPORARIES] += piece.net - piece.lasting_net
@@ -170,7 +161,7 @@ class Machine:
         self.spent["exposed"] += seconds - alone
         self.spent["launch"] += end - before - seconds
         if span and self._timeline is not None:
-            self._timeline.append(Span(COMPUTE, f"{kind} {self.module}", kind, start - self._begin, end - self._begin))
+            self._timeline.append(Span(COMPUTE, f"{kind} {self.module}", kind, start, end))
 
     def _slowed(self, start: float, seconds: float) -> float:
         """Seconds of computation that starts at some time, longer by what sending beside it takes away."""
@@ -204,7 +195,7 @@ class Machine:
             self._sending.append((start, end))
             if self._timeline is not None:
                 self._timeline.append(
-                    Span(stream, f"{kind} {self.module}", kind, start - self._begin, end - self._begin)
+                    Span(stream, f"{kind} {self.module}", kind, start, end)
                 )
 
     def wait(self, name: str) -> None:
@@ -216,7 +207,7 @@ class Machine:
             self.spent["launch"] += reached - before  # nothing would have been launched yet anyway
             self.spent["exposed"] += done - reached
             if self._timeline is not None and done > reached:
-                span = Span(COMPUTE, f"wait for {name}", "wait", reached - self._begin, done - self._begin)
+                span = Span(COMPUTE, f"wait for {name}", "wait", reached, done)
                 self._timeline.append(span)
             self.streams[COMPUTE] = done
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numpy as np
+
 from bench.config import RunConfig
+from bench.hardware import Hardware
+from bench.precision import Precision
 from bench.simulate.cost import kernel_seconds
-from bench.simulate.kernels import Floats, Kernels
+from bench.simulate.kernels import Floats, Kernels, joined
 from bench.simulate.machine import Machine, Pace
 from bench.simulate.network import Group, collective_seconds
 from bench.simulate.prediction import MemoryPrediction, Range, TimePrediction
@@ -58,11 +62,14 @@ def group_of(config: RunConfig, name: str) -> Group:
     return Group(config.gpus, ranks_per_node)
 
 
-def kernel_times(config: RunConfig, kernels: Kernels) -> Floats | None:
+def kernel_times(
+    hardware: Hardware, precision: Precision, kernels: Sequence[Kernels]
+) -> list[Floats] | list[None]:
     """Seconds of each kernel, None where speeds are unknown."""
-    if config.hardware.speeds is None or config.hardware.memory_bandwidth_gb_s is None or not len(kernels):
-        return None
-    return kernel_seconds(kernels, config.hardware, config.precision)
+    if hardware.speeds is None or hardware.memory_bandwidth_gb_s is None:
+        return [None] * len(kernels)
+    seconds = kernel_seconds(joined(kernels), hardware, precision)
+    return np.split(seconds, np.cumsum([len(each) for each in kernels])[:-1])
 
 
 def update_of(config: RunConfig, updated: Sequence[int]) -> Update:

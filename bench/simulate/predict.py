@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from bench.config import RunConfig
+from bench.hardware import Hardware
 from bench.simulate import memory, pace
 from bench.simulate.layout import layout_of
 from bench.simulate.machine import Machine
@@ -26,10 +27,8 @@ def predict(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """
     key = tape_key(config)
     reel = _reel(key, batches_for(config.batch_size_per_gpu))
-    scenes = _scenes(config, key, reel)
-    layout = layout_of(
-        config.model, getattr(config.strategy, "blocks_per_unit", 1), config.precision.scales_loss
-    )
+    scenes = _scenes(key, config.batch_size_per_gpu, Speed(config.hardware))
+    layout = layout_of(config.model, getattr(config.strategy, "blocks_per_unit", 1), config.precision.scales_loss)
     setting = Setting(
         units=layout.units,
         precision=config.precision,
@@ -41,19 +40,15 @@ def predict(config: RunConfig, *, timeline: bool = False) -> Prediction:
     machine = Machine(pace.pace_of(config), timeline=timeline)
     machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
     plan.begin(machine)
-    update = pace.update_of(config, plan.updated)
-    for step in range(2):  # the first shows what a step leaves behind
-        machine.start_over()
-        play_step(
-            machine,
-            plan,
-            layout,
-            scenes,
-            micro_batches=config.gradient_accumulation,
-            synchronize_every_micro_batch=config.gradient_accumulation_sync,
-            update=update,
-        )
-        del step
+    play_step(
+        machine,
+        plan,
+        layout,
+        scenes,
+        micro_batches=config.gradient_accumulation,
+        synchronize_every_micro_batch=config.gradient_accumulation_sync,
+        update=pace.update_of(config, plan.updated),
+    )
     predicted = memory.memory_of(config, machine)
     return Prediction(predicted, pace.time_of(config, machine, predicted))
 
@@ -81,11 +76,28 @@ def _reel(key: TapeKey, batches: tuple[int, int]) -> Reel:
     return make_reel(key, batches)
 
 
-def _scenes(config: RunConfig, key: TapeKey, reel: Reel) -> tuple[Scene, ...]:
-    del key
-    weight = reel.weight(config.batch_size_per_gpu)
-    scenes = []
-    for strip in reel.strips:
-        seconds = pace.kernel_times(config, kernels_at(strip, weight))
-        scenes.append(Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, seconds)))
-    return tuple(scenes)
+class Speed:
+    """Hardware as far as kernels' times depend on it: compared by its numbers, since it cannot be hashed itself."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self._numbers = repr((hardware.peak_tflops, hardware.memory_bandwidth_gb_s, hardware.speeds))
+
+    def __hash__(self) -> int:
+        return hash(self._numbers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Speed) and self._numbers == other._numbers
+
+
+@functools.lru_cache(maxsize=64)
+def _scenes(key: TapeKey, batch_size: int, speed: Speed) -> tuple[Scene, ...]:
+    """The reel's scenes at a batch size, with the time of everything on some hardware."""
+    reel = _reel(key, batches_for(batch_size))
+    weight = reel.weight(batch_size)
+    kernels = [kernels_at(strip, weight) for strip in reel.strips]
+    seconds = pace.kernel_times(speed.hardware, key.precision, kernels)
+    return tuple(
+        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each))
+        for strip, each in zip(reel.strips, seconds, strict=True)
+    )

@@ -6,7 +6,7 @@ where a dimension is 1, operators leave out copies that they make otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,9 +57,11 @@ class Piece:
     kernels: int
     gradient: str | None
     """Parameter whose gradient is complete at the end."""
+    gradients_at_peak: float = 0.0
+    """Of `peak`, gradients that were completed before it within the piece."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scene:
     """A segment at one batch size."""
 
@@ -211,6 +213,32 @@ def pieces(strip: Strip, weight: float, seconds: Floats | None) -> tuple[Piece, 
         )
         start, kernel_start = end, kernel_end
     return tuple(result)
+
+
+def merged(pieces: Sequence[Piece], gradient_bytes: Sequence[float]) -> Piece:
+    """Several pieces as one, whose gradients, of these sizes, stay as they are completed.
+
+    What stays is in `peak`, not in `net`: it is for the caller to hold.
+    """
+    level = lasting = kept = 0.0
+    peak = lasting_at_peak = gradients_at_peak = 0.0
+    for piece, size in zip(pieces, (*gradient_bytes, 0.0), strict=True):
+        if level + kept + piece.peak > peak:
+            peak = level + kept + piece.peak
+            lasting_at_peak, gradients_at_peak = lasting + piece.lasting_at_peak, kept
+        level, lasting, kept = level + piece.net, lasting + piece.lasting_net, kept + size
+        if level + kept > peak:
+            peak, lasting_at_peak, gradients_at_peak = level + kept, lasting, kept
+    return Piece(
+        peak=peak,
+        lasting_at_peak=lasting_at_peak,
+        net=level,
+        lasting_net=lasting,
+        seconds=sum(piece.seconds for piece in pieces),
+        kernels=sum(piece.kernels for piece in pieces),
+        gradient=None,
+        gradients_at_peak=gradients_at_peak,
+    )
 
 
 def running_order(scenes: tuple[Scene, ...], lengths: tuple[int, ...]) -> Iterator[tuple[Scene, Place]]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from bench.simulate.layout import Layout
 from bench.simulate.machine import Machine
-from bench.simulate.reel import Scene, running_order
-from bench.simulate.tape import LOSS, Place
-from bench.strategies.plan import Plan, Unit
+from bench.simulate.reel import Piece, Scene, merged, running_order
+from bench.simulate.tape import LOSS
+from bench.strategies.plan import GRADIENTS, STAY, TOLD, Parameter, Plan, Unit, gradients_of
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ def play_step(
         Of one micro-batch, or of two, of which the second stands for all later ones.
     """
     recorded = [tuple(scene for scene in scenes if scene.micro_batch == number) for number in (0, 1)]
+    joined = Merged(plan)
     for number in range(micro_batches):
         synchronize = synchronize_every_micro_batch or number == micro_batches - 1
         plan.begin_micro_batch(machine, synchronize=synchronize)
-        _play_micro_batch(machine, plan, layout, recorded[min(number, 1)])
+        _play_micro_batch(machine, plan, layout, recorded[min(number, 1)], joined)
     machine.phase, machine.module = "optimizer", "optimizer"
     machine.hold("optimizer temporaries", update.temporaries, "temporaries")
     machine.update(update.seconds, update.kernels)
@@ -56,8 +57,10 @@ def play_step(
     machine.synchronize()
 
 
-def _play_micro_batch(machine: Machine, plan: Plan, layout: Layout, scenes: tuple[Scene, ...]) -> None:
-    root = layout.units[0]
+def _play_micro_batch(
+    machine: Machine, plan: Plan, layout: Layout, scenes: tuple[Scene, ...], joined: Merged
+) -> None:
+    root, outside = layout.units[0], layout.parameters[None]
     inside: Unit | None = None
     before: Scene | None = None
     machine.phase, machine.module = "forward", root.name
@@ -79,7 +82,7 @@ def _play_micro_batch(machine: Machine, plan: Plan, layout: Layout, scenes: tupl
             inside = following
             enter = plan.before_forward if scene.phase == "forward" else plan.before_backward
             enter(machine, inside)
-        _play(machine, plan, layout, scene, place, inside or root)
+        _play(machine, plan, joined, scene, layout.parameters.get(place, outside), inside or root)
         before = scene
     if inside is not None:
         _leave(machine, plan, inside, "backward")
@@ -88,11 +91,38 @@ def _play_micro_batch(machine: Machine, plan: Plan, layout: Layout, scenes: tupl
     plan.after_step_backward(machine)
 
 
-def _play(machine: Machine, plan: Plan, layout: Layout, scene: Scene, place: Place, owner: Unit) -> None:
+class Merged:
+    """Scenes whose gradients stay, or are added to others, as one piece each: made when first asked for."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._made: dict[tuple[int, int, str], tuple[Piece, float]] = {}
+
+    def get(self, scene: Scene, parameters: dict[str, Parameter], fate: str) -> tuple[Piece, float]:
+        """The piece, and the bytes that stay after it."""
+        key = (id(scene), id(parameters), fate)
+        if key not in self._made:
+            sizes = [
+                float(self._plan.gradient_bytes(parameters[piece.gradient])) if fate == STAY else 0.0
+                for piece in scene.pieces
+                if piece.gradient is not None
+            ]
+            self._made[key] = merged(scene.pieces, sizes), sum(sizes)
+        return self._made[key]
+
+
+def _play(machine: Machine, plan: Plan, joined: Merged, scene: Scene, parameters: dict[str, Parameter], owner: Unit) -> None:
+    fate = plan.gradients(owner)
+    if fate != TOLD:
+        piece, stays = joined.get(scene, parameters, fate)
+        machine.play(piece, scene.phase)
+        if stays:
+            machine.grow(gradients_of(owner), stays, GRADIENTS)
+        return
     for piece in scene.pieces:
         machine.play(piece, scene.phase)
         if piece.gradient is not None:
-            plan.gradient(machine, owner, layout.parameters[place][piece.gradient])
+            plan.gradient(machine, owner, parameters[piece.gradient])
 
 
 def _leave(machine: Machine, plan: Plan, unit: Unit, phase: str) -> None:

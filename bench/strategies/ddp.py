@@ -12,7 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.errors import ImpossibleError, require_at_least
 from bench.strategies.base import Job, Strategy, require_replicas
-from bench.strategies.plan import GRADIENTS, REDUCE, REDUCED, WORLD, Device, Parameter, Plan, Setting, Unit, WholePlan
+from bench.strategies.plan import (
+    GRADIENTS,
+    REDUCE,
+    REDUCED,
+    TOLD,
+    WORLD,
+    Device,
+    Parameter,
+    Plan,
+    Setting,
+    Unit,
+    WholePlan,
+    gradients_of,
+)
 
 MIB = 2**20
 FIRST_BUCKET_BYTES = MIB
@@ -101,13 +114,18 @@ class DDPPlan(WholePlan):
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
         """Buckets fill from the start."""
+        super().begin_micro_batch(device, synchronize=synchronize)
         self._synchronize, self._filled, self._sent = synchronize, 0.0, []
+
+    def gradients(self, unit: Unit) -> str:
+        """Each is copied as soon as it is complete."""
+        return TOLD
 
     def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
         """Into its bucket; a bucket that has reached its size is sent."""
-        size = parameter.numel * self.setting.parameter_bytes
-        if not self._views:
-            super().gradient(device, unit, parameter)
+        size = self.gradient_bytes(parameter)
+        if not self._views and self._micro_batches == 1:
+            device.hold(f"{gradients_of(unit)} {parameter.name}", size, GRADIENTS)
         device.copy("into bucket", 2 * size)
         if not self._synchronize:
             return
@@ -121,6 +139,13 @@ class DDPPlan(WholePlan):
             self._send(device)
         for name in self._sent:
             device.wait(name)
+
+    def after_optimizer(self, device: Device) -> None:
+        """Gradients are set to None; buckets stay."""
+        super().after_optimizer(device)
+        for unit in self.setting.units:
+            for parameter in unit.parameters:
+                device.release(f"{gradients_of(unit)} {parameter.name}")
 
     def _send(self, device: Device) -> None:
         name = f"bucket {len(self._sent)}"

@@ -15,6 +15,7 @@ from bench.models.blocks import group_blocks
 from bench.precision import Precision
 from bench.strategies.base import Job
 from bench.strategies.plan import (
+    ADDED,
     GATHER,
     GATHERED,
     GRADIENTS,
@@ -24,11 +25,13 @@ from bench.strategies.plan import (
     REPLICAS,
     REPLICATE,
     SHARDS,
+    STAY,
     Device,
     Parameter,
     Plan,
     Setting,
     Unit,
+    gradients_of,
     hold_optimizer,
 )
 from bench.strategies.sharding import ShardingStrategy
@@ -99,6 +102,8 @@ class FSDP2Plan(Plan):
         self._units = {unit.index: unit for unit in setting.units}
         self._last = max(self._units)
         self._cast = setting.precision.mixed
+        self._recasts = setting.reduce_bytes != setting.precision.compute_dtype.itemsize
+        self._accumulated: set[int] = set()
         self._gathering: set[int] = set()
         self._whole: set[int] = set()
         self._buffer: str | None = None
@@ -159,11 +164,13 @@ class FSDP2Plan(Plan):
         if (self._strategy.backward_prefetch or unit.is_root) and previous >= 0:
             self._gather(device, self._units[previous])
 
-    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
-        """Whole, in the format it is computed in, until the unit's backward is over."""
-        name = f"gradient {unit.index} {parameter.name}"
-        device.release(name)  # accumulated in place
-        device.hold(name, parameter.numel * self.setting.compute_bytes(parameter), GRADIENTS)
+    def gradient_bytes(self, parameter: Parameter) -> int:
+        """In the format it is computed in."""
+        return parameter.numel * self.setting.compute_bytes(parameter)
+
+    def gradients(self, unit: Unit) -> str:
+        """Whole until the unit's backward is over."""
+        return ADDED if unit.index in self._accumulated and not self._recasts else STAY
 
     def after_backward(self, device: Device, unit: Unit) -> None:
         """Free the whole parameters, then reduce the gradients or keep them for the next micro-batch."""
@@ -172,6 +179,7 @@ class FSDP2Plan(Plan):
         if not self._synchronize:
             self._accumulate(device, unit)
             return
+        self._accumulated.discard(unit.index)
         sizes = self._sizes[unit.index]
         if self._reduce_input is not None:
             # One unit's input at a time: this unit's waits until the one before it is reduced.
@@ -203,18 +211,15 @@ class FSDP2Plan(Plan):
 
     def _accumulate(self, device: Device, unit: Unit) -> None:
         """Without communication whole gradients stay, in the format they will be reduced in."""
-        if self.setting.reduce_bytes == self.setting.precision.compute_dtype.itemsize:
-            return
-        for parameter in unit.parameters:
-            name = f"accumulated {unit.index} {parameter.name}"
-            device.release(name)
-            device.hold(name, parameter.numel * self.setting.reduce_bytes, GRADIENTS)
-            device.release(f"gradient {unit.index} {parameter.name}")
+        self._accumulated.add(unit.index)
+        if self._recasts:
+            numel = sum(parameter.numel for parameter in unit.parameters)
+            device.hold(f"accumulated {unit.index}", numel * self.setting.reduce_bytes, GRADIENTS)
+            device.release(gradients_of(unit))
 
     def _release_gradients(self, device: Device, unit: Unit) -> None:
-        for parameter in unit.parameters:
-            device.release(f"gradient {unit.index} {parameter.name}")
-            device.release(f"accumulated {unit.index} {parameter.name}")
+        device.release(gradients_of(unit))
+        device.release(f"accumulated {unit.index}")
 
     def after_step_backward(self, device: Device) -> None:
         """Wait for the last unit's gradients; the buffers go."""

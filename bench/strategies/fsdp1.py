@@ -32,12 +32,14 @@ from bench.strategies.plan import (
     REPLICAS,
     REPLICATE,
     SHARDS,
+    STAY,
     WORLD,
     Device,
     Parameter,
     Plan,
     Setting,
     Unit,
+    gradients_of,
     hold_optimizer,
 )
 from bench.strategies.sharding import ShardingStrategy
@@ -203,9 +205,13 @@ class FSDP1Plan(Plan):
         if self._strategy.backward_prefetch == "pre":
             self._prefetch_previous(device, unit)
 
-    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
-        """By itself, until all of the unit's are there."""
-        device.hold(f"gradient {unit.index} {parameter.name}", parameter.numel * self._compute_bytes, GRADIENTS)
+    def gradient_bytes(self, parameter: Parameter) -> int:
+        """In the format it is computed in."""
+        return parameter.numel * self._compute_bytes
+
+    def gradients(self, unit: Unit) -> str:
+        """By themselves, until all of the unit's are there."""
+        return STAY
 
     def after_backward(self, device: Device, unit: Unit) -> None:
         """Put the gradients together, free the flat parameter, then reduce or keep the flat gradient."""
@@ -216,8 +222,7 @@ class FSDP1Plan(Plan):
         name = "added gradient" if accumulated else f"flat gradient {index}"
         device.hold(name, size, GRADIENTS)
         device.copy("flat gradient", 2 * size)
-        for parameter in unit.parameters:
-            device.release(f"gradient {index} {parameter.name}")
+        device.release(gradients_of(unit))
         if accumulated:
             device.release(name)
         self._reshard(device, unit)

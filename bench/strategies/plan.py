@@ -7,6 +7,7 @@ plays the model's own computation in between; it knows no strategy by name.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,6 +26,16 @@ WORLD, SHARDS, REPLICAS = "world", "shards", "replicas"
 """Groups of ranks: all of them; those that share one copy of the model; those that hold the same shard."""
 
 
+STAY, ADDED, TOLD = "stay", "added", "told"
+"""What becomes of gradients as they are completed: they stay, all of a unit's held under `gradients_of` it; they are
+added to what is held there already; or the plan is told of each."""
+
+
+def gradients_of(unit: Unit) -> str:
+    """The name under which a unit's gradients are held."""
+    return f"gradients {unit.index}"
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter as the model has it."""
@@ -35,7 +46,7 @@ class Parameter:
     keeps_fp32: bool = False
     """Computed in fp32 even where the rest is in 16 bits."""
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -87,7 +98,7 @@ class Device(Protocol):
     """One rank's device, as a plan acts on it."""
 
     def hold(self, name: str, size: float, part: str) -> None:
-        """Allocate `size` bytes under a name, for one of PARAMETERS ... REDUCED."""
+        """Allocate `size` bytes under a name, for one of PARAMETERS ... REDUCED. What is held under it is freed."""
 
     def release(self, name: str, *, after: str | None = None) -> None:
         """Free what is held under a name, if it is. On a device with streams the memory can be used again only when
@@ -137,8 +148,15 @@ class Plan(ABC):
         """A unit is about to run backward."""
 
     @abstractmethod
+    def gradient_bytes(self, parameter: Parameter) -> int:
+        """Size of a parameter's gradient as autograd leaves it."""
+
+    def gradients(self, unit: Unit) -> str:
+        """What becomes of a unit's gradients as they are completed: STAY, ADDED or TOLD."""
+        return TOLD
+
     def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
-        """The gradient of a parameter is complete. The tape has just released it: what is to stay must be held."""
+        """Where they are TOLD: one is complete. The tape has just released it; what is to stay must be held."""
 
     def after_backward(self, device: Device, unit: Unit) -> None:
         """A unit has run backward, all its gradients are complete."""
@@ -159,6 +177,8 @@ class Plan(ABC):
 class WholePlan(Plan):
     """Whole parameters, gradients and optimizer state on every rank: what one process does."""
 
+    _micro_batches = 0
+
     def begin(self, device: Device) -> None:
         """Everything is there all the time but the gradients."""
         numel = sum(self.updated)
@@ -170,16 +190,23 @@ class WholePlan(Plan):
         """All parameters."""
         return [parameter.numel for unit in self.setting.units for parameter in unit.parameters]
 
-    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
-        """Stays until the optimizer has used it."""
-        size = parameter.numel * self.setting.parameter_bytes
-        device.hold(f"gradient {unit.index} {parameter.name}", size, GRADIENTS)
+    def gradient_bytes(self, parameter: Parameter) -> int:
+        """In the format of the parameter."""
+        return parameter.numel * self.setting.parameter_bytes
+
+    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+        """Count them."""
+        self._micro_batches += 1
+
+    def gradients(self, unit: Unit) -> str:
+        """They stay until the optimizer has used them; later micro-batches add to them."""
+        return STAY if self._micro_batches == 1 else ADDED
 
     def after_optimizer(self, device: Device) -> None:
         """Set to None."""
+        self._micro_batches = 0
         for unit in self.setting.units:
-            for parameter in unit.parameters:
-                device.release(f"gradient {unit.index} {parameter.name}")
+            device.release(gradients_of(unit))
 
 
 STEP_BYTES = 4
