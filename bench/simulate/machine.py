@@ -194,9 +194,7 @@ class Machine:
         if seconds:
             self._sending.append((start, end))
             if self._timeline is not None:
-                self._timeline.append(
-                    Span(stream, f"{kind} {self.module}", kind, start, end)
-                )
+                self._timeline.append(Span(stream, f"{kind} {self.module}", kind, start, end))
 
     def wait(self, name: str) -> None:
         """As `Device` says."""

@@ -62,9 +62,7 @@ def group_of(config: RunConfig, name: str) -> Group:
     return Group(config.gpus, ranks_per_node)
 
 
-def kernel_times(
-    hardware: Hardware, precision: Precision, kernels: Sequence[Kernels]
-) -> list[Floats] | list[None]:
+def kernel_times(hardware: Hardware, precision: Precision, kernels: Sequence[Kernels]) -> list[Floats] | list[None]:
     """Seconds of each kernel, None where speeds are unknown."""
     if hardware.speeds is None or hardware.memory_bandwidth_gb_s is None:
         return [None] * len(kernels)

@@ -1,20 +1,30 @@
-"""Predict a run: trace the model, follow the strategy's plan, add up time and memory."""
+"""Predict runs: trace the model, follow the strategy's plan, add up time and memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 from bench.config import RunConfig
 from bench.hardware import Hardware
-from bench.simulate import memory, pace
+from bench.simulate import cache, memory, pace
 from bench.simulate.layout import layout_of
 from bench.simulate.machine import Machine
-from bench.simulate.prediction import Prediction
+from bench.simulate.prediction import Prediction, from_plain, to_plain
 from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, make_reel, pieces
 from bench.simulate.step import play_step
-from bench.simulate.tape import TapeKey
+from bench.simulate.tape import TapeKey, Trace, record, trace_from_plain, trace_to_plain
 from bench.strategies.plan import Setting
+
+WORTH_SHARING = 40
+"""Runs, or traces times 10, from which on it pays to share the work among processes."""
+
+CHUNK = 32
+"""Runs a process takes at a time."""
 
 
 def predict(config: RunConfig, *, timeline: bool = False) -> Prediction:
@@ -24,9 +34,81 @@ def predict(config: RunConfig, *, timeline: bool = False) -> Prediction:
     ----------
     timeline: bool
         Keep every span of the simulated step.
+
+    Raises
+    ------
+    ImpossibleError
+        If the strategy states no plan.
     """
+    if timeline:
+        return _predicted(config, timeline=True)
+    return predict_all([config])[0]
+
+
+def predict_all(configs: Sequence[RunConfig]) -> list[Prediction]:
+    """Predict many runs: traces are shared, the work is shared among the processors, results are remembered.
+
+    Raises
+    ------
+    ImpossibleError
+        If a strategy states no plan.
+    """
+    keys = [identity(config) for config in configs]
+    known = {key: from_plain(value) for key, value in cache.read("prediction", dict.fromkeys(keys)).items()}
+    missing = {key: config for key, config in zip(keys, configs, strict=True) if key not in known}
+    if missing:
+        made = dict(zip(missing, _predict_new(list(missing.values())), strict=True))
+        cache.write("prediction", {key: to_plain(prediction) for key, prediction in made.items()})
+        known |= made
+    return [known[key] for key in keys]
+
+
+def identity(config: RunConfig) -> str:
+    """What tells one prediction from another, whatever mode the run is in."""
+    return config.run_id if config.mode == "predict" else dataclasses.replace(config, mode="predict").run_id
+
+
+def _predict_new(configs: list[RunConfig]) -> list[Prediction]:
+    needed = {
+        (tape_key(config), size): None for config in configs for size in set(batches_for(config.batch_size_per_gpu))
+    }
+    _prepare_traces(list(needed))
+    workers = os.cpu_count() or 1
+    if workers == 1 or len(configs) < WORTH_SHARING:
+        return [_predicted(config) for config in configs]
+    order = sorted(range(len(configs)), key=lambda index: repr((tape_key(configs[index]), configs[index].hardware)))
+    with _pool(workers) as pool:  # forked now, with all traces in memory
+        made = pool.map(_predicted, [configs[index] for index in order], chunksize=CHUNK)
+        return [prediction for _, prediction in sorted(zip(order, made, strict=True), key=lambda pair: pair[0])]
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=get_context("fork"))
+
+
+_traces: dict[tuple[TapeKey, int], Trace] = {}
+
+
+def _prepare_traces(needed: list[tuple[TapeKey, int]]) -> None:
+    """Have every trace in memory: those remembered, and the others made anew."""
+    absent = {repr(pair): pair for pair in needed if pair not in _traces}
+    for name, plain in cache.read("trace", absent).items():
+        _traces[absent.pop(name)] = trace_from_plain(plain)
+    if not absent:
+        return
+    workers = min(os.cpu_count() or 1, len(absent))
+    if workers > 1 and 10 * len(absent) >= WORTH_SHARING:
+        with _pool(workers) as pool:
+            made = list(pool.map(record, *zip(*absent.values(), strict=True)))
+    else:
+        made = [record(*pair) for pair in absent.values()]
+    _traces.update(zip(absent.values(), made, strict=True))
+    cache.write("trace", {name: trace_to_plain(trace) for name, trace in zip(absent, made, strict=True)})
+
+
+def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
+    """Predict a run by playing its step."""
     key = tape_key(config)
-    reel = _reel(key, batches_for(config.batch_size_per_gpu))
     scenes = _scenes(key, config.batch_size_per_gpu, Speed(config.hardware))
     layout = layout_of(config.model, getattr(config.strategy, "blocks_per_unit", 1), config.precision.scales_loss)
     setting = Setting(
@@ -38,6 +120,7 @@ def predict(config: RunConfig, *, timeline: bool = False) -> Prediction:
     )
     plan = config.strategy.plan(setting)
     machine = Machine(pace.pace_of(config), timeline=timeline)
+    reel = _reel(key, batches_for(config.batch_size_per_gpu))
     machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
     plan.begin(machine)
     play_step(
@@ -53,11 +136,6 @@ def predict(config: RunConfig, *, timeline: bool = False) -> Prediction:
     return Prediction(predicted, pace.time_of(config, machine, predicted))
 
 
-def predict_all(configs: Sequence[RunConfig]) -> list[Prediction]:
-    """Predict many runs: traces are shared, results are cached between processes."""
-    return [predict(config) for config in configs]
-
-
 def tape_key(config: RunConfig) -> TapeKey:
     """What of a run its tape depends on."""
     return TapeKey(
@@ -71,9 +149,10 @@ def tape_key(config: RunConfig) -> TapeKey:
     )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _reel(key: TapeKey, batches: tuple[int, int]) -> Reel:
-    return make_reel(key, batches)
+    _prepare_traces([(key, size) for size in dict.fromkeys(batches)])
+    return make_reel(_traces[key, batches[0]], _traces[key, batches[1]], batches)
 
 
 class Speed:
@@ -90,7 +169,7 @@ class Speed:
         return isinstance(other, Speed) and self._numbers == other._numbers
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _scenes(key: TapeKey, batch_size: int, speed: Speed) -> tuple[Scene, ...]:
     """The reel's scenes at a batch size, with the time of everything on some hardware."""
     reel = _reel(key, batches_for(batch_size))

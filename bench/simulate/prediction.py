@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too close to call", "does not fit"
 
@@ -91,3 +93,25 @@ class Prediction:
     def status(self) -> str:
         """``oom`` where it surely does not fit, else ``ok``."""
         return "oom" if self.memory.verdict == DOES_NOT_FIT else "ok"
+
+
+def to_plain(prediction: Prediction) -> dict[str, Any]:
+    """As plain values, without the timeline."""
+    plain = dataclasses.asdict(
+        prediction
+        if prediction.time is None
+        else Prediction(prediction.memory, dataclasses.replace(prediction.time, timeline=()))
+    )
+    if plain["time"] is not None:
+        del plain["time"]["timeline"]
+    return plain
+
+
+def from_plain(plain: dict[str, Any]) -> Prediction:
+    """The other way round."""
+    memory = {
+        name: Range(**value) if name in ("allocated", "active", "reserved", "device_used") else value
+        for name, value in plain["memory"].items()
+    }
+    time = plain["time"] and TimePrediction(**{**plain["time"], "step_s": Range(**plain["time"]["step_s"])})
+    return Prediction(MemoryPrediction(**memory), time)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.simulate.kernels import Floats, Kernels
-from bench.simulate.tape import LOSS, TRACED_BLOCKS, Place, Segment, TapeKey, Trace, record
+from bench.simulate.tape import LOSS, TRACED_BLOCKS, Place, Segment, Trace
 
 BATCHES = (2, 3)
 """Batch sizes that are traced to foretell all but 1."""
@@ -86,16 +86,14 @@ class Reel:
         return (batch_size - first) / (second - first) if second > first else 0.0
 
 
-def make_reel(key: TapeKey, batches: tuple[int, int] = BATCHES) -> Reel:
-    """Trace and prepare.
+def make_reel(first: Trace, second: Trace, batches: tuple[int, int]) -> Reel:
+    """Prepare what was traced at two batch sizes (or one, twice).
 
     Raises
     ------
     ValueError
-        If the model does not do the same at both batch sizes.
+        If the model does not do the same at both.
     """
-    first = record(key, batches[0])
-    second = record(key, batches[1]) if batches[1] != batches[0] else first
     strips = tuple(_strip(a, b) for a, b in _aligned(first, second))
     return Reel(
         tuple(strip for strip in strips if len(strip.changes[0]) or len(strip.kernels[0])),

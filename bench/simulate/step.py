@@ -57,9 +57,7 @@ def play_step(
     machine.synchronize()
 
 
-def _play_micro_batch(
-    machine: Machine, plan: Plan, layout: Layout, scenes: tuple[Scene, ...], joined: Merged
-) -> None:
+def _play_micro_batch(machine: Machine, plan: Plan, layout: Layout, scenes: tuple[Scene, ...], joined: Merged) -> None:
     root, outside = layout.units[0], layout.parameters[None]
     inside: Unit | None = None
     before: Scene | None = None
@@ -111,7 +109,9 @@ class Merged:
         return self._made[key]
 
 
-def _play(machine: Machine, plan: Plan, joined: Merged, scene: Scene, parameters: dict[str, Parameter], owner: Unit) -> None:
+def _play(
+    machine: Machine, plan: Plan, joined: Merged, scene: Scene, parameters: dict[str, Parameter], owner: Unit
+) -> None:
     fate = plan.gradients(owner)
     if fate != TOLD:
         piece, stays = joined.get(scene, parameters, fate)

@@ -8,6 +8,7 @@ Blocks repeat: the model is traced with few of them, and the inner ones stand fo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -124,6 +125,30 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         recording.recorder.close()
         del loss
     return Trace(recording.segments, recording.inputs_bytes)
+
+
+def trace_to_plain(trace: Trace) -> dict[str, Any]:
+    """As lists and numbers."""
+    return dataclasses.asdict(trace)
+
+
+def trace_from_plain(plain: dict[str, Any]) -> Trace:
+    """The other way round."""
+    segments = [
+        Segment(
+            phase=each["phase"],
+            micro_batch=each["micro_batch"],
+            place=None if each["place"] is None else (each["place"][0], each["place"][1]),
+            changes=[(size, number) for size, number in each["changes"]],
+            kernels=[
+                (name, kind, form, tuple(dims), flops, moved)
+                for name, kind, form, dims, flops, moved in each["kernels"]
+            ],
+            gradients=[GradientEvent(**event) for event in each["gradients"]],
+        )
+        for each in plain["segments"]
+    ]
+    return Trace(segments, plain["inputs_bytes"])
 
 
 def local_names(family: Family, model: nn.Module) -> dict[int, tuple[Place, str]]:

@@ -86,7 +86,6 @@ class DDP(Strategy):
         with contextlib.nullcontext() if synchronize else wrapped.no_sync():
             yield
 
-
     def plan(self, setting: Setting) -> Plan:
         """Buckets of gradients, all-reduced as they fill."""
         return DDPPlan(self, setting)

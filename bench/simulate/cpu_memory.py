@@ -1,0 +1,133 @@
+"""What a real run on a CPU allocates otherwise than a trace with fake tensors shows.
+
+Two things cannot be seen from operators' results. Operators have working memory of their own, and autograd adds up the
+gradients of a tensor that was used several times in place, except where a trace watches.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+FP32_BYTES = 4
+
+ENGINE = "_engine_run_backward"
+"""The last Python function before autograd's engine."""
+
+FRAMES_BETWEEN = ("torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_python_dispatch.py")
+"""Files whose frames may lie between a dispatch mode and what called the operator."""
+
+
+class Sums:
+    """Knows the additions that autograd's engine would do in place in a real run.
+
+    The engine adds up the gradients of a tensor that was used several times, into the one it holds already if nothing
+    else holds that memory (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp), but never where a
+    dispatch mode is active. Create it before entering one.
+    """
+
+    def __init__(self) -> None:
+        self._private = _holders_when_private()
+
+    def in_place(self, func: Any, args: tuple[Any, ...], caller: FrameType | None) -> bool:
+        """Whether a call of an operator is such an addition, into its first argument.
+
+        Parameters
+        ----------
+        caller: FrameType or None
+            The frame that called the dispatch mode.
+        """
+        if func is not aten.add.Tensor or torch._C._current_graph_task_id() == -1 or not _called_by_engine(caller):
+            return False
+        held = zip(_holders(args[0]), self._private, strict=True)
+        return all(now <= private for now, private in held) and _is_dense(args[0])
+
+
+def _holders_when_private() -> tuple[int, int]:
+    """What `_holders` says within a dispatch mode of a gradient that the engine alone holds."""
+    found: list[tuple[int, int]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+                found.append(_holders(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        twice = torch.ones(2, requires_grad=True) * 2
+        torch.cat([twice * 3, twice * 4]).sum().backward()
+    return found[0]
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold the tensor, and how many its memory."""
+    count = tensor._use_count()  # type: ignore[attr-defined]
+    return count, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _called_by_engine(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename.endswith(FRAMES_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == ENGINE
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements lie in memory without gaps, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def working_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Bytes an operator allocates on a CPU while it runs, besides its results.
+
+    Left out is what comes to a few kilobytes: numbers wrapped as tensors, partial sums of layer norms.
+    """
+    name = func._schema.name.partition("::")[2]
+    if name == "_safe_softmax":  # which scores are masked, and which rows are masked altogether
+        return args[0].numel() + args[0].numel() // args[0].shape[args[1]]
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        return _attention_blocks(name, args)
+    if torch.Tag.pointwise in func.tags:
+        return _promoted(func, args, kwargs)
+    return 0
+
+
+def _attention_blocks(name: str, args: tuple[Any, ...]) -> int:
+    """Blocks of scores, one set per thread (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    backward = name.endswith("backward")
+    query, key = args[1:3] if backward else args[:2]
+    queries, head_size = query.shape[-2:]
+    rows = min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries)
+    scores = rows * min(512, key.shape[-2])
+    rounded = scores * query.element_size() if query.element_size() < FP32_BYTES else 0
+    if backward:
+        block = 2 * (scores * FP32_BYTES + rounded) + rows * FP32_BYTES
+    else:
+        block = (scores + rows * (head_size + 2)) * FP32_BYTES + rounded
+    return torch.get_num_threads() * block
+
+
+def _promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Copies of the operands that are not of the format the operator computes in, as `TensorIterator` makes them."""
+    operands = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if len({operand.dtype for operand in operands}) < 2:
+        return 0
+    # A number of its own or within a tensor counts for its kind alone, never for its width.
+    _, common = elementwise_dtypes(
+        *(value for value in args if isinstance(value, (torch.Tensor, int, float))),
+        type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT,
+    )
+    copies = [operand for operand in operands if operand.dtype != common]
+    if func._schema.is_mutable:
+        copies += [args[0]] * (args[0].dtype != common)
+    return sum(copy.numel() for copy in copies) * common.itemsize

@@ -1,0 +1,28 @@
+"""Which predictor made a prediction: what an older one predicted is predicted anew."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parents[1]
+
+DECIDES = ("simulate", "strategies", "models", "training", "hardware", "precision.py")
+"""Code below ``bench`` that a prediction follows from. What it reads of ``conf`` is on the row."""
+
+PACKAGES = ("torch", "transformers")
+"""Whose operators are traced."""
+
+
+@functools.cache
+def predictor_version() -> str:
+    """Hash of the code that predicts and the versions of what it traces: 12 hexadecimal digits."""
+    found = hashlib.sha256()
+    for name in DECIDES:
+        for file in sorted((BENCH / name).rglob("*.py")) or [BENCH / name]:
+            found.update(f"{file.relative_to(BENCH)}\n".encode() + file.read_bytes())
+    for package in PACKAGES:
+        found.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+    return found.hexdigest()[:12]
