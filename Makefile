@@ -1,6 +1,7 @@
 # make install create the environment: .venv
 # make sweep   create the environment, run the default sweep, write the report
-# make test    create the environment, run the checks and all tests; the last lines say which tests did not run, and why
+# make test    create the environment, run the checks and all tests, in two processes side by side; the last lines of
+#              each say which tests did not run, and why
 # make quick   the tests that start no process groups
 # make test-slurm      the tests that need SLURM, and fail without
 # make cluster         bring up a SLURM of two emulated nodes on this machine, see slurm/README.md
@@ -17,8 +18,15 @@ install: $(VENV)/.installed
 sweep: $(VENV)/.installed
 	$(BIN)/python -m bench.sweep store=$(STORE)
 
+# Tests with SLURM mostly wait, which others can do beside them. Each process has a SLURM of its own.
+APART := tests/test_slurm_cluster_script.py tests/test_slurm_faults.py
+
 test: lint types
-	$(BIN)/python -m pytest
+	@log=$$(mktemp); status=0; \
+	$(BIN)/python -m pytest --durations=15 $(APART) >"$$log" 2>&1 & apart=$$!; \
+	trap 'kill $$apart 2>/dev/null; rm -f "$$log"' EXIT; \
+	$(BIN)/python -m pytest --durations=15 $(APART:%=--ignore=%) || status=$$?; \
+	wait $$apart || status=$$?; cat "$$log"; exit $$status
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow"

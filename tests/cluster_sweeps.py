@@ -12,6 +12,7 @@ import bench.jobs
 import bench.sweep
 from bench.records import Record
 from tests.fake_model import OVERRIDES, rows, wait_until
+from tests.slurm_cluster import PATIENCE_S
 
 FAKE = (*(override for override in OVERRIDES if override != "hardware=cpu"), "strategy=ddp")
 """A run of a second, of a model that misbehaves on request: ``+model.fault=kill:backward:3``."""
@@ -63,7 +64,7 @@ def attempts(store: Path, **wanted: object) -> list[Record]:
     return found[0]
 
 
-def training(store: Path, number: int = 1, timeout_s: float = 90) -> bool:
+def training(store: Path, number: int = 1, timeout_s: float = PATIENCE_S) -> bool:
     """Wait until so many runs of a store are past their first forward pass; returns whether they are."""
 
     def logs() -> int:
@@ -87,6 +88,6 @@ def job_processes(conf: str) -> list[int]:
     return found
 
 
-def nothing_left(conf: str, within_s: float = 15) -> bool:
+def nothing_left(conf: str, within_s: float = PATIENCE_S) -> bool:
     """Whether no process of any job is there any more, after some time to go."""
     return wait_until(lambda: not job_processes(conf), within_s)

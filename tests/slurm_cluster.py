@@ -28,6 +28,9 @@ SCRIPT = ROOT / "slurm" / "test-cluster"
 KNOBS = {"NODES": "4", "GPUS": "8", "CPUS": "16"}
 """Of the session's cluster."""
 
+PATIENCE_S = 180.0
+"""How long to wait for what takes seconds on a machine that is not busy: it may be, or slow."""
+
 NODES = [f"testnode{number}" for number in range(1, int(KNOBS["NODES"]) + 1)]
 
 
@@ -42,7 +45,7 @@ def cluster_script(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=2 * PATIENCE_S,
         check=False,
     )
 
@@ -64,7 +67,7 @@ class Cluster:
         """What SLURM's commands need in their environment."""
         return {"SLURM_CONF": str(self.state / "slurm.conf")}
 
-    def run(self, *command: str | Path, check: bool = True, limit: float = 60) -> str:
+    def run(self, *command: str | Path, check: bool = True, limit: float = PATIENCE_S) -> str:
         """The output of one of SLURM's commands, or of anything that calls them."""
         result = subprocess.run(
             command,
@@ -99,7 +102,7 @@ class Cluster:
         """The state of every node; it ends in ``*`` where a node does not answer."""
         return dict(line.split() for line in self.run("sinfo", "-hN", "-p", "main", "-o", "%N %T").splitlines())
 
-    def wait_for(self, what: str, condition: Callable[[], object], limit: float = 60) -> None:
+    def wait_for(self, what: str, condition: Callable[[], object], limit: float = PATIENCE_S) -> None:
         """Wait until something is so; fails, with the queue, if it is not so within `limit` seconds."""
         deadline = time.monotonic() + limit
         while not condition():
@@ -108,16 +111,25 @@ class Cluster:
                 pytest.fail(f"waited {limit:g} s for: {what}\n{queue}\n{self.run('sinfo', check=False)}")
             time.sleep(0.1)
 
-    def cancel_all(self, limit: float = 60) -> None:
+    def cancel_all(self, limit: float = PATIENCE_S) -> None:
         """Cancel every job, and wait until nothing of them is left, in the queue or on a node."""
         self.run("scancel", "--quiet", *set(self.squeue("-o", "%A")), check=False)
         self.wait_for("an empty queue", lambda: not self.squeue(), limit)
         self.wait_for("idle nodes", lambda: set(self.node_states().values()) == {"idle"}, limit)
 
+    def is_whole(self) -> bool:
+        """Whether SLURM would give all there is to one job: it loses count of GPUs when a job fails to start."""
+        everything = (f"--nodes={KNOBS['NODES']}", f"--gpus-per-node={KNOBS['GPUS']}")
+        command = ("sbatch", "--test-only", *everything, "--wrap", "true")
+        tried = subprocess.run(command, env=without_slurm(os.environ) | self.env, capture_output=True, check=False)
+        return tried.returncode == 0
+
     def kill_node(self, name: str, *, noticed: bool = False) -> None:
         """A node dies: SIGKILL for its slurmd, its job steps and all they have started.
 
         SLURM takes about half a minute to notice, unless it is told by `noticed`. `restore` brings the node back.
+        Down alone would not do: SLURM takes an answer that the node gave before its end, and that is read seconds
+        later, for its return, and starts jobs on it.
         """
         killed = [self._daemon(f"slurmd.{name}")]
         log = str(self.state / "log" / f"slurmd.{name}.log")
@@ -126,14 +138,15 @@ class Cluster:
         for pid in killed:
             kill(pid, signal.SIGKILL)
         if noticed:
-            self.scontrol("update", f"nodename={name}", "state=down", "reason=killed")
+            for state in ("down", "drain"):
+                self.scontrol("update", f"nodename={name}", f"state={state}", "reason=killed")
 
     def save_state(self) -> None:
         """Wait until slurmctld has written down its queue, as it does within 5 s; a SIGKILL forgets what came later."""
         now = time.time()
         job = self.run("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap", "true").strip()
         self.run("scancel", job)  # what does not change is not written
-        self.wait_for("slurmctld's saved state", lambda: (self.state / "ctld" / "job_state").stat().st_mtime > now, 20)
+        self.wait_for("slurmctld's saved state", lambda: (self.state / "ctld" / "job_state").stat().st_mtime > now)
 
     def stop_controller(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End slurmctld, cleanly or not; jobs go on. `restore` brings it back."""
@@ -183,6 +196,9 @@ def make_idle(cluster: Cluster) -> None:
     if not cluster.is_up():
         cluster.restore()
     cluster.cancel_all()
+    if not cluster.is_whole():
+        cluster.restart_controller()  # it counts anew
+        cluster.wait_for("the nodes whole", cluster.is_whole)
 
 
 @contextmanager
@@ -206,7 +222,7 @@ def running_cluster(knobs: Mapping[str, str]) -> Iterator[Cluster]:
         assert started.returncode == 0, started.stderr
         yield Cluster(folder)
     finally:
-        guard.communicate(timeout=120)
+        guard.communicate(timeout=PATIENCE_S)
         shutil.rmtree(folder, ignore_errors=True)  # still there if there was nothing to stop
 
 

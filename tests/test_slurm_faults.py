@@ -26,9 +26,9 @@ from bench.launch.slurm import ledger
 from bench.records import Record, claims
 from tests.cluster_sweeps import FAKE, TWO_NODES, called, job_processes, jobs, nothing_left, quoted, submit
 from tests.fake_model import HUGE_BYTES, ROOT, files, wait_until
-from tests.slurm_cluster import NODES, Cluster, descendants, ended, make_idle
+from tests.slurm_cluster import NODES, PATIENCE_S, Cluster, descendants, ended, make_idle
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TWO_RANKS = (*FAKE, "cluster=slurm_test", "cluster.gpus_per_node=1", "gpus=2")
 """A run on two nodes, one rank on each."""
@@ -111,7 +111,7 @@ def submit_again(store: Path, *command: str) -> list[Run]:
     return submitted(store) if len(ledger.submissions(store, closed=True)) > before else []
 
 
-def over(cluster: Cluster, store: Path, limit: float = 180) -> None:
+def over(cluster: Cluster, store: Path, limit: float = 300) -> None:
     """Wait until no job of a store is in the queue."""
     names = [array.job_name for submission in ledger.submissions(store, closed=True) for array in submission.arrays]
 
@@ -124,7 +124,7 @@ def over(cluster: Cluster, store: Path, limit: float = 180) -> None:
 def hold(cluster: Cluster, *runs: Run, attempt: int = 0) -> None:
     """Let runs train, and have each go on for ever from then on, until `let_go`."""
     for run in runs:
-        cluster.wait_for(f"{run} to train", lambda: run.trains(attempt), limit=120)  # noqa: B023
+        cluster.wait_for(f"{run} to train", lambda: run.trains(attempt), limit=240)  # noqa: B023
         os.kill(run.rank(1), signal.SIGSTOP)
 
 
@@ -135,7 +135,7 @@ def let_go(*runs: Run) -> None:
 
 def check_nothing_left(cluster: Cluster, *stores: Path) -> None:
     """No job, no process, no claim and no file of an unfinished row."""
-    assert cluster.squeue() == []
+    cluster.wait_for("an empty queue", lambda: not cluster.squeue())
     assert nothing_left(os.environ["SLURM_CONF"]), job_processes(os.environ["SLURM_CONF"])
     for store in stores:
         assert claims.running(store) == []
@@ -220,7 +220,7 @@ def test_out_of_memory_on_one_rank_of_one_node_is_a_result(failing):
     assert row["hosts"] == f"{NODES[0]},{NODES[1]}"
     assert [rank["host"] for rank in row["ranks"]] == [NODES[0]] * 2 + [NODES[1]] * 2
     assert [rank["status"] for rank in row["ranks"]] == ["error", "error", "error", "oom"]
-    assert seconds(row) <= 30
+    assert seconds(row) <= 120
     assert "Traceback" in (failing.store / row["run_id"] / "0.node1.log").read_text()
 
 
@@ -229,7 +229,7 @@ def test_a_killed_rank_is_an_error_that_names_it(failing):
     assert row["status"] == "error"
     assert row["error"] == "rank 2 was killed by SIGKILL"
     assert row["job_id"] == failing.runs["killed"].job_id
-    assert seconds(row) <= 30
+    assert seconds(row) <= 120
 
 
 def test_the_array_goes_on_after_failures(failing):
@@ -258,7 +258,6 @@ STRUCK = {
 }
 
 LIMITED = {
-    "untouched": lambda run, cluster: None,
     "hanging": lambda run, cluster: keep_stopped(run.rank(1)),
     "deaf": lambda run, cluster: keep_stopped(run.task(0)),
 }
@@ -310,11 +309,11 @@ class Ordeal:
                 left.pop(name)(self.runs[name], self.cluster)
             return not left
 
-        self.cluster.wait_for("all runs to train", struck, limit=120)
+        self.cluster.wait_for("all runs to train", struck, limit=240)
 
     def collect(self) -> None:
         """Wait for the end, and look at it from another shell."""
-        over(self.cluster, self.store, limit=240)
+        over(self.cluster, self.store)
         self.collected = jobs("collect", self.store)
         self.first = {name: run.rows for name, run in self.runs.items()}
         self.before = files(self.store)
@@ -364,9 +363,6 @@ def limited(ordeals: dict[str, Ordeal]) -> Ordeal:
     return ordeals["limited"]
 
 
-long = pytest.mark.timeout(600)
-"""For those whose fixture takes minutes."""
-
 ENDS = {
     "leader killed": ("error", "SLURM ended job {job}: FAILED on testnode[1-2], exit code"),
     "follower killed": ("error", "rank 1 on testnode2 has not been heard of again: its node or its processes are gone"),
@@ -375,7 +371,6 @@ ENDS = {
 }
 
 
-@long
 @pytest.mark.parametrize("fate", ENDS)
 def test_what_ends_a_run_from_outside_is_in_its_row(struck, fate):
     (row,) = struck.first[fate]
@@ -387,7 +382,6 @@ def test_what_ends_a_run_from_outside_is_in_its_row(struck, fate):
     assert row["hosts"] == "testnode1,testnode2"
 
 
-@long
 def test_a_requeued_run_starts_afresh_as_another_attempt(struck):
     first, second = struck.first["requeued"]
     assert first["status"] == "preempted"
@@ -397,24 +391,20 @@ def test_a_requeued_run_starts_afresh_as_another_attempt(struck):
     assert [row["environment"]["slurm"]["restart"] for row in (first, second)] == [0, 1]
 
 
-@long
-def test_the_run_beside_them_is_not_disturbed(struck, limited):
-    for ordeal in (struck, limited):
-        (row,) = ordeal.first["untouched"]
-        check_whole(row)
-        assert row["concurrent_runs"] >= 2
+def test_the_run_beside_them_is_not_disturbed(struck):
+    (row,) = struck.first["untouched"]
+    check_whole(row)
+    assert row["concurrent_runs"] >= 2
 
 
-@long
 def test_another_shell_says_what_failed(struck, limited):
     assert struck.collected.returncode == limited.collected.returncode == 1
     assert "2 done, 4 failed" in struck.collected.stdout
-    assert "1 done, 2 failed" in limited.collected.stdout
+    assert "0 done, 2 failed" in limited.collected.stdout
     for fate in ENDS:
         assert ENDS[fate][1].format(job=struck.runs[fate].job_id) in struck.collected.stdout
 
 
-@long
 def test_a_run_that_hangs_ends_before_its_time_limit(limited):
     (row,) = limited.first["hanging"]
     assert row["status"] == "timeout"
@@ -422,7 +412,6 @@ def test_a_run_that_hangs_ends_before_its_time_limit(limited):
     assert seconds(row) <= 60
 
 
-@long
 def test_a_run_whose_leader_hangs_is_ended_by_slurm(limited):
     (row,) = limited.first["deaf"]
     assert row["status"] == "timeout"
@@ -430,7 +419,6 @@ def test_a_run_whose_leader_hangs_is_ended_by_slurm(limited):
     assert row["hosts"] == "testnode1,testnode2"
 
 
-@long
 def test_the_same_command_completes_what_was_struck(struck, limited):
     assert struck.names_repeated == {*ENDS}
     assert limited.names_repeated == {"hanging", "deaf"}
@@ -454,7 +442,7 @@ def test_cancelled_watched_and_without_a_controller(idle_slurm, tmp_path):
     first = submitted(store)
     with running(log, "bench.jobs", "watch", str(store)) as watch:
         hold(idle_slurm, first[0])
-        assert wait_until(lambda: "2 queued, 1 running" in log.read_text(), 60), log.read_text()
+        assert wait_until(lambda: "2 queued, 1 running" in log.read_text(), PATIENCE_S), log.read_text()
         watch.kill()
     assert first[0].job_id in idle_slurm.squeue("-r", "-o", "%i", "-t", "running")
     cancelled = jobs("cancel", store)
@@ -478,7 +466,7 @@ def test_cancelled_watched_and_without_a_controller(idle_slurm, tmp_path):
         running(tmp_path / "collect", "bench.jobs", "collect", str(store)) as collect,
         running(tmp_path / "sweep", "bench.sweep", "-m", *command, quoted(store)) as sweep,
     ):
-        assert (collect.wait(100), sweep.wait(100)) == (1, 2)
+        assert (collect.wait(PATIENCE_S), sweep.wait(PATIENCE_S)) == (1, 2)
     for asked in ("collect", "sweep"):
         assert "Unable to contact slurm controller" in (tmp_path / asked).read_text()
         assert len((tmp_path / asked).read_text().splitlines()) == 1
@@ -486,7 +474,7 @@ def test_cancelled_watched_and_without_a_controller(idle_slurm, tmp_path):
         time.sleep(2)
         idle_slurm.restore()
         let_go(second[0])
-        assert watch.wait(150) == 0, log.read_text()
+        assert watch.wait(2 * PATIENCE_S) == 0, log.read_text()
     assert "3 done" in log.read_text()
     for run in second:
         failed, whole = run.rows
@@ -564,9 +552,7 @@ def test_a_run_outlives_the_node_of_its_leader(restarted):
 def test_every_start_is_an_attempt_and_the_last_is_whole(restarted):
     rows = restarted.run.rows
     assert [row["attempt"] for row in rows] == [0, 1, 2, 3]
-    restarts = [row["environment"]["slurm"]["restart"] for row in rows]
-    assert restarts[:2] == [0, 1]
-    assert restarts == sorted({*restarts})  # SLURM may start a job on a node that is gone, and then once more
+    assert [row["environment"]["slurm"]["restart"] for row in rows] == [0, 1, 2, 3]
     assert {row["job_id"] for row in rows} == {restarted.run.job_id}
     check_whole(rows[3])
     assert not {restarted.nodes[1][1], restarted.nodes[2][0]} & set(rows[3]["hosts"].split(","))
@@ -615,7 +601,7 @@ def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
 
     for expected in (1, 3):
         with running(log, "bench.sweep", *command) as process:
-            assert wait_until(lambda: len(job_ids()) >= expected, 60), log.read_text()  # noqa: B023
+            assert wait_until(lambda: len(job_ids()) >= expected, PATIENCE_S), log.read_text()  # noqa: B023
             os.killpg(process.pid, signal.SIGKILL)
         assert len(job_ids()) >= expected
     assert len(ledger.submissions(store)) in (1, 2)  # the first may just have been through
@@ -720,7 +706,7 @@ def shared_disk(idle_slurm: Cluster, tmp_path: Path) -> Iterator[Path]:
 def test_a_run_finds_room_for_its_row_on_a_disk_that_filled_up(idle_slurm, shared_disk):
     """Two runs are on when the disk fills up, a third has not started."""
     store = shared_disk / "store"
-    command = (*SLEEPY, "cluster.parallelism=2", "cluster.start_timeout_s=20", "repeat=0,1,2")
+    command = (*SLEEPY, "cluster.parallelism=2", "cluster.start_timeout_s=30", "repeat=0,1,2")
     submit(store, *command)
     *begun, late = submitted(store)
     hold(idle_slurm, *begun)

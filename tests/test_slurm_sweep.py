@@ -30,8 +30,9 @@ from tests.cluster_sweeps import (
 )
 from tests.conftest import ROOT, SMALL_GPT, run_command
 from tests.fake_model import rows, wait_until
+from tests.slurm_cluster import PATIENCE_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 QUICK = ("measurement.warmup_steps=2", "measurement.steps=2", "sequence_length=32", "report=false")
 
@@ -110,7 +111,7 @@ def test_runs_go_one_at_a_time_unless_asked_otherwise(idle_slurm, tmp_path):
     several = (*FAKE, *ONE_NODE, "+model.step_s=0.5", "measurement.steps=4", "seed=1,2")
     submit(alone, *several, "batch_size_per_gpu=2")
     assert jobs("watch", alone).returncode == 0
-    submit(together, *several, "cluster.parallelism=2")
+    submit(together, *several, "measurement.steps=16", "cluster.parallelism=2")
     assert jobs("watch", together).returncode == 0
     for row in one_rows(alone):
         assert row["concurrent_runs"] == 0
@@ -128,8 +129,8 @@ def test_arrays_of_different_shapes_wait_for_each_other(idle_slurm, tmp_path):
     submit(tmp_path, *FAKE, *LONG, "cluster=slurm_test", "gpus=1,2", "seed=1,2")
     states = idle_slurm.squeue("-r", "-o", "%T %r")
     assert sum(line.startswith("RUNNING") for line in states) <= 1
-    assert wait_until(lambda: "Dependency" in idle_slurm.squeue("-r", "-o", "%r"), 10)
-    assert wait_until(lambda: "JobArrayTaskLimit" in idle_slurm.squeue("-r", "-o", "%r"), 10)
+    assert wait_until(lambda: "Dependency" in idle_slurm.squeue("-r", "-o", "%r"), PATIENCE_S)
+    assert wait_until(lambda: "JobArrayTaskLimit" in idle_slurm.squeue("-r", "-o", "%r"), PATIENCE_S)
 
 
 def test_arrays_are_cut_at_the_clusters_largest(idle_slurm, tmp_path, monkeypatch):
@@ -181,7 +182,7 @@ def test_a_run_that_somebody_else_is_executing_is_left_to_them(idle_slurm, tmp_p
     row = {"run_id": run, "launcher": "local"}
     owner = {"process": {"host": "elsewhere", "pid": 1, "started": 1}}
     claims.take(tmp_path, row, owner, 1024)
-    assert wait_until(lambda: idle_slurm.squeue() == [], 60)
+    assert wait_until(lambda: idle_slurm.squeue() == [], PATIENCE_S)
     assert records.attempts(tmp_path, run) == []
     log = next((tmp_path / ".jobs").glob("*/*/*_0_log.out")).read_text()
     assert "who is executing it" in log
@@ -219,7 +220,7 @@ def test_whoever_submitted_need_not_live(idle_slurm, tmp_path):
     time.sleep(3)
     watch.kill()
     watch.wait()
-    assert wait_until(lambda: bool(rows(tmp_path)) and idle_slurm.squeue() == [], 60)
+    assert wait_until(lambda: bool(rows(tmp_path)) and idle_slurm.squeue() == [], PATIENCE_S)
     collected = jobs("collect", tmp_path)
     assert collected.returncode == 0
     assert "over: 1 done" in collected.stdout

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bench.measure.clock import step_clock
-from bench.measure.memory import OwnWork, Peaks, mark_steady_step, memory_probe
+from bench.measure.memory import OwnWork, Peaks, memory_probe
 from bench.measure.profiling import profile_step
 from bench.models import Batch
 from bench.training.engine import Engine
@@ -71,10 +71,8 @@ def measure(
         engine, micro_batches = build()
         for step in range(probe.observed_steps):
             if step == probe.observed_steps - 1:
-                with mark_steady_step():
-                    losses.append(engine.step(micro_batches))
-            else:
-                losses.append(engine.step(micro_batches))
+                probe.start_steady_step()
+            losses.append(engine.step(micro_batches))
     for _ in range(warmup_steps):
         losses.append(engine.step(micro_batches))
     scale_before = engine.scaler.get_scale()

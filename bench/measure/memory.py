@@ -8,20 +8,24 @@ allocated is then known to the byte. Timed steps are never profiled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch._C._profiler import RecordScope
+from torch.autograd import profiler as autograd_profiler
+from torch.profiler import ProfilerActivity, profile
 
 from bench.measure.collectives import letting_go
 
 OwnWork = Callable[[], contextlib.AbstractContextManager[None]]
 
-STEADY_STEP = "bench: steady step"
+OPERATORS = {RecordScope.FUNCTION, RecordScope.BACKWARD_FUNCTION}
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,9 @@ class MemoryProbe(ABC):
     @abstractmethod
     def observe(self) -> contextlib.AbstractContextManager[None]:
         """Around construction and the first `observed_steps` steps."""
+
+    def start_steady_step(self) -> None:
+        """Right before the last of the observed steps."""
 
     @abstractmethod
     def start_timed_steps(self) -> None:
@@ -121,12 +128,14 @@ class CpuProbe(MemoryProbe):
         self._own_work = own_work
         self._allocated = 0
         self._overall = 0
+        self._steady_from_ns = 0
 
     @contextlib.contextmanager
     def observe(self) -> Iterator[None]:
         """Under the profiler, which keeps running if what is observed fails: the process is over then."""
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        profiler.start()
+        with _of_operators():
+            profiler.start()
         with letting_go():
             yield
         # Not after a failure: if memory ran out within the profiler's own bookkeeping, stopping it may crash.
@@ -138,7 +147,6 @@ class CpuProbe(MemoryProbe):
         assert profiler.profiler is not None
         assert profiler.profiler.kineto_results is not None
         changes: list[Change] = []
-        steady_from = 0
         pending = [(event, False) for event in profiler.profiler.kineto_results.experimental_event_tree()]
         while pending:
             event, in_backend = pending.pop()
@@ -147,10 +155,12 @@ class CpuProbe(MemoryProbe):
             if name == "[memory]":
                 block: Any = event.extra_fields
                 changes.append(Change(event.start_time_ns, block.ptr, block.alloc_size, in_backend))
-            elif name == STEADY_STEP:
-                steady_from = event.start_time_ns
             pending.extend((child, in_backend) for child in event.children)
-        self._overall, self._allocated = peak_of_changes(changes, steady_from)
+        self._overall, self._allocated = peak_of_changes(changes, self._steady_from_ns)
+
+    def start_steady_step(self) -> None:
+        """Remember when, by the clock of the profiler's events."""
+        self._steady_from_ns = time.time_ns()
 
     def start_timed_steps(self) -> None:
         """Nothing to reset: the steady step was observed before."""
@@ -165,6 +175,21 @@ class CpuProbe(MemoryProbe):
             device_used=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             alloc_retries=0,
         )
+
+
+@contextlib.contextmanager
+def _of_operators() -> Iterator[None]:
+    """Have a profiler that is started within follow operators, and nothing that is only named.
+
+    Collectives are named, and their end is noted by a thread of gloo, sometimes after the caller, who does not wait
+    for that, went on. It would write into the profiler's memory when that is long given back, and the process crashes.
+    """
+    enable = autograd_profiler._enable_profiler
+    autograd_profiler._enable_profiler = functools.partial(enable, scopes=OPERATORS)  # type: ignore[call-arg]
+    try:
+        yield
+    finally:
+        autograd_profiler._enable_profiler = enable
 
 
 def peak_of_changes(changes: Iterable[Change], steady_from_ns: int) -> tuple[int, int]:
@@ -204,8 +229,3 @@ def memory_probe(device: torch.device, own_work: OwnWork) -> MemoryProbe:
     `own_work` gives a context for what the probe itself needs memory for, which is not the run's.
     """
     return CudaProbe(device) if device.type == "cuda" else CpuProbe(own_work)
-
-
-def mark_steady_step() -> contextlib.AbstractContextManager[object]:
-    """Around the observed step that counts as steady."""
-    return record_function(STEADY_STEP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 Interval = tuple[float, float]
 
 COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms")
+
+GLOO_ENDS_S = 0.5
+"""A thread of gloo notes the end of a collective shortly after its caller went on. By then the profiler must be there,
+or the process crashes."""
 
 
 def profile_step(step: Callable[[], object], device: torch.device, trace: Path) -> float:
@@ -32,6 +37,8 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path) 
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        else:
+            time.sleep(GLOO_ENDS_S)
     with tempfile.TemporaryDirectory(dir=trace.parent, prefix=".trace-") as folder:
         plain = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(plain))

@@ -90,7 +90,7 @@ SlurmctldParameters=preempt_send_user_signal
 # short timers, so that failures show soon
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=5
+KillWait=10
 # how long squeue and scontrol go on showing a job that has ended
 MinJobAge=3600
 # claimed, not real, resources
