@@ -176,7 +176,8 @@ def _scenes(key: TapeKey, batch_size: int, speed: Speed) -> tuple[Scene, ...]:
     weight = reel.weight(batch_size)
     kernels = [kernels_at(strip, weight) for strip in reel.strips]
     seconds = pace.kernel_times(speed.hardware, key.precision, kernels)
+    lengths = layout_of(key.family, 1, key.precision.scales_loss).lengths
     return tuple(
-        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each))
+        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each, lengths))
         for strip, each in zip(reel.strips, seconds, strict=True)
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.simulate.kernels import Floats, Kernels
+from bench.simulate.kernels import Floats, Ints, Kernels
 from bench.simulate.tape import LOSS, TRACED_BLOCKS, Place, Segment, Trace
 
 BATCHES = (2, 3)
@@ -38,6 +38,9 @@ class Strip:
     """Bytes allocated (negative: released), base and slope."""
     lasting: tuple[Floats, Floats]
     """The same of storages that outlive the segment they are made in, or were made in an earlier one."""
+    shared: Ints
+    """Per change the block list whose inner blocks' storages are all released here together, each in its turn; -1 for
+    none. The trace shows it for one inner block."""
     kernels: tuple[Kernels, Kernels]
     """At the first and the second of the traced batch sizes."""
 
@@ -94,7 +97,13 @@ def make_reel(first: Trace, second: Trace, batches: tuple[int, int]) -> Reel:
     ValueError
         If the model does not do the same at both.
     """
-    strips = tuple(_strip(a, b) for a, b in _aligned(first, second))
+    shared = _released_together(first.segments)
+    strips = tuple(
+        _strip(
+            a, b, np.array([shared.get((index, position), -1) for position in range(len(a.changes))], dtype=np.int64)
+        )
+        for index, (a, b) in enumerate(_aligned(first, second))
+    )
     return Reel(
         tuple(strip for strip in strips if len(strip.changes[0]) or len(strip.kernels[0])),
         (first.inputs_bytes, second.inputs_bytes - first.inputs_bytes),
@@ -121,7 +130,7 @@ def _aligned(first: Trace, second: Trace) -> Iterator[tuple[Segment, Segment]]:
         yield a, b
 
 
-def _strip(a: Segment, b: Segment) -> Strip:
+def _strip(a: Segment, b: Segment, shared: Ints) -> Strip:
     temporary = _temporary(a)
     sizes = np.array([size for size, _ in a.changes], dtype=float)
     slopes = np.array([size for size, _ in b.changes], dtype=float) - sizes
@@ -137,8 +146,41 @@ def _strip(a: Segment, b: Segment) -> Strip:
         parameters=tuple(event.parameter for event in a.gradients),
         changes=(sizes, slopes),
         lasting=(sizes * lasting, slopes * lasting),
+        shared=shared,
         kernels=(kernels_of(a), kernels_of(b)),
     )
+
+
+def _released_together(segments: Sequence[Segment]) -> dict[tuple[int, int], int]:
+    """Releases, by segment and change, of what every inner block made and all lose at the same time, with its list.
+
+    Autocast's copies of the weights are such: they last until the forward pass is over. What is released in the pass
+    of the block that comes next is not: of that each inner block releases its predecessor's.
+    """
+    made: dict[int, tuple[int, int]] = {}
+    lost: dict[int, tuple[int, int]] = {}
+    by_order: dict[tuple[int, int], int] = {}
+    for index, segment in enumerate(segments):
+        order = 0
+        for position, (size, number) in enumerate(segment.changes):
+            if size > 0:
+                made[number] = index, order
+                by_order[index, order] = number
+                order += 1
+            else:
+                lost[number] = index, position
+    places = {(segment.phase, segment.micro_batch, segment.place): index for index, segment in enumerate(segments)}
+    found: dict[tuple[int, int], int] = {}
+    for number, (index, order) in made.items():
+        segment = segments[index]
+        if segment.place is None or segment.place == LOSS or segment.place[1] != INNER or number not in lost:
+            continue
+        neighbour = places.get((segment.phase, segment.micro_batch, (segment.place[0], INNER - 1)))
+        twin = by_order.get((neighbour, order)) if neighbour is not None else None
+        where = lost[number]
+        if twin is not None and where[0] != index and lost.get(twin, (None,))[0] == where[0]:
+            found[where] = segment.place[0]
+    return found
 
 
 def _temporary(segment: Segment) -> np.ndarray:
@@ -180,18 +222,23 @@ def kernels_at(strip: Strip, weight: float) -> Kernels:
     )
 
 
-def pieces(strip: Strip, weight: float, seconds: Floats | None) -> tuple[Piece, ...]:
+def pieces(strip: Strip, weight: float, seconds: Floats | None, lengths: tuple[int, ...] = ()) -> tuple[Piece, ...]:
     """The pieces of a strip at a batch size.
 
     Parameters
     ----------
     weight: float
         As `Reel.weight` says for the batch size.
+    lengths: tuple of int
+        Blocks per list of the whole model; none if that is what was traced.
     seconds: array or None
         Of each kernel; None where speeds are unknown.
     """
-    changes = np.rint(strip.changes[0] + weight * strip.changes[1])
-    lasting = np.rint(strip.lasting[0] + weight * strip.lasting[1])
+    copies = np.ones(len(strip.shared))
+    for index, length in enumerate(lengths):
+        copies[strip.shared == index] = max(1, length - TRACED_BLOCKS + 1)
+    changes = np.rint(strip.changes[0] + weight * strip.changes[1]) * copies
+    lasting = np.rint(strip.lasting[0] + weight * strip.lasting[1]) * copies
     result = []
     start = kernel_start = 0
     for number, (end, kernel_end) in enumerate(zip(strip.bounds, strip.kernel_bounds, strict=True)):

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.models import Batch, Family
 from bench.models.blocks import checkpoint_blocks
 from bench.precision import Precision
-from bench.simulate.attention import fused_attention
+from bench.simulate.cuda_operators import operators_of
 from bench.simulate.recorder import Recorder
 from bench.training.engine import Engine
 
@@ -105,7 +105,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     model = family.build()
     model.train()
     recording = _Recording(on_cpu=key.device == "cpu")
-    with _collector_at_rest(), FakeTensorMode(), fused_attention(key.device), recording.recorder:
+    with _collector_at_rest(), FakeTensorMode(), operators_of(key.device), recording.recorder:
         _fill(model, family, key)
         names = local_names(family, model)
         checkpoint_blocks(family, model, key.activation_checkpointing)
@@ -121,7 +121,8 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
             enter_phase=recording.enter_phase,
         )
         make = [lambda: family.batch(batch_size, key.sequence_length, torch.Generator())] * key.micro_batches
-        loss = engine.step(recording.inputs(make))
+        micro_batches = recording.inputs(make)
+        loss = engine.step(micro_batches)
         recording.recorder.close()
         del loss
     return Trace(recording.segments, recording.inputs_bytes)

@@ -226,7 +226,7 @@ class FSDP1Plan(Plan):
         if accumulated:
             device.release(name)
         self._reshard(device, unit)
-        if self._strategy.backward_prefetch == "post":
+        if self._strategy.backward_prefetch == "post" and not unit.is_root:
             self._prefetch_previous(device, unit)
         self._kept.add(f"flat gradient {index}")
         if self._synchronize:

@@ -1,0 +1,231 @@
+"""The tape: what repeats is the same when traced whole, what grows with the batch grows linearly, memory adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.config import RunConfig, run_config
+from bench.planning.compose import composed
+from bench.simulate.cuda_operators import operators_of
+from bench.simulate.kernels import ATTENTION, MATMUL
+from bench.simulate.layout import layout_of
+from bench.simulate.predict import tape_key
+from bench.simulate.recorder import Recorder
+from bench.simulate.reel import Scene, batches_for, kernels_at, make_reel, merged, pieces, running_order
+from bench.simulate.tape import Place, Trace, record, trace_from_plain, trace_to_plain
+
+MODELS = ("t5_tiny", "gpt_tiny")
+DEEP = {
+    "t5_tiny": {"model.num_encoder_layers": "6", "model.num_decoder_layers": "7"},
+    "gpt_tiny": {"model.num_layers": "7"},
+}
+
+
+def config(**settings: Any) -> RunConfig:
+    base = {"strategy": "single", "hardware": "cpu", "sequence_length": "32", "precision": "fp32"}
+    return run_config(composed({**base, **{key.replace("__", "."): str(value) for key, value in settings.items()}}))
+
+
+def deep(model: str, **settings: Any) -> RunConfig:
+    return config(model=model, **{key.replace(".", "__"): value for key, value in DEEP[model].items()}, **settings)
+
+
+def scenes(
+    trace: Trace, other: Trace, batches: tuple[int, int], batch_size: int, lengths: tuple[int, ...] = ()
+) -> tuple[Scene, ...]:
+    reel = make_reel(trace, other, batches)
+    weight = reel.weight(batch_size)
+    return tuple(
+        Scene(
+            strip.phase,
+            strip.micro_batch,
+            strip.place,
+            pieces(strip, weight, kernels_at(strip, weight).flops, lengths),
+        )
+        for strip in reel.strips
+    )
+
+
+def composed_and_whole(run: RunConfig) -> tuple[list[tuple[Scene, Place]], tuple[Scene, ...]]:
+    """The scenes of a model traced with few blocks, repeated as often as it has them, and those of all its blocks."""
+    key, lengths = tape_key(run), layout_of(run.model, 1, False).lengths
+    few, whole = record(key, 2), record(key, 2, blocks=None)
+    return list(running_order(scenes(few, few, (2, 2), 2, lengths), lengths)), scenes(whole, whole, (2, 2), 2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "bf16", "strategy": "fsdp"}])
+def test_a_model_traced_with_few_blocks_is_the_whole_model(model, checkpointing, settings):
+    run = deep(model, activation_checkpointing=checkpointing, **settings)
+    composed_, whole = composed_and_whole(run)
+    assert [(scene.phase, place) for scene, place in composed_] == [(scene.phase, scene.place) for scene in whole]
+    for (scene, place), expected in zip(composed_, whole, strict=True):
+        assert scene.pieces == expected.pieces, (scene.phase, place)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_accumulation_on_hardware_with_fused_kernels_repeats_too(model):
+    run = deep(model, gradient_accumulation=3, hardware="a100_80gb", precision="bf16", strategy="fsdp")
+    composed_, whole = composed_and_whole(run)
+    assert {scene.micro_batch for scene in whole} == {0, 1}
+    assert [scene.pieces for scene, _ in composed_] == [scene.pieces for scene in whole]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "activation_checkpointing": "full"}])
+def test_other_batch_sizes_follow_from_two(model, settings):
+    key = tape_key(config(model=model, **settings))
+    foretold = scenes(record(key, 2), record(key, 3), (2, 3), 7)
+    seen = record(key, 7)
+    assert [scene.pieces for scene in foretold] == [scene.pieces for scene in scenes(seen, seen, (7, 7), 7)]
+
+
+def test_a_batch_of_one_is_traced_itself():
+    assert batches_for(1) == (1, 1)
+    assert batches_for(2) == batches_for(64) == (2, 3)
+
+
+def test_models_that_differ_between_batch_sizes_are_refused():
+    key = tape_key(config(model="gpt_tiny"))
+    with pytest.raises(ValueError, match="differently"):
+        make_reel(record(key, 2), record(dataclasses.replace(key, activation_checkpointing="full"), 3), (2, 3))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_everything_allocated_is_released_but_what_outlives_a_step(model, checkpointing):
+    trace = record(tape_key(config(model=model, activation_checkpointing=checkpointing)), 2)
+    live: dict[int, int] = {}
+    for segment in trace.segments:
+        for size, number in segment.changes:
+            if size > 0:
+                assert number not in live
+                live[number] = size
+            else:
+                assert live.pop(number) == -size
+    # The loss, and the ones its gradient starts from.
+    assert sum(live.values()) <= 16
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_gradient_leaves_once(model):
+    run = config(model=model)
+    trace = record(tape_key(run), 2)
+    layout = layout_of(run.model, 1, False)
+    given = [(segment.place, event.parameter) for segment in trace.segments for event in segment.gradients]
+    expected = [(place, name) for place, names in layout.parameters.items() for name in names]
+    assert sorted(given, key=repr) == sorted(expected, key=repr)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_trace_survives_being_written_down(model):
+    trace = record(tape_key(config(model=model)), 2)
+    assert trace_from_plain(trace_to_plain(trace)) == trace
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_matrix_products_count_the_models_flops(model, checkpointing):
+    """With attention that shows its products; the counts of `FlopCount` are tested against torch's elsewhere."""
+    run = config(model=model, activation_checkpointing=checkpointing, model__attention="eager")
+    trace = record(tape_key(run), 2)
+    kernels = [kernel for segment in trace.segments for kernel in segment.kernels]
+    counted = run.model.shortened(4).flops_per_sequence(32)
+    assert sum(kernel[4] for kernel in kernels if kernel[1] == MATMUL) == 2 * counted.hardware(checkpointing)
+
+
+def test_fused_attention_computes_scores_again_and_keeps_no_scores():
+    settings = {"model": "gpt_tiny", "sequence_length": "64", "precision": "bf16", "strategy": "fsdp"}
+    eager = record(tape_key(config(**settings, model__attention="eager", hardware="a100_80gb")), 4)
+    fused = record(tape_key(config(**settings, hardware="a100_80gb")), 4)
+    attention = [kernel for segment in fused.segments for kernel in segment.kernels if kernel[1] == ATTENTION]
+    forward, backward = (
+        [kernel for kernel in attention if ("backward" in kernel[0]) == is_backward] for is_backward in (False, True)
+    )
+    assert len(forward) == len(backward) > 0
+    assert backward[0][4] * 2 == forward[0][4] * 5
+    allocated = [sum(size for segment in trace.segments if segment.phase == "forward" for size, _ in segment.changes)
+                 for trace in (eager, fused)]  # fmt: skip
+    assert allocated[0] > allocated[1]
+
+
+def test_fused_dropout_keeps_a_mask_of_bytes():
+    x = torch.ones(100, requires_grad=True)
+    with operators_of("cuda"):
+        y = torch.nn.functional.dropout(x, 0.5)
+        assert torch.nn.functional.dropout(x, 0.0) is x
+    assert y.grad_fn.name() == "NativeDropoutBackward0"
+    assert torch.nn.functional.dropout(x, 0.5).grad_fn.name() != "NativeDropoutBackward0"
+
+
+def test_the_recorder_follows_storages_not_tensors():
+    changes: list[int] = []
+    recorder = Recorder(lambda size, _: changes.append(size), lambda *_: None, on_cpu=False)
+    with FakeTensorMode(), recorder:
+        x = torch.empty(10)
+        view = x.view(2, 5)
+        y = view + 1
+        del x, view
+        assert changes == [40, 40, -40]
+        del y
+    assert changes == [40, 40, -40, -40]
+
+
+def test_kernels_carry_shape_flops_and_bytes():
+    found: list[tuple] = []
+    with FakeTensorMode(), Recorder(lambda *_: None, lambda *kernel: found.append(kernel), on_cpu=False):
+        a, b = torch.empty(4, 8), torch.empty(8, 16)
+        a @ b
+        a.expand(3, 4, 8) + 1
+    product, addition = found
+    assert product[0] == "mm"
+    assert product[3:] == ((1, 4, 16, 8, 0), 2 * 4 * 8 * 16, 4 * (32 + 128 + 64))
+    assert addition[0] == "add"
+    assert addition[5] == 4 * (32 + 96)  # an expanded operand is read once
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_flops_agree_with_torchs_counter(model):
+    """On the fake device a CPU run's math attention shows every product: the recorder adds up what torch counts."""
+    run = config(model=model, model__attention="eager")
+    total = []
+    counter = FlopCounterMode(display=False)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        counter,
+        Recorder(lambda *_: None, lambda *kernel: total.append(kernel[4]), on_cpu=False),
+    ):
+        module = run.model.build()
+        for owner in module.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                setattr(owner, name, torch.nn.Parameter(torch.empty(parameter.shape, device="cpu")))
+        batch = run.model.batch(2, 32, torch.Generator())
+        module(**batch.inputs)["logits"].sum().backward()
+    assert sum(total) == counter.get_total_flops() > 0
+
+
+def test_merging_pieces_adds_gradients_where_they_arrive():
+    run = config(model="gpt_tiny")
+    scene = next(
+        scene for scene, _ in composed_and_whole(run)[0] if scene.phase == "backward" and scene.place == (0, 0)
+    )
+    sizes = [1000.0 * (number + 1) for number in range(len(scene.pieces) - 1)]
+    one = merged(scene.pieces, sizes)
+    level, highest = 0.0, 0.0
+    for piece, size in zip(scene.pieces, [*sizes, 0.0], strict=True):
+        highest = max(highest, level + piece.peak)
+        level += piece.net + size
+        highest = max(highest, level)
+    assert one.peak == highest
+    assert one.net == pytest.approx(level - sum(sizes))
+    assert one.kernels == sum(piece.kernels for piece in scene.pieces)
+    assert one.seconds == pytest.approx(sum(piece.seconds for piece in scene.pieces))
+    assert np.isclose(one.lasting_net, sum(piece.lasting_net for piece in scene.pieces))

@@ -1,0 +1,252 @@
+"""What strategies say they store and send, against the arithmetic of the papers. Every strategy of the suite is asked."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+
+from bench.config import RunConfig, run_config
+from bench.errors import ImpossibleError
+from bench.planning.compose import composed
+from bench.simulate.layout import layout_of
+from bench.strategies.base import Strategy
+from bench.strategies.plan import PARAMETERS, REPLICAS, SHARDS, STAY, TOLD, WORLD, Plan, Setting, gradients_of
+
+VARIANTS: list[dict[str, Any]] = [
+    {"strategy": "single", "gpus": 1},
+    {"strategy": "ddp"},
+    {"strategy": "ddp", "strategy.gradient_as_bucket_view": False},
+    {"strategy": "fsdp"},
+    {"strategy": "fsdp", "strategy.sharding_factor": 1},
+    {"strategy": "fsdp", "strategy.sharding_factor": 4},
+    {"strategy": "fsdp", "strategy.reshard_after_forward": False},
+    {"strategy": "fsdp", "strategy.forward_prefetch": True, "strategy.backward_prefetch": False},
+    {"strategy": "fsdp1"},
+    {"strategy": "fsdp1", "strategy.sharding_factor": 1},
+    {"strategy": "fsdp1", "strategy.sharding_factor": 4, "strategy.backward_prefetch": "post"},
+    {"strategy": "fsdp1", "strategy.reshard_after_forward": False, "strategy.limit_all_gathers": False},
+]
+PRECISIONS = ("fp32", "bf16", "bf16_pure")
+
+
+class Notebook:
+    """A device that notes what a plan does."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[float, str]] = {}
+        self.sent: list[tuple[str, float, str]] = []
+        self.names: Counter[str] = Counter()
+        self.most = 0.0
+
+    def hold(self, name: str, size: float, part: str) -> None:
+        assert size >= 0
+        self.held[name] = (size, part)
+        self.most = max(self.most, self.total())
+
+    def grow(self, name: str, size: float, part: str) -> None:
+        self.hold(name, self.held.get(name, (0.0, part))[0] + size, part)
+
+    def release(self, name: str, *, after: str | None = None) -> None:
+        self.held.pop(name, None)
+
+    def copy(self, name: str, size: float) -> None:
+        assert size >= 0
+
+    def send(self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None) -> None:
+        self.sent.append((kind, size, group))
+        self.names[name] += 1
+
+    def wait(self, name: str) -> None:
+        assert self.names[name], f"waits for {name}, which was never sent"
+
+    def note_release(self) -> None:
+        pass
+
+    def throttle(self, most: int) -> None:
+        pass
+
+    def hooks(self, count: float = 1.0) -> None:
+        pass
+
+    def total(self) -> float:
+        return sum(size for size, _ in self.held.values())
+
+    def parts(self) -> dict[str, float]:
+        totals: dict[str, float] = defaultdict(float)
+        for size, part in self.held.values():
+            totals[part] += size
+        return totals
+
+    def volume(self, kind: str, group: str) -> float:
+        return sum(size for sent, size, to in self.sent if (sent, to) == (kind, group))
+
+
+def config(**settings: Any) -> RunConfig:
+    base = {"model": "gpt_mini", "gpus": 8, "hardware": "a100_80gb", "precision": "fp32", "sequence_length": 64}
+    return run_config(composed({key: str(value) for key, value in {**base, **settings}.items()}))
+
+
+def plan_of(run: RunConfig) -> tuple[Plan, Setting]:
+    layout = layout_of(run.model, 1, run.precision.scales_loss)
+    setting = Setting(
+        layout.units, run.precision, run.gpus, run.optimizer.states_per_parameter, run.gradient_accumulation
+    )
+    return run.strategy.plan(setting), setting
+
+
+def step(plan: Plan, setting: Setting, device: Notebook, *, micro_batches: int = 1, every: bool = False) -> None:
+    """The events of a step, without the model in between."""
+    root, *blocks = setting.units
+    for number in range(micro_batches):
+        plan.begin_micro_batch(device, synchronize=every or number == micro_batches - 1)
+        plan.before_forward(device, root)
+        for unit in blocks:
+            plan.before_forward(device, unit)
+            plan.after_forward(device, unit)
+        plan.after_forward(device, root)
+        plan.before_backward(device, root)
+        for unit in reversed(blocks):
+            plan.before_backward(device, unit)
+            gradients(plan, device, unit)
+            plan.after_backward(device, unit)
+        gradients(plan, device, root)
+        plan.after_backward(device, root)
+        plan.after_step_backward(device)
+    plan.after_optimizer(device)
+
+
+def gradients(plan: Plan, device: Notebook, unit: Any) -> None:
+    fate = plan.gradients(unit)
+    for parameter in reversed(unit.parameters):
+        if fate == STAY:
+            device.grow(gradients_of(unit), plan.gradient_bytes(parameter), "gradients")
+        elif fate == TOLD:
+            plan.gradient(device, unit, parameter)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_leaves_behind_what_it_found(variant, precision, micro_batches):
+    plan, setting = plan_of(config(**variant, precision=precision, gradient_accumulation=micro_batches))
+    device = Notebook()
+    plan.begin(device)
+    found = dict(device.held)
+    for _ in range(2):
+        step(plan, setting, device, micro_batches=micro_batches)
+        assert device.held == found
+    assert device.most >= device.total()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_communicating_after_every_micro_batch_leaves_nothing_behind_either(variant):
+    plan, setting = plan_of(config(**variant))
+    device = Notebook()
+    plan.begin(device)
+    found = dict(device.held)
+    step(plan, setting, device, micro_batches=2, every=True)
+    assert device.held == found
+
+
+def state_bytes(run: RunConfig) -> float:
+    plan, _ = plan_of(run)
+    device = Notebook()
+    plan.begin(device)
+    return device.total()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+@pytest.mark.parametrize("gpus", [8, 64, 512])
+def test_sharded_states_are_a_share_of_whole_ones(strategy, gpus):
+    """ZeRO-3 with Adam in fp32: parameters and two states, 12 bytes per parameter, over N ranks (gradients apart)."""
+    run = config(model="gpt_1b3", strategy=strategy, gpus=gpus)
+    expected = 12 * run.model.num_parameters / gpus
+    assert expected <= state_bytes(run) < 1.005 * expected + 2e6
+
+
+def test_replicated_states_and_buckets_are_16_bytes_per_parameter():
+    run = config(model="gpt_1b3", strategy="ddp")
+    assert state_bytes(run) == pytest.approx(16 * run.model.num_parameters, rel=1e-4)
+
+
+def sent(run: RunConfig) -> Notebook:
+    plan, setting = plan_of(run)
+    device = Notebook()
+    plan.begin(device)
+    step(plan, setting, device)
+    return device
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+def test_full_sharding_gathers_twice_and_reduces_once(strategy):
+    """Zhao et al. 2023, section 3.2.1: 3 M (W - 1) / W per GPU. The root is gathered once: backward needs it at once."""
+    run = config(strategy=strategy, gpus=8)
+    device, size = sent(run), 4 * run.model.num_parameters
+    root = 4 * sum(parameter.numel for parameter in layout_of(run.model, 1, False).units[0].parameters)
+    assert device.volume("all-gather", SHARDS) == pytest.approx(2 * size - root, rel=1e-3)
+    assert device.volume("reduce-scatter", SHARDS) == pytest.approx(size, rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+def test_keeping_parameters_until_backward_gathers_once(strategy):
+    run = config(strategy=strategy, **{"strategy.reshard_after_forward": False})
+    assert sent(run).volume("all-gather", SHARDS) == pytest.approx(4 * run.model.num_parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+def test_hybrid_sharding_sends_a_shard_across_nodes(strategy):
+    """Zhao et al. 2023: across hosts an all-reduce of M / G, with G GPUs per host."""
+    run = config(strategy=strategy, gpus=32, **{"strategy.sharding_factor": "node"})
+    device, size = sent(run), 4 * run.model.num_parameters
+    assert device.volume("all-reduce", REPLICAS) == pytest.approx(size / 8, rel=1e-3)
+    assert device.volume("reduce-scatter", SHARDS) == pytest.approx(size, rel=1e-3)
+
+
+@pytest.mark.parametrize(("strategy", "group"), [("ddp", WORLD), ("fsdp1", WORLD), ("fsdp", REPLICAS)])
+def test_replication_reduces_every_gradient_once(strategy, group):
+    run = config(strategy=strategy, **{"strategy.sharding_factor": 1})
+    device = sent(run)
+    assert device.volume("all-reduce", group) == pytest.approx(4 * run.model.num_parameters, rel=1e-3)
+    assert device.volume("all-gather", SHARDS) == 0
+
+
+def test_buckets_are_as_large_as_asked_for():
+    run = config(strategy="ddp", model="gpt_350m", **{"strategy.bucket_cap_mb": 50})
+    sizes = [size for _, size, _ in sent(run).sent]
+    assert min(sizes[1:-1]) >= 50 * 2**20
+    assert sizes[0] >= 2**20
+    assert len(sizes) == pytest.approx(4 * run.model.num_parameters / (50 * 2**20), rel=0.3)
+
+
+def test_gradients_reduced_in_another_format_are_sent_in_it():
+    run = config(strategy="ddp", precision="bf16", **{"precision.reduce": "bf16"})
+    assert sent(run).volume("all-reduce", WORLD) == pytest.approx(2 * run.model.num_parameters, rel=1e-3)
+    run = config(strategy="fsdp", precision="bf16")
+    device = sent(run)
+    assert device.volume("reduce-scatter", SHARDS) == pytest.approx(4 * run.model.num_parameters, rel=1e-3)
+
+
+def test_without_communication_nothing_is_sent():
+    plan, setting = plan_of(config(strategy="fsdp", gradient_accumulation=4))
+    device = Notebook()
+    plan.begin(device)
+    plan.begin_micro_batch(device, synchronize=False)
+    before = device.parts()
+    step(plan, setting, device, micro_batches=4)
+    assert device.volume("reduce-scatter", SHARDS) == pytest.approx(4 * config().model.num_parameters, rel=1e-3)
+    assert before[PARAMETERS] > 0
+
+
+def test_a_strategy_without_a_plan_says_so():
+    class Unplanned(Strategy):
+        def effective(self, world_size: int) -> str:
+            return "unplanned"
+
+        def wrap(self, model: Any, job: Any) -> Any:
+            return model
+
+    _, setting = plan_of(config())
+    with pytest.raises(ImpossibleError, match="states no plan"):
+        Unplanned("unplanned", 1).plan(setting)
