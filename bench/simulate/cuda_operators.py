@@ -1,9 +1,13 @@
-"""The fused attention of CUDA devices, for traces made where there is none.
+"""Operators that CUDA devices have and CPUs lack, for traces made where there is no such device.
 
-On fake tensors of the CPU, SDPA chooses the CPU's kernels. What a GPU would allocate and compute instead is stated
-here: FlashAttention without a mask in 16 bits, the memory-efficient kernel otherwise. Both keep the output and one
-number per row of scores for backward, which computes the scores again (Dao et al. 2022, arXiv:2205.14135, algorithms 2
-and 4). A bias that needs a gradient gets one of the full size of the scores.
+On fake tensors of the CPU, torch chooses the CPU's kernels. What a GPU would allocate and compute instead is stated
+here.
+
+Fused attention: FlashAttention without a mask in 16 bits, the memory-efficient kernel otherwise. Both keep the output
+and one number per row of scores for backward, which computes the scores again (Dao et al. 2022, arXiv:2205.14135,
+algorithms 2 and 4). A bias that needs a gradient gets one of the full size of the scores.
+
+Fused dropout: one kernel that keeps a mask of one byte per element (``native_dropout``).
 """
 
 from __future__ import annotations
@@ -101,13 +105,18 @@ def _attention(
     return _FusedAttention.apply(query, key, value, attn_mask, is_causal)
 
 
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """As `torch.nn.functional.dropout`."""
+    return torch.native_dropout(input, p, training)[0] if p and training else input
+
+
 @contextlib.contextmanager
-def fused_attention(device: str) -> Iterator[None]:
-    """Within, SDPA allocates and computes as on `device`: cpu leaves it alone."""
-    original = functional.scaled_dot_product_attention
+def operators_of(device: str) -> Iterator[None]:
+    """Within, attention and dropout allocate and compute as on `device`: cpu leaves them alone."""
+    attention, dropout = functional.scaled_dot_product_attention, functional.dropout
     if device == "cuda":
-        functional.scaled_dot_product_attention = _attention
+        functional.scaled_dot_product_attention, functional.dropout = _attention, _dropout
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = original
+        functional.scaled_dot_product_attention, functional.dropout = attention, dropout

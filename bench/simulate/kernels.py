@@ -32,8 +32,8 @@ class Kernels:
     """Shape (kernels, 5). MATMUL: batch, m, n, k, 0. ATTENTION: batch, heads, queries, keys, head dimension.
     MEMORY: zeros."""
     flops: Floats
-    """Of matrix products, a multiply-add counting 2; of fused attention what the kernel executes: forward 2 products over
-    the scores, backward 5, half of each if causal."""
+    """Of matrix products, a multiply-add counting 2; of fused attention what the kernel executes: forward 2 products
+    over the scores, backward 5, half of each if causal."""
     bytes_moved: Floats
     """Bytes of operands read and results written, each once."""
 

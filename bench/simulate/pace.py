@@ -13,6 +13,7 @@ from bench.precision import Precision
 from bench.simulate.cost import kernel_seconds
 from bench.simulate.kernels import Floats, Kernels, joined
 from bench.simulate.machine import Machine, Pace
+from bench.simulate.memory import is_degraded
 from bench.simulate.network import Group, collective_seconds
 from bench.simulate.prediction import MemoryPrediction, Range, TimePrediction
 from bench.simulate.step import Update
@@ -91,7 +92,7 @@ def time_of(config: RunConfig, machine: Machine, memory: MemoryPrediction) -> Ti
     if config.hardware.speeds is None or config.hardware.memory_bandwidth_gb_s is None:
         return None
     elapsed, spent = machine.elapsed, machine.spent
-    degraded = memory.capacity is not None and memory.reserved.value > memory.capacity
+    degraded = is_degraded(memory)
     parts = {
         "compute": spent["compute"],
         "network": spent["exposed"],

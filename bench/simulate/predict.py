@@ -132,7 +132,7 @@ def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
         update=pace.update_of(config, plan.updated),
     )
-    predicted = memory.memory_of(config, machine)
+    predicted = memory.memory_of(config, machine, across_streams=plan.frees_across_streams)
     return Prediction(predicted, pace.time_of(config, machine, predicted))
 
 

@@ -109,7 +109,7 @@ def to_plain(prediction: Prediction) -> dict[str, Any]:
 
 def from_plain(plain: dict[str, Any]) -> Prediction:
     """The other way round."""
-    memory = {
+    memory: dict[str, Any] = {
         name: Range(**value) if name in ("allocated", "active", "reserved", "device_used") else value
         for name, value in plain["memory"].items()
     }
