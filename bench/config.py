@@ -22,8 +22,20 @@ from bench.strategies import Strategy, load_strategy
 from bench.training.optimizer import OptimizerConfig
 from bench.typed import kind_of, type_hints, typed
 
-MODES = {"measure": "measured"}
+MODES = {"measure": "measured", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
+
+CANNOT_CHANGE = {
+    "measure": (("requested",), ("hardware", "sources"), ("hardware", "speeds")),
+    "predict": (("requested",), ("hardware", "sources"), ("measurement",), ("seed",), ("repeat",)),
+}
+"""What is no part of a run's identity, since it cannot change the result: how a strategy's knobs were asked for, where
+the hardware's numbers were read; of a measurement what is believed about the hardware's speed, and of a prediction how
+a run would be timed."""
+
+ADDED = {"optimizer": {"keep_gradients": False}}
+"""Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
+that what was measured before is still the same run."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,11 @@ class RunConfig:
         return MODES[self.mode]
 
     @property
+    def predicted(self) -> bool:
+        """Whether nothing runs."""
+        return self.mode == "predict"
+
+    @property
     def label(self) -> str:
         """The run in a few words, for progress and messages."""
         strategy = self.strategy.effective(self.gpus)
@@ -112,18 +129,19 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The complete resolved configuration as plain values."""
-        values = dataclasses.asdict(self)
-        del values["requested"]
-        return values
+        return {name: _plain(value) for name, value in _fields(self).items() if name != "requested"}
 
     @functools.cached_property
     def run_id(self) -> str:
-        """Hash of the complete resolved configuration: 16 hexadecimal digits.
-
-        Where the hardware's numbers were read (`hardware.sources`) is no part of it.
-        """
+        """Hash of the complete resolved configuration without what `CANNOT_CHANGE` it: 16 hexadecimal digits."""
         values = {**_fields(self), "hardware": _fields(self.hardware)}
-        del values["requested"], values["hardware"]["sources"]
+        for *sections, name in CANNOT_CHANGE[self.mode]:
+            (values[sections[0]] if sections else values).pop(name, None)
+        for section, knobs in ADDED.items():
+            values[section] = _fields(values[section])
+            for name, before in knobs.items():
+                if values[section][name] == before:
+                    del values[section][name]
         text = json.dumps(values, sort_keys=True, separators=(",", ":"), default=_fields)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -131,6 +149,15 @@ class RunConfig:
 def _fields(section: Any) -> dict[str, Any]:
     """Fields of a dataclass as they are: `dataclasses.asdict` copies every value, which takes as long as all else."""
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+
+
+def _plain(value: Any) -> Any:
+    """What `dataclasses.asdict` comes to, in a third of its time: only containers are copied."""
+    if dataclasses.is_dataclass(value):
+        return {name: _plain(inner) for name, inner in _fields(value).items()}
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def run_config(raw: dict[str, Any]) -> RunConfig:

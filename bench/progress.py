@@ -13,39 +13,53 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.config import RunConfig
+from bench.outlook import Expectation, duration, summary
+from bench.planning.compose import as_text
 from bench.planning.plan import Plan
 from bench.planning.request import Request
 from bench.records import Record
 from bench.records.schema import FINISHED
 
-STYLES = {"ok": "green", "oom": "yellow", "error": "red", "timeout": "red", "preempted": "magenta", "lost": "red"}
+STYLES = {
+    "ok": "green",
+    "oom": "yellow",
+    "error": "red",
+    "timeout": "red",
+    "preempted": "magenta",
+    "skipped": "yellow",
+    "lost": "red",
+}
+
+MOST_RICH_LINES = 300
+
+VERDICTS = {"fits": "green", "too close to call": "magenta", "does not fit": "yellow"}
+
+NONE_EXPECTED: Mapping[str, Expectation] = {}
+
+EXPECTED = ("fit", "reserved GiB", "takes", "GPU-hours")
+"""What a dry run says of each run: `takes` includes what comes before the first step."""
 
 IDENTITY = ("model", "strategy", "precision", "ranks x batch", "limit")
 
 
-def plan_table(request: Request, plan: Plan, *, details: bool) -> RenderableType:
-    """The plan: one line, and with `details` every run and why some cannot run."""
-    total = len(plan.to_run) + len(plan.done) + len(plan.underway)
-    line = Text(f"Sweep {request.sweep}: {total} runs, {len(plan.done)} done, {len(plan.to_run)} to run")
+def plan_table(
+    request: Request, plan: Plan, *, details: bool, expected: Mapping[str, Expectation] = NONE_EXPECTED
+) -> RenderableType:
+    """The plan: one line, and with `details` every run, what is expected of it, and why some cannot run."""
+    line = Text(f"Sweep {request.sweep}: {plan.size} runs, {len(plan.done)} done, {len(plan.to_run)} to run")
     if plan.underway:
         line.append(f", {len(plan.underway)} queued or running on a cluster")
+    if plan.skipped:
+        line.append(f", {len(plan.skipped)} skipped: predicted not to fit")
     if plan.impossible:
         line.append(f", {len(plan.impossible)} impossible")
     parts: list[RenderableType] = [line]
-    if plan.shapes and request.cluster["launcher"] == "local":
+    if plan.shapes and request.executes and request.cluster["launcher"] == "local":
         shapes = [f"{count} x {gpus} rank{'s' if gpus > 1 else ''}" for (_, gpus), count in sorted(plan.shapes.items())]
         parts.append(Text(f"Shapes on one machine: {', '.join(shapes)}"))
     if details:
-        table = _table("run", *IDENTITY, "state")
-        for config in plan.to_run:
-            table.add_row(Text(config.run_id, style="dim"), *_identity(config), Text("to run"))
-        for config, status in plan.done:
-            table.add_row(
-                Text(config.run_id, style="dim"), *_identity(config), Text(f"done: {status}", style=STYLES[status])
-            )
-        for config, words in plan.underway:
-            table.add_row(Text(config.run_id, style="dim"), *_identity(config), Text(words, style="cyan"))
-        parts.append(table)
+        parts.append(_plan_details(plan, expected))
+    parts += [Text(sentence) for sentence in summary(request, plan, expected)]
     if plan.impossible:
         reasons: dict[str, int] = {}
         for _, reason in plan.impossible:
@@ -56,14 +70,80 @@ def plan_table(request: Request, plan: Plan, *, details: bool) -> RenderableType
     return Group(*parts)
 
 
-def _table(*columns: str, title: str | None = None, numbers: Sequence[str] = ()) -> Table:
-    table = Table(box=None, title=title, title_justify="left", pad_edge=False)
-    for name in columns:
-        table.add_column(name, no_wrap=True, justify="right" if name in numbers else "left")
+def _plan_details(plan: Plan, expected: Mapping[str, Expectation]) -> Lines:
+    """A line per run: what it is, what is expected of it, and its state."""
+    states: list[tuple[RunConfig, Text]] = [
+        *((config, Text("to predict" if config.predicted else "to run")) for config in plan.to_run),
+        *((config, Text("skipped", style=STYLES["skipped"])) for config, _ in plan.skipped),
+        *((config, Text(f"done: {status}", style=STYLES[status])) for config, status in plan.done),
+        *((config, Text(words, style="cyan")) for config, words in plan.underway),
+    ]
+    differences = _differences([config for config, _ in states])
+    table = Lines("run", *IDENTITY, "settings", *EXPECTED, "state", numbers=EXPECTED[1:])
+    for config, state in states:
+        cells = [differences[config.run_id], *_foreseen(expected.get(config.run_id))]
+        table.add_row(Text(config.run_id, style="dim"), *_identity(config), *cells, state)
     return table
 
 
-def _identity(config: RunConfig) -> list[RenderableType]:
+def _foreseen(expectation: Expectation | None) -> list[str | Text]:
+    if expectation is None:
+        return ["", "", "", ""]
+    memory = expectation.memory
+    return [
+        verdict(memory.verdict if memory else None),
+        f"{memory.reserved.value / 2**30:,.1f}" if memory else "",
+        duration(expectation.seconds),
+        f"{expectation.gpu_hours:,.2f}",
+    ]
+
+
+def verdict(words: str | None) -> Text:
+    """fits, too close to call or does not fit, in its colour."""
+    return Text(words or "", style=VERDICTS.get(words or "", ""))
+
+
+class Lines:
+    """A table. Long ones are plain text: rich takes a second for a thousand lines."""
+
+    def __init__(self, *columns: str, title: str | None = None, numbers: Sequence[str] = ()) -> None:
+        self._title, self._columns, self._numbers = title, columns, numbers
+        self._rows: list[tuple[str | Text, ...]] = []
+
+    def add_row(self, *cells: str | Text) -> None:
+        """Add a line; cells that are missing at its end stay empty."""
+        self._rows.append((*cells, *[""] * (len(self._columns) - len(cells))))
+
+    def __rich__(self) -> RenderableType:
+        """What rich prints."""
+        self._without_empty()
+        return self._rich() if len(self._rows) <= MOST_RICH_LINES else Text(self._plain(), no_wrap=True)
+
+    def _without_empty(self) -> None:
+        """Leave out the columns in which no line says anything."""
+        kept = [place for place, _ in enumerate(self._columns) if any(str(row[place]) for row in self._rows)]
+        if self._rows:
+            self._columns = tuple(self._columns[place] for place in kept)
+            self._rows = [tuple(row[place] for place in kept) for row in self._rows]
+
+    def _rich(self) -> Table:
+        table = Table(box=None, title=self._title, title_justify="left", pad_edge=False)
+        for name in self._columns:
+            wraps = name == "settings"
+            table.add_column(name, no_wrap=not wraps, justify="right" if name in self._numbers else "left")
+        for row in self._rows:
+            table.add_row(*row)
+        return table
+
+    def _plain(self) -> str:
+        rows = [self._columns, *(tuple(map(str, row)) for row in self._rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = [">" if name in self._numbers else "<" for name in self._columns]
+        pattern = "  ".join(f"{{:{side}{width}}}" for side, width in zip(aligned, widths, strict=True))
+        return "\n".join([*([self._title] if self._title else []), *(pattern.format(*row).rstrip() for row in rows)])
+
+
+def _identity(config: RunConfig) -> list[str | Text]:
     strategy = config.strategy.effective(config.gpus)
     limit = config.hardware.memory_limit_gib
     return [
@@ -75,16 +155,47 @@ def _identity(config: RunConfig) -> list[RenderableType]:
     ]
 
 
+def _differences(configs: Sequence[RunConfig]) -> dict[str, str]:
+    """By run_id, the settings that no other column tells apart: ``activation_checkpointing=full``."""
+    settings = {config.run_id: _settings(config) for config in configs}
+    values: dict[str, set[Any]] = {}
+    for found in settings.values():
+        for name, value in found.items():
+            values.setdefault(name, set()).add(value)
+    return {
+        run_id: " ".join(
+            f"{name.rpartition('.')[2].removeprefix('activation_')}={as_text(value)}"
+            for name, value in found.items()
+            if len(values[name]) > 1
+        )
+        for run_id, found in settings.items()
+    }
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Settings of the run and knobs of its strategy that `_identity` does not show."""
+    scalars = {name: value for name, value in vars(config).items() if isinstance(value, (int, str))}
+    told = ("mode", "gpus", "gpus_per_node", "batch_size_per_gpu", "run_id")
+    knobs = {name: value for name, value in vars(config.strategy).items() if name not in ("name", "sharding_factor")}
+    return {
+        **{name: value for name, value in scalars.items() if name not in told},
+        **{f"{config.strategy.name}.{name}": value for name, value in knobs.items()},
+    }
+
+
 def result_table(configs: Sequence[RunConfig], found: Mapping[str, Record | None]) -> RenderableType:
     """A line per run: what it was and what it measured."""
     on_cpu = all(config.hardware.device == "cpu" for config in configs)
     unit, factor = ("GFLOP/s", 1000) if on_cpu else ("TFLOP/s", 1)
     figures = ("ms/step", unit, "peak MiB")
-    table = _table(*IDENTITY, "status", *figures, title="Results (speed and memory per rank)", numbers=figures)
+    differences = _differences(configs)
+    title = "Results (speed and memory per rank)"
+    table = Lines(*IDENTITY, "settings", "status", *figures, title=title, numbers=figures)
     for config in configs:
         record = found[config.run_id]
         status = record["status"] if record else "no row"
-        table.add_row(*_identity(config), Text(status, style=STYLES.get(status, "red")), *_figures(record, factor))
+        cells = [*_identity(config), differences[config.run_id]]
+        table.add_row(*cells, Text(status, style=STYLES.get(status, "red")), *_figures(record, factor))
     return table
 
 
@@ -101,9 +212,53 @@ def _figures(record: Record | None, factor: int) -> list[str]:
     ]
 
 
+def prediction_table(configs: Sequence[RunConfig], found: Mapping[str, Record]) -> RenderableType:
+    """A line per prediction: will it fit, how fast will it be, what limits it."""
+    on_cpu = all(config.hardware.device == "cpu" for config in configs)
+    unit, size = ("MiB", 2**20) if on_cpu else ("GiB", 2**30)
+    numbers = ("ms/step", "TFLOP/s", f"peak {unit}", f"reserved {unit}")
+    title = "Predictions (speed and memory per rank; nothing ran)"
+    differences = _differences(configs)
+    table = Lines(*IDENTITY, "settings", "fit", *numbers, "limited by", title=title, numbers=numbers)
+    for config in configs:
+        record = found[config.run_id]
+        cells = [*_identity(config), differences[config.run_id]]
+        if record["status"] not in FINISHED:
+            table.add_row(*cells, Text(record["status"], style="red"))
+            continue
+        limited = (record.get("limited_by") or "") + (", degraded" if record.get("degraded") else "")
+        table.add_row(
+            *cells,
+            verdict(record.get("fit")),
+            _shown(record.get("step_time_median_s"), 1e3),
+            _shown(record.get("tflops_per_gpu"), 1),
+            _shown(record.get("peak_allocated_bytes"), 1 / size),
+            _shown(record.get("peak_reserved_bytes"), 1 / size),
+            Text(limited),
+        )
+    untold: dict[str, int] = {}
+    for record in found.values():
+        if record["status"] not in FINISHED:
+            untold[record["error"]] = untold.get(record["error"], 0) + 1
+    return Group(table, *(Text(f"Not predicted ({n}): {why}", style="red") for why, n in untold.items()))
+
+
+def _shown(value: float | None, factor: float) -> str:
+    return "" if value is None else f"{value * factor:,.1f}"
+
+
+def batch_table(sizes: Sequence[tuple[RunConfig, int | None, int | None]]) -> RenderableType:
+    """A line per predicted search: the largest batch that surely fits, and the largest that may."""
+    columns = ("largest batch", "perhaps")
+    table = Lines(*IDENTITY, *columns, title="Largest batch per rank that is predicted to fit", numbers=columns)
+    for config, surely, perhaps in sizes:
+        table.add_row(*_identity(config), *("none" if size is None else str(size) for size in (surely, perhaps)))
+    return table
+
+
 def search_table(sizes: Sequence[tuple[RunConfig, int | None]]) -> RenderableType:
     """A line per search: the largest batch that fits."""
-    table = _table(*IDENTITY, "largest batch", title="Largest batch per rank that fits", numbers=["largest batch"])
+    table = Lines(*IDENTITY, "largest batch", title="Largest batch per rank that fits", numbers=["largest batch"])
     for config, size in sizes:
         table.add_row(*_identity(config), Text("none, or not found" if size is None else str(size)))
     return table

@@ -35,12 +35,6 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
     steps = slowest_rank([sample.step_times_s for sample in samples])
     step_time_s = median(steps)
     low, high = median_interval(steps)
-    sequences = config.batch_size_per_gpu * config.gradient_accumulation
-    count = config.model.flops_per_sequence(config.sequence_length)
-    model_flops = sequences * count.model
-    hardware_flops = sequences * count.hardware(config.activation_checkpointing)
-    tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
-    peak = config.hardware.peak_tflops.get(config.precision.peak)
     losses = [sum(losses) / len(losses) for losses in zip(*(sample.losses for sample in samples), strict=True)]
     retries = sum(sample.peaks.alloc_retries for sample in samples)
     skipped = max(sample.skipped_steps for sample in samples)
@@ -48,12 +42,7 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
     device_used = [sample.peaks.device_used for sample in samples if sample.peaks.device_used is not None]
     exposed = [sample.exposed_communication for sample in samples if sample.exposed_communication is not None]
     return {
-        "tflops_per_gpu": tflops,
-        "hardware_tflops_per_gpu": hardware_tflops,
-        "mfu": tflops / peak if peak else None,
-        "hfu": hardware_tflops / peak if peak else None,
-        "tokens_per_second_per_gpu": sequences * config.model.tokens_per_sequence(config.sequence_length) / step_time_s,
-        "step_time_median_s": step_time_s,
+        **speed_row(config, step_time_s),
         "step_time_p95_s": percentile(steps, 0.95),
         "step_time_ci_low_s": low,
         "step_time_ci_high_s": high,
@@ -69,6 +58,24 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
         "exposed_communication": max(exposed, default=None),
         "final_loss": losses[-1],
         "losses": losses,
+    }
+
+
+def speed_row(config: RunConfig, step_time_s: float) -> Record:
+    """The columns that follow from the time of a step."""
+    sequences = config.batch_size_per_gpu * config.gradient_accumulation
+    count = config.model.flops_per_sequence(config.sequence_length)
+    model_flops = sequences * count.model
+    hardware_flops = sequences * count.hardware(config.activation_checkpointing)
+    tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
+    peak = config.hardware.peak_tflops.get(config.precision.peak)
+    return {
+        "tflops_per_gpu": tflops,
+        "hardware_tflops_per_gpu": hardware_tflops,
+        "mfu": tflops / peak if peak else None,
+        "hfu": hardware_tflops / peak if peak else None,
+        "tokens_per_second_per_gpu": sequences * config.model.tokens_per_sequence(config.sequence_length) / step_time_s,
+        "step_time_median_s": step_time_s,
         "flops": {"model": model_flops, "hardware": hardware_flops},
     }
 

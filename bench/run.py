@@ -24,6 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         device = detect()
         request = read_request([*options.overrides, "sweep=adhoc"], multirun=False, device=device)
+        if not request.executes:
+            raise UsageError("mode=predict executes nothing: predict with python -m bench.sweep or bench.predict.")
         plan = make_plan(request.points, request.store, force=True, check=LocalLauncher(request.cluster, device).check)
         if plan.impossible:
             raise UsageError(plan.impossible[0][1])

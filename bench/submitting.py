@@ -37,7 +37,7 @@ def arrays_table(launcher: SlurmLauncher, arrays: Sequence[Array]) -> Renderable
     expected, most = sum(array.gpu_hours for array in arrays), sum(array.most_gpu_hours for array in arrays)
     lines = [
         f"{sum(len(array.entries) for array in arrays)} runs in {len(arrays)} arrays, {at_once}{shared}: "
-        f"about {expected:,.2f} GPU-hours by a rough estimate, at most {most:,.2f}.",
+        f"about {expected:,.2f} GPU-hours, at most {most:,.2f}.",
         "sbatch: " + " ".join(_options(profile)),
     ]
     if launcher.unasked is not None:

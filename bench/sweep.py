@@ -24,9 +24,13 @@ from bench.launch.slurm.launcher import SlurmLauncher
 from bench.launch.slurm.queue import SlurmError
 from bench.launch.stop import StopSignal
 from bench.launch.task import Task, largest_batch
+from bench.outlook import look_ahead, write_skipped
+from bench.planning.forecast import Untold, forecasts
 from bench.planning.plan import Plan, make_plan
 from bench.planning.request import Request, read_request
-from bench.progress import Progress, plan_table, result_table, search_table
+from bench.predicting import Predictor, largest_batches, refuse_unpredictable
+from bench.progress import Progress, batch_table, plan_table, prediction_table, result_table, search_table
+from bench.records import Record
 from bench.records.schema import FINISHED
 from bench.submitting import arrays_table, scripts, submitted_text
 
@@ -38,6 +42,9 @@ others are sweep=NAME, one for every file under conf/sweep. dry_run=true shows t
 
 
 WIDTH_WITHOUT_TERMINAL = 140
+
+MOST_REPORTED = 1000
+"""Runs of a sweep up to which its report is drawn without being asked for."""
 
 ROW_BYTES = 256 * 1024
 """Of the largest rows; a store with less space is refused."""
@@ -59,23 +66,27 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         device = detect()
         request = read_request(options.overrides, multirun=options.multirun, device=device)
-        launcher = _launcher(request, device)
+        launcher = _launcher(request, device) if request.executes else None
         # A search starts from what is recorded of it, not from whether its first try is.
         everything = request.force or request.search != "none"
         plan = make_plan(request.points, request.store, force=everything, check=_checks(request, launcher))
         if not request.dry_run:
             _refuse_the_impossible(plan)
             _refuse_unwritable(request.store)
+        predictor = _predict(request, plan, console)
         if isinstance(launcher, SlurmLauncher):
             return _submit(request, plan, launcher, console)
-        _set_aside(request, plan)
+        if launcher is not None:
+            _set_aside(request, plan)
+        with _saying(console, "predicting"):
+            expected = look_ahead(request, plan)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    console.print(plan_table(request, plan, details=request.dry_run))
+    console.print(plan_table(request, plan, details=request.dry_run, expected=expected))
     if request.dry_run:
         return 0
-    return _carry_out(request, plan, launcher, console)
+    return _carry_out(request, plan, launcher, predictor, console)
 
 
 def _launcher(request: Request, device: Device) -> LocalLauncher | SlurmLauncher:
@@ -86,6 +97,30 @@ def _launcher(request: Request, device: Device) -> LocalLauncher | SlurmLauncher
         SlurmLauncher.check_store(request.store)
         return SlurmLauncher(request.cluster, dry_run=request.dry_run)
     raise bad_value("cluster.launcher", kind, ["local", "slurm"])
+
+
+def _saying(console: Console, words: str) -> contextlib.AbstractContextManager[object]:
+    """Say on a terminal what takes its time."""
+    return console.status(words) if console.is_terminal else contextlib.nullcontext()
+
+
+def _predict(request: Request, plan: Plan, console: Console) -> Predictor:
+    """Predict what is to be predicted, so that its rows are there.
+
+    Raises
+    ------
+    UsageError
+        If nothing at all of what was asked for can be predicted.
+    """
+    predictor = Predictor(request.store, request.sweep, force=request.force, found=plan.found)
+    runs = [config for config in plan.to_run if config.predicted]
+    if runs and not request.dry_run:
+        with _saying(console, f"predicting {len(runs)} runs"):
+            told = forecasts(runs)
+            if len(runs) == plan.size and all(isinstance(one, Untold) and one.refused for one in told):
+                raise UsageError(_none_can(len(runs), [one.reason for one in told if isinstance(one, Untold)]))
+            predictor.rows(runs)
+    return predictor
 
 
 def _set_aside(request: Request, plan: Plan) -> None:
@@ -110,14 +145,18 @@ def _submit(request: Request, plan: Plan, launcher: SlurmLauncher, console: Cons
         if not request.dry_run:  # what is queued must not change between looking and submitting
             stack.enter_context(ledger.submitting(request.store))
         _set_aside(request, plan)
+        expected = look_ahead(request, plan)
         name = ledger.new_name()
+        forecasts([task.config for task in _tasks(request, plan)])  # all at once: each array asks for its own
         batches = launcher.batches(_tasks(request, plan), request.store, name)
-        console.print(plan_table(request, plan, details=request.dry_run))
+        console.print(plan_table(request, plan, details=request.dry_run, expected=expected))
         if batches:
             console.print(arrays_table(launcher, [batch.array for batch in batches]))
         if request.show_script:
             for text in scripts(launcher, batches, request.store, name):
                 print(text)
+        if not request.dry_run:
+            write_skipped(request, plan, "slurm")
         if not request.dry_run and batches:
             submission = launcher.submit(batches, request.store, request.sweep, name)
             console.print(submitted_text(submission, request.store), soft_wrap=True)
@@ -125,61 +164,105 @@ def _submit(request: Request, plan: Plan, launcher: SlurmLauncher, console: Cons
 
 
 def _tasks(request: Request, plan: Plan) -> list[Task]:
-    return [Task(config, force=request.force, search=request.search == "largest_batch") for config in plan.to_run]
+    search = request.search == "largest_batch"
+    return [Task(config, force=request.force, search=search) for config in plan.to_run if not config.predicted]
 
 
-def _carry_out(request: Request, plan: Plan, launcher: LocalLauncher, console: Console) -> int:
+def _carry_out(
+    request: Request, plan: Plan, launcher: LocalLauncher | None, predictor: Predictor, console: Console
+) -> int:
     tasks = _tasks(request, plan)
-    with StopSignal() as stop, Progress(console, len(tasks)) as progress:
-        if tasks:
-            launcher.launch(tasks, request.store, request.sweep, stop, progress.handle)
+    stopped = None
+    if launcher is not None:
+        write_skipped(request, plan, "local")
+        with StopSignal() as stop, Progress(console, len(tasks)) as progress:
+            if tasks:
+                launcher.launch(tasks, request.store, request.sweep, stop, progress.handle)
+        stopped = stop.received
     everything = [*(config for config, _ in plan.done), *plan.to_run]
-    found = {config.run_id: records.latest(request.store, config.run_id) for config in everything}
-    if request.search == "largest_batch":
+    predicted = [config for config in everything if config.predicted]
+    executed = [config for config in everything if not config.predicted]
+    found = {config.run_id: records.latest(request.store, config.run_id) for config in executed}
+    foretold = {config.run_id: row for config, row in zip(predicted, predictor.rows(predicted), strict=True)}
+    if predicted:
+        _show_predictions(request, predicted, foretold, predictor, console)
+    if request.search == "largest_batch" and executed:
         sizes = [
             (config, largest_batch(config, lambda tried: records.latest(request.store, tried.run_id)))
-            for config in everything
+            for config in executed
         ]
         console.print(search_table(sizes))
-    else:
-        console.print(result_table(everything, found))
-    if stop.received:
-        console.print(f"Stopped by {stop.received}: the same command goes on where this one ended.")
+    elif executed or not predicted:
+        console.print(result_table(executed, found))
+    if stopped:
+        console.print(f"Stopped by {stopped}: the same command goes on where this one ended.")
         return 1
-    if request.report and any(found.values()):
-        from bench.reporting import build
-
-        page = build(request.store, request.store / "report")
-        console.print(f"Report: {page}", soft_wrap=True)
+    if request.report and any((*found.values(), *foretold.values())):
+        _report(request.store, len(everything), console)
     complete = all(record is not None and record["status"] in FINISHED for record in found.values())
-    return 0 if complete or request.search != "none" else 1
+    answered = all(row["status"] in (*FINISHED, "skipped") for row in foretold.values())
+    return 0 if (complete or request.search != "none") and answered else 1
 
 
-def _checks(request: Request, launcher: LocalLauncher | SlurmLauncher) -> Callable[[RunConfig], None]:
+def _report(store: Path, runs: int, console: Console) -> None:
+    if runs > MOST_REPORTED:
+        console.print(f"No report of {runs} runs, which takes minutes: python -m bench.report {store}", soft_wrap=True)
+        return
+    from bench.reporting import build
+
+    console.print(f"Report: {build(store, store / 'report')}", soft_wrap=True)
+
+
+def _show_predictions(
+    request: Request, configs: list[RunConfig], rows: dict[str, Record], predictor: Predictor, console: Console
+) -> None:
+    if request.search != "largest_batch":
+        console.print(prediction_table(configs, rows))
+        return
+    with _saying(console, "searching"):
+        sizes = largest_batches(configs, predictor)
+    console.print(batch_table([(config, *pair) for config, pair in zip(configs, sizes, strict=True)]))
+
+
+def _checks(request: Request, launcher: LocalLauncher | SlurmLauncher | None) -> Callable[[RunConfig], None]:
     """What every run must pass: raises `ImpossibleError` where it cannot be carried out as asked."""
 
     def check(config: RunConfig) -> None:
-        launcher.check(config)
-        bounded = config.hardware.device != "cpu" or config.hardware.memory_limit_gib is not None
-        if request.search != "none" and not bounded:
+        if launcher is None or config.predicted:
+            refuse_unpredictable(config)
+        else:
+            launcher.check(config)
+        if request.search != "none" and not _bounded(config):
             raise ImpossibleError(
-                f"search={request.search} on a CPU needs hardware.memory_limit_gib: without one it would take all the "
-                "memory of this machine."
+                f"search={request.search} {_unbounded(config)} needs hardware.memory_limit_gib: without one "
+                + ("nothing says what fits." if config.predicted else "it would take all the memory of this machine.")
             )
 
     return check
 
 
+def _bounded(config: RunConfig) -> bool:
+    """Whether something says, or finds out, how much memory there is."""
+    if config.hardware.memory_limit_gib is not None:
+        return True
+    return config.hardware.memory_gb is not None if config.predicted else config.hardware.device != "cpu"
+
+
+def _unbounded(config: RunConfig) -> str:
+    return "on a CPU" if config.hardware.device == "cpu" else f"with hardware={config.hardware.name}"
+
+
 def _refuse_the_impossible(plan: Plan) -> None:
     """Raise `UsageError` if nothing at all of what was asked for can run."""
-    if plan.impossible and not (plan.to_run or plan.done or plan.underway):
-        reasons = list(dict.fromkeys(reason for _, reason in plan.impossible))
-        more = (
-            f" ({len(reasons) - 1} further reasons: see dry_run=true on a part of the sweep.)"
-            if len(reasons) > 1
-            else ""
-        )
-        raise UsageError(f"None of the {len(plan.impossible)} run(s) asked for can run. {reasons[0]}{more}")
+    if plan.impossible and not plan.size:
+        raise UsageError(_none_can(len(plan.impossible), [reason for _, reason in plan.impossible]))
+
+
+def _none_can(runs: int, reasons: list[str]) -> str:
+    """The sentence for a sweep of which nothing is possible."""
+    first, *others = dict.fromkeys(reasons)
+    more = f" ({len(others)} further reasons: see dry_run=true on a part of the sweep.)" if others else ""
+    return f"None of the {runs} run(s) asked for can run. {first}{more}"
 
 
 def _refuse_unwritable(store: Path) -> None:

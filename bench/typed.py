@@ -40,21 +40,60 @@ def typed(key: str, cls: type, values: dict[str, Any]) -> Any:
         and field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise UsageError(f"{key}.{missing[0]} has no value: give one on the command line or in conf/{key}.")
-    if len(values) == len(known) and all(_is_of(hints[name], value) for name, value in values.items()):
-        return cls(**values)  # OmegaConf would come to the same, and take milliseconds
+        raise UsageError(
+            f"{key}.{missing[0]} has no value: give one on the command line or in conf/{key.split('.')[0]}."
+        )
+    nested = {
+        name: _nested(f"{key}.{name}", hints[name], value) for name, value in values.items() if _group(hints[name])
+    }
+    plain = {name: value for name, value in values.items() if name not in nested}
+    if len(values) == len(known) and all(_is_of(hints[name], value) for name, value in plain.items()):
+        return cls(**plain, **nested)  # OmegaConf would come to the same, and take milliseconds
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(cls), values)
-        return OmegaConf.to_object(merged)
+        converted: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(_without_groups(cls)), plain))
     except (ValidationError, ConfigKeyError, MissingMandatoryValue) as error:
-        field = (error.full_key or error.key or "").split(".")[0]
-        kind = kind_of(hints.get(field, str))
-        raise bad_value(f"{key}.{error.full_key or error.key}", values.get(field), kind) from None
+        path = str(error.full_key or error.key or "")
+        field, _, item = path.partition(".")
+        kind, value = hints.get(field, str), values.get(field)
+        if item and isinstance(value, dict):
+            kind, value = typing.get_args(kind)[-1], value.get(item)
+        raise bad_value(f"{key}.{path}", value, kind_of(kind)) from None
     except OmegaConfBaseException as error:
         raise UsageError(f"{key}: {str(error).splitlines()[0]}.") from None
+    fields = {field.name: getattr(converted, field.name) for field in dataclasses.fields(type(converted))}
+    return cls(**fields, **nested)
 
 
 type_hints = functools.cache(typing.get_type_hints)
+
+
+def _group(kind: Any) -> Any:
+    """The dataclass that a field holds, or may hold; None for a field of plain values."""
+    kinds = typing.get_args(kind) or (kind,)
+    return next((part for part in kinds if dataclasses.is_dataclass(part)), None)
+
+
+def _nested(key: str, kind: Any, value: Any) -> Any:
+    """The value of a field that holds a dataclass of its own."""
+    cls = _group(kind)
+    if isinstance(value, dict):
+        return typed(key, cls, value)
+    if value is None and type(None) in typing.get_args(kind):
+        return None
+    names = ", ".join(f"{key}.{field.name}" for field in dataclasses.fields(cls))
+    raise bad_value(key, value, f"a value for a field of it: {names}")
+
+
+@functools.cache
+def _without_groups(cls: type) -> type:
+    """A dataclass with the fields of `cls` that hold plain values, without what `cls` checks."""
+    plain = []
+    for field in dataclasses.fields(cls):
+        hint = type_hints(cls)[field.name]
+        if not _group(hint):
+            defaults: dict[str, Any] = {"default": field.default, "default_factory": field.default_factory}
+            plain.append((field.name, hint, dataclasses.field(**defaults)))
+    return dataclasses.make_dataclass(cls.__name__, plain)
 
 
 def _is_of(kind: Any, value: Any) -> bool:

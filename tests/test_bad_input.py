@@ -10,7 +10,7 @@ from bench import sweep
 from bench.hardware.detect import Device
 from bench.launch.local import LocalLauncher
 
-MODELS = "gpt_tiny, t5_11b, t5_2b, t5_611m, t5_mini, t5_small, t5_tiny"
+MODELS = "t5_11b, t5_2b, t5_611m, t5_mini, t5_small, t5_tiny"
 WRITE = "write key=value"
 AT_LEAST_1 = "a whole number of at least 1"
 
@@ -123,10 +123,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "strategy.cpu_offload=true hardware=cpu": ("strategy.cpu_offload=true", "choose false"),
     "strategy.name=zero": ("strategy.name=zero", "ddp, fsdp, fsdp1, single"),
     # models
-    "model=gpt_tiny model.family=nonsense": ("model.family=nonsense", "gpt, t5", "module path"),
-    "model=gpt_tiny model.family=no.such.module": ("model.family=no.such.module", "gpt, t5"),
+    "model=gpt_tiny model.family=nonsense": ("model.family=nonsense", "t5", "module path"),
+    "model=gpt_tiny model.family=no.such.module": ("model.family=no.such.module", "t5"),
     "model=gpt_tiny model.family=os.path": ("model.family=os.path", "one subclass of Family"),
-    "model=gpt_tiny model.family=.gpt": ("model.family=.gpt", "gpt, t5"),
+    "model=gpt_tiny model.family=.gpt": ("model.family=.gpt", "t5"),
     "model=gpt_tiny model.family=null": ("model.family=null", "bench/models"),
     "model=gpt_tiny model.num_layers=0": ("model.num_layers=0", AT_LEAST_1),
     "model=gpt_tiny model.num_layers=many": ("model.num_layers=many", "a whole number"),
@@ -152,7 +152,33 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "seed=-1": ("seed=-1", "a whole number"),
     "seed=99999999999999999999": ("seed=99999999999999999999", "a whole number from 0 to"),
     "repeat=-1": ("repeat=-1", "at least 0"),
-    "mode=predct": ("mode=predct", "measure"),
+    "mode=predct": ("mode=predct", "measure, predict"),
+    # predictions: of what could never be
+    "mode=predict gpus=32768 hardware=a100_80gb": ("gpus=32768", "at most 16384"),
+    "mode=predict gpus=0": ("gpus=0 ", AT_LEAST_1),
+    "mode=predict gpus=12": ("gpus=12", "gpus_per_node=8"),
+    "mode=predict gpus=9 gpus_per_node=4": ("gpus=9", "gpus_per_node=4"),
+    "mode=predict batch_size_per_gpu=0": ("batch_size_per_gpu=0", AT_LEAST_1),
+    "mode=predict sequence_length=0": ("sequence_length=0",),
+    "mode=predict hardware=b200": ("hardware=b200", "a100_40gb, a100_80gb, auto, cpu"),
+    "mode=predict hardware=v100_16gb precision=bf16": ("precision=bf16", "hardware=v100_16gb", "fp32"),
+    "mode=predict hardware=v100_32gb precision=tf32": ("precision=tf32", "hardware=v100_32gb", "fp16"),
+    "mode=predict precision=tf32": ("precision=tf32", "GPU", "fp32, bf16"),
+    "mode=predict hardware=h200 hardware.memory_limit_gib=200": ("hardware.memory_limit_gib=200", "141"),
+    "mode=predict gpus=4 strategy.sharding_factor=3": ("strategy.sharding_factor=3", "gpus=4", "1, 2, 4"),
+    "mode=predict strategy=single gpus=2": ("gpus=2", "strategy=single", "ddp, fsdp or fsdp1"),
+    "mode=predict strategy=ddp gpus=8 strategy.sharding_factor=2": ("strategy.sharding_factor=2", "strategy=ddp"),
+    "mode=predict strategy=ddp strategy.backward_prefetch=pre": ("strategy.backward_prefetch ", "strategy=ddp"),
+    "mode=predict hardware=a100_80gb gpus=16384 model=gpt_tiny model.hidden_size=4 model.num_heads=1 "
+    "model.num_layers=1 model.intermediate_size=4 model.vocabulary_size=8 model.block_size=128": (
+        "strategy.sharding_factor=16384",
+        "parameters of model=gpt_tiny",
+    ),
+    "mode=predict search=largest_batch": ("search=largest_batch on a CPU", "hardware.memory_limit_gib"),
+    "mode=predict search=largest_batch hardware=gpu": ("search=largest_batch", "hardware=gpu", "memory_limit_gib"),
+    "mode=predict skip_oom=true": ("skip_oom=true", "mode=predict", "choose false"),
+    "gpus=1 skip_oom=true search=largest_batch": ("skip_oom=true", "search", "choose false"),
+    "skip_oom=perhaps": ("skip_oom=perhaps", "true or false"),
     "optimizer.learning_rate=0": ("optimizer.learning_rate=0", "above 0"),
     "optimizer.learning_rate=fast": ("optimizer.learning_rate=fast", "a number"),
     "optimizer.implementation=cuda": ("optimizer.implementation=cuda", "fused, foreach, for_loop"),

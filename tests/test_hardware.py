@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,15 @@ def refuse(device: Device, *overrides: str) -> None:
     refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
 
 
+def numbers_of(values: dict[str, Any], prefix: str) -> list[str]:
+    """Dotted names of the numbers in nested values; those of one format share a name."""
+    names = []
+    for name, value in values.items():
+        nested = isinstance(value, dict) and name != "efficiency"
+        names += numbers_of(value, f"{prefix}.{name}") if nested else [f"{prefix}.{name}"]
+    return names
+
+
 @pytest.mark.parametrize("option", [option for option in groups()["hardware"] if option != "auto"])
 def test_every_description_is_complete_and_sourced(option: str) -> None:
     hardware = configuration(f"hardware={option}").hardware
@@ -31,8 +41,14 @@ def test_every_description_is_complete_and_sourced(option: str) -> None:
     if hardware.gpu_names:
         assert set(hardware.peak_tflops) >= {"fp32", "fp16"}
         assert hardware.peak_tflops["fp32"] < hardware.peak_tflops["fp16"]
-        assert set(hardware.sources) >= {"peak_tflops", "memory_gb", "memory_bandwidth_gb_s"}
-        assert all(source.startswith("https://") for source in hardware.sources.values())
+        assert hardware.speeds is not None
+        required = {"peak_tflops", "memory_gb", "memory_bandwidth_gb_s"}
+        assert all(hardware.sources[field].startswith("https://") for field in required)
+        assert set(hardware.speeds.matmul.efficiency) == set(hardware.peak_tflops)
+        for number in numbers_of(dataclasses.asdict(hardware.speeds), "speeds"):
+            source = hardware.sources.get(number) or hardware.sources.get(number.rpartition(".")[0])
+            assert source is not None, f"{option} does not say where {number} comes from"
+            assert source.startswith(("https://", "fitted: ", "assumed: ")), source
     else:
         assert hardware.peak_tflops == {}, "an unknown device has no peak: MFU stays empty"
 
@@ -40,7 +56,8 @@ def test_every_description_is_complete_and_sourced(option: str) -> None:
 def test_auto_finds_the_description_by_the_drivers_name() -> None:
     assert description_of(A100) == "a100_80gb"
     assert description_of(Device("cuda", "NVIDIA H200", 1, (9, 0))) == "h200"
-    assert description_of(V100) == "gpu"
+    assert description_of(V100) == "v100_32gb"
+    assert description_of(Device("cuda", "Tesla T4", 1, (7, 5))) == "gpu"
     assert description_of(CPU) == "cpu"
 
 
@@ -70,6 +87,49 @@ def test_compiling_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ImpossibleError, match=r"compile=true on a CPU needs a C\+\+ compiler"):
         refuse(CPU, "compile=true")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "hardware.speeds.links.node_gb_s=0",
+            "hardware.speeds.links.node_gb_s=0.0 is not valid: choose a number above 0",
+        ),
+        ("hardware.speeds.links.node_gb_s=fast", "hardware.speeds.links.node_gb_s=fast is not valid: choose a number"),
+        ("hardware.speeds.links.node_gb=5", "hardware.speeds.links.node_gb is not a field: choose .*links.node_gb_s"),
+        ("hardware.speeds.links=5", "hardware.speeds.links=5 is not valid: choose .*hardware.speeds.links.gpu_gb_s"),
+        (
+            "hardware.speeds.links.adapters=1.5",
+            "hardware.speeds.links.adapters=1.5 is not valid: choose a whole number",
+        ),
+        ("hardware.speeds.matmul.efficiency.bf16=1.2", "efficiency.bf16=1.2 is not valid: choose a share of the peak"),
+        ("hardware.speeds.matmul.efficiency.bf16=x", "efficiency.bf16=x is not valid: choose a number"),
+        ("+hardware.speeds.matmul.efficiency.fp8=1", "efficiency=fp8 is not valid: choose fp32, tf32, bf16, fp16"),
+        ("hardware.speeds.overlap_loss=-1", "overlap_loss=-1.0 is not valid: choose a number from 0"),
+        ("hardware.speeds=3", "hardware.speeds=3 is not valid: choose .*hardware.speeds.matmul"),
+    ],
+)
+def test_a_bad_speed_is_named(override: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        configuration("hardware=a100_80gb", override)
+
+
+def test_a_network_is_overridden_in_one_word() -> None:
+    changed = configuration("hardware=a100_80gb", "hardware.speeds.links.node_gb_s=50").hardware.speeds
+    assert changed is not None
+    assert changed.links.node_gb_s == 50.0
+
+
+def test_what_is_believed_about_speed_does_not_change_what_was_measured() -> None:
+    measured = configuration("hardware=a100_80gb")
+    slower = configuration("hardware=a100_80gb", "hardware.speeds.links.node_gb_s=50")
+    assert measured.run_id == slower.run_id
+    predicted = configuration("mode=predict", "hardware=a100_80gb")
+    assert (
+        predicted.run_id
+        != configuration("mode=predict", "hardware=a100_80gb", "hardware.speeds.links.node_gb_s=50").run_id
+    )
 
 
 @pytest.mark.parametrize("limit", [0, -1])

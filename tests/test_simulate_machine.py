@@ -6,7 +6,7 @@ import pytest
 
 from bench.simulate.machine import COMPUTE, Machine, Pace
 from bench.simulate.reel import Piece
-from bench.strategies.plan import GATHER, GATHERED, GRADIENTS, REDUCE, SHARDS
+from bench.strategies.plan import GATHER, GATHERED, GRADIENTS, REDUCE, REPLICAS, SHARDS, WORLD
 
 
 def piece(seconds: float = 0.0, *, peak: float = 0.0, net: float = 0.0, kernels: int = 1) -> Piece:
@@ -40,16 +40,26 @@ def test_a_stream_takes_one_thing_after_the_other():
     it = machine()
     for name in "abc":
         it.send(name, "all-gather", 1, SHARDS, GATHER)
-    it.send("d", "reduce-scatter", 1, SHARDS, REDUCE)
+    it.send("d", "all-reduce", 1, REPLICAS, REDUCE)
     assert it.streams[GATHER] == 3.0
     assert it.streams[REDUCE] == 1.0
+
+
+def test_a_group_takes_one_thing_after_the_other_on_whatever_streams():
+    """Zhao et al. 2023, section 3.3.2: an all-gather issued after a reduce-scatter waits until that is done."""
+    it = machine()
+    it.play(piece(5.0), "backward")
+    it.send("a", "reduce-scatter", 1, SHARDS, REDUCE, after=COMPUTE)
+    it.send("b", "all-gather", 1, SHARDS, GATHER)
+    assert it.streams[REDUCE] == 6.0
+    assert it.streams[GATHER] == 7.0
 
 
 def test_a_collective_waits_for_the_stream_it_depends_on():
     it = machine()
     it.play(piece(5.0), "backward")
     it.send("a", "reduce-scatter", 1, SHARDS, REDUCE, after=COMPUTE)
-    it.send("b", "all-gather", 1, SHARDS, GATHER)
+    it.send("b", "all-gather", 1, WORLD, GATHER)
     assert it.streams[REDUCE] == 6.0
     assert it.streams[GATHER] == 1.0
 

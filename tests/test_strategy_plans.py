@@ -91,7 +91,12 @@ def config(**settings: Any) -> RunConfig:
 def plan_of(run: RunConfig) -> tuple[Plan, Setting]:
     layout = layout_of(run.model, 1, run.precision.scales_loss)
     setting = Setting(
-        layout.units, run.precision, run.gpus, run.optimizer.states_per_parameter, run.gradient_accumulation
+        layout.units,
+        run.precision,
+        run.gpus,
+        run.optimizer.states_per_parameter,
+        run.gradient_accumulation,
+        run.optimizer.keep_gradients,
     )
     return run.strategy.plan(setting), setting
 
@@ -148,6 +153,22 @@ def test_communicating_after_every_micro_batch_leaves_nothing_behind_either(vari
     found = dict(device.held)
     step(plan, setting, device, micro_batches=2, every=True)
     assert device.held == found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_gradients_that_are_kept_are_there_from_the_start(variant, precision):
+    run = config(**variant, precision=precision, **{"optimizer.keep_gradients": True})
+    plan, setting = plan_of(run)
+    device, freed = Notebook(), Notebook()
+    plan.begin(device)
+    plan_of(config(**variant, precision=precision))[0].begin(freed)
+    found = dict(device.held)
+    step(plan, setting, device)
+    assert device.held == found
+    kept = device.total() - freed.total()
+    if run.strategy.name != "ddp" or not run.strategy.gradient_as_bucket_view:  # there buckets keep them anyway
+        assert kept == pytest.approx(device.parts()["parameters"], rel=0.01)
 
 
 def state_bytes(run: RunConfig) -> float:

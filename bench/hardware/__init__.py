@@ -3,5 +3,6 @@
 from bench.hardware.description import Hardware
 from bench.hardware.detect import detect, refuse_unsupported
 from bench.hardware.limit import MemoryLimit
+from bench.hardware.speeds import Speeds
 
-__all__ = ["Hardware", "MemoryLimit", "detect", "refuse_unsupported"]
+__all__ = ["Hardware", "MemoryLimit", "Speeds", "detect", "refuse_unsupported"]

@@ -110,6 +110,11 @@ class Family(ABC):
     def batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
         """Synthetic token sequences on the CPU, each tensor of shape (num_sequences, length)."""
 
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy over all predictions, in fp32 whatever the format of the logits, so that every strategy
+        computes the same loss."""
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
     def shortened(self, blocks: int) -> Family | None:
         """The same model with at most `blocks` blocks in every list, all others being copies of its inner ones.
 

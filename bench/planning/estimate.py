@@ -1,17 +1,20 @@
-"""How long a run will take, roughly: enough to ask a cluster for time. Not a prediction."""
+"""How long a run will take, to ask a cluster for time: steps as predicted, or roughly where no speed is known."""
 
 from __future__ import annotations
 
 import math
 
 from bench.config import RunConfig
+from bench.planning.forecast import forecasts
+from bench.simulate.prediction import Prediction
 
 GPU_TFLOPS = 20.0
 """Reached by a GPU nobody described; described ones are taken to reach `SHARE_OF_PEAK`."""
 SHARE_OF_PEAK = 0.25
 CPU_TFLOPS_PER_THREAD = 0.005
-START_S = 60.0
-"""Python, the libraries and a process group on a shared file system."""
+START_S = {"slurm": 60.0, "local": 2.5}
+"""Per launcher. On a cluster Python, the libraries and a process group on a shared file system; on this machine a fork,
+since they are imported once."""
 COMPILE_S = 240.0
 BYTES_MADE_PER_S = 2e9
 """Of parameters made at start, per rank."""
@@ -24,14 +27,29 @@ SAFETY = 3.0
 ROUNDED_TO_MIN = 5
 
 
-def expected_s(config: RunConfig, *, search: bool = False) -> float:
-    """Seconds a run is expected to take, from its FLOPs, its parameters and a speed any device reaches.
+def expected_s(config: RunConfig, *, search: bool = False, launcher: str = "slurm") -> float:
+    """Seconds a run is expected to take, whether it fits or not.
 
     Parameters
     ----------
     search: bool
         The run is the first of a search for the largest batch.
     """
+    steps = config.measurement.warmup_steps + config.measurement.steps + OBSERVED_STEPS
+    once = START_S[launcher] + (COMPILE_S if config.compile else 0.0) + weight_bytes(config) / BYTES_MADE_PER_S
+    return (once + steps * (predicted_step_s(config) or rough_step_s(config))) * (RUNS_OF_A_SEARCH if search else 1)
+
+
+def predicted_step_s(config: RunConfig) -> float | None:
+    """Seconds per step as predicted; None on a CPU, whose speed nobody describes, and where no speed is known."""
+    if config.hardware.device == "cpu":
+        return None
+    (forecast,) = forecasts([config])
+    return forecast.time.step_s.value if isinstance(forecast, Prediction) and forecast.time else None
+
+
+def rough_step_s(config: RunConfig) -> float:
+    """Seconds per step, from the run's FLOPs, its parameters and a speed any device reaches."""
     peak = config.hardware.peak_tflops.get(config.precision.peak)
     if config.hardware.device == "cpu":
         tflops, bytes_per_s = CPU_TFLOPS_PER_THREAD * config.hardware.cpu_threads, CPU_BYTES_MOVED_PER_S
@@ -39,12 +57,14 @@ def expected_s(config: RunConfig, *, search: bool = False) -> float:
         tflops, bytes_per_s = (peak * SHARE_OF_PEAK if peak else GPU_TFLOPS), GPU_BYTES_MOVED_PER_S
     count = config.model.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
     flops = count * config.batch_size_per_gpu * config.gradient_accumulation
-    parameter_bytes = 4 * config.model.num_parameters
-    moved = 3 * parameter_bytes if config.gpus > 1 else 0
-    step_s = flops / (tflops * 1e12) + moved / bytes_per_s
-    steps = config.measurement.warmup_steps + config.measurement.steps + OBSERVED_STEPS
-    once = START_S + (COMPILE_S if config.compile else 0.0) + parameter_bytes / BYTES_MADE_PER_S
-    return (once + steps * step_s) * (RUNS_OF_A_SEARCH if search else 1)
+    moved = 3 * weight_bytes(config) if config.gpus > 1 else 0
+    return flops / (tflops * 1e12) + moved / bytes_per_s
+
+
+def weight_bytes(config: RunConfig) -> int:
+    """Bytes of the weights that multiply tokens, from the FLOPs of a single one: nothing has to be built for it."""
+    count = config.model.flops_per_sequence(1)
+    return 4 * (count.blocks_linear + count.outside) // 2
 
 
 def time_limit_min(seconds: float) -> int:

@@ -11,7 +11,9 @@ from bench.config import RunConfig, run_config
 from bench.errors import ImpossibleError
 from bench.planning.compose import composed
 from bench.planning.grid import Settings
+from bench.records import Record
 from bench.records.schema import FINISHED
+from bench.simulate.version import predictor_version
 
 
 @dataclass
@@ -21,8 +23,12 @@ class Plan:
     to_run: list[RunConfig] = field(default_factory=list)
     done: list[tuple[RunConfig, str]] = field(default_factory=list)
     """Runs with their recorded status."""
+    found: dict[str, Record] = field(default_factory=dict)
+    """The rows of those that are done, by run_id."""
     underway: list[tuple[RunConfig, str]] = field(default_factory=list)
     """Runs that a cluster has already, and in which job."""
+    skipped: list[tuple[RunConfig, str]] = field(default_factory=list)
+    """Runs left out on request, and why."""
     impossible: list[tuple[str, str]] = field(default_factory=list)
     """Settings, and the sentence that says why they cannot run."""
 
@@ -45,6 +51,23 @@ class Plan:
         """
         self.underway = [(config, underway[config.run_id]) for config in self.to_run if config.run_id in underway]
         self.to_run = [config for config in self.to_run if config.run_id not in underway]
+
+    @property
+    def size(self) -> int:
+        """Runs asked for that are possible."""
+        return len(self.to_run) + len(self.done) + len(self.underway) + len(self.skipped)
+
+    def skip(self, reasons: Mapping[str, str]) -> None:
+        """Take out of `to_run` the runs that have a reason, by run_id."""
+        self.skipped = [(config, reasons[config.run_id]) for config in self.to_run if config.run_id in reasons]
+        self.to_run = [config for config in self.to_run if config.run_id not in reasons]
+
+
+def answers(record: Record | None, config: RunConfig) -> bool:
+    """Whether a row is the result of a run: an older predictor's prediction is none."""
+    if record is None or record["status"] not in FINISHED:
+        return False
+    return not config.predicted or record.get("predictor") == predictor_version()
 
 
 def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Callable[[RunConfig], None]) -> Plan:
@@ -77,8 +100,9 @@ def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Ca
             continue
         seen.add(config.run_id)
         record = None if force else records.latest(store, config.run_id)
-        if record is not None and record["status"] in FINISHED:
+        if record is not None and answers(record, config):
             plan.done.append((config, record["status"]))
+            plan.found[config.run_id] = record
         else:
             plan.to_run.append(config)
     return plan

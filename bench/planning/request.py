@@ -15,10 +15,10 @@ from bench.hardware.detect import Device
 from bench.planning.compose import composed, groups, parse, values_of
 from bench.planning.grid import Grid, Settings, read_grids
 
-EXECUTION = ("store", "dry_run", "force", "report", "search", "sweep", "cluster")
+EXECUTION = ("store", "dry_run", "force", "skip_oom", "report", "search", "sweep", "cluster")
 """Keys (and groups) that say how a sweep is carried out, not what runs are."""
 
-CONTEXT = (*EXECUTION, "hardware", "measurement", "seed")
+CONTEXT = (*EXECUTION, "mode", "hardware", "measurement", "seed")
 """Keys that apply to any sweep; naming none but these, and no search, asks for the default sweep."""
 
 SEARCHES = ("none", "largest_batch")
@@ -31,11 +31,15 @@ class Request:
     sweep: str
     points: list[Settings]
     """Settings of each run, in order."""
+    executes: bool
+    """Whether any run is to be executed, not just predicted."""
     store: Path
     dry_run: bool
     show_script: bool
     """Show the batch scripts of a dry run, too."""
     force: bool
+    skip_oom: bool
+    """Leave out what surely does not fit."""
     report: bool
     search: str
     cluster: dict[str, Any]
@@ -82,7 +86,7 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
     require_choice("search", base["search"], SEARCHES)
     if not isinstance(base["dry_run"], bool) and base["dry_run"] != "script":
         raise bad_value("dry_run", base["dry_run"], "true or false, or script for the batch scripts too")
-    for key in ("force", "report"):
+    for key in ("force", "skip_oom", "report"):
         if not isinstance(base[key], bool):
             raise bad_value(key, base[key], "true or false")
     repeats = base["sweep"].get("repeats", 1)
@@ -93,35 +97,47 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
         raise bad_value("store", base["store"], "the path of a folder")
     cluster = {key: value for key, value in once.items() if _belongs(key, ("cluster",))}
     hardware = base["cluster"].get("hardware") or description_of(device)
-    points = _points(grids, repeats, cluster, hardware)
+    mode = str(base["mode"])
+    points = _points(grids, repeats, cluster, hardware, mode)
     if not points:
         raise UsageError(f"sweep={name} comes to no run: choose values that its exclusions leave.")
+    executes = any(point.get("mode", mode) != "predict" for point in points)
+    if base["skip_oom"] and not executes:
+        raise UsageError("skip_oom=true is not valid with mode=predict, which executes nothing: choose false.")
+    if base["skip_oom"] and base["search"] != "none":
+        raise UsageError("skip_oom=true is not valid with a search, which must try what does not fit: choose false.")
     return Request(
         sweep=name,
         points=points,
+        executes=executes,
         store=Path(str(base["store"])),
         dry_run=bool(base["dry_run"]),
         show_script=base["dry_run"] == "script",
         force=base["force"],
+        skip_oom=base["skip_oom"],
         report=base["report"],
         search=base["search"],
         cluster=base["cluster"],
     )
 
 
-def _points(grids: list[Grid], repeats: int, cluster: Settings, hardware: str) -> list[Settings]:
+def _points(grids: list[Grid], repeats: int, cluster: Settings, hardware: str, mode: str) -> list[Settings]:
     """All runs: a whole pass over the grids per repetition, so that slow drift does not fall on one configuration.
 
-    ``hardware=auto`` becomes `hardware`: what the cluster names, or this machine's device.
+    A prediction has no repetitions. ``hardware=auto`` becomes `hardware`: what the cluster names, or this machine's
+    device.
     """
     points = []
     for repeat in range(repeats):
         for grid in grids:
             for point in grid.points():
                 point = {**cluster, **point}
+                predicted = point.get("mode", mode) == "predict"
+                if predicted and repeat > 0:
+                    continue
                 if point.get("hardware", "auto") == "auto":
                     point["hardware"] = hardware
-                if repeats > 1:
+                if repeats > 1 and not predicted:
                     point["repeat"] = str(repeat)
                 points.append(point)
     return points

@@ -80,7 +80,7 @@ COLUMNS: tuple[Column, ...] = (
         tokens_per_second_per_gpu="tokens read per rank and second (T5: encoder and decoder tokens together)",
         step_time_median_s="median over the timed steps of the slowest rank's time, in seconds",
         step_time_p95_s="95th percentile of the same, in seconds",
-        step_time_ci_low_s="lower end of the 95 % confidence interval of the median (order statistics)",
+        step_time_ci_low_s="lower end of the 95 % interval: of the median (order statistics), or of the prediction",
         step_time_ci_high_s="upper end of the same interval",
     ),
     *_columns(
@@ -97,6 +97,23 @@ COLUMNS: tuple[Column, ...] = (
         "boolean",
         degraded="time not representative: allocator retries, skipped steps, or a CPU slowed by a memory limit",
     ),
+    *_columns(
+        "string",
+        fit="predicted: fits, too close to call (status ok) or does not fit (status oom); empty where nobody knows "
+        "how much memory there is",
+    ),
+    *_columns(
+        "Int64",
+        peak_allocated_low_bytes="predicted: lower end of the interval that holds peak_allocated 19 times of 20",
+        peak_allocated_high_bytes="predicted: upper end of the same interval",
+        peak_reserved_low_bytes="predicted: lower end of the interval that holds peak_reserved 19 times of 20",
+        peak_reserved_high_bytes="predicted: upper end of the same interval",
+    ),
+    *_columns(
+        "string",
+        limited_by="predicted: what a step waits for most: compute, memory bandwidth, network, kernel launches or "
+        "allocator",
+    ),
     *_columns("Int64", memory_limit_bytes="memory each rank was allowed; empty for no limit"),
     *_columns("string", oom_phase="where memory ran out: init, forward, backward or optimizer"),
     *_columns(
@@ -105,11 +122,14 @@ COLUMNS: tuple[Column, ...] = (
         oom_rank="rank that ran out of memory first",
     ),
     *_columns("Float64", setup_s="seconds from the start of the ranks to the first timed step"),
-    *_columns("Float64", exposed_communication="share of a profiled step in communication not hidden by compute"),
+    *_columns(
+        "Float64",
+        exposed_communication="share of a profiled or predicted step in communication not hidden by compute",
+    ),
     *_columns("string", error="cause of a failure, one sentence"),
     *_columns(
         "string",
-        launcher="what started the ranks: local, slurm or alone (`bench.run`)",
+        launcher="what started the ranks: local, slurm or alone (`bench.run`); predict where there are none",
         job_id="SLURM job, as array_task; empty elsewhere",
     ),
     *_columns("Int64", concurrent_runs="other runs of this store that were on at any time during this one"),
@@ -119,6 +139,7 @@ COLUMNS: tuple[Column, ...] = (
         torch_version="version of torch",
     ),
     *_columns("boolean", git_clean="code and configuration were as in that commit"),
+    *_columns("string", predictor="predicted: version of the predictor, a hash of its code"),
     *_columns(
         "string",
         started_at="UTC time the run started, ISO 8601",
@@ -168,6 +189,8 @@ NESTED: dict[str, str] = {
     "environment": "versions, device, power limit and clocks, topology, host names, commit",
     "flops": "FLOPs per rank and step: model and hardware",
     "losses": "loss of every step from the first, mean over ranks",
+    "prediction": "predicted rows: memory (ranges and parts in bytes, phase and module of the peak, capacity, verdict) "
+    "and time (range and parts in seconds, what limits it)",
     "ranks": "per rank: host, raw step times in seconds, memory peaks in bytes, allocator retries",
     "concurrent": "the other runs that were on at any time during this one: run_id, launcher, job and hosts",
     "source": "published rows: source, figure, provenance, uncertainty, note and the quantity as it was printed",

@@ -11,6 +11,9 @@ GIB, MIB, KIB = 2**30, 2**20, 2**10
 MISSING = "–"
 CPU_NOTE = "CPU processes: functional evidence, not scaling evidence"
 
+TOO_CLOSE = "too close to call"
+"""What `fit` says of a prediction that may go either way."""
+
 FAMILIES = {"single": "Single", "ddp": "DDP", "zero": "ZeRO", "fsdp1": "FSDP1", "fsdp": "FSDP2"}
 KINDS = {
     "no_shard": "no shard",

@@ -16,8 +16,8 @@ from bench.reporting.drawing import Section
 from bench.reporting.table import SETTINGS
 
 STATUS_MEANING = {
-    "ok": "ran to its end",
-    "oom": "ran out of memory: a result, drawn in the figures",
+    "ok": "ran to its end, or is predicted to",
+    "oom": "ran out of memory, or is predicted to: a result, drawn in the figures",
     "error": "failed for another reason",
     "timeout": "took longer than it was allowed to",
     "preempted": "taken off its machine; it can be run again",
@@ -133,6 +133,7 @@ def _run(row: dict[str, Any]) -> dict[str, Any]:
     share = row["mfu"]
     return {
         "status": "degraded" if row["degraded"] and row["status"] == "ok" else row["status"],
+        "fit": row["fit"] or "",
         "evidence": row["evidence"],
         "model": row["model"],
         "parameters": labels.count(row["parameters"]),

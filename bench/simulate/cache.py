@@ -41,7 +41,7 @@ def read(kind: str, keys: Iterable[str]) -> dict[str, Any]:
         for start in range(0, len(wanted) if database else 0, KEYS_PER_QUERY):
             part = wanted[start : start + KEYS_PER_QUERY]
             marks = ",".join("?" * len(part))
-            query = f"SELECT key, value FROM entries WHERE kind = ? AND version = ? AND key IN ({marks})"  # noqa: S608
+            query = f"SELECT key, value FROM entries WHERE kind = ? AND version = ? AND key IN ({marks})"
             assert database is not None
             for key, value in database.execute(query, (kind, predictor_version(), *part)):
                 found[key] = json.loads(zlib.decompress(value))

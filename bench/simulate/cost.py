@@ -43,6 +43,9 @@ SLOW = {
 """Operators that sort, scatter or reduce over columns: share of what elementwise kernels reach. Rough, and small in
 any step of a large model."""
 
+HEAD_DIMENSIONS = 32
+"""Fused attention is compiled for head dimensions that are multiples of this, and pads others."""
+
 
 def kernel_seconds(kernels: Kernels, hardware: Hardware, precision: Precision) -> Floats:
     """Seconds of each kernel alone on the device, one after the other.
@@ -69,7 +72,9 @@ def kernel_seconds(kernels: Kernels, hardware: Hardware, precision: Precision) -
         peak, _ = _peak(precision.compute, hardware, speeds, precision)
         backward = np.array(["backward" in operator for operator in kernels.operators])[attention]
         share = np.where(backward, speeds.attention.backward, speeds.attention.forward)
-        computing[attention] = kernels.flops[attention] / (peak * share)
+        width = kernels.dims[attention, 4]
+        slowed = (HEAD_DIMENSIONS * np.ceil(width / HEAD_DIMENSIONS) + speeds.attention.half_width) / width
+        computing[attention] = kernels.flops[attention] * slowed / (peak * share)
     return np.maximum(seconds, computing) + speeds.launch.kernel_us * 1e-6
 
 

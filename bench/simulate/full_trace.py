@@ -12,7 +12,6 @@ import bisect
 import contextlib
 import copy
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,8 +30,9 @@ from torch.utils._pytree import tree_leaves
 
 from bench.config import RunConfig
 from bench.errors import ImpossibleError
-from bench.simulate.attention import fused_attention
+from bench.models import Batch
 from bench.simulate.cpu_memory import Sums, working_memory
+from bench.simulate.cuda_operators import operators_of
 from bench.simulate.prediction import PARTS
 from bench.strategies import Job
 from bench.strategies.sharding import ShardingStrategy
@@ -97,8 +97,8 @@ def full_trace(config: RunConfig) -> FullTrace:
     device = config.hardware.device
     with (
         _process_group(config),
-        fused_attention(device),
-        _resizes_seen_by(ledger),
+        operators_of(device),
+        _storages_as_real(ledger),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         with _Follower(ledger, sums, on_cpu=device == "cpu"):
@@ -115,10 +115,7 @@ def _process_group(config: RunConfig) -> Iterator[None]:
     torch.set_num_threads(config.hardware.cpu_threads)  # attention on a CPU has buffers for every thread
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.gpus)
     try:
-        with warnings.catch_warnings():
-            # Fake tensors all have the address 0; FSDP1 compares addresses to see that nobody replaced a parameter.
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-            yield
+        yield
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)
@@ -155,12 +152,18 @@ def _train(config: RunConfig, ledger: _Ledger) -> tuple[Engine, list[torch.Tenso
         device=device,
         seed=config.seed,
     )
+    if config.hardware.device == "cuda":  # where a rank's share is copied to, and the rest is not
+        batches = [_copy(batch) for batch in batches]
     losses = []
     with ledger.watching(engine):
         for _ in range(STEPS):
             ledger.start_step()
             losses.append(engine.step(batches))
     return engine, losses
+
+
+def _copy(batch: Batch) -> Batch:
+    return Batch({name: tensor.clone() for name, tensor in batch.inputs.items()}, batch.labels.clone())
 
 
 def _with_real_mesh(config: RunConfig) -> Any:
@@ -397,16 +400,28 @@ class _Follower(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _resizes_seen_by(ledger: _Ledger) -> Iterator[None]:
-    """Within, storages that are resized without an operator are seen: FSDP frees parameters like this."""
-    original = torch.UntypedStorage.resize_
+def _storages_as_real(ledger: _Ledger) -> Iterator[None]:
+    """Within, storages that are resized without an operator are seen, and have addresses.
+
+    FSDP frees parameters by resizing them. FSDP1 compares addresses to see whether anybody replaced a parameter, and
+    fake tensors all have the address 0.
+    """
+    storages, tensors = torch.UntypedStorage, torch.Tensor
+    originals = storages.resize_, storages.data_ptr, tensors.data_ptr
 
     def resize(storage: torch.UntypedStorage, size: int) -> None:
-        original(storage, size)
+        originals[0](storage, size)
         ledger.resize(storage)
 
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    def storage_address(storage: torch.UntypedStorage) -> int:
+        return storage._cdata if storage.nbytes() else 0
+
+    def tensor_address(tensor: torch.Tensor) -> int:
+        address = storage_address(tensor.untyped_storage())
+        return address + int(tensor.storage_offset()) * tensor.element_size() if address else 0
+
+    storages.resize_, storages.data_ptr, tensors.data_ptr = resize, storage_address, tensor_address  # type: ignore
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+        storages.resize_, storages.data_ptr, tensors.data_ptr = originals  # type: ignore[method-assign]

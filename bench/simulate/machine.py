@@ -71,6 +71,7 @@ class Machine:
         self.spent = dict.fromkeys(("compute", "optimizer", "exposed", "launch", "communication"), 0.0)
         self._timeline: list[Span] | None = [] if timeline else None
         self._sending: deque[tuple[float, float]] = deque()
+        self._communicators: dict[str, float] = {}
 
     @property
     def timeline(self) -> tuple[Span, ...]:
@@ -184,17 +185,26 @@ class Machine:
         """As `Device` says."""
         self.processor += self._pace.launch_s
         seconds = self._pace.collective(kind, size, group)
-        start = max(self.streams[stream], self.processor)
+        # Collectives of one communicator run one after the other, on whatever streams.
+        start = max(self.streams[stream], self._communicators.get(group, 0.0), self.processor)
         if after is not None:
             start = max(start, self.streams[after])
         end = start + seconds
-        self.streams[stream] = end
+        self.streams[stream] = self._communicators[group] = end
         self._done[name] = end
         self.spent["communication"] += seconds
         if seconds:
+            self._delay_what_runs(start, end)
             self._sending.append((start, end))
             if self._timeline is not None:
                 self._timeline.append(Span(stream, f"{kind} {self.module}", kind, start, end))
+
+    def _delay_what_runs(self, start: float, end: float) -> None:
+        """Computation that was launched before takes longer while something is sent beside it."""
+        beside = min(end, self.streams[COMPUTE]) - start
+        if beside > 0:
+            self.streams[COMPUTE] += beside * self._pace.overlap_loss
+            self.spent["exposed"] += beside * self._pace.overlap_loss
 
     def wait(self, name: str) -> None:
         """As `Device` says."""

@@ -11,6 +11,7 @@ from bench.simulate.reel import Reel
 
 GIB = 2**30
 
+
 @dataclass(frozen=True)
 class Spread:
     """Least, expected and most of something, as shares of what it is derived from."""

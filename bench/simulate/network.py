@@ -78,15 +78,18 @@ def collective_seconds(kind: str, size_bytes: float, group: Group, links: Links)
     inner, outer = group.ranks - group.nodes, group.nodes - 1
     received = passes * size_bytes * (group.ranks - 1) / group.ranks
     seconds_per_byte = _seconds_per_byte(group, links)
+    step_s = 1e-6 * (links.latency if group.nodes > 1 else 1.0)
     times = [
-        (ring.start_us + passes * (inner * ring.gpu_step_us + outer * ring.node_step_us)) * 1e-6
+        ring.start_us * 1e-6
+        + passes * (inner * ring.gpu_step_us + outer * ring.node_step_us) * step_s
         + received * seconds_per_byte / ring.bandwidth
         for ring in RINGS
     ]
     if kind == ALL_REDUCE:
         inner_depth, depth = min(group.ranks, group.ranks_per_node) - 1, math.ceil(math.log2(group.nodes))
         times += [
-            (tree.start_us + 2 * (inner_depth * tree.gpu_step_us + depth * tree.node_step_us)) * 1e-6
+            tree.start_us * 1e-6
+            + 2 * (inner_depth * tree.gpu_step_us + depth * tree.node_step_us) * 1e-6
             + 2 * size_bytes * seconds_per_byte / tree.bandwidth
             for tree in TREES
         ]

@@ -117,6 +117,7 @@ def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
         world_size=config.gpus,
         states_per_parameter=config.optimizer.states_per_parameter,
         micro_batches=config.gradient_accumulation,
+        keep_gradients=config.optimizer.keep_gradients,
     )
     plan = config.strategy.plan(setting)
     machine = Machine(pace.pace_of(config), timeline=timeline)

@@ -119,6 +119,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
             device=torch.device("cpu"),
             synchronize_every_micro_batch=False,
             enter_phase=recording.enter_phase,
+            loss=family.loss,
         )
         make = [lambda: family.batch(batch_size, key.sequence_length, torch.Generator())] * key.micro_batches
         micro_batches = recording.inputs(make)

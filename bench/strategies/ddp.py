@@ -109,6 +109,9 @@ class DDPPlan(WholePlan):
     def begin(self, device: Device) -> None:
         """Parameters, optimizer state and buckets."""
         super().begin(device)
+        if self._views:  # gradients that are kept are kept in the buckets
+            for unit in self.setting.units:
+                device.release(gradients_of(unit))
         device.hold("buckets", sum(self.updated) * self.setting.parameter_bytes, GRADIENTS if self._views else REDUCED)
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
@@ -123,7 +126,7 @@ class DDPPlan(WholePlan):
     def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
         """Into its bucket; a bucket that has reached its size is sent."""
         size = self.gradient_bytes(parameter)
-        if not self._views and self._micro_batches == 1:
+        if not self._views and self._micro_batches == 1 and not self.setting.keep_gradients:
             device.hold(f"{gradients_of(unit)} {parameter.name}", size, GRADIENTS)
         device.copy("into bucket", 2 * size)
         if not self._synchronize:

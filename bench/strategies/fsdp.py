@@ -136,6 +136,10 @@ class FSDP2Plan(Plan):
         if not self._strategy.cpu_offload:
             device.hold("parameters", sum(self.updated) * self.setting.parameter_bytes, PARAMETERS)
             hold_optimizer(device, self.setting, self.updated)
+        if self.setting.keep_gradients:
+            for index, sizes in self._sizes.items():
+                device.hold(f"gradient shard {index}", sizes.numel * self.setting.parameter_bytes, GRADIENTS)
+                self._shards.add(f"gradient shard {index}")
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
         """Remember whether gradients are reduced."""
@@ -232,7 +236,10 @@ class FSDP2Plan(Plan):
             device.release(f"reduced {unit.index}")
 
     def after_optimizer(self, device: Device) -> None:
-        """Sharded gradients are set to None."""
+        """Sharded gradients are set to None, or to zero."""
+        if self.setting.keep_gradients:
+            device.copy("zeros", sum(self.updated) * self.setting.parameter_bytes)
+            return
         for name in self._shards:
             device.release(name)
         self._shards.clear()

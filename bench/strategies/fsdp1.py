@@ -182,6 +182,11 @@ class FSDP1Plan(Plan):
             numel = sum(flat // self._factor for flat in self._flat.values())
             device.hold("parameters", numel * self.setting.parameter_bytes, PARAMETERS)
             hold_optimizer(device, self.setting, self.updated)
+        if self.setting.keep_gradients:
+            for index, flat in self._flat.items():
+                size = flat // self._factor * self.setting.parameter_bytes
+                device.hold(f"gradient shard {index}", size, GRADIENTS)
+                self._shards.add(f"gradient shard {index}")
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
         """Remember whether gradients are reduced."""
@@ -275,7 +280,10 @@ class FSDP1Plan(Plan):
             device.wait(name)
 
     def after_optimizer(self, device: Device) -> None:
-        """Sharded gradients are set to None."""
+        """Sharded gradients are set to None, or to zero."""
+        if self.setting.keep_gradients:
+            device.copy("zeros", sum(self.updated) * self.setting.parameter_bytes)
+            return
         for name in self._shards:
             device.release(name)
         self._shards.clear()

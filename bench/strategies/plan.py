@@ -78,6 +78,8 @@ class Setting:
     states_per_parameter: int
     """Tensors of a parameter's size that the optimizer keeps."""
     micro_batches: int
+    keep_gradients: bool = False
+    """Gradients are filled with zeros after a step, not freed."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -187,6 +189,9 @@ class WholePlan(Plan):
         numel = sum(self.updated)
         device.hold("parameters", numel * self.setting.parameter_bytes, PARAMETERS)
         hold_optimizer(device, self.setting, self.updated)
+        if self.setting.keep_gradients:
+            for unit in self.setting.units:
+                device.hold(gradients_of(unit), sum(map(self.gradient_bytes, unit.parameters)), GRADIENTS)
 
     @property
     def updated(self) -> Sequence[int]:
@@ -203,11 +208,14 @@ class WholePlan(Plan):
 
     def gradients(self, unit: Unit) -> str:
         """They stay until the optimizer has used them; later micro-batches add to them."""
-        return STAY if self._micro_batches == 1 else ADDED
+        return STAY if self._micro_batches == 1 and not self.setting.keep_gradients else ADDED
 
     def after_optimizer(self, device: Device) -> None:
-        """Set to None."""
+        """Set to None, or to zero."""
         self._micro_batches = 0
+        if self.setting.keep_gradients:
+            device.copy("zeros", sum(self.updated) * self.setting.parameter_bytes)
+            return
         for unit in self.setting.units:
             device.release(gradients_of(unit))
 

@@ -35,6 +35,10 @@ class Engine:
     device: torch.device
     synchronize_every_micro_batch: bool
     enter_phase: EnterPhase
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """The family's."""
+    keep_gradients: bool = False
+    """Fill gradients with zeros after a step instead of freeing them."""
 
     def step(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """One optimizer step over the micro-batches.
@@ -51,8 +55,7 @@ class Engine:
                 self.enter_phase("forward")
                 with self._autocast():
                     logits = self.module(**batch.inputs)["logits"]
-                # In fp32 whatever the precision, so that every strategy computes the same loss.
-                loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
+                loss = self.loss(logits, batch.labels)
                 loss = loss / len(micro_batches)
                 self.enter_phase("backward")
                 self.scaler.scale(loss).backward()
@@ -60,7 +63,7 @@ class Engine:
         self.enter_phase("optimizer")
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def skipped_steps(self, scale_before: float) -> int:
@@ -111,6 +114,8 @@ def build_engine(
         device,
         synchronize_every_micro_batch,
         enter_phase,
+        family.loss,
+        optimizer.keep_gradients,
     )
 
 

@@ -24,6 +24,8 @@ class OptimizerConfig:
     learning_rate: float
     momentum: float = 0.0
     """Of SGD: above 0 it keeps one state per parameter."""
+    keep_gradients: bool = False
+    """Fill gradients with zeros between steps (torch's default before 2.0) instead of freeing them."""
 
     def __post_init__(self) -> None:
         require_choice("optimizer.name", self.name, ("adamw", "sgd"))

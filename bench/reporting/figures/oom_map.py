@@ -14,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 from bench.reporting import lanes, style
 from bench.reporting.cells import by, in_order
 from bench.reporting.drawing import Drawing, Section
-from bench.reporting.labels import listing, memory_unit, number, rank_noun, ranks, slug
+from bench.reporting.labels import TOO_CLOSE, listing, memory_unit, number, rank_noun, ranks, slug
 
 TITLE = "What fits: the OOM map"
 HOW_TO_READ = (
@@ -22,15 +22,18 @@ HOW_TO_READ = (
     "The further right the first OOM is, the larger the model that this strategy can train. Rows under one heading "
     "have the same precision and number of ranks. Under an OOM stands the phase of the step it struck in: init (the "
     "model alone does not fit), forward (activations), backward (gradients) or optimizer (its state, which first "
-    "appears in the first step). A hatched cell was not run and says nothing."
+    "appears in the first step). A dotted cell is a prediction too close to the limit to call. A hatched cell was not "
+    "run and says nothing."
 )
 FEWEST_COLUMNS, MOST_COLUMNS = 3, 12
 
 FITS, OOM, MIXED, FAILED, SKIPPED, NOT_RUN = "fits", "out of memory", "some repeats fit", "failed", "skipped", "not run"
+CLOSE = TOO_CLOSE
 LOOKS: dict[str, dict[str, Any]] = {
     FITS: {"facecolor": "#cfe3f3", "edgecolor": "#4a7ba6"},
     OOM: {"facecolor": style.OOM_COLOUR, "edgecolor": style.OOM_COLOUR},
     MIXED: {"facecolor": "#f2cf66", "edgecolor": "#8a6d00"},
+    CLOSE: {"facecolor": "#fbeecb", "edgecolor": "#8a6d00", "hatch": "...", "linewidth": 0.5},
     FAILED: {"facecolor": "#bdbdbd", "edgecolor": style.MUTED},
     SKIPPED: {"facecolor": "#ececec", "edgecolor": style.MUTED},
     NOT_RUN: {"facecolor": "white", "edgecolor": "#c4c4c4", "hatch": "////", "linewidth": 0.5},
@@ -78,7 +81,8 @@ def _outcome(runs: pd.DataFrame | None) -> dict[str, object]:
     if len(fitted) and len(out_of_memory):
         outcome = MIXED
     elif len(fitted) or len(out_of_memory):
-        outcome = FITS if len(fitted) else OOM
+        close = (fitted["fit"] == CLOSE).fillna(False).any()
+        outcome = (CLOSE if close else FITS) if len(fitted) else OOM
     else:
         outcome = SKIPPED if (runs["status"] == "skipped").all() else FAILED
     peaks = fitted["peak_allocated_overall_bytes"].fillna(fitted["peak_allocated_bytes"]).dropna()
@@ -156,6 +160,7 @@ def _cell(axes: Axes, x: float, y: float, cell: pd.Series, size: int) -> None:
     axes.add_patch(Rectangle((x - 0.47, y - 0.135), 0.94, 0.27, zorder=2, **LOOKS[cell["outcome"]]))
     words = {
         FITS: number(cell["peak_bytes"] / size, 2) if not pd.isna(cell["peak_bytes"]) else "fits",
+        CLOSE: f"{number(cell['peak_bytes'] / size, 2)}?" if not pd.isna(cell["peak_bytes"]) else "?",
         OOM: "OOM" if pd.isna(cell["phase"]) else f"OOM\n{cell['phase']}",
         MIXED: "mixed",
         FAILED: "failed",

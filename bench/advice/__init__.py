@@ -1,0 +1,1 @@
+"""Advice from predictions: which strategy, which batch, how long; what `python -m bench.predict` answers with."""

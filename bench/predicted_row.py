@@ -1,0 +1,100 @@
+"""The row that comes of a prediction."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from bench.config import RunConfig
+from bench.records import Record
+from bench.row import speed_row
+from bench.simulate.prediction import MemoryPrediction, Prediction, Range, TimePrediction
+
+
+def predicted_row(config: RunConfig, prediction: Prediction) -> Record:
+    """The columns that come from a prediction.
+
+    A run that does not fit has no speed; its memory is what it would need.
+    """
+    memory, fits = prediction.memory, prediction.status == "ok"
+    return {
+        "status": prediction.status,
+        "fit": memory.verdict,
+        **({} if fits else {"oom_phase": _oom_phase(memory), "error": shortage(memory)}),
+        **(_speed(config, prediction.time) if fits and prediction.time else {}),
+        **_peaks(memory),
+        "prediction": {"memory": _memory_parts(memory), "time": _time_parts(prediction.time)},
+    }
+
+
+def shortage(memory: MemoryPrediction) -> str:
+    """Why a run does not fit, in a sentence."""
+    assert memory.capacity is not None
+    needed, low = memory.reserved.value, memory.reserved.low
+    return (
+        f"predicted not to fit: needs {needed / 2**30:.3g} GiB (at least {low / 2**30:.3g}) of "
+        f"{memory.capacity / 2**30:.3g} GiB, most of it in {memory.phase}"
+    )
+
+
+def _speed(config: RunConfig, time: TimePrediction) -> Record:
+    return {
+        **speed_row(config, time.step_s.value),
+        "step_time_ci_low_s": time.step_s.low,
+        "step_time_ci_high_s": time.step_s.high,
+        "exposed_communication": time.exposed_communication_s / time.step_s.value,
+        "limited_by": time.limited_by,
+        "degraded": time.degraded,
+    }
+
+
+def _peaks(memory: MemoryPrediction) -> Record:
+    return {
+        "peak_allocated_bytes": round(memory.allocated.value),
+        "peak_allocated_low_bytes": round(memory.allocated.low),
+        "peak_allocated_high_bytes": round(memory.allocated.high),
+        "peak_active_bytes": round(memory.active.value),
+        "peak_reserved_bytes": round(memory.reserved.value),
+        "peak_reserved_low_bytes": round(memory.reserved.low),
+        "peak_reserved_high_bytes": round(memory.reserved.high),
+        "peak_device_used_bytes": round(memory.device_used.value),
+    }
+
+
+def _memory_parts(memory: MemoryPrediction) -> Record:
+    ranges = {name: getattr(memory, name) for name in ("allocated", "active", "reserved", "device_used")}
+    return {
+        **{f"{name}_bytes": _whole(value) for name, value in ranges.items()},
+        "parts_bytes": memory.parts,
+        "phase": memory.phase,
+        "module": memory.module,
+        "phase_peaks_bytes": memory.phase_peaks,
+        "capacity_bytes": memory.capacity,
+        "verdict": memory.verdict,
+    }
+
+
+def _whole(value: Range) -> dict[str, int]:
+    return {name: round(number) for name, number in asdict(value).items()}
+
+
+def _time_parts(time: TimePrediction | None) -> Record | None:
+    if time is None:
+        return None
+    parts = {name: value for name, value in vars(time).items() if name != "timeline"}
+    return {**parts, "step_s": asdict(time.step_s)}
+
+
+def _oom_phase(memory: MemoryPrediction) -> str:
+    """Where memory runs out: the first phase of the first step that needs more than there is.
+
+    In that step the optimizer has no state yet: it is made at its end.
+    """
+    assert memory.capacity is not None
+    overhead = memory.reserved.value / memory.allocated.value
+    state = memory.parts.get("optimizer", 0)
+    if memory.parts.get("parameters", 0) * overhead > memory.capacity:
+        return "init"
+    for phase in ("forward", "backward"):
+        if (memory.phase_peaks.get(phase, 0) - state) * overhead > memory.capacity:
+            return phase
+    return "optimizer"

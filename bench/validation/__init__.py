@@ -1,0 +1,1 @@
+"""Predictions held against what others published: usable rows, how far off each is, and the page that says so."""

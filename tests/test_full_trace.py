@@ -1,0 +1,170 @@
+"""The full trace: equal to what was measured, to the byte or nearly, on rows that are committed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench import records
+from bench.config import run_config
+from bench.errors import ImpossibleError
+from bench.simulate.cpu_memory import Sums
+from bench.simulate.full_trace import full_trace
+from bench.simulate.prediction import PARTS
+from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, configuration
+
+MEASURED = ROOT / "results" / "measured"
+TOLERANCE = 0.001
+"""What is not followed: numbers wrapped as tensors, oneDNN's scratch memory of some 100 KB."""
+
+EVERY = 9
+"""Of the rows of `cpu_memory`, one in so many is traced."""
+
+
+def rows(folder: str) -> Iterator[dict[str, Any]]:
+    """Rows that can be traced, in an order that mixes everything."""
+    for run in sorted((MEASURED / folder).iterdir()):
+        row = records.latest(run.parent, run.name) if run.is_dir() and not run.name.startswith(".") else None
+        if row and row.get("status") == "ok" and row["strategy"] != "ddp":
+            yield row
+
+
+def title(row: dict[str, Any]) -> str:
+    words = (row["model"], row["effective_strategy"], row["precision"], row["activation_checkpointing"])
+    return "-".join([*map(str, words), f"x{row['world_size']}", row["run_id"]])
+
+
+def error(row: dict[str, Any]) -> float:
+    traced = full_trace(run_config(row["config"]))
+    return abs(traced.allocated / row["peak_allocated_bytes"] - 1)
+
+
+TINY = [row for row in rows("cpu_2core") if row["model"].endswith("_tiny")]
+MEMORY = list(rows("cpu_memory"))[::EVERY]
+
+
+@pytest.mark.parametrize("row", TINY[::4], ids=title)
+def test_it_says_what_was_measured(row: dict[str, Any]) -> None:
+    assert error(row) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", MEMORY, ids=title)
+def test_it_says_what_was_measured_of_every_strategy(row: dict[str, Any]) -> None:
+    assert error(row) <= TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "fsdp1"])
+@pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
+def test_its_parts_add_up_to_its_peak(model: tuple[str, ...], strategy: str) -> None:
+    gpus = "gpus=1" if strategy == "single" else "gpus=4"
+    traced = full_trace(configuration(*model, f"strategy={strategy}", gpus, "sequence_length=16"))
+    assert set(traced.parts) == set(PARTS)
+    assert sum(traced.parts.values()) == traced.allocated == traced.phase_peaks[traced.phase]
+    assert traced.allocated == max(traced.phase_peaks.values()) <= traced.allocated_overall
+    assert set(traced.phase_peaks) == {"forward", "backward", "optimizer"}
+    assert traced.parts["activations"] > 0
+    assert (traced.parts["gathered"] > 0) == (strategy != "single")
+
+
+def test_parameters_and_optimizer_state_are_what_they_must_be() -> None:
+    config = configuration(*SMALL_GPT, "strategy=single")
+    traced = full_trace(config)
+    assert traced.parts["parameters"] == 4 * config.model.num_parameters
+    # AdamW's two states, and a step count for each parameter tensor.
+    tensors = len(list(config.model.build().parameters()))
+    assert traced.parts["optimizer"] == 2 * traced.parts["parameters"] + 4 * tensors
+
+
+def test_shards_shrink_with_the_true_world_size() -> None:
+    sizes = [
+        full_trace(configuration(*SMALL_GPT, "strategy=fsdp", f"gpus={gpus}", "hardware=a100_80gb")).parts["parameters"]
+        for gpus in (8, 512)
+    ]
+    assert sizes[0] > 6 * sizes[1] > 0  # not 64 times: no shard is smaller than a row, and many have 32 rows
+
+
+def test_gradient_accumulation_without_communication_keeps_whole_gradients() -> None:
+    sharded = (*SMALL_GPT, "strategy=fsdp", "gpus=4", "gradient_accumulation=2")
+    whole = full_trace(configuration(*sharded))
+    scattered = full_trace(configuration(*sharded, "gradient_accumulation_sync=true"))
+    assert whole.allocated > scattered.allocated
+
+
+def test_the_module_at_the_peak_has_its_name_in_the_model() -> None:
+    deep = (*SMALL_GPT, "model.vocabulary_size=8", "sequence_length=256", "activation_checkpointing=full")
+    traced = full_trace(configuration(*deep, "strategy=fsdp1", "gpus=2"))
+    assert traced.module.startswith("transformer.h.")
+
+
+def test_it_leaves_no_process_group_and_no_mode_behind() -> None:
+    threads = torch.get_num_threads()
+    with pytest.raises(ImpossibleError, match="compile"):
+        full_trace(configuration(*SMALL_GPT, "strategy=single", "compile=true"))
+    full_trace(configuration(*SMALL_GPT, "strategy=single"))
+    assert not torch.distributed.is_initialized()
+    assert torch.get_num_threads() == threads
+    assert torch.empty(3).untyped_storage().data_ptr() > 0
+    assert type(torch.ones(1) + 1) is torch.Tensor
+
+
+def test_ddp_is_refused() -> None:
+    with pytest.raises(ImpossibleError, match="ddp"):
+        full_trace(configuration(*SMALL_GPT, "strategy=ddp", "gpus=2"))
+
+
+def residual(x: torch.Tensor) -> torch.Tensor:
+    middle = x * 2
+    return (middle + middle * 3).square().sum()
+
+
+def shared_memory(x: torch.Tensor) -> torch.Tensor:
+    middle = x * 2
+    return (middle.view(-1) * 3).sum() + middle.sum()
+
+
+def products(x: torch.Tensor) -> torch.Tensor:
+    middle = x * 2
+    return sum(((middle @ torch.ones(8, 8)).sum() for _ in range(3)), torch.zeros(()))
+
+
+def a_sum_of_its_own(x: torch.Tensor) -> torch.Tensor:
+    middle = x.clone()
+    middle.register_hook(lambda gradient: gradient + 1)
+    return middle.sum()
+
+
+class Watch(TorchDispatchMode):
+    """Notes for every addition in backward whether it would be in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums, self.found = Sums(), [0, 0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+            self.found[self.sums.in_place(func, args, sys._getframe(1))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("function", [residual, shared_memory, products, a_sum_of_its_own])
+def test_gradients_are_added_up_in_place_where_a_real_run_does(function: Callable[..., torch.Tensor]) -> None:
+    loss = function(torch.ones(8, 8, requires_grad=True))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss.backward()
+    names = [event.name for event in profiler.events()]
+    watch = Watch()
+    with watch:
+        function(torch.ones(8, 8, requires_grad=True)).backward()
+    assert watch.found == [names.count("aten::add"), names.count("aten::add_")]
+
+
+def test_measured_rows_are_there() -> None:
+    assert len(TINY) >= 20
+    assert len(MEMORY) >= 20

@@ -1,0 +1,218 @@
+"""Kernels and collectives cost what physics allows: never faster than the peak or the link, never less for more."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from bench.hardware import Hardware
+from bench.hardware.speeds import Links
+from bench.precision import Precision
+from bench.simulate.cost import kernel_seconds
+from bench.simulate.kernels import ATTENTION, FORMATS, MATMUL, MEMORY, Kernels
+from bench.simulate.network import COLLECTIVES, Group, bus_gb_s, collective_seconds
+from tests.conftest import configuration
+
+A100 = configuration("hardware=a100_80gb").hardware
+H100 = configuration("hardware=h100_80gb").hardware
+BF16 = configuration("hardware=a100_80gb", "precision=bf16").precision
+TF32 = configuration("hardware=a100_80gb", "precision=tf32").precision
+FP32 = configuration("hardware=a100_80gb", "precision=fp32").precision
+MIB = 2**20
+
+
+def links(hardware: Hardware = A100, **changed: float) -> Links:
+    assert hardware.speeds is not None
+    return dataclasses.replace(hardware.speeds.links, **changed)  # type: ignore[arg-type]
+
+
+def matmuls(shapes: list[tuple[int, int, int, int]], format_: str = "bf16") -> Kernels:
+    batch, m, n, k = (np.array(column, dtype=float) for column in zip(*shapes, strict=True))
+    width = 4 if format_ == "fp32" else 2
+    return Kernels(
+        operators=("mm",) * len(shapes),
+        kinds=np.full(len(shapes), MATMUL),
+        formats=np.full(len(shapes), FORMATS.index(format_)),
+        dims=np.stack([batch, m, n, k, 0 * k], axis=1),
+        flops=2 * batch * m * n * k,
+        bytes_moved=width * batch * (m * k + k * n + m * n),
+    )
+
+
+def others(operator: str, bytes_moved: float, kind: int = MEMORY, flops: float = 0.0) -> Kernels:
+    return Kernels(
+        operators=(operator,),
+        kinds=np.array([kind]),
+        formats=np.array([FORMATS.index("bf16")]),
+        dims=np.array([[1, 16, 2048, 2048, 128]], dtype=float) if kind == ATTENTION else np.zeros((1, 5)),
+        flops=np.array([flops]),
+        bytes_moved=np.array([bytes_moved]),
+    )
+
+
+def seconds(kernels: Kernels, hardware: Hardware = A100, precision: Precision = BF16) -> np.ndarray:
+    return kernel_seconds(kernels, hardware, precision)
+
+
+SIZES = np.unique(np.round(2 ** np.linspace(4, 15, 23)).astype(int))
+
+
+@pytest.mark.parametrize("hardware", [A100, H100], ids=["a100", "h100"])
+@pytest.mark.parametrize("format_", ["fp32", "bf16", "fp16"])
+def test_no_kernel_beats_the_peak_or_the_memory(hardware: Hardware, format_: str) -> None:
+    assert hardware.memory_bandwidth_gb_s is not None
+    rng = np.random.default_rng(0)
+    shapes = [tuple(int(x) for x in (rng.integers(1, 64), *rng.choice(SIZES, 3))) for _ in range(300)]
+    kernels = matmuls(shapes, format_)  # type: ignore[arg-type]
+    for precision, peak in ((FP32, "fp32"), (TF32, "tf32")) if format_ == "fp32" else ((BF16, format_),):
+        took = seconds(kernels, hardware, precision)
+        assert (kernels.flops / took < hardware.peak_tflops[peak] * 1e12).all()
+        assert (kernels.bytes_moved / took < hardware.memory_bandwidth_gb_s * 1e9).all()
+
+
+def test_a_larger_product_never_takes_less() -> None:
+    for axis in range(4):
+        shapes = [tuple(int(size) if axis == place else 512 for place in range(4)) for size in SIZES]
+        took = seconds(matmuls(shapes))  # type: ignore[arg-type]
+        assert (np.diff(took) >= -1e-12).all(), axis
+
+
+def test_a_large_product_reaches_the_stated_share_of_the_peak() -> None:
+    assert A100.speeds is not None
+    took = seconds(matmuls([(1, 16384, 12288, 12288)]))[0]
+    reached = 2 * 16384 * 12288 * 12288 / took / (A100.peak_tflops["bf16"] * 1e12)
+    assert reached == pytest.approx(A100.speeds.matmul.efficiency["bf16"], rel=0.03)
+
+
+def test_a_wave_that_is_not_full_takes_longer_than_its_work() -> None:
+    assert A100.speeds is not None
+    assert A100.speeds.matmul.multiprocessors == 12 * 9
+    full, one_row_more = seconds(matmuls([(1, 12 * 256, 9 * 128, 8192), (1, 12 * 256 + 1, 9 * 128, 8192)]))
+    assert one_row_more > 1.2 * full
+
+
+def test_tf32_is_faster_than_fp32_and_slower_than_bf16() -> None:
+    shape = [(1, 8192, 8192, 8192)]
+    fp32 = seconds(matmuls(shape, "fp32"), precision=FP32)[0]
+    tf32 = seconds(matmuls(shape, "fp32"), precision=TF32)[0]
+    assert fp32 > 4 * tf32
+    assert tf32 > 1.5 * seconds(matmuls(shape))[0]
+
+
+def test_elementwise_kernels_take_their_bytes_over_the_bandwidth() -> None:
+    assert A100.speeds is not None
+    launch = A100.speeds.launch.kernel_us * 1e-6
+    took = seconds(others("mul", 2e9))[0] - launch
+    assert took == pytest.approx(1e-3 / A100.speeds.memory_efficiency, rel=1e-6)  # 2 GB at 2,000 GB/s
+    assert seconds(others("mul", 1))[0] == pytest.approx(launch, rel=0.01)
+    assert seconds(others("embedding_dense_backward", 2e9))[0] > 3 * took
+
+
+def test_attention_backward_is_slower_per_flop_than_forward() -> None:
+    flops = 1e12
+    forward = seconds(others("attention_forward", 0, ATTENTION, flops))[0]
+    backward = seconds(others("attention_backward", 0, ATTENTION, flops))[0]
+    assert flops / 312e12 < forward < backward
+
+
+def test_a_v100_has_no_speed_for_bf16() -> None:
+    v100 = configuration("hardware=v100_16gb", "precision=fp16").hardware
+    with pytest.raises(ValueError, match="no speed for bf16"):
+        seconds(matmuls([(1, 64, 64, 64)]), v100)
+    with pytest.raises(ValueError, match="time cannot be predicted"):
+        seconds(matmuls([(1, 64, 64, 64)]), configuration("hardware=gpu").hardware)
+
+
+NODE, CLUSTER = Group(8, 8), Group(64, 8)
+REPLICAS = Group(8, 1, sharing=8)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize("group", [NODE, CLUSTER, REPLICAS, Group(2, 8), Group(16, 16), Group(512, 8)])
+def test_no_collective_beats_its_narrowest_link(kind: str, group: Group) -> None:
+    for size in 10.0 ** np.arange(1, 11):
+        bus = bus_gb_s(kind, size, group, links())
+        assert 0 < bus <= links().gpu_gb_s * links().gpu_efficiency * 1.0001
+        if group.nodes > 1:
+            # A tree all-reduce moves no more than its data, where the bus bandwidth is that of a ring.
+            assert bus <= links().node_gb_s / group.sharing
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_more_bytes_more_ranks_and_more_nodes_never_take_less(kind: str) -> None:
+    sizes = [collective_seconds(kind, size, CLUSTER, links()) for size in 2.0 ** np.arange(4, 36)]
+    assert (np.diff(sizes) >= 0).all()
+    within = [collective_seconds(kind, 100 * MIB, Group(n, 8), links()) for n in (2, 4, 8)]
+    across = [collective_seconds(kind, 100 * MIB, Group(n, 8), links()) for n in (16, 32, 64, 128, 512, 4096, 16384)]
+    assert (np.diff(within + across) >= 0).all()
+    sharing = [collective_seconds(kind, 100 * MIB, Group(8, 1, n), links()) for n in (1, 2, 8, 16)]
+    assert (np.diff(sharing) >= 0).all()
+
+
+def test_one_rank_communicates_with_nobody() -> None:
+    assert collective_seconds("all-reduce", 1e9, Group(1, 1), links()) == 0.0
+
+
+def test_large_collectives_reach_what_nccl_tests_print() -> None:
+    # https://github.com/stas00/ml-engineering/tree/master/network: 235 of 300 GB/s in an A100 node
+    assert bus_gb_s("all-reduce", 4e9, NODE, links()) == pytest.approx(235, rel=0.02)
+    # https://github.com/NVIDIA/nccl/issues/986: 350 of 450 GB/s in an H100 node
+    assert bus_gb_s("all-gather", 4e9, NODE, links(H100)) == pytest.approx(350, rel=0.02)
+
+
+def test_an_all_gather_among_many_nodes_reaches_what_was_measured() -> None:
+    # https://github.com/NVIDIA/nccl/issues/1218: 2 GB among 256 H100
+    assert bus_gb_s("all-gather", 2 * 2**30, Group(256, 8), links(H100)) == pytest.approx(200, rel=0.05)
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_for_large_messages() -> None:
+    whole = collective_seconds("all-reduce", 10e9, CLUSTER, links())
+    halves = [collective_seconds(kind, 10e9, CLUSTER, links()) for kind in ("reduce-scatter", "all-gather")]
+    assert whole == pytest.approx(sum(halves), rel=0.02)
+
+
+def test_small_collectives_are_bound_by_latency_and_take_the_protocol_for_it() -> None:
+    one, two = (collective_seconds("all-gather", size, CLUSTER, links()) for size in (64, 128))
+    assert two == pytest.approx(one, rel=1e-3)
+    assert one < 400e-6
+
+
+def test_gathers_of_few_elements_are_inefficient() -> None:
+    """The FSDP paper, Figure 2(b) and its text: below 33M elements the time of the same volume rises."""
+    pair = Group(16, 8)
+    volume = 2**30
+    total = [
+        volume / size * collective_seconds("all-gather", 4 * size, pair, links()) for size in 2.0 ** np.arange(18, 30)
+    ]
+    assert (np.diff(total) <= 0).all()
+    assert total[-5] < 1.5 * total[-1]  # 33M elements
+    assert total[-10] > 3 * total[-1]  # 1M elements
+
+
+def test_a_slow_network_slows_what_crosses_nodes_and_nothing_else() -> None:
+    slow = links(node_gb_s=12.5)
+    assert collective_seconds("all-gather", 1e9, NODE, slow) == collective_seconds("all-gather", 1e9, NODE, links())
+    assert collective_seconds("all-gather", 1e9, CLUSTER, slow) > 10 * collective_seconds(
+        "all-gather", 1e9, CLUSTER, links()
+    )
+
+
+def test_congestion_grows_with_the_number_of_nodes() -> None:
+    congested, free = links(congestion=0.1), links(congestion=0.0)
+    ratio = {
+        nodes: collective_seconds("all-gather", 10e9, Group(8 * nodes, 8), congested)
+        / collective_seconds("all-gather", 10e9, Group(8 * nodes, 8), free)
+        for nodes in (2, 4, 64)
+    }
+    assert ratio[2] == pytest.approx(1.0)
+    assert ratio[4] == pytest.approx(1.1, rel=0.01)
+    assert ratio[64] == pytest.approx(1.5, rel=0.05)
+
+
+def test_eight_groups_that_share_the_adapters_each_get_an_eighth() -> None:
+    alone = collective_seconds("all-reduce", 1e9, Group(8, 8), links())
+    replicas = collective_seconds("all-reduce", 1e9, REPLICAS, links())
+    assert replicas > alone
+    assert bus_gb_s("all-reduce", 4e9, REPLICAS, links()) <= links().node_gb_s / 8
