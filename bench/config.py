@@ -25,17 +25,12 @@ from bench.typed import kind_of, type_hints, typed
 MODES = {"measure": "measured", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
 
-CANNOT_CHANGE = {
-    "measure": (("requested",), ("hardware", "sources"), ("hardware", "speeds")),
-    "predict": (("requested",), ("hardware", "sources"), ("measurement",), ("seed",), ("repeat",)),
-}
-"""What is no part of a run's identity, since it cannot change the result: how a strategy's knobs were asked for, where
-the hardware's numbers were read; of a measurement what is believed about the hardware's speed, and of a prediction how
-a run would be timed."""
+NO_IDENTITY = (("requested",), ("hardware", "sources"))
+"""What is no part of a run's identity: how a strategy's knobs were asked for, where the hardware's numbers were read."""
 
-ADDED = {"optimizer": {"keep_gradients": False}}
-"""Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
-that what was measured before is still the same run."""
+CANNOT_CHANGE = {"measure": (("hardware", "speeds"),), "predict": (("measurement",), ("seed",), ("repeat",))}
+"""What cannot change the result either: of a measurement what is believed of the hardware's speed, of a prediction how
+a run would be timed."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +128,9 @@ class RunConfig:
 
     @functools.cached_property
     def run_id(self) -> str:
-        """Hash of the complete resolved configuration without what `CANNOT_CHANGE` it: 16 hexadecimal digits."""
+        """Hash of the complete resolved configuration that can change the result: 16 hexadecimal digits."""
         values = {**_fields(self), "hardware": _fields(self.hardware)}
-        for *sections, name in CANNOT_CHANGE[self.mode]:
+        for *sections, name in (*NO_IDENTITY, *CANNOT_CHANGE.get(self.mode, ())):
             (values[sections[0]] if sections else values).pop(name, None)
         for section, knobs in ADDED.items():
             values[section] = _fields(values[section])

@@ -10,6 +10,7 @@ import pytest
 from bench import records
 from bench.config import RunConfig, run_config
 from bench.simulate.full_trace import full_trace
+from bench.simulate.memory import WORKSPACE_BYTES
 from bench.simulate.predict import predict, predict_all
 from tests.conftest import ROOT, configuration
 
@@ -58,7 +59,8 @@ def test_predictions_agree_with_every_measured_row() -> None:
 
 def check_against_trace(config: RunConfig) -> None:
     predicted, traced = predict(config).memory, full_trace(config)
-    assert predicted.allocated.value == pytest.approx(traced.allocated, rel=AGAINST_TRACE)
+    outside = WORKSPACE_BYTES if config.hardware.device == "cuda" else 0  # a library's, which no trace sees
+    assert predicted.allocated.value - outside == pytest.approx(traced.allocated, rel=AGAINST_TRACE)
     assert predicted.phase == traced.phase
 
 

@@ -176,7 +176,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_for_large_messages(
 def test_small_collectives_are_bound_by_latency_and_take_the_protocol_for_it() -> None:
     one, two = (collective_seconds("all-gather", size, CLUSTER, links()) for size in (64, 128))
     assert two == pytest.approx(one, rel=1e-3)
-    assert one < 400e-6
+    assert one < 500e-6
 
 
 def test_gathers_of_few_elements_are_inefficient() -> None:

@@ -255,18 +255,22 @@ def _published() -> pd.DataFrame:
 
 
 def _matching(table: pd.DataFrame, where: Mapping[str, tuple[Any, ...]], paper: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the values asked for, of a model of the size the paper prints; a hybrid shards inside a node."""
     fits = pd.Series(True, index=table.index)
     for column, allowed in where.items():
-        fits &= table[column].isin(allowed).fillna(False).astype(bool)
-    replicated = table["strategy"] == "ddp"
+        fits &= _surely(table[column].isin(allowed))
     for column, allowed in FSDP_AS_THE_PAPER.items():
-        fits &= (table[column].isin(allowed).fillna(False).astype(bool) | replicated).astype(bool)
-    inside_a_node = table["sharding_factor"] * table["nodes"] == table["world_size"]
-    fits &= (inside_a_node | (table["effective_strategy"] != "fsdp1/hybrid_shard")).fillna(False).astype(bool)
+        fits &= _surely(table[column].isin(allowed)) | _surely(table["strategy"] == "ddp")
+    inside_a_node = _surely(table["sharding_factor"] * table["nodes"] == table["world_size"])
+    fits &= inside_a_node | ~_surely(table["effective_strategy"] == "fsdp1/hybrid_shard")
     sizes = paper.dropna(subset=["parameters"]).groupby("model")["parameters"].median()
     published = table["model"].map(sizes).astype("Float64")
-    same = ((table["parameters"] / published - 1).abs() < SAME_SIZE).fillna(False).astype(bool)
-    return table[fits & same]
+    return table[fits & _surely((table["parameters"] / published - 1).abs() < SAME_SIZE)]
+
+
+def _surely(truth: pd.Series) -> pd.Series:
+    """Where something is true, and not just missing."""
+    return truth.astype("boolean").fillna(False).astype(bool)
 
 
 def _printed(comparison: Comparison, paper: pd.DataFrame) -> pd.DataFrame:

@@ -47,6 +47,7 @@ LATER = 0.75
 """How far into forward that is: in a decoder, where there is one."""
 INVISIBLE = 0.001
 """Gap, as a share of the step, that separates nothing."""
+NARROW_IN = 0.03
 CHARACTER_IN = 0.075
 """Width of a character of a label."""
 
@@ -141,15 +142,18 @@ def _draw_lanes(
         if end <= start:
             continue
         y = streams.index(span.stream)
+        face = KINDS.get(span.kind, style.MUTED)
+        # A white edge would hide a narrow bar; one of its own colour keeps it visible.
+        edge = style.MUTED if span.kind in HATCHED else "white" if (end - start) / per_in > NARROW_IN else face
         axes.add_patch(
             Rectangle(
                 (start * 1e3, y - 0.38),
                 (end - start) * 1e3,
                 0.76,
-                facecolor=KINDS.get(span.kind, style.MUTED),
-                edgecolor=style.MUTED if span.kind in HATCHED else "white",
+                facecolor=face,
+                edgecolor=edge,
                 hatch="////" if span.kind in HATCHED else None,
-                linewidth=min(0.5, 10 * (end - start) / per_in),
+                linewidth=0.4,
             )
         )
         text = _fitting(label(span), (end - start) / per_in) if labelled else ""

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 
 from bench.simulate.prediction import PARTS, Span
 from bench.simulate.reel import Piece
-from bench.strategies.plan import GATHER, GRADIENTS, REDUCE, REPLICATE
+from bench.strategies.plan import GATHER, GATHERED, GRADIENTS, REDUCE, REDUCED, REPLICATE
 
 COMPUTE, CPU = "compute", "cpu"
 STREAMS = (COMPUTE, GATHER, REDUCE, REPLICATE)
+
+OWN_SEGMENT_BYTES = 10 * 2**20
+"""From this size on the caching allocator gives a block a segment of its own (``kMinLargeAlloc``)."""
 
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 
@@ -38,6 +41,8 @@ class Pace:
     """Shortest time of a kernel on the device."""
     overlap_loss: float = 0.0
     """Share of its speed that computation loses while something is sent."""
+    retry_s_per_byte: float = 0.0
+    """Above 0: the device stands still for so long whenever a large buffer is allocated beside the computation."""
 
 
 @dataclass
@@ -88,6 +93,19 @@ class Machine:
         self._parts[part] += size
         self._allocated += size
         self._look(0.0, 0.0)
+        if self._pace.retry_s_per_byte and part in (GATHERED, REDUCED) and size >= OWN_SEGMENT_BYTES:
+            self._retry(size)
+
+    def _retry(self, size: float) -> None:
+        """The allocator waits for all streams, gives back what it caches and asks the device anew."""
+        before = self.streams[COMPUTE]
+        now = max(self.processor, *self.streams.values()) + size * self._pace.retry_s_per_byte
+        self.processor = now
+        for stream in self.streams:
+            self.streams[stream] = now
+        self.spent["launch"] += now - before
+        if self._timeline is not None:
+            self._timeline.append(Span(COMPUTE, f"allocator {self.module}", "wait", before, now))
 
     def release(self, name: str, *, after: str | None = None) -> None:
         """As `Device` says."""

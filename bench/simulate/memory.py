@@ -117,4 +117,5 @@ def _outside(config: RunConfig) -> float:
     if speeds is None:
         return 0.0
     groups = 0 if config.gpus == 1 else 1 if config.strategy.factor in (1, config.gpus) else 3
-    return (speeds.outside.context_gib + groups * speeds.outside.communicator_gib) * GIB
+    network = speeds.outside.network_gib if config.nodes > 1 else 0.0
+    return (speeds.outside.context_gib + groups * speeds.outside.communicator_gib + network) * GIB

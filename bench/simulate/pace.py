@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -28,6 +29,18 @@ writes all but the gradient; one operation at a time it makes 10 passes, each wi
 
 TENSORS_PER_KERNEL = {"fused": 32, "foreach": 8, "for_loop": 1 / 12}
 """Tensors a launch of the optimizer's kernels works on."""
+
+
+RETRY_S_PER_BYTE = 2.3e-11
+"""What the caching allocator needs to give memory back to the device and take as much of it again, per byte asked for,
+when it has to retry: all streams stand still meanwhile. Set so that T5-11B on 4 machines is as much slower without the
+rate limiter as in Figure 6(c) of the FSDP paper; GPT-175B at batch 2 on 128 GPUs in Figure 7(b) would want half as much
+again. That memory is short follows from memory; how slow it is then is a rough number."""
+
+
+def retrying(pace: Pace) -> Pace:
+    """The same rank when every buffer it gathers into or reduces from makes the allocator retry."""
+    return dataclasses.replace(pace, retry_s_per_byte=RETRY_S_PER_BYTE)
 
 
 def pace_of(config: RunConfig) -> Pace:

@@ -30,7 +30,9 @@ BAND = 0.15
 def draw(results: Sequence[Result], path: Path) -> None:
     """Speeds on the left, memory on the right; filled marks are rows nothing was chosen on."""
     with style.context():
-        figure, (left, right) = plt.subplots(1, 2, figsize=(2 * style.WIDTH_IN, style.WIDTH_IN), layout="constrained")
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(2 * style.WIDTH_IN, 1.1 * style.WIDTH_IN), layout="constrained"
+        )
         counted = [each for each in results if each.case.counted]
         _panel(left, [each for each in counted if each.case.quantity == SPEED], "TFLOPS per GPU, with recomputation")
         _panel(right, [each for each in counted if each.case.quantity != SPEED], "peak memory, GB")
@@ -43,9 +45,9 @@ def _panel(axes: Axes, results: Sequence[Result], quantity: str) -> None:
     ends = [0.9 * min(values), 1.1 * max(values)]
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
     axes.set(title=quantity, xlabel="published", ylabel="predicted")
-    axes.plot(ends, ends, color=style.INK, linewidth=0.8, zorder=1)
-    axes.fill_between(ends, [(1 - BAND) * end for end in ends], [(1 + BAND) * end for end in ends], color=style.GRID)
-    axes.set_axisbelow(True)
+    low, high = ([share * end for end in ends] for share in (1 - BAND, 1 + BAND))
+    axes.fill_between(ends, low, high, color=style.GRID, linewidth=0, zorder=1)
+    axes.plot(ends, ends, color=style.INK, linewidth=0.8, zorder=2)
     for ticks in (axes.xaxis, axes.yaxis):
         ticks.set_major_locator(matplotlib.ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
         ticks.set_major_formatter("{x:g}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.config import RunConfig
+from bench.simulate.memory import NEARLY_FULL
 from bench.simulate.prediction import Prediction
 from bench.validation.runs import FSDP_PAPER, configured, held_in_2022
 
@@ -86,15 +87,16 @@ def _rate_limiter(predict: Predict) -> list[Shape]:
         on, off = predict(runs)
         assert on.time is not None
         assert off.time is not None
-        said = f"{off.time.step_s.value / on.time.step_s.value:.2f}"
-        reserved = (
-            f"reserved {on.memory.reserved.value / 1e9:.0f} GB with it, {off.memory.reserved.value / 1e9:.0f} without"
-        )
+        said = [f"{off.time.step_s.value / on.time.step_s.value:.2f}"]
+        for words, each in (("with it", on), ("without", off)):
+            assert each.time is not None
+            degraded = ", degraded" if each.time.degraded else ""
+            said.append(f"{words} {each.memory.reserved.value / 1e9:.0f} GB reserved{degraded}")
         found.append(
             Shape(
                 f"Figure 6(c): time without over time with the rate limiter, T5-11B, {machines} machines, batch 2",
                 published,
-                f"{said} ({reserved})",
+                "; ".join(said),
             )
         )
     return found
@@ -115,7 +117,7 @@ def _cliff(predict: Predict) -> Shape:
         assert capacity is not None
         # What is held throughout is reserved, too, with as much lost between blocks as of all the rest.
         reserved *= 1 + held_in_2022(run) / prediction.memory.active.value
-        word = "degraded" if reserved > capacity else "not degraded"
+        word = "degraded" if reserved > NEARLY_FULL * capacity else "not degraded"
         said.append(f"{word} at {run.gpus} ({reserved / 1e9:.0f} of {capacity / 1e9:.0f} GB reserved)")
     return Shape(
         "Figure 7(b): GPT-175B, batch 2: the allocator retries at 128 GPUs, not at 192",
