@@ -26,11 +26,16 @@ MODES = {"measure": "measured", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
 
 NO_IDENTITY = (("requested",), ("hardware", "sources"))
-"""What is no part of a run's identity: how a strategy's knobs were asked for, where the hardware's numbers were read."""
+"""What is no part of a run's identity: how its strategy's knobs were asked for, where its numbers were read."""
 
 CANNOT_CHANGE = {"measure": (("hardware", "speeds"),), "predict": (("measurement",), ("seed",), ("repeat",))}
 """What cannot change the result either: of a measurement what is believed of the hardware's speed, of a prediction how
 a run would be timed."""
+
+
+ADDED = {"optimizer": {"keep_gradients": False}}
+"""Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
+that what was measured before is still the same run."""
 
 
 @dataclass(frozen=True)

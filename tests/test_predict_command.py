@@ -316,7 +316,7 @@ def test_rules_of_thumb_are_arithmetic_and_compared(small):
     rules = {rule["rule"]: rule for rule in section["rules_of_thumb"]}
     per_parameter = {
         "16 bytes per parameter": 16,
-        "20 bytes per weight (fp32)": 20,
+        "20 x the weights (fp32)": 80,
         "ZeRO-1": 4 + 12 / 16,
         "ZeRO-2": 2 + 14 / 16,
         "ZeRO-3": 16 / 16,
@@ -326,7 +326,7 @@ def test_rules_of_thumb_are_arithmetic_and_compared(small):
     }
     for name, size in per_parameter.items():
         assert rules[name]["says_bytes"] == pytest.approx(size * parameters)
-    for name in ("16 bytes per parameter", "20 bytes per weight (fp32)", "ZeRO-2", "ZeRO-3"):
+    for name in ("16 bytes per parameter", "20 x the weights (fp32)", "ZeRO-2", "ZeRO-3"):
         assert rules[name]["predicted_allocated_bytes"] > 0
         assert "activations" in rules[name]["why"]
     for name in ("ZeRO-1", "LoRA, 1/64 trained"):

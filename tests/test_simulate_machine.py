@@ -113,6 +113,17 @@ def test_the_rate_limiter_stops_the_processor():
     assert starts[True, 2] == pytest.approx(1.1)
 
 
+def test_a_stream_may_follow_the_computation():
+    it = machine(collective_s=0.1)
+    it.play(piece(1.0), "forward")
+    it.mark("here")
+    it.play(piece(1.0), "forward")
+    it.send("early", "all-gather", 1, SHARDS, GATHER)
+    it.follow(GATHER, "here")
+    it.send("late", "all-gather", 1, SHARDS, GATHER)
+    assert it.streams[GATHER] == pytest.approx(1.1)
+
+
 def test_memory_freed_while_a_stream_uses_it_is_active_but_not_allocated():
     it = machine(launch_s=0.01)
     it.hold("whole", 100, GATHERED)

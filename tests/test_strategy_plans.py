@@ -61,6 +61,12 @@ class Notebook:
     def wait(self, name: str) -> None:
         assert self.names[name], f"waits for {name}, which was never sent"
 
+    def mark(self, name: str) -> None:
+        self.names[name] += 1
+
+    def follow(self, stream: str, name: str) -> None:
+        assert self.names[name], f"follows {name}, which was never marked"
+
     def note_release(self) -> None:
         pass
 

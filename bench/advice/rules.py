@@ -49,11 +49,11 @@ class Rule:
 RULES = (
     Rule("16 bytes per parameter", "2 + 2 + 12", lambda n: WEIGHT + GRADIENT + ADAM, {"strategy": "ddp"}),
     Rule(
-        "20 bytes per weight (fp32)",
-        "(4 + 4 + 8) x 1.25",
-        lambda n: 20,
+        "20 x the weights (fp32)",
+        "20 x 4",
+        lambda n: 20 * 4,
         {"strategy": "ddp", "precision": "fp32"},
-        "the quarter on top stands for activations, whatever the batch",
+        "16 bytes are the states; the other 64 stand for activations, whatever the batch",
     ),
     Rule("ZeRO-1", "4 + 12 / N", lambda n: WEIGHT + GRADIENT + ADAM / n, None, "no strategy here shards that alone"),
     Rule(

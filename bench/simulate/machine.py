@@ -237,6 +237,14 @@ class Machine:
                 self._timeline.append(span)
             self.streams[COMPUTE] = done
 
+    def mark(self, name: str) -> None:
+        """As `Device` says."""
+        self._done[name] = self.streams[COMPUTE]
+
+    def follow(self, stream: str, name: str) -> None:
+        """As `Device` says."""
+        self.streams[stream] = max(self.streams[stream], self._done.get(name, 0.0))
+
     def note_release(self) -> None:
         """As `Device` says."""
         self._noted.append(self.streams[COMPUTE])

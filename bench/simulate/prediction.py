@@ -50,11 +50,12 @@ class Span:
     """Something that occupies a stream for a while."""
 
     stream: str
-    """compute, gather, reduce, replicate (all-reduce across replicas) or cpu."""
+    """compute, gather, reduce or replicate (all-reduce across replicas)."""
     name: str
     """``forward decoder.block.3``, ``all-gather decoder.block.4``."""
     kind: str
-    """forward, backward, recompute, optimizer, all-gather, reduce-scatter, all-reduce, wait or launch."""
+    """forward, backward (with what checkpointing computes again), optimizer, all-gather, reduce-scatter, all-reduce or
+    wait."""
     start_s: float
     end_s: float
 

@@ -268,15 +268,19 @@ class FSDP2Plan(Plan):
         if self._factor > 1:
             device.wait(f"all-gather {unit.index}")
         if forward:
+            if self._buffer is not None:  # the next gather waits until the unit before this one is copied out
+                device.follow(GATHER, f"copied {self._buffer}")
             self._drop_buffer(device)
         device.hold(f"whole {unit.index}", size, GATHERED)
         device.copy("copy out", 2 * size)
+        device.mark(f"copied buffer {unit.index}")
         if self._factor == 1:
             device.hold("cast", sizes.cast_in_turn, GATHERED)
             device.release("cast")
         elif forward:
             self._buffer = f"buffer {unit.index}"
         else:
+            device.follow(GATHER, f"copied buffer {unit.index}")
             device.release(f"buffer {unit.index}")
 
     def _drop_buffer(self, device: Device) -> None:

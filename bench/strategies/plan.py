@@ -116,6 +116,12 @@ class Device(Protocol):
     def wait(self, name: str) -> None:
         """Let computation go on only when a collective is done."""
 
+    def mark(self, name: str) -> None:
+        """Give this point of the computation a name."""
+
+    def follow(self, stream: str, name: str) -> None:
+        """Let what is sent on a stream from now on start only when the computation has come to a mark."""
+
     def note_release(self) -> None:
         """Remember this point of the computation for `throttle`."""
 
