@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from rich import progress as bars
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -104,7 +104,11 @@ def verdict(words: str | None) -> Text:
 
 
 class Lines:
-    """A table. Long ones are plain text: rich takes a second for a thousand lines."""
+    """A table, without the columns in which no line says anything.
+
+    Plain text where there is no terminal, so that nothing is cut off, and where it is long: rich takes a second for a
+    thousand lines.
+    """
 
     def __init__(self, *columns: str, title: str | None = None, numbers: Sequence[str] = ()) -> None:
         self._title, self._columns, self._numbers = title, columns, numbers
@@ -114,10 +118,11 @@ class Lines:
         """Add a line; cells that are missing at its end stay empty."""
         self._rows.append((*cells, *[""] * (len(self._columns) - len(cells))))
 
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """What rich prints."""
         self._without_empty()
-        return self._rich() if len(self._rows) <= MOST_RICH_LINES else Text(self._plain(), no_wrap=True)
+        rich = console.is_terminal and len(self._rows) <= MOST_RICH_LINES
+        yield self._rich() if rich else Text(self._plain(), no_wrap=True, overflow="ignore")
 
     def _without_empty(self) -> None:
         """Leave out the columns in which no line says anything."""
@@ -156,19 +161,19 @@ def _identity(config: RunConfig) -> list[str | Text]:
 
 
 def _differences(configs: Sequence[RunConfig]) -> dict[str, str]:
-    """By run_id, the settings that no other column tells apart: ``activation_checkpointing=full``."""
-    settings = {config.run_id: _settings(config) for config in configs}
-    values: dict[str, set[Any]] = {}
-    for found in settings.values():
+    """By run_id, the settings that tell runs of one model apart and have no column: ``checkpointing=full``."""
+    values: dict[tuple[str, str], set[Any]] = {}
+    settings = [(config, _settings(config)) for config in configs]
+    for config, found in settings:
         for name, value in found.items():
-            values.setdefault(name, set()).add(value)
+            values.setdefault((config.model.name, name), set()).add(value)
     return {
-        run_id: " ".join(
+        config.run_id: " ".join(
             f"{name.rpartition('.')[2].removeprefix('activation_')}={as_text(value)}"
             for name, value in found.items()
-            if len(values[name]) > 1
+            if len(values[config.model.name, name]) > 1
         )
-        for run_id, found in settings.items()
+        for config, found in settings
     }
 
 

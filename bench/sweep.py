@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    console.print(plan_table(request, plan, details=request.dry_run, expected=expected))
+    console.print(plan_table(request, plan, details=request.dry_run, expected=expected), soft_wrap=True)
     if request.dry_run:
         return 0
     return _carry_out(request, plan, launcher, predictor, console)
@@ -149,7 +149,7 @@ def _submit(request: Request, plan: Plan, launcher: SlurmLauncher, console: Cons
         name = ledger.new_name()
         forecasts([task.config for task in _tasks(request, plan)])  # all at once: each array asks for its own
         batches = launcher.batches(_tasks(request, plan), request.store, name)
-        console.print(plan_table(request, plan, details=request.dry_run, expected=expected))
+        console.print(plan_table(request, plan, details=request.dry_run, expected=expected), soft_wrap=True)
         if batches:
             console.print(arrays_table(launcher, [batch.array for batch in batches]))
         if request.show_script:
@@ -179,7 +179,7 @@ def _carry_out(
             if tasks:
                 launcher.launch(tasks, request.store, request.sweep, stop, progress.handle)
         stopped = stop.received
-    everything = [*(config for config, _ in plan.done), *plan.to_run]
+    everything = plan.answered
     predicted = [config for config in everything if config.predicted]
     executed = [config for config in everything if not config.predicted]
     found = {config.run_id: records.latest(request.store, config.run_id) for config in executed}
@@ -191,9 +191,9 @@ def _carry_out(
             (config, largest_batch(config, lambda tried: records.latest(request.store, tried.run_id)))
             for config in executed
         ]
-        console.print(search_table(sizes))
+        console.print(search_table(sizes), soft_wrap=True)
     elif executed or not predicted:
-        console.print(result_table(executed, found))
+        console.print(result_table(executed, found), soft_wrap=True)
     if stopped:
         console.print(f"Stopped by {stopped}: the same command goes on where this one ended.")
         return 1
@@ -217,11 +217,12 @@ def _show_predictions(
     request: Request, configs: list[RunConfig], rows: dict[str, Record], predictor: Predictor, console: Console
 ) -> None:
     if request.search != "largest_batch":
-        console.print(prediction_table(configs, rows))
+        console.print(prediction_table(configs, rows), soft_wrap=True)
         return
     with _saying(console, "searching"):
         sizes = largest_batches(configs, predictor)
-    console.print(batch_table([(config, *pair) for config, pair in zip(configs, sizes, strict=True)]))
+    table = batch_table([(config, *pair) for config, pair in zip(configs, sizes, strict=True)])
+    console.print(table, soft_wrap=True)
 
 
 def _checks(request: Request, launcher: LocalLauncher | SlurmLauncher | None) -> Callable[[RunConfig], None]:

@@ -14,12 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.config import RunConfig, run_config
 from bench.planning.compose import composed
 from bench.simulate.cuda_operators import operators_of
-from bench.simulate.kernels import ATTENTION, MATMUL
+from bench.simulate.fusion import Use, fused
+from bench.simulate.kernels import ATTENTION, MATMUL, MEMORY
 from bench.simulate.layout import layout_of
 from bench.simulate.predict import tape_key
 from bench.simulate.recorder import Recorder
 from bench.simulate.reel import Scene, batches_for, kernels_at, make_reel, merged, pieces, running_order
-from bench.simulate.tape import Place, Trace, record, trace_from_plain, trace_to_plain
+from bench.simulate.tape import LOSS, Place, Trace, record, trace_from_plain, trace_to_plain
 
 MODELS = ("t5_tiny", "gpt_tiny")
 DEEP = {
@@ -181,7 +182,7 @@ def test_the_recorder_follows_storages_not_tensors():
 
 def test_kernels_carry_shape_flops_and_bytes():
     found: list[tuple] = []
-    with FakeTensorMode(), Recorder(lambda *_: None, lambda *kernel: found.append(kernel), on_cpu=False):
+    with FakeTensorMode(), Recorder(lambda *_: None, lambda kernel, *_: found.append(kernel), on_cpu=False):
         a, b = torch.empty(4, 8), torch.empty(8, 16)
         a @ b
         a.expand(3, 4, 8) + 1
@@ -201,7 +202,7 @@ def test_flops_agree_with_torchs_counter(model):
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         counter,
-        Recorder(lambda *_: None, lambda *kernel: total.append(kernel[4]), on_cpu=False),
+        Recorder(lambda *_: None, lambda kernel, *_: total.append(kernel[4]), on_cpu=False),
     ):
         module = run.model.build()
         for owner in module.modules():
@@ -229,3 +230,28 @@ def test_merging_pieces_adds_gradients_where_they_arrive():
     assert one.kernels == sum(piece.kernels for piece in scene.pieces)
     assert one.seconds == pytest.approx(sum(piece.seconds for piece in scene.pieces))
     assert np.isclose(one.lasting_net, sum(piece.lasting_net for piece in scene.pieces))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_blocks_move_fewer_bytes_and_compute_the_same(model, checkpointing):
+    key = tape_key(config(model=model, activation_checkpointing=checkpointing, precision="bf16", hardware="a100_80gb"))
+    plain, compiled = (record(dataclasses.replace(key, compile=flag), 2) for flag in (False, True))
+    for before, after in zip(plain.segments, compiled.segments, strict=True):
+        assert sorted(size for size, _ in before.changes) == sorted(size for size, _ in after.changes)
+        assert sum(kernel[4] for kernel in before.kernels) == sum(kernel[4] for kernel in after.kernels)
+        moved = [sum(kernel[5] for kernel in segment.kernels) for segment in (before, after)]
+        if before.place is None or before.place == LOSS:
+            assert moved[0] == moved[1]
+        else:
+            assert 0.2 * moved[0] < moved[1] < moved[0]
+            assert len(after.kernels) < 0.8 * len(before.kernels)
+        assert all(event.kernel <= len(after.kernels) for event in after.gradients)
+
+
+def test_a_fused_kernel_reads_what_comes_in_and_writes_what_is_read_later():
+    add, mm = ("add", MEMORY, 0, (0,) * 5, 0, 24), ("mm", MATMUL, 0, (1, 2, 2, 2, 0), 16, 48)
+    uses = [Use(((1, 8), (2, 8)), ((3, 8),)), Use(((3, 8), (2, 8)), ((4, 8),)), Use(((4, 8),), ((5, 8),))]
+    kernels, became = fused([add, add, mm], uses, [{2, 3, 4}, {4}, set()])
+    assert kernels == [("fused", MEMORY, 0, (0,) * 5, 0, 8 + 8 + 8), mm]
+    assert became == [0, 0, 1]

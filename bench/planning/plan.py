@@ -20,6 +20,8 @@ from bench.simulate.version import predictor_version
 class Plan:
     """Every run asked for, once, sorted into what happens to it."""
 
+    possible: list[RunConfig] = field(default_factory=list)
+    """All but the impossible ones, in the order asked for."""
     to_run: list[RunConfig] = field(default_factory=list)
     done: list[tuple[RunConfig, str]] = field(default_factory=list)
     """Runs with their recorded status."""
@@ -55,7 +57,13 @@ class Plan:
     @property
     def size(self) -> int:
         """Runs asked for that are possible."""
-        return len(self.to_run) + len(self.done) + len(self.underway) + len(self.skipped)
+        return len(self.possible)
+
+    @property
+    def answered(self) -> list[RunConfig]:
+        """Runs that are done, or will be when `to_run` is carried out, in the order asked for."""
+        elsewhere = {config.run_id for config, _ in (*self.underway, *self.skipped)}
+        return [config for config in self.possible if config.run_id not in elsewhere]
 
     def skip(self, reasons: Mapping[str, str]) -> None:
         """Take out of `to_run` the runs that have a reason, by run_id."""
@@ -99,6 +107,7 @@ def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Ca
         if config.run_id in seen:
             continue
         seen.add(config.run_id)
+        plan.possible.append(config)
         record = None if force else records.latest(store, config.run_id)
         if record is not None and answers(record, config):
             plan.done.append((config, record["status"]))

@@ -154,6 +154,7 @@ def tape_key(config: RunConfig) -> TapeKey:
         activation_checkpointing=config.activation_checkpointing,
         micro_batches=min(config.gradient_accumulation, 2),
         device=config.hardware.device,
+        compile=config.compile,
     )
 
 

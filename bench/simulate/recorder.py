@@ -33,6 +33,13 @@ ATTENTIONS = "attention"
 """What the names of fused attention operators have in common."""
 
 
+Kernel = tuple[str, int, int, tuple[int, ...], int, int]
+"""Operator name, kind, format, dimensions, FLOPs and bytes moved."""
+
+Uses = tuple[tuple[int, int], ...]
+"""Storages a kernel reads or writes: number and bytes."""
+
+
 class Recorder(TorchDispatchMode):
     """Calls back for every storage and every kernel.
 
@@ -41,12 +48,14 @@ class Recorder(TorchDispatchMode):
     changed: callable
         Takes the number of bytes of a storage (negative when it is released) and a number that names the storage.
     launched: callable
-        Takes operator name, kind, format, dimensions, FLOPs and bytes moved of a kernel.
+        Takes a `Kernel`, the storages it reads and those it writes.
     on_cpu: bool
         Count the working memory of CPU kernels too.
     """
 
-    def __init__(self, changed: Callable[[int, int], None], launched: Callable[..., None], *, on_cpu: bool) -> None:
+    def __init__(
+        self, changed: Callable[[int, int], None], launched: Callable[[Kernel, Uses, Uses], None], *, on_cpu: bool
+    ) -> None:
         super().__init__()
         self._changed = changed
         self._launched = launched
@@ -71,7 +80,7 @@ class Recorder(TorchDispatchMode):
             self._changed(size, self._count)
             self._changed(-size, self._count)
         if _is_kernel(func):
-            self._launched(*describe(func, args, kwargs, out))
+            self._launched(describe(func, args, kwargs, out), self._uses((args, kwargs)), self._uses(out))
         return out
 
     def track(self, tensor: torch.Tensor) -> None:
@@ -85,6 +94,11 @@ class Recorder(TorchDispatchMode):
             weakref.finalize(storage, self._release, key)
             self._changed(size, self._count)
 
+    def _uses(self, value: Any) -> Uses:
+        """Of tensors whose storages were tracked: number and bytes."""
+        found = ((tensor.untyped_storage()._cdata, tensor) for tensor in _tensors(value))
+        return tuple((self._live[key][1], _distinct_bytes(tensor)) for key, tensor in found if key in self._live)
+
     def _continue(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """One storage takes another's place: in a real run they are the same."""
         key, storage = old.untyped_storage()._cdata, new.untyped_storage()
@@ -95,7 +109,7 @@ class Recorder(TorchDispatchMode):
     def close(self) -> None:
         """Take no further notice of anything."""
         self._changed = lambda size, number: None
-        self._launched = lambda *kernel: None
+        self._launched = lambda kernel, reads, writes: None
 
     def _release(self, key: int) -> None:
         size, number = self._live.pop(key)
@@ -103,7 +117,7 @@ class Recorder(TorchDispatchMode):
             self._changed(-size, number)
 
 
-def describe(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, int, int, tuple[int, ...], int, int]:
+def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Kernel:
     """Operator name, kind, format, dimensions, FLOPs and bytes moved of one call."""
     name = func._schema.name.partition("::")[2]
     operands = list(_tensors((args, kwargs)))

@@ -22,7 +22,8 @@ from bench.models import Batch, Family
 from bench.models.blocks import checkpoint_blocks
 from bench.precision import Precision
 from bench.simulate.cuda_operators import operators_of
-from bench.simulate.recorder import Recorder
+from bench.simulate.fusion import Use, fused
+from bench.simulate.recorder import Kernel, Recorder, Uses
 from bench.training.engine import Engine
 
 TRACED_BLOCKS = 4
@@ -33,9 +34,6 @@ Place = tuple[int, int] | None
 
 LOSS = (-1, 0)
 """The place of what the step does with the model's output, outside the model."""
-
-Kernel = tuple[str, int, int, tuple[int, ...], int, int]
-"""As `Recorder` describes it: operator, kind, format, dimensions, FLOPs, bytes moved."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,8 @@ class TapeKey:
     """1, or 2 where gradients accumulate: the second stands for all later ones."""
     device: str
     """cpu or cuda: whose attention kernels."""
+    compile: bool = False
+    """Blocks' kernels are fused."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,8 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         loss = engine.step(micro_batches)
         recording.recorder.close()
         del loss
+    if key.compile:
+        recording.fuse()
     return Trace(recording.segments, recording.inputs_bytes)
 
 
@@ -170,6 +172,7 @@ class _Recording:
 
     def __init__(self, *, on_cpu: bool) -> None:
         self.segments: list[Segment] = []
+        self._uses: list[list[Use]] = []
         self.inputs_bytes = 0
         self.recorder = Recorder(self._changed, self._launched, on_cpu=on_cpu)
         self._micro_batch = -1
@@ -226,6 +229,7 @@ class _Recording:
 
     def _cut(self, phase: str, place: Place) -> None:
         self.segments.append(Segment(phase, self._micro_batch, place))
+        self._uses.append([])
 
     def _changed(self, size: int, number: int) -> None:
         if self._counting_inputs:
@@ -233,9 +237,24 @@ class _Recording:
         elif self.segments:
             self.segments[-1].changes.append((size, number))
 
-    def _launched(self, *kernel: Any) -> None:
+    def _launched(self, kernel: Kernel, reads: Uses, writes: Uses) -> None:
         if self.segments and not self._counting_inputs:
-            self.segments[-1].kernels.append(kernel)  # type: ignore[arg-type]
+            self.segments[-1].kernels.append(kernel)
+            self._uses[-1].append(Use(reads, writes))
+
+    def fuse(self) -> None:
+        """Put the kernels of every block together as a compiler does."""
+        later: set[int] = set()
+        for segment, uses in zip(reversed(self.segments), reversed(self._uses), strict=True):
+            read_later: list[set[int]] = []
+            for use in reversed(uses):
+                read_later.append(set(later))
+                later |= {number for number, _ in use.reads}
+            if segment.place is None or segment.place == LOSS:
+                continue
+            segment.kernels, became = fused(segment.kernels, uses, read_later[::-1])
+            ends = [*became, len(segment.kernels)]
+            segment.gradients = [dataclasses.replace(event, kernel=ends[event.kernel]) for event in segment.gradients]
 
 
 def _fill(model: nn.Module, family: Family, key: TapeKey) -> None:

@@ -22,8 +22,8 @@ every row is a number that somebody published, and the prediction of the same co
   a GPU that nobody has measured is worth.
 * Conversions and assumptions, row by row, are in `bench/validation/runs.py`. Two were made with tuned rows in sight: T5
   without dropout, and FlashAttention's speed on H100 (one row). One came of seeing rows that were left out, since at
-  512 GPUs they were predicted up to 14 % too fast: rings over many nodes have the latency that an issue about NCCL reports,
-  not what NCCL assumes (`latency` in `conf/hardware`; without it the mean error on rows left out is the same).
+  512 GPUs they were predicted up to 14 % too fast: rings over many nodes have the latency that an issue about NCCL
+  reports, not what NCCL assumes (`latency` in `conf/hardware`; without it the mean error is the same).
 """
 
 

@@ -44,12 +44,13 @@ FSDP_PAPER = {
     "strategy": "fsdp1",
     "gpus_per_node": "8",
     "optimizer.implementation": "foreach",
+    "optimizer.keep_gradients": "true",
     "activation_checkpointing": "full",
     "model.attention": "eager",
 }
 """The paper's large runs (section 5.4), and what it leaves open: gradients reduced in the format of the parameters, as
-`MixedPrecision(param_dtype=bfloat16)` does; Adam's default implementation; attention that materialises its scores, as
-minGPT and the T5 of transformers did then."""
+`MixedPrecision(param_dtype=bfloat16)` does; Adam's default implementation; gradients that `zero_grad` kept and filled
+with zeros, as before PyTorch 2.0; attention that materialises its scores, as minGPT and the T5 of transformers did."""
 
 PAPER_MODELS = {
     "minGPT-175B": {"model": "gpt_175b", "model.family": "mingpt", "model.dropout": "0.1"},
@@ -133,7 +134,7 @@ class Case:
     """Whether it enters the means; else it is shown."""
     uncertainty: float = 0.0
     held_bytes: float = 0.0
-    """Memory that those who measured held all the time and this suite does not: see `held_in_2022`."""
+    """Memory that those who measured held all the time, and this suite does not."""
 
     @property
     def config(self) -> RunConfig:
@@ -262,7 +263,7 @@ def _made(line: Line, settings: dict[str, str], quantity: str, value: float, *, 
         tuned=quantity == SPEED and counted and int(settings["gpus"]) in TUNED_AT,
         counted=counted,
         uncertainty=float(line["uncertainty"] or 0.0),
-        held_bytes=held_in_2022(configured(ordered)) if of_paper and quantity != SPEED else 0.0,
+        held_bytes=held_by_masks(configured(ordered)) if of_paper and quantity != SPEED else 0.0,
     )
 
 
@@ -281,15 +282,9 @@ def _tflops_of_tokens(config: RunConfig, tokens_per_second: float) -> float:
     return flops * tokens_per_second / config.model.tokens_per_sequence(config.sequence_length) / 1e12
 
 
-def held_in_2022(config: RunConfig) -> float:
-    """Bytes that the FSDP paper's runs held beside what the suite's hold, throughout the step.
-
-    Before PyTorch 2.0 `zero_grad` kept gradients and filled them with zeros: 4 bytes per parameter and shard. minGPT
-    keeps a causal mask of fp32 in every block.
-    """
-    gradients = 4 * config.model.num_parameters / config.strategy.factor
-    layers, length = getattr(config.model, "num_layers", 0), config.sequence_length
-    return gradients + 4 * layers * length**2
+def held_by_masks(config: RunConfig) -> float:
+    """Bytes of the causal masks in fp32 that minGPT keeps, one in every block, and the suite's model does not."""
+    return 4 * getattr(config.model, "num_layers", 0) * config.sequence_length**2
 
 
 def in_gigabytes(size_bytes: float) -> float:

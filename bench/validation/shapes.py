@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench.config import RunConfig
 from bench.simulate.memory import NEARLY_FULL
 from bench.simulate.prediction import Prediction
-from bench.validation.runs import FSDP_PAPER, configured, held_in_2022
+from bench.validation.runs import FSDP_PAPER, configured, held_by_masks
 
 Predict = Callable[[Sequence[RunConfig]], list[Prediction]]
 
@@ -116,7 +116,7 @@ def _cliff(predict: Predict) -> Shape:
         reserved, capacity = prediction.memory.reserved.value, prediction.memory.capacity
         assert capacity is not None
         # What is held throughout is reserved, too, with as much lost between blocks as of all the rest.
-        reserved *= 1 + held_in_2022(run) / prediction.memory.active.value
+        reserved *= 1 + held_by_masks(run) / prediction.memory.active.value
         word = "degraded" if reserved > NEARLY_FULL * capacity else "not degraded"
         said.append(f"{word} at {run.gpus} ({reserved / 1e9:.0f} of {capacity / 1e9:.0f} GB reserved)")
     return Shape(

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from bench.reporting import lanes, style
 from bench.reporting.drawing import Drawing, Section, header, header_height_in, new_figure
 from bench.reporting.labels import listing, number, slug
-from bench.reporting.paper import COMPARISONS, Comparison, compare, deviations
+from bench.reporting.paper import COMPARISONS, Comparison, compare, deviations, ratios
 
 TITLE = "The paper's figures"
 HOW_TO_READ = (
@@ -33,6 +33,9 @@ CUT_BELOW = 0.6
 """Where the lowest value is at least this share of the highest, an axis of lines does not start at zero."""
 
 MARKERS = {"published": "D", "measured": "o", "predicted": "o"}
+
+
+_SYMBOLS = (("○", "●"), ("□", "■"))
 
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
@@ -64,7 +67,7 @@ def _draw(comparison: Comparison, setting: str, points: pd.DataFrame) -> Drawing
     key = _key(points)
     draw = _lanes if points["panel"].ne("").any() else _lines
     figure = draw(comparison, points, title, subtitle, key)
-    agreement = _agreement(points)
+    agreement = _agreement(points) + _in_proportion(comparison, points)
     caption = f"{comparison.figure} of the FSDP paper and this store, {inferred}{setting}. {agreement}{comparison.note}"
     name = slug("paper", comparison.figure, "" if comparison.setting else setting)
     return Drawing(name, title, figure, caption, _alt(comparison, points))
@@ -82,6 +85,18 @@ def _agreement(points: pd.DataFrame) -> str:
                     f"average, at most {number(float(errors.max()), 2)} %. "
                 )
     return words
+
+
+def _in_proportion(comparison: Comparison, points: pd.DataFrame) -> str:
+    """The ratio the figure is about, per kind of evidence, in a sentence."""
+    found = ratios(comparison, points)
+    if not found or comparison.ratio is None:
+        return ""
+    values: dict[str, list[str]] = {}
+    for (_, kind, column, _), value in found.items():
+        values.setdefault(f"{kind} {column}".strip(), []).append(number(value, 3))
+    words = [f"{name} {', '.join(several)}" for name, several in values.items()]
+    return f"{comparison.ratio[0].capitalize()} against {comparison.ratio[1].rpartition(' ')[2]}: {'; '.join(words)}. "
 
 
 def _alt(comparison: Comparison, points: pd.DataFrame) -> str:
@@ -217,9 +232,17 @@ def _lanes(
             panel, (-0.04 * most, top + lanes.HEADING_IN / 2), xytext=(-6, 0), textcoords="offset points", ha="right",
             va="center", fontweight="bold", fontsize=8.5, annotation_clip=False,
         )  # fmt: skip
+    for (panel, kind, column, _), value in ratios(comparison, points).items():
+        place = columns.index(f"{kind} {column}".strip())
+        axes.annotate(
+            f"off/on {number(value, 2)}", (most * 1.06, tops[panel] + lanes.HEADING_IN / 2), ha="right", va="center",
+            xytext=((0.12 + VALUE_IN * (place + 1)) * 72, 0), textcoords="offset points", fontsize=7,
+            color=colours[columns[place]], annotation_clip=False,
+        )  # fmt: skip
     for position, name in enumerate(columns):
         x_in = 0.12 + VALUE_IN * (position + 1)
-        words = name.replace("checkpointing ", "checkp. ").replace(" ", "\n")
+        symbol = "◇" if name.startswith("published") else _SYMBOLS[position > 1][name.startswith("measured")]
+        words = f"{symbol} " + name.replace("checkpointing ", "checkp. ").replace(" ", "\n")
         axes.annotate(
             words, (most * 1.06, -head_in), xytext=(x_in * 72, 0), textcoords="offset points", ha="right", va="top",
             fontsize=7, color=colours[name], annotation_clip=False, linespacing=1.0,
@@ -257,7 +280,7 @@ def _mark(axes: Axes, row: pd.Series, y: float, colour: str, *, square: bool) ->
         row["value"], y, marker, color=colour, markersize=4.5, markerfacecolor=colour if filled else "white", zorder=3
     )
     if row["degraded"]:
-        axes.plot(row["value"], y, "<", markersize=9, markerfacecolor="none", markeredgecolor=style.INK, zorder=4)
+        axes.plot(row["value"], y, "<", markersize=8, markerfacecolor="none", markeredgecolor=style.INK, zorder=4)
 
 
 # ---- legend

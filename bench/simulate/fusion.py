@@ -1,0 +1,72 @@
+"""What a compiler makes of a block's kernels: everything between two matrix products in one, each operand read once.
+
+torch.compile fuses chains of elementwise operators and reductions. A fused kernel reads what was made outside of it and
+writes what is read later; what lives within it alone never reaches memory. That is the bound that Inductor comes close
+to, not a trace of its work: it also chooses what backward computes again, so memory stays as without compiling here,
+and is less in truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.simulate.kernels import MEMORY
+from bench.simulate.recorder import Kernel
+
+FUSED = "fused"
+"""Name of a kernel that stands for several."""
+
+APART = ("embedding", "index", "scatter", "gather", "cat", "native_dropout", "sort", "nll_loss")
+"""Parts of the names of operators that gather or scatter, which end a fused kernel."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """Storages a kernel reads and writes: number and bytes."""
+
+    reads: tuple[tuple[int, int], ...]
+    writes: tuple[tuple[int, int], ...]
+
+
+def fused(
+    kernels: Sequence[Kernel], uses: Sequence[Use], read_later: Sequence[set[int]]
+) -> tuple[list[Kernel], list[int]]:
+    """Kernels after fusion, and for each of the original ones the position of the one it became part of.
+
+    Parameters
+    ----------
+    read_later: sequence of sets
+        Per kernel the storages that any kernel after it reads, in this segment or a later one.
+    """
+    result: list[Kernel] = []
+    became: list[int] = []
+    start: int | None = None
+    for index, kernel in enumerate(kernels):
+        if _fuses(kernel):
+            start = index if start is None else start
+            became.append(len(result))
+            ends = index + 1 == len(kernels) or not _fuses(kernels[index + 1])
+            if ends:
+                result.append(_together(kernels[start : index + 1], uses[start : index + 1], read_later[index]))
+                start = None
+        else:
+            became.append(len(result))
+            result.append(kernel)
+    return result, became
+
+
+def _fuses(kernel: Kernel) -> bool:
+    return kernel[1] == MEMORY and not any(part in kernel[0] for part in APART)
+
+
+def _together(kernels: Sequence[Kernel], uses: Sequence[Use], read_later: set[int]) -> Kernel:
+    made: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for use in uses:
+        for number, size in use.reads:
+            if number not in made:
+                read[number] = max(size, read.get(number, 0))
+        made |= dict(use.writes)
+    moved = sum(read.values()) + sum(size for number, size in made.items() if number in read_later)
+    return FUSED, MEMORY, min(kernel[2] for kernel in kernels), (0, 0, 0, 0, 0), 0, moved
