@@ -4,14 +4,17 @@
 #              each say which tests did not run, and why
 # make quick   the tests that start no process groups
 # make test-slurm      the tests that need SLURM, and fail without
+# make predictions     predict the paper's sweeps anew: results/predicted/a100_80gb and its figures
 # make cluster         bring up a SLURM of two emulated nodes on this machine, see slurm/README.md
 # make cluster-down    take it down and forget it
 PYTHON ?= python3
 VENV   ?= .venv
 STORE  ?= runs
 BIN    := $(VENV)/bin
+PREDICTED := results/predicted
+PAPER  := model_scale prefetch rate_limiter gpt_175b_scale t5_11b_scale memory
 
-.PHONY: install sweep test quick test-slurm cluster cluster-down lint types clean
+.PHONY: install sweep test quick test-slurm predictions cluster cluster-down lint types clean
 
 install: $(VENV)/.installed
 
@@ -33,6 +36,16 @@ quick: $(VENV)/.installed
 
 test-slurm: $(VENV)/.installed
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -k slurm
+
+predictions: $(VENV)/.installed
+	rm -rf $(PREDICTED)/a100_80gb $(PREDICTED)/figures build/predictions
+	for sweep in $(PAPER); do \
+	  $(BIN)/python -m bench.sweep sweep=$$sweep mode=predict hardware=a100_80gb \
+	    store=$(PREDICTED)/a100_80gb report=false || exit; \
+	done
+	$(BIN)/python -m bench.report $(PREDICTED)/a100_80gb --output build/predictions
+	mkdir -p $(PREDICTED)/figures
+	cp build/predictions/figures/paper-*.png $(PREDICTED)/figures/
 
 cluster:
 	@slurm/test-cluster start

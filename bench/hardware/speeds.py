@@ -101,11 +101,9 @@ class Outside:
     """CUDA's context, the code of the libraries' kernels."""
     communicator_gib: float
     """NCCL's buffers, per process group that communicates."""
-    network_gib: float
-    """What comes to it as soon as ranks are on several nodes."""
 
     def __post_init__(self) -> None:
-        _require_positive("outside", self, "device_gib", "context_gib", "communicator_gib", "network_gib")
+        _require_positive("outside", self, "device_gib", "context_gib", "communicator_gib")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from bench.simulate.prediction import Prediction, from_plain, to_plain
 from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, make_reel, pieces
 from bench.simulate.step import play_step
 from bench.simulate.tape import TapeKey, Trace, record, trace_from_plain, trace_to_plain
-from bench.strategies.plan import Plan, Setting
+from bench.strategies.plan import Setting
 
 WORTH_SHARING = 40
 """Runs, or traces times 10, from which on it pays to share the work among processes."""
@@ -108,14 +108,14 @@ def _prepare_traces(needed: list[tuple[TapeKey, int]]) -> None:
 
 def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
-    machine, plan = _played(config, pace.pace_of(config), timeline)
-    found = memory.memory_of(config, machine, across_streams=plan.frees_across_streams)
+    machine = _played(config, pace.pace_of(config), timeline)
+    found = memory.memory_of(config, machine)
     if memory.is_degraded(found):
-        machine, _ = _played(config, pace.retrying(pace.pace_of(config)), timeline)
+        machine = _played(config, pace.retrying(pace.pace_of(config)), timeline)
     return Prediction(found, pace.time_of(config, machine, found))
 
 
-def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machine, Plan]:
+def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> Machine:
     """The machine after a step."""
     key = tape_key(config)
     layout = layout_of(config.model, getattr(config.strategy, "blocks_per_unit", 1), config.precision.scales_loss)
@@ -141,7 +141,7 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
         update=pace.update_of(config, plan.updated),
     )
-    return machine, plan
+    return machine
 
 
 def tape_key(config: RunConfig) -> TapeKey:

@@ -137,8 +137,6 @@ class FSDP1Plan(Plan):
     At factor 1 (NO_SHARD) nothing is gathered: whole parameters are cast, if at all, and gradients all-reduced.
     """
 
-    frees_across_streams = True
-
     def __init__(self, strategy: FSDP1, setting: Setting) -> None:
         super().__init__(setting)
         self._strategy = strategy

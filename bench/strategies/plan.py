@@ -136,9 +136,6 @@ class Device(Protocol):
 class Plan(ABC):
     """One rank's part in a step. Called in the order of the step."""
 
-    frees_across_streams = False
-    """Whether memory is freed while another stream than the one it was made on still uses it."""
-
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
