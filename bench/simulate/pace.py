@@ -96,7 +96,7 @@ def update_of(config: RunConfig, updated: Sequence[int]) -> Update:
     if optimizer.name == "adamw" and optimizer.implementation == "foreach":
         temporaries = size  # the square roots of all second moments at once
     elif optimizer.name == "adamw" and optimizer.implementation == "for_loop":
-        temporaries = max(updated, default=0) * itemsize
+        temporaries = 2 * max(updated, default=0) * itemsize  # a square root, and its quotient
     return Update(passes * size * pace.copy_s_per_byte + launches * pace.kernel_s, launches, temporaries)
 
 

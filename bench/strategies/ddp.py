@@ -124,13 +124,18 @@ class DDPPlan(WholePlan):
         return TOLD
 
     def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
-        """Into its bucket; a bucket that has reached its size is sent."""
-        size = self.gradient_bytes(parameter)
-        if not self._views and self._micro_batches == 1 and not self.setting.keep_gradients:
-            device.hold(f"{gradients_of(unit)} {parameter.name}", size, GRADIENTS)
-        device.copy("into bucket", 2 * size)
+        """Into its bucket; a bucket that has reached its size is sent.
+
+        Without communication nothing is copied: a gradient of its own is kept until a micro-batch communicates.
+        """
+        size, own = self.gradient_bytes(parameter), f"{gradients_of(unit)} {parameter.name}"
+        if not self.setting.keep_gradients and (not self._views or not self._synchronize):
+            device.hold(own, size, GRADIENTS)
         if not self._synchronize:
             return
+        device.copy("into bucket", 2 * size)
+        if self._views:
+            device.release(own)
         self._filled += size
         if self._filled >= (self._capacity if self._sent else min(FIRST_BUCKET_BYTES, self._capacity)):
             self._send(device)

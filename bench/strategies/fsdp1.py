@@ -228,8 +228,6 @@ class FSDP1Plan(Plan):
         device.hold(name, size, GRADIENTS)
         device.copy("flat gradient", 2 * size)
         device.release(gradients_of(unit))
-        if accumulated:
-            device.release(name)
         self._reshard(device, unit)
         if self._strategy.backward_prefetch == "post" and not unit.is_root:
             self._prefetch_previous(device, unit)
@@ -237,6 +235,8 @@ class FSDP1Plan(Plan):
         if self._synchronize:
             self._kept.discard(f"flat gradient {index}")
             self._reduce(device, unit)
+        if accumulated:  # autograd holds it until its hooks have run
+            device.release(name)
 
     def _reduce(self, device: Device, unit: Unit) -> None:
         index, flat = unit.index, self._flat[unit.index]
