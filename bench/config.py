@@ -95,6 +95,7 @@ class RunConfig:
         self.model.check_sequence_length(self.sequence_length)
         self.strategy.check_device(self.hardware.device)
         self.strategy.check_precision(self.precision)
+        self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
 
     @property
     def nodes(self) -> int:

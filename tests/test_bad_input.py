@@ -183,6 +183,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "optimizer.learning_rate=fast": ("optimizer.learning_rate=fast", "a number"),
     "optimizer.implementation=cuda": ("optimizer.implementation=cuda", "fused, foreach, for_loop"),
     "optimizer=adamw optimizer.momentum=0.9": ("optimizer.momentum=0.9", "choose 0"),
+    "strategy=fsdp optimizer=sgd optimizer.implementation=fused": ("optimizer.implementation=fused", "foreach"),
     "optimizer=sgd optimizer.momentum=1": ("optimizer.momentum=1", "below 1"),
     "precision=bf16 precision.compute=fp64": ("precision.compute=fp64", "fp32, bf16, fp16"),
     "precision=bf16_pure precision.compute=fp32": ("precision.compute=fp32", "bf16"),

@@ -151,7 +151,7 @@ class CpuProbe(MemoryProbe):
         while pending:
             event, in_backend = pending.pop()
             name = event.name
-            in_backend = in_backend or name.startswith("c10d::")
+            in_backend = in_backend or name.startswith(("c10d::", "gloo:"))
             if name == "[memory]":
                 block: Any = event.extra_fields
                 changes.append(Change(event.start_time_ns, block.ptr, block.alloc_size, in_backend))

@@ -89,6 +89,9 @@ class Strategy(ABC):
     def check_precision(self, precision: Precision) -> None:
         """Raise `ImpossibleError` where the strategy cannot train in this precision."""
 
+    def check_optimizer(self, name: str, implementation: str) -> None:
+        """Raise `ImpossibleError` where the strategy's parameters cannot be updated that way."""
+
     @abstractmethod
     def effective(self, world_size: int) -> str:
         """What the strategy comes to at this world size, for the row: ``name/kind``."""

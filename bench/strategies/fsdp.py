@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from bench.errors import ImpossibleError
 from bench.models.blocks import group_blocks
 from bench.precision import Precision
 from bench.strategies.base import Job
@@ -43,6 +44,14 @@ class FSDP2(ShardingStrategy):
 
     backward_prefetch: bool
     """Issue the next unit's all-gather before the current unit's backward."""
+
+    def check_optimizer(self, name: str, implementation: str) -> None:
+        """torch 2.13 has no fused SGD on DTensors."""
+        if (name, implementation) == ("sgd", "fused"):
+            raise ImpossibleError(
+                "optimizer.implementation=fused is not valid for optimizer=sgd with strategy=fsdp, whose parameters are "
+                "DTensors: choose foreach or for_loop, or strategy fsdp1."
+            )
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Shard each unit, then the root with what is left (the shared embedding among it), then fill the shards."""
