@@ -135,16 +135,40 @@ class RunConfig:
     @functools.cached_property
     def run_id(self) -> str:
         """Hash of the complete resolved configuration that can change the result: 16 hexadecimal digits."""
-        values = {**_fields(self), "hardware": _fields(self.hardware)}
-        for *sections, name in (*NO_IDENTITY, *CANNOT_CHANGE.get(self.mode, ())):
-            (values[sections[0]] if sections else values).pop(name, None)
-        for section, knobs in ADDED.items():
-            values[section] = _fields(values[section])
-            for name, before in knobs.items():
-                if values[section][name] == before:
-                    del values[section][name]
-        text = json.dumps(values, sort_keys=True, separators=(",", ":"), default=_fields)
+        left_out = {path[0] for path in (*NO_IDENTITY, *CANNOT_CHANGE.get(self.mode, ())) if len(path) == 1}
+        texts = {
+            name: _text(value) if type(value) in (int, str, bool) else _section_text(name, value, self.mode)
+            for name, value in _fields(self).items()
+            if name not in left_out
+        }
+        text = "{" + ",".join(f'"{name}":{texts[name]}' for name in sorted(texts)) + "}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _section_text(name: str, section: Any, mode: str) -> str:
+    """A section as JSON, without what is no part of a run's identity; sections repeat over a sweep, so each once."""
+    key = (id(section), mode)
+    if key not in _SECTION_TEXTS:
+        values = _fields(section)
+        for path in (*NO_IDENTITY, *CANNOT_CHANGE.get(mode, ())):
+            if path[0] == name:
+                values.pop(path[-1], None)
+        for knob, before in ADDED.get(name, {}).items():
+            if values[knob] == before:
+                del values[knob]
+        _SECTION_TEXTS[key] = section, _text(values)
+    return _SECTION_TEXTS[key][1]
+
+
+_SECTION_TEXTS: dict[tuple[int, str], tuple[Any, str]] = {}
+"""By identity, which the section that is kept here cannot lose to another one."""
+
+
+def _text(value: Any) -> str:
+    """As JSON, in one way only."""
+    if type(value) is int:
+        return str(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_fields)
 
 
 def _fields(section: Any) -> dict[str, Any]:
@@ -182,7 +206,7 @@ def run_config(raw: dict[str, Any]) -> RunConfig:
         "hardware": Hardware,
         "measurement": Measurement,
     }
-    built = {key: _section(key, cls, json.dumps(raw[key], sort_keys=True)) for key, cls in sections.items()}
+    built = {key: _section(key, cls, raw[key]) for key, cls in sections.items()}
     scalars = _scalars(raw)
     for name in ("gpus", "gpus_per_node"):  # before anything divides by them
         require_at_least(name, scalars[name], 1)
@@ -201,10 +225,15 @@ def _name(raw: dict[str, Any], section: str, key: str) -> str:
     return value
 
 
-@functools.lru_cache(maxsize=4096)
-def _section(key: str, cls: type, values: str) -> Any:
+def _section(key: str, cls: type, values: dict[str, Any]) -> Any:
     """One section as its dataclass; sections repeat over a sweep, so each is built once."""
-    return typed(key, cls, json.loads(values))
+    known = (cls, repr(values))
+    if known not in _SECTIONS:
+        _SECTIONS[known] = typed(key, cls, values)
+    return _SECTIONS[known]
+
+
+_SECTIONS: dict[tuple[type, str], Any] = {}
 
 
 def _scalars(raw: dict[str, Any]) -> dict[str, Any]:

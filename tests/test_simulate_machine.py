@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from bench.simulate.machine import COMPUTE, Machine, Pace
@@ -179,5 +181,5 @@ def test_spans_of_a_stream_do_not_overlap():
         it.wait(str(number))
     for stream in (COMPUTE, GATHER):
         spans = sorted((span.start_s, span.end_s) for span in it.timeline if span.stream == stream)
-        assert all(end <= start + 1e-12 for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(spans))
         assert all(start <= end for start, end in spans)

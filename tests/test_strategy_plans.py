@@ -1,4 +1,4 @@
-"""What strategies say they store and send, against the arithmetic of the papers. Every strategy of the suite is asked."""
+"""What strategies say they store and send, against the arithmetic of the papers. All of the suite are asked."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def sent(run: RunConfig) -> Notebook:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
 def test_full_sharding_gathers_twice_and_reduces_once(strategy):
-    """Zhao et al. 2023, section 3.2.1: 3 M (W - 1) / W per GPU. The root is gathered once: backward needs it at once."""
+    """Zhao et al. 2023, section 3.2.1: 3 M (W - 1) / W per GPU. The root is gathered once, since backward needs it."""
     run = config(strategy=strategy, gpus=8)
     device, size = sent(run), 4 * run.model.num_parameters
     root = 4 * sum(parameter.numel for parameter in layout_of(run.model, 1, False).units[0].parameters)

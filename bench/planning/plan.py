@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import records
+from bench import collector, records
 from bench.config import RunConfig, run_config
 from bench.errors import ImpossibleError
 from bench.planning.compose import composed
@@ -96,22 +96,30 @@ def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Ca
         If a setting is a mistake whatever it is combined with: an unknown field, a value of the wrong kind.
     """
     plan = Plan()
-    seen = set()
-    for point in points:
-        try:
-            config = run_config(composed(point))
-            check(config)
-        except ImpossibleError as error:
-            plan.impossible.append((" ".join(f"{key}={value}" for key, value in point.items()), str(error)))
-            continue
-        if config.run_id in seen:
-            continue
-        seen.add(config.run_id)
-        plan.possible.append(config)
-        record = None if force else records.latest(store, config.run_id)
-        if record is not None and answers(record, config):
-            plan.done.append((config, record["status"]))
-            plan.found[config.run_id] = record
-        else:
-            plan.to_run.append(config)
+    seen: set[str] = set()
+    with collector.at_rest():
+        for point in points:
+            _place(plan, seen, point, store, force=force, check=check)
     return plan
+
+
+def _place(
+    plan: Plan, seen: set[str], point: Settings, store: Path, *, force: bool, check: Callable[[RunConfig], None]
+) -> None:
+    """Put one point where it belongs."""
+    try:
+        config = run_config(composed(point))
+        check(config)
+    except ImpossibleError as error:
+        plan.impossible.append((" ".join(f"{key}={value}" for key, value in point.items()), str(error)))
+        return
+    if config.run_id in seen:
+        return
+    seen.add(config.run_id)
+    plan.possible.append(config)
+    record = None if force else records.latest(store, config.run_id)
+    if record is not None and answers(record, config):
+        plan.done.append((config, record["status"]))
+        plan.found[config.run_id] = record
+    else:
+        plan.to_run.append(config)

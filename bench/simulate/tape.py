@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench import collector
 from bench.models import Batch, Family
 from bench.models.blocks import checkpoint_blocks
 from bench.precision import Precision
@@ -105,7 +105,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     model = family.build()
     model.train()
     recording = _Recording(on_cpu=key.device == "cpu")
-    with _collector_at_rest(), FakeTensorMode(), operators_of(key.device), recording.recorder:
+    with collector.at_rest(), FakeTensorMode(), operators_of(key.device), recording.recorder:
         _fill(model, family, key)
         names = local_names(family, model)
         checkpoint_blocks(family, model, key.activation_checkpointing)
@@ -290,15 +290,3 @@ class _NoOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to free."""
-
-
-@contextlib.contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Within, objects are released when nothing refers to them, and at no other time: so that tapes repeat."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -49,8 +49,8 @@ class FSDP2(ShardingStrategy):
         """torch 2.13 has no fused SGD on DTensors."""
         if (name, implementation) == ("sgd", "fused"):
             raise ImpossibleError(
-                "optimizer.implementation=fused is not valid for optimizer=sgd with strategy=fsdp, whose parameters are "
-                "DTensors: choose foreach or for_loop, or strategy fsdp1."
+                "optimizer.implementation=fused is not valid for optimizer=sgd with strategy=fsdp, whose parameters "
+                "are DTensors: choose foreach or for_loop, or strategy fsdp1."
             )
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
