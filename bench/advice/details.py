@@ -12,7 +12,7 @@ from rich.text import Text
 from bench.advice.ranking import Row
 from bench.advice.rules import Compared
 from bench.advice.tables import reshard
-from bench.advice.words import PARTS, gib, overrides, percent, strategy
+from bench.advice.words import PARTS, gib, overrides, percent, strategy, untimed
 from bench.reporting import labels
 from bench.reporting.labels import number
 from bench.simulate.prediction import PARTS as ALL_PARTS
@@ -88,7 +88,7 @@ def _range(values: Range) -> str:
 def _time(row: Row) -> list[RenderableType]:
     time = row.prediction.time
     if time is None:
-        return [Text(f"Time: not predicted, hardware={row.config.hardware.name} says nothing of its speed.")]
+        return [Text(f"Time: not predicted, {untimed(row.config)}.")]
     table = _table("part of a step", "ms", "share")
     for words, value in (
         ("compute", time.compute_s),

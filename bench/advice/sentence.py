@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bench.advice.ranking import Row
 from bench.advice.reasons import gpus_needed, why_not
-from bench.advice.words import CHECKPOINTING, of_capacity, percent, strategy
+from bench.advice.words import CHECKPOINTING, of_capacity, percent, strategy, untimed
 from bench.planning.compose import composed, groups
 from bench.reporting import labels
 
@@ -70,11 +70,12 @@ def _nothing_fits(smallest: Row) -> str:
 
 def _by_memory(rows: Sequence[Row]) -> str:
     row = rows[0]
-    described = [name for name in groups()["hardware"] if composed({"hardware": name})["hardware"].get("speeds")]
-    return (
-        f"Only memory is predicted, for hardware={row.config.hardware.name} says nothing of its speed (choose one of "
-        f"{', '.join(described)} to predict time too): {_name(row)} needs least, {of_capacity(row)}."
-    )
+    choice = ""
+    if row.config.hardware.speeds is None:
+        described = [name for name in groups()["hardware"] if composed({"hardware": name})["hardware"].get("speeds")]
+        choice = f" (choose one of {', '.join(described)} to predict time too)"
+    reason = f"Only memory is predicted, for {untimed(row.config)}{choice}"
+    return f"{reason}: {_name(row)} needs least, {of_capacity(row)}."
 
 
 def _why(best: Row, possible: Sequence[Row], infeasible: Sequence[Row]) -> str:

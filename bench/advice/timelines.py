@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from bench.advice.ranking import Row
-from bench.advice.words import overrides, strategy
+from bench.advice.words import overrides, strategy, untimed
 from bench.errors import UsageError
 from bench.reporting import labels, style
 from bench.reporting.timeline import draw_timeline
@@ -25,8 +25,7 @@ def write_timeline(row: Row, path: Path) -> None:
     config = row.config
     time = simulator.predict(config, timeline=True).time
     if time is None or not time.timeline:
-        hardware = config.hardware.name
-        raise UsageError(f"timeline={path} cannot be drawn: hardware={hardware} says nothing of its speed.")
+        raise UsageError(f"timeline={path} cannot be drawn: {untimed(config)}.")
     title = f"One step of {config.model.name}, {strategy(config)}: {labels.seconds(time.step_s.value)}"
     subtitle = (
         f"Predicted, not measured · {labels.ranks(config.gpus, config.hardware.device)} {config.hardware.name} · "

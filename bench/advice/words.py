@@ -68,3 +68,10 @@ def listing(items: list[str]) -> str:
 def overrides(settings: Settings) -> list[str]:
     """Settings as typed, in the order they were given."""
     return [f"{key}={value.lower() if value in ('True', 'False') else value}" for key, value in settings.items()]
+
+
+def untimed(config: RunConfig) -> str:
+    """Why no time is predicted for a run."""
+    if config.hardware.speeds is None:
+        return f"hardware={config.hardware.name} says nothing of its speed"
+    return "with strategy.cpu_offload=true the processor's speed and its link decide, which no description knows"

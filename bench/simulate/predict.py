@@ -18,7 +18,7 @@ from bench.simulate.prediction import Prediction, from_plain, to_plain
 from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, make_reel, pieces
 from bench.simulate.step import play_step
 from bench.simulate.tape import TapeKey, Trace, record, trace_from_plain, trace_to_plain
-from bench.strategies.plan import Setting
+from bench.strategies.plan import Plan, Setting
 
 WORTH_SHARING = 40
 """Runs, or traces times 10, from which on it pays to share the work among processes."""
@@ -108,15 +108,17 @@ def _prepare_traces(needed: list[tuple[TapeKey, int]]) -> None:
 
 def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
-    machine = _played(config, pace.pace_of(config), timeline)
+    machine, plan = _played(config, pace.pace_of(config), timeline)
     found = memory.memory_of(config, machine)
+    if not plan.is_timed:
+        return Prediction(found, None)
     if memory.is_degraded(found):
-        machine = _played(config, pace.retrying(pace.pace_of(config)), timeline)
+        machine, _ = _played(config, pace.retrying(pace.pace_of(config)), timeline)
     return Prediction(found, pace.time_of(config, machine, found))
 
 
-def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> Machine:
-    """The machine after a step."""
+def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machine, Plan]:
+    """The machine after a step, and the plan that was followed."""
     key = tape_key(config)
     layout = layout_of(config.model, getattr(config.strategy, "blocks_per_unit", 1), config.precision.scales_loss)
     setting = Setting(
@@ -139,9 +141,9 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> Machine:
         _scenes(key, config.batch_size_per_gpu, Speed(config.hardware)),
         micro_batches=config.gradient_accumulation,
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
-        update=pace.update_of(config, plan.updated),
+        update=pace.update_of(config, plan.updated if plan.is_timed else ()),
     )
-    return machine
+    return machine, plan
 
 
 def tape_key(config: RunConfig) -> TapeKey:

@@ -88,7 +88,7 @@ class Prediction:
 
     memory: MemoryPrediction
     time: TimePrediction | None
-    """None where the hardware's speed is unknown."""
+    """None where the hardware's speed is unknown, or the CPU's would decide (offloading)."""
 
     @property
     def status(self) -> str:

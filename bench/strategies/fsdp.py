@@ -107,6 +107,8 @@ class FSDP2Plan(Plan):
     def __init__(self, strategy: FSDP2, setting: Setting) -> None:
         super().__init__(setting)
         self._strategy = strategy
+        self._offloads = strategy.cpu_offload
+        self.is_timed = not self._offloads
         self._factor = strategy.factor
         self._units = {unit.index: unit for unit in setting.units}
         self._last = max(self._units)
@@ -142,10 +144,10 @@ class FSDP2Plan(Plan):
 
     def begin(self, device: Device) -> None:
         """Shards and their optimizer state, unless the CPU has them."""
-        if not self._strategy.cpu_offload:
+        if not self._offloads:
             device.hold("parameters", sum(self.updated) * self.setting.parameter_bytes, PARAMETERS)
             hold_optimizer(device, self.setting, self.updated)
-        if self.setting.keep_gradients:
+        if self.setting.keep_gradients and not self._offloads:
             for index, sizes in self._sizes.items():
                 device.hold(f"gradient shard {index}", sizes.numel * self.setting.parameter_bytes, GRADIENTS)
                 self._shards.add(f"gradient shard {index}")
@@ -215,6 +217,9 @@ class FSDP2Plan(Plan):
         device.send(f"reduce-scatter {index}", "reduce-scatter", whole, SHARDS, REDUCE, after="compute")
         device.send(f"all-reduce {index}", "all-reduce", whole / self._factor, REPLICAS, REPLICATE, after=REDUCE)
         self._sent = [f"reduce-scatter {index}", f"all-reduce {index}"]
+        if self._offloads:  # the CPU takes the result as it comes
+            device.release(output)
+            return
         if not as_stored:
             name = f"cast {index}" if accumulated else shard
             device.hold(name, numel * self.setting.parameter_bytes, GRADIENTS)

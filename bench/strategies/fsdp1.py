@@ -140,6 +140,8 @@ class FSDP1Plan(Plan):
     def __init__(self, strategy: FSDP1, setting: Setting) -> None:
         super().__init__(setting)
         self._strategy = strategy
+        self._offloads = strategy.cpu_offload
+        self.is_timed = not self._offloads
         self._factor = strategy.factor
         self._units = {unit.index: unit for unit in setting.units}
         self._last = max(self._units)
@@ -176,11 +178,11 @@ class FSDP1Plan(Plan):
 
     def begin(self, device: Device) -> None:
         """Shards and their optimizer state, unless the CPU has them."""
-        if not self._strategy.cpu_offload:
+        if not self._offloads:
             numel = sum(flat // self._factor for flat in self._flat.values())
             device.hold("parameters", numel * self.setting.parameter_bytes, PARAMETERS)
             hold_optimizer(device, self.setting, self.updated)
-        if self.setting.keep_gradients:
+        if self.setting.keep_gradients and not self._offloads:
             for index, flat in self._flat.items():
                 size = flat // self._factor * self.setting.parameter_bytes
                 device.hold(f"gradient shard {index}", size, GRADIENTS)
@@ -263,6 +265,9 @@ class FSDP1Plan(Plan):
     def _store(self, device: Device, index: int, result: str, size: float, *, cast: bool) -> None:
         """Keep what was reduced, in the format parameters are stored in, or add it to what is kept already."""
         shard = f"gradient shard {index}"
+        if self._offloads:  # the CPU takes the result as it comes
+            device.release(result)
+            return
         if cast:
             device.hold(f"cast {index}", size, GRADIENTS)
             device.release(result)

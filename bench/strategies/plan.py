@@ -136,6 +136,9 @@ class Device(Protocol):
 class Plan(ABC):
     """One rank's part in a step. Called in the order of the step."""
 
+    is_timed = True
+    """Whether what is done takes the time that the device's streams show: not where the CPU holds what is trained."""
+
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
