@@ -74,7 +74,7 @@ def _by_memory(rows: Sequence[Row]) -> str:
     if row.config.hardware.speeds is None:
         described = [name for name in groups()["hardware"] if composed({"hardware": name})["hardware"].get("speeds")]
         choice = f" (choose one of {', '.join(described)} to predict time too)"
-    reason = f"Only memory is predicted, for {untimed(row.config)}{choice}"
+    reason = f"Only memory is predicted, since {untimed(row.config)}{choice}"
     return f"{reason}: {_name(row)} needs least, {of_capacity(row)}."
 
 

@@ -74,4 +74,4 @@ def untimed(config: RunConfig) -> str:
     """Why no time is predicted for a run."""
     if config.hardware.speeds is None:
         return f"hardware={config.hardware.name} says nothing of its speed"
-    return "with strategy.cpu_offload=true the processor's speed and its link decide, which no description knows"
+    return "the processor and its link decide with strategy.cpu_offload=true, and no description knows them"
