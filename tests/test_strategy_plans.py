@@ -221,6 +221,14 @@ def test_full_sharding_gathers_twice_and_reduces_once(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+@pytest.mark.parametrize("gpus", [3, 5, 7])
+def test_what_is_gathered_and_reduced_has_equal_shards(strategy, gpus):
+    """Whatever the number of ranks: what does not divide is padded."""
+    run = config(strategy=strategy, gpus=gpus)
+    assert all(size % (4 * gpus) == 0 for kind, size, _ in sent(run).sent if kind != "all-reduce")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
 def test_keeping_parameters_until_backward_gathers_once(strategy):
     run = config(strategy=strategy, **{"strategy.reshard_after_forward": False})
     assert sent(run).volume("all-gather", SHARDS) == pytest.approx(4 * run.model.num_parameters, rel=1e-3)
