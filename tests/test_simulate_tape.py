@@ -89,6 +89,19 @@ def test_other_batch_sizes_follow_from_two(model, settings):
     assert [scene.pieces for scene in foretold] == [scene.pieces for scene in scenes(seen, seen, (7, 7), 7)]
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("hardware", ["cpu", "a100_80gb"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_few_blocks_at_two_batch_sizes_are_the_whole_model_at_another(model, checkpointing, hardware):
+    """Autocast's copies of the weights are released in any order, and repeat with the blocks."""
+    run = deep(model, activation_checkpointing=checkpointing, precision="bf16", hardware=hardware)
+    key, lengths = tape_key(run), layout_of(run.model, 1, False).lengths
+    few = scenes(record(key, 2), record(key, 3), (2, 3), 9, lengths)
+    whole = record(key, 9, blocks=None)
+    expected = scenes(whole, whole, (9, 9), 9)
+    assert [scene.pieces for scene, _ in running_order(few, lengths)] == [scene.pieces for scene in expected]
+
+
 def test_a_batch_of_one_is_traced_itself():
     assert batches_for(1) == (1, 1)
     assert batches_for(2) == batches_for(64) == (2, 3)

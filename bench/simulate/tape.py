@@ -128,7 +128,26 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         del loss
     if key.compile:
         recording.fuse()
+    for segment in recording.segments:
+        _order_releases(segment)
     return Trace(recording.segments, recording.inputs_bytes)
+
+
+def _order_releases(segment: Segment) -> None:
+    """Put what is released together into the order in which it was made.
+
+    Autocast drops its copies of the weights in an order that differs from one trace to the next. Traces at two batch
+    sizes are compared position by position.
+    """
+    breaks = {event.position for event in segment.gradients}
+    ordered: list[tuple[int, int]] = []
+    run: list[tuple[int, int]] = []
+    for position, change in enumerate([*segment.changes, (1, 0)]):
+        if change[0] > 0 or position in breaks:
+            ordered += sorted(run, key=lambda each: each[1])
+            run = []
+        (run if change[0] < 0 else ordered).append(change)
+    segment.changes = ordered[:-1]
 
 
 def trace_to_plain(trace: Trace) -> dict[str, Any]:
