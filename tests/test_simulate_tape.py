@@ -265,6 +265,6 @@ def test_compiled_blocks_move_fewer_bytes_and_compute_the_same(model, checkpoint
 def test_a_fused_kernel_reads_what_comes_in_and_writes_what_is_read_later():
     add, mm = ("add", MEMORY, 0, (0,) * 5, 0, 24), ("mm", MATMUL, 0, (1, 2, 2, 2, 0), 16, 48)
     uses = [Use(((1, 8), (2, 8)), ((3, 8),)), Use(((3, 8), (2, 8)), ((4, 8),)), Use(((4, 8),), ((5, 8),))]
-    kernels, became = fused([add, add, mm], uses, [{2, 3, 4}, {4}, set()])
+    kernels, became = fused([add, add, mm], uses, {1: 0, 2: 1, 3: 1, 4: 2})
     assert kernels == [("fused", MEMORY, 0, (0,) * 5, 0, 8 + 8 + 8), mm]
     assert became == [0, 0, 1]

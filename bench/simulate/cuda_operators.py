@@ -19,51 +19,32 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+# What they are called and what they return is all there is of these operators: fake tensors need no more.
+torch.library.define(
+    "bench::attention_forward",
+    "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool causal) -> (Tensor output, Tensor log_sum_exp)",
+)
+torch.library.define(
+    "bench::attention_backward",
+    "(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor output, Tensor log_sum_exp,"
+    " bool causal) -> (Tensor, Tensor, Tensor)",
+)
 
-@torch.library.custom_op("bench::attention_forward", mutates_args=())
-def attention_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output of the query's shape (batch, heads, queries, head dimension), and the log-sum-exp of every row."""
-    raise NotImplementedError("exists on fake tensors alone")
 
-
-@attention_forward.register_fake
+@torch.library.register_fake("bench::attention_forward")
 def _(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output of the query's shape (batch, heads, queries, head dimension), and the log-sum-exp of every row."""
     batch, heads, queries, _ = query.shape
     # In memory heads come after positions, so that putting them side by side again copies nothing.
     output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
     return output, query.new_empty(batch, heads, queries, dtype=torch.float32)
 
 
-@torch.library.custom_op("bench::attention_backward", mutates_args=())
-def attention_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@torch.library.register_fake("bench::attention_backward")
+def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
     """Gradients of query, key and value."""
-    raise NotImplementedError("exists on fake tensors alone")
-
-
-@attention_backward.register_fake
-def _(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 

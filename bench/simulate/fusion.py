@@ -8,7 +8,7 @@ and is less in truth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.simulate.kernels import MEMORY
@@ -30,14 +30,16 @@ class Use:
 
 
 def fused(
-    kernels: Sequence[Kernel], uses: Sequence[Use], read_later: Sequence[set[int]]
+    kernels: Sequence[Kernel], uses: Sequence[Use], last_read: Mapping[int, int], first: int = 0
 ) -> tuple[list[Kernel], list[int]]:
     """Kernels after fusion, and for each of the original ones the position of the one it became part of.
 
     Parameters
     ----------
-    read_later: sequence of sets
-        Per kernel the storages that any kernel after it reads, in this segment or a later one.
+    last_read: mapping
+        Storage to the last kernel that reads it, counted over the whole trace.
+    first: int
+        The number of the first of `kernels` in that count.
     """
     result: list[Kernel] = []
     became: list[int] = []
@@ -48,7 +50,7 @@ def fused(
             became.append(len(result))
             ends = index + 1 == len(kernels) or not _fuses(kernels[index + 1])
             if ends:
-                result.append(_together(kernels[start : index + 1], uses[start : index + 1], read_later[index]))
+                result.append(_together(kernels[start : index + 1], uses[start : index + 1], last_read, first + index))
                 start = None
         else:
             became.append(len(result))
@@ -60,7 +62,7 @@ def _fuses(kernel: Kernel) -> bool:
     return kernel[1] == MEMORY and not any(part in kernel[0] for part in APART)
 
 
-def _together(kernels: Sequence[Kernel], uses: Sequence[Use], read_later: set[int]) -> Kernel:
+def _together(kernels: Sequence[Kernel], uses: Sequence[Use], last_read: Mapping[int, int], last: int) -> Kernel:
     made: dict[int, int] = {}
     read: dict[int, int] = {}
     for use in uses:
@@ -68,5 +70,5 @@ def _together(kernels: Sequence[Kernel], uses: Sequence[Use], read_later: set[in
             if number not in made:
                 read[number] = max(size, read.get(number, 0))
         made |= dict(use.writes)
-    moved = sum(read.values()) + sum(size for number, size in made.items() if number in read_later)
+    moved = sum(read.values()) + sum(size for number, size in made.items() if last_read.get(number, -1) > last)
     return FUSED, MEMORY, min(kernel[2] for kernel in kernels), (0, 0, 0, 0, 0), 0, moved

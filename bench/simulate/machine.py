@@ -15,7 +15,7 @@ from bench.simulate.prediction import PARTS, Span
 from bench.simulate.reel import Piece
 from bench.strategies.plan import GATHER, GATHERED, GRADIENTS, REDUCE, REDUCED, REPLICATE
 
-COMPUTE, CPU = "compute", "cpu"
+COMPUTE = "compute"
 STREAMS = (COMPUTE, GATHER, REDUCE, REPLICATE)
 
 OWN_SEGMENT_BYTES = 10 * 2**20

@@ -263,15 +263,14 @@ class _Recording:
 
     def fuse(self) -> None:
         """Put the kernels of every block together as a compiler does."""
-        later: set[int] = set()
-        for segment, uses in zip(reversed(self.segments), reversed(self._uses), strict=True):
-            read_later: list[set[int]] = []
-            for use in reversed(uses):
-                read_later.append(set(later))
-                later |= {number for number, _ in use.reads}
+        everything = (use for uses in self._uses for use in uses)
+        last_read = {number: index for index, use in enumerate(everything) for number, _ in use.reads}
+        first = 0
+        for segment, uses in zip(self.segments, self._uses, strict=True):
+            start, first = first, first + len(uses)
             if segment.place is None or segment.place == LOSS:
                 continue
-            segment.kernels, became = fused(segment.kernels, uses, read_later[::-1])
+            segment.kernels, became = fused(segment.kernels, uses, last_read, start)
             ends = [*became, len(segment.kernels)]
             segment.gradients = [dataclasses.replace(event, kernel=ends[event.kernel]) for event in segment.gradients]
 

@@ -20,11 +20,7 @@ from bench.strategies.plan import (
     GATHER,
     GATHERED,
     GRADIENTS,
-    PARAMETERS,
-    REDUCE,
     REDUCED,
-    REPLICAS,
-    REPLICATE,
     SHARDS,
     STAY,
     Device,
@@ -33,9 +29,8 @@ from bench.strategies.plan import (
     Setting,
     Unit,
     gradients_of,
-    hold_optimizer,
 )
-from bench.strategies.sharding import ShardingStrategy
+from bench.strategies.sharding import ShardedPlan, ShardingStrategy
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class FSDP2(ShardingStrategy):
         return FSDP2Plan(self, setting)
 
 
-class FSDP2Plan(Plan):
+class FSDP2Plan(ShardedPlan):
     """What `fully_shard` does, read in torch 2.13 (``torch/distributed/fsdp/_fully_shard``).
 
     Each parameter is cut along its first dimension into F shards of equal size, the last ones padded. An all-gather
@@ -105,23 +100,13 @@ class FSDP2Plan(Plan):
     """
 
     def __init__(self, strategy: FSDP2, setting: Setting) -> None:
-        super().__init__(setting)
+        super().__init__(strategy, setting)
         self._strategy = strategy
-        self._offloads = strategy.cpu_offload
-        self.is_timed = not self._offloads
-        self._factor = strategy.factor
-        self._units = {unit.index: unit for unit in setting.units}
-        self._last = max(self._units)
-        self._cast = setting.precision.mixed
         self._recasts = setting.reduce_bytes != setting.precision.compute_dtype.itemsize
         self._accumulated: set[int] = set()
         self._gathering: set[int] = set()
-        self._whole: set[int] = set()
         self._buffer: str | None = None
         self._reduce_input: int | None = None
-        self._synchronize = True
-        self._shards: set[str] = set()
-        self._sent: list[str] = []
         self._sizes = {index: self._size(unit) for index, unit in self._units.items()}
 
     def _size(self, unit: Unit) -> _Sizes:
@@ -137,24 +122,14 @@ class FSDP2Plan(Plan):
         rows = parameter.shape[0] if parameter.shape else 1
         return -(-rows // self._factor) * (parameter.numel // rows)
 
+    def shard_numel(self, unit: Unit) -> int:
+        """Of all its parameters' shards."""
+        return self._sizes[unit.index].numel
+
     @property
     def updated(self) -> Sequence[int]:
         """The first rank's shards, which are never smaller than the others'."""
         return [self._local(parameter) for unit in self._units.values() for parameter in unit.parameters]
-
-    def begin(self, device: Device) -> None:
-        """Shards and their optimizer state, unless the CPU has them."""
-        if not self._offloads:
-            device.hold("parameters", sum(self.updated) * self.setting.parameter_bytes, PARAMETERS)
-            hold_optimizer(device, self.setting, self.updated)
-        if self.setting.keep_gradients and not self._offloads:
-            for index, sizes in self._sizes.items():
-                device.hold(f"gradient shard {index}", sizes.numel * self.setting.parameter_bytes, GRADIENTS)
-                self._shards.add(f"gradient shard {index}")
-
-    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
-        """Remember whether gradients are reduced."""
-        self._synchronize = synchronize
 
     def before_forward(self, device: Device, unit: Unit) -> None:
         """Gather the unit; its buffer stays until the next one's parameters are copied out."""
@@ -175,9 +150,9 @@ class FSDP2Plan(Plan):
         """Gather the unit again, and start with the one before it."""
         self._gather(device, unit)
         self._copy_out(device, unit, forward=False)
-        previous = self._last if unit.is_root else unit.index - 1
-        if (self._strategy.backward_prefetch or unit.is_root) and previous >= 0:
-            self._gather(device, self._units[previous])
+        previous = self._previous(unit)
+        if previous is not None and (self._strategy.backward_prefetch or unit.is_root):
+            self._gather(device, previous)
 
     def gradient_bytes(self, parameter: Parameter) -> int:
         """In the format it is computed in."""
@@ -214,9 +189,7 @@ class FSDP2Plan(Plan):
         accumulated = shard in self._shards
         output = f"reduced {index}" if accumulated or not as_stored else shard
         device.hold(output, numel * self.setting.reduce_bytes, GRADIENTS if output == shard else REDUCED)
-        device.send(f"reduce-scatter {index}", "reduce-scatter", whole, SHARDS, REDUCE, after="compute")
-        device.send(f"all-reduce {index}", "all-reduce", whole / self._factor, REPLICAS, REPLICATE, after=REDUCE)
-        self._sent = [f"reduce-scatter {index}", f"all-reduce {index}"]
+        self._send_gradients(device, unit, whole)
         if self._offloads:  # the CPU takes the result as it comes
             device.release(output)
             return
@@ -248,15 +221,6 @@ class FSDP2Plan(Plan):
                 device.wait(name)
         for unit in self._units.values():
             device.release(f"reduced {unit.index}")
-
-    def after_optimizer(self, device: Device) -> None:
-        """Sharded gradients are set to None, or to zero."""
-        if self.setting.keep_gradients:
-            device.copy("zeros", sum(self.updated) * self.setting.parameter_bytes)
-            return
-        for name in self._shards:
-            device.release(name)
-        self._shards.clear()
 
     def _gather(self, device: Device, unit: Unit) -> None:
         if unit.index in self._gathering or unit.index in self._whole:

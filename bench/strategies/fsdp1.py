@@ -26,11 +26,8 @@ from bench.strategies.plan import (
     GATHER,
     GATHERED,
     GRADIENTS,
-    PARAMETERS,
     REDUCE,
     REDUCED,
-    REPLICAS,
-    REPLICATE,
     SHARDS,
     STAY,
     WORLD,
@@ -40,9 +37,8 @@ from bench.strategies.plan import (
     Setting,
     Unit,
     gradients_of,
-    hold_optimizer,
 )
-from bench.strategies.sharding import ShardingStrategy
+from bench.strategies.sharding import ShardedPlan, ShardingStrategy
 
 BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
@@ -129,7 +125,7 @@ MOST_GATHERS = 2
 ALIGNMENT_BYTES = 16
 
 
-class FSDP1Plan(Plan):
+class FSDP1Plan(ShardedPlan):
     """What `FullyShardedDataParallel` does with ``use_orig_params``, read in torch 2.13 (``torch/distributed/fsdp``).
 
     A unit's parameters lie one behind the other in a flat parameter, each aligned to 16 bytes, padded to a multiple of
@@ -138,22 +134,12 @@ class FSDP1Plan(Plan):
     """
 
     def __init__(self, strategy: FSDP1, setting: Setting) -> None:
-        super().__init__(setting)
+        super().__init__(strategy, setting)
         self._strategy = strategy
-        self._offloads = strategy.cpu_offload
-        self.is_timed = not self._offloads
-        self._factor = strategy.factor
-        self._units = {unit.index: unit for unit in setting.units}
-        self._last = max(self._units)
-        self._cast = setting.precision.mixed
         self._compute_bytes = setting.precision.compute_dtype.itemsize
         self._flat = {index: self._numel(unit) for index, unit in self._units.items()}
-        self._whole: set[int] = set()
         self._waiting: set[int] = set()
-        self._synchronize = True
-        self._shards: set[str] = set()
         self._kept: set[str] = set()
-        self._sent: list[str] = []
 
     def _numel(self, unit: Unit) -> int:
         """Elements of the flat parameter."""
@@ -162,6 +148,10 @@ class FSDP1Plan(Plan):
         for parameter in unit.parameters:
             total = -(-total // aligned) * aligned + parameter.numel
         return -(-total // self._factor) * self._factor
+
+    def shard_numel(self, unit: Unit) -> int:
+        """Of its flat parameter, padding included."""
+        return self._flat[unit.index] // self._factor
 
     @property
     def updated(self) -> Sequence[int]:
@@ -175,22 +165,6 @@ class FSDP1Plan(Plan):
                 parts.append(max(0, min(shard, offset + parameter.numel) - offset))
                 offset += parameter.numel
         return parts
-
-    def begin(self, device: Device) -> None:
-        """Shards and their optimizer state, unless the CPU has them."""
-        if not self._offloads:
-            numel = sum(flat // self._factor for flat in self._flat.values())
-            device.hold("parameters", numel * self.setting.parameter_bytes, PARAMETERS)
-            hold_optimizer(device, self.setting, self.updated)
-        if self.setting.keep_gradients and not self._offloads:
-            for index, flat in self._flat.items():
-                size = flat // self._factor * self.setting.parameter_bytes
-                device.hold(f"gradient shard {index}", size, GRADIENTS)
-                self._shards.add(f"gradient shard {index}")
-
-    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
-        """Remember whether gradients are reduced."""
-        self._synchronize = synchronize
 
     def before_forward(self, device: Device, unit: Unit) -> None:
         """Gather the unit, with prefetching the next one too."""
@@ -251,13 +225,11 @@ class FSDP1Plan(Plan):
         if self._factor > 1:
             result = f"reduced {index}"
             device.hold(result, whole / self._factor, REDUCED)
-            device.send(f"reduce-scatter {index}", "reduce-scatter", whole, SHARDS, REDUCE, after="compute")
-            device.send(f"all-reduce {index}", "all-reduce", whole / self._factor, REPLICAS, REPLICATE, after=REDUCE)
+            self._send_gradients(device, unit, whole)
         else:
             result = source
-            device.send(f"all-reduce {index}", "all-reduce", whole, WORLD, REDUCE, after="compute")
-        self._sent = [name for name in (f"reduce-scatter {index}", f"all-reduce {index}") if self._factor > 1]
-        self._sent = self._sent or [f"all-reduce {index}"]
+            self._sent = [f"all-reduce {index}"]
+            device.send(self._sent[0], "all-reduce", whole, WORLD, REDUCE, after="compute")
         self._store(device, index, result, flat // self._factor * parameter_bytes, cast=reduce_bytes != parameter_bytes)
         device.release(f"reduce input {index}")  # made on the stream that uses it
         device.release(f"flat gradient {index}", after=REDUCE)
@@ -282,19 +254,10 @@ class FSDP1Plan(Plan):
         for name in self._sent:
             device.wait(name)
 
-    def after_optimizer(self, device: Device) -> None:
-        """Sharded gradients are set to None, or to zero."""
-        if self.setting.keep_gradients:
-            device.copy("zeros", sum(self.updated) * self.setting.parameter_bytes)
-            return
-        for name in self._shards:
-            device.release(name)
-        self._shards.clear()
-
     def _prefetch_previous(self, device: Device, unit: Unit) -> None:
-        previous = self._last if unit.is_root else unit.index - 1
-        if previous >= 0:
-            self._gather(device, self._units[previous])
+        previous = self._previous(unit)
+        if previous is not None:
+            self._gather(device, previous)
 
     def _gather(self, device: Device, unit: Unit) -> None:
         index, size = unit.index, self._flat[unit.index] * self._compute_bytes

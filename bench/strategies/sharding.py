@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench.errors import ImpossibleError, require_at_least
 from bench.strategies.base import Job, Strategy
+from bench.strategies.plan import (
+    GRADIENTS,
+    PARAMETERS,
+    REDUCE,
+    REPLICAS,
+    REPLICATE,
+    SHARDS,
+    Device,
+    Plan,
+    Setting,
+    Unit,
+    hold_optimizer,
+)
 
 
 @dataclass(frozen=True)
@@ -54,3 +68,59 @@ class ShardingStrategy(Strategy):
         """The mesh (W / F replicas, F shards), its dimensions named as hybrid sharding requires."""
         shape = (job.world_size // self.factor, self.factor)
         return init_device_mesh(job.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+class ShardedPlan(Plan):
+    """What both keep track of: units by number, which of them are whole, and the shards of gradients."""
+
+    def __init__(self, strategy: ShardingStrategy, setting: Setting) -> None:
+        super().__init__(setting)
+        self._offloads = strategy.cpu_offload
+        self.is_timed = not self._offloads
+        self._factor = strategy.factor
+        self._units = {unit.index: unit for unit in setting.units}
+        self._last = max(self._units)
+        self._cast = setting.precision.mixed
+        self._whole: set[int] = set()
+        self._synchronize = True
+        self._shards: set[str] = set()
+        self._sent: list[str] = []
+
+    @abstractmethod
+    def shard_numel(self, unit: Unit) -> int:
+        """Elements of a unit that the first rank stores."""
+
+    def begin(self, device: Device) -> None:
+        """Shards and their optimizer state, unless the CPU has them."""
+        if self._offloads:
+            return
+        sizes = {index: self.shard_numel(unit) * self.setting.parameter_bytes for index, unit in self._units.items()}
+        device.hold("parameters", sum(sizes.values()), PARAMETERS)
+        hold_optimizer(device, self.setting, self.updated)
+        if self.setting.keep_gradients:
+            for index, size in sizes.items():
+                device.hold(f"gradient shard {index}", size, GRADIENTS)
+                self._shards.add(f"gradient shard {index}")
+
+    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+        """Remember whether gradients are reduced."""
+        self._synchronize = synchronize
+
+    def after_optimizer(self, device: Device) -> None:
+        """Sharded gradients are set to None, or to zero."""
+        if self.setting.keep_gradients:
+            device.copy("zeros", sum(self.updated) * self.setting.parameter_bytes)
+            return
+        for name in self._shards:
+            device.release(name)
+        self._shards.clear()
+
+    def _previous(self, unit: Unit) -> Unit | None:
+        """The unit whose backward comes next, as far as units run one after the other."""
+        return self._units.get(self._last if unit.is_root else unit.index - 1) if unit.index != 0 else None
+
+    def _send_gradients(self, device: Device, unit: Unit, whole: float) -> None:
+        """Reduce-scatter among those that share a copy, then all-reduce among the copies."""
+        self._sent = [f"reduce-scatter {unit.index}", f"all-reduce {unit.index}"]
+        device.send(self._sent[0], "reduce-scatter", whole, SHARDS, REDUCE, after="compute")
+        device.send(self._sent[1], "all-reduce", whole / self._factor, REPLICAS, REPLICATE, after=REDUCE)
