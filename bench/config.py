@@ -22,15 +22,19 @@ from bench.strategies import Strategy, load_strategy
 from bench.training.optimizer import OptimizerConfig
 from bench.typed import kind_of, type_hints, typed
 
-MODES = {"measure": "measured", "predict": "predicted"}
+MODES = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
 
 NO_IDENTITY = (("requested",), ("hardware", "sources"))
 """What is no part of a run's identity: how its strategy's knobs were asked for, where its numbers were read."""
 
-CANNOT_CHANGE = {"measure": (("hardware", "speeds"),), "predict": (("measurement",), ("seed",), ("repeat",))}
-"""What cannot change the result either: of a measurement what is believed of the hardware's speed, of a prediction how
-a run would be timed."""
+CANNOT_CHANGE = {
+    "measure": (("hardware", "speeds"),),
+    "rehearse": (("hardware", "speeds"),),
+    "predict": (("measurement",), ("seed",), ("repeat",)),
+}
+"""What cannot change the result either: of what really runs what is believed of the hardware's speed, of a prediction
+how a run would be timed."""
 
 
 ADDED = {"optimizer": {"keep_gradients": False}}
@@ -111,6 +115,21 @@ class RunConfig:
     def predicted(self) -> bool:
         """Whether nothing runs."""
         return self.mode == "predict"
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether rank 0 alone runs, and what the others would send is made up."""
+        return self.mode == "rehearse"
+
+    @property
+    def processes(self) -> int:
+        """Ranks that really run, one per device."""
+        return 0 if self.predicted else 1 if self.rehearsed else self.gpus
+
+    @property
+    def machines(self) -> int:
+        """Machines whose devices really run, at least one."""
+        return 1 if self.rehearsed else self.nodes
 
     @property
     def label(self) -> str:

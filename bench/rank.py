@@ -17,6 +17,7 @@ from bench.config import RunConfig
 from bench.hardware import MemoryLimit
 from bench.measure import environment, oom
 from bench.measure.loop import Samples, measure
+from bench.measure.rehearsal import start_rehearsal
 from bench.models import Batch
 from bench.training.engine import Engine, build_engine, micro_batches
 
@@ -90,7 +91,7 @@ def run_rank(
             config.precision,
             config.optimizer,
             device=device,
-            world_size=place.world_size,
+            world_size=config.gpus,
             activation_checkpointing=config.activation_checkpointing,
             compile=config.compile,
             synchronize_every_micro_batch=config.gradient_accumulation_sync,
@@ -103,7 +104,7 @@ def run_rank(
             batch_size=config.batch_size_per_gpu,
             sequence_length=config.sequence_length,
             rank=place.rank,
-            world_size=place.world_size,
+            world_size=config.gpus,
             device=device,
             seed=config.seed,
         )
@@ -116,14 +117,17 @@ def run_rank(
         else:
             torch.set_num_threads(config.hardware.cpu_threads)
         outcome.device = environment.device(device)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=rendezvous(),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=datetime.timedelta(seconds=PROCESS_GROUP_TIMEOUT_S),
-            device_id=device if device.type == "cuda" else None,
-        )
+        if config.rehearsed:
+            start_rehearsal(config.gpus)
+        else:
+            dist.init_process_group(
+                backend(device.type),
+                store=rendezvous(),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=datetime.timedelta(seconds=PROCESS_GROUP_TIMEOUT_S),
+                device_id=device if device.type == "cuda" else None,
+            )
         limit = MemoryLimit(config.hardware.memory_limit_bytes, device)
         outcome.samples = measure(
             build,
@@ -147,6 +151,11 @@ def run_rank(
         outcome.error = one_line(error)
         traceback.print_exc()
     return outcome
+
+
+def backend(device: str) -> str:
+    """The communication library of a kind of device."""
+    return "nccl" if device == "cuda" else "gloo"
 
 
 def one_line(error: BaseException) -> str:

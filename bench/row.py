@@ -8,8 +8,9 @@ import torch
 
 from bench.config import RunConfig
 from bench.measure import environment
+from bench.measure.rehearsal import BACKEND as REHEARSAL
 from bench.measure.statistics import median, median_interval, percentile, slowest_rank
-from bench.rank import Outcome
+from bench.rank import Outcome, backend
 from bench.records import Record
 
 KNOB_COLUMNS = {
@@ -26,7 +27,7 @@ KNOB_COLUMNS = {
 
 
 def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
-    """The columns that come from what the ranks measured, all of them having ended well.
+    """The columns that come from what the ranks measured, or rank 0 alone rehearsed, all of them having ended well.
 
     Memory is the maximum over ranks, a step's time that of its slowest rank, the loss the mean over ranks (each
     has an equal share of the batch).
@@ -41,6 +42,8 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
     slowed_by_limit = config.hardware.device == "cpu" and config.hardware.memory_limit_gib is not None
     device_used = [sample.peaks.device_used for sample in samples if sample.peaks.device_used is not None]
     exposed = [sample.exposed_communication for sample in samples if sample.exposed_communication is not None]
+    if config.rehearsed:  # nothing was communicated
+        exposed = []
     return {
         **speed_row(config, step_time_s),
         "step_time_p95_s": percentile(steps, 0.95),
@@ -116,7 +119,7 @@ def configured_row(config: RunConfig) -> Record:
         "seed": config.seed,
         "config": values,
         "requested": config.requested,
-        "effective": {**used, "backend": "nccl" if config.hardware.device == "cuda" else "gloo"},
+        "effective": {**used, "backend": REHEARSAL if config.rehearsed else backend(config.hardware.device)},
         **{name: value for name, value in used.items() if name in KNOB_COLUMNS},
         # FSDP2 knows it as a switch, FSDP1 as a choice: one column holds both.
         "backward_prefetch": str(used["backward_prefetch"]).lower() if "backward_prefetch" in used else None,

@@ -181,7 +181,7 @@ def write_unstarted_row(config: RunConfig, store: Path, *, status: str, error: s
 
 def _row_bytes(config: RunConfig) -> int:
     """Disk space a row may take: each rank has its facts and a number per step."""
-    return 64 * 1024 + config.gpus * (4096 + 32 * config.measurement.steps)
+    return 64 * 1024 + config.processes * (4096 + 32 * config.measurement.steps)
 
 
 __all__ = ["Attempt", "TakenError", "now", "persistently", "say", "write_lost_row", "write_unstarted_row"]

@@ -11,14 +11,14 @@ GIB = 2**30
 
 
 def model_state_bytes(config: RunConfig) -> int:
-    """Least memory all ranks together keep from step to step: parameters, gradients and optimizer state.
+    """Least memory all ranks that run together keep from step to step: parameters, gradients and optimizer state.
 
     Only weights that multiply tokens are counted, from the FLOPs of a single token, so nothing has to be built.
     """
     count = config.model.flops_per_sequence(1)
     weights = (count.blocks_linear + count.outside) // 2
     copies = 2 + config.optimizer.states_per_parameter
-    return weights * copies * config.precision.parameter_dtype.itemsize * config.gpus // config.strategy.factor
+    return weights * copies * config.precision.parameter_dtype.itemsize * config.processes // config.strategy.factor
 
 
 def refuse_what_exhausts_this_machine(config: RunConfig, memory_bytes: int | None = None) -> None:
@@ -28,12 +28,12 @@ def refuse_what_exhausts_this_machine(config: RunConfig, memory_bytes: int | Non
     """
     memory_bytes = memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = config.hardware.memory_limit_bytes
-    if limit is not None and limit * config.gpus <= memory_bytes:
+    if limit is not None and limit * config.processes <= memory_bytes:
         return
     needed = model_state_bytes(config)
     if needed > memory_bytes:
         raise ImpossibleError(
             f"model={config.model.name} with gpus={config.gpus} needs at least {needed / GIB:.0f} GiB for parameters, "
             f"gradients and optimizer state, and this machine has {memory_bytes / GIB:.0f} GiB: choose a smaller model "
-            f"or hardware.memory_limit_gib={memory_bytes / GIB / config.gpus:.1f} or less to see it run out of memory."
+            f"or hardware.memory_limit_gib={memory_bytes / GIB / config.processes:.1f} or less to see it run out of memory."
         )

@@ -76,7 +76,7 @@ def execute(
     preload(config.model.imports)
     clear_away_dead(store, config.run_id)
     attempt = Attempt.begin(config, store, {"process": this_process()}, {"launcher": launcher, "sweep": sweep})
-    places = [RankPlace(rank, rank % config.gpus_per_node, config.gpus) for rank in range(config.gpus)]
+    places = [RankPlace(rank, rank % config.gpus_per_node, config.processes) for rank in range(config.processes)]
     ranks: list[Rank] = []
     ended: list[Ended] = []
 

@@ -62,17 +62,17 @@ class LocalLauncher:
     def check(self, config: RunConfig) -> None:
         """Raise `ImpossibleError` where this machine cannot execute a run."""
         refuse_unsupported(config.hardware, self._device, config.precision, compile_blocks=config.compile)
-        if config.nodes > 1:
+        if config.machines > 1:
             raise ImpossibleError(
                 f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node} GPUs, and cluster=local "
                 f"is one: choose at most {config.gpus_per_node}."
             )
-        if config.hardware.device == "cuda" and config.gpus > self._device.count:
+        if config.hardware.device == "cuda" and config.processes > self._device.count:
             raise ImpossibleError(
                 f"gpus={config.gpus} is more than the {self._device.count} GPU(s) of this machine: "
                 f"choose at most {self._device.count}, or hardware=cpu."
             )
-        if config.hardware.device == "cpu" and config.gpus > self._cluster["max_cpu_processes"]:
+        if config.hardware.device == "cpu" and config.processes > self._cluster["max_cpu_processes"]:
             raise ImpossibleError(
                 f"gpus={config.gpus} is more than the {self._cluster['max_cpu_processes']} processes this machine runs "
                 "on its CPU: choose fewer, or raise cluster.max_cpu_processes."

@@ -39,7 +39,9 @@ class Plan:
         """Runs to execute per resource shape (nodes, world size)."""
         counts: dict[tuple[int, int], int] = {}
         for config in self.to_run:
-            shape = (config.nodes, config.gpus)
+            if config.predicted:
+                continue
+            shape = (config.machines, config.processes)
             counts[shape] = counts.get(shape, 0) + 1
         return counts
 

@@ -76,7 +76,7 @@ class SlurmLauncher:
         if config.hardware.device == "cpu":
             nodes_processor = Device("cpu", "the nodes' processors", 0)
             refuse_unsupported(config.hardware, nodes_processor, config.precision, compile_blocks=False)
-        if config.gpus_per_node > self.profile.gpus_per_node:
+        if not config.rehearsed and config.gpus_per_node > self.profile.gpus_per_node:
             raise ImpossibleError(
                 f"gpus_per_node={config.gpus_per_node} is more than a node of cluster={self.profile.name} has: "
                 f"choose at most {self.profile.gpus_per_node}."
@@ -231,7 +231,7 @@ class SlurmLauncher:
 
 def shape_of(config: RunConfig) -> tuple[int, int]:
     """Nodes and tasks on each that a run asks for."""
-    return config.nodes, config.gpus // config.nodes
+    return config.machines, config.processes // config.machines
 
 
 def script(

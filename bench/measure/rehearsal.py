@@ -1,0 +1,136 @@
+"""A process group of which rank 0 alone is there: its collectives move nothing between processes.
+
+Everything else of a rank is as in a real run of that size: the sharding, the shapes, the kernels, the allocator. What the
+other ranks would have sent is made up from what this one has, with as little work on the device as leaves sensible
+values behind: zeros would run faster than real parameters, and what happened to lie in memory may be no number.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BACKEND = "rehearsal"
+
+
+class Done(dist._Work):
+    """Work that is over: what it did is in the order of the stream it was called on."""
+
+    def __init__(self, result: Any, device: torch.device | None) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future(
+            devices=[device] if device is not None and device.type == "cuda" else []
+        )
+        self._future.set_result(result)
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Have the current stream wait for the stream the work was done on."""
+        self._future.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that has its value."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+
+class LoneGroup(dist.ProcessGroup):
+    """The first rank of a group whose others are not there.
+
+    In a gather every other rank has what this one has: a sharded parameter becomes this rank's shard over and over,
+    so that its values are spread like the true ones. A reduction leaves what this rank contributes, as if the others'
+    contributions were zero, or the same where a mean is asked for.
+
+    Parameters
+    ----------
+    size: int
+        Ranks the group would have.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+        self._size = size
+
+    def rank(self) -> int:
+        """Of this process."""
+        return 0
+
+    def size(self) -> int:
+        """Ranks the group would have."""
+        return self._size
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """As `torch.distributed.get_backend` gives it."""
+        return BACKEND
+
+    @property
+    def pg_name(self) -> str:
+        """Name under which torch keeps the group."""
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    @property
+    def group_name(self) -> str:
+        """The same."""
+        return self.pg_name
+
+    def barrier(self, opts: Any = None) -> Done:
+        """Nobody to wait for."""
+        return Done([], None)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
+        """Everybody has the same already."""
+        return _done(tensors)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
+        """Leave the tensors as they are."""
+        return _done(tensors)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Done:
+        """Each of a list of outputs becomes the input."""
+        with torch.no_grad():
+            for parts, own in zip(outputs, inputs, strict=True):
+                for part in parts:
+                    part.copy_(own)
+        return _done(outputs[0])
+
+    def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Done:
+        """The output becomes the input over and over. FSDP2's input is its own part of the output already."""
+        parts = output.view(self._size, -1)
+        with torch.no_grad():
+            if parts.data_ptr() != own.data_ptr():
+                parts[0].copy_(own.view(-1))
+            parts[1:].copy_(parts[:1])
+        return _done([output])
+
+    def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> Done:
+        """The output becomes this rank's part of the input."""
+        with torch.no_grad():
+            output.view(-1).copy_(whole.view(self._size, -1)[0])
+        return _done([output])
+
+    # As torch called them before 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+
+def _done(tensors: list[torch.Tensor]) -> Done:
+    return Done(tensors, tensors[0].device)
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> LoneGroup:
+    if rank:
+        raise ValueError(f"rank {rank} cannot be rehearsed: rank 0 is the first of all its groups")
+    return LoneGroup(size)
+
+
+def start_rehearsal(world_size: int) -> None:
+    """Make this process rank 0 of `world_size` ranks that are not there."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
