@@ -187,7 +187,13 @@ def _text(value: Any) -> str:
     """As JSON, in one way only."""
     if type(value) is int:
         return str(value)
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_fields)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_set_fields)
+
+
+def _set_fields(section: Any) -> dict[str, Any]:
+    """Fields of a dataclass inside a section that are not at their default: one that has a default came later."""
+    defaults = {field.name: field.default for field in dataclasses.fields(section)}
+    return {name: value for name, value in _fields(section).items() if value != defaults[name]}
 
 
 def _fields(section: Any) -> dict[str, Any]:

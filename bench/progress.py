@@ -39,6 +39,8 @@ NONE_EXPECTED: Mapping[str, Expectation] = {}
 EXPECTED = ("fit", "reserved GiB", "takes", "GPU-hours")
 """What a dry run says of each run: `takes` includes what comes before the first step."""
 
+REHEARSALS = "Rehearsals of rank 0 (its memory; without the others nothing is waited for, so speed is an upper bound)"
+
 IDENTITY = ("model", "strategy", "precision", "ranks x batch", "limit")
 
 
@@ -194,7 +196,8 @@ def result_table(configs: Sequence[RunConfig], found: Mapping[str, Record | None
     unit, factor = ("GFLOP/s", 1000) if on_cpu else ("TFLOP/s", 1)
     figures = ("ms/step", unit, "peak MiB")
     differences = _differences(configs)
-    title = "Results (speed and memory per rank)"
+    rehearsed = any(config.rehearsed for config in configs)
+    title = REHEARSALS if rehearsed else "Results (speed and memory per rank)"
     table = Lines(*IDENTITY, "settings", "status", *figures, title=title, numbers=figures)
     for config in configs:
         record = found[config.run_id]

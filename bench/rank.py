@@ -97,6 +97,7 @@ def run_rank(
             synchronize_every_micro_batch=config.gradient_accumulation_sync,
             seed=config.seed,
             enter_phase=enter_phase,
+            rehearsed=config.rehearsed,
         )
         batches = micro_batches(
             config.model,

@@ -25,6 +25,7 @@ from bench.launch.slurm.queue import SlurmError
 from bench.launch.stop import StopSignal
 from bench.launch.task import Task, largest_batch
 from bench.outlook import look_ahead, write_skipped
+from bench.planning.estimate import expected_s
 from bench.planning.forecast import Untold, forecasts
 from bench.planning.plan import Plan, make_plan
 from bench.planning.request import Request, read_request
@@ -165,7 +166,15 @@ def _submit(request: Request, plan: Plan, launcher: SlurmLauncher, console: Cons
 
 def _tasks(request: Request, plan: Plan) -> list[Task]:
     search = request.search == "largest_batch"
-    return [Task(config, force=request.force, search=search) for config in plan.to_run if not config.predicted]
+    executed = [config for config in plan.to_run if not config.predicted]
+    expected = [0.0] * len(executed)
+    if request.time_budget_min is not None:
+        forecasts(executed)  # all at once: each asks for its own
+        expected = [expected_s(config, launcher="local") for config in executed]
+    return [
+        Task(config, force=request.force, search=search, expected_s=seconds)
+        for config, seconds in zip(executed, expected, strict=True)
+    ]
 
 
 def _carry_out(
@@ -175,10 +184,10 @@ def _carry_out(
     stopped = None
     if launcher is not None:
         write_skipped(request, plan, "local")
+        budget_s = None if request.time_budget_min is None else 60 * request.time_budget_min
         with StopSignal() as stop, Progress(console, len(tasks)) as progress:
-            if tasks:
-                launcher.launch(tasks, request.store, request.sweep, stop, progress.handle)
-        stopped = stop.received
+            in_time = launcher.launch(tasks, request.store, request.sweep, stop, progress.handle, budget_s)
+        stopped = stop.received or (None if in_time else f"time_budget_min={request.time_budget_min:g}")
     everything = plan.answered
     predicted = [config for config in everything if config.predicted]
     executed = [config for config in everything if not config.predicted]
@@ -193,7 +202,9 @@ def _carry_out(
         ]
         console.print(search_table(sizes), soft_wrap=True)
     elif executed or not predicted:
-        console.print(result_table(executed, found), soft_wrap=True)
+        for rehearsed in sorted({config.rehearsed for config in executed}) or [False]:
+            alike = [config for config in executed if config.rehearsed == rehearsed]
+            console.print(result_table(alike, found), soft_wrap=True)
     if stopped:
         console.print(f"Stopped by {stopped}: the same command goes on where this one ended.")
         return 1

@@ -27,6 +27,7 @@ def refuse_what_exhausts_this_machine(config: RunConfig, memory_bytes: int | Non
     A run with a memory limit may try: the limit stops it.
     """
     memory_bytes = memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    share_gib = memory_bytes / GIB / max(1, config.processes)
     limit = config.hardware.memory_limit_bytes
     if limit is not None and limit * config.processes <= memory_bytes:
         return
@@ -35,5 +36,5 @@ def refuse_what_exhausts_this_machine(config: RunConfig, memory_bytes: int | Non
         raise ImpossibleError(
             f"model={config.model.name} with gpus={config.gpus} needs at least {needed / GIB:.0f} GiB for parameters, "
             f"gradients and optimizer state, and this machine has {memory_bytes / GIB:.0f} GiB: choose a smaller model "
-            f"or hardware.memory_limit_gib={memory_bytes / GIB / config.processes:.1f} or less to see it run out of memory."
+            f"or hardware.memory_limit_gib={share_gib:.1f} or less to see it run out of memory."
         )

@@ -81,9 +81,15 @@ class LocalLauncher:
             refuse_what_exhausts_this_machine(config)
 
     def launch(
-        self, tasks: list[Task], store: Path, sweep: str, stop: StopSignal, on_event: Callable[[Event], None]
-    ) -> None:
-        """Execute tasks in order until all are done or `stop` comes.
+        self,
+        tasks: list[Task],
+        store: Path,
+        sweep: str,
+        stop: StopSignal,
+        on_event: Callable[[Event], None],
+        time_budget_s: float | None = None,
+    ) -> bool:
+        """Execute tasks in order until all are done, `stop` comes, or the time budget does not suffice for the next.
 
         The job goes on with its current run, and no further, if this process is killed.
 
@@ -91,16 +97,37 @@ class LocalLauncher:
         ----------
         on_event: callable
             Told as runs start and end.
+
+        Returns
+        -------
+        bool
+            Whether the time sufficed.
         """
         remaining = list(tasks)
+        deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
         while remaining and not stop.received:
-            finished = self._launch_job(remaining, store, sweep, stop, on_event)
+            finished = self._launch_job(remaining, store, sweep, stop, on_event, deadline)
+            if finished is None:
+                return False
             remaining = remaining[finished:]
+        return True
 
     def _launch_job(
-        self, tasks: list[Task], store: Path, sweep: str, stop: StopSignal, on_event: Callable[[Event], None]
-    ) -> int:
-        """Submit one job for the tasks and follow it to its end; returns how many tasks are over."""
+        self,
+        tasks: list[Task],
+        store: Path,
+        sweep: str,
+        stop: StopSignal,
+        on_event: Callable[[Event], None],
+        deadline: float | None,
+    ) -> int | None:
+        """Submit one job for the tasks and follow it to its end.
+
+        Returns
+        -------
+        int or None
+            How many tasks are over; None if the time does not suffice for the next one.
+        """
         folder = store / ".jobs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{len(tasks)}"
         folder.mkdir(parents=True)
         events = folder / "events.jsonl"
@@ -114,8 +141,9 @@ class LocalLauncher:
             time_limit_s=float(self._cluster["time_limit_s"]),
             events=events.resolve(),
             visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+            deadline=deadline,
         )
-        finished, heard = 0, False
+        finished, heard, out_of_time = 0, False, False
         current: Event | None = None
         with _hold(worker.alive_file), events.open() as stream:
             with _deaf_to_interrupts():
@@ -127,6 +155,7 @@ class LocalLauncher:
                     heard = True
                     current = event if event["event"] == "start" else None
                     finished += event["event"] == "task done"
+                    out_of_time = out_of_time or event["event"] == "out of time"
                     on_event(event)
                 if over:
                     break
@@ -134,9 +163,10 @@ class LocalLauncher:
                     _ask_to_stop(job)
                     asked_to_stop = time.monotonic()
                 time.sleep(POLL_S)
-        if finished == len(tasks):
+        if finished == len(tasks) or out_of_time:
             shutil.rmtree(folder)
-        elif not stop.received:
+            return None if out_of_time else finished
+        if not stop.received:
             # The job itself died: what it was at cannot be blamed on the run after it.
             error = f"its job was killed or crashed. {_last_words(job)}"
             config = tasks[finished].config

@@ -21,6 +21,8 @@ class Task:
     """Execute even what is recorded already."""
     search: bool = False
     """Find the largest batch that fits, starting from the configuration's."""
+    expected_s: float = 0.0
+    """Seconds one run is expected to take."""
 
 
 def largest_batch(config: RunConfig, attempt: Callable[[RunConfig], Record | None]) -> int | None:

@@ -38,6 +38,9 @@ class Worker:
     """File that events are appended to, one JSON object a line."""
     visible_devices: str | None
     """CUDA_VISIBLE_DEVICES of whoever asked, which submitit's local executor overwrites."""
+    deadline: float | None = None
+    """On `time.monotonic`, which all processes of a machine share: no run but the first is started that is expected to
+    end later."""
 
     @property
     def alive_file(self) -> Path:
@@ -50,16 +53,29 @@ class Worker:
         if self.visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_devices
         with StopSignal() as stop:
+            started, out_of_time = 0, False
 
             def attempt(config: RunConfig) -> Record | None:
-                return None if self._must_end(stop) else self._run(config, task.force, stop)
+                nonlocal started, out_of_time
+                if self._must_end(stop):
+                    return None
+                record = records.latest(self.store, config.run_id)
+                if record is not None and record["status"] in FINISHED and not task.force:
+                    return record
+                if started and self.deadline is not None and time.monotonic() + task.expected_s > self.deadline:
+                    out_of_time = True
+                    return None
+                started += 1
+                return self._run(config, task.force, stop)
 
             for task in self.tasks:
                 if task.search:
                     largest_batch(task.config, attempt)
                 else:
                     attempt(task.config)
-                if self._must_end(stop):
+                if out_of_time:
+                    self._tell(event="out of time")
+                if out_of_time or self._must_end(stop):
                     return
                 self._tell(event="task done")
 

@@ -1,7 +1,7 @@
 """A process group of which rank 0 alone is there: its collectives move nothing between processes.
 
-Everything else of a rank is as in a real run of that size: the sharding, the shapes, the kernels, the allocator. What the
-other ranks would have sent is made up from what this one has, with as little work on the device as leaves sensible
+Everything else of a rank is as in a real run of that size: the sharding, the shapes, the kernels, the allocator. What
+the other ranks would have sent is made up from what this one has, with as little work on the device as leaves sensible
 values behind: zeros would run faster than real parameters, and what happened to lie in memory may be no number.
 """
 

@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bench.models.base import Family
 
+USUAL_STD = 0.02
+"""GPT-2's, for parameters that nobody draws at random otherwise."""
+
 
 class Materializer:
     """Fills the parameters of a model with random values that depend on their names and the seed alone.
@@ -54,21 +57,26 @@ class Materializer:
         for module in model.modules():
             self.module(module)
 
-    def module(self, module: nn.Module) -> None:
-        """Fill the parameters that belong to `module` itself, not to its children."""
+    def module(self, module: nn.Module, *, constants: bool = True) -> None:
+        """Fill the parameters that belong to `module` itself, not to its children.
+
+        Without `constants` those that start as ones or zeros are drawn at random like the others.
+        """
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                setattr(module, name, self._filled(self._names[id(module), name], parameter))
+                setattr(module, name, self._filled(self._names[id(module), name], parameter, constants=constants))
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 raise RuntimeError(
                     f"buffer {name} of {type(module).__name__} is on meta, and nobody says what it holds"
                 )
 
-    def _filled(self, name: str, meta: nn.Parameter) -> nn.Parameter:
+    def _filled(self, name: str, meta: nn.Parameter, *, constants: bool) -> nn.Parameter:
         if name not in self._done:
             whole = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
             std = self._family.init_std(name, whole)
+            if not constants:
+                std = std or USUAL_STD
             if std is None:
                 whole.fill_(1.0)
             elif std == 0:

@@ -15,9 +15,12 @@ CPU_TFLOPS_PER_THREAD = 0.005
 START_S = {"slurm": 60.0, "local": 2.5}
 """Per launcher. On a cluster Python, the libraries and a process group on a shared file system; on this machine a fork,
 since they are imported once."""
-COMPILE_S = 240.0
-BYTES_MADE_PER_S = 2e9
-"""Of parameters made at start, per rank."""
+GPU_START_S = 5.0
+"""Of a process that starts to use a GPU, besides: assumed."""
+COMPILE_S = 90.0
+"""Assumed."""
+GPU_BYTES_MADE_PER_S, CPU_BYTES_MADE_PER_S = 1e11, 0.4e9
+"""Of parameters made at start, per rank: random numbers of a normal distribution. Of GPUs assumed."""
 GPU_BYTES_MOVED_PER_S, CPU_BYTES_MOVED_PER_S = 10e9, 0.2e9
 """Of parameters gathered and gradients reduced in every step, per rank."""
 RUNS_OF_A_SEARCH = 12
@@ -36,16 +39,22 @@ def expected_s(config: RunConfig, *, search: bool = False, launcher: str = "slur
         The run is the first of a search for the largest batch.
     """
     steps = config.measurement.warmup_steps + config.measurement.steps + OBSERVED_STEPS
-    once = START_S[launcher] + (COMPILE_S if config.compile else 0.0) + weight_bytes(config) / BYTES_MADE_PER_S
+    on_gpu = config.hardware.device != "cpu"
+    made_per_s = GPU_BYTES_MADE_PER_S if on_gpu else CPU_BYTES_MADE_PER_S
+    once = START_S[launcher] + weight_bytes(config) / made_per_s
+    once += (COMPILE_S if config.compile else 0.0) + (GPU_START_S if on_gpu else 0.0)
     return (once + steps * (predicted_step_s(config) or rough_step_s(config))) * (RUNS_OF_A_SEARCH if search else 1)
 
 
 def predicted_step_s(config: RunConfig) -> float | None:
-    """Seconds per step as predicted; None on a CPU, whose speed nobody describes, and where no speed is known."""
+    """Seconds per step as predicted, of a rehearsal without communication; None on a CPU, whose speed nobody describes,
+    and where no speed is known."""
     if config.hardware.device == "cpu":
         return None
     (forecast,) = forecasts([config])
-    return forecast.time.step_s.value if isinstance(forecast, Prediction) and forecast.time else None
+    if not isinstance(forecast, Prediction) or forecast.time is None:
+        return None
+    return forecast.time.step_s.value - (forecast.time.exposed_communication_s if config.rehearsed else 0.0)
 
 
 def rough_step_s(config: RunConfig) -> float:
@@ -57,7 +66,7 @@ def rough_step_s(config: RunConfig) -> float:
         tflops, bytes_per_s = (peak * SHARE_OF_PEAK if peak else GPU_TFLOPS), GPU_BYTES_MOVED_PER_S
     count = config.model.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
     flops = count * config.batch_size_per_gpu * config.gradient_accumulation
-    moved = 3 * weight_bytes(config) if config.gpus > 1 else 0
+    moved = 3 * weight_bytes(config) if config.processes > 1 else 0
     return flops / (tflops * 1e12) + moved / bytes_per_s
 
 

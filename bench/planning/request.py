@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from bench.hardware.detect import Device
 from bench.planning.compose import composed, groups, parse, values_of
 from bench.planning.grid import Grid, Settings, read_grids
 
-EXECUTION = ("store", "dry_run", "force", "skip_oom", "report", "search", "sweep", "cluster")
+EXECUTION = ("store", "dry_run", "force", "time_budget_min", "skip_oom", "report", "search", "sweep", "cluster")
 """Keys (and groups) that say how a sweep is carried out, not what runs are."""
 
 CONTEXT = (*EXECUTION, "mode", "hardware", "measurement", "seed")
@@ -40,6 +41,8 @@ class Request:
     force: bool
     skip_oom: bool
     """Leave out what surely does not fit."""
+    time_budget_min: float | None
+    """Minutes after which no further run is started; None for as long as it takes."""
     report: bool
     search: str
     cluster: dict[str, Any]
@@ -89,6 +92,7 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
     for key in ("force", "skip_oom", "report"):
         if not isinstance(base[key], bool):
             raise bad_value(key, base[key], "true or false")
+    _check_budget(base["time_budget_min"], base["cluster"]["launcher"])
     repeats = base["sweep"].get("repeats", 1)
     if not isinstance(repeats, int) or isinstance(repeats, bool):
         raise bad_value("sweep.repeats", repeats, "a whole number of at least 1")
@@ -115,10 +119,24 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
         show_script=base["dry_run"] == "script",
         force=base["force"],
         skip_oom=base["skip_oom"],
+        time_budget_min=base["time_budget_min"],
         report=base["report"],
         search=base["search"],
         cluster=base["cluster"],
     )
+
+
+def _check_budget(minutes: Any, launcher: str) -> None:
+    """Raise `UsageError` unless `minutes` is a time after which this launcher can stop."""
+    if minutes is None:
+        return
+    if isinstance(minutes, bool) or not isinstance(minutes, (int, float)) or not 0 < minutes < math.inf:
+        raise bad_value("time_budget_min", minutes, "a number of minutes above 0, or null")
+    if launcher == "slurm":
+        raise UsageError(
+            f"time_budget_min={minutes} is not valid on a cluster, where every run has a job of its own: choose null, "
+            "and cluster.time_limit_min for the time of a job."
+        )
 
 
 def _points(grids: list[Grid], repeats: int, cluster: Settings, hardware: str, mode: str) -> list[Settings]:

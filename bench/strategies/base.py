@@ -29,6 +29,8 @@ class Job:
     device: torch.device
     world_size: int
     materializer: Materializer
+    rehearsed: bool = False
+    """Only the first rank is there, and its shards stand for those of the others."""
 
 
 @dataclass(frozen=True)

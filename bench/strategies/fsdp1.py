@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ class FSDP1(ShardingStrategy):
         options: dict[str, Any] = {
             **self._group(job),
             "device_id": job.device,
-            "param_init_fn": job.materializer.module,
+            # The first shard of a flat parameter is its beginning, which may be a layer norm's ones and zeros.
+            "param_init_fn": partial(job.materializer.module, constants=not job.rehearsed or self.factor == 1),
             "cpu_offload": CPUOffload(offload_params=True) if self.cpu_offload else None,
             "backward_prefetch": BACKWARD_PREFETCH[self.backward_prefetch],
             "forward_prefetch": self.forward_prefetch,

@@ -90,10 +90,11 @@ def build_engine(
     synchronize_every_micro_batch: bool,
     seed: int,
     enter_phase: EnterPhase,
+    rehearsed: bool = False,
 ) -> Engine:
     """Build the model on meta, prepare its blocks, wrap and fill it, then build the optimizer on what it became.
 
-    `world_size` ranks call this together."""
+    `world_size` ranks call this together, or the first of them alone if it is `rehearsed`."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     model = family.build().to(precision.parameter_dtype)
     model.train()
@@ -103,7 +104,7 @@ def build_engine(
     checkpoint_blocks(family, model, activation_checkpointing)
     if compile:
         compile_blocks(family, model)
-    module = strategy.wrap(model, Job(family, precision, device, world_size, materializer))
+    module = strategy.wrap(model, Job(family, precision, device, world_size, materializer, rehearsed))
     scaler = strategy.grad_scaler(device) if precision.scales_loss else torch.amp.GradScaler(device.type, enabled=False)
     return Engine(
         module,
