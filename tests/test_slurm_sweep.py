@@ -86,6 +86,15 @@ def test_the_row_says_what_the_job_was(two_nodes, slurm):
         assert row["git_sha"] is not None
 
 
+def test_a_rehearsal_is_a_job_of_one_task(idle_slurm, tmp_path):
+    submit(tmp_path, "cluster=slurm_test", *SMALL_GPT, *QUICK, "strategy=fsdp", "gpus=64", "mode=rehearse")
+    done = jobs("watch", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = one_rows(tmp_path)
+    assert (row["status"], row["evidence"], row["world_size"], row["nodes"]) == ("ok", "rehearsed", 64, 8)
+    assert (len(row["ranks"]), row["environment"]["slurm"]["tasks_per_node"]) == (1, 1)
+
+
 # Shapes, arrays, concurrency
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections import Counter
@@ -60,7 +61,7 @@ def kinds(configs: list[RunConfig]) -> list[str]:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_file_says_what_it_is_and_reads(file: Path) -> None:
     values = yaml.safe_load(file.read_text())
-    assert set(values) == {"name", "repeats", "grids"}
+    assert set(values) - {"device"} == {"name", "repeats", "grids"}
     assert values["name"] == file.stem
     assert file.read_text().startswith("# ")
     assert read_grids(file.stem, values)
@@ -184,6 +185,19 @@ def test_oom_frontier_varies_what_decides_about_memory() -> None:
         ("fsdp1", 8),
     }
     assert request("sweep=oom_frontier", "search=largest_batch").search == "largest_batch"
+
+
+def test_single_gpu_is_for_one_gpu_and_foretells_what_it_runs() -> None:
+    points = request("sweep=single_gpu").points
+    assert len(points) == 152
+    configs = once("single_gpu")
+    assert {config.processes for config in configs} == {0, 1}
+    assert {config.gpus for config in configs if config.rehearsed} == {8, 64, 512}
+    asked = {dataclasses.replace(config, mode="predict").run_id for config in configs if not config.predicted}
+    assert asked == {config.run_id for config in configs if config.predicted}
+    precisions = {config.precision.name for config in configs}
+    assert precisions == {"fp32", "tf32", "bf16", "bf16_pure"}
+    assert {config.hardware.memory_limit_gib for config in configs} == {None, 32, 40, 80}
 
 
 def test_the_command_line_replaces_fixed_values_and_plain_axes() -> None:
