@@ -105,7 +105,9 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
     points = _points(grids, repeats, cluster, hardware, mode)
     if not points:
         raise UsageError(f"sweep={name} comes to no run: choose values that its exclusions leave.")
-    executes = any(point.get("mode", mode) != "predict" for point in points)
+    executed = [point for point in points if point.get("mode", mode) != "predict"]
+    executes = bool(executed)
+    _check_device(name, base["sweep"].get("device"), {point["hardware"] for point in executed})
     if base["skip_oom"] and not executes:
         raise UsageError("skip_oom=true is not valid with mode=predict, which executes nothing: choose false.")
     if base["skip_oom"] and base["search"] != "none":
@@ -124,6 +126,16 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
         search=base["search"],
         cluster=base["cluster"],
     )
+
+
+def _check_device(sweep: str, needed: str | None, hardware: set[str]) -> None:
+    """Raise `UsageError` for a sweep that is for one kind of device and would be executed on another."""
+    for name in sorted(hardware):
+        if needed is not None and composed({"hardware": name})["hardware"]["device"] != needed:
+            raise UsageError(
+                f"sweep={sweep} is for {needed}, and hardware={name} is not: choose another sweep, or mode=predict with "
+                "a hardware that is."
+            )
 
 
 def _check_budget(minutes: Any, launcher: str) -> None:
