@@ -16,10 +16,14 @@ import torch.distributed as dist
 from bench import records
 from bench import sweep as command
 from bench.config import RunConfig, run_config
+from bench.launch.local import LocalLauncher
 from bench.launch.slurm.launcher import shape_of
+from bench.launch.stop import StopSignal
+from bench.launch.task import Task
 from bench.measure.rehearsal import start_rehearsal
+from bench.planning.compose import composed
 from bench.training.engine import Engine, build_engine
-from tests.conftest import ROOT, SMALL_GPT, configuration
+from tests.conftest import CPU, ROOT, SMALL_GPT, configuration
 
 MEASURED = ROOT / "results" / "measured" / "cpu_memory"
 WORST = 0.01
@@ -224,7 +228,7 @@ REHEARSED_AGAIN = (
 
 
 @pytest.mark.slow
-def test_rehearsals_hold_what_the_real_rank_0_held(execute: Execute) -> None:
+def test_rehearsals_hold_what_the_real_rank_0_held(tmp_path: Path) -> None:
     """Rehearsed here and now, against rows measured with 4 real processes."""
     table = records.load(MEASURED)
     rows = []
@@ -242,23 +246,13 @@ def test_rehearsals_hold_what_the_real_rank_0_held(execute: Execute) -> None:
         row = records.latest(MEASURED, run_id)
         assert row is not None
         rows.append(row)
-    asked = [
-        (
-            f"model={row['model']}",
-            f"strategy={row['strategy']}",
-            f"strategy.sharding_factor={row['sharding_factor']}",
-            f"precision={row['precision']}",
-            f"activation_checkpointing={row['activation_checkpointing']}",
-            "gpus=4",
-            "mode=rehearse",
-            "batch_size_per_gpu=2",
-            "sequence_length=64",
-            "measurement.warmup_steps=2",
-            "measurement.steps=1",
-        )
-        for row in rows
-    ]
-    for measured, rehearsed in zip(rows, execute(*asked), strict=True):
+    configs = [dataclasses.replace(run_config(row["config"]), mode="rehearse") for row in rows]
+    launcher = LocalLauncher(composed({})["cluster"], CPU)
+    with StopSignal() as stop:
+        launcher.launch([Task(config) for config in configs], tmp_path, "test", stop, lambda event: None)
+    for measured, config in zip(rows, configs, strict=True):
+        rehearsed = records.latest(tmp_path, config.run_id)
+        assert rehearsed is not None
         assert (rehearsed["status"], rehearsed["evidence"], rehearsed["world_size"]) == ("ok", "rehearsed", 4)
         for real, alone in zip(rank_0_peaks(measured), rank_0_peaks(rehearsed), strict=True):
             assert alone == pytest.approx(real, rel=WORST), rehearsed["config"]["strategy"]
