@@ -186,8 +186,10 @@ def _carry_out(
         write_skipped(request, plan, "local")
         budget_s = None if request.time_budget_min is None else 60 * request.time_budget_min
         with StopSignal() as stop, Progress(console, len(tasks)) as progress:
-            in_time = launcher.launch(tasks, request.store, request.sweep, stop, progress.handle, budget_s)
-        stopped = stop.received or (None if in_time else f"time_budget_min={request.time_budget_min:g}")
+            out_of_time = bool(tasks) and launcher.launch(
+                tasks, request.store, request.sweep, stop, progress.handle, budget_s
+            )
+        stopped = stop.received or (f"time_budget_min={request.time_budget_min}" if out_of_time else None)
     everything = plan.answered
     predicted = [config for config in everything if config.predicted]
     executed = [config for config in everything if not config.predicted]

@@ -40,9 +40,7 @@ def typed(key: str, cls: type, values: dict[str, Any]) -> Any:
         and field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise UsageError(
-            f"{key}.{missing[0]} has no value: give one on the command line or in conf/{key.split('.')[0]}."
-        )
+        raise UsageError(f"{key}.{missing[0]} has no value: give one on the command line or where {key} is described.")
     nested = {
         name: _nested(f"{key}.{name}", hints[name], value) for name, value in values.items() if _group(hints[name])
     }

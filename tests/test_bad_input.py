@@ -32,7 +32,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "optimizer=adam": ("optimizer=adam", "adamw, sgd"),
     "hardware=h100": ("hardware=h100", "a100_80gb, auto, cpu"),
     "cluster=loca": ("cluster=loca", "local"),
-    "sweep=defalt": ("sweep=defalt", "adhoc, default"),
+    "sweep=defalt": ("sweep=defalt", "adhoc, cpu_times, default"),
     "-m sweep=default,adhoc": ("sweep=default,adhoc", "one value"),
     # fields
     "gpu=4": ("gpu ", "not a field", "gpus", "batch_size_per_gpu"),
@@ -152,7 +152,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "seed=-1": ("seed=-1", "a whole number"),
     "seed=99999999999999999999": ("seed=99999999999999999999", "a whole number from 0 to"),
     "repeat=-1": ("repeat=-1", "at least 0"),
-    "mode=predct": ("mode=predct", "measure, predict"),
+    "mode=predct": ("mode=predct", "measure, rehearse, predict"),
     # predictions: of what could never be
     "mode=predict gpus=32768 hardware=a100_80gb": ("gpus=32768", "at most 16384"),
     "mode=predict gpus=0": ("gpus=0 ", AT_LEAST_1),

@@ -352,7 +352,7 @@ def test_a_dry_run_says_what_fits_how_long_it_takes_and_what_it_costs(store, mon
     shown = capsys.readouterr().out
     assert "4 runs, 0 done, 4 to run" in shown
     assert "Memory: 2 fit, 0 are too close to call, 2 will surely not fit (skip_oom=true leaves them out)." in shown
-    seconds = 60 + 26 * 2.0  # to start, and warm-up, timed and observed steps
+    seconds = 60 + 5 + 26 * 2.0  # to start, on a GPU, and warm-up, timed and observed steps
     hours = 2 * (8 + 64) * seconds / 3600
     assert f"Expected: {4 * seconds / 60:.0f} min one after the other, {hours:.1f} GPU-hours." in shown
     assert "does not fit" in shown
@@ -401,13 +401,13 @@ def test_what_surely_does_not_fit_is_skipped_on_request(store, monkeypatch, caps
 def test_time_is_asked_for_as_predicted_or_roughly(monkeypatch):
     told(monkeypatch, lambda config: told_so(step_s=3.0))
     described = configuration(*SMALL_GPT, A100, "cluster=slurm")
-    assert expected_s(described) == pytest.approx(60 + 26 * 3.0, rel=0.01)
+    assert expected_s(described) == pytest.approx(60 + 5 + 26 * 3.0, rel=0.01)
     assert expected_s(described, search=True) == pytest.approx(12 * expected_s(described))
     on_cpu = configuration(*SMALL_GPT, "hardware=cpu")
     assert expected_s(on_cpu) == pytest.approx(60 + 26 * rough_step_s(on_cpu), rel=0.01)
     told(monkeypatch, lambda config: dataclasses.replace(told_so(), time=None))
     undescribed = configuration(*SMALL_GPT, "hardware=gpu")
-    assert expected_s(undescribed) == pytest.approx(60 + 26 * rough_step_s(undescribed), rel=0.01)
+    assert expected_s(undescribed) == pytest.approx(60 + 5 + 26 * rough_step_s(undescribed), rel=0.01)
     assert estimate.time_limit_min(600.0) == 35  # three times as long, five minutes more
 
 

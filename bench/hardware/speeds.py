@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.errors import bad_value, require_at_least, require_choice
+from bench.hardware.processor import Processor
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16")
 PREFIX = "hardware.speeds"
@@ -54,14 +55,31 @@ class Launch:
     """What starting work takes, in microseconds."""
 
     kernel_us: float
-    """On the device: the shortest time from one kernel's start to the next one's."""
+    """On the device: the shortest time from one kernel's start to the next one's. On a CPU what the call of an operator
+    takes however little there is to do."""
     operator_us: float
-    """On the processor: one operator of eager PyTorch, forward, backward or optimizer."""
+    """On the processor: one operator of eager PyTorch, forward, backward or optimizer. On a CPU what is spent around
+    its call: Python, autograd, views."""
     unit_us: float
     """On the processor: what FSDP's hooks do around one unit in one pass, collectives included."""
 
     def __post_init__(self) -> None:
         _require_positive("launch", self, "kernel_us", "operator_us", "unit_us")
+
+
+@dataclass(frozen=True)
+class Gloo:
+    """Collectives of gloo, between processes on processors: rings over TCP, every copy and sum made by a core."""
+
+    step_us: float
+    """Latency of one step of a ring, in microseconds."""
+    reduce: float
+    """Time per byte of an all-reduce, as a multiple of an all-gather's: cores add what they receive."""
+    reduce_scatter: float
+    """The same of a reduce-scatter, which PyTorch has gloo carry out as an all-reduce of a copy."""
+
+    def __post_init__(self) -> None:
+        _require_positive("links.gloo", self, "step_us", "reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -81,10 +99,15 @@ class Links:
     congestion: float
     """Growth of the time on the network with every doubling of the number of nodes, as a share of it."""
     latency: float
-    """Latency of the steps of a ring that crosses nodes, as a multiple of what NCCL's own model assumes."""
+    """Latency of the steps of a ring that crosses nodes, as a multiple of what NCCL's own model assumes (of a step
+    inside a node, where collectives are gloo's)."""
+    gpu_latency: float = 1.0
+    """Latency of a collective inside a node, its start included, as a multiple of what NCCL's own model assumes."""
+    gloo: Gloo | None = None
+    """Where collectives are gloo's; null where they are NCCL's."""
 
     def __post_init__(self) -> None:
-        _require_positive("links", self, "gpu_gb_s", "node_gb_s", "latency")
+        _require_positive("links", self, "gpu_gb_s", "node_gb_s", "latency", "gpu_latency")
         _require_share("links.gpu_efficiency", self.gpu_efficiency)
         _require_share("links.node_efficiency", self.node_efficiency)
         require_at_least(f"{PREFIX}.links.adapters", self.adapters, 1)
@@ -103,15 +126,19 @@ class Outside:
     """NCCL's buffers, per process group that communicates."""
 
     def __post_init__(self) -> None:
-        _require_positive("outside", self, "device_gib", "context_gib", "communicator_gib")
+        _require_positive("outside", self, "device_gib")
+        for name in ("context_gib", "communicator_gib"):  # 0 on a processor
+            require_at_least(f"{PREFIX}.outside.{name}", getattr(self, name), 0, whole=False)
 
 
 @dataclass(frozen=True)
 class Speeds:
     """Everything the simulation knows of a device's speed beyond its peaks."""
 
-    matmul: Matmul
-    attention: Attention
+    matmul: Matmul | None
+    """Null where `processor` says it."""
+    attention: Attention | None
+    """Null where `processor` says it."""
     memory_efficiency: float
     """Share of the memory's bandwidth that elementwise kernels reach."""
     overlap_loss: float
@@ -120,8 +147,19 @@ class Speeds:
     launch: Launch
     links: Links
     outside: Outside
+    operators: dict[str, float] | None = None
+    """Bandwidth an operator reaches as a multiple of what elementwise kernels reach, where it was measured: by the name
+    of the operator, or name and format (``tanh bf16``). Null for the rough shares of `bench.simulate.cost.SLOW`."""
+    processor: Processor | None = None
+    """Of a CPU; null for a GPU."""
 
     def __post_init__(self) -> None:
+        if self.processor is None and (self.matmul is None or self.attention is None):
+            missing = "matmul" if self.matmul is None else "attention"
+            raise bad_value(f"{PREFIX}.{missing}", None, "numbers, or null beside speeds.processor")
+        for name, share in (self.operators or {}).items():
+            if not 0 < share < math.inf:
+                raise bad_value(f"{PREFIX}.operators.{name}", share, "a number above 0")
         _require_share("memory_efficiency", self.memory_efficiency)
         if not 0 <= self.overlap_loss < 1:
             raise bad_value(f"{PREFIX}.overlap_loss", self.overlap_loss, "a number from 0 up to, not including, 1")

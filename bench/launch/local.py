@@ -101,16 +101,16 @@ class LocalLauncher:
         Returns
         -------
         bool
-            Whether the time sufficed.
+            Whether the time did not suffice.
         """
         remaining = list(tasks)
         deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
         while remaining and not stop.received:
             finished = self._launch_job(remaining, store, sweep, stop, on_event, deadline)
             if finished is None:
-                return False
+                return True
             remaining = remaining[finished:]
-        return True
+        return False
 
     def _launch_job(
         self,

@@ -112,7 +112,8 @@ class Change:
     address: int
     size: int
     backend: bool
-    """Within a collective: a buffer of the communication library, whose threads release it unseen."""
+    """Within a collective, or by a thread of the communication library: a buffer of its own, which its threads release
+    unseen."""
 
 
 class CpuProbe(MemoryProbe):
@@ -147,11 +148,13 @@ class CpuProbe(MemoryProbe):
         assert profiler.profiler is not None
         assert profiler.profiler.kineto_results is not None
         changes: list[Change] = []
-        pending = [(event, False) for event in profiler.profiler.kineto_results.experimental_event_tree()]
+        roots: list[Any] = profiler.profiler.kineto_results.experimental_event_tree()
+        own_thread = min(roots, key=lambda event: event.start_time_ns).start_tid
+        pending = [(event, False) for event in roots]
         while pending:
             event, in_backend = pending.pop()
             name = event.name
-            in_backend = in_backend or name.startswith(("c10d::", "gloo:"))
+            in_backend = in_backend or name.startswith("c10d::") or event.start_tid != own_thread
             if name == "[memory]":
                 block: Any = event.extra_fields
                 changes.append(Change(event.start_time_ns, block.ptr, block.alloc_size, in_backend))

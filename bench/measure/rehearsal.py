@@ -54,7 +54,7 @@ class LoneGroup(dist.ProcessGroup):
     """
 
     def __init__(self, size: int) -> None:
-        super().__init__(0, size)
+        super().__init__(0, size)  # type: ignore[call-arg]
         self._size = size
 
     def rank(self) -> int:
@@ -75,23 +75,23 @@ class LoneGroup(dist.ProcessGroup):
         return str(dist.distributed_c10d._world.pg_names[self])
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         """The same."""
         return self.pg_name
 
-    def barrier(self, opts: Any = None) -> Done:
+    def barrier(self, opts: Any = None) -> Done:  # type: ignore[override]
         """Nobody to wait for."""
         return Done([], None)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:  # type: ignore[override]
         """Everybody has the same already."""
         return _done(tensors)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:  # type: ignore[override]
         """Leave the tensors as they are."""
         return _done(tensors)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Done:
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Done:  # type: ignore[override]
         """Each of a list of outputs becomes the input."""
         with torch.no_grad():
             for parts, own in zip(outputs, inputs, strict=True):
@@ -115,8 +115,8 @@ class LoneGroup(dist.ProcessGroup):
         return _done([output])
 
     # As torch called them before 2.13.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
 
 def _done(tensors: list[torch.Tensor]) -> Done:

@@ -19,8 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bench.errors import ImpossibleError, UsageError, bad_value
+from bench.hardware.file import ENDING, plain, read_hardware
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+
+HARDWARE = "hardware"
+"""The group whose option may also be a file anywhere."""
 
 EXTENSIBLE = ("model", "strategy", "hardware")
 """Groups that take fields of one's own with ``+``: a plug-in's, or the peak of another format."""
@@ -82,13 +86,25 @@ def _check_change(override: Override) -> None:
 
 
 def _check_option(override: Override) -> None:
-    group, options = override.key_or_group, groups().get(override.key_or_group)
-    if options is None:
-        return
-    values = list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
-    for value in values:
-        if str(value) not in options:
-            raise bad_value(group, value, options)
+    if override.key_or_group in groups():
+        for value in list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]:
+            _require_option(override.key_or_group, str(value))
+
+
+def _require_option(group: str, value: str) -> None:
+    """Raise `UsageError` unless a group has an option, or it is a file that describes hardware."""
+    file = _file(group, value)
+    if file is not None:
+        read_hardware(file)
+    elif value not in groups()[group]:
+        extra = f", or a file that ends in {ENDING}" if group == HARDWARE else ""
+        raise bad_value(group, value, ", ".join(groups()[group]) + extra)
+
+
+def _file(group: str, value: str) -> Path | None:
+    """The file that an option names, quoted or not, relative to the current folder; None if it is a name."""
+    name = value.strip("'\"")
+    return Path(name).absolute() if group == HARDWARE and name.endswith(ENDING) else None
 
 
 def values_of(override: Override) -> list[str]:
@@ -135,12 +151,12 @@ def composed(settings: Mapping[str, str]) -> dict[str, Any]:
     choices: dict[str, list[str]] = {}
     fields: list[str] = []
     for key, value in settings.items():
-        if key in groups() and value not in groups()[key]:
-            raise bad_value(key, value, groups()[key])
-        text = f"{key}={value}"
         if key in groups():
-            choices.setdefault(key, []).append(text)
-        elif key.startswith("+"):
+            _require_option(key, value)
+            choices.setdefault(key, []).append(f"{key}={_file(key, value) or value}")
+            continue
+        text = f"{key}={value}"
+        if key.startswith("+"):
             choices.setdefault(_section(_override(text)), []).append(text)
         else:
             fields.append(text)
@@ -192,9 +208,22 @@ def _composed_parts(choices: Mapping[str, list[str]]) -> dict[str, Part]:
     parts = {key: Part(key, tuple(choices.get(key, ()))) for key in _compose(())}
     new = [part for part in parts.values() if part not in _unset]
     if new:
-        values = _compose(tuple(choice for part in new for choice in part.choices))
-        _unset.update({part: values[part.key] for part in new})
+        values = _compose(tuple(choice for part in new for choice in part.choices if not _described(part)))
+        _unset.update({part: _described(part) or values[part.key] for part in new})
     return parts
+
+
+def _described(part: Part) -> dict[str, Any] | None:
+    """What a file says that was chosen for a part, with the additions to it; None where none was."""
+    added = [choice for choice in part.choices if choice.startswith("+")]
+    chosen = [_file(part.key, choice.partition("=")[2]) for choice in part.choices if choice not in added]
+    if not chosen or chosen[0] is None:
+        return None
+    config = OmegaConf.create({part.key: plain(read_hardware(chosen[0]))})
+    for override in map(_override, added):
+        OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
+    values: dict[str, Any] = _plain(config)[part.key]
+    return values
 
 
 @functools.cache

@@ -47,9 +47,8 @@ def expected_s(config: RunConfig, *, search: bool = False, launcher: str = "slur
 
 
 def predicted_step_s(config: RunConfig) -> float | None:
-    """Seconds per step as predicted, of a rehearsal without communication; None on a CPU, whose speed nobody describes,
-    and where no speed is known."""
-    if config.hardware.device == "cpu":
+    """Seconds per step as predicted, of a rehearsal without communication; None where no speed is known."""
+    if config.hardware.speeds is None:
         return None
     (forecast,) = forecasts([config])
     if not isinstance(forecast, Prediction) or forecast.time is None:

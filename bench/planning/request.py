@@ -133,8 +133,8 @@ def _check_device(sweep: str, needed: str | None, hardware: set[str]) -> None:
     for name in sorted(hardware):
         if needed is not None and composed({"hardware": name})["hardware"]["device"] != needed:
             raise UsageError(
-                f"sweep={sweep} is for {needed}, and hardware={name} is not: choose another sweep, or mode=predict with "
-                "a hardware that is."
+                f"sweep={sweep} is for {needed}, and hardware={name} is not: choose another sweep, or mode=predict "
+                "with a hardware that is."
             )
 
 

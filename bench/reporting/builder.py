@@ -10,7 +10,8 @@ from bench.errors import UsageError
 from bench.records import Contents, read_all
 from bench.reporting import labels, page, style
 from bench.reporting.drawing import Section, save
-from bench.reporting.figures import FIGURES
+from bench.reporting.figures import EVERY_RUN, FIGURES
+from bench.reporting.frontier_cells import without_tries
 from bench.reporting.table import prepare
 
 MANIFEST = ".written-by-report"
@@ -71,7 +72,8 @@ def write_report(contents: Contents, name: str, output: str | Path) -> Path:
     table = prepare(contents.records)
     marks = style.palette(table["variant_key"])
     with style.context():
-        sections = [figure.section(table, marks) for figure in FIGURES]
+        ends = without_tries(table)
+        sections = [figure.section(table if figure in EVERY_RUN else ends, marks) for figure in FIGURES]
     try:
         (output / "figures").mkdir(parents=True, exist_ok=True)
         images = _save_all(sections, output / "figures")

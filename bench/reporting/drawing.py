@@ -27,6 +27,19 @@ class Drawing:
     alt: str
     wide: bool = False
     """Wider than a phone: the page lets it scroll in its own box."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about single marks, listed under the caption."""
+
+
+@dataclass
+class Listing:
+    """What figures show as a plain table."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    numbers: frozenset[str] = frozenset()
+    """Columns that are aligned to the right."""
 
 
 @dataclass
@@ -37,6 +50,7 @@ class Section:
     title: str
     how_to_read: str
     drawings: list[Drawing] = field(default_factory=list)
+    listings: list[Listing] = field(default_factory=list)
     nothing: str = ""
     """Why there is nothing to draw, or what was left out; empty if there is nothing to say."""
 

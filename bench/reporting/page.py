@@ -13,7 +13,7 @@ from bench.records import Contents
 from bench.reporting import labels
 from bench.reporting.cells import by, in_order
 from bench.reporting.drawing import Section
-from bench.reporting.table import SETTINGS
+from bench.reporting.table import NESTED, SETTINGS
 
 STATUS_MEANING = {
     "ok": "ran to its end, or is predicted to",
@@ -75,7 +75,7 @@ def _counts(column: pd.Series, meanings: dict[str, str]) -> list[tuple[str, int,
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as dictionaries, with None for what is missing."""
-    plain = frame.drop(columns=["steps", "variant_key"]).astype(object)
+    plain = frame.drop(columns=["variant_key", *NESTED]).astype(object)
     rows = plain.to_dict("records")
     return [{str(key): None if pd.isna(value) else value for key, value in row.items()} for row in rows]
 

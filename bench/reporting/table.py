@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from bench.records import Record, to_frame
+from bench.records import Record, matching, to_frame
 from bench.reporting import labels
 
 CELL = [
@@ -60,8 +60,9 @@ def prepare(records: Sequence[Record]) -> pd.DataFrame:
 
     Added: ``place`` (device and hardware: rows of two places never share axes), ``workload`` (batch and sequence),
     ``limit`` (memory limit, "" for none), ``settings`` (other settings that differ), ``variant`` (label),
-    ``variant_key`` (`labels.Variant`), ``heading`` (all of a group in words) and ``steps`` (seconds per timed step,
-    the maximum over ranks; an empty array where the run kept none).
+    ``variant_key`` (`labels.Variant`), ``heading`` (all of a group in words), ``steps`` (seconds per timed step,
+    the maximum over ranks; an empty array where the run kept none), and what the row answers, by which rows of
+    different evidence are told to belong together: ``fit_question`` and ``time_question`` (None where it answers none).
     """
     frame = to_frame(list(records))
     for column in ("model", "precision"):
@@ -86,7 +87,8 @@ def prepare(records: Sequence[Record]) -> pd.DataFrame:
     frame["variant"] = [key.label for key in keys]
     frame["variant_key"] = pd.Series(keys, index=frame.index, dtype=object)
     frame["heading"] = [_heading(row) for _, row in frame.iterrows()]
-    frame["steps"] = pd.Series([step_times_s(record) for record in records], index=frame.index, dtype=object)
+    for name, of in NESTED.items():
+        frame[name] = pd.Series([of(record) for record in records], index=frame.index, dtype=object)
     return frame
 
 
@@ -95,6 +97,14 @@ def step_times_s(record: Record) -> np.ndarray:
     samples = [rank.get("step_times_s") or [] for rank in record.get("ranks") or []]
     steps = min((len(times) for times in samples), default=0)
     return np.max([times[:steps] for times in samples], axis=0) if steps else np.empty(0)
+
+
+NESTED: dict[str, Callable[[Record], Any]] = {
+    "steps": step_times_s,
+    "fit_question": matching.fit_question,
+    "time_question": matching.time_question,
+}
+"""Columns that hold more than one value each."""
 
 
 def _rows(frame: pd.DataFrame, *columns: str) -> Iterator[tuple[Any, ...]]:
@@ -168,19 +178,9 @@ def _knobs(frame: pd.DataFrame, records: Sequence[Record]) -> list[str]:
 
 def _leaves(record: Record) -> dict[str, str]:
     """The configuration as path -> value, and the versions."""
-    leaves = {name: str(record[name]) for name in ("torch_version", "git_sha") if record.get(name)}
-
-    def walk(value: Any, path: str) -> None:
-        if path.rpartition(".")[2] in NOT_KNOBS:
-            return
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}" if path else str(key))
-        else:
-            leaves[path] = value if isinstance(value, str) else json.dumps(value)
-
-    walk(record.get("config") or {}, "")
-    return leaves
+    versions = {name: str(record[name]) for name in ("torch_version", "git_sha") if record.get(name)}
+    config = matching.leaves(record.get("config") or {}, NOT_KNOBS)
+    return versions | {path: value if isinstance(value, str) else json.dumps(value) for path, value in config.items()}
 
 
 def _heading(row: pd.Series) -> str:

@@ -107,7 +107,7 @@ def _attention_blocks(name: str, args: tuple[Any, ...]) -> int:
     backward = name.endswith("backward")
     query, key = args[1:3] if backward else args[:2]
     queries, head_size = query.shape[-2:]
-    rows = min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries)
+    rows = query_rows(queries)
     scores = rows * min(512, key.shape[-2])
     rounded = scores * query.element_size() if query.element_size() < FP32_BYTES else 0
     if backward:
@@ -115,6 +115,11 @@ def _attention_blocks(name: str, args: tuple[Any, ...]) -> int:
     else:
         block = (scores + rows * (head_size + 2)) * FP32_BYTES + rounded
     return torch.get_num_threads() * block
+
+
+def query_rows(queries: int) -> int:
+    """Queries that the CPU's attention takes at once (the same file)."""
+    return min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries)
 
 
 def _promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -14,6 +14,10 @@ MATMUL, ATTENTION, MEMORY = range(3)
 FORMATS = ("fp32", "bf16", "fp16", "other")
 """Formats of a kernel's operands; `other` for integers and booleans."""
 
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+"""Matrix products over the square of scores in fused attention, whose backward computes the scores again (Dao et al.
+2022, arXiv:2205.14135, algorithms 2 and 4). Causal attention leaves out the half that is masked."""
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -29,8 +33,8 @@ class Kernels:
     formats: Ints
     """Index into `FORMATS` of the widest floating-point operand."""
     dims: Floats
-    """Shape (kernels, 5). MATMUL: batch, m, n, k, 0. ATTENTION: batch, heads, queries, keys, head dimension.
-    MEMORY: zeros."""
+    """Shape (kernels, 5). MATMUL: batch, m, n, k, and 1 if the left operand is transposed, else 0. ATTENTION: batch,
+    heads, queries, keys, head dimension. MEMORY: zeros."""
     flops: Floats
     """Of matrix products, a multiply-add counting 2; of fused attention what the kernel executes: forward 2 products
     over the scores, backward 5, half of each if causal."""

@@ -35,6 +35,8 @@ class Pace:
     copy_s_per_byte: float = 0.0
     launch_s: float = 0.0
     """Of one kernel, on the processor."""
+    launches_itself: bool = False
+    """The processor that launches is the device that computes: it does one after the other."""
     hooks_s: float = 0.0
     """Of a unit's hooks, on the processor."""
     kernel_s: float = 0.0
@@ -174,6 +176,8 @@ class Machine:
         seconds = self._slowed(start, seconds)
         # The last kernel starts when it has been launched; those before it ran meanwhile.
         end = max(start + seconds, self.processor + (seconds / kernels if kernels else 0.0))
+        if self._pace.launches_itself:
+            end = self.processor = max(before, issued) + kernels * self._pace.launch_s + seconds
         self.streams[COMPUTE] = end
         key = "optimizer" if kind == "optimizer" else "compute"
         self.spent[key] += alone

@@ -4,6 +4,11 @@ NCCL chooses among algorithms and protocols by a model of its own (``src/graph/t
 https://github.com/NVIDIA/nccl, read at 01afd20a77b5804e0ecf1042509dd9d20ebf9e93): latency of the steps plus bytes over
 bandwidth, the fastest combination wins. This is that model, with the links' bandwidth from ``conf/hardware``.
 
+Between processors collectives are gloo's: rings (``gloo/allgather.cc`` and ``gloo/allreduce.cc`` in
+https://github.com/pytorch/gloo, read at 19f1d3ac8e3120faad559f474d0ceddec5d03ee7). PyTorch has it reduce and scatter by
+an all-reduce of a copy, of which each rank keeps its part (``reduce_scatter_tensor_coalesced`` in its
+``ProcessGroupGloo.cpp``).
+
 Bus bandwidth is nccl-tests' (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): every rank of n
 receives ``size * (n - 1) / n`` in an all-gather or a reduce-scatter of `size` bytes, twice that in an all-reduce.
 """
@@ -14,7 +19,7 @@ import math
 from dataclasses import dataclass
 
 from bench.errors import require_choice
-from bench.hardware.speeds import Links
+from bench.hardware.speeds import Gloo, Links
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
@@ -74,13 +79,16 @@ def collective_seconds(kind: str, size_bytes: float, group: Group, links: Links)
     require_choice("collective", kind, COLLECTIVES)
     if group.ranks == 1:
         return 0.0
+    if links.gloo is not None:
+        return _gloo_seconds(kind, size_bytes, group, links, links.gloo)
     passes = 2 if kind == ALL_REDUCE else 1
     inner, outer = group.ranks - group.nodes, group.nodes - 1
     received = passes * size_bytes * (group.ranks - 1) / group.ranks
     seconds_per_byte = _seconds_per_byte(group, links)
-    step_s = 1e-6 * (links.latency if group.nodes > 1 else 1.0)
+    start_s = 1e-6 * (1.0 if group.nodes > 1 else links.gpu_latency)
+    step_s = 1e-6 * (links.latency if group.nodes > 1 else links.gpu_latency)
     times = [
-        ring.start_us * 1e-6
+        ring.start_us * start_s
         + passes * (inner * ring.gpu_step_us + outer * ring.node_step_us) * step_s
         + received * seconds_per_byte / ring.bandwidth
         for ring in RINGS
@@ -88,8 +96,8 @@ def collective_seconds(kind: str, size_bytes: float, group: Group, links: Links)
     if kind == ALL_REDUCE:
         inner_depth, depth = min(group.ranks, group.ranks_per_node) - 1, math.ceil(math.log2(group.nodes))
         times += [
-            tree.start_us * 1e-6
-            + 2 * (inner_depth * tree.gpu_step_us + depth * tree.node_step_us) * 1e-6
+            tree.start_us * start_s
+            + 2 * (inner_depth * tree.gpu_step_us + depth * tree.node_step_us) * start_s
             + 2 * size_bytes * seconds_per_byte / tree.bandwidth
             for tree in TREES
         ]
@@ -101,6 +109,16 @@ def bus_gb_s(kind: str, size_bytes: float, group: Group, links: Links) -> float:
     passes = 2 if kind == ALL_REDUCE else 1
     received = passes * size_bytes * (group.ranks - 1) / group.ranks
     return received / collective_seconds(kind, size_bytes, group, links) / 1e9
+
+
+def _gloo_seconds(kind: str, size_bytes: float, group: Group, links: Links, gloo: Gloo) -> float:
+    """One ring, whose steps are as long as the longest of them; to reduce is to pass twice round it."""
+    steps = (1 if kind == ALL_GATHER else 2) * (group.ranks - 1)
+    passes = 2 if kind == ALL_REDUCE else 1
+    received = passes * size_bytes * (group.ranks - 1) / group.ranks
+    share = {ALL_GATHER: 1.0, REDUCE_SCATTER: gloo.reduce_scatter, ALL_REDUCE: gloo.reduce}[kind]
+    step_s = gloo.step_us * 1e-6 * (links.latency if group.nodes > 1 else 1.0)
+    return steps * step_s + received * share * _seconds_per_byte(group, links)
 
 
 def _seconds_per_byte(group: Group, links: Links) -> float:

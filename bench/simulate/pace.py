@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.config import RunConfig
 from bench.hardware import Hardware
+from bench.hardware.processor import Updates
 from bench.precision import Precision
 from bench.simulate.cost import kernel_seconds
 from bench.simulate.kernels import Floats, Kernels, joined
@@ -19,6 +20,7 @@ from bench.simulate.network import Group, collective_seconds
 from bench.simulate.prediction import MemoryPrediction, Range, TimePrediction
 from bench.simulate.step import Update
 from bench.strategies.plan import REPLICAS, SHARDS
+from bench.training.optimizer import OptimizerConfig
 
 TIME_SHARE = 0.10
 """Interval of a step's time, as a share of it."""
@@ -46,7 +48,7 @@ def retrying(pace: Pace) -> Pace:
 def pace_of(config: RunConfig) -> Pace:
     """How fast the rank of a run is; a standstill where the hardware's speeds are unknown."""
     hardware, speeds = config.hardware, config.hardware.speeds
-    if speeds is None or hardware.memory_bandwidth_gb_s is None:
+    if speeds is None or hardware.memory_bandwidth_gb_s is None or not is_known(hardware, config.precision):
         return Pace()
 
     @functools.cache
@@ -57,10 +59,19 @@ def pace_of(config: RunConfig) -> Pace:
         collective=collective,
         copy_s_per_byte=1 / (hardware.memory_bandwidth_gb_s * 1e9 * speeds.memory_efficiency),
         launch_s=speeds.launch.operator_us * 1e-6,
+        launches_itself=speeds.processor is not None,
         hooks_s=speeds.launch.unit_us * 1e-6,
         kernel_s=speeds.launch.kernel_us * 1e-6,
         overlap_loss=speeds.overlap_loss,
     )
+
+
+def is_known(hardware: Hardware, precision: Precision) -> bool:
+    """Whether times can be told: everywhere but on hardware without speeds, or a CPU not measured in this format."""
+    speeds = hardware.speeds
+    if speeds is None or hardware.memory_bandwidth_gb_s is None:
+        return False
+    return speeds.processor is None or precision.compute in speeds.processor.products.gflops
 
 
 def group_of(config: RunConfig, name: str) -> Group:
@@ -78,7 +89,7 @@ def group_of(config: RunConfig, name: str) -> Group:
 
 def kernel_times(hardware: Hardware, precision: Precision, kernels: Sequence[Kernels]) -> list[Floats] | list[None]:
     """Seconds of each kernel, None where speeds are unknown."""
-    if hardware.speeds is None or hardware.memory_bandwidth_gb_s is None:
+    if not is_known(hardware, precision):
         return [None] * len(kernels)
     seconds = kernel_seconds(joined(kernels), hardware, precision)
     return np.split(seconds, np.cumsum([len(each) for each in kernels])[:-1])
@@ -88,8 +99,7 @@ def update_of(config: RunConfig, updated: Sequence[int]) -> Update:
     """The optimizer's step over tensors with these numbers of elements."""
     optimizer, itemsize = config.optimizer, config.precision.parameter_dtype.itemsize
     size = sum(updated) * itemsize
-    key = (optimizer.name, optimizer.implementation)
-    passes = OPTIMIZER_PASSES.get(key, OPTIMIZER_PASSES["sgd", "fused"] + 2 * optimizer.states_per_parameter)
+    passes = optimizer_passes(optimizer)
     launches = max(1, round(len(updated) / TENSORS_PER_KERNEL[optimizer.implementation]))
     pace = pace_of(config)
     temporaries = 0.0
@@ -97,12 +107,41 @@ def update_of(config: RunConfig, updated: Sequence[int]) -> Update:
         temporaries = size  # the square roots of all second moments at once
     elif optimizer.name == "adamw" and optimizer.implementation == "for_loop":
         temporaries = 2 * max(updated, default=0) * itemsize  # a square root, and its quotient
+    processor = config.hardware.speeds.processor if config.hardware.speeds is not None else None
+    if processor is not None:
+        return Update(_on_processor(processor.updates, optimizer, size, len(updated)), 0, temporaries)
     return Update(passes * size * pace.copy_s_per_byte + launches * pace.kernel_s, launches, temporaries)
+
+
+def optimizer_passes(optimizer: OptimizerConfig) -> int:
+    """Reads and writes of a tensor of the parameters' size per step."""
+    key = (optimizer.name, optimizer.implementation)
+    return OPTIMIZER_PASSES.get(key, OPTIMIZER_PASSES["sgd", "fused"] + 2 * optimizer.states_per_parameter)
+
+
+def updates_key(optimizer: OptimizerConfig) -> str:
+    """What `bench.hardware.processor.Updates` calls an optimizer."""
+    return f"{optimizer.name} {optimizer.implementation}"
+
+
+def _on_processor(updates: Updates, optimizer: OptimizerConfig, size: float, tensors: int) -> float:
+    """Seconds of the optimizer's step on a CPU over tensors of some bytes in all."""
+    key = updates_key(optimizer)
+    if key not in updates.gb_s:
+        raise ValueError(f"hardware.speeds.processor.updates has no speed for {key}")
+    return tensors * updates.tensor_us[key] * 1e-6 + optimizer_passes(optimizer) * size / updates.gb_s[key] / 1e9
+
+
+def new_memory_s_per_byte(hardware: Hardware, precision: Precision) -> float:
+    """Seconds per byte of large blocks of memory, which a CPU's operating system provides anew every time."""
+    if not is_known(hardware, precision) or hardware.speeds is None or hardware.speeds.processor is None:
+        return 0.0
+    return 1 / (hardware.speeds.processor.new_memory_gb_s * 1e9)
 
 
 def time_of(config: RunConfig, machine: Machine, memory: MemoryPrediction) -> TimePrediction | None:
     """The time of a played step with its parts, None where speeds are unknown."""
-    if config.hardware.speeds is None or config.hardware.memory_bandwidth_gb_s is None:
+    if not is_known(config.hardware, config.precision):
         return None
     elapsed, spent = machine.elapsed, machine.spent
     degraded = is_degraded(memory)

@@ -17,17 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from bench.simulate.cpu_memory import Sums, working_memory
-from bench.simulate.kernels import ATTENTION, FORMATS, MATMUL, MEMORY
+from bench.simulate.kernels import ATTENTION, BACKWARD_PRODUCTS, FORMATS, FORWARD_PRODUCTS, MATMUL, MEMORY
 
 FORMAT_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OTHER = len(FORMATS) - 1
 
 NO_KERNEL = {"detach", "_unsafe_view", "alias", "empty", "empty_like", "empty_strided", "lift_fresh"}
 """Operators that start no kernel, though their schema does not say that they are views."""
-
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
-"""Matrix products over the square of scores in fused attention, whose backward computes the scores again (Dao et al.
-2022, arXiv:2205.14135, algorithms 2 and 4). Causal attention leaves out the half that is masked."""
 
 ATTENTIONS = "attention"
 """What the names of fused attention operators have in common."""
@@ -79,7 +75,7 @@ class Recorder(TorchDispatchMode):
             self._count += 1
             self._changed(size, self._count)
             self._changed(-size, self._count)
-        if _is_kernel(func):
+        if is_kernel(func):
             self._launched(describe(func, args, kwargs, out), self._uses((args, kwargs)), self._uses(out))
         return out
 
@@ -134,7 +130,8 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Kernel:
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         left, right = operands[-2:]
         batch = left.shape[0] if left.dim() == 3 else 1
-        return name, MATMUL, format_, (batch, left.shape[-2], right.shape[-1], left.shape[-1], 0), int(flops), moved
+        shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1], int(_is_transposed(left)))
+        return name, MATMUL, format_, shape, int(flops), moved
     return name, MEMORY, format_, (0, 0, 0, 0, 0), 0, moved
 
 
@@ -143,7 +140,13 @@ def _is_causal(args: Any, kwargs: Any) -> bool:
     return any(value is True for value in (*args, *kwargs.values()))
 
 
-def _is_kernel(func: Any) -> bool:
+def _is_transposed(matrix: torch.Tensor) -> bool:
+    """Whether neighbours in memory are one below the other."""
+    return matrix.stride(-1) != 1 and matrix.stride(-2) == 1
+
+
+def is_kernel(func: Any) -> bool:
+    """Whether an operator computes something, not only looks at memory in another way."""
     return not func.is_view and func._schema.name.partition("::")[2] not in NO_KERNEL
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.config import RunConfig
+from bench.errors import UsageError
 from bench.simulate.predict import predict_all
 from bench.simulate.prediction import Prediction
 from bench.validation.figure import draw
+from bench.validation.measured import step_times
 from bench.validation.page import page
 from bench.validation.runs import SPEED, Case, cases, configured
 from bench.validation.shapes import shapes
@@ -31,7 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m bench.predict validate", description=__doc__)
     parser.add_argument("--output", type=Path, default=ACCURACY, help="the page to write; its figure lies beside it")
-    output: Path = parser.parse_args(arguments).output
+    parser.add_argument("--measured", type=Path, metavar="STORE", help="compare with these rows' step times instead")
+    parser.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="what --measured ran on, as bench.calibrate wrote it"
+    )
+    options = parser.parse_args(arguments)
+    if options.measured is not None or options.hardware is not None:
+        return _compare_with_rows(parser, options)
+    output: Path = options.output
     results = compare(cases())
     text = accuracy(results)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -39,6 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw(results, output.with_name(FIGURE))
     print(text.partition("## Every row")[0])
     print(f"{len(results)} published numbers; the page with all of them: {output}")
+    return 0
+
+
+def _compare_with_rows(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """The table of measured and predicted step times, printed and, if asked for, written."""
+    if options.measured is None or options.hardware is None:
+        parser.error("--measured and --hardware go together")
+    try:
+        text = step_times(options.measured, options.hardware)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.output != ACCURACY:
+        options.output.write_text(text, encoding="utf-8")
+    print(text)
     return 0
 
 

@@ -1,8 +1,11 @@
 """One file per figure. Each has `select` (table -> the small tidy table the figure shows) and `section` (draws it)."""
 
-from bench.reporting.figures import memory, oom_map, paper, scaling, spread, throughput
+from bench.reporting.figures import communication, frontier, memory, oom_map, paper, scaling, spread, throughput
 
-FIGURES = (paper, throughput, memory, oom_map, spread, scaling)
+FIGURES = (paper, throughput, memory, frontier, oom_map, communication, spread, scaling)
 """The figures of a report, in the order of the page."""
 
-__all__ = ["FIGURES"]
+EVERY_RUN = (frontier, oom_map)
+"""Those that show all that a search for the largest batch tried; the others are given its end."""
+
+__all__ = ["EVERY_RUN", "FIGURES"]

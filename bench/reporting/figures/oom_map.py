@@ -12,9 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from bench.reporting import lanes, style
+from bench.reporting.answers import CLOSE, FAILED, FITS, MIXED, OOM, SKIPPED, outcome_of
 from bench.reporting.cells import by, in_order
 from bench.reporting.drawing import Drawing, Section
-from bench.reporting.labels import TOO_CLOSE, listing, memory_unit, number, rank_noun, ranks, slug
+from bench.reporting.frontier_cells import on_the_frontier
+from bench.reporting.labels import listing, memory_unit, number, rank_noun, ranks, slug
 
 TITLE = "What fits: the OOM map"
 HOW_TO_READ = (
@@ -27,8 +29,7 @@ HOW_TO_READ = (
 )
 FEWEST_COLUMNS, MOST_COLUMNS = 3, 12
 
-FITS, OOM, MIXED, FAILED, SKIPPED, NOT_RUN = "fits", "out of memory", "some repeats fit", "failed", "skipped", "not run"
-CLOSE = TOO_CLOSE
+NOT_RUN = "not run"
 LOOKS: dict[str, dict[str, Any]] = {
     FITS: {"facecolor": "#cfe3f3", "edgecolor": "#4a7ba6"},
     OOM: {"facecolor": style.OOM_COLOUR, "edgecolor": style.OOM_COLOUR},
@@ -78,26 +79,23 @@ def _outcome(runs: pd.DataFrame | None) -> dict[str, object]:
     if runs is None:
         return {"outcome": NOT_RUN, "peak_bytes": float("nan"), "phase": None}
     fitted, out_of_memory = runs[runs["status"] == "ok"], runs[runs["status"] == "oom"]
-    if len(fitted) and len(out_of_memory):
-        outcome = MIXED
-    elif len(fitted) or len(out_of_memory):
-        close = (fitted["fit"] == CLOSE).fillna(False).any()
-        outcome = (CLOSE if close else FITS) if len(fitted) else OOM
-    else:
-        outcome = SKIPPED if (runs["status"] == "skipped").all() else FAILED
     peaks = fitted["peak_allocated_overall_bytes"].fillna(fitted["peak_allocated_bytes"]).dropna()
     phases = out_of_memory["oom_phase"].dropna()
     return {
-        "outcome": outcome,
+        "outcome": outcome_of(runs),
         "peak_bytes": float(peaks.max()) if len(peaks) else float("nan"),
         "phase": phases.iloc[0] if len(phases) else None,
     }
 
 
 def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
-    """A map per place, kind of evidence, memory limit and set of settings."""
+    """A map per place, kind of evidence, memory limit and set of settings, of what the frontier does not show."""
     result = Section("oom-map", TITLE, HOW_TO_READ)
-    selected = select(table)
+    elsewhere = on_the_frontier(table)
+    if elsewhere.all():
+        result.nothing = "All runs are in the figures of the OOM frontier."
+        return result
+    selected = select(table[~elsewhere])
     for (place, evidence, limit, settings), rows in by(selected, "place", "evidence", "limit", "settings"):
         parts = [
             (page, columns)

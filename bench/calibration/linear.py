@@ -1,0 +1,39 @@
+"""Times that are sums of a few kinds of work: how long a unit of each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+POWER = 0.5
+"""Weight of a timing is its inverse to this power: between errors in seconds (0) and relative ones (1). What is large
+makes up a step, what is small shows what does not grow."""
+
+
+def per_unit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Floats:
+    """Seconds per unit of each kind of work, none below 0.
+
+    Parameters
+    ----------
+    work: sequence
+        For each timing how much there was of each kind.
+    seconds: sequence
+        Each timing.
+    """
+    amounts, target = np.asarray(work, dtype=float), np.asarray(seconds, dtype=float)
+    weights = target**-POWER
+    scale = np.maximum(amounts.max(axis=0), 1e-300)
+    left, right = amounts / scale * weights[:, None], target * weights
+    used = amounts.max(axis=0) > 0
+    while True:
+        found = np.zeros(amounts.shape[1])
+        if not used.any():
+            return found
+        found[used] = np.linalg.lstsq(left[:, used], right, rcond=None)[0]
+        if (found >= 0).all():
+            return np.asarray(found / scale, dtype=float)
+        used &= found > 0

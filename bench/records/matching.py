@@ -1,0 +1,98 @@
+"""Which rows of different evidence answer one question: does it fit, or how long does a step take. Pure functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from bench.records.schema import Record
+
+Question = dict[str, Any]
+"""What was asked, as path -> plain value (``strategy.sharding_factor`` -> 8). Equal questions are one question."""
+
+ONLY_HOW = frozenset({"mode", "repeat", "seed", "measurement", "requested", "hardware"})
+"""Sections of a configuration that say how the answer was found, or on what: the hardware is looked at apart."""
+
+ADDED = {"optimizer.keep_gradients": False}
+"""Knobs that came later, and what was done before there was a choice: older rows do not have them."""
+
+GIB = 2**30
+
+
+def fit_question(record: Record) -> Question | None:
+    """What is asked when it is asked whether a run fits.
+
+    That is the whole configuration but for how the answer was found, and of the hardware only its kind and how much
+    memory there is: the limit if one was set, else what the GPU is sold with. So a run rehearsed on a GPU of 141 GB
+    with a limit of 80 GiB, one measured on an A100 of 80 GB and one predicted for it answer the same question. How
+    many ranks share a machine is no part of it: sharding factors are resolved.
+
+    Returns
+    -------
+    dict or None
+        None where nothing says how much memory there is, and for rows without a configuration (published ones).
+    """
+    asked, memory_gib = _asked(record), memory_gib_of(record)
+    if asked is None or memory_gib is None:
+        return None
+    asked.pop("gpus_per_node", None)
+    return {**asked, "device": record.get("device"), "memory_gib": memory_gib}
+
+
+def time_question(record: Record) -> Question | None:
+    """What is asked when it is asked how long a step takes: as in `fit_question`, and on which hardware.
+
+    Hardware is the same if its description has the same name and leaves a rank the same threads and memory; what the
+    description believes of its speeds is no part of the question. Whether the device is really the same is for the
+    rows to say (``gpu_name``), since nothing ran for a prediction.
+
+    Returns
+    -------
+    dict or None
+        None for rows without a configuration.
+    """
+    asked = _asked(record)
+    if asked is None:
+        return None
+    hardware = record["config"].get("hardware") or {}
+    return {
+        **asked,
+        "device": record.get("device"),
+        "hardware.name": record.get("hardware"),
+        "hardware.cpu_threads": hardware.get("cpu_threads"),
+        "hardware.memory_limit_bytes": record.get("memory_limit_bytes"),
+    }
+
+
+def memory_gib_of(record: Record) -> float | None:
+    """GiB a rank may use: the limit, or what a GPU is sold with (an "80 GB" card counts as 80); None if unknown."""
+    limit = record.get("memory_limit_bytes")
+    if limit is not None:
+        return float(limit / GIB)
+    sold = ((record.get("config") or {}).get("hardware") or {}).get("memory_gb")
+    return None if sold is None else float(sold)
+
+
+def identity(question: Question, *left_out: str) -> str:
+    """A question, without some of its paths, as a text that equal questions share."""
+    return json.dumps({path: value for path, value in question.items() if path not in left_out}, sort_keys=True)
+
+
+def leaves(config: Mapping[str, Any], left_out: Collection[str] = ()) -> dict[str, Any]:
+    """A nested configuration as path -> plain value, without the fields and sections of some names."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in left_out:
+            continue
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{path}": inner for path, inner in leaves(value, left_out).items()}
+        else:
+            found[name] = value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+    return found
+
+
+def _asked(record: Record) -> Question | None:
+    """The configuration, without how the answer was found and without the hardware."""
+    config = record.get("config")
+    return {**ADDED, **leaves(config, ONLY_HOW)} if config else None

@@ -1,0 +1,330 @@
+"""What a calibration fits: known speeds come back from the timings they would have made, and real timings are whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.calibration.attention import SHAPES as ATTENTION_SHAPES
+from bench.calibration.compute import measure_compute
+from bench.calibration.fit_compute import ComputeFit, fit_compute
+from bench.calibration.launch import KERNEL
+from bench.calibration.linear import per_unit
+from bench.calibration.matmul import SHAPES as MATMUL_SHAPES
+from bench.calibration.memory import ELEMENTWISE, NEW
+from bench.calibration.parts import NOBODY, predicted
+from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, OPTIMIZER, Sample
+from bench.calibration.steps import CALL, STEP
+from bench.errors import UsageError
+from bench.hardware import Hardware
+from bench.hardware.file import as_yaml, read_hardware
+from bench.hardware.processor import FusedAttention, Processor, Products, Updates
+from bench.hardware.speeds import Attention, Launch, Matmul, Speeds
+from bench.simulate.predict import predict
+from bench.validation import command
+from bench.validation.measured import WITHIN, compared, step_times
+from tests.conftest import ROOT, SMALL_GPT, configuration
+
+CPU = configuration("hardware=cpu").hardware
+H200 = configuration("hardware=h200").hardware
+GPU_FORMATS = ("fp32", "tf32", "bf16", "fp16")
+
+
+def timed(samples: Sequence[Sample], hardware: Hardware, noise: float = 0.0) -> list[Sample]:
+    """The same samples with the times that the hardware would need, more or less."""
+    rng = np.random.default_rng(0)
+    made = []
+    for sample in samples:
+        (seconds,) = predicted([sample], hardware)
+        spread = np.exp(noise * rng.standard_normal(7))
+        made.append(dataclasses.replace(sample, seconds=tuple(float(seconds * each) for each in spread)))
+    return made
+
+
+def sample(
+    kind: str, name: str, format_: str, dims: tuple[int, ...], flops: float, moved: float, s: float = 1.0
+) -> Sample:
+    return Sample(kind, name, format_, dims, flops, moved, (s,))
+
+
+def products(shapes: Sequence[tuple[int, int, int]], format_: str) -> list[Sample]:
+    width = 4 if format_ in ("fp32", "tf32") else 2
+    return [
+        sample(MATMUL, "mm", format_, (1, m, n, k, transposed), 2.0 * m * n * k, float(width * (m * k + k * n + m * n)))
+        for tokens, read, made in shapes
+        for m, n, k, transposed in ((tokens, made, read, 0), (tokens, read, made, 0), (made, read, tokens, 1))
+    ]
+
+
+def attentions(shapes: Sequence[tuple[int, int, int, int]], format_: str) -> list[Sample]:
+    return [
+        sample(ATTENTION, name, format_, (b, h, s, s, d), float(count * b * h * s * s * d), float(8 * b * h * s * d))
+        for b, h, s, d in shapes
+        for name, count in (("forward", 2), ("backward", 5))
+    ]
+
+
+KNOWN_GPU = dataclasses.replace(
+    H200.speeds,  # type: ignore[type-var]
+    matmul=Matmul({"fp32": 0.71, "tf32": 0.52, "bf16": 0.66, "fp16": 0.63}, 132, 90.0),
+    attention=Attention(0.61, 0.42, 40.0),
+    memory_efficiency=0.77,
+    launch=Launch(kernel_us=1.6, operator_us=7.5, unit_us=120.0),
+)
+
+
+def gpu_samples(noise: float = 0.0) -> list[Sample]:
+    truth = dataclasses.replace(H200, speeds=KNOWN_GPU)
+    made = [each for name in GPU_FORMATS for each in timed(products(MATMUL_SHAPES, name), truth, noise)]
+    for name in ("fp32", "bf16", "fp16"):
+        made += timed(attentions(ATTENTION_SHAPES["cuda"], name), truth, noise)
+    reached = 4800e9 * 0.77
+    made.append(sample(MEMORY, ELEMENTWISE, "fp32", (2**28,), 0.0, 2.0**31, 2.0**31 / reached))
+    made.append(sample(OPERATOR, "gelu", "bf16", (2**26,), 0.0, 2.0**28, 2.0**28 / (0.5 * reached)))
+    made.append(sample(OPERATOR, "mul", "bf16", (2**26,), 0.0, 2.0**28, 2.0**28 / (1.01 * reached)))
+    made.append(sample(LAUNCH, KERNEL, "fp32", (500, 132), 0.0, 8.0, 1.6e-6))
+    made.append(sample(LAUNCH, f"{STEP} gpt", "fp32", (400, 100, 4, 4), 1e6, 1e6, 400 * 7.5e-6))
+    return made
+
+
+def fitted_speeds(fit: ComputeFit) -> Speeds:
+    return fit.speeds(*NOBODY)
+
+
+def test_known_speeds_of_a_gpu_come_back() -> None:
+    fit = fit_compute(gpu_samples(), H200)
+    speeds = fitted_speeds(fit)
+    assert speeds.matmul is not None
+    assert speeds.attention is not None
+    assert KNOWN_GPU.matmul is not None
+    for name in GPU_FORMATS:
+        assert speeds.matmul.efficiency[name] == pytest.approx(KNOWN_GPU.matmul.efficiency[name], rel=0.01), name
+    assert speeds.matmul.half_depth == pytest.approx(90.0, rel=0.05)
+    assert speeds.attention.forward == pytest.approx(0.61, rel=0.02)
+    assert speeds.attention.backward == pytest.approx(0.42, rel=0.02)
+    assert speeds.attention.half_width == pytest.approx(40.0, rel=0.05)
+    assert speeds.memory_efficiency == pytest.approx(0.77, rel=1e-3)
+    assert speeds.launch == KNOWN_GPU.launch
+    assert fit.memory_bandwidth_gb_s == 4800
+    assert speeds.operators is not None
+    assert speeds.operators["gelu bf16"] == pytest.approx(0.5)
+    assert "mul bf16" not in speeds.operators  # as fast as any
+    assert speeds.operators["cumsum"] == 0.5  # not timed: what is assumed of it remains
+    assert all(residual.worst < 0.05 for what, residual in fit.residuals.items() if "operator" not in what)
+
+
+def test_noise_of_a_gpu_moves_its_speeds_little() -> None:
+    speeds = fitted_speeds(fit_compute(gpu_samples(noise=0.05), H200))
+    assert speeds.matmul is not None
+    assert speeds.attention is not None
+    assert speeds.matmul.efficiency["bf16"] == pytest.approx(0.66, rel=0.03)
+    assert speeds.attention.backward == pytest.approx(0.42, rel=0.05)
+
+
+def test_a_gpu_without_peaks_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UsageError, match="has no peak_tflops"):
+        fit_compute(gpu_samples(), configuration("hardware=gpu").hardware)
+
+
+KNOWN_CPU = Processor(
+    products=Products(
+        call_us={"fp32": 4.0, "bf16": 30.0},
+        gflops={"fp32": 150.0, "bf16": 1400.0},
+        transposed_gflops={"fp32": 140.0, "bf16": 800.0},
+        copied_gb_s={"fp32": 8.0, "bf16": 5.0},
+        other_gb_s={"fp32": 30.0, "bf16": 15.0},
+        result_gb_s={"fp32": 9.0, "bf16": 4.0},
+    ),
+    attention=FusedAttention(
+        forward_gflops={"fp32": 90.0, "bf16": 240.0},
+        backward_gflops={"fp32": 100.0, "bf16": 200.0},
+        forward_block_us={"fp32": 4.0, "bf16": 6.0},
+        backward_block_us={"fp32": 7.0, "bf16": 80.0},
+    ),
+    updates=Updates({"adamw fused": 5.0}, {"adamw fused": 20.0}),
+    new_memory_gb_s=3.5,
+)
+KNOWN_BANDWIDTH, KNOWN_CALL, KNOWN_AROUND = 15e9, 6e-6, 4e-6
+CPU_SHAPES = ((16, 320, 1280), (112, 640, 640), (640, 96, 384), (1152, 320, 3000), (448, 640, 2560), (1792, 192, 192))
+
+
+def cpu_samples() -> list[Sample]:
+    speeds = Speeds(None, None, 1.0, 0.0, Launch(KNOWN_CALL * 1e6, KNOWN_AROUND * 1e6, 100.0), *NOBODY, None, KNOWN_CPU)
+    truth = dataclasses.replace(CPU, memory_bandwidth_gb_s=KNOWN_BANDWIDTH / 1e9, speeds=speeds)
+    made = []
+    for name in ("fp32", "bf16"):
+        made += timed(products(CPU_SHAPES, name), truth)
+        made += timed(attentions(ATTENTION_SHAPES["cpu"], name), truth)
+        for count, call, block in ((300, 30.0, 6.0 + 80.0),) if name == "bf16" else ((300, 4.0, 4.0 + 7.0),):
+            within = count * KNOWN_CALL + 60e-6 * call + 4e-6 * block
+            made.append(sample(LAUNCH, f"{STEP} gpt", name, (count, 60, 4, 4), 0.0, 0.0, within + count * KNOWN_AROUND))
+            made.append(sample(LAUNCH, f"{CALL} gpt", name, (count, 60, 4, 4), 0.0, 0.0, KNOWN_CALL))
+    for name, share in (("mul", 1.0), ("tanh", 0.4), ("add", 1.02)):
+        for moved in (1e6, 1e7):
+            seconds = KNOWN_CALL + moved / (share * KNOWN_BANDWIDTH)
+            made.append(sample(OPERATOR, name, "fp32", (int(moved),), 0.0, moved, seconds))
+    made.append(sample(MEMORY, ELEMENTWISE, "fp32", (10**7,), 0.0, 8e7, 8e7 / KNOWN_BANDWIDTH))
+    made.append(sample(MEMORY, NEW, "fp32", (10**7,), 0.0, 4e7, 4e7 / 3.5e9))
+    for tensors, elements in ((48, 50_000), (16, 2_000_000)):
+        moved = 28.0 * elements
+        seconds = tensors * 5e-6 + moved / 20e9
+        made.append(sample(OPTIMIZER, "adamw fused", "fp32", (tensors, elements), 0.0, moved, seconds))
+    return made
+
+
+def test_known_speeds_of_a_cpu_come_back() -> None:
+    fit = fit_compute(cpu_samples(), CPU)
+    speeds = fitted_speeds(fit)
+    assert speeds.processor is not None
+    for section in ("products", "attention", "updates"):
+        for field, numbers in vars(getattr(speeds.processor, section)).items():
+            for key, number in numbers.items():
+                truth = getattr(getattr(KNOWN_CPU, section), field)[key]
+                assert number == pytest.approx(truth, rel=0.02), f"{section}.{field}.{key}"
+    assert speeds.processor.new_memory_gb_s == pytest.approx(3.5, rel=1e-3)
+    assert fit.memory_bandwidth_gb_s * speeds.memory_efficiency == pytest.approx(15.0, rel=1e-3)
+    assert speeds.launch.kernel_us == pytest.approx(KNOWN_CALL * 1e6, rel=1e-3)
+    assert speeds.launch.operator_us == pytest.approx(KNOWN_AROUND * 1e6, rel=0.02)
+    assert speeds.operators == {"tanh": pytest.approx(0.4, rel=1e-3)}
+    assert all(residual.mean < 0.01 for residual in fit.residuals.values())
+
+
+def test_a_product_and_attention_take_on_a_cpu_what_their_parts_take() -> None:
+    hardware = fit_compute(cpu_samples(), CPU).parts.device(CPU)
+    straight, transposed = products([(100, 200, 300)], "fp32")[::2]
+    for product, gflops, copied, other, result in (
+        (straight, 150, 200 * 300, 100 * 200, 100 * 300),  # the right operand is copied
+        (transposed, 140, 300 * 100, 100 * 200, 300 * 200),  # the left one
+    ):
+        bytes_s = 4 * (copied / 8e9 + other / 30e9 + result / 9e9)
+        expected = KNOWN_CALL + 4e-6 + 2 * 100 * 200 * 300 / (gflops * 1e9) + bytes_s
+        assert predicted([product], hardware)[0] == pytest.approx(expected, rel=0.01)
+    # 1024 queries are 4 blocks of 256, 1024 keys are 2 of 512: the first half of the queries leaves out one of them.
+    whole, causal = (
+        sample(ATTENTION, "forward", "fp32", (1, 1, 1024, 1024, 64), share * 4.0 * 1024**2 * 64, 0.0)
+        for share in (1.0, 0.5)
+    )
+    seconds = KNOWN_CALL + 8 * 4e-6 + whole.flops / 90e9
+    assert predicted([whole], hardware)[0] == pytest.approx(seconds, rel=0.01)
+    assert predicted([causal], hardware)[0] == pytest.approx(KNOWN_CALL + 0.75 * (seconds - KNOWN_CALL), rel=0.01)
+
+
+def test_new_memory_costs_where_blocks_are_large_and_nowhere_else() -> None:
+    parts = fit_compute(cpu_samples(), CPU).parts
+    assert parts.processor is not None
+    slow = dataclasses.replace(parts, processor=dataclasses.replace(parts.processor, new_memory_gb_s=1.0))
+    run = ("model=gpt_tiny", "model.num_layers=1", "strategy=single", "gpus=1", "hardware=cpu", "sequence_length=512")
+    # Logits of 2048 words: 4 MiB per sequence, and large from 8 sequences on.
+    more = {}
+    for batch in (7, 8, 9):
+        config = configuration(*run, f"batch_size_per_gpu={batch}")
+        before, after = (
+            predict(dataclasses.replace(config, hardware=each.device(CPU)), timeline=True).time
+            for each in (parts, slow)
+        )
+        assert before is not None
+        assert after is not None
+        more[batch] = (after.step_s.value - before.step_s.value) / (1e-9 - 1 / 3.5e9) / 2**22
+    assert more[7] == pytest.approx(0.0, abs=1e-6)
+    blocks = round(more[8] / 8)
+    assert 3 <= blocks <= 6
+    assert more == pytest.approx({7: 0.0, 8: 8.0 * blocks, 9: 9.0 * blocks}, rel=1e-3, abs=1e-6)
+
+
+def test_work_that_shows_no_time_costs_nothing_and_none_is_negative() -> None:
+    work = [[1.0, 2.0, 5.0], [1.0, 4.0, 1.0], [1.0, 8.0, 3.0], [1.0, 16.0, 2.0]]
+    found = per_unit(work, [2.0, 4.0, 8.0, 16.0])
+    assert found == pytest.approx([0.0, 1.0, 0.0], abs=1e-9)
+    assert (per_unit(work, [5.0, 4.0, 3.0, 2.0]) >= 0).all()
+
+
+def test_a_format_that_was_not_measured_has_no_time_and_all_the_memory() -> None:
+    fit = fit_compute(cpu_samples(), CPU)
+    hardware = fit.parts.device(CPU)
+    run = ("model=gpt_tiny", "strategy=single", "gpus=1", "hardware=cpu")
+    fp16, fp32 = (
+        predict(dataclasses.replace(configuration(*run, f"precision={name}"), hardware=hardware))
+        for name in ("fp16", "fp32")
+    )
+    assert fp32.time is not None
+    assert fp16.time is None
+    assert fp16.memory == predict(configuration(*run, "precision=fp16")).memory
+
+
+def test_on_a_cpu_everything_adds_up() -> None:
+    """Twice the overhead of an operator is as much longer a step as there are operators."""
+    base = fit_compute(cpu_samples(), CPU).parts
+    slow = dataclasses.replace(
+        base, launch=dataclasses.replace(base.launch, operator_us=base.launch.operator_us + 1000)
+    )
+    run = configuration("model=gpt_tiny", "strategy=single", "gpus=1", "hardware=cpu")
+    before, after = (
+        predict(dataclasses.replace(run, hardware=parts.device(CPU)), timeline=True).time for parts in (base, slow)
+    )
+    assert before is not None
+    assert after is not None
+    more = (after.step_s.value - before.step_s.value) / 1000e-6
+    assert more == pytest.approx(round(more))
+    assert 200 < more < 1000
+    assert after.limited_by == "kernel launches"
+    parts = before.compute_s + before.optimizer_s + before.bubble_s
+    assert parts == pytest.approx(before.step_s.value)
+
+
+@pytest.mark.slow
+def test_a_quick_calibration_times_everything_there_is_to_fit() -> None:
+    told: list[str] = []
+    samples = measure_compute(torch.device("cpu"), 1, quick=True, progress=told.append)
+    fit = fit_compute(samples, CPU)
+    speeds = fitted_speeds(fit)
+    assert speeds.processor is not None
+    assert set(speeds.processor.products.gflops) == {"fp32", "bf16"}
+    assert len(speeds.processor.updates.gb_s) == 6
+    assert 0.1 < speeds.processor.products.gflops["fp32"] < 10_000
+    assert all(0.1 < value < 1000 for value in (speeds.launch.kernel_us, speeds.launch.operator_us))
+    assert told
+    keys = [(each.kind, each.name, each.format, each.dims) for each in samples]
+    assert len(set(keys)) == len(keys)
+
+
+def test_measured_rows_are_compared_with_a_hardware_file_or_refused(
+    tmp_path: Path, execute: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ("model=gpt_tiny", *SMALL_GPT[1:], "strategy=single", "gpus=1", "hardware=cpu", "measurement.steps=1")
+    execute(run, (*run, "repeat=1"), (*run, "batch_size_per_gpu=2"))
+    file = tmp_path / "mine.yaml"
+    file.write_text(as_yaml(fit_compute(cpu_samples(), CPU).parts.device(CPU), "known"))
+    page = tmp_path / "page.md"
+    asked = ["--measured", str(tmp_path / "store"), "--hardware", str(file)]
+    assert command.main([*asked, "--output", str(page)]) == 0
+    text = page.read_text()
+    assert text in capsys.readouterr().out
+    rows = [line for line in text.splitlines() if line.startswith("| gpt_tiny")]
+    assert len(rows) == 2  # repetitions are one
+    assert "median of 2 runs" in text
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert command.main(["--measured", str(empty), "--hardware", str(file)]) == 2
+    assert "has no row" in capsys.readouterr().err
+    without = tmp_path / "without.yaml"
+    without.write_text(as_yaml(CPU, "no speeds"))
+    assert command.main(["--measured", str(tmp_path / "store"), "--hardware", str(without)]) == 2
+    assert "a file with speeds" in capsys.readouterr().err
+
+
+def test_the_committed_table_is_what_comes_out_today() -> None:
+    folder = ROOT / "results" / "calibration"
+    text = step_times(folder / "rows", folder / "cpu_2core.yaml")
+    assert text == (folder / "README.md").read_text(encoding="utf-8"), "run python -m bench.predict validate --measured"
+    found = compared(folder / "rows", read_hardware(folder / "cpu_2core.yaml"))
+    assert len(found) >= 30
+    errors = [abs(each.error) for each in found]
+    assert sum(error <= WITHIN for error in errors) >= 0.9 * len(errors)
+    assert statistics.fmean(errors) <= 0.06

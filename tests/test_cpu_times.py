@@ -1,0 +1,87 @@
+"""The compute half of the predictor end to end: calibrate this machine, run, and compare the times of steps.
+
+Needs a machine on which nothing else runs. Calibration and runs take turns, so that a change of the machine's speed
+meets both; a disturbance that does not is answered with more turns, not with a wider limit. A turn in which others had
+the processor is made again, whatever it showed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bench.calibration.compute import measure_compute
+from bench.calibration.fit_compute import fit_compute
+from bench.calibration.noise import WAITING_LIMIT, Waiting
+from bench.calibration.sample import Sample
+from bench.simulate.predict import predict
+from tests.conftest import configuration
+
+WITHIN = 0.10
+FEWEST_TURNS, MOST_TURNS = 2, 4
+
+ONE_PROCESS = ("hardware=cpu", "strategy=single", "gpus=1", "measurement.steps=12")
+RUNS = [
+    ("model=gpt_tiny",),
+    ("model=t5_tiny", "batch_size_per_gpu=8", "sequence_length=64", "activation_checkpointing=full"),
+    ("model=gpt_tiny", "model.hidden_size=448", "model.num_heads=7", "sequence_length=96", "precision=bf16"),
+    ("model=t5_tiny", "model.d_model=256", "model.d_ff=1024", "optimizer.implementation=foreach"),
+    ("model=gpt_mini", "batch_size_per_gpu=2", "measurement.steps=6"),
+]
+
+
+def together(samples: list[Sample]) -> list[Sample]:
+    """The same measurement made several times as one."""
+    found: dict[tuple[Any, ...], list[Sample]] = {}
+    for sample in samples:
+        key = (sample.kind, sample.name, sample.format, sample.dims, sample.flops, sample.bytes_moved)
+        found.setdefault(key, []).append(sample)
+    return [
+        dataclasses.replace(several[0], seconds=tuple(time for each in several for time in each.seconds))
+        for several in found.values()
+    ]
+
+
+@pytest.mark.slow
+def test_predicted_step_times_are_within_ten_percent_of_measured_ones(
+    execute: Callable[..., list[dict[str, Any]]],
+) -> None:
+    base = configuration("hardware=cpu").hardware
+    samples: list[Sample] = []
+    measured: list[list[float]] = [[] for _ in RUNS]
+    errors: list[float] = []
+    quiet = 0
+    for turn in range(MOST_TURNS):
+        waiting = Waiting()
+        with waiting.watched():
+            timed = measure_compute(torch.device("cpu"), 1, quick=True, progress=lambda text: None)
+        if waiting.share > WAITING_LIMIT:
+            continue
+        quiet += 1
+        samples += timed
+        rows = execute(*((*ONE_PROCESS, *run, f"repeat={turn}") for run in RUNS))
+        for times, row in zip(measured, rows, strict=True):
+            assert row["status"] == "ok", row["error"]
+            times.append(row["step_time_median_s"])
+        hardware = fit_compute(together(samples), base).parts.device(base)
+        times_s = [
+            predict(dataclasses.replace(configuration(*ONE_PROCESS, *run), hardware=hardware)).time for run in RUNS
+        ]
+        errors = [
+            time.step_s.value / statistics.median(times) - 1
+            for time, times in zip(times_s, measured, strict=True)
+            if time is not None
+        ]
+        assert len(errors) == len(RUNS)
+        if quiet >= FEWEST_TURNS and max(map(abs, errors)) <= WITHIN:
+            break
+    if quiet < FEWEST_TURNS:
+        pytest.skip(f"other processes had the processor in {MOST_TURNS - quiet} of {MOST_TURNS} turns")
+    found = ", ".join(f"{' '.join(run)}: {error:+.1%}" for run, error in zip(RUNS, errors, strict=True))
+    print(f"after {quiet} turns {found}")
+    assert max(map(abs, errors)) <= WITHIN, found
