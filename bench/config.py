@@ -37,7 +37,7 @@ CANNOT_CHANGE = {
 how a run would be timed."""
 
 
-ADDED = {"optimizer": {"keep_gradients": False}}
+ADDED: dict[str, dict[str, object]] = {"optimizer": {"keep_gradients": False}, "model": {"activation": "gelu_new"}}
 """Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
 that what was measured before is still the same run."""
 
@@ -173,7 +173,7 @@ def _section_text(name: str, section: Any, mode: str) -> str:
             if path[0] == name:
                 values.pop(path[-1], None)
         for knob, before in ADDED.get(name, {}).items():
-            if values[knob] == before:
+            if values.get(knob) == before:
                 del values[knob]
         _SECTION_TEXTS[key] = section, _text(values)
     return _SECTION_TEXTS[key][1]

@@ -23,6 +23,7 @@ from bench.simulate.prediction import DOES_NOT_FIT, FITS, PARTS, Prediction, fro
 PAPER_GPT = {
     "model": "gpt_175b",
     "model.family": "mingpt",
+    "model.activation": "gelu",
     "optimizer.implementation": "foreach",
     "model.attention": "eager",
     "model.dropout": 0.1,

@@ -53,33 +53,39 @@ class Shape:
     batch: int
     length: int
     vocabulary: int = VOCABULARY
+    activation: str = "gelu_pytorch_tanh"
+    """Of the GPT."""
 
     def models(self) -> tuple[Family, Family]:
         """A GPT and a T5."""
         named = ("calibration", "gpt", "sdpa", self.vocabulary)
-        gpt = GPT(*named, block_size=1024, hidden_size=self.width, num_layers=2, num_heads=self.heads)
+        gpt = GPT(*named, 1024, hidden_size=self.width, num_layers=2, num_heads=self.heads, activation=self.activation)
         named = ("calibration", "t5", "sdpa", self.vocabulary)
         dimensions = (self.width, 4 * self.width, self.width // self.heads, self.heads)
         return gpt, T5(*named, *dimensions, num_encoder_layers=1, num_decoder_layers=2)
 
 
+def _shapes(*sizes: tuple[int, int, int, int]) -> tuple[Shape, ...]:
+    """Shapes whose activation is one operator or several, in turn."""
+    return tuple(Shape(*size, activation=ACTIVATIONS[number % 2]) for number, size in enumerate(sizes))
+
+
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu_new")
+
 SHAPES = {
-    "cpu": tuple(
-        Shape(*each)
-        for each in (
-            (96, 3, 8, 224),
-            (192, 6, 4, 96),
-            (320, 5, 1, 40),
-            (320, 5, 6, 192),
-            (640, 10, 2, 56),
-            (640, 10, 4, 160),
-            (896, 14, 2, 96),
-        )
+    "cpu": _shapes(
+        (96, 3, 8, 224),
+        (192, 6, 4, 96),
+        (320, 5, 1, 40),
+        (320, 5, 6, 192),
+        (640, 10, 2, 56),
+        (640, 10, 4, 160),
+        (896, 14, 2, 96),
     ),
-    "cuda": tuple(Shape(*each) for each in ((1280, 20, 8, 512), (2560, 20, 4, 1024))),
+    "cuda": _shapes((1280, 20, 8, 512), (2560, 20, 4, 1024)),
 }
 QUICK_SHAPES = {
-    "cpu": tuple(Shape(*each) for each in ((96, 3, 4, 96), (320, 5, 1, 40), (320, 5, 4, 112), (640, 10, 3, 72))),
+    "cpu": _shapes((96, 3, 4, 96), (320, 5, 1, 40), (320, 5, 4, 112), (640, 10, 3, 72)),
     "cuda": SHAPES["cuda"][:1],
 }
 SMALLEST = tuple(Shape(*each, SMALLEST_VOCABULARY) for each in ((32, 2, 1, 8), (48, 3, 1, 16)))

@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from bench.errors import ImpossibleError, bad_value
+from bench.errors import ImpossibleError, bad_value, require_choice
 from bench.models.base import IGNORED, Batch, Family, FlopCount
+
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class GPT(Family):
     intermediate_size: int | None = None
     """Width of the feed-forward layer; null for 4 x hidden_size."""
     dropout: float = 0.0
+    activation: str = "gelu_new"
+    """Of the feed-forward layer, as transformers calls it: gelu, gelu_pytorch_tanh (each one kernel), or gelu_new, the
+    same tanh approximation of elementary operators, eight kernels that read and write the widest tensor of a block."""
 
     imports: ClassVar[tuple[str, ...]] = ("transformers.models.gpt2.modeling_gpt2",)
 
@@ -34,6 +39,7 @@ class GPT(Family):
         super().__post_init__()
         if self.hidden_size % self.num_heads:
             raise bad_value("model.num_heads", self.num_heads, f"a divisor of model.hidden_size={self.hidden_size}")
+        require_choice("model.activation", self.activation, ACTIVATIONS)
 
     def build(self) -> nn.Module:
         """`GPT2LMHeadModel` on meta."""
@@ -47,6 +53,7 @@ class GPT(Family):
             n_layer=self.num_layers,
             n_head=self.num_heads,
             n_inner=self._intermediate,
+            activation_function=self.activation,
             resid_pdrop=self.dropout,
             embd_pdrop=self.dropout,
             attn_pdrop=self.dropout,

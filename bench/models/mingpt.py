@@ -18,10 +18,10 @@ from bench.models.gpt import GPT
 class MinGPT(GPT):
     """Shape of a minGPT."""
 
+    activation: str = "gelu"
+
     def build(self) -> nn.Module:
         """On meta."""
         model = super().build()
         model.lm_head = nn.Linear(self.hidden_size, self.vocabulary_size, bias=False, device="meta")
-        for block in self.block_lists(model)[0]:
-            block.get_submodule("mlp").act = nn.GELU()
         return model

@@ -1,9 +1,7 @@
 """llm-foundry's MPT: a GPT whose activation and loss are one kernel each.
 
-GPT-2 in transformers computes the tanh approximation of GELU from elementary operators, each a kernel that reads and
-writes the widest tensor of the block. llm-foundry's MPT (with learned positions, as its benchmarks count them) calls
-``torch.nn.GELU``, and a fused cross entropy that makes no copy of the logits in fp32. Nothing else differs that takes
-time or memory.
+llm-foundry's MPT (with learned positions, as its benchmarks count them) calls ``torch.nn.GELU``, and a fused cross
+entropy that makes no copy of the logits in fp32. Nothing else differs that takes time or memory.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from bench.models.base import IGNORED
 from bench.models.gpt import GPT
@@ -22,12 +19,7 @@ from bench.models.gpt import GPT
 class MPT(GPT):
     """Shape of an MPT."""
 
-    def build(self) -> nn.Module:
-        """A GPT with ``torch.nn.GELU`` in every block, on meta."""
-        model = super().build()
-        for block in self.block_lists(model)[0]:
-            block.get_submodule("mlp").act = nn.GELU()
-        return model
+    activation: str = "gelu"
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy in the format of the logits, whose gradient is all that it allocates."""

@@ -53,7 +53,7 @@ FSDP_PAPER = {
 with zeros, as before PyTorch 2.0; attention that materialises its scores, as minGPT and the T5 of transformers did."""
 
 PAPER_MODELS = {
-    "minGPT-175B": {"model": "gpt_175b", "model.family": "mingpt", "model.dropout": "0.1"},
+    "minGPT-175B": {"model": "gpt_175b", "model.family": "mingpt", "model.activation": "gelu", "model.dropout": "0.1"},
     "T5-11B": {"model": "t5_11b"},
 }
 """minGPT drops out one element of ten (its default), T5 is taken without dropout, as no formula for its TFLOPS is given

@@ -149,7 +149,13 @@ def _t5(gpus: str, batch: str, **settings: str) -> RunConfig:
 
 
 def _gpt(gpus: str, batch: str, **settings: str) -> RunConfig:
-    values = {"model": "gpt_175b", "model.family": "mingpt", "model.dropout": "0.1", "sequence_length": "2048"}
+    values = {
+        "model": "gpt_175b",
+        "model.family": "mingpt",
+        "model.activation": "gelu",
+        "model.dropout": "0.1",
+        "sequence_length": "2048",
+    }
     return _run(**{**values, "gpus": gpus, "batch_size_per_gpu": batch, **settings})
 
 
