@@ -3,6 +3,7 @@
 # make test    create the environment, run the checks and all tests, in two processes side by side; the last lines of
 #              each say which tests did not run, and why
 # make quick   the tests that start no process groups
+# make timing  the tests that compare step times, on a machine with nothing else to do; no part of make test
 # make test-slurm      the tests that need SLURM, and fail without
 # make predictions     predict the paper's sweeps anew: results/predicted/a100_80gb and its figures
 # make cluster         bring up a SLURM of two emulated nodes on this machine, see slurm/README.md
@@ -14,7 +15,7 @@ BIN    := $(VENV)/bin
 PREDICTED := results/predicted
 PAPER  := model_scale prefetch rate_limiter gpt_175b_scale t5_11b_scale memory
 
-.PHONY: install sweep test quick test-slurm predictions cluster cluster-down lint types clean
+.PHONY: install sweep test quick test-slurm timing predictions cluster cluster-down lint types clean
 
 install: $(VENV)/.installed
 
@@ -24,11 +25,14 @@ sweep: $(VENV)/.installed
 # Tests with SLURM mostly wait, which others can do beside them. Each process has a SLURM of its own.
 APART := tests/test_slurm_calibrate.py tests/test_slurm_cluster_script.py tests/test_slurm_faults.py tests/test_slurm_sweep.py
 
+# Tests that compare times need a machine on which nothing else runs, and say so if it is not.
+TIMING := tests/test_cpu_times.py
+
 test: lint types
 	@log=$$(mktemp); status=0; \
 	$(BIN)/python -m pytest --durations=15 $(APART) >"$$log" 2>&1 & apart=$$!; \
 	trap 'kill $$apart 2>/dev/null; rm -f "$$log"' EXIT; \
-	$(BIN)/python -m pytest --durations=15 $(APART:%=--ignore=%) || status=$$?; \
+	$(BIN)/python -m pytest --durations=15 $(APART:%=--ignore=%) $(TIMING:%=--ignore=%) || status=$$?; \
 	wait $$apart || status=$$?; cat "$$log"; exit $$status
 
 quick: $(VENV)/.installed
@@ -36,6 +40,9 @@ quick: $(VENV)/.installed
 
 test-slurm: $(VENV)/.installed
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -k slurm
+
+timing: $(VENV)/.installed
+	$(BIN)/python -m pytest $(TIMING)
 
 predictions: $(VENV)/.installed
 	rm -rf $(PREDICTED)/a100_80gb $(PREDICTED)/figures build/predictions

@@ -18,7 +18,7 @@ from bench.calibration.fit_compute import ComputeFit, fit_compute
 from bench.calibration.launch import KERNEL
 from bench.calibration.linear import per_unit
 from bench.calibration.matmul import SHAPES as MATMUL_SHAPES
-from bench.calibration.memory import ELEMENTWISE, NEW
+from bench.calibration.memory import ELEMENTWISE
 from bench.calibration.parts import NOBODY, predicted
 from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, OPTIMIZER, Sample
 from bench.calibration.steps import CALL, STEP
@@ -149,7 +149,6 @@ KNOWN_CPU = Processor(
         backward_block_us={"fp32": 7.0, "bf16": 80.0},
     ),
     updates=Updates({"adamw fused": 5.0}, {"adamw fused": 20.0}),
-    new_memory_gb_s=3.5,
 )
 KNOWN_BANDWIDTH, KNOWN_CALL, KNOWN_AROUND = 15e9, 6e-6, 4e-6
 CPU_SHAPES = ((16, 320, 1280), (112, 640, 640), (640, 96, 384), (1152, 320, 3000), (448, 640, 2560), (1792, 192, 192))
@@ -171,7 +170,6 @@ def cpu_samples() -> list[Sample]:
             seconds = KNOWN_CALL + moved / (share * KNOWN_BANDWIDTH)
             made.append(sample(OPERATOR, name, "fp32", (int(moved),), 0.0, moved, seconds))
     made.append(sample(MEMORY, ELEMENTWISE, "fp32", (10**7,), 0.0, 8e7, 8e7 / KNOWN_BANDWIDTH))
-    made.append(sample(MEMORY, NEW, "fp32", (10**7,), 0.0, 4e7, 4e7 / 3.5e9))
     for tensors, elements in ((48, 50_000), (16, 2_000_000)):
         moved = 28.0 * elements
         seconds = tensors * 5e-6 + moved / 20e9
@@ -188,7 +186,6 @@ def test_known_speeds_of_a_cpu_come_back() -> None:
             for key, number in numbers.items():
                 truth = getattr(getattr(KNOWN_CPU, section), field)[key]
                 assert number == pytest.approx(truth, rel=0.02), f"{section}.{field}.{key}"
-    assert speeds.processor.new_memory_gb_s == pytest.approx(3.5, rel=1e-3)
     assert fit.memory_bandwidth_gb_s * speeds.memory_efficiency == pytest.approx(15.0, rel=1e-3)
     assert speeds.launch.kernel_us == pytest.approx(KNOWN_CALL * 1e6, rel=1e-3)
     assert speeds.launch.operator_us == pytest.approx(KNOWN_AROUND * 1e6, rel=0.02)
@@ -214,28 +211,6 @@ def test_a_product_and_attention_take_on_a_cpu_what_their_parts_take() -> None:
     seconds = KNOWN_CALL + 8 * 4e-6 + whole.flops / 90e9
     assert predicted([whole], hardware)[0] == pytest.approx(seconds, rel=0.01)
     assert predicted([causal], hardware)[0] == pytest.approx(KNOWN_CALL + 0.75 * (seconds - KNOWN_CALL), rel=0.01)
-
-
-def test_new_memory_costs_where_blocks_are_large_and_nowhere_else() -> None:
-    parts = fit_compute(cpu_samples(), CPU).parts
-    assert parts.processor is not None
-    slow = dataclasses.replace(parts, processor=dataclasses.replace(parts.processor, new_memory_gb_s=1.0))
-    run = ("model=gpt_tiny", "model.num_layers=1", "strategy=single", "gpus=1", "hardware=cpu", "sequence_length=512")
-    # Logits of 2048 words: 4 MiB per sequence, and large from 8 sequences on.
-    more = {}
-    for batch in (7, 8, 9):
-        config = configuration(*run, f"batch_size_per_gpu={batch}")
-        before, after = (
-            predict(dataclasses.replace(config, hardware=each.device(CPU)), timeline=True).time
-            for each in (parts, slow)
-        )
-        assert before is not None
-        assert after is not None
-        more[batch] = (after.step_s.value - before.step_s.value) / (1e-9 - 1 / 3.5e9) / 2**22
-    assert more[7] == pytest.approx(0.0, abs=1e-6)
-    blocks = round(more[8] / 8)
-    assert 3 <= blocks <= 6
-    assert more == pytest.approx({7: 0.0, 8: 8.0 * blocks, 9: 9.0 * blocks}, rel=1e-3, abs=1e-6)
 
 
 def test_work_that_shows_no_time_costs_nothing_and_none_is_negative() -> None:
@@ -272,7 +247,7 @@ def test_on_a_cpu_everything_adds_up() -> None:
     assert after is not None
     more = (after.step_s.value - before.step_s.value) / 1000e-6
     assert more == pytest.approx(round(more))
-    assert 200 < more < 1000
+    assert 100 < more < 1000
     assert after.limited_by == "kernel launches"
     parts = before.compute_s + before.optimizer_s + before.bubble_s
     assert parts == pytest.approx(before.step_s.value)
@@ -319,11 +294,12 @@ def test_measured_rows_are_compared_with_a_hardware_file_or_refused(
     assert "a file with speeds" in capsys.readouterr().err
 
 
-def test_the_committed_table_is_what_comes_out_today() -> None:
-    folder = ROOT / "results" / "calibration"
-    text = step_times(folder / "rows", folder / "cpu_2core.yaml")
-    assert text == (folder / "README.md").read_text(encoding="utf-8"), "run python -m bench.predict validate --measured"
-    found = compared(folder / "rows", read_hardware(folder / "cpu_2core.yaml"))
+@pytest.mark.parametrize("file", sorted((ROOT / "results" / "calibration").glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_committed_table_is_what_comes_out_today(file: Path) -> None:
+    text = step_times(file.parent / "rows", file)
+    page = file.with_name("README.md").read_text(encoding="utf-8")
+    assert text == page, "run python -m bench.predict validate --measured"
+    found = compared(file.parent / "rows", read_hardware(file))
     assert len(found) >= 30
     errors = [abs(each.error) for each in found]
     assert sum(error <= WITHIN for error in errors) >= 0.9 * len(errors)

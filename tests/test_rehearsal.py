@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -290,27 +289,6 @@ def test_what_runs_out_of_memory_says_where(execute: Execute) -> None:
     assert (few["status"], many["status"]) == ("ok", "ok")
     assert many["peak_allocated_bytes"] < few["peak_allocated_bytes"]
     assert len(many["ranks"]) == 1
-
-
-# How long rank 0 takes
-
-
-@pytest.mark.slow
-def test_a_rehearsal_takes_the_time_of_the_compute_alone(execute: Execute) -> None:
-    """DDP of 64 ranks computes what one process does: noise may be on either, seldom on the best of some."""
-    run = ("model=gpt_mini", "batch_size_per_gpu=2", "sequence_length=64", "measurement.steps=6")
-    best: list[tuple[float, float]] = []
-    for attempt in range(3):
-        single, alone = execute(
-            (*run, "strategy=single", f"repeat={attempt}"),
-            (*run, "strategy=ddp", "gpus=64", "mode=rehearse", f"repeat={attempt}"),
-        )
-        best.append((min(single["ranks"][0]["step_times_s"]), min(alone["ranks"][0]["step_times_s"])))
-        ratio = min(alone for _, alone in best) / min(single for single, _ in best)
-        if ratio == pytest.approx(1.0, abs=0.12):
-            return
-    pytest.fail(f"best steps of one process and of the rehearsal: {best}, median ratio "
-                f"{statistics.median(alone / single for single, alone in best):.2f}")  # fmt: skip
 
 
 # What is planned and refused

@@ -13,7 +13,7 @@ from bench.calibration.matmul import measure_matmul
 from bench.calibration.memory import measure_memory
 from bench.calibration.sample import Sample
 from bench.calibration.steps import measure_steps
-from bench.simulate.reel import NEW_EVERY_TIME_BYTES
+from bench.hardware.heap import keep_freed_memory
 
 
 def measure_compute(
@@ -36,7 +36,7 @@ def measure_compute(
     torch.set_num_threads(threads)
     try:
         if device.type == "cpu":
-            _settle_allocator()
+            keep_freed_memory()  # as runs do
         return [
             *measure_launch(device, progress=progress),
             *measure_steps(device, formats_of(device), quick=quick, progress=progress),
@@ -46,11 +46,3 @@ def measure_compute(
         ]
     finally:
         torch.set_num_threads(before)
-
-
-def _settle_allocator() -> None:
-    """Have the C library keep blocks it would give back, as it comes to do in any run after some steps.
-
-    glibc raises the size from which on blocks are new every time to that of the largest such block ever freed.
-    """
-    torch.empty(NEW_EVERY_TIME_BYTES - 2**20, dtype=torch.uint8)

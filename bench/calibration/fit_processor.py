@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.calibration.attention import BACKWARD
 from bench.calibration.linear import per_unit
-from bench.calibration.memory import ELEMENTWISE, NEW
+from bench.calibration.memory import ELEMENTWISE
 from bench.calibration.parts import Parts
 from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, OPTIMIZER, Sample
 from bench.calibration.steps import CALL, STEP
@@ -50,7 +50,6 @@ def fit_processor(samples: Sequence[Sample], base: Hardware) -> Parts:
         products=_products(by_kind[MATMUL], call_s),
         attention=_attention(by_kind[ATTENTION], call_s),
         updates=_updates(by_kind[OPTIMIZER]),
-        new_memory_gb_s=_rounded(_new_memory_gb_s(by_kind[MEMORY])),
     )
     known = base.speeds.launch.unit_us if base.speeds else UNIT_US
     steps = [sample for sample in by_kind[LAUNCH] if sample.name.startswith(STEP)]
@@ -134,11 +133,6 @@ def _updates(samples: Sequence[Sample]) -> Updates:
         tensor, byte = per_unit(work, [sample.median_s for sample in here])
         tensor_us[name], gb_s[name] = _rounded(tensor * 1e6), _rate(byte)
     return Updates(tensor_us, gb_s)
-
-
-def _new_memory_gb_s(samples: Sequence[Sample]) -> float:
-    new = [sample for sample in samples if sample.name == NEW]
-    return sum(sample.bytes_moved for sample in new) / sum(sample.median_s for sample in new) / 1e9
 
 
 def _around_s(samples: Sequence[Sample], call_s: float, elementwise: float, processor: Processor) -> float:

@@ -28,8 +28,8 @@ class Sample:
     format: str
     """fp32, tf32, bf16 or fp16; ``bytes`` for collectives."""
     dims: tuple[int, ...]
-    """Of a matrix product: batch, m, n, k. Of attention: batch, heads, queries, keys, head dimension. Else the shape or
-    the number of elements."""
+    """Of a matrix product: batch, m, n, k, and 1 if the left operand is transposed. Of attention: batch, heads,
+    queries, keys, head dimension. Else the shape or the number of elements."""
     flops: float
     bytes_moved: float
     """Operands read and results written, each once. Of a collective: the whole message, as `bench.simulate.network`

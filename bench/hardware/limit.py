@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
-LARGE_BLOCK_BYTES = 64 * 1024
-THREAD_STACK_BYTES = 512 * 1024
+from bench.hardware.heap import give_memory_back_at_once, keep_freed_memory
 
 
 class MemoryLimit:
@@ -23,7 +20,8 @@ class MemoryLimit:
 
     CPU: the process's data segment (RLIMIT_DATA), counted from what it uses when the limit is set, so that Python
     and the libraries do not count against the model; gloo's buffers and threads started later do. So that the
-    segment follows what is allocated, a limited process gives freed blocks back at once (which is slower).
+    segment follows what is allocated, a limited process gives freed blocks back at once (which is slower); without a
+    limit it keeps them.
 
     Parameters
     ----------
@@ -41,6 +39,8 @@ class MemoryLimit:
     def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
         self._original: tuple[int, int] | None = None
         if limit_bytes is None:
+            if device.type == "cpu":
+                keep_freed_memory()
             return
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
@@ -50,7 +50,7 @@ class MemoryLimit:
                 )
             torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
         else:
-            _give_memory_back_at_once()
+            give_memory_back_at_once()
             self._original = resource.getrlimit(resource.RLIMIT_DATA)
             self._allow(data_segment_bytes() + limit_bytes)
 
@@ -84,16 +84,3 @@ def data_segment_bytes() -> int:
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/self/status has no VmData line")
-
-
-def _give_memory_back_at_once() -> None:
-    """Have glibc map large blocks one by one, share one heap among threads, and reserve small stacks for them."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-    libc.mallopt(M_TRIM_THRESHOLD, LARGE_BLOCK_BYTES)
-    libc.mallopt(M_ARENA_MAX, 1)
-    libc.malloc_trim(0)
-    attributes = (ctypes.c_char * 64)()  # pthread_attr_t
-    libc.pthread_attr_init(attributes)
-    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(THREAD_STACK_BYTES))
-    libc.pthread_setattr_default_np(attributes)

@@ -77,13 +77,6 @@ class Processor:
     products: Products
     attention: FusedAttention
     updates: Updates
-    new_memory_gb_s: float
-    """10^9 bytes per second at which the operating system provides blocks of memory on first use. Large blocks are
-    given back when they are freed, and are new every time."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.new_memory_gb_s < math.inf:
-            raise bad_value(f"{PREFIX}.new_memory_gb_s", self.new_memory_gb_s, "a number above 0")
 
 
 def _require_rates(section: str, values: Any) -> None:

@@ -132,13 +132,6 @@ def _on_processor(updates: Updates, optimizer: OptimizerConfig, size: float, ten
     return tensors * updates.tensor_us[key] * 1e-6 + optimizer_passes(optimizer) * size / updates.gb_s[key] / 1e9
 
 
-def new_memory_s_per_byte(hardware: Hardware, precision: Precision) -> float:
-    """Seconds per byte of large blocks of memory, which a CPU's operating system provides anew every time."""
-    if not is_known(hardware, precision) or hardware.speeds is None or hardware.speeds.processor is None:
-        return 0.0
-    return 1 / (hardware.speeds.processor.new_memory_gb_s * 1e9)
-
-
 def time_of(config: RunConfig, machine: Machine, memory: MemoryPrediction) -> TimePrediction | None:
     """The time of a played step with its parts, None where speeds are unknown."""
     if not is_known(config.hardware, config.precision):

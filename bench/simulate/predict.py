@@ -188,8 +188,7 @@ def _scenes(key: TapeKey, batch_size: int, speed: Speed) -> tuple[Scene, ...]:
     kernels = [kernels_at(strip, weight) for strip in reel.strips]
     seconds = pace.kernel_times(speed.hardware, key.precision, kernels)
     lengths = layout_of(key.family, 1, key.precision.scales_loss).lengths
-    new_memory = pace.new_memory_s_per_byte(speed.hardware, key.precision)
     return tuple(
-        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each, lengths, new_memory))
+        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each, lengths))
         for strip, each in zip(reel.strips, seconds, strict=True)
     )

@@ -22,11 +22,6 @@ INNER = 2
 hold what all blocks share, and releases it."""
 
 
-NEW_EVERY_TIME_BYTES = 2**25
-"""Blocks from this size on the C library takes from the operating system and gives back when they are freed
-(``DEFAULT_MMAP_THRESHOLD_MAX`` in malloc/malloc.c of glibc); smaller ones it comes to keep."""
-
-
 @dataclass(frozen=True)
 class Strip:
     """One segment of a tape at several batch sizes: what changes with the batch has a base and a slope."""
@@ -227,13 +222,7 @@ def kernels_at(strip: Strip, weight: float) -> Kernels:
     )
 
 
-def pieces(
-    strip: Strip,
-    weight: float,
-    seconds: Floats | None,
-    lengths: tuple[int, ...] = (),
-    new_memory_s_per_byte: float = 0.0,
-) -> tuple[Piece, ...]:
+def pieces(strip: Strip, weight: float, seconds: Floats | None, lengths: tuple[int, ...] = ()) -> tuple[Piece, ...]:
     """The pieces of a strip at a batch size.
 
     Parameters
@@ -244,15 +233,12 @@ def pieces(
         Blocks per list of the whole model; none if that is what was traced.
     seconds: array or None
         Of each kernel; None where speeds are unknown.
-    new_memory_s_per_byte: float
-        What each byte of a block of at least `NEW_EVERY_TIME_BYTES` costs.
     """
     copies = np.ones(len(strip.shared))
     for index, length in enumerate(lengths):
         copies[strip.shared == index] = max(1, length - TRACED_BLOCKS + 1)
     changes = np.rint(strip.changes[0] + weight * strip.changes[1]) * copies
     lasting = np.rint(strip.lasting[0] + weight * strip.lasting[1]) * copies
-    new_memory = np.where(changes >= NEW_EVERY_TIME_BYTES, changes, 0.0) * new_memory_s_per_byte
     result = []
     start = kernel_start = 0
     for number, (end, kernel_end) in enumerate(zip(strip.bounds, strip.kernel_bounds, strict=True)):
@@ -265,9 +251,7 @@ def pieces(
                 lasting_at_peak=float(lasting_level[highest]) if has_peak else 0.0,
                 net=float(level[-1]) if end > start else 0.0,
                 lasting_net=float(lasting_level[-1]) if end > start else 0.0,
-                seconds=0.0
-                if seconds is None
-                else float(seconds[kernel_start:kernel_end].sum() + new_memory[start:end].sum()),
+                seconds=0.0 if seconds is None else float(seconds[kernel_start:kernel_end].sum()),
                 kernels=kernel_end - kernel_start,
                 gradient=strip.parameters[number] if number < len(strip.parameters) else None,
             )
