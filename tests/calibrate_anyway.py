@@ -12,7 +12,8 @@ from bench.calibration import noise
 def limits_off() -> None:
     """Let everything scatter, drift and wait as it will."""
     noise.SPREAD_LIMIT.clear()
-    noise.OTHER_SPREAD_LIMIT = noise.DRIFT_LIMIT = noise.WAITING_LIMIT = math.inf
+    noise.DRIFT_LIMIT.clear()
+    noise.OTHER_SPREAD_LIMIT = noise.OTHER_DRIFT_LIMIT = noise.WAITING_LIMIT = math.inf
 
 
 if __name__ == "__main__":
