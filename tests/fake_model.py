@@ -109,6 +109,7 @@ class FakeModel(Family):
     num_heads: int
     intermediate_size: int | None = None
     dropout: float = 0.0
+    activation: str = "gelu_new"
     fault: str = "none"
     """See `Fault`."""
     step_s: float = 0.0
