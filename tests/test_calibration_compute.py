@@ -265,7 +265,7 @@ def test_a_quick_calibration_times_everything_there_is_to_fit() -> None:
     assert 0.1 < speeds.processor.products.gflops["fp32"] < 10_000
     assert all(0.1 < value < 1000 for value in (speeds.launch.kernel_us, speeds.launch.operator_us))
     assert told
-    keys = [(each.kind, each.name, each.format, each.dims) for each in samples]
+    keys = [(each.kind, each.name, each.format, each.dims, each.flops, each.bytes_moved) for each in samples]
     assert len(set(keys)) == len(keys)
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -409,7 +410,9 @@ def test_help_documents_the_keys(capsys):
         assert name in out
 
 
-def test_what_the_readme_asks_can_be_asked():
+def test_what_the_readme_asks_can_be_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "conf" / "hardware" / "h100_80gb.yaml", "mine.yaml")
     typed = re.findall(r"^python -m bench\.predict (.*?)(?: +#.*)?$", Path(ROOT, "README.md").read_text(), re.MULTILINE)
     assert typed
     for arguments in typed:

@@ -570,7 +570,7 @@ def test_the_largest_batch_is_really_the_largest(tmp_path):
     recorded = list(rows(found.store).values())
     assert all(len(attempts) == 1 for attempts in recorded)
     by_size = {attempts[0]["batch_size_per_gpu"]: attempts[0] for attempts in recorded}
-    assert len(by_size) == len(recorded) <= 8, sorted(by_size)
+    assert len(by_size) == len(recorded) <= 10, sorted(by_size)  # on a CPU more than tensors counts against the limit
     assert {row["status"] for row in by_size.values()} == {"ok", "oom"}
     largest = max(size for size, row in by_size.items() if row["status"] == "ok")
     assert largest > 2

@@ -38,8 +38,8 @@ def next_batch_size(tried: Mapping[int, int | None], start: int, limit_bytes: in
     half = largest // 2
     if limit_bytes is not None and len(fits) == 1 and ceiling - largest > 4 and half and half not in tried:
         return half  # fits as well, and two that fit foretell the largest
-    if guess is None:
-        return (largest + ceiling) // 2
+    if guess is None or sum(size < 2 * largest for size in bursts) >= 2:
+        return (largest + ceiling) // 2  # bursting twice so near means that more counts than what is reported
     if guess == largest:
         return largest + 1
     if largest < guess < ceiling:
@@ -61,10 +61,10 @@ def _stride(fits: list[int], foretold: int) -> int:
 
 
 def _setback(bursts: list[int], ceiling: int, foretold: int) -> int:
-    """How far to go back from the smallest that ran out of memory where more was foretold: one, two, four, ..."""
+    """How far to go back from the smallest that ran out of memory where more was foretold: 1, 4, 16, ..."""
     second = min((size for size in bursts if size > ceiling), default=None)
     if second is not None and foretold >= second:
-        return 2 * (second - ceiling)
+        return 4 * (second - ceiling)
     return 1 if foretold - ceiling <= ceiling // 16 else ceiling  # far off: nearby is no better than anywhere
 
 
