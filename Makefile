@@ -5,7 +5,7 @@
 # make quick   the tests that start no process groups
 # make timing  the tests that compare step times, on a machine with nothing else to do; no part of make test
 # make test-slurm      the tests that need SLURM, and fail without
-# make predictions     predict the paper's sweeps anew: results/predicted/a100_80gb and its figures
+# make predictions     predict the paper's sweeps and oom_frontier_cpu anew: results/predicted and its figures
 # make cluster         bring up a SLURM of two emulated nodes on this machine, see slurm/README.md
 # make cluster-down    take it down and forget it
 PYTHON ?= python3
@@ -45,7 +45,8 @@ timing: $(VENV)/.installed
 	$(BIN)/python -m pytest $(TIMING)
 
 predictions: $(VENV)/.installed
-	rm -rf $(PREDICTED)/a100_80gb $(PREDICTED)/figures build/predictions
+	rm -rf $(PREDICTED)/a100_80gb $(PREDICTED)/cpu_frontier $(PREDICTED)/figures build/predictions
+	$(BIN)/python -m bench.sweep sweep=oom_frontier_cpu mode=predict store=$(PREDICTED)/cpu_frontier report=false
 	for sweep in $(PAPER); do \
 	  $(BIN)/python -m bench.sweep sweep=$$sweep mode=predict hardware=a100_80gb \
 	    store=$(PREDICTED)/a100_80gb report=false || exit; \
