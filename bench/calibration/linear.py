@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import nnls
 
 Floats = npt.NDArray[np.float64]
 
@@ -28,12 +29,4 @@ def per_unit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Float
     weights = target**-POWER
     scale = np.maximum(amounts.max(axis=0), 1e-300)
     left, right = amounts / scale * weights[:, None], target * weights
-    used = amounts.max(axis=0) > 0
-    while True:
-        found = np.zeros(amounts.shape[1])
-        if not used.any():
-            return found
-        found[used] = np.linalg.lstsq(left[:, used], right, rcond=None)[0]
-        if (found >= 0).all():
-            return np.asarray(found / scale, dtype=float)
-        used &= found > 0
+    return np.asarray(nnls(left, right)[0] / scale, dtype=float)
