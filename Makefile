@@ -1,7 +1,7 @@
 # make install create the environment: .venv
 # make sweep   create the environment, run the default sweep, write the report
-# make test    create the environment, run the checks and all tests, in two processes side by side; the last lines of
-#              each say which tests did not run, and why
+# make test    create the environment, run the checks and all tests: two processes share most of them, a third has those
+#              with SLURM; the last lines of each part say which tests did not run, and why
 # make quick   the tests that start no process groups
 # make timing  the tests that compare step times, on a machine with nothing else to do; no part of make test
 # make test-slurm      the tests that need SLURM, and fail without
@@ -32,7 +32,8 @@ test: lint types
 	@log=$$(mktemp); status=0; \
 	$(BIN)/python -m pytest --durations=15 $(APART) >"$$log" 2>&1 & apart=$$!; \
 	trap 'kill $$apart 2>/dev/null; rm -f "$$log"' EXIT; \
-	$(BIN)/python -m pytest --durations=15 $(APART:%=--ignore=%) $(TIMING:%=--ignore=%) || status=$$?; \
+	$(BIN)/python -m pytest --durations=25 --numprocesses=2 --dist=loadfile $(APART:%=--ignore=%) $(TIMING:%=--ignore=%) || \
+	  status=$$?; \
 	wait $$apart || status=$$?; cat "$$log"; exit $$status
 
 quick: $(VENV)/.installed
