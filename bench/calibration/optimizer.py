@@ -27,7 +27,7 @@ class Optimizers:
             for name in ("adamw", "sgd")
             for implementation in IMPLEMENTATIONS
         ]
-        self._all = [(config, config.build(module)) for config in configs]
+        self._all = [(config, config.build(module.parameters())) for config in configs]
 
     def prepare(self) -> None:
         """Take a first step of each, which makes its states. The parameters have gradients."""

@@ -23,6 +23,8 @@ from bench.hardware.speeds import Gloo, Links
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+"""Those that are calibrated."""
+BROADCAST = "broadcast"
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,19 @@ def collective_seconds(kind: str, size_bytes: float, group: Group, links: Links)
     Parameters
     ----------
     kind: str
-        ``all-gather``, ``reduce-scatter`` or ``all-reduce``.
+        ``all-gather``, ``reduce-scatter``, ``all-reduce`` or ``broadcast``.
     size_bytes: float
         The whole: what every rank has after an all-gather, or before a reduce-scatter.
     """
-    require_choice("collective", kind, COLLECTIVES)
+    require_choice("collective", kind, (*COLLECTIVES, BROADCAST))
     if group.ranks == 1:
         return 0.0
     if links.gloo is not None:
         return _gloo_seconds(kind, size_bytes, group, links, links.gloo)
     passes = 2 if kind == ALL_REDUCE else 1
     inner, outer = group.ranks - group.nodes, group.nodes - 1
-    received = passes * size_bytes * (group.ranks - 1) / group.ranks
+    share = 1.0 if kind == BROADCAST else (group.ranks - 1) / group.ranks
+    received = passes * size_bytes * share
     seconds_per_byte = _seconds_per_byte(group, links)
     start_s = 1e-6 * (1.0 if group.nodes > 1 else links.gpu_latency)
     step_s = 1e-6 * (links.latency if group.nodes > 1 else links.gpu_latency)
@@ -112,7 +115,14 @@ def bus_gb_s(kind: str, size_bytes: float, group: Group, links: Links) -> float:
 
 
 def _gloo_seconds(kind: str, size_bytes: float, group: Group, links: Links, gloo: Gloo) -> float:
-    """One ring, whose steps are as long as the longest of them; to reduce is to pass twice round it."""
+    """One ring, whose steps are as long as the longest of them; to reduce is to pass twice round it.
+
+    A broadcast goes down a binomial tree instead, the whole at every level (``gloo/broadcast.cc``).
+    """
+    if kind == BROADCAST:
+        levels = math.ceil(math.log2(group.ranks))
+        step_s = gloo.step_us * 1e-6 * (links.latency if group.nodes > 1 else 1.0)
+        return levels * (step_s + size_bytes * _seconds_per_byte(group, links))
     steps = (1 if kind == ALL_GATHER else 2) * (group.ranks - 1)
     passes = 2 if kind == ALL_REDUCE else 1
     received = passes * size_bytes * (group.ranks - 1) / group.ranks

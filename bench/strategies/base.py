@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,9 @@ from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.precision import Precision
 from bench.strategies.plan import Plan, Setting
+
+BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""The optimizer that was asked for, over some parameters."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,10 @@ class Strategy(ABC):
     @abstractmethod
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Wrap the model, which is on meta with its blocks prepared, and give it its weights."""
+
+    def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
+        """The optimizer of this rank, over what `wrap` made of the model."""
+        return build(module.parameters())
 
     def plan(self, setting: Setting) -> Plan:
         """What the strategy stores and sends, and when: what a prediction is made from.

@@ -112,7 +112,7 @@ class DDPPlan(WholePlan):
         if self._views:  # gradients that are kept are kept in the buckets
             for unit in self.setting.units:
                 device.release(gradients_of(unit))
-        device.hold("buckets", sum(self.updated) * self.setting.parameter_bytes, GRADIENTS if self._views else REDUCED)
+        device.hold("buckets", self.numel * self.setting.parameter_bytes, GRADIENTS if self._views else REDUCED)
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
         """Buckets fill from the start."""

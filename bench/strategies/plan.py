@@ -192,12 +192,16 @@ class WholePlan(Plan):
 
     def begin(self, device: Device) -> None:
         """Everything is there all the time but the gradients."""
-        numel = sum(self.updated)
-        device.hold("parameters", numel * self.setting.parameter_bytes, PARAMETERS)
+        device.hold("parameters", self.numel * self.setting.parameter_bytes, PARAMETERS)
         hold_optimizer(device, self.setting, self.updated)
         if self.setting.keep_gradients:
             for unit in self.setting.units:
                 device.hold(gradients_of(unit), sum(map(self.gradient_bytes, unit.parameters)), GRADIENTS)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model."""
+        return sum(parameter.numel for unit in self.setting.units for parameter in unit.parameters)
 
     @property
     def updated(self) -> Sequence[int]:
@@ -220,7 +224,7 @@ class WholePlan(Plan):
         """Set to None, or to zero."""
         self._micro_batches = 0
         if self.setting.keep_gradients:
-            device.copy("zeros", sum(self.updated) * self.setting.parameter_bytes)
+            device.copy("zeros", self.numel * self.setting.parameter_bytes)
             return
         for unit in self.setting.units:
             device.release(gradients_of(unit))

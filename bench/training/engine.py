@@ -108,7 +108,7 @@ def build_engine(
     scaler = strategy.grad_scaler(device) if precision.scales_loss else torch.amp.GradScaler(device.type, enabled=False)
     return Engine(
         module,
-        optimizer.build(module),
+        strategy.optimizer(module, optimizer.build),
         strategy,
         precision,
         scaler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +43,13 @@ class OptimizerConfig:
         """Tensors of a parameter's size the optimizer keeps."""
         return 2 if self.name == "adamw" else int(self.momentum > 0)
 
-    def build(self, module: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over the module's parameters as they are now: shards, if it is sharded."""
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over parameters as they are now: shards, if they are sharded."""
         options: dict[str, Any] = {
             "lr": self.learning_rate,
             "fused": self.implementation == "fused",
             "foreach": self.implementation == "foreach",
         }
         if self.name == "sgd":
-            return torch.optim.SGD(module.parameters(), momentum=self.momentum, **options)
-        return torch.optim.AdamW(module.parameters(), **options)
+            return torch.optim.SGD(parameters, momentum=self.momentum, **options)
+        return torch.optim.AdamW(parameters, **options)
