@@ -8,7 +8,9 @@ compares two stores as bench.compare does, and sends an alert if the candidate i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -129,14 +131,17 @@ def _save(wanted: Wanted) -> int:
     import wandb
 
     url = str(wandb.setup().settings.base_url)
-    unable = logged_out(url) or unreachable(url)
+    with contextlib.redirect_stderr(io.StringIO()):  # says whose login it takes
+        unable = logged_out(url) or unreachable(url)
     if unable is not None:
         print(f"{unable}: the dashboard is not changed. dry_run=true shows it without a server.", file=sys.stderr)
         return 1
-    from bench.dashboards.server import default_entity, save_report, save_workspace
+    from bench.dashboards.server import default_entity, ensure_project, save_report, save_workspace
 
     try:
-        workspace, report = _built(wanted, wanted.tracker.entity_name or default_entity(), asks=True)
+        entity = wanted.tracker.entity_name or default_entity()
+        ensure_project(entity, wanted.tracker.project_name)
+        workspace, report = _built(wanted, entity, asks=True)
         print(f"Workspace: {save_workspace(workspace)}")
         print(f"Report: {save_report(report)}")
     except Exception as error:  # the library raises whatever the server's answer makes of it
@@ -157,7 +162,8 @@ def _alert(stores: Sequence[str], settings: Sequence[str]) -> int:
         return 2
     from bench.dashboards.alerts import comparison_run
 
-    run = comparison_run(comparison, *stores, [identifier(row) for row in (*base, *candidate) if row.get("started_at")])
+    compared = [identifier(row) for row in (*base, *candidate) if row.get("started_at")]
+    run = comparison_run(comparison, stores[0], stores[1], compared)
     courier = Courier(tracker, Path(stores[1]), lambda line: print(line, file=sys.stderr), fall_back=False)
     courier.send(runs=[run])
     if courier.whereabouts:

@@ -18,6 +18,7 @@ from typing import Any
 KEY = "0123456789abcdef0123456789abcdef01234567"
 ENTITY = "team"
 MOST_LINES_OF_A_TAIL = 10
+MOMENT = "2026-01-01T00:00:00Z"
 
 
 @dataclass
@@ -57,6 +58,7 @@ class FakeWandb:
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     """Files of runs, by ``run/name``."""
+    projects: list[str] = field(default_factory=list)
     views: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Saved views (workspaces and reports), by id."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
@@ -325,3 +327,59 @@ def commit_artifact(state: FakeWandb, variables: Variables) -> dict[str, Any]:
 def notify_scriptable_run_alert(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     state.alerts.append(variables)
     return {"notifyScriptableRunAlert": {"success": True}}
+
+
+@answers("ArtifactType")
+def artifact_type(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    return {"project": {"artifactType": {"id": "type", "name": "record"}}}
+
+
+@answers("GetDefaultEntity")
+def get_default_entity(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    return {"viewer": {"id": "viewer", "entity": ENTITY}}
+
+
+@answers("GetProjects")
+def get_projects(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    known = {"__typename": "Project", "entityName": ENTITY, "createdAt": MOMENT, "isBenchmark": False, "user": None}
+    edges = [{"node": {**known, "id": f"project-{name}", "name": name}} for name in state.projects]
+    return {"models": {"pageInfo": {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False}, "edges": edges}}
+
+
+@answers("CreateProject")
+def create_project(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    name = variables["input"]["name"]
+    state.projects.append(name)
+    return {"upsertModel": {"project": project(name), "model": project(name), "inserted": True}}
+
+
+@answers("ProjectInternalId")
+def project_internal_id(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    name = variables["projectName"]
+    return {"project": project(name) if name in state.projects else None}
+
+
+@answers("View")
+def view(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    nodes = [known for known in state.views.values() if known["name"] == variables["viewName"]]
+    return {"project": {"allViews": {"edges": [{"node": node} for node in nodes]}}}
+
+
+@answers("ProjectViews")
+def project_views(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    kind = variables.get("viewType") or "runs"
+    edges = [{"node": known, "cursor": number} for number, known in state.views.items() if known["type"] == kind]
+    return {"project": {"allViews": {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}}}
+
+
+@answers("UpsertView2")
+@answers("upsertView")
+def upsert_view(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    number = variables.get("id") or f"VIEW{len(state.views)}"
+    inserted = number not in state.views
+    state.views[number] = {
+        **{name: variables.get(name) for name in ("name", "displayName", "description", "type", "spec")},
+        **{"id": number, "createdAt": MOMENT, "updatedAt": MOMENT, "user": None},
+        "project": {"id": "project", "name": variables["projectName"], "entityName": variables["entityName"]},
+    }
+    return {"upsertView": {"view": state.views[number], "inserted": inserted}}

@@ -7,7 +7,7 @@ Their axes are what `bench.tracking.tracked` sends: ``result/…`` is one point 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import wandb_workspaces.reports.v2 as wr
@@ -15,8 +15,9 @@ import wandb_workspaces.reports.v2 as wr
 from bench.tracking.tracked import OOM_TABLE
 
 STARTED = "result/started_unix_s"
-STARTED_TITLE = "start of the run (Unix time, s); the legend names commits"
-MOST_RUNS = 1000
+STARTED_TITLE = "start of the run (Unix time, s)"
+OUT_OF_MEMORY, STEPS = "Out of memory", "Steps"
+MOST_RUNS = 500
 """Runs that one panel shows: a history is long."""
 
 COMMIT_LEGEND = "${config:commit} ${config:configuration}"
@@ -33,20 +34,23 @@ class Figures:
     panels: list[Any]
 
 
-def figures(baseline: str) -> list[Figures]:
+def figures(baseline: str, *, apart: bool) -> list[Figures]:
     """All figures, in the order of the questions.
 
     Parameters
     ----------
     baseline: str
         Tag of the runs that others are compared with.
+    apart: bool
+        Whether the baseline's runs are a set of their own; otherwise the table of runs, which is grouped by
+        configuration and labels, tells them from the others.
     """
     return [
         Figures(
             "Speed over commits",
             "Model TFLOP/s per GPU of every configuration, by the time its runs started: a line per configuration, a "
-            "band from the slowest to the fastest repeat. A step down that stays is a regression; the legend and the "
-            "table name the commit.",
+            "band from the slowest to the fastest repeat. A step down that stays is a regression; the single points "
+            "name its commit.",
             [
                 _over_time("TFLOP/s per GPU over commits", "result/tflops_per_gpu", "model TFLOP/s per GPU"),
                 _every_run("TFLOP/s per GPU of every run", "tflops_per_gpu"),
@@ -74,23 +78,23 @@ def figures(baseline: str) -> list[Figures]:
             ],
         ),
         Figures(
-            "Out of memory",
+            OUT_OF_MEMORY,
             "Every run that did not fit: where memory ran out, on which rank, and how much was asked for. It is a "
             "result, so such runs are finished, not failed.",
             [wr.WeavePanelSummaryTable(table_name=OOM_TABLE, layout=wr.Layout(w=24, h=12))],
         ),
         Figures(
-            f"Against {baseline}",
+            against(baseline),
             f"Runs tagged {baseline} beside all others, configuration by configuration. Differences smaller than the "
             "spread of repeats say nothing: python -m bench.compare judges them.",
             [
-                _by_label("TFLOP/s per GPU", "tflops_per_gpu", "model TFLOP/s per GPU"),
-                _by_label("Step time", "step_time_median_s", "seconds per step"),
-                _by_label("Peak allocated memory", "peak_allocated_bytes", "bytes per GPU"),
+                _beside("TFLOP/s per GPU", "tflops_per_gpu", "model TFLOP/s per GPU", apart),
+                _beside("Step time", "step_time_median_s", "seconds per step", apart),
+                _beside("Peak allocated memory", "peak_allocated_bytes", "bytes per GPU", apart),
             ],
         ),
         Figures(
-            "Steps",
+            STEPS,
             "Single runs: the time of every timed step and the loss of all. Choose a few runs in the table.",
             [
                 wr.LinePlot(
@@ -106,12 +110,17 @@ def figures(baseline: str) -> list[Figures]:
     ]
 
 
+def against(baseline: str) -> str:
+    """Title of the figures that compare with a baseline."""
+    return f"Against {baseline}"
+
+
 def numbered(parts: list[Figures], place: str) -> list[Figures]:
     """The figures with fixed ids for a workspace or a report, so that an update changes nothing but what changed."""
     for part in parts:
         for position, panel in enumerate(part.panels):
             panel._id = short_id(place, part.title, str(position))
-    return [replace(part) for part in parts]
+    return parts
 
 
 def short_id(*words: str) -> str:
@@ -147,7 +156,7 @@ def _every_run(title: str, column: str) -> wr.ScatterPlot:
 def _by_commit(title: str, column: str, unit: str) -> wr.BarPlot:
     return wr.BarPlot(
         title=title,
-        metrics=[wr.SummaryMetric(column)],
+        metrics=[column],
         title_x=unit,
         groupby=wr.Config("commit"),
         groupby_aggfunc="mean",
@@ -173,12 +182,12 @@ def _scaling(title: str, metric: str, unit: str) -> wr.LinePlot:
     )
 
 
-def _by_label(title: str, column: str, unit: str) -> wr.BarPlot:
+def _beside(title: str, column: str, unit: str, apart: bool) -> wr.BarPlot:
     return wr.BarPlot(
         title=title,
-        metrics=[wr.SummaryMetric(column)],
+        metrics=[column],
         title_x=unit,
-        groupby=wr.Config("labels"),
+        groupby=wr.Config("configuration") if apart else None,
         groupby_aggfunc="mean",
         groupby_rangefunc="minmax",
         max_runs_to_show=MOST_RUNS,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import wandb_workspaces.reports.v2 as wr
 
-from bench.dashboards.panels import Figures, figures, numbered, short_id
+from bench.dashboards.panels import OUT_OF_MEMORY, STEPS, Figures, against, figures, numbered, short_id
 
 ABOUT = (
     "Written by python -m bench.dashboard, which updates it: text that is changed here is lost. One run is one attempt "
@@ -27,7 +29,7 @@ def report(
     runs_of: (entity, project), optional
         Where runs are looked up, for which a server is asked; None for wherever the report lies.
     """
-    parts = numbered(figures(baseline), "report")
+    parts = numbered(figures(baseline, apart=True), "report")
     return wr.Report(
         entity=entity,
         project=project,
@@ -42,7 +44,7 @@ def report(
     )
 
 
-def _blocks(part: Figures, baseline: str, evidence: str, runs_of: tuple[str, str] | None) -> list[object]:
+def _blocks(part: Figures, baseline: str, evidence: str, runs_of: tuple[str, str] | None) -> list[Any]:
     return [
         wr.H2(part.title),
         wr.P(part.text),
@@ -54,17 +56,18 @@ def _runsets(part: Figures, baseline: str, evidence: str, runs_of: tuple[str, st
     """Whose runs the panels show: all, those out of memory, or the baseline's and the others'."""
     kind = f"Metric('JobType') == '{evidence}'"
     filters = {evidence: kind}
-    if part.title == "Out of memory":
+    if part.title == OUT_OF_MEMORY:
         filters = {"out of memory": f"{kind} and SummaryMetric('status') == 'oom'"}
-    elif part.title == f"Against {baseline}":
+    elif part.title == against(baseline):
         filters = {
             baseline: f"{kind} and Tags() in ['{baseline}']",
             "all others": f"{kind} and Tags() not in ['{baseline}']",
         }
-    where = {} if runs_of is None else {"entity": runs_of[0], "project": runs_of[1]}
+    entity, project = runs_of or ("", "")
     sets = []
     for name, text in filters.items():
-        runset = wr.Runset(name=name, filters=text, groupby=["configuration"], **where)
+        groups = [] if part.title == STEPS else ["config.configuration"]
+        runset = wr.Runset(entity=entity, project=project, name=name, filters=text, groupby=groups)
         runset._id = short_id("report", part.title, name)
         sets.append(runset)
     return sets

@@ -19,6 +19,15 @@ def default_entity() -> str:
     return str(wandb.Api().default_entity)
 
 
+def ensure_project(entity: str, project: str) -> None:
+    """Make a project unless it is there: both a view and a report need one."""
+    import wandb
+
+    api = wandb.Api()
+    if all(known.name != project for known in api.projects(entity)):
+        api.create_project(project, entity)
+
+
 def save_workspace(workspace: ws.Workspace) -> str:
     """Create the workspace, or update the one with its internal name; returns its address."""
     name = workspace._internal_name

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
+from wandb_workspaces import expr
 
-from bench.dashboards.panels import MOST_RUNS, figures, numbered, short_id
+from bench.dashboards.panels import MOST_RUNS, STEPS, figures, numbered, short_id
 
 COLUMNS = (
     "status",
@@ -39,16 +39,16 @@ def workspace(entity: str, project: str, name: str, *, baseline: str, evidence: 
             ws.Section(
                 name=part.title,
                 panels=part.panels,
-                is_open=part.title != "Steps",
+                is_open=part.title != STEPS,
                 layout_settings=ws.SectionLayoutSettings(columns=min(3, len(part.panels)), rows=1),
             )
-            for part in numbered(figures(baseline), "workspace")
+            for part in numbered(figures(baseline, apart=False), "workspace")
         ],
-        settings=ws.WorkspaceSettings(max_runs=MOST_RUNS, tooltip_number_of_runs="all"),
+        settings=ws.WorkspaceSettings(max_runs=MOST_RUNS, tooltip_number_of_runs="all_runs"),
         runset_settings=ws.RunsetSettings(
             filters=f"Metric('JobType') == '{evidence}'",
-            groupby=[wr.Config("configuration"), wr.Config("labels")],
-            order=[wr.OrderBy("CreatedTimestamp", ascending=False)],
+            groupby=[expr.Config("configuration"), expr.Config("labels")],
+            order=[expr.Ordering(expr.Metric("CreatedTimestamp"), ascending=False)],
             pinned_columns=[f"summary:{column}" for column in COLUMNS],
         ),
     )

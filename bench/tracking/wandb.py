@@ -101,24 +101,31 @@ class WandbTracker(Tracker):
         ConnectionError
             If runs are to go to a server and cannot, and `fall_back` is not set.
         """
-        self.settle_environment()
+        folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
+        self.settle_environment(folder)
         import wandb
 
-        session = WandbSession(self, folder.resolve(), fall_back=fall_back)
+        session = WandbSession(self, folder, fall_back=fall_back)
         session.settle(offline)
         try:
             yield session
         finally:
             wandb.teardown()
 
-    def settle_environment(self) -> None:
-        """Set wandb's variables before it is imported: whose server, nothing of one run, no reports of errors."""
+    def settle_environment(self, folder: Path | None = None) -> None:
+        """Set wandb's variables before it is imported: whose server, nothing of one run, no reports of errors.
+
+        With a `folder` what wandb keeps of artifacts lies there: a home may be full, or not be there on a node.
+        """
         for name in OF_ONE_RUN:
             os.environ.pop(f"WANDB_{name}", None)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         if self.base_url is not None:
             os.environ["WANDB_BASE_URL"] = self.base_url
+        if folder is not None:
+            for kind in ("data", "cache"):
+                os.environ.setdefault(f"WANDB_{kind.upper()}_DIR", str(folder / kind))
 
 
 class WandbSession(Session):
@@ -253,7 +260,7 @@ class WandbSession(Session):
             sent.log_artifact(artifact)
         if run.alert is not None:
             title, text = run.alert
-            sent.alert(title=title, text=text, level=wandb.AlertLevel.ERROR)
+            sent.alert(title=title, text=text, level="ERROR")
         if run.preempted:
             sent.mark_preempting()
         where = sent.url if mode == "online" else str(Path(sent.dir).parent)
