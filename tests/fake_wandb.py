@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,6 +76,16 @@ class FakeWandb:
         return self.operations.count(operation)
 
 
+class Server(ThreadingHTTPServer):
+    """Answers many at once, and does not mind that one of them has hung up."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 @contextlib.contextmanager
 def fake_wandb() -> Iterator[FakeWandb]:
     """A server on this machine, until the context ends."""
@@ -123,8 +134,7 @@ def fake_wandb() -> Iterator[FakeWandb]:
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", 0), Handler)
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -331,7 +341,7 @@ def notify_scriptable_run_alert(state: FakeWandb, variables: Variables) -> dict[
 
 @answers("ArtifactType")
 def artifact_type(state: FakeWandb, variables: Variables) -> dict[str, Any]:
-    return {"project": {"artifactType": {"id": "type", "name": "record"}}}
+    return {"project": {"artifact": None, "artifactType": {"id": "type", "name": "record"}}}
 
 
 @answers("GetDefaultEntity")

@@ -145,7 +145,7 @@ class Courier:
         """Say that runs could not be sent, and try no further."""
         self.failure = why
         later = f"python -m bench.track {shlex.quote(str(self._store))}"
-        self._tell(f"{self._tracker.name}: {why}. Nothing is lost: {later} sends what is not there yet.")
+        self._tell(f"{self._tracker.name}: {why.rstrip('.')}. Nothing is lost: {later} sends what is not there yet.")
 
     def _tell(self, line: str) -> None:
         if line not in self._said:
@@ -181,6 +181,7 @@ class Courier:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                process.stdout.close()  # type: ignore[union-attr]
 
     def _listen(self, process: subprocess.Popen[bytes]) -> Iterator[Answer]:
         """Lines as they come, each within the time limit after the one before."""

@@ -33,6 +33,8 @@ def main() -> int:
 
     try:
         _carry_out(json.load(sys.stdin), tell)
+    except ConnectionError as error:
+        tell(failed=str(error))
     except Exception as error:  # the one who asked says it; nothing may depend on a tracker
         tell(failed=f"{type(error).__name__}: {' '.join(str(error).split())}")
     return 0

@@ -169,8 +169,10 @@ def _steps(record: Record) -> Iterator[dict[str, Any]]:
     losses = record.get("losses") or []
     samples = [rank["step_times_s"] for rank in record.get("ranks") or [] if rank.get("step_times_s")]
     times = [max(step) for step in zip(*samples, strict=False)]
-    tokens = (record.get("tokens_per_second_per_gpu") or 0.0) * (record.get("step_time_median_s") or 0.0)
-    flops = (record.get("flops") or {}).get("model") or 0.0
+    work = {
+        "step/tokens_per_second_per_gpu": _tokens_per_step(record),
+        "step/tflops_per_gpu": (record.get("flops") or {}).get("model", 0.0) / 1e12,
+    }
     untimed = max(len(losses) - len(times), 0)
     for step in range(max(len(losses), len(times))):
         metrics: dict[str, Any] = {"step/number": step, "step/timed": int(step >= untimed)}
@@ -178,13 +180,15 @@ def _steps(record: Record) -> Iterator[dict[str, Any]]:
             metrics["step/loss"] = losses[step]
         if step >= untimed:
             seconds = times[step - untimed]
-            metrics |= {
-                "step/time_s": seconds,
-                "step/time_fastest_rank_s": min(sample[step - untimed] for sample in samples),
-                "step/tokens_per_second_per_gpu": tokens / seconds,
-                "step/tflops_per_gpu": flops / seconds / 1e12,
-            }
+            metrics["step/time_s"] = seconds
+            metrics["step/time_fastest_rank_s"] = min(sample[step - untimed] for sample in samples)
+            metrics |= {name: amount / seconds for name, amount in work.items() if amount}
         yield metrics
+
+
+def _tokens_per_step(record: Record) -> float:
+    """Tokens a rank reads in a step, from its speed and the time of a step; 0 where it is not known."""
+    return (record.get("tokens_per_second_per_gpu") or 0.0) * (record.get("step_time_median_s") or 0.0)
 
 
 def _result(record: Record) -> list[dict[str, Any]]:

@@ -173,7 +173,7 @@ class WandbSession(Session):
         unable = logged_out(url) or unreachable(url)
         if unable is None:
             self._online = True
-            self.destination = f"{url} {self._tracker.entity_name or ''}/{self._tracker.project_name}"
+            self.destination = "/".join(filter(None, [url, self._tracker.entity_name, self._tracker.project_name]))
         elif wanted == "auto" and unable.startswith(NOBODY):
             self.remark = f"{unable}: runs are kept offline"
         else:
@@ -193,17 +193,23 @@ class WandbSession(Session):
 
     def send(self, run: TrackedRun) -> str:
         """Send a run; where the server does not take it, keep it offline, if that is wanted."""
+        import wandb
+
         if self._online:
             try:
                 return self._send(run, "online")
-            except Exception as error:  # whatever wandb raises: it must cost nobody a run
-                self._come_short(f"wandb could not send {run.id}: {first_line(error)}")
+            except (wandb.Error, TimeoutError, OSError) as error:  # the next run would fare no better
+                self._come_short(f"{run.id} could not be sent: {first_line(error)}")
         return self._send(run, "offline")
 
     def _come_short(self, why: str) -> None:
         """Go on offline, or not at all."""
         if not self._fall_back:
             raise ConnectionError(why)
+        if self._online:
+            import wandb
+
+            wandb.teardown()  # which else keeps the id of the run that did not get through
         self._online = False
         self.destination = f"offline {self._folder}"
         self.shortfall = why
