@@ -68,6 +68,8 @@ class FakeWandb:
     """What it has no answer for."""
     silent: bool = False
     """Take requests, and answer none of them."""
+    silent_after: tuple[str, int] | None = None
+    """Fall silent when an operation was asked for so many times."""
     refusing: bool = False
     """Answer that the key is not valid."""
 
@@ -173,6 +175,8 @@ def graphql(state: FakeWandb, request: dict[str, Any]) -> dict[str, Any]:
     match = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
     operation = match[1] if match else request["query"][:80]
     state.operations.append(operation)
+    if state.silent_after is not None and state.count(state.silent_after[0]) >= state.silent_after[1]:
+        state.silent = True
     answer = ANSWERS.get(operation)
     if answer is None:
         state.unknown.append(operation)

@@ -7,8 +7,10 @@ For every run ``{"begin": id}``, then ``{"sent": id, "where": …}`` or ``{"unse
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +23,17 @@ from bench.tracking.tracked import TrackedRun, tracked_run
 
 Tell = Callable[..., None]
 
+PR_SET_PDEATHSIG = 1
+
+POLITE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""Signals that SLURM sends to all processes of a job: whoever ordered decides what they mean."""
+
 
 def main() -> int:
     """Carry out the order on standard input. Exit code 0, whatever came of it: the answers say."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in POLITE_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints is an answer
 
