@@ -15,15 +15,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import records
 from bench.errors import UsageError, bad_value, require_choice
 from bench.planning.request import read_tracker
 from bench.records.schema import EVIDENCE
-from bench.tracking import Courier
-from bench.tracking.tracked import LONGEST_TAG, identifier
+from bench.tracking.tracked import LONGEST_TAG
 from bench.tracking.wandb import WandbTracker, first_line, logged_out, unreachable
 
 if TYPE_CHECKING:
@@ -160,14 +158,9 @@ def _alert(stores: Sequence[str], settings: Sequence[str]) -> int:
     print(comparison.sentence)
     if comparison.exit_code == 2:
         return 2
-    from bench.dashboards.alerts import comparison_run
+    from bench.dashboards.alerts import tell
 
-    compared = [identifier(row) for row in (*base, *candidate) if row.get("started_at")]
-    run = comparison_run(comparison, stores[0], stores[1], compared)
-    courier = Courier(tracker, Path(stores[1]), lambda line: print(line, file=sys.stderr), fall_back=False)
-    courier.send(runs=[run])
-    if courier.whereabouts:
-        print(courier.summary())
+    tell(comparison, stores[0], stores[1], [*base, *candidate], tracker, lambda line: print(line, file=sys.stderr))
     return int(comparison.exit_code)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from bench import dashboard
-from bench.dashboards.alerts import comparison_run
-from bench.tracking import Courier
+from bench.dashboards.alerts import comparison_run, tell
 from bench.tracking.tracked import OOM_TABLE, tracked_run
 from bench.tracking.wandb import WandbTracker
 from tests.conftest import ROOT, run_command
@@ -205,13 +204,14 @@ def tracker() -> WandbTracker:
 
 @pytest.mark.slow
 def test_a_regression_is_told_once_to_whoever_wants_to_be_told(monkeypatch, tmp_path):
-    run = comparison_run(Compared(), "base", "candidate", ["a", "b"])
+    said: list[str] = []
     with fake_wandb() as server:
         logged_in(monkeypatch, server)
         for _ in range(2):
-            Courier(tracker(), tmp_path, print).send(runs=[run])
+            tell(Compared(), "stores/base", str(tmp_path / "candidate"), [record()], tracker(), said.append)
+        assert all("wandb: 1 run at" in line for line in said), said
         (alert,) = server.alerts
-        assert alert["title"] == "Regression: candidate"
+        assert alert["title"] == "Regression: candidate against base"
         assert "3.1 %" in alert["text"]
         assert "t5_tiny ddp fp32 2 ranks" in alert["text"]
         assert alert["severity"] == "ERROR"
@@ -223,9 +223,9 @@ def test_a_regression_is_told_once_to_whoever_wants_to_be_told(monkeypatch, tmp_
 
 @pytest.mark.slow
 def test_an_alert_waits_offline_until_it_is_synchronised(tmp_path):
-    Courier(tracker(), tmp_path, print).send(runs=[comparison_run(Compared(), "base", "candidate", ["a"])])
-    (run,) = offline_runs(tmp_path / ".tracking").values()
-    assert [title for title, *_ in run.alerts] == ["Regression: candidate"]
+    tell(Compared(), "base", str(tmp_path / "candidate"), [record()], tracker(), print)
+    (run,) = offline_runs(tmp_path / "candidate" / ".tracking").values()
+    assert [title for title, *_ in run.alerts] == ["Regression: candidate against base"]
 
 
 def test_no_regression_alarms_nobody():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from bench.tracking.tracked import TrackedRun
+from bench.records import Record
+from bench.tracking import Courier, Tracker
+from bench.tracking.tracked import TrackedRun, identifier
 
 MOST_NAMED = 10
 LONGEST_TITLE = 63
@@ -32,6 +35,32 @@ class Verdict(Protocol):
         """The configurations with a verdict."""
 
 
+def tell(
+    comparison: Verdict,
+    base: str,
+    candidate: str,
+    compared: Sequence[Record],
+    tracker: Tracker,
+    say: Callable[[str], None],
+) -> None:
+    """Send a comparison, with a message if it found a regression; whatever comes of it, it raises nothing.
+
+    Parameters
+    ----------
+    base, candidate: str
+        The stores that were compared.
+    compared: sequence of records
+        All their rows.
+    say: callable
+        Takes a line for the user.
+    """
+    ids = [identifier(row) for row in compared if row["evidence"] != "published"]
+    courier = Courier(tracker, Path(candidate), say)
+    courier.send(runs=[comparison_run(comparison, base, candidate, ids)])
+    if courier.whereabouts:
+        say(courier.summary())
+
+
 def comparison_run(comparison: Verdict, base: str, candidate: str, run_ids: Sequence[str]) -> TrackedRun:
     """A comparison as a run: its verdict, and a message if it found a regression.
 
@@ -45,7 +74,7 @@ def comparison_run(comparison: Verdict, base: str, candidate: str, run_ids: Sequ
     worse = [str(row.name) for row in comparison.of("regression")]
     more = [f"and {len(worse) - MOST_NAMED} more"] if len(worse) > MOST_NAMED else []
     text = "\n".join([comparison.sentence, f"{base} against {candidate}", *worse[:MOST_NAMED], *more])
-    regression = comparison.exit_code == 1
+    title = f"Regression: {Path(candidate).name} against {Path(base).name}"
     digest = hashlib.sha256("|".join(run_ids).encode()).hexdigest()[:16]
     return TrackedRun(
         id=f"comparison-{digest}",
@@ -56,5 +85,5 @@ def comparison_run(comparison: Verdict, base: str, candidate: str, run_ids: Sequ
         notes=text,
         config={"base": base, "candidate": candidate},
         summary={"verdict": comparison.verdict, "exit_code": comparison.exit_code, "regressions": len(worse)},
-        alert=(f"Regression: {candidate}"[:LONGEST_TITLE], text) if regression else None,
+        alert=(title[:LONGEST_TITLE], text) if comparison.exit_code == 1 else None,
     )
