@@ -142,6 +142,28 @@ def test_an_interrupted_upload_is_completed_by_the_next(store, monkeypatch):
 
 
 @pytest.mark.slow
+def test_offline_runs_that_wandb_itself_synchronises_are_not_doubled(store, monkeypatch, capfd):
+    assert track.main([str(store)]) == 0
+    runs = offline_runs(store / ".tracking")
+    with fake_wandb() as server:
+        logged_in(monkeypatch, server)
+        folders = [str(run.folder) for run in runs.values()]
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", *folders],
+            cwd=store.parent,  # where it leaves a log
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        history = {number: dict(run.history) for number, run in server.runs.items()}
+        assert history.keys() == runs.keys()
+        assert track.main([str(store)]) == 0
+        assert {number: run.history for number, run in server.runs.items()} == history
+
+
+@pytest.mark.slow
 def test_a_server_that_cannot_be_reached_is_said_and_nothing_is_noted(store, monkeypatch, capfd):
     logged_in(monkeypatch, "http://127.0.0.1:1")
     assert track.main([str(store)]) == 1
