@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import socket
 import time
 from pathlib import Path
 
 import pytest
+from matplotlib import figure
 
 from bench import records
 from bench.errors import UsageError
@@ -21,10 +21,10 @@ from bench.tracking import Courier, load_tracker
 from bench.tracking.attempts import all_attempts, report_run
 from bench.tracking.tracked import configuration, identifier, scaling_series, tracked_run
 from tests.fake_model import HUGE_BYTES, OVERRIDES, Sweep, rows, sweep
-from tests.fake_wandb import FakeWandb, fake_wandb
+from tests.fake_wandb import fake_wandb
 from tests.records_fixture import record, write_store
 from tests.slow_tracker import SlowTracker
-from tests.wandb_files import OfflineRun, offline_runs
+from tests.wandb_files import OfflineRun, offline_runs, read_run
 from tests.wandb_login import logged_in, nobody_logged_in
 
 CPU = Device("cpu", "a processor", 0)
@@ -261,16 +261,29 @@ def test_a_trace_is_sent_with_its_row(tmp_path):
     assert files == {"record.json": str(tmp_path / "0.json"), "trace.json.gz": str(tmp_path / "0.trace.json.gz")}
 
 
+@pytest.mark.slow
 def test_a_report_in_the_store_is_a_run_with_its_figures(tmp_path):
     assert report_run(tmp_path, "default") is None
-    for name in ("index.html", "figures/speed.png", "figures/speed.svg"):
-        path = tmp_path / "report" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
-    run = report_run(tmp_path, "default")
-    assert run is not None
-    assert sorted(run.files) == ["figures/speed.png", "figures/speed.svg", "index.html"]
-    assert list(run.images) == ["figures/speed"]
+    (tmp_path / "report" / "figures").mkdir(parents=True)
+    for ending in ("png", "svg"):
+        figure.Figure().savefig(tmp_path / "report" / "figures" / f"speed.{ending}")
+    page = tmp_path / "report" / "index.html"
+    said: list[str] = []
+    courier = Courier(wandb_tracker(), tmp_path, said.append)
+    for text in ("first", "first", "second"):
+        page.write_text(text)
+        run = report_run(tmp_path, "default")
+        assert run is not None
+        courier.send(runs=[run])
+    assert (courier.counts["sent"], courier.counts["known"]) == (2, 1)
+    written = sorted((tmp_path / ".tracking").glob("wandb/offline-run-*"))
+    assert all(folder.name.endswith(run.id) for folder in written)
+    sent = [read_run(next(folder.glob("*.wandb"))) for folder in written]
+    texts = [made.artifacts[f"report-{run.id}"]["index.html"].read_text() for made in sent]
+    assert texts == ["first", "second"]  # as they were when they were sent
+    assert sent[0].artifacts[f"report-{run.id}"].keys() == {"index.html", "figures/speed.png", "figures/speed.svg"}
+    assert any(key.startswith("figures/speed") for key in sent[0].history[0])
+    assert (sent[0].job_type, sent[0].group) == ("report", "default")
 
 
 # Settings
@@ -308,15 +321,17 @@ def test_a_tracker_that_is_not_there_is_named():
         wandb_tracker(name="mlflow")
 
 
+@pytest.mark.slow
 def test_the_fake_server_knows_all_that_it_is_asked(monkeypatch, tmp_path):
     """So that a new version of the client, which asks for more, is noticed here first."""
     store = write_store(tmp_path / "store", [record(), record(status="oom")])
     said: list[str] = []
     with fake_wandb() as server:
         logged_in(monkeypatch, server)
+        for name, value in {"RUN_ID": "one", "RESUME": "must", "TAGS": "theirs", "NAME": "theirs"}.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)  # of somebody's own run
         Courier(wandb_tracker(), store, said.append).send(all_attempts(store))
         assert server.unknown == []
-        assert isinstance(server, FakeWandb)
-        assert len(server.runs) == 2
+        assert server.runs.keys() == {identifier(records.read(path)) for path in all_attempts(store)}
+        assert not any("theirs" in json.dumps(run.facts) for run in server.runs.values())
     assert said == []
-    assert "WANDB_RUN_ID" not in os.environ

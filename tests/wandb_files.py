@@ -43,13 +43,14 @@ def offline_runs(folder: Path) -> dict[str, OfflineRun]:
     """All offline runs below a folder, by id; none is there twice."""
     runs: dict[str, OfflineRun] = {}
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        run = _run(path)
+        run = read_run(path)
         assert run.id not in runs, f"{run.id} is there twice"
         runs[run.id] = run
     return runs
 
 
-def _run(path: Path) -> OfflineRun:
+def read_run(path: Path) -> OfflineRun:
+    """One run, from its file."""
     found = OfflineRun(path.parent)
     for data in _records(path.read_bytes()):
         record = Record.FromString(data)

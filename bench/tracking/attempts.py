@@ -57,4 +57,5 @@ def report_run(store: Path, sweep: str) -> TrackedRun | None:
             PAGE: str((folder / PAGE).resolve()),
             **{f"figures/{path.name}": str(path.resolve()) for path in figures},
         },
+        lasting=False,
     )

@@ -52,7 +52,9 @@ class TrackedRun:
     artifact: str = ""
     """Kind of the files: ``record``, ``report``."""
     files: dict[str, str] = field(default_factory=dict)
-    """Files by their name in the artifact: paths of files that do not change."""
+    """Files by their name in the artifact: paths."""
+    lasting: bool = True
+    """Whether these files stay as they are."""
     failed: bool = False
     preempted: bool = False
     alert: tuple[str, str] | None = None

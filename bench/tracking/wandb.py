@@ -261,8 +261,8 @@ class WandbSession(Session):
         sent.summary.update(run.summary)
         if run.files:
             artifact = wandb.Artifact(f"{run.artifact}-{run.id}", type=run.artifact)
-            for name, path in run.files.items():
-                artifact.add_file(path, name=name, policy="immutable", skip_cache=True)
+            for name, path in run.files.items():  # those that may change are copied until they are sent
+                artifact.add_file(path, name=name, policy="immutable" if run.lasting else "mutable", skip_cache=True)
             sent.log_artifact(artifact)
         if run.alert is not None:
             title, text = run.alert
