@@ -22,7 +22,8 @@ from bench.errors import UsageError, bad_value, require_choice
 from bench.planning.request import read_tracker
 from bench.records.schema import EVIDENCE
 from bench.tracking.tracked import LONGEST_TAG
-from bench.tracking.wandb import WandbTracker, first_line, logged_out, unreachable
+from bench.tracking.wandb import WandbTracker
+from bench.tracking.wandb_session import first_line, logged_out, unreachable
 
 if TYPE_CHECKING:
     import wandb_workspaces.reports.v2 as wr
