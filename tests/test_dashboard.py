@@ -152,7 +152,8 @@ def test_the_same_dashboard_is_updated_and_another_name_is_another(monkeypatch):
         assert first.stderr == ""
         views = {view["type"]: view for view in server.views.values()}
         assert views.keys() == {"project-view", "runs"}
-        again = run_command("bench.dashboard", "baseline=v2.0")
+        monkeypatch.delenv("WANDB_BASE_URL")
+        again = run_command("bench.dashboard", "baseline=v2.0", f"tracker.base_url={server.url}")
         assert again.stdout == first.stdout
         assert len(server.views) == 2
         changed = {view["type"]: view for view in server.views.values()}

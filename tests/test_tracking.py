@@ -330,7 +330,8 @@ def test_the_fake_server_knows_all_that_it_is_asked(monkeypatch, tmp_path):
         logged_in(monkeypatch, server)
         for name, value in {"RUN_ID": "one", "RESUME": "must", "TAGS": "theirs", "NAME": "theirs"}.items():
             monkeypatch.setenv(f"WANDB_{name}", value)  # of somebody's own run
-        Courier(wandb_tracker(), store, said.append).send(all_attempts(store))
+        monkeypatch.delenv("WANDB_BASE_URL")
+        Courier(wandb_tracker(base_url=server.url), store, said.append).send(all_attempts(store))
         assert server.unknown == []
         assert server.runs.keys() == {identifier(records.read(path)) for path in all_attempts(store)}
         assert not any("theirs" in json.dumps(run.facts) for run in server.runs.values())
