@@ -23,7 +23,8 @@ sweep: $(VENV)/.installed
 	$(BIN)/python -m bench.sweep store=$(STORE)
 
 # Tests with SLURM mostly wait, which others can do beside them. Each process has a SLURM of its own.
-APART := tests/test_slurm_calibrate.py tests/test_slurm_cluster_script.py tests/test_slurm_faults.py tests/test_slurm_sweep.py
+APART := tests/test_slurm_calibrate.py tests/test_slurm_cluster_script.py tests/test_slurm_faults.py tests/test_slurm_sweep.py \
+  tests/test_slurm_tracking.py
 
 # Tests that compare times need a machine on which nothing else runs, and say so if it is not.
 TIMING := tests/test_cpu_times.py
