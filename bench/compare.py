@@ -19,13 +19,14 @@ from bench.reporting.regressions.markdown import markdown
 from bench.reporting.regressions.terminal import comparison_tables
 
 EPILOG = """\
-BASE and CANDIDATE are stores, folders of stores, runs or row files. Runs match by configuration, whatever their versions,
-commit, repetition, seed and sweep; measured runs with measured ones, rehearsed with rehearsed, predicted with predicted.
+BASE and CANDIDATE are stores, folders of stores, runs or row files. Runs match by configuration, whatever their
+versions, commit, repetition, seed and sweep; measured runs with measured ones, rehearsed with rehearsed, predicted with
+predicted.
 
 verdicts:
   regression   slower, more memory, or failing: large enough to count and, of times, significant over repeated runs
   improvement  the opposite
-  no change    a change of --margin is excluded by the confidence interval of the time, and memory and status are as before
+  no change    the confidence interval of the time excludes a change of --margin, and memory and status are as before
   cannot tell  too few runs, too much scatter, different machines, runs that fail only now and then: the reason is given
 
 exit code: 0 no regression, 1 regression, 2 nothing comparable, or bad input.

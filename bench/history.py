@@ -1,4 +1,4 @@
-"""``python -m bench.history STORE... [--output DIR]``: times and memory over commits, and the commits that changed them."""
+"""``python -m bench.history STORE...``: times and memory over commits, and the commits that changed them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.comparison import Settings, history
+from bench.comparison import Series, Settings, history
 from bench.errors import UsageError
 from bench.records import read_attempts
 from bench.reporting import style
@@ -22,8 +22,8 @@ from bench.reporting.regressions.terminal import history_tables
 
 EPILOG = """\
 STORE is a store, a folder of stores, or both of several. All attempts count: a run that was forced again with another
-commit is another point. The runs of one configuration with one commit, one version of torch and on one day are one point;
-points are in order of time. A change is named by the first commit that was run with the new level, beside the last with
+commit is another point. The runs of one configuration with one commit, one version of torch and on one day are one
+point; points are in order of time. A change is named by the first commit that was run with the new level, beside the last with
 the old one. Of times it takes two points at each level; the newest commit alone is for bench.compare.
 
 exit code: 0, or 2 for bad input and where no configuration was run more than once.
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _draw(found: Sequence, folder: Path) -> int:
+def _draw(found: Sequence[Series], folder: Path) -> int:
     """Write the figures and the data; how many figures there are."""
     write_all({folder / "history.json": history_json(found)})
     with style.context():

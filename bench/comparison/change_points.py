@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import ruptures
@@ -82,7 +83,7 @@ def _split(logs: np.ndarray, offset: int, level: float) -> list[tuple[int, float
         return []
     edges = [0, *places, len(logs)]
     found = [(offset + place, p) for place in places]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         found += _split(logs[low:high], offset + low, level)
     return sorted(found)
 
@@ -105,5 +106,5 @@ def _p_value(logs: np.ndarray, places: Sequence[int]) -> float:
 
 def _levels(logs: np.ndarray, places: dict[int, float]) -> list[Step]:
     edges = [0, *sorted(places), len(logs)]
-    means = [math.exp(float(logs[low:high].mean())) for low, high in zip(edges, edges[1:], strict=False)]
+    means = [math.exp(float(logs[low:high].mean())) for low, high in pairwise(edges)]
     return [Step(edges[i], means[i - 1], means[i], places[edges[i]]) for i in range(1, len(edges) - 1)]

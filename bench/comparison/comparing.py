@@ -59,7 +59,7 @@ def compare(base: Sequence[Record], candidate: Sequence[Record], settings: Setti
     """
     settings = settings or Settings()
     every = pairs(base, candidate)
-    titles = names([pair.any for pair in every], [pair.question for pair in every])
+    titles = _titles(every)
     matched = [(name, pair) for name, pair in zip(titles, every, strict=True) if pair.base and pair.candidate]
     judged = [(name, _judge(pair, settings)) for name, pair in matched]
     kinds = list(dict.fromkeys(found.pair.evidence for _, found in judged))
@@ -94,6 +94,16 @@ def compare(base: Sequence[Record], candidate: Sequence[Record], settings: Setti
     )
 
 
+def _titles(every: Sequence[Pair]) -> list[str]:
+    """A name for each pair, unique among those of its kind of evidence."""
+    found: dict[int, str] = {}
+    for kind in {pair.evidence for pair in every}:
+        numbers = [number for number, pair in enumerate(every) if pair.evidence == kind]
+        titles = names([every[number].any for number in numbers], [every[number].question for number in numbers])
+        found |= dict(zip(numbers, titles, strict=True))
+    return [found[number] for number in range(len(every))]
+
+
 def _judge(pair: Pair, settings: Settings) -> _Judged:
     """Everything but the verdict on the time, which all configurations share the error rate of."""
     sides = judging.judged(pair.base), judging.judged(pair.candidate)
@@ -113,13 +123,9 @@ def _judge(pair: Pair, settings: Settings) -> _Judged:
     for quantity, threshold in ((ALLOCATED, settings.memory_threshold), (RESERVED, settings.reserved_threshold)):
         values = [[float(row[quantity.column]) for row in side if _has_memory(row, quantity)] for side in sides]
         if all(values):
-            changes.append(judging.memory_change(quantity, *values, threshold))
+            changes.append(judging.memory_change(quantity, values[0], values[1], threshold))
     if memory_blocked:
-        changes = [
-            change if change.verdict == NO_CHANGE and change.quantity == "status"
-            else replace(change, verdict=CANNOT_TELL, reason=OTHER_MEMORY if change.quantity != TIME.column else OTHER_MACHINE)
-            for change in changes
-        ]  # fmt: skip
+        changes = [_on_another_device(change) for change in changes]
     comparable = bool(sides[0] and sides[1]) and not memory_blocked
     return _Judged(pair, different, tuple(changes), times, tuple(notes), comparable)
 
@@ -133,11 +139,21 @@ def _has_memory(row: Record, quantity: Quantity) -> bool:
     return row.get(quantity.column) is not None and (row["status"] == "ok" or row["evidence"] == "predicted")
 
 
+def _on_another_device(change: Change) -> Change:
+    """What another device may explain is told and not judged; that all runs ended as before needs no explanation."""
+    if change.quantity == "status" and change.verdict == NO_CHANGE:
+        return change
+    return replace(
+        change, verdict=CANNOT_TELL, reason=OTHER_MACHINE if change.quantity == TIME.column else OTHER_MEMORY
+    )
+
+
 def _blocked(quantity: Quantity, base: Sequence[float], candidate: Sequence[float]) -> Change:
     """A change that is told and not judged."""
-    means = [float(np.exp(np.mean(np.log(side)))) for side in (base, candidate)]
-    change = means[1] / means[0] - 1
-    return Change(quantity.column, CANNOT_TELL, OTHER_MACHINE, *means, len(base), len(candidate), change)
+    before, after = (float(np.exp(np.mean(np.log(side)))) for side in (base, candidate))
+    return Change(
+        quantity.column, CANNOT_TELL, OTHER_MACHINE, before, after, len(base), len(candidate), after / before - 1
+    )
 
 
 def _left_out(pair: Pair) -> list[str]:
@@ -157,7 +173,7 @@ def _kept_apart(sides: Sequence[Sequence[Record]]) -> list[str]:
     notes = []
     steps = [{((row.get("config") or {}).get("measurement") or {}).get("steps") for row in side} for side in sides]
     if steps[0] != steps[1] and all(None not in side for side in steps):
-        told = [" and ".join(str(count) for count in sorted(side)) for side in steps]
+        told = [" and ".join(sorted(str(count) for count in side)) for side in steps]
         notes.append(f"timed steps per run: {told[0]}, now {told[1]}")
     flops = [{(row.get("flops") or {}).get("model") for row in side} - {None} for side in sides]
     if all(flops) and flops[0] != flops[1]:
@@ -175,7 +191,7 @@ def _row(name: str, found: _Judged, time: Change | None, settings: Settings) -> 
         for side in (found.pair.base, found.pair.candidate)
     ]
     if told is not None and all(values):
-        throughput = [timing.throughput_change(told, *values, settings)]
+        throughput = [timing.throughput_change(told, values[0], values[1], settings)]
     changes = (status, *([told] if told else []), *throughput, *others)
     software = tuple(machines.differences(found.pair.base, found.pair.candidate, SOFTWARE))
     verdict = worst([change.verdict for change in changes])
@@ -268,7 +284,10 @@ def _sentence(
     for each in overall:
         time = each.get(TIME.column)
         if time is not None and time.change is not None:
-            interval = "" if time.low is None else f" ({settings.confidence:.0%} interval {percent(time.low)} to {percent(time.high)})"
+            interval = ""
+            if time.low is not None and time.high is not None:
+                ends = f"{percent(time.low)} to {percent(time.high)}"
+                interval = f" ({settings.confidence:.0%} interval {ends})"
             kind = "" if len(overall) == 1 else f" ({each.evidence})"
             sentence += f" Step time{kind} {percent(time.change)}{interval}."
     return sentence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.comparison.settings import Settings
 from bench.comparison.statistics import detectable_slowdown, found_probability
-from bench.comparison.timing import POWER, level_of
+from bench.comparison.timing import POWER, test_of
 
 
 def detectable_change(
@@ -25,7 +25,8 @@ def detectable_change(
     spread: float
         Standard deviation of a run's step time from run to run, as a fraction: 0.01 is 1 %.
     configurations: int
-        How many are compared: with more of them each has to be clearer, so that false alarms stay as rare.
+        How many are compared, all with that spread: with more of them each has to be clearer, so that false alarms
+        stay as rare, but the spread is known better.
 
     Returns
     -------
@@ -34,8 +35,8 @@ def detectable_change(
     """
     settings = settings or Settings()
     others = repeats if candidate_repeats is None else candidate_repeats
-    level = level_of(configurations, settings)
-    return detectable_slowdown(spread, repeats, others, level, settings.threshold, power)
+    degrees = configurations * (repeats + others - 2)
+    return detectable_slowdown(spread, repeats, others, test_of(configurations, settings), power, degrees)
 
 
 def detection_probability(
@@ -52,5 +53,5 @@ def detection_probability(
     others = repeats if candidate_repeats is None else candidate_repeats
     if min(repeats, others) < 2:
         return 0.0
-    level = level_of(configurations, settings)
-    return found_probability(slowdown, spread, repeats, others, level, settings.threshold)
+    degrees = configurations * (repeats + others - 2)
+    return found_probability(slowdown, spread, repeats, others, test_of(configurations, settings), degrees)

@@ -13,7 +13,17 @@ from bench.comparison.change_points import Step
 from bench.comparison.machines import MACHINE, SOFTWARE, Difference
 from bench.comparison.pairing import by_device, unpublished
 from bench.comparison.settings import Settings
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, QUANTITIES, REGRESSION, RESERVED, TFLOPS, TIME, Quantity, names
+from bench.comparison.words import (
+    CANNOT_TELL,
+    IMPROVEMENT,
+    QUANTITIES,
+    REGRESSION,
+    RESERVED,
+    TFLOPS,
+    TIME,
+    Quantity,
+    names,
+)
 from bench.records import Record
 from bench.records.matching import Question, identity, run_question
 

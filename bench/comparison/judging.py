@@ -42,7 +42,10 @@ def status_change(base: Sequence[Record], candidate: Sequence[Record]) -> Change
         verdict, reason = IMPROVEMENT, f"was {words[0]}, now ok"
     elif not fine[0] and not fine[1]:
         if set(sides[0]) != set(sides[1]):
-            verdict, reason = CANNOT_TELL, f"failed in both, but otherwise: {words[0]}, now {words[1]}{_cause(candidate)}"
+            verdict, reason = (
+                CANNOT_TELL,
+                f"failed in both: {words[0]}, now {words[1]}{_cause(candidate)}",
+            )
         elif set(sides[0]) != {"oom"}:
             verdict, reason = CANNOT_TELL, f"failed in both: {words[1]}{_cause(candidate)}"
         else:

@@ -80,8 +80,10 @@ def _description(record: Record) -> str | None:
 
 def _ranks_per_node(record: Record) -> str | None:
     world_size, nodes = record.get("world_size"), record.get("nodes")
-    return f"{world_size // nodes} on each of {nodes} nodes" if world_size and nodes and nodes > 1 else (
-        f"{world_size} on 1 node" if world_size else None
+    return (
+        f"{world_size // nodes} on each of {nodes} nodes"
+        if world_size and nodes and nodes > 1
+        else (f"{world_size} on 1 node" if world_size else None)
     )
 
 
@@ -148,7 +150,10 @@ SOFTWARE = (
     Fact("torch", lambda record: record.get("torch_version")),
     Fact("CUDA", _from_environment("cuda")),
     Fact("NCCL", _from_environment("nccl")),
-    *(Fact(name, _package(name)) for name in ("transformers", "triton", "numpy", "hydra-core", "omegaconf", "submitit")),
+    *(
+        Fact(name, _package(name))
+        for name in ("transformers", "triton", "numpy", "hydra-core", "omegaconf", "submitit")
+    ),
     Fact("Python", _from_environment("python")),
     Fact("kernel", _from_environment("kernel")),
     Fact("variables", _variables(network=False)),
@@ -160,7 +165,9 @@ def differences(base: Sequence[Record], candidate: Sequence[Record], facts: Iter
     """Facts in which two sets of rows differ. What either side does not say counts as no difference."""
     found = []
     for fact in facts:
-        sides = [sorted({str(value) for row in rows if (value := fact.read(row)) is not None}) for rows in (base, candidate)]
+        sides = [
+            sorted({str(value) for row in rows if (value := fact.read(row)) is not None}) for rows in (base, candidate)
+        ]
         if sides[0] and sides[1] and sides[0] != sides[1]:
             memory = any(fact.memory(row) for row in (*base, *candidate))
             found.append(Difference(fact.name, " and ".join(sides[0]), " and ".join(sides[1]), memory))

@@ -11,8 +11,6 @@ from bench.records.matching import Question, identity, run_question
 PUBLISHED = "published"
 
 
-
-
 @dataclass(frozen=True)
 class Pair:
     """The runs of one configuration; those of a side that does not have it are none."""
@@ -70,8 +68,9 @@ def _device_by_device(base: list[Record], candidate: list[Record]) -> list[tuple
     shared = [device for device in devices[0] if device in devices[1]]
     if not shared or len(devices[0]) == len(devices[1]) == 1:
         return [(base, candidate)]
-    alone = [(rows, []) for device, rows in devices[0].items() if device not in shared]
-    new = [([], rows) for device, rows in devices[1].items() if device not in shared]
+    nothing: list[Record] = []
+    alone = [(rows, nothing) for device, rows in devices[0].items() if device not in shared]
+    new = [(nothing, rows) for device, rows in devices[1].items() if device not in shared]
     return [(devices[0][device], devices[1][device]) for device in shared] + alone + new
 
 

@@ -1,7 +1,8 @@
 """Is one set of runs slower than another? Repeated runs are the unit, never the steps inside them. Pure functions.
 
 Times are compared as logarithms: a change is then a ratio, and the mean of several the geometric one. The test is
-Student's, with the spread pooled over both sides: if nothing changed, both sides have the same.
+Student's, with the spread pooled over both sides: if nothing changed, both sides have the same. Where several
+configurations are compared, their spreads inform each other.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special
 
 NODES = 400
 """Points of the integrals over the spread that a few runs happen to show."""
+
+OUTLIER = 0.02
+"""A variance that is less probable than this under the common one is left alone."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Shift:
 
     log_change: float
     standard_error: float
-    degrees: int
+    degrees: float
     """Degrees of freedom of the standard error; 0 if there is none."""
     spread: float
     """Standard deviation of the logarithms from run to run: 0.01 is 1 %."""
@@ -39,11 +43,15 @@ class Shift:
         """Candidate over base, less 1."""
         return math.expm1(self.log_change)
 
+    def error_spread(self, base_runs: int, candidate_runs: int) -> float:
+        """The spread that belongs to the standard error, which may be informed by other configurations."""
+        return self.standard_error / _factor(base_runs, candidate_runs)
+
     def interval(self, confidence: float) -> tuple[float, float]:
         """Two-sided confidence interval of `change`; NaN where there is no spread to tell it from."""
         if not self.known:
             return float("nan"), float("nan")
-        half = float(stats.t.isf((1 - confidence) / 2, self.degrees)) * self.standard_error
+        half = critical((1 - confidence) / 2, self.degrees) * self.standard_error
         return math.expm1(self.log_change - half), math.expm1(self.log_change + half)
 
     def p_value(self, direction: int) -> float:
@@ -52,7 +60,7 @@ class Shift:
             return 1.0
         if self.standard_error == 0:
             return 0.0 if direction * self.log_change > 0 else 1.0
-        return float(stats.t.sf(direction * self.log_change / self.standard_error, self.degrees))
+        return float(special.stdtr(self.degrees, -direction * self.log_change / self.standard_error))
 
 
 def shift(base: Sequence[float], candidate: Sequence[float]) -> Shift:
@@ -114,58 +122,116 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(p) for p in corrected]
 
 
+def moderated(shifts: Sequence[Shift]) -> list[Shift]:
+    """Shifts whose standard errors borrow from each other: a few runs say little of a spread, those of many say more.
+
+    Variances are drawn towards a common one, the more so the less they differ beyond chance (empirical Bayes: Smyth,
+    "Linear models and empirical Bayes methods for assessing differential expression in microarray experiments",
+    Statistical Applications in Genetics and Molecular Biology 3, 2004, sections 4 and 6.2). A configuration that
+    scatters clearly more than the common variance allows keeps its own.
+    """
+    usable = [number for number, shift in enumerate(shifts) if shift.known and shift.spread > 0]
+    if len(usable) < 2:
+        return list(shifts)
+    variances = np.array([shifts[number].spread ** 2 for number in usable])
+    degrees = np.array([float(shifts[number].degrees) for number in usable])
+    prior_degrees, prior = _prior(variances, degrees)
+    found = list(shifts)
+    for number, variance, own in zip(usable, variances, degrees, strict=True):
+        if special.fdtrc(own, min(prior_degrees, 1e6), variance / prior) < OUTLIER:
+            continue
+        share = 0.0 if math.isinf(prior_degrees) else own / (own + prior_degrees)
+        scale = math.sqrt(share + (1 - share) * prior / variance)
+        error = shifts[number].standard_error * scale
+        found[number] = replace(found[number], standard_error=error, degrees=min(own + prior_degrees, degrees.sum()))
+    return found
+
+
+def _prior(variances: np.ndarray, degrees: np.ndarray) -> tuple[float, float]:
+    """Degrees of freedom and value of the common variance, from the moments of the logarithms."""
+    logs = np.log(variances) - special.digamma(degrees / 2) + np.log(degrees / 2)
+    excess = float(logs.var(ddof=1) - special.polygamma(1, degrees / 2).mean())
+    if excess <= 0:
+        return float("inf"), float(np.average(variances, weights=degrees))
+    half = float(optimize.brentq(lambda x: float(special.polygamma(1, math.exp(x))) - excess, -20, 40))
+    half = math.exp(half)
+    return 2 * half, math.exp(float(logs.mean()) + float(special.digamma(half)) - math.log(half))
+
+
+@dataclass(frozen=True)
+class Test:
+    """What is called a regression: a shift that is large enough, and significant."""
+
+    threshold: float
+    """Smallest change, a fraction."""
+    level: float
+    """Significance level of one direction."""
+    quiet_level: float
+    """The same where runs scatter by no more than `threshold`, which then rules out many false alarms by itself."""
+
+    def needed(self, spread: np.ndarray, factor: float, degrees: float) -> np.ndarray:
+        """The smallest shift of logarithms that is called, by the spread that runs show."""
+        quiet, noisy = critical(self.quiet_level, degrees), critical(self.level, degrees)
+        significant = np.where(spread <= self.threshold, quiet, noisy) * spread * factor
+        return np.maximum(math.log1p(self.threshold), significant)
+
+    def level_at(self, spread: float) -> float:
+        """The significance level at the spread that runs show."""
+        return self.quiet_level if spread <= self.threshold else self.level
+
+
 def found_probability(
-    true_change: float, spread: float, base_runs: int, candidate_runs: int, level: float, threshold: float
+    true_change: float, spread: float, base_runs: int, candidate_runs: int, test: Test, degrees: float | None = None
 ) -> float:
     """How often a true slowdown is called a regression, if runs scatter normally (in their logarithm).
 
-    Called is what is at least `threshold` and significant at `level`. The integral is over the spread that so many
-    runs show (a chi distribution); given it, the shift is normal.
+    The integral is over the spread that so many runs show (a chi distribution); given it, the shift is normal.
+
+    Parameters
+    ----------
+    degrees: float
+        Degrees of freedom of the spread, if it is known better than from these runs alone.
     """
-    degrees = base_runs + candidate_runs - 2
-    if degrees < 2:
-        return 0.0
-    shift_, least = math.log1p(true_change), math.log1p(threshold)
+    degrees = base_runs + candidate_runs - 2 if degrees is None else degrees
+    shift_ = math.log1p(true_change)
     if spread == 0:
-        return float(shift_ >= least and shift_ > 0)
-    error = spread * _factor(base_runs, candidate_runs)
-    needed = np.maximum(least, critical(level, degrees) * error * _seen(degrees))
-    return float(stats.norm.sf((needed - shift_) / error).mean())
+        return float(shift_ >= math.log1p(test.threshold) and shift_ > 0)
+    factor = _factor(base_runs, candidate_runs)
+    needed = test.needed(spread * _seen(degrees), factor, degrees)
+    return float(special.ndtr((shift_ - needed) / (spread * factor)).mean())
 
 
 def detectable_slowdown(
-    spread: float, base_runs: int, candidate_runs: int, level: float, threshold: float, power: float
+    spread: float, base_runs: int, candidate_runs: int, test: Test, power: float, degrees: float | None = None
 ) -> float:
     """The smallest true slowdown that is found with probability `power`: a fraction; NaN if none ever is."""
     if min(base_runs, candidate_runs) < 2:
         return float("nan")
+    if spread == 0:
+        return test.threshold
 
     def missing(log_change: float) -> float:
-        true = math.expm1(log_change)
-        return found_probability(true, spread, base_runs, candidate_runs, level, threshold) - power
+        return found_probability(math.expm1(log_change), spread, base_runs, candidate_runs, test, degrees) - power
 
-    high = math.log1p(threshold) + 1e-6
+    high = math.log1p(test.threshold) + spread
     while missing(high) < 0:
         high *= 2
         if high > 50:
             return float("nan")
-    low = 0.0 if missing(0.0) < 0 else -1e-9
-    if low < 0:
-        return 0.0
-    return math.expm1(float(optimize.brentq(missing, low, high, xtol=1e-7))) if spread > 0 else threshold
+    return math.expm1(float(optimize.brentq(missing, 0.0, high, xtol=1e-6)))
 
 
 @functools.cache
-def critical(level: float, degrees: int) -> float:
+def critical(level: float, degrees: float) -> float:
     """The standardised shift above which one direction is significant at `level`."""
-    return float(stats.t.isf(level, degrees))
+    return float(-special.stdtrit(degrees, level))
 
 
 @functools.cache
-def _seen(degrees: int) -> np.ndarray:
+def _seen(degrees: float) -> np.ndarray:
     """Spreads that runs show, over the true one, at equal steps of probability."""
     probabilities = (np.arange(NODES) + 0.5) / NODES
-    return np.sqrt(stats.chi2.ppf(probabilities, degrees) / degrees)
+    return np.sqrt(2 * special.gammaincinv(degrees / 2, probabilities) / degrees)
 
 
 def _factor(base_runs: int, candidate_runs: int) -> float:

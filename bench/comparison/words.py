@@ -39,9 +39,12 @@ def names(records: Sequence[Record], questions: Sequence[Mapping[str, Any]]) -> 
     Where the short names of two configurations are equal, what differs between their questions is added.
     """
     short = [_short(record) for record in records]
+    alike: dict[str, list[Mapping[str, Any]]] = {}
+    for name, question in zip(short, questions, strict=True):
+        alike.setdefault(name, []).append(question)
     found = []
     for name, question in zip(short, questions, strict=True):
-        twins = [other for other_name, other in zip(short, questions, strict=True) if other_name == name]
+        twins = alike[name]
         paths = {path for twin in twins for path in (*twin, *question) if twin.get(path) != question.get(path)}
         told = [f"{path.rpartition('.')[2]}={_plain(question.get(path))}" for path in sorted(paths)]
         found.append(" ".join([name, *told]))

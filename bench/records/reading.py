@@ -79,9 +79,7 @@ def load(path: str | Path) -> pd.DataFrame:
     return frame
 
 
-def _read_rows(
-    path: Path, read_row: Callable[[RowFile], Row], *, every: bool = False
-) -> tuple[list[Row], list[str]]:
+def _read_rows(path: Path, read_row: Callable[[RowFile], Row], *, every: bool = False) -> tuple[list[Row], list[str]]:
     """The latest row of every run that can be read (or `every` row), and a sentence on each file that cannot."""
     rows: list[Row] = []
     problems: list[str] = []

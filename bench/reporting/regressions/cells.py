@@ -57,14 +57,17 @@ def shown(comparison: Comparison) -> list[str]:
     found = []
     for quantity in COLUMNS:
         known = [(row, row.get(quantity)) for row in comparison.rows if row.get(quantity)]
-        if quantity == RESERVED.column and all(
-            (other := row.get(ALLOCATED.column)) and each and (each.base, each.candidate) == (other.base, other.candidate)
-            for row, each in known
-        ):
+        if quantity == RESERVED.column and all(_as_allocated(row) for row, _ in known):
             continue
         if known:
             found.append(quantity)
     return found
+
+
+def _as_allocated(row: Row) -> bool:
+    allocated, reserved = (row.get(quantity) for quantity in MEMORY)
+    sides = [None if each is None else (each.base, each.candidate) for each in (allocated, reserved)]
+    return sides[0] == sides[1]
 
 
 def why(row: Row) -> str:
@@ -76,7 +79,7 @@ def settings_sentence(comparison: Comparison) -> str:
     """What counts as a change, in words."""
     settings = comparison.settings
     return (
-        f"A change of the step time counts from {percent(settings.threshold, signed=False)} on and if it is significant: "
+        f"A change of the step time counts from {percent(settings.threshold, signed=False)} on, if it is significant: "
         f"equal code raises any false alarm in at most {percent(settings.false_alarms, signed=False)} of comparisons. "
         f"Allocated memory counts from {percent(settings.memory_threshold, signed=False)} on, reserved from "
         f"{percent(settings.reserved_threshold, signed=False)}. Runs are the unit, not steps."

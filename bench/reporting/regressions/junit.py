@@ -51,7 +51,9 @@ def _suite(root: ElementTree.Element, comparison: Comparison, kind: str, compare
 
 
 def _case(suite: ElementTree.Element, name: str, kind: str, row: Row | Overall, why: str) -> None:
-    case = ElementTree.SubElement(suite, "testcase", classname=_text(f"bench.compare.{kind}"), name=_text(name), time="0")
+    case = ElementTree.SubElement(
+        suite, "testcase", classname=_text(f"bench.compare.{kind}"), name=_text(name), time="0"
+    )
     numbers = [f"{cells.COLUMNS[q]} {cells.change(row.get(q))}" for q in cells.COLUMNS if row.get(q)]
     message = "; ".join(part for part in (row.verdict, why, ", ".join(numbers)) if part)
     if row.verdict == REGRESSION:

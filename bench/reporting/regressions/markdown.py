@@ -32,7 +32,10 @@ def markdown(comparison: Comparison, base: str, candidate: str) -> str:
     one_sided = [line.strip() for line in cells.unmatched(comparison)]
     total = len(comparison.only_base) + len(comparison.only_candidate)
     lines += _details(f"{counted(total, 'configuration')} on one side only", one_sided)
-    lines += [*(f"Note: {_plain(note)}.\n" for note in comparison.notes), f"<sub>{cells.settings_sentence(comparison)}</sub>"]
+    lines += [
+        *(f"Note: {_plain(note)}.\n" for note in comparison.notes),
+        f"<sub>{cells.settings_sentence(comparison)}</sub>",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.comparison.history import ChangePoint, Series
-from bench.comparison.result import Comparison, Row
+from bench.comparison.result import Comparison, Overall, Row
 from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, TIME, VERDICTS
 from bench.reporting.labels import MISSING, counted
 from bench.reporting.regressions import cells
@@ -64,14 +64,16 @@ def _table(comparison: Comparison) -> Table:
     table.add_section()
     for overall in comparison.overall:
         start = [f"all {overall.configurations} together", *([overall.evidence] if len(kinds) > 1 else []), "", ""]
-        table.add_row(*start, *_numbers(overall, shown), overall.verdict, style=f"bold {STYLES[overall.verdict]}".strip())
+        table.add_row(
+            *start, *_numbers(overall, shown), overall.verdict, style=f"bold {STYLES[overall.verdict]}".strip()
+        )
     return table
 
 
-def _numbers(row: Row | object, shown: Sequence[str]) -> list[str]:
+def _numbers(row: Row | Overall, shown: Sequence[str]) -> list[str]:
     found = []
     for quantity in shown:
-        each = row.get(quantity)  # type: ignore[attr-defined]
+        each = row.get(quantity)
         found.append(cells.change(each))
         if quantity == TIME.column:
             found.append(cells.interval(each))
