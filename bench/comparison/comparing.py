@@ -287,7 +287,7 @@ def _sentence(
             interval = ""
             if time.low is not None and time.high is not None:
                 ends = f"{percent(time.low)} to {percent(time.high)}"
-                interval = f" ({settings.confidence:.0%} interval {ends})"
+                interval = f" ({percent(settings.confidence, signed=False)} interval {ends})"
             kind = "" if len(overall) == 1 else f" ({each.evidence})"
             sentence += f" Step time{kind} {percent(time.change)}{interval}."
     return sentence

@@ -18,6 +18,12 @@ from scipy import optimize, special
 NODES = 400
 """Points of the integrals over the spread that a few runs happen to show."""
 
+CAUTION = 0.8
+"""Probability with which the variances of several configurations differ no more than is assumed."""
+
+UNLIKE = 0.02
+"""Significance at which the two sides are taken to scatter differently."""
+
 OUTLIER = 0.02
 """A variance that is less probable than this under the common one is left alone."""
 
@@ -63,18 +69,43 @@ class Shift:
         return float(special.stdtr(self.degrees, -direction * self.log_change / self.standard_error))
 
 
-def shift(base: Sequence[float], candidate: Sequence[float]) -> Shift:
+def shift(base: Sequence[float], candidate: Sequence[float], *, alike: bool = True) -> Shift:
     """The shift between two sets of positive values, one of each run.
 
     Its spread is known from two runs of each side on.
+
+    Parameters
+    ----------
+    alike: bool
+        Both sides have one spread (Student's test); else each has its own (Welch's).
     """
     logs = [np.log(np.asarray(side, dtype=float)) for side in (base, candidate)]
     log_change = float(logs[1].mean() - logs[0].mean())
-    if min(len(side) for side in logs) < 2:
+    counts = [len(side) for side in logs]
+    if min(counts) < 2:
         return Shift(log_change, float("nan"), 0, float("nan"))
-    degrees = sum(len(side) - 1 for side in logs)
-    spread = math.sqrt(sum(float(((side - side.mean()) ** 2).sum()) for side in logs) / degrees)
-    return Shift(log_change, spread * _factor(*(len(side) for side in logs)), degrees, spread)
+    squares = [float(((side - side.mean()) ** 2).sum()) for side in logs]
+    degrees: float = sum(counts) - 2
+    error = math.sqrt(sum(squares) / degrees) * _factor(*counts)
+    if not alike and min(squares) > 0:
+        parts = [square / (count - 1) / count for square, count in zip(squares, counts, strict=True)]
+        error = math.sqrt(sum(parts))
+        degrees = sum(parts) ** 2 / sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+    return Shift(log_change, error, degrees, error / _factor(*counts))
+
+
+def spread_alike(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> bool:
+    """Whether base and candidate may scatter alike, by an F test over all configurations (two-sided)."""
+    squares, degrees = [0.0, 0.0], [0, 0]
+    for pair in pairs:
+        for side, values in enumerate(pair):
+            logs = np.log(np.asarray(values, dtype=float))
+            squares[side] += float(((logs - logs.mean()) ** 2).sum())
+            degrees[side] += len(logs) - 1
+    if min(degrees) < 1 or min(squares) <= 0:
+        return True
+    ratio = squares[0] / degrees[0] / (squares[1] / degrees[1])
+    return 2 * min(special.fdtrc(*degrees, ratio), special.fdtr(*degrees, ratio)) >= UNLIKE
 
 
 def pooled(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Shift:
@@ -148,9 +179,13 @@ def moderated(shifts: Sequence[Shift]) -> list[Shift]:
 
 
 def _prior(variances: np.ndarray, degrees: np.ndarray) -> tuple[float, float]:
-    """Degrees of freedom and value of the common variance, from the moments of the logarithms."""
+    """Degrees of freedom and value of the common variance, from the moments of the logarithms.
+
+    How much the variances differ is taken at the upper end of what is likely: few of them may look alike by chance.
+    """
     logs = np.log(variances) - special.digamma(degrees / 2) + np.log(degrees / 2)
-    excess = float(logs.var(ddof=1) - special.polygamma(1, degrees / 2).mean())
+    surely = float(special.chdtri(len(logs) - 1, CAUTION)) / (len(logs) - 1)
+    excess = float(logs.var(ddof=1)) / surely - float(special.polygamma(1, degrees / 2).mean())
     if excess <= 0:
         return float("inf"), float(np.average(variances, weights=degrees))
     half = float(optimize.brentq(lambda x: float(special.polygamma(1, math.exp(x))) - excess, -20, 40))

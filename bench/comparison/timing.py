@@ -42,8 +42,9 @@ class Judged:
     verdict: str
 
 
-TOGETHER = 0.1
-"""Share of the false alarms that all configurations together may take; a common shift is easily found."""
+TOGETHER, APART = 0.1, 0.6
+"""Shares of the false alarms that all configurations together may take (a common shift is easily found), and that each
+of them may. The rest is kept back: spreads that inform each other differ, which costs up to half as many again."""
 
 QUIET = 1.4
 """How much higher the level is for a single configuration whose runs scatter by no more than the threshold.
@@ -58,7 +59,7 @@ def test_of(configurations: int, settings: Settings) -> Test:
     """What the clearest of so many configurations is held to."""
     if configurations == 1:
         return Test(settings.threshold, settings.false_alarms, min(QUIET * settings.false_alarms, 0.5))
-    level = (1 - TOGETHER) * settings.false_alarms / configurations
+    level = APART * settings.false_alarms / configurations
     return Test(settings.threshold, level, level)
 
 
@@ -70,7 +71,8 @@ def judge(times: Sequence[Times], settings: Settings) -> tuple[list[Judged], Jud
     """
     if not times:
         return [], None
-    shifts = [statistics.shift(each.base, each.candidate) for each in times]
+    alike = statistics.spread_alike([(each.base, each.candidate) for each in times if not each.exact])
+    shifts = [statistics.shift(each.base, each.candidate, alike=alike) for each in times]
     tested = [number for number, each in enumerate(times) if shifts[number].known and not each.exact]
     for number, shift in zip(tested, statistics.moderated([shifts[number] for number in tested]), strict=True):
         shifts[number] = shift
@@ -78,11 +80,10 @@ def judge(times: Sequence[Times], settings: Settings) -> tuple[list[Judged], Jud
         direction: dict(zip(tested, statistics.holm([shifts[i].p_value(direction) for i in tested]), strict=True))
         for direction in (1, -1)
     }
-    share = 1.0 if len(times) == 1 else 1 - TOGETHER
     alone = []
     for number, (each, shift) in enumerate(zip(times, shifts, strict=True)):
         p = corrected[1 if shift.log_change >= 0 else -1].get(number, 1.0)
-        level = test_of(1, settings).level_at(shift.spread) if len(times) == 1 else share * settings.false_alarms
+        level = test_of(1, settings).level_at(shift.spread) if len(times) == 1 else APART * settings.false_alarms
         verdict = _exact(shift, settings) if each.exact else _verdict(shift, p, level, settings)
         alone.append(Judged(shift, p, level, verdict))
     if len(times) == 1:
@@ -115,11 +116,13 @@ def _direction(shift: Shift) -> str:
 
 def time_changes(times: Sequence[Times], settings: Settings) -> tuple[list[Change], Change | None]:
     """What `judge` says, with all numbers."""
+    if not times:
+        return [], None
     alone, together = judge(times, settings)
     test = test_of(len(times), settings)
     changes = [_change(each, judged, test, settings) for each, judged in zip(times, alone, strict=True)]
     if together is None or len(times) == 1:
-        return changes, changes[0] if changes else None
+        return changes, changes[0]
     usable = [each for each, judged in zip(times, alone, strict=True) if judged.shift.known] or times
     longest = [max((getattr(each, side) for each in usable), key=len) for side in ("base", "candidate")]
     test = Test(settings.threshold, together.level, together.level)

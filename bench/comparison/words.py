@@ -85,5 +85,9 @@ def _plain(value: Any) -> str:
 
 def percent(fraction: float, *, signed: bool = True) -> str:
     """``+3.1 %``; one decimal more below 1 %, where that is what matters."""
-    digits = 1 if abs(fraction) >= 0.00995 or fraction == 0 else 2
-    return f"{100 * fraction:{'+' if signed else ''}.{digits}f} %".replace("-", "−")
+    if fraction == 0:
+        return "0 %"
+    digits = 1 if abs(fraction) >= 0.00995 else 2
+    if not signed:
+        return f"{100 * fraction:.{digits}f}".removesuffix("0").removesuffix(".") + " %"
+    return f"{100 * fraction:+.{digits}f} %".replace("-", "−")

@@ -95,7 +95,7 @@ def detectable_drawing(
         found = dict(zip(spreads, table.loc[5].to_numpy(float), strict=True))
         told = [f"{percent(s, signed=False)} spread and 5 runs: {percent(f, signed=False)}" for s, f in found.items()]
     alt = f"Curves of detectable slowdown against the number of runs, one per spread. {labels.listing(told)}."
-    caption = f"{title}: {subtitle[0].lower()}{subtitle[1:]}. Spread is the standard deviation of a run's median step from run to run."
+    caption = f"{title}: {subtitle[0].lower()}{subtitle[1:]}. Spread: standard deviation of a run's median step time."
     return Drawing(
         slug("detectable", counted(configurations, "configuration")), title, figure, caption, alt, wide=False
     )

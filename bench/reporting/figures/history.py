@@ -79,7 +79,7 @@ def history_drawing(series: Series) -> Drawing:
     failed = sum(point.status != "ok" for point in series.points)
     alt = f"{quantity.title} of {series.name} over {len(series.points)} commits or dates: {'; '.join(told)}."
     alt += f" {counted(failed, 'point')} out of memory or failed, marked on the axis." if failed else ""
-    caption = f"{title}, over commits in order of time; {series.evidence}. {'; '.join(told)[:1].upper()}{'; '.join(told)[1:]}."
+    caption = f"{title}, over commits in order of time; {series.evidence}. Changes: {'; '.join(told)}."
     name = slug("history", quantity.title, series.evidence, series.name)
     return Drawing(
         name, title, figure, caption, alt, notes=[_change_sentence(change) for change in series.change_points]

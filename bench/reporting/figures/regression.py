@@ -1,7 +1,7 @@
 """Changes between two sets of rows with their confidence intervals: a lane per configuration, and one for all.
 
-Drawn from what `bench.comparison` found, like the figures of `detectable` and `history`, which can be had from here, too;
-none of them is part of a store's report.
+Drawn from what `bench.comparison` found, like the figures of `detectable` and `history`, which can be had from here as
+well; none of them is part of a store's report.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _changes(
         for row in shown.to_dict("records")
     ]
     alt = f"Changes of {quantity.title} with confidence intervals. {labels.listing(told, 8)}."
-    interval = f"{settings.confidence:.0%} confidence intervals, not corrected for the number of comparisons; the verdicts are."
+    interval = f"{percent(settings.confidence, signed=False)} confidence intervals, each by itself; verdicts allow for their number."
     caption = f"{title}. {interval if quantity in (TIME, TFLOPS) else 'Memory repeats, so it has no interval.'}"
     return Drawing(slug("change", quantity.title, str(page) if pages > 1 else ""), title, figure, caption, alt)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.comparison.result import Comparison, Overall, Row
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, TIME, VERDICTS
+from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, TIME, VERDICTS, percent
 from bench.reporting.labels import counted
 from bench.reporting.regressions import cells
 
@@ -44,7 +44,9 @@ def _table(comparison: Comparison) -> list[str]:
     headings = ["", "configuration", "evidence", "runs", "status"]
     for quantity in shown:
         headings += [cells.COLUMNS[quantity]]
-        headings += [f"{comparison.settings.confidence:.0%} interval"] if quantity == TIME.column else []
+        headings += (
+            [f"{percent(comparison.settings.confidence, signed=False)} interval"] if quantity == TIME.column else []
+        )
     headings.append("verdict")
     lines = [_line(headings), _line(["---"] * 5 + ["--:"] * (len(headings) - 6) + ["---"])]
     order = {verdict: position for position, verdict in enumerate(VERDICTS)}

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bench.comparison.history import ChangePoint, Series
 from bench.comparison.result import Comparison, Overall, Row
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, TIME, VERDICTS
+from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, TIME, VERDICTS, percent
 from bench.reporting.labels import MISSING, counted
 from bench.reporting.regressions import cells
 
@@ -55,7 +55,9 @@ def _table(comparison: Comparison) -> Table:
     for quantity in shown:
         table.add_column(cells.COLUMNS[quantity], justify="right", no_wrap=True)
         if quantity == TIME.column:
-            table.add_column(f"{comparison.settings.confidence:.0%} interval", justify="right", no_wrap=True)
+            table.add_column(
+                f"{percent(comparison.settings.confidence, signed=False)} interval", justify="right", no_wrap=True
+            )
     table.add_column("verdict", no_wrap=True)
     order = {verdict: position for position, verdict in enumerate(VERDICTS)}
     for row in sorted(comparison.rows, key=lambda row: order[row.verdict]):
@@ -119,7 +121,7 @@ def _change_cells(series: Series, change: ChangePoint) -> list[str]:
     status = change.change is None
     quantity = series.quantity.column
     levels = [str(level) if status else cells.value(quantity, level) for level in (change.before, change.after)]
-    told = MISSING if change.change is None else cells.percent(change.change)
+    told = MISSING if change.change is None else percent(change.change)
     title = "status" if status else series.quantity.title
     return [series.name, title, change.commit, change.date, change.previous, *levels, told, change.verdict]
 
