@@ -31,7 +31,7 @@ from bench.comparison.words import (
 from bench.records import Record
 
 OTHER_MACHINE = "different machines"
-OTHER_MEMORY = "different machines: what a run takes, and has, depends on the device"
+OTHER_MEMORY = "memory and status depend on the device"
 
 
 @dataclass(frozen=True)

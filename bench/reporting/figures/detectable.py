@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from bench.reporting import labels, style
 from bench.reporting.drawing import Drawing, header, header_height_in, new_figure
 from bench.reporting.labels import counted, slug
 
-SPREADS = (0.002, 0.005, 0.01, 0.02, 0.05)
+SPREADS = (0.005, 0.01, 0.02, 0.05)
 REPEATS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
+LABEL_RATIO = 1.16
+"""Of the heights of two labels that do not overlap."""
+
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1)))
 CURVE_COLOURS = ("#0072b2", "#009e73", "#000000", "#d55e00", "#cc79a7")
 
@@ -53,6 +57,7 @@ def detectable_drawing(
     figure = new_figure(style.WIDTH_IN, 3.1 + header_height_in(title, subtitle, style.WIDTH_IN))
     header(figure, title, subtitle)
     axes = figure.add_subplot()
+    heights = _apart([100 * float(table[spread].iloc[-1]) for spread in spreads])
     for number, spread in enumerate(spreads):
         values = 100 * table[spread].to_numpy(float)
         look = {
@@ -62,7 +67,7 @@ def detectable_drawing(
         }
         axes.plot(table.index, values, linewidth=1.5, markersize=4.5, **look)
         axes.annotate(
-            f"spread {percent(spread, signed=False)}", (table.index[-1], values[-1]), xytext=(7, 0),
+            f"spread {percent(spread, signed=False)}", (table.index[-1], heights[number]), xytext=(7, 0),
             textcoords="offset points", va="center", fontsize=8, color=look["color"], annotation_clip=False,
         )  # fmt: skip
     axes.axhline(100 * settings.threshold, color=style.LIMIT_COLOUR, linewidth=1.0, linestyle="-", zorder=1)
@@ -99,3 +104,11 @@ def detectable_drawing(
     return Drawing(
         slug("detectable", counted(configurations, "configuration")), title, figure, caption, alt, wide=False
     )
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Heights of labels on a logarithmic axis, near their values and readable one above the other."""
+    heights = list(values)
+    for lower, upper in pairwise(sorted(range(len(values)), key=lambda number: values[number])):
+        heights[upper] = max(heights[upper], LABEL_RATIO * heights[lower])
+    return heights

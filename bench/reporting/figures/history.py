@@ -19,7 +19,8 @@ from bench.reporting.figures.verdicts import LOOKS
 from bench.reporting.labels import counted, slug
 
 MOST_TICKS = 9
-POINT_IN = 0.42
+MOST_WORDS = 5
+"""Lines of words on changes, one below the other."""
 
 
 def history_drawings(found: Sequence[Series], quantities: Sequence[Quantity] = QUANTITIES) -> list[Drawing]:
@@ -55,7 +56,7 @@ def history_drawing(series: Series) -> Drawing:
     values = [v / size for p in series.points for v in (p.low, p.high, p.degraded_value) if v is not None]
     low, high = min(values), max(values)
     room = max(high - low, 0.04 * high)
-    axes.set_ylim(low - 0.35 * room, high + 0.45 * room)
+    axes.set_ylim(low - 0.35 * room, high + (0.3 + 0.12 * min(len(series.change_points), MOST_WORDS)) * room)
     _change_words(axes, series)
     bottom = axes.get_ylim()[0]
     for index, point in enumerate(series.points):
@@ -134,7 +135,7 @@ def _change_words(axes: Axes, series: Series) -> None:
         axes.axvline(change.index - 0.5, color=look["color"], linewidth=1.2, linestyle="--", zorder=1)
         left = change.index > len(series.points) / 2
         axes.annotate(
-            _short(change), (change.index - 0.5, 0.99 - 0.085 * (number % 3)), xycoords=("data", "axes fraction"),
+            _short(change), (change.index - 0.5, 0.99 - 0.075 * (number % MOST_WORDS)), xycoords=("data", "axes fraction"),
             xytext=(-4 if left else 4, 0), textcoords="offset points", ha="right" if left else "left", va="top",
             fontsize=7.5, fontweight="bold", color=look["color"],
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.85},
@@ -157,8 +158,11 @@ def _commit_axis(axes: Axes, series: Series) -> None:
     """Commits with their dates; with many points only some are named, those at which something changed always."""
     count = len(series.points)
     every = max(1, math.ceil(count / MOST_TICKS))
-    changed = sorted({change.index for change in series.change_points})
-    shown = changed + [i for i in range(0, count, every) if all(abs(i - other) >= every for other in changed)]
+    wanted = [*sorted({change.index for change in series.change_points}), *range(0, count, every)]
+    shown: list[int] = []
+    for index in wanted:
+        if all(abs(index - other) >= max(1.0, count / 14) for other in shown):
+            shown.append(index)
     points = [series.points[index] for index in sorted(shown)]
     axes.set_xticks(
         sorted(shown), [f"{point.commit}\n{point.date}" for point in points], rotation=45, ha="right", fontsize=7

@@ -108,6 +108,9 @@ def _changes(
         quantity, settings.threshold
     )
     key = _verdict_key(shown["verdict"])
+    if shown["change"].isna().any():
+        cross = Line2D([], [], color=style.OOM_COLOUR, marker="X", linestyle="", markeredgecolor="white", markersize=8)
+        key.append((cross, "no value on one side: status"))
     key.append((Patch(facecolor=BAND_COLOUR), f"below {percent(threshold, signed=False)}: does not count"))
     figure, axes = lanes.axes_for(groups, title, subtitle, key, width_in=style.WIDTH_IN)
     axes.axvspan(-100 * threshold, 100 * threshold, color=BAND_COLOUR, zorder=0)
@@ -125,7 +128,8 @@ def _changes(
         for row in shown.to_dict("records")
     ]
     alt = f"Changes of {quantity.title} with confidence intervals. {labels.listing(told, 8)}."
-    interval = f"{percent(settings.confidence, signed=False)} confidence intervals, each by itself; verdicts allow for their number."
+    level = percent(settings.confidence, signed=False)
+    interval = f"{level} confidence intervals, each by itself; verdicts allow for their number."
     caption = f"{title}. {interval if quantity in (TIME, TFLOPS) else 'Memory repeats, so it has no interval.'}"
     return Drawing(slug("change", quantity.title, str(page) if pages > 1 else ""), title, figure, caption, alt)
 

@@ -10,7 +10,18 @@ from rich.text import Text
 
 from bench.comparison.history import ChangePoint, Series
 from bench.comparison.result import Comparison, Overall, Row
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, TIME, VERDICTS, percent
+from bench.comparison.words import (
+    ALLOCATED,
+    CANNOT_TELL,
+    IMPROVEMENT,
+    NO_CHANGE,
+    REGRESSION,
+    RESERVED,
+    TFLOPS,
+    TIME,
+    VERDICTS,
+    percent,
+)
 from bench.reporting.labels import MISSING, counted
 from bench.reporting.regressions import cells
 
@@ -97,7 +108,7 @@ def _reasons(comparison: Comparison) -> list[RenderableType]:
 
 def history_tables(found: Sequence[Series]) -> RenderableType:
     """Every change point, and how long the histories are."""
-    changed = [(series, change) for series in found for change in series.change_points]
+    changed = _changed(found)
     configurations = {(series.evidence, series.name, series.device) for series in found}
     points = [len(series.points) for series in found]
     parts: list[RenderableType] = []
@@ -115,6 +126,21 @@ def history_tables(found: Sequence[Series]) -> RenderableType:
     told = counted(len(changed), "change") + " of level" if changed else "no change of level"
     parts.append(Text(f"{counted(len(configurations), 'configuration')}, {length} each: {told}.", style="bold"))
     return Group(*parts)
+
+
+def _changed(found: Sequence[Series]) -> list[tuple[Series, ChangePoint]]:
+    """Changes, each told once: TFLOPS say what the time says, reserved memory on a CPU what allocated memory says."""
+    once: dict[tuple[object, ...], tuple[Series, ChangePoint]] = {}
+    for series in found:
+        for change in series.change_points:
+            subject = (
+                "status"
+                if change.change is None
+                else {TFLOPS: TIME, RESERVED: ALLOCATED}.get(series.quantity, series.quantity)
+            )
+            where = (series.evidence, series.device, series.name, subject, change.index)
+            once.setdefault(where, (series, change))
+    return list(once.values())
 
 
 def _change_cells(series: Series, change: ChangePoint) -> list[str]:
