@@ -50,9 +50,11 @@ def five(seed=0, slower=0.0, **columns):
 
 def test_runs_match_whatever_their_version_commit_repetition_seed_and_sweep():
     base = five(1)
-    candidate = [{**row, "sweep": "other", "seed": 7, "repeat": row["repeat"] + 9} for row in five(2, **NEW)]
+    how = {"seed": 7, "repeat": 9, "measurement": {"warmup_steps": 5, "steps": 40}, "gpus_per_node": 4}
+    candidate = [{**row, "sweep": "other", "config": {**row["config"], **how}} for row in five(2, **NEW)]
     row = only(compare(base, candidate))
     assert row[TIME.column].base_runs == row[TIME.column].candidate_runs == 5
+    assert row.notes == ("timed steps per run: 0, now 40",)
     assert [str(each) for each in row.software] == ["commit: 0123456789 → ffffffffff", "torch: 2.13.0+cpu → 2.14.0"]
 
 
