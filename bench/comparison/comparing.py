@@ -175,6 +175,9 @@ def _kept_apart(sides: Sequence[Sequence[Record]]) -> list[str]:
     if steps[0] != steps[1] and all(None not in side for side in steps):
         told = [" and ".join(sorted(str(count) for count in side)) for side in steps]
         notes.append(f"timed steps per run: {told[0]}, now {told[1]}")
+    beside = [max((row.get("concurrent_runs") or 0 for row in side), default=0) for side in sides]
+    if beside[0] != beside[1]:
+        notes.append(f"other runs of the store at the same time: up to {beside[0]}, now {beside[1]}")
     flops = [{(row.get("flops") or {}).get("model") for row in side} - {None} for side in sides]
     if all(flops) and flops[0] != flops[1]:
         notes.append("a step's FLOPs are counted otherwise than before: TFLOPS do not follow the time")
