@@ -127,6 +127,14 @@ def test_a_slowdown_is_a_regression_with_its_interval_and_a_speedup_an_improveme
     assert back.exit_code == 0
 
 
+def test_a_change_between_runs_that_were_not_made_in_turn_may_be_the_machine():
+    after = compare(five(1), five(2, slower=0.05, day="2026-05-05"))
+    assert after.exit_code == 1
+    assert "one side was run after the other had ended" in after.notes[0]
+    assert compare(five(1), five(2, slower=0.05)).notes == ()
+    assert compare(five(1), five(2, day="2026-05-05")).notes == ()
+
+
 def test_noise_hides_a_slowdown_and_the_reason_says_what_could_be_found():
     base, candidate = (runs(scattered(random(seed), 3, 0.1, slower)) for seed, slower in ((1, 0), (2, 0.05)))
     row = only(compare(base, candidate))

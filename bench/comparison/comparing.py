@@ -30,6 +30,7 @@ from bench.comparison.words import (
 )
 from bench.records import Record
 
+SIDES = ("base", "candidate")
 OTHER_MACHINE = "different machines"
 OTHER_MEMORY = "memory and status depend on the device"
 
@@ -88,7 +89,7 @@ def compare(base: Sequence[Record], candidate: Sequence[Record], settings: Setti
         _unmatched(titles, every, "base"),
         told[0],
         told[1],
-        _notes(base, candidate),
+        (*_notes(base, candidate), *_drift([each.pair for _, each in judged], rows, overall)),
         comparable,
         {verdict: counts[verdict] for verdict in VERDICTS},
     )
@@ -264,6 +265,21 @@ def _unmatched(titles: Sequence[str], every: Sequence[Pair], missing: str) -> tu
 def _notes(base: Sequence[Record], candidate: Sequence[Record]) -> tuple[str, ...]:
     published = sum(row["evidence"] == PUBLISHED for row in (*base, *candidate))
     return (f"{published} published rows left out: nobody runs them again",) if published else ()
+
+
+def _drift(matched: Sequence[Pair], rows: Sequence[Row], overall: Sequence[Overall]) -> tuple[str, ...]:
+    """A word of caution where a time changed and the two sides were not run in turn: a machine may change as well."""
+    changes = [change for each in (*rows, *overall) if (change := each.get(TIME.column))]
+    runs = [pair for pair in matched if pair.evidence != "predicted"]
+    if not runs or not any(change.verdict in (REGRESSION, IMPROVEMENT) for change in changes):
+        return ()
+    times = [sorted(str(row.get("started_at")) for pair in runs for row in getattr(pair, side)) for side in SIDES]
+    if times[0][-1] >= times[1][0] and times[1][-1] >= times[0][0]:
+        return ()
+    return (
+        "one side was run after the other had ended: if the machine changed its speed in between, it looks the same. "
+        "Runs of base and candidate in turn would tell",
+    )
 
 
 def _sentence(
