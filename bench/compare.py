@@ -11,6 +11,7 @@ from rich.console import Console
 
 from bench.comparison import Settings, compare
 from bench.errors import UsageError
+from bench.planning.request import read_tracker
 from bench.reporting.labels import counted
 from bench.reporting.regressions.data import comparison_json
 from bench.reporting.regressions.files import rows_of, write_all
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = {name: getattr(options, name) / 100 for name in PERCENT if getattr(options, name) is not None}
         settings = _settings(given, across_machines=options.across_machines)
+        tracker = read_tracker(options.alert) if options.alert is not None else None
         base, candidate = rows_of(options.base), rows_of(options.candidate)
         found = compare(base.records, candidate.records, settings)
         names = str(options.base), str(options.candidate)
@@ -69,6 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if contents.unreadable:
             print(f"{counted(len(contents.unreadable), 'file')} of {name} left out: {contents.unreadable[0]}")
     console.print(comparison_tables(found, everything=options.all), highlight=False, soft_wrap=not found.rows)
+    if tracker is not None and found.comparable:
+        from bench.dashboards.alerts import tell
+
+        tell(found, *names, [*base.records, *candidate.records], tracker, lambda line: print(line, file=sys.stderr))
     return found.exit_code
 
 
@@ -111,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="list everything that only one side has")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a comment for a pull request")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, for scripts")
+    parser.add_argument(
+        "--alert", nargs="*", metavar="tracker.KEY=VALUE", help="tell Weights & Biases, which alerts of a regression"
+    )
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write a test report, for a CI system")
     return parser
 

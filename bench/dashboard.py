@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench import records
+from bench.comparison import compare
 from bench.errors import UsageError, bad_value, require_choice
 from bench.planning.request import read_tracker
 from bench.records.schema import EVIDENCE
@@ -155,14 +155,14 @@ def _alert(stores: Sequence[str], settings: Sequence[str]) -> int:
         raise UsageError("alert needs two stores: choose python -m bench.dashboard alert BASE CANDIDATE.")
     tracker = _tracker(settings)
     base, candidate = (_records(name) for name in stores)
-    comparison: Any = importlib.import_module("bench.comparison").compare(base, candidate)
+    comparison = compare(base, candidate)
     print(comparison.sentence)
     if comparison.exit_code == 2:
         return 2
     from bench.dashboards.alerts import tell
 
     tell(comparison, stores[0], stores[1], [*base, *candidate], tracker, lambda line: print(line, file=sys.stderr))
-    return int(comparison.exit_code)
+    return comparison.exit_code
 
 
 def _records(name: str) -> list[records.Record]:

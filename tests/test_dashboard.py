@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
+from bench import compare as compare_command
 from bench import dashboard
 from bench.dashboards.alerts import comparison_run, tell
 from bench.tracking.tracked import OOM_TABLE, tracked_run
 from bench.tracking.wandb import WandbTracker
 from tests.conftest import ROOT, run_command
 from tests.fake_wandb import fake_wandb
-from tests.records_fixture import record
+from tests.records_fixture import record, write_store
+from tests.repeated_runs import runs, scattered
 from tests.wandb_files import offline_runs
 from tests.wandb_login import logged_in, nobody_logged_in
 
@@ -204,17 +207,21 @@ def tracker() -> WandbTracker:
 
 
 @pytest.mark.slow
-def test_a_regression_is_told_once_to_whoever_wants_to_be_told(monkeypatch, tmp_path):
-    said: list[str] = []
+def test_a_regression_is_told_once_to_whoever_wants_to_be_told(monkeypatch, tmp_path, capsys):
+    """By either command: the comparison is the same."""
+    random = np.random.default_rng(1)
+    base, candidate = str(tmp_path / "base"), str(tmp_path / "candidate")
+    write_store(base, runs(scattered(random, 5, 0.005)))
+    write_store(candidate, runs(scattered(random, 5, 0.005, slower=0.05), day="2026-06-01"))
     with fake_wandb() as server:
         logged_in(monkeypatch, server)
-        for _ in range(2):
-            tell(Compared(), "stores/base", str(tmp_path / "candidate"), [record()], tracker(), said.append)
-        assert all("wandb: 1 run at" in line for line in said), said
+        assert compare_command.main([base, candidate, "--alert"]) == 1
+        assert dashboard.main(["alert", base, candidate]) == 1
+        assert capsys.readouterr().err.count("wandb: 1 run at") == 2
         (alert,) = server.alerts
         assert alert["title"] == "Regression: candidate against base"
-        assert "3.1 %" in alert["text"]
-        assert "t5_tiny ddp fp32 2 ranks" in alert["text"]
+        assert "Regression. Of 1 configuration: 1 regression. Step time +5" in alert["text"]
+        assert "t5_tiny" in alert["text"]
         assert alert["severity"] == "ERROR"
         (arrived,) = server.runs.values()
         assert arrived.summary["verdict"] == "regression"

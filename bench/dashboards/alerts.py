@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
+from bench.comparison import REGRESSION, Comparison
 from bench.records import Record
 from bench.tracking import Courier, Tracker
 from bench.tracking.tracked import TrackedRun, identifier
@@ -16,27 +16,8 @@ LONGEST_TITLE = 63
 """Characters; wandb takes no longer one."""
 
 
-class Verdict(Protocol):
-    """What of a `bench.comparison.Comparison` an alert needs."""
-
-    @property
-    def verdict(self) -> str:
-        """regression, improvement, no change or cannot tell."""
-
-    @property
-    def sentence(self) -> str:
-        """The verdict in one sentence."""
-
-    @property
-    def exit_code(self) -> int:
-        """0 no regression, 1 regression, 2 nothing comparable."""
-
-    def of(self, verdict: str) -> Sequence[Any]:
-        """The configurations with a verdict."""
-
-
 def tell(
-    comparison: Verdict,
+    comparison: Comparison,
     base: str,
     candidate: str,
     compared: Sequence[Record],
@@ -61,7 +42,7 @@ def tell(
         say(courier.summary())
 
 
-def comparison_run(comparison: Verdict, base: str, candidate: str, run_ids: Sequence[str]) -> TrackedRun:
+def comparison_run(comparison: Comparison, base: str, candidate: str, run_ids: Sequence[str]) -> TrackedRun:
     """A comparison as a run: its verdict, and a message if it found a regression.
 
     Parameters
@@ -71,7 +52,7 @@ def comparison_run(comparison: Verdict, base: str, candidate: str, run_ids: Sequ
     run_ids: sequence of str
         Ids of all attempts that were compared: equal ones are the same comparison, and nobody is told twice.
     """
-    worse = [str(row.name) for row in comparison.of("regression")]
+    worse = [str(row.name) for row in comparison.of(REGRESSION)]
     more = [f"and {len(worse) - MOST_NAMED} more"] if len(worse) > MOST_NAMED else []
     text = "\n".join([comparison.sentence, f"{base} against {candidate}", *worse[:MOST_NAMED], *more])
     title = f"Regression: {Path(candidate).name} against {Path(base).name}"
