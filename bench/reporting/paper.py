@@ -102,6 +102,8 @@ class Comparison:
     """Two series, the first against the second, where that is what the figure is about."""
     needs: Callable[[pd.DataFrame], bool] = field(default=lambda rows: rows["world_size"].nunique() > 1)
     """Whether rows are enough for the figure to say what it says."""
+    comparable: bool = True
+    """Whether the paper states enough of the runs that single values can be compared, and not just shapes or ratios."""
 
 
 def _batch(row: pd.Series) -> str:
@@ -152,6 +154,7 @@ COMPARISONS = (
         column=lambda row: "" if row["evidence"] == "published" else str(row["precision"]),
         order=tuple(SHARDING.values()),
         needs=lambda rows: rows["model"].nunique() > 1,
+        comparable=False,
     ),
     Comparison(
         "Figure 6(b)",
@@ -182,6 +185,7 @@ COMPARISONS = (
         order=("rate limiter on", "rate limiter off"),
         ratio=("rate limiter off", "rate limiter on"),
         needs=lambda rows: rows["limit_all_gathers"].nunique() > 1,
+        comparable=False,
     ),
     Comparison(
         "Figure 7(b)",
