@@ -93,6 +93,16 @@ def test_steps_show_the_knob_that_is_varied():
     assert set(table["Evidence"]) == {"predicted"}
 
 
+def test_parts_of_the_step_add_up(shipped):
+    table = facts.time_parts(shipped.records(model="t5_2b", evidence="predicted", strategy="fsdp", precision="bf16"))
+    assert {"1", "8", "64"} <= set(table["F"])
+    for row in table.to_dict("records"):
+        parts = [float(row[name]) for name in ("Compute", "Optimizer", "Communication not hidden")]
+        assert sum(parts) == pytest.approx(float(row["Step"]), rel=0.01)
+        assert float(row["Communication"]) >= float(row["Communication not hidden"])
+    assert facts.time_parts([record()]).empty
+
+
 def test_what_was_printed_is_shown_with_how_it_was_obtained():
     table = facts.published("Figure 7(c)")
     digitised = table[table["How"] == "digitised"]

@@ -69,7 +69,7 @@ def test_intervals_and_ranges_are_those_of_the_rows():
     selected = sharding_factor.select(prepare(rows)).set_index(["evidence", "sharding_factor"])
     assert tuple(selected.loc[("measured", 2), ["memory", "memory_low", "memory_high"]] / GIB) == (45, 40, 50)
     told = selected.loc[("predicted", 4)]
-    assert (told["memory_low"] / GIB, told["memory_high"] / GIB) == (22, 27)
+    assert (told["memory_low"] / GIB, told["memory_high"] / GIB) == (22.5, 27.5)
     assert told["tflops_low"] == pytest.approx(told["tflops"] / 1.1)
     assert told["exposed"] == pytest.approx(0.08)
 
@@ -124,5 +124,5 @@ def test_hovering_tells_the_numbers():
     (trace,) = figure.data
     assert trace.line.dash == "dot"
     assert trace.marker.symbol == "circle-open"
-    assert "F = 4, predicted</b><br>25.0 GiB (22.0 GiB to 27.0 GiB)" in trace.hovertext[2]
+    assert "F = 4, predicted</b><br>25.0 GiB (22.5 GiB to 27.5 GiB)" in trace.hovertext[2]
     assert "8.0 % communication not hidden" in trace.hovertext[2]

@@ -6,9 +6,9 @@ enough take part (`Comparison.comparable`).
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from bench.records.matching import identity
@@ -22,6 +22,13 @@ COLUMNS = [
     "quantity", "source", "label", "against", "evidence", "reference", "reference_low", "reference_high", "value",
     "low", "high", "degraded", "world_size",
 ]  # fmt: skip
+
+NEEDED = [
+    "time_question", "evidence", "place", "variant", "precision", "heading", "world_size", "degraded",
+    "peak_allocated_bytes", "peak_allocated_low_bytes", "peak_allocated_high_bytes", "hardware_tflops_per_gpu",
+    "step_time_median_s", "step_time_ci_low_s", "step_time_ci_high_s",
+]  # fmt: skip
+"""Columns of rows that pairs are made from."""
 
 
 def pairs(table: pd.DataFrame) -> pd.DataFrame:
@@ -82,31 +89,31 @@ def _of_figure(comparison: Comparison, points: pd.DataFrame) -> list[dict[str, A
 def _measured(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows that ran on all ranks, beside predictions and rehearsals of the same configuration on the same hardware."""
     rows = table[(table["status"] == "ok") & table["time_question"].notna()]
+    same: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows[NEEDED].astype(object).where(rows[NEEDED].notna(), None).to_dict("records"):
+        kinds = same.setdefault(identity(row["time_question"]), {})
+        kinds.setdefault(row["evidence"], []).append({str(name): value for name, value in row.items()})
     found: list[dict[str, Any]] = []
-    if rows.empty:
-        return found
-    for _, group in rows.groupby([identity(question) for question in rows["time_question"]], sort=False):
-        kinds = {str(kind): part for kind, part in group.groupby("evidence", sort=False)}
-        measured = kinds.pop("measured", None)
-        if measured is not None:
-            for kind, part in kinds.items():
-                found += _of_runs(kind, part, measured)
+    for kinds in same.values():
+        measured = kinds.pop("measured", [])
+        for kind, part in kinds.items():
+            found += _of_runs(kind, part, measured)
     return found
 
 
-def _of_runs(kind: str, part: pd.DataFrame, measured: pd.DataFrame) -> list[dict[str, Any]]:
-    """Peak memory, and speed where nothing speaks against it: a rehearsal's leaves communication out."""
-    first = measured.iloc[0]
+def _of_runs(kind: str, part: list[dict[str, Any]], measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Peak memory, and the speed of a prediction: a rehearsal's leaves communication out."""
     columns = {MEMORY: ("peak_allocated_bytes", GB)}
-    if kind == "predicted" or first["world_size"] == 1:
+    if kind == "predicted":
         columns[SPEED] = ("hardware_tflops_per_gpu", 1)
     found = []
     for quantity, (column, scale) in columns.items():
-        reference = measured[column].dropna().astype(float) / scale
-        values = part[column].dropna().astype(float) / scale
-        if reference.empty or values.empty:
+        reference = [row[column] / scale for row in measured if row[column] is not None]
+        values = [row[column] / scale for row in part if row[column] is not None]
+        if not reference or not values:
             continue
-        low, high = _interval(part, quantity, float(values.median()))
+        first, value = measured[0], median(values)
+        low, high = _interval(part[0], quantity, value)
         found.append(
             {
                 "quantity": quantity,
@@ -114,27 +121,26 @@ def _of_runs(kind: str, part: pd.DataFrame, measured: pd.DataFrame) -> list[dict
                 "label": f"{first['variant']}, {first['precision']}, {first['heading']}",
                 "against": "measured",
                 "evidence": kind,
-                "reference": float(reference.median()),
-                "reference_low": float(reference.min()),
-                "reference_high": float(reference.max()),
-                "value": float(values.median()),
+                "reference": median(reference),
+                "reference_low": min(reference),
+                "reference_high": max(reference),
+                "value": value,
                 "low": low,
                 "high": high,
-                "degraded": quantity == SPEED and bool(measured["degraded"].fillna(False).any()),
-                "world_size": int(first["world_size"]),
+                "degraded": quantity == SPEED and any(row["degraded"] for row in measured),
+                "world_size": first["world_size"],
             }
         )
     return found
 
 
-def _interval(part: pd.DataFrame, quantity: str, value: float) -> tuple[float, float]:
+def _interval(row: dict[str, Any], quantity: str, value: float) -> tuple[float, float]:
     """What a prediction says holds 19 of 20 measurements; else nothing around the value."""
-    row = part.iloc[0]
-    if quantity == MEMORY and pd.notna(row["peak_allocated_low_bytes"]):
-        return float(row["peak_allocated_low_bytes"]) / GB, float(row["peak_allocated_high_bytes"]) / GB
-    if quantity == SPEED and row["evidence"] == "predicted" and pd.notna(row["step_time_ci_high_s"]):
-        step = float(row["step_time_median_s"])
-        return value * step / float(row["step_time_ci_high_s"]), value * step / float(row["step_time_ci_low_s"])
+    if quantity == MEMORY and row["peak_allocated_low_bytes"] is not None:
+        return row["peak_allocated_low_bytes"] / GB, row["peak_allocated_high_bytes"] / GB
+    if quantity == SPEED and row["step_time_ci_high_s"] is not None:
+        step = row["step_time_median_s"]
+        return value * step / row["step_time_ci_high_s"], value * step / row["step_time_ci_low_s"]
     return value, value
 
 
@@ -168,7 +174,8 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
                                        "inside"])  # fmt: skip
 
 
-def geometric_ends(found: pd.DataFrame) -> tuple[float, float]:
-    """Ends of an axis that holds every value and reference, a tenth beyond them."""
-    values = found[["reference", "value"]].to_numpy(float)
-    return 0.9 * float(np.nanmin(values)), 1.1 * float(np.nanmax(values))
+def geometric_ends(values: pd.Series) -> tuple[float, float]:
+    """Ends of a logarithmic axis that holds all values with some room."""
+    low, high = float(values.min()), float(values.max())
+    room = max(high / low, 1.2) ** 0.06
+    return low / room, high * room

@@ -17,6 +17,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
+from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = "parameters"
@@ -67,10 +68,13 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> None:
             "JUPYTER_RUNTIME_DIR": scratch,
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
+        # Sockets that are files nobody else may open, instead of ports.
+        sockets = {"transport": "ipc", "ip": f"{scratch}/kernel", "connection_file": f"{scratch}/kernel.json"}
         client = NotebookClient(
             notebook,
             timeout=TIMEOUT_S,
             kernel_name="python3",
+            config=Config(KernelManager=sockets),
             resources={"metadata": {"path": str(folder)}},
             record_timing=False,
         )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from bench.records import Record
 from bench.records.published import load_published
-from bench.reporting.labels import GIB, MISSING, count, number, variant
+from bench.reporting.labels import FAMILIES, GIB, MISSING, Variant, count, number, variant
 from bench.reporting.paper import COMPARISONS, SHARDING, SIZES, compare
 from bench.reporting.style import evidence_in_order
 
@@ -50,8 +51,9 @@ def _limited(points: pd.DataFrame) -> str:
     if table.shape[1] < 2:
         return ""
     ratios = (table["rate limiter off"] / table["rate limiter on"]).dropna()
+    rows = ratios.rename("ratio").reset_index().to_dict("records")
     return ", ".join(
-        f"{number(ratio)} times ({panel}{', ' + column if column else ''})" for (column, panel), ratio in ratios.items()
+        f"{number(row['ratio'])} times ({row['panel']}{', ' + row['column'] if row['column'] else ''})" for row in rows
     )
 
 
@@ -213,37 +215,47 @@ def flops_counted(table: pd.DataFrame, figures: Sequence[str] = ("Figure 7(b)", 
 
 
 def memory_parts(records: Sequence[Record]) -> pd.DataFrame:
-    """What the predicted peak of memory consists of, in GiB: a row per predicted record, in their order.
+    """What the predicted peak of memory consists of, in GiB: a row per predicted record, from small models to large.
 
     ``Gathered`` are parameters of blocks that a rank holds for the moment, and gradients being reduced; ``Reserved`` is
     what the caching allocator takes for all of it, with what it loses between blocks; ``Device`` is what it can have.
+    Numbers of GPUs, batch and precision are shown where they differ.
     """
-    rows = []
-    for record in records:
-        memory = (record.get("prediction") or {}).get("memory")
-        if memory is None:
-            continue
-        parts = dict(memory["parts_bytes"])
-        shown = [parts.pop(name, 0) for name in ("parameters", "gradients", "optimizer", "activations")]
-        gathered = parts.pop("gathered", 0) + parts.pop("reduced", 0)
-        sizes = [*shown, gathered, sum(parts.values()), memory["allocated_bytes"]["value"],
-                 memory["reserved_bytes"]["value"]]  # fmt: skip
-        names = ("Parameters", "Gradients", "Optimizer", "Activations", "Gathered", "Other", "Allocated", "Reserved")
-        strategy = (record["strategy"], record["effective_strategy"], record["sharding_factor"], record["world_size"])
-        rows.append(
-            {
-                "Model": record["model"],
-                "Size": count(record["parameters"]),
-                "Strategy": variant(*strategy).label,
-                "GPUs": str(record["world_size"]),
-                "Batch": str(record["batch_size_per_gpu"]),
-                "Precision": record["precision"],
-                **{name: number(size / GIB) for name, size in zip(names, sizes, strict=True)},
-                "Device": number(memory["capacity_bytes"] / GIB) if memory["capacity_bytes"] else MISSING,
-                "": record.get("fit") or "",
-            }
-        )
-    return pd.DataFrame(rows)
+    known = [record for record in records if record.get("prediction")]
+    rows = [{**_named(record), **_memory(record["prediction"]["memory"])} for record in sorted(known, key=_order)]
+    frame = pd.DataFrame(rows)
+    return frame.drop(
+        columns=[name for name in ("GPUs", "Batch", "Precision") if name in frame and len(set(frame[name])) == 1]
+    )
+
+
+def _named(record: Record) -> dict[str, str]:
+    return {
+        "Model": f"{record['model']}, {count(record['parameters'])}",
+        "Strategy": _variant(record).label,
+        "GPUs": str(record["world_size"]),
+        "Batch": str(record["batch_size_per_gpu"]),
+        "Precision": record["precision"],
+    }
+
+
+def _variant(record: Record) -> Variant:
+    return variant(*(record[name] for name in ("strategy", "effective_strategy", "sharding_factor", "world_size")))
+
+
+def _order(record: Record) -> tuple[object, ...]:
+    return record["parameters"], _variant(record), record["world_size"], record["batch_size_per_gpu"]
+
+
+def _memory(memory: Mapping[str, Any]) -> dict[str, str]:
+    parts = dict(memory["parts_bytes"])
+    shown = {name.capitalize(): parts.pop(name, 0) for name in ("parameters", "gradients", "optimizer", "activations")}
+    shown["Gathered"] = parts.pop("gathered", 0) + parts.pop("reduced", 0)
+    shown["Other"] = sum(parts.values())
+    shown |= {name.capitalize(): memory[f"{name}_bytes"]["value"] for name in ("allocated", "reserved")}
+    sizes = {name: number(size / GIB) for name, size in shown.items()}
+    capacity = memory["capacity_bytes"]
+    return {**sizes, "Device": number(capacity / GIB) if capacity else MISSING, "": memory["verdict"] or ""}
 
 
 # ---- time and communication
@@ -271,6 +283,37 @@ def steps(table: pd.DataFrame, *knobs: str) -> pd.DataFrame:
         for row in ran.to_dict("records")
     ]  # fmt: skip
     return pd.DataFrame(rows).drop_duplicates()
+
+
+def time_parts(records: Sequence[Record]) -> pd.DataFrame:
+    """What the predicted step consists of, in ms: a row per predicted record that has a time, by sharding factor.
+
+    ``Compute``, ``Optimizer`` and ``Communication not hidden`` add up to the step but for what the CPU is late with;
+    ``Communication`` is all of it, hidden or not.
+    """
+    names = {
+        "compute_s": "Compute",
+        "optimizer_s": "Optimizer",
+        "exposed_communication_s": "Communication not hidden",
+        "communication_s": "Communication",
+    }
+    rows = []
+    for record in sorted(records, key=lambda row: (row["model"], row["strategy"], row["sharding_factor"])):
+        time = (record.get("prediction") or {}).get("time")
+        if time is None or record["status"] != "ok":
+            continue
+        rows.append(
+            {
+                "Model": record["model"],
+                "Strategy": FAMILIES[record["strategy"]],
+                "F": str(record["sharding_factor"]),
+                "GPUs": str(record["world_size"]),
+                "Step": number(1e3 * time["step_s"]["value"]),
+                **{name: number(1e3 * time[part]) for part, name in names.items()},
+                "TFLOP/s": number(record["tflops_per_gpu"]),
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 def traffic(parameters: int, value_bytes: int, world_size: int, per_node: int) -> pd.DataFrame:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,17 +82,20 @@ class Notebook:
 
     def about(self) -> Shown:
         """Which rows there are, by kind of evidence and device."""
+        shipped = [("results/", row) for row in (*published_records(), *self._records)]
+        found: dict[tuple[str, str], list[Record]] = {}
+        for whose, row in (*shipped, *(("your store", row) for row in self._own)):
+            found.setdefault((whose, row["evidence"]), []).append(row)
         rows = [
-            (whose, row["evidence"], row.get("hardware") or row.get("device") or labels.MISSING)
-            for whose, found in (
-                ("results/", [*published_records(), *self._records]),
-                ("your store", self._own),
-            )
-            for row in found
+            {
+                "Rows from": whose,
+                "Evidence": kind,
+                "Rows": str(len(group)),
+                "Hardware": ", ".join(sorted({row.get("hardware") or "other" for row in group})),
+            }
+            for (whose, kind), group in found.items()
         ]
-        kinds = pd.DataFrame(rows, columns=["Rows from", "Evidence", "Hardware"])
-        found = kinds.groupby(list(kinds.columns), sort=False).size().reset_index(name="Rows")
-        return self.show(found)
+        return self.show(pd.DataFrame(rows))
 
     def section(self, draw: Callable[..., Section], table: pd.DataFrame, **options: Any) -> Section:
         """Draw with a figure module's `section`, in the project's style."""
@@ -165,22 +169,21 @@ def _has(row: Mapping[str, Any], columns: Mapping[str, Any]) -> bool:
 
 
 def _numbers(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> frozenset[str]:
-    """Columns in which every cell begins like a number (or is missing): they are aligned to the right."""
-
-    def numeric(text: str) -> bool:
-        return text == labels.MISSING or text.lstrip("+-−").split(" ")[0].replace(",", "").replace(".", "").isdigit()
-
-    return frozenset(name for at, name in enumerate(columns) if cells and all(numeric(row[at]) for row in cells))
+    """Columns in which every cell is a number, with a unit or without, or missing: they are aligned to the right."""
+    numeric = re.compile(rf"[+−-]?[\d,.]+( ?\S{{1,3}})?|{labels.MISSING}|")
+    return frozenset(
+        name for at, name in enumerate(columns) if cells and all(numeric.fullmatch(row[at]) for row in cells)
+    )
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: frozenset[str]) -> str:
     """A plain HTML table."""
-    right = ' style="text-align:right"'
 
     def line(tag: str, values: Sequence[str]) -> str:
         cells = zip(columns, values, strict=True)
         return "".join(
-            f"<{tag}{right if name in numbers else ''}>{html.escape(value)}</{tag}>" for name, value in cells
+            f'<{tag} style="text-align:{"right" if name in numbers else "left"}">{html.escape(value)}</{tag}>'
+            for name, value in cells
         )
 
     body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)

@@ -153,7 +153,7 @@ COMPARISONS = (
         panel=lambda row: SIZES[row["model"]],
         column=lambda row: "" if row["evidence"] == "published" else str(row["precision"]),
         order=tuple(SHARDING.values()),
-        needs=lambda rows: rows["model"].nunique() > 1,
+        needs=lambda rows: rows["model"].nunique() > 1 and rows["effective_strategy"].nunique() > 2,
         comparable=False,
     ),
     Comparison(

@@ -76,7 +76,7 @@ def _draw(quantity: str, found: pd.DataFrame) -> Drawing:
     figure = new_figure(style.WIDTH_IN, SCATTER_IN + DEVIATION_IN + 0.7 + head + lanes.legend_in(key))
     header(figure, title, subtitle)
     above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (SCATTER_IN, DEVIATION_IN)})
-    ends = geometric_ends(found)
+    ends = geometric_ends(found["reference"])
     _scatter(above, found, looks, ends, quantity)
     _deviations(below, found, looks, ends)
     below.set_xlabel(f"{' or '.join(against)}: {UNITS[quantity]}", loc="left")
@@ -87,42 +87,43 @@ def _draw(quantity: str, found: pd.DataFrame) -> Drawing:
 def _scatter(
     axes: Axes, found: pd.DataFrame, looks: dict[str, tuple[str, str]], ends: tuple[float, float], quantity: str
 ) -> None:
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=geometric_ends(found["value"]))
     axes.fill_between(ends, [(1 - BAND) * end for end in ends], [(1 + BAND) * end for end in ends], color=style.GRID,
                       linewidth=0, zorder=1)  # fmt: skip
     axes.plot(ends, ends, color=style.INK, linewidth=0.8, zorder=2)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if ends[1] / ends[0] < 50 else (1.0,)))
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if ends[1] / ends[0] < 50 else (1.0,), numticks=12))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
-    for row in found.to_dict("records"):
-        colour, _ = looks[row["source"]]
-        axes.plot([row["reference"]] * 2, [row["low"], row["high"]], color=style.lighter(colour, 0.6), linewidth=1.0)
-        axes.plot([row["reference_low"], row["reference_high"]], [row["value"]] * 2, color=colour, linewidth=1.2)
-        _mark(axes, row, row["value"], looks)
+    for (source, kind), group in found.groupby(["source", "evidence"], sort=False):
+        colour = looks[str(source)][0]
+        axes.vlines(group["reference"], group["low"], group["high"], color=style.lighter(colour, 0.6), linewidth=1.0)
+        axes.hlines(group["value"], group["reference_low"], group["reference_high"], color=colour, linewidth=1.2)
+        _marks(axes, group, group["value"], looks[str(source)], str(kind))
     axes.set_title(f"estimated {UNITS[quantity]}", size=8.5, weight="normal")
 
 
 def _deviations(axes: Axes, found: pd.DataFrame, looks: dict[str, tuple[str, str]], ends: tuple[float, float]) -> None:
     axes.fill_between(ends, -100 * BAND, 100 * BAND, color=style.GRID, linewidth=0, zorder=1)
     axes.axhline(0, color=style.INK, linewidth=0.8, zorder=2)
-    for row in found.to_dict("records"):
-        colour, _ = looks[row["source"]]
-        low, high = (100 * (row[end] / row["reference"] - 1) for end in ("low", "high"))
-        axes.plot([row["reference"]] * 2, [low, high], color=style.lighter(colour, 0.6), linewidth=1.0, zorder=2)
-        firm = [100 * (row["value"] / row[f"reference_{end}"] - 1) for end in ("high", "low")]
-        axes.plot([row["reference"]] * 2, firm, color=colour, linewidth=1.6, zorder=3)
-        _mark(axes, row, 100 * row["deviation"], looks)
+    for (source, kind), group in found.groupby(["source", "evidence"], sort=False):
+        colour, reference = looks[str(source)][0], group["reference"]
+        low, high = (100 * (group[end] / reference - 1) for end in ("low", "high"))
+        axes.vlines(reference, low, high, color=style.lighter(colour, 0.6), linewidth=1.0, zorder=2)
+        low, high = (100 * (group["value"] / group[f"reference_{end}"] - 1) for end in ("high", "low"))
+        axes.vlines(reference, low, high, color=colour, linewidth=1.6, zorder=3)
+        _marks(axes, group, 100 * group["deviation"], looks[str(source)], str(kind))
     axes.set_title("deviation of the estimate (%)", size=8.5, weight="normal")
     axes.grid(axis="y")
 
 
-def _mark(axes: Axes, row: dict[Any, Any], height: float, looks: dict[str, tuple[str, str]]) -> None:
-    colour, marker = looks[row["source"]]
-    axes.plot(row["reference"], height, **_look(colour, marker, row["evidence"]), zorder=4)
-    if row["degraded"]:
-        axes.plot(row["reference"], height, "<", markersize=10, markerfacecolor="none", markeredgecolor=style.INK,
-                  zorder=5)  # fmt: skip
+def _marks(axes: Axes, group: pd.DataFrame, heights: pd.Series, mark: tuple[str, str], kind: str) -> None:
+    axes.plot(group["reference"], heights, **_look(*mark, kind), zorder=4)
+    degraded = group["degraded"].astype(bool)
+    axes.plot(
+        group["reference"][degraded], heights[degraded], "<", markersize=10, markerfacecolor="none",
+        markeredgecolor=style.INK, zorder=5,
+    )  # fmt: skip
 
 
 def _look(colour: str, marker: str, kind: str) -> dict[str, Any]:
@@ -135,14 +136,13 @@ def _look(colour: str, marker: str, kind: str) -> dict[str, Any]:
 
 def _key(found: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> list[tuple[Artist, str]]:
     entries: list[tuple[Artist, str]] = []
+    kinds = [kind for kind in FILLS if (found["evidence"] == kind).any()]
     for source, group in found.groupby("source", sort=False):
         colour, marker = looks[str(source)]
         against = group["against"].iloc[0]
         name = f"{source}, {against}" if against == "published" else f"{against}: {str(source).split(' · ')[0]}"
-        entries.append((Line2D([], [], **_look(colour, marker, "measured")), name))
-    for kind in FILLS:
-        if (found["evidence"] == kind).any():
-            entries.append((Line2D([], [], **_look(style.MUTED, "o", kind)), f"estimate: {kind}"))
+        entries.append((Line2D([], [], **_look(colour, marker, kinds[0] if len(kinds) == 1 else "measured")), name))
+    entries += [(Line2D([], [], **_look(style.MUTED, "o", kind)), f"estimate: {kind}") for kind in kinds]
     entries.append((Patch(facecolor=style.GRID), f"within {BAND:.0%}"))
     if found["degraded"].any():
         triangle = Line2D([], [], color=style.INK, marker="<", linestyle="", markerfacecolor="white", markersize=8)

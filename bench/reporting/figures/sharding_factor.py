@@ -179,7 +179,7 @@ def _line(axes: Axes, line: pd.DataFrame, name: str, scale: float, strategy: str
         x, line[name] * scale, color=colour, linestyle=look.line, marker=MARKERS[strategy], linewidth=1.3, markersize=5,
         markerfacecolor=colour if look.filled else "white", zorder=3,
     )  # fmt: skip
-    lost = line[line["out_of_memory"]]
+    lost = line[line["out_of_memory"] & (name != "exposed")]
     for at, needed in zip(lost["sharding_factor"] * 2 ** ASIDE[strategy], lost[name] * scale, strict=True):
         for height in {0.0} | ({float(needed)} if name == "memory" and np.isfinite(needed) else set()):
             axes.plot(at, height, "X", color=colour, markersize=8, markeredgecolor=style.INK, clip_on=False, zorder=5)
