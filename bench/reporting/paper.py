@@ -134,7 +134,7 @@ FULL_SHARD: Mapping[str, tuple[Any, ...]] = {
 }
 CHECKPOINTED = {"activation_checkpointing": ("full",)}
 DEFAULTS = {"backward_prefetch": ("pre",), "limit_all_gathers": (True,)}
-GPT = {"model": ("gpt_175b",), "sequence_length": (2048,), "batch_size_per_gpu": (1, 2)}
+GPT = {"model": ("gpt_175b",), "family": ("mingpt",), "sequence_length": (2048,), "batch_size_per_gpu": (1, 2)}
 T5 = {"model": ("t5_11b",), "sequence_length": (512,), "batch_size_per_gpu": (8, 16)}
 STATED = "FSDP1 full shard · bf16 · checkpointing"
 
