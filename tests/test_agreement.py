@@ -173,7 +173,7 @@ def test_the_papers_lines_to_hover_over_are_those_of_the_static_figure():
 
 
 def test_ends_of_an_axis_hold_everything():
-    assert agreement.geometric_ends(pd.Series([10.0])) == pytest.approx((10 / 1.2**0.06, 10 * 1.2**0.06))
-    low, high = agreement.geometric_ends(pd.Series([10.0, 1000.0]))
+    assert agreement.geometric_ends(pd.DataFrame({"a": [10.0]})) == pytest.approx((10 / 1.2**0.06, 10 * 1.2**0.06))
+    low, high = agreement.geometric_ends(pd.DataFrame({"a": [10.0, 20.0], "b": [1000.0, 20.0]}))
     assert 5 < low < 10
     assert 1000 < high < 2000

@@ -174,8 +174,8 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
                                        "inside"])  # fmt: skip
 
 
-def geometric_ends(values: pd.Series) -> tuple[float, float]:
+def geometric_ends(values: pd.DataFrame) -> tuple[float, float]:
     """Ends of a logarithmic axis that holds all values with some room."""
-    low, high = float(values.min()), float(values.max())
+    low, high = float(values.min().min()), float(values.max().max())
     room = max(high / low, 1.2) ** 0.06
     return low / room, high * room

@@ -76,7 +76,7 @@ def _draw(quantity: str, found: pd.DataFrame) -> Drawing:
     figure = new_figure(style.WIDTH_IN, SCATTER_IN + DEVIATION_IN + 0.7 + head + lanes.legend_in(key))
     header(figure, title, subtitle)
     above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (SCATTER_IN, DEVIATION_IN)})
-    ends = geometric_ends(found["reference"])
+    ends = geometric_ends(found[["reference", "reference_low", "reference_high"]])
     _scatter(above, found, looks, ends, quantity)
     _deviations(below, found, looks, ends)
     below.set_xlabel(f"{' or '.join(against)}: {UNITS[quantity]}", loc="left")
@@ -87,7 +87,7 @@ def _draw(quantity: str, found: pd.DataFrame) -> Drawing:
 def _scatter(
     axes: Axes, found: pd.DataFrame, looks: dict[str, tuple[str, str]], ends: tuple[float, float], quantity: str
 ) -> None:
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=geometric_ends(found["value"]))
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=geometric_ends(found[["value", "low", "high"]]))
     axes.fill_between(ends, [(1 - BAND) * end for end in ends], [(1 + BAND) * end for end in ends], color=style.GRID,
                       linewidth=0, zorder=1)  # fmt: skip
     axes.plot(ends, ends, color=style.INK, linewidth=0.8, zorder=2)

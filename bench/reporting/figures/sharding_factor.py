@@ -152,7 +152,7 @@ def _draw(facet: pd.DataFrame) -> Drawing:
         if name == "memory":
             _references(axes, facet, size)
         axes.set_title(words[name], size=8.5, weight="normal")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, _top(axes) * (1.25 if name == "memory" else 1.1))
         axes.grid(axis="y")
     _across_machines(grid, facet)
     factors = sorted(set(facet["sharding_factor"]))
@@ -165,6 +165,11 @@ def _draw(facet: pd.DataFrame) -> Drawing:
     caption = f"{subject(facet)}, {detail or 'batch not stated'}, on {first['place']}. {_told(facet)}"
     name = slug("sharding-factor", first["model"], first["precision"], first["world_size"], detail)
     return Drawing(name, title, figure, f"{caption} {note}".strip() + ("." if note else ""), _alt(facet))
+
+
+def _top(axes: Axes) -> float:
+    """The highest point that was drawn."""
+    return float(axes.dataLim.y1) if np.isfinite(axes.dataLim.y1) else 1.0
 
 
 def _line(axes: Axes, line: pd.DataFrame, name: str, scale: float, strategy: str, kind: str) -> None:
