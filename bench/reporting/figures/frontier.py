@@ -10,7 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting import labels, lanes, style
+from bench.reporting import labels, lanes, marks, style
 from bench.reporting.answers import CLOSE, FITS, MIXED, OOM, Answer, agreement, disagreement
 from bench.reporting.cells import by
 from bench.reporting.drawing import Drawing, Listing, Section
@@ -171,6 +171,11 @@ def _cell(
         if one is None:
             continue
         words = one.batch if searched else _peak(one, size)
+        if one.degraded:
+            middle = top + STRIP_IN / 2
+            axes.plot(
+                x - 0.4, middle, "<", markersize=3.5, markerfacecolor="white", markeredgecolor=style.INK, zorder=3
+            )
         solid = style.EVIDENCE_STYLES[kind].filled and one.outcome == OOM
         behind = None if solid else {"facecolor": look["facecolor"], "edgecolor": "none", "pad": 0.5}
         axes.text(
@@ -226,6 +231,8 @@ def _key(shown: pd.DataFrame, kinds: Sequence[str], meaning: str) -> list[tuple[
             if outcome in DOTTED:
                 look["hatch"] = "..."
             entries.append((Patch(**look), name))
+    if any(one.degraded for one in answers):
+        entries.append(marks.DEGRADED)
     if any(disagreement(some) for some in shown["answers"]):
         entries.append((Patch(fill=False, edgecolor=style.INK, linewidth=1.8), "≠ kinds of evidence disagree"))
     return entries

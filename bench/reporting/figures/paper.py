@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from bench.reporting import lanes, style
+from bench.reporting import lanes, marks, style
 from bench.reporting.drawing import Drawing, Section, header, header_height_in, new_figure
 from bench.reporting.labels import listing, number, slug
 from bench.reporting.paper import COMPARISONS, Comparison, compare, deviations, ratios
@@ -179,7 +179,7 @@ def _line(axes: Axes, line: pd.DataFrame, colour: str, kind: str, position: floa
         if row["degraded"]:
             axes.plot(at, row["value"], "<", markersize=10, markerfacecolor="none", markeredgecolor=style.INK, zorder=4)
     for size in line.loc[line["out_of_memory"], "world_size"].dropna().astype(float):
-        axes.plot(size * aside, 0, "X", color=colour, markersize=9, markeredgecolor=style.INK, clip_on=False, zorder=5)
+        marks.cross(axes, size * aside, 0, colour, kind)
 
 
 def _name_lines(axes: Axes, shown: pd.DataFrame, colours: dict[str, str], last: int, gap: float) -> None:
@@ -275,7 +275,8 @@ def _column_name(row: pd.Series) -> str:
 def _mark(axes: Axes, row: pd.Series, y: float, colour: str, *, square: bool) -> None:
     kind = row["evidence"]
     if row["out_of_memory"]:
-        axes.plot(0, y, "X", color=colour, markersize=7, markeredgecolor="white", clip_on=False, zorder=5)
+        look = style.marker_style(colour, kind)
+        axes.plot(0, y, "X", markersize=7, clip_on=False, zorder=5, **look)
         return
     filled = style.EVIDENCE_STYLES[kind].filled
     marker = "s" if square and kind != "published" else MARKERS[kind]

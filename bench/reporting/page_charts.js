@@ -1,0 +1,82 @@
+// Interactive figures. plotly.js lies compressed in the page and is unpacked when the first figure comes near.
+
+const frames = [...document.querySelectorAll("figure.chart")];
+const settings = {
+  displaylogo: false,
+  responsive: true,
+  scrollZoom: false,
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+  toImageButtonOptions: { format: "svg", filename: "figure" },
+};
+let plotly = null;
+
+/** plotly.js, unpacked and started once. */
+function loaded() {
+  plotly = plotly || unpacked(byId("library").textContent).then((text) => {
+    document.head.append(element("script", { textContent: text }));
+    return window.Plotly;
+  });
+  return plotly;
+}
+
+async function unpacked(base64) {
+  const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
+}
+
+/** The points of a trace whose runs are shown. */
+function picked(trace, shown) {
+  if (!trace.customdata) return trace;
+  const places = trace.customdata.map((_, place) => place).filter((place) => shown.has(trace.customdata[place]));
+  const some = (values) => places.map((place) => values[place]);
+  return { ...trace, x: some(trace.x), y: some(trace.y), text: some(trace.text), customdata: some(trace.customdata) };
+}
+
+/** A small screen has no room for names beside the figure: the legend's come below each other. */
+function fitted(layout, traces, width) {
+  const named = traces.filter((trace) => trace.showlegend !== false).length;
+  const columns = Math.max(1, Math.floor(width / 230));
+  const legend = 22 * Math.ceil(named / columns) + 30;
+  return { ...layout, height: 400 + legend, margin: { ...layout.margin, b: 60 + legend }, legend: { ...layout.legend, y: -58 / 320 } };
+}
+
+async function draw(frame, charts) {
+  const plot = frame.querySelector(".plot");
+  const chart = charts[frame.querySelector("select").value || 0];
+  const library = await loaded();
+  frame.querySelector(".wait")?.remove();
+  const shown = new Set(shownRuns());
+  const { data, layout } = chart.spec;
+  const traces = chart.group === "explorer" ? data.map((trace) => picked(trace, shown)) : data;
+  plot.setAttribute("aria-label", chart.alt);
+  await library.react(plot, structuredClone(traces), fitted(structuredClone(layout), data, plot.clientWidth), settings);
+  if (plot.dataset.ready) return;
+  plot.dataset.ready = "yes";
+  plot.on("plotly_click", ({ points }) => {
+    const anchor = points[0].customdata;
+    if (anchor) show(anchor);
+  });
+}
+
+if (frames.length) {
+  const all = JSON.parse(byId("charts").textContent);
+  for (const frame of frames) {
+    const charts = all.filter((chart) => chart.group === frame.dataset.group);
+    const select = frame.querySelector("select");
+    charts.forEach((chart, place) => select.append(new Option(chart.title, place)));
+    frame.querySelector(".chart-head").hidden = false;
+    const failed = (error) => {
+      frame.querySelector(".plot").textContent = `This figure cannot be drawn by this browser (${error.message}); the static ones below show the same.`;
+    };
+    const redraw = () => draw(frame, charts).catch(failed);
+    const watcher = new IntersectionObserver((entries) => {
+      if (!entries.some((entry) => entry.isIntersecting)) return;
+      watcher.disconnect();
+      select.addEventListener("input", redraw);
+      if (frame.dataset.group === "explorer") document.addEventListener("runs-shown", redraw);
+      redraw();
+    }, { rootMargin: "300px" });
+    watcher.observe(frame);
+  }
+}
