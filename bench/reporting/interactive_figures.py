@@ -16,14 +16,6 @@ from bench.reporting.cells import by
 from bench.reporting.figures import agreement, paper, sharding_factor
 from bench.reporting.labels import GIB, memory, number
 
-DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
-"""Plotly's names of matplotlib's line styles."""
-SYMBOLS = {
-    "o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross",
-    "<": "triangle-left", ">": "triangle-right", "p": "pentagon", "h": "hexagon", "*": "star", "d": "diamond-tall",
-}  # fmt: skip
-"""Plotly's names of matplotlib's markers."""
-
 
 def paper_figure(points: pd.DataFrame, quantity: str) -> go.Figure:
     """One quantity of one of the paper's figures over the number of GPUs.
@@ -52,7 +44,7 @@ def paper_figure(points: pd.DataFrame, quantity: str) -> go.Figure:
             go.Scatter(
                 x=ran["world_size"], y=ran["value"], name=f"{series}, {kind}", mode="lines+markers",
                 error_y=_bars(ran["value"], ran["low"], ran["high"], colour), hovertext=hover, hoverinfo="text",
-                line={"color": colour, "dash": DASHES[style.EVIDENCE_STYLES[kind].line]},
+                line={"color": colour, "dash": style.dash(kind)},
                 marker=_marker(colour, paper.MARKERS[kind], kind),
             )
         )  # fmt: skip
@@ -89,7 +81,7 @@ def trade_off(selected: pd.DataFrame) -> go.Figure:
                 x=ran["memory"] / GIB, y=ran["tflops"], name=f"{series}, {kind}", mode="lines+markers+text",
                 text=[f"F={factor}" for factor in ran["sharding_factor"]], textposition="bottom center",
                 textfont={"size": 10, "color": colour}, hovertext=hover, hoverinfo="text",
-                line={"color": colour, "dash": DASHES[style.EVIDENCE_STYLES[kind].line]},
+                line={"color": colour, "dash": style.dash(kind)},
                 marker=_marker(colour, sharding_factor.MARKERS[strategy], kind),
             )
         )  # fmt: skip
@@ -138,23 +130,15 @@ def deviations(pairs: pd.DataFrame, quantity: str) -> go.Figure:
 
 def _empty(title: str, across: str, up: str) -> go.Figure:
     """A figure in the project's style with nothing in it."""
-    figure = go.Figure()
-    axis = {"gridcolor": style.GRID, "linecolor": style.MUTED, "ticks": "outside", "zerolinecolor": style.MUTED}
-    figure.update_layout(
-        title={"text": title, "font": {"size": 15}}, font={"family": style.RC["font.family"] + ", sans-serif",
-        "color": style.INK, "size": 12}, paper_bgcolor="white", plot_bgcolor="white", width=760, height=470,
-        xaxis={**axis, "title": across}, yaxis={**axis, "title": up}, hovermode="closest",
-        legend={"orientation": "h", "y": -0.2, "yanchor": "top"}, margin={"l": 60, "r": 20, "t": 50, "b": 60},
-    )  # fmt: skip
+    figure = go.Figure(layout=style.interactive_layout(across, up))
+    title_font = {"size": 15, "weight": "bold"}
+    figure.update_layout(title={"text": title, "font": title_font, "x": 0.01}, width=760, height=480)
+    figure.update_layout(margin={"l": 60, "r": 20, "t": 60, "b": 60}, yaxis_rangemode="normal")
     return figure
 
 
 def _marker(colour: str, marker: str, kind: str) -> dict[str, Any]:
-    """Filled where it was measured; a rehearsal's has a dot."""
-    symbol = SYMBOLS[marker]
-    if not style.EVIDENCE_STYLES[kind].filled:
-        symbol += "-open-dot" if kind == "rehearsed" else "-open"
-    return {"symbol": symbol, "size": 9, "color": colour, "line": {"width": 1.5, "color": colour}}
+    return {"symbol": style.symbol(marker, kind), "size": 9, "color": colour, "line": {"width": 1.5, "color": colour}}
 
 
 def _bars(middle: pd.Series, low: pd.Series, high: pd.Series, colour: str) -> dict[str, Any]:

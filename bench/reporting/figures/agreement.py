@@ -31,8 +31,6 @@ BAND = 0.05
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#8a7a00", "#56b4e9")
 """Okabe & Ito (2008); markers say the same without colour."""
 SCATTER_IN, DEVIATION_IN = 3.3, 1.9
-FILLS: dict[str, Any] = {"predicted": "none", "rehearsed": "left", "measured": "full"}
-"""How a mark is filled, by the kind of evidence of the estimate."""
 WORST_TOLD = 3
 
 
@@ -67,7 +65,7 @@ def look(found: pd.DataFrame) -> dict[str, tuple[str, str]]:
 
 def _draw(quantity: str, found: pd.DataFrame) -> Drawing:
     looks = look(found)
-    kinds = [kind for kind in FILLS if (found["evidence"] == kind).any()]
+    kinds = style.evidence_in_order(found["evidence"])
     against = style.evidence_in_order(found["against"])
     title = f"{' and '.join(kinds).capitalize()} against {' and '.join(against)}: {quantity}"
     subtitle = f"{counted(len(found), 'pair')} of one configuration each"
@@ -91,8 +89,10 @@ def _scatter(
     axes.fill_between(ends, [(1 - BAND) * end for end in ends], [(1 + BAND) * end for end in ends], color=style.GRID,
                       linewidth=0, zorder=1)  # fmt: skip
     axes.plot(ends, ends, color=style.INK, linewidth=0.8, zorder=2)
+    span = ends[1] / ends[0]
+    subs = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if span < 5 else (1.0, 2.0, 5.0) if span < 50 else (1.0,)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if ends[1] / ends[0] < 50 else (1.0,), numticks=12))
+        axis.set_major_locator(LogLocator(subs=subs, numticks=12))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
     for (source, kind), group in found.groupby(["source", "evidence"], sort=False):
@@ -127,16 +127,12 @@ def _marks(axes: Axes, group: pd.DataFrame, heights: pd.Series, mark: tuple[str,
 
 
 def _look(colour: str, marker: str, kind: str) -> dict[str, Any]:
-    fill = FILLS[kind]
-    return {
-        "marker": marker, "markersize": 5, "color": colour, "linestyle": "none", "markerfacecoloralt": "white",
-        "fillstyle": "full" if fill == "none" else fill, "markerfacecolor": "white" if fill == "none" else colour,
-    }  # fmt: skip
+    return {"marker": marker, "markersize": 5, "linestyle": "none", **style.marker_style(colour, kind)}
 
 
 def _key(found: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> list[tuple[Artist, str]]:
     entries: list[tuple[Artist, str]] = []
-    kinds = [kind for kind in FILLS if (found["evidence"] == kind).any()]
+    kinds = style.evidence_in_order(found["evidence"])
     for source, group in found.groupby("source", sort=False):
         colour, marker = looks[str(source)]
         against = group["against"].iloc[0]

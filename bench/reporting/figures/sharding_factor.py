@@ -10,7 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.reporting import lanes, style
+from bench.reporting import lanes, marks, style
 from bench.reporting.cells import by
 from bench.reporting.drawing import Drawing, Listing, Section, header, header_height_in, new_figure
 from bench.reporting.labels import CPU_NOTE, FAMILIES, MISSING, listing, memory_unit, number, rank_noun, ranks, slug
@@ -187,7 +187,7 @@ def _line(axes: Axes, line: pd.DataFrame, name: str, scale: float, strategy: str
     lost = line[line["out_of_memory"] & (name != "exposed")]
     for at, needed in zip(lost["sharding_factor"] * 2 ** ASIDE[strategy], lost[name] * scale, strict=True):
         for height in {0.0} | ({float(needed)} if name == "memory" and np.isfinite(needed) else set()):
-            axes.plot(at, height, "X", color=colour, markersize=8, markeredgecolor=style.INK, clip_on=False, zorder=5)
+            marks.cross(axes, at, height, colour, kind)
     if name == "tflops":
         marked = line[line["degraded"]]
         axes.plot(marked["sharding_factor"] * 2 ** ASIDE[strategy], marked[name], "<", markersize=10,
