@@ -1,15 +1,16 @@
-"""`python -m bench.notebooks [NAME...] [store=STORE] [output=DIR]`: carry out notebooks and render them to HTML.
+"""`python -m bench.notebooks [NAME...] [store=STORE] [base=STORE] [output=DIR]`: render notebooks to HTML.
 
-NAME is a file of ``analysis`` without its ending; without a name all are rendered. ``store`` is a store of your own,
-drawn beside the committed rows. DIR (default: ``build/notebooks``) takes one page per notebook, complete in itself, and
-the static figures as PNG and SVG under ``figures``. The notebooks themselves are not changed.
+NAME is a file of ``analysis`` without its ending; without a name all are carried out and rendered. ``store`` is a store
+of your own, drawn beside the committed rows; ``base`` one with rows from before, for the notebook ``regressions``. DIR
+(default: ``build/notebooks``) takes one page per notebook, complete in itself, and the static figures as PNG and SVG
+under ``figures``. The notebooks themselves are not changed.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.errors import UsageError, bad_value, require_choice
@@ -17,7 +18,7 @@ from bench.reporting.builder import read_store
 
 ANALYSIS = Path(__file__).resolve().parents[1] / "analysis"
 OUTPUT = Path("build/notebooks")
-OPTIONS = ("store", "output")
+OPTIONS = ("store", "base", "output")
 NEEDED = ("nbformat", "nbclient", "nbconvert", "ipykernel")
 
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__doc__.replace("``", ""))
         return 0
     try:
-        names, store, output = read(arguments)
+        names, stores, output = read(arguments)
         _require_libraries()
         output.mkdir(parents=True, exist_ok=True)
     except UsageError as error:
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"Cannot write to {output} ({error.strerror}): choose another folder with output=DIR.", file=sys.stderr)
         return 2
-    return render(names, store, output)
+    return render(names, stores, output)
 
 
 def available() -> list[str]:
@@ -45,8 +46,8 @@ def available() -> list[str]:
     return sorted(path.stem for path in ANALYSIS.glob("*.ipynb"))
 
 
-def read(arguments: Sequence[str]) -> tuple[list[str], Path | None, Path]:
-    """Names, store and output folder that were asked for.
+def read(arguments: Sequence[str]) -> tuple[list[str], dict[str, Path], Path]:
+    """Names, stores by option and output folder that were asked for.
 
     Raises
     ------
@@ -60,10 +61,10 @@ def read(arguments: Sequence[str]) -> tuple[list[str], Path | None, Path]:
     for name in names:
         if name not in available():
             raise bad_value("notebook", name, available())
-    store = Path(values["store"]).resolve() if "store" in values else None
-    if store is not None:
+    stores = {option: Path(values[option]).resolve() for option in ("store", "base") if option in values}
+    for store in stores.values():
         read_store(store)
-    return list(dict.fromkeys(names)) or available(), store, Path(values.get("output", OUTPUT)).resolve()
+    return list(dict.fromkeys(names)) or available(), stores, Path(values.get("output", OUTPUT)).resolve()
 
 
 def _require_libraries() -> None:
@@ -75,7 +76,7 @@ def _require_libraries() -> None:
         )
 
 
-def render(names: Sequence[str], store: Path | None, output: Path) -> int:
+def render(names: Sequence[str], stores: Mapping[str, Path], output: Path) -> int:
     """Carry out notebooks one after the other and write their pages; 1 if one failed, else 0."""
     import nbformat
 
@@ -84,7 +85,7 @@ def render(names: Sequence[str], store: Path | None, output: Path) -> int:
     failed = 0
     for name in names:
         notebook = nbformat.read(ANALYSIS / f"{name}.ipynb", as_version=4)
-        values = {"STORE": None if store is None else str(store), "FIGURES": str(output / "figures")}
+        values = {option.upper(): str(store) for option, store in stores.items()} | {"FIGURES": str(output / "figures")}
         try:
             execution.execute(execution.with_parameters(notebook, values), ANALYSIS)
         except execution.NotebookFailedError as error:

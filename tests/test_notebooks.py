@@ -163,8 +163,9 @@ def test_parameters_are_set_once_and_their_comments_stay():
     cell.metadata["tags"] = ["parameters"]
     made = execution.with_parameters(nbformat.v4.new_notebook(cells=[cell]), {"STORE": "/a\\b", "FIGURES": None})
     assert made.cells[0].source == "STORE = '/a\\\\b'  # a \"store\"\nFIGURES = None"
-    with pytest.raises(ValueError, match="sets OTHER 0 times"):
-        execution.with_parameters(made, {"OTHER": 1})
+    assert execution.with_parameters(made, {"BASE": 1}).cells[0].source == made.cells[0].source
+    with pytest.raises(ValueError, match="not enough values"):
+        execution.with_parameters(small("STORE = None"), {"STORE": 1})
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -182,8 +183,9 @@ def test_every_notebook_can_be_given_a_store(file):
     ("typed", "sentence"),
     [
         (["prefech"], "notebook=prefech is not valid: choose memory, model_scale, oom_frontier,"),
-        (["stor=runs"], "option=stor is not valid: choose store, output."),
+        (["stor=runs"], "option=stor is not valid: choose store, base, output."),
         (["store=/no/such/place"], "There is no store at /no/such/place."),
+        (["base=/no/such/place"], "There is no store at /no/such/place."),
     ],
 )
 def test_what_is_mistyped_is_answered_in_a_sentence_and_nothing_runs(typed, sentence, capsys, monkeypatch):
@@ -204,8 +206,8 @@ def test_without_the_extra_the_command_says_what_to_install(capsys, monkeypatch)
 
 
 def test_all_are_rendered_where_none_is_named_and_each_once(tmp_path):
-    names, store, output = notebooks.read([f"output={tmp_path}"])
-    assert (set(names), store, output) == (QUESTIONS, None, tmp_path)
+    names, stores, output = notebooks.read([f"output={tmp_path}"])
+    assert (set(names), stores, output) == (QUESTIONS, {}, tmp_path)
     assert notebooks.read(["scaling.ipynb", "memory", "scaling"])[0] == ["scaling", "memory"]
 
 

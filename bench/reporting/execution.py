@@ -32,20 +32,17 @@ class NotebookFailedError(RuntimeError):
 
 
 def with_parameters(notebook: nbformat.NotebookNode, values: dict[str, Any]) -> nbformat.NotebookNode:
-    """Set names in the cell tagged ``parameters``, keeping the comments behind them.
+    """Set names in the cell tagged ``parameters``, keeping the comments behind them; names it does not have are left.
 
     Raises
     ------
     ValueError
-        If there is no such cell, or it does not set one of the names on a line of its own.
+        If there is not one such cell.
     """
     (cell,) = [cell for cell in notebook.cells if PARAMETERS in cell.metadata.get("tags", [])]
     for name, value in values.items():
-        cell.source, found = re.subn(
-            rf"(?m)^{name} = [^#\n]*?(?=  #|$)", f"{name} = {value!r}".replace("\\", r"\\"), cell.source
-        )
-        if found != 1:
-            raise ValueError(f"the cell tagged {PARAMETERS} sets {name} {found} times, not once")
+        line = f"{name} = {value!r}".replace("\\", r"\\")
+        cell.source = re.sub(rf"(?m)^{name} = [^#\n]*?(?=  #|$)", line, cell.source)
     return notebook
 
 

@@ -163,7 +163,7 @@ def _draw(facet: pd.DataFrame) -> Drawing:
     grid[-1].set_xlabel("sharding factor F (ranks that share one copy, logarithmic)", loc="left")
     lanes.legend(figure, key)
     caption = f"{subject(facet)}, {detail or 'batch not stated'}, on {first['place']}. {_told(facet)}"
-    name = slug("sharding-factor", first["model"], first["precision"], first["world_size"], detail)
+    name = slug("sharding-factor", first["model"], first["precision"], first["world_size"])
     return Drawing(name, title, figure, f"{caption} {note}".strip() + ("." if note else ""), _alt(facet))
 
 
