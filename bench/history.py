@@ -24,7 +24,8 @@ EPILOG = """\
 STORE is a store, a folder of stores, or both of several. All attempts count: a run that was forced again with another
 commit is another point. The runs of one configuration with one commit, one version of torch and on one day are one
 point; points are in order of time. A change is named by the first commit that was run with the new level, beside the
-last with the old one. Of times it takes two points at each level; the newest commit alone is for bench.compare.
+last with the old one. Of times it takes two points at each level (three where there are 25 or more, four from 75 on);
+what the newest commit alone changed is for bench.compare to find.
 
 exit code: 0, or 2 for bad input and where no configuration was run more than once.
 """

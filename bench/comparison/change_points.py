@@ -16,9 +16,6 @@ import numpy as np
 import ruptures
 from scipy import stats
 
-LEAST = 2
-"""Values at each level: one alone may be an outlier."""
-
 
 @dataclass(frozen=True)
 class Step:
@@ -67,19 +64,23 @@ def exact_steps(values: Sequence[float], threshold: float) -> list[Step]:
     return _levels(np.log(np.asarray(values, dtype=float)), places)
 
 
+def _least(count: int) -> int:
+    """Values at each level, of so many in all: the longer a series, the more often two outliers are neighbours."""
+    return 2 + (count >= 25) + (count >= 75)
+
+
 def _split(logs: np.ndarray, offset: int, level: float) -> list[tuple[int, float]]:
     """Places (counted from `offset`) of significant changes with their p values."""
-    best: tuple[float, list[int]] = 1.0, []
-    for changes in (1, 2):
-        if len(logs) < max(LEAST * (changes + 1), changes + 3):
-            continue
-        search = ruptures.KernelCPD(kernel="linear", min_size=LEAST).fit(logs.reshape(-1, 1))
+    least = _least(len(logs))
+    for changes in (1, 2):  # two at once only where there is not one: what comes and goes
+        if len(logs) < max(least * (changes + 1), changes + 3):
+            return []
+        search = ruptures.KernelCPD(kernel="linear", min_size=least).fit(logs.reshape(-1, 1))
         places = search.predict(n_bkps=changes)[:-1]
-        p = min(1.0, 2 * _possible(len(logs), changes) * _p_value(logs, places))  # 2: one change, or two
-        if p < best[0]:
-            best = p, places
-    p, places = best
-    if p > level:
+        p = min(1.0, 2 * _possible(len(logs), changes, least) * _p_value(logs, places))  # 2: one change, or two
+        if p <= level:
+            break
+    else:
         return []
     edges = [0, *places, len(logs)]
     found = [(offset + place, p) for place in places]
@@ -88,9 +89,9 @@ def _split(logs: np.ndarray, offset: int, level: float) -> list[tuple[int, float
     return sorted(found)
 
 
-def _possible(count: int, changes: int) -> int:
-    """Ways to divide so many values into parts of at least `LEAST`."""
-    return math.comb(count - LEAST * (changes + 1) + changes, changes)
+def _possible(count: int, changes: int, least: int) -> int:
+    """Ways to divide so many values into parts of at least `least`."""
+    return math.comb(count - least * (changes + 1) + changes, changes)
 
 
 def _p_value(logs: np.ndarray, places: Sequence[int]) -> float:

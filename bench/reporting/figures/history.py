@@ -134,8 +134,9 @@ def _change_words(axes: Axes, series: Series) -> None:
         look = LOOKS[change.verdict]
         axes.axvline(change.index - 0.5, color=look["color"], linewidth=1.2, linestyle="--", zorder=1)
         left = change.index > len(series.points) / 2
+        at = change.index - 0.5, 0.99 - 0.075 * (number % MOST_WORDS)
         axes.annotate(
-            _short(change), (change.index - 0.5, 0.99 - 0.075 * (number % MOST_WORDS)), xycoords=("data", "axes fraction"),
+            _short(change), at, xycoords=("data", "axes fraction"),
             xytext=(-4 if left else 4, 0), textcoords="offset points", ha="right" if left else "left", va="top",
             fontsize=7.5, fontweight="bold", color=look["color"],
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.85},

@@ -48,9 +48,7 @@ def change_drawings(comparison: Comparison, quantity: Quantity = TIME) -> list[D
         for each in comparison.overall
         if each.get(quantity.column) and each.configurations > 1
     ]
-    frame = pd.DataFrame(
-        [row for row in rows if row["change"] is not None or row["verdict"] in (REGRESSION, IMPROVEMENT)]
-    )
+    frame = pd.DataFrame([row for row in rows if row["change"] is not None or row["words"]])
     if frame.empty:
         return []
     kinds = {kind: position for position, kind in enumerate(style.EVIDENCE_STYLES)}
@@ -67,6 +65,7 @@ def _change_row(name: str, evidence: str, change: Change | None, status: Change 
     changed = status is not None and status.verdict in (REGRESSION, IMPROVEMENT)
     verdict = status.verdict if changed and status else change.verdict if change else CANNOT_TELL
     value, low, high = (None, None, None) if change is None else (change.change, change.low, change.high)
+    degraded = "degraded" if change is not None and value is None else ""
     return {
         "heading": evidence,
         "name": name,
@@ -75,7 +74,7 @@ def _change_row(name: str, evidence: str, change: Change | None, status: Change 
         "change": value,
         "low": value if low is None else low,
         "high": value if high is None else high,
-        "status": f"{status.base} → {status.candidate}" if changed and status else "",
+        "words": f"{status.base} → {status.candidate}" if changed and status else degraded,
     }
 
 
@@ -108,7 +107,10 @@ def _changes(
         quantity, settings.threshold
     )
     key = _verdict_key(shown["verdict"])
-    if shown["change"].isna().any():
+    if (shown["words"] == "degraded").any():
+        triangle = Line2D([], [], color=style.INK, marker="v", linestyle="", markerfacecolor="white", markersize=7)
+        key.append((triangle, "degraded: not compared"))
+    if (shown["change"].isna() & (shown["words"] != "degraded")).any():
         cross = Line2D([], [], color=style.OOM_COLOUR, marker="X", linestyle="", markeredgecolor="white", markersize=8)
         key.append((cross, "no value on one side: status"))
     key.append((Patch(facecolor=BAND_COLOUR), f"below {percent(threshold, signed=False)}: does not count"))
@@ -124,8 +126,7 @@ def _changes(
     axes.xaxis.set_major_formatter(lambda value, _: "0" if abs(value) < 1e-9 else f"{value:+g}".replace("-", "−"))
     axes.set_xlabel(f"change of {quantity.title} (%), {_direction_words(quantity)}", loc="left")
     told = [
-        f"{row['name']}: {row['status'] or percent(row['change'])}, {row['verdict']}"
-        for row in shown.to_dict("records")
+        f"{row['name']}: {row['words'] or percent(row['change'])}, {row['verdict']}" for row in shown.to_dict("records")
     ]
     alt = f"Changes of {quantity.title} with confidence intervals. {labels.listing(told, 8)}."
     level = percent(settings.confidence, signed=False)
@@ -141,7 +142,7 @@ def _direction_words(quantity: Quantity) -> str:
 def _lane(axes: Axes, lane: lanes.Lane, limits: tuple[float, float]) -> None:
     row = lane.row
     look = LOOKS[row["verdict"]]
-    words = row["status"]
+    words = row["words"]
     if pd.notna(row["change"]):
         point, low, high = (100 * float(row[name]) for name in ("change", "low", "high"))
         ends = max(low, limits[0]), min(high, limits[1])
@@ -160,6 +161,8 @@ def _lane(axes: Axes, lane: lanes.Lane, limits: tuple[float, float]) -> None:
         if limits[0] <= point <= limits[1]:
             axes.plot(point, lane.y, linestyle="", markersize=8 if row["name"] == TOGETHER else 6, zorder=4, **look)
         words = f"{percent(float(row['change']))}{', ' + words if words else ''}"
+    elif words == "degraded":
+        axes.plot(0, lane.y, "v", markersize=7, markerfacecolor="white", markeredgecolor=style.INK, zorder=5)
     else:
         axes.plot(0, lane.y, "X", markersize=8, color=style.OOM_COLOUR, markeredgecolor="white", zorder=5)
     axes.annotate(
