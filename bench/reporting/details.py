@@ -14,7 +14,7 @@ from bench.reporting.again import command
 from bench.reporting.table import step_times_s
 
 Block = dict[str, Any]
-"""A part of a run's details. ``title``, and one of: ``facts`` (pairs), ``columns`` with ``rows``, ``text``, ``steps``."""
+"""A part of a run's details: ``title``, and ``facts`` (pairs), ``columns`` and ``rows``, ``text`` or ``steps``."""
 
 MOST_RANKS = 32
 """Ranks that are listed one by one."""

@@ -23,6 +23,8 @@ from bench.reporting.marks import is_degraded
 from bench.reporting.table import CELL
 
 SIZE, LARGE = 9, 13
+CROSSES_APART = 0.012
+"""How far crosses of different strategies stand beside each other, as a share of their place."""
 DEGRADED = "degraded: time not representative"
 OOM = "out of memory"
 
@@ -61,9 +63,10 @@ def explorer(table: pd.DataFrame, palette: dict[str, style.Mark]) -> list[Chart]
     """A chart per place: throughput against peak memory, a point per run.
 
     Runs out of memory stand on the axis: where nothing ran at the memory they are predicted to need, else at the
-    limit they hit, and at the right edge where no limit is known.
+    limit they hit, and at the right edge where no limit is known. The place with the most runs comes first.
     """
-    return [chart for (place,), rows in by(in_order(table), "place") if (chart := _explorer(str(place), rows, palette))]
+    places = sorted(by(in_order(table), "place"), key=lambda place: -len(place[1]))
+    return [chart for (place,), rows in places if (chart := _explorer(str(place), rows, palette))]
 
 
 def _explorer(place: str, rows: pd.DataFrame, palette: dict[str, style.Mark]) -> Chart | None:
@@ -77,8 +80,8 @@ def _explorer(place: str, rows: pd.DataFrame, palette: dict[str, style.Mark]) ->
     unit, size = labels.memory_unit(largest)
     noun = labels.rank_noun(rows["device"].iloc[0])
     traces: list[Trace] = []
-    shown = pd.concat([fitted, lost])
-    for (variant, kind), group in by(in_order(shown), "variant", "evidence"):
+    groups = list(by(in_order(pd.concat([fitted, lost])), "variant", "evidence"))
+    for place_of, ((variant, kind), group) in enumerate(groups):
         mark = palette[str(variant)]
         ran, burst = group[group["status"] == "ok"], group[group["status"] == "oom"]
         common = {"name": _name(str(variant), str(kind)), "legendgroup": f"{variant} {kind}"}
@@ -91,10 +94,11 @@ def _explorer(place: str, rows: pd.DataFrame, palette: dict[str, style.Mark]) ->
                 }
             )
         if len(burst):
+            aside = 1 + CROSSES_APART * (place_of - (len(groups) - 1) / 2)  # under one limit they would be one cross
             traces.append(
                 {
                     **common,
-                    **_points(burst, at[burst.index] / size, [0.0] * len(burst), noun),
+                    **_points(burst, aside * at[burst.index] / size, [0.0] * len(burst), noun),
                     "marker": {**_marker(mark, str(kind)), "symbol": style.symbol("X", str(kind)), "size": 11},
                     "cliponaxis": False,
                     "showlegend": not len(ran),
@@ -111,7 +115,8 @@ def _explorer(place: str, rows: pd.DataFrame, palette: dict[str, style.Mark]) ->
     alt = (
         f"Scatter chart of {labels.counted(len(fitted), 'run')} on {place}: model TFLOP/s per {noun} against peak "
         f"allocated memory. Fastest: {fastest['variant']}, {fastest['heading']}, "
-        f"{labels.number(float(fastest['tflops_per_gpu']))} TFLOP/s at {labels.memory(fastest['peak_allocated_bytes'])}. "
+        f"{labels.number(float(fastest['tflops_per_gpu']))} TFLOP/s at "
+        f"{labels.memory(fastest['peak_allocated_bytes'])}. "
         f"Out of memory: {len(lost)}. The same runs are in the table."
     )
     return Chart(place, "explorer", {"data": traces, "layout": layout}, alt)

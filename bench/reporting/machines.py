@@ -317,7 +317,8 @@ def _sentences(pair: Pair) -> list[str]:
     several = [name for name in pair.differing if name != "Hosts"]
     if len(several) > 1:
         sentences.append(
-            f"The two differ in {labels.listing(several, 12)}: which of these a change comes from, these runs do not say."
+            f"The two differ in {labels.listing(several, 12)}: which of these a change comes from, these runs do not "
+            "say."
         )
     if (a.rows["device"] == "cpu").all():
         sentences.append(f"{labels.CPU_NOTE}: what other work a processor had to do is in these times.")

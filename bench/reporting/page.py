@@ -71,6 +71,7 @@ def render(
     ordered = in_order(table)
     files = contents.files or [f"{record['run_id']}/{record.get('attempt', 0)}.json" for record in contents.records]
     places = [_place(str(place), rows) for (place,), rows in by(ordered, "place")]
+    places.sort(key=lambda place: -place["count"])
     found, others = machines.machines(table, contents.records)
     script = "(() => {\n" + "\n".join(source(file) for file in SCRIPTS) + "})();\n"
     executed = [script, *([library()] if charts else [])]
@@ -182,6 +183,7 @@ def _place(place: str, rows: pd.DataFrame) -> dict[str, Any]:
     nouns = labels.rank_nouns(device)
     return {
         "title": place,
+        "count": len(rows),
         "cpu": (rows["device"] == "cpu").any(),
         "facts": [
             ("Runs", _fates(rows)),

@@ -39,7 +39,7 @@ function svg(name, attributes, ...children) {
 
 /** The timed steps one after another, in milliseconds. */
 function stepFigure(steps) {
-  const [width, height, left, right, top, bottom] = [640, 150, 58, 12, 10, 30];
+  const [width, height, left, right, top, bottom] = [640, 150, 80, 12, 12, 32];
   const sorted = [...steps].sort((one, two) => one - two);
   const [low, high] = [sorted[0], sorted[sorted.length - 1]];
   const middle = sorted.length % 2 ? sorted[(sorted.length - 1) / 2] : (sorted[sorted.length / 2 - 1] + sorted[sorted.length / 2]) / 2;
@@ -77,7 +77,7 @@ function shownBlock(block) {
 function open(anchor) {
   const blocks = blocksOf(anchor);
   if (!blocks) return;
-  byId("run-title").textContent = `Run ${anchor.replace("run-", "")}`;
+  byId("run-title").textContent = `Run ${anchor.replace(/^run-|-\d+$/g, "")}`;
   byId("run-body").replaceChildren(...blocks.map(shownBlock));
   const shown = shownRuns();
   const place = shown.indexOf(anchor);

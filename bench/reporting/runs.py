@@ -143,7 +143,10 @@ def plain(frame: pd.DataFrame, *left_out: str) -> list[dict[str, Any]]:
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns that say something about these runs: those of `ALWAYS`, and the others that have a value."""
+    """The columns that say something about these runs: those of `ALWAYS`, and others whose values are not all the same.
+
+    Numbers are shown wherever there are any: they are results.
+    """
     return [
         column
         for column in COLUMNS
