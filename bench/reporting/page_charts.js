@@ -12,17 +12,11 @@ let plotly = null;
 
 /** plotly.js, unpacked and started once. */
 function loaded() {
-  plotly = plotly || unpacked(byId("library").textContent).then((text) => {
+  plotly = plotly || unpacked("library").then((text) => {
     document.head.append(element("script", { textContent: text }));
     return window.Plotly;
   });
   return plotly;
-}
-
-async function unpacked(base64) {
-  const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).text();
 }
 
 /** The points of a trace whose runs are shown. */
@@ -63,8 +57,8 @@ async function draw(frame, charts) {
   });
 }
 
-if (frames.length) {
-  const all = JSON.parse(byId("charts").textContent);
+async function start() {
+  const all = JSON.parse(await unpacked("charts"));
   for (const frame of frames) {
     const charts = all.filter((chart) => chart.group === frame.dataset.group);
     const select = frame.querySelector("select");
@@ -84,3 +78,5 @@ if (frames.length) {
     watcher.observe(frame);
   }
 }
+
+if (frames.length) start();

@@ -15,6 +15,8 @@ from bench.reporting.again import command
 Row = Mapping[str, Any]
 """A row of the table with None for what is missing."""
 
+TOKENS = "tokens_per_second_per_gpu"
+
 
 @dataclass(frozen=True)
 class Column:
@@ -68,6 +70,10 @@ def _status(row: Row) -> str:
     return "degraded" if row["degraded"] and row["status"] == "ok" else str(row["status"])
 
 
+def _outcome(row: Row) -> str:
+    return f"{_status(row)}: {row['fit']}" if row["fit"] else _status(row)
+
+
 def _step(row: Row) -> str | None:
     if row["step_time_median_s"] is None:
         return None
@@ -87,37 +93,32 @@ def _shown(name: str, words: Callable[[Any], str]) -> Callable[[Row], Any]:
     return lambda row: None if row[name] is None else words(row[name])
 
 
+def _memory(name: str) -> Callable[[Row], Any]:
+    return _shown(name, labels.memory)
+
+
 def _share(value: float) -> str:
     return f"{labels.number(100 * value)} %"
 
 
 COLUMNS = (
     Column("Model", _plain("model"), _plain("model"), choose="Model", short=False),
-    Column("Parameters", _shown("parameters", labels.count), _plain("parameters"), number=True),
-    Column("Strategy", _plain("variant"), choose="Strategy", ranked=True),
-    Column("Asked for", _asked),
+    Column("Strategy", _plain("variant"), choose="Strategy", ranked=True, short=False),
     Column("Precision", _plain("precision"), choose="Precision"),
     Column("Ranks", _plain("world_size"), _plain("world_size"), number=True),
-    Column("Batch × sequence", _shown("workload", str), _plain("batch_size_per_gpu")),
-    Column("Limit, settings", _settings),
-    Column(
-        "Status", lambda row: f"{_status(row)}: {row['fit']}" if row["fit"] else _status(row), _status, False, "Status"
-    ),
+    Column("Status", _outcome, _status, choose="Status"),
     Column("TFLOP/s per rank", _shown("tflops_per_gpu", labels.number), _plain("tflops_per_gpu"), number=True),
-    Column("MFU", _shown("mfu", _share), _plain("mfu"), number=True),
-    Column(
-        "Tokens/s per rank",
-        _shown("tokens_per_second_per_gpu", labels.number),
-        _plain("tokens_per_second_per_gpu"),
-        number=True,
-    ),
     Column("Step median (p95)", _step, _plain("step_time_median_s"), number=True),
-    Column(
-        "Peak allocated", _shown("peak_allocated_bytes", labels.memory), _plain("peak_allocated_bytes"), number=True
-    ),
-    Column("Peak reserved", _shown("peak_reserved_bytes", labels.memory), _plain("peak_reserved_bytes"), number=True),
-    Column("Driver", _shown("peak_device_used_bytes", labels.memory), _plain("peak_device_used_bytes"), number=True),
+    Column("Peak allocated", _memory("peak_allocated_bytes"), _plain("peak_allocated_bytes"), number=True),
+    Column("Peak reserved", _memory("peak_reserved_bytes"), _plain("peak_reserved_bytes"), number=True),
+    Column("Driver", _memory("peak_device_used_bytes"), _plain("peak_device_used_bytes"), number=True),
+    Column("MFU", _shown("mfu", _share), _plain("mfu"), number=True),
+    Column("Tokens/s per rank", _shown(TOKENS, labels.number), _plain(TOKENS), number=True),
+    Column("Batch × sequence", _shown("workload", str), _plain("batch_size_per_gpu")),
+    Column("Limit, settings", _settings, short=False),
     Column("Evidence", _plain("evidence"), choose="Evidence"),
+    Column("Parameters", _shown("parameters", labels.count), _plain("parameters"), number=True),
+    Column("Asked for", _asked),
     Column("Device", _plain("place"), choose="Device", short=False),
     Column("Sweep", _plain("sweep"), choose="Sweep"),
     Column("Repeat", _plain("repeat"), _plain("repeat"), number=True),
@@ -174,7 +175,7 @@ def _cell(column: Column, row: Row, order: int) -> Cell:
         value = order
     if isinstance(value, float):
         value = repr(float(value))
-    kinds = ["number"] if column.number else ["short"] if column.short else []
+    kinds = ["number" if column.number else "short" if column.short else "long"]
     if column.title == "Status":
         kinds.append(f"status-{_status(row)}")
     said = labels.MISSING if text is None or text == "" else str(text)
