@@ -306,6 +306,15 @@ def test_the_interactive_figure_has_every_run_its_hover_and_opens_one(visit):
     expect(points).to_have_count(1)
 
 
+def test_static_figures_are_unpacked(visit):
+    page = visit().page
+    image = page.locator("figure img").last
+    image.scroll_into_view_if_needed()
+    page.wait_for_function("image => image.complete && image.naturalWidth > 100", arg=image.element_handle())
+    assert page.locator("figure img:not([src^='blob:'])").count() == 0
+    assert all(len(text) > 20 for text in page.locator("figure img").evaluate_all("all => all.map(one => one.alt)"))
+
+
 def test_lines_over_world_size_can_be_chosen(visit):
     page = visit().page
     frame = page.locator("figure[data-group=lines]")

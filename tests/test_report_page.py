@@ -160,6 +160,12 @@ def test_a_processor_is_not_compared_with_a_gpu():
     assert "One is a CPU, the other a GPU" in pair.sentences[0]
 
 
+def test_a_rehearsal_is_not_compared_with_a_measurement():
+    pair = pair_of(on(), on("node-b", evidence="rehearsed"))
+    assert pair.matched == []
+    assert "All rows of A are" in pair.sentences[0]
+
+
 def test_other_fates_and_degraded_times_are_said():
     slow = {"step_time_median_s": 9.0, "degraded": True}
     pair = pair_of(

@@ -124,17 +124,10 @@ COLUMNS = (
     Column("Repeat", _plain("repeat"), _plain("repeat"), number=True),
     Column("Started", _shown("started_at", lambda time: str(time)[:16].replace("T", " ")), _plain("started_at")),
 )
-ALWAYS = (
-    "Model",
-    "Strategy",
-    "Precision",
-    "Ranks",
-    "Status",
-    "TFLOP/s per rank",
-    "Step median (p95)",
-    "Peak allocated",
-)
-"""Columns that are shown even if they are empty, or the same in every run."""
+ALWAYS = ("Model", "Strategy", "Precision", "Ranks", "Status", "TFLOP/s per rank", "Step median (p95)", "Evidence")
+"""Columns that are shown even if they are empty."""
+ELSEWHERE = ("Device", "Sweep", "Repeat")
+"""Columns that are left out if they are the same in every run: the summary says it once."""
 
 
 def plain(frame: pd.DataFrame, *left_out: str) -> list[dict[str, Any]]:
@@ -144,15 +137,13 @@ def plain(frame: pd.DataFrame, *left_out: str) -> list[dict[str, Any]]:
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns that say something about these runs: those of `ALWAYS`, and others whose values are not all the same.
+    """The columns that say something about these runs: those of `ALWAYS`, and the others that have a value."""
+    return [column for column in COLUMNS if column.title in ALWAYS or _says_something(column, rows)]
 
-    Numbers are shown wherever there are any: they are results.
-    """
-    return [
-        column
-        for column in COLUMNS
-        if column.title in ALWAYS or any(column.text(row) not in (None, "") for row in rows)
-    ]
+
+def _says_something(column: Column, rows: Sequence[Row]) -> bool:
+    found = {column.text(row) for row in rows} - {None, ""}
+    return len(found) > (column.title in ELSEWHERE)
 
 
 def run(row: Row, record: Record, shown: Sequence[Column], file: str, order: int) -> Run:
