@@ -285,7 +285,7 @@ def test_one_world_size_is_no_scaling():
 def test_page_is_complete_in_itself(default):
     page = Page(default / "report" / "index.html")
     assert page.executed == [{}]
-    assert {script.get("id") for script in page.scripts} <= {None, "details", "charts", "library"}
+    assert {script.get("id") for script in page.scripts} <= {None, "details", "figures", "charts", "library"}
     for reference in page.references:
         assert reference.startswith(("data:", "#")), reference
     assert {reference[1:] for reference in page.references if reference.startswith("#")} <= page.ids

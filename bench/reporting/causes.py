@@ -112,7 +112,7 @@ def _why(rows: pd.DataFrame) -> str:
 def _which(rows: pd.DataFrame) -> str:
     """Strategies with how many runs each, and of which models on how many ranks."""
     variants = rows["variant"].value_counts(sort=False)
-    names = [name if count == 1 else f"{name} × {count}" for name, count in variants.items()]
+    names = [str(name) if count == 1 else f"{name} × {count}" for name, count in variants.items()]
     models = labels.listing(list(dict.fromkeys(rows["model"].astype(str))), 4)
     sizes = sorted({int(size) for size in rows["world_size"].dropna()})
     device = rows["device"].iloc[0]

@@ -14,7 +14,7 @@ from bench.reporting.again import command
 from bench.reporting.table import step_times_s
 
 Block = dict[str, Any]
-"""A part of a run's details. ``title``, and one of: ``facts`` (pairs), ``columns`` with ``rows``, ``text``, ``steps``."""
+"""A part of a run's details: ``title``, and ``facts`` (pairs), ``columns`` and ``rows``, ``text`` or ``steps``."""
 
 MOST_RANKS = 32
 """Ranks that are listed one by one."""
@@ -228,9 +228,9 @@ def _rank(rank: Mapping[str, Any]) -> list[str]:
         if value is None:
             texts.append(labels.MISSING)
         elif column.endswith("_bytes"):
-            texts.append(labels.memory(value))
+            texts.append(labels.memory(float(value)))
         else:
-            texts.append(labels.seconds(value) if column.endswith("_s") else str(value))
+            texts.append(labels.seconds(float(value)) if column.endswith("_s") else str(value))
     return texts
 
 
@@ -291,15 +291,3 @@ def packed(runs: Mapping[str, list[Block]]) -> dict[str, Any]:
         for run, blocks in runs.items()
     }
     return {"blocks": [json.loads(text) for text in numbers], "runs": found}
-
-
-def for_a_script(value: Any) -> str:
-    """A value as JSON that may stand in an HTML ``script`` element whatever texts it holds: no ``<`` ends it."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return (
-        text.replace("<", "\\u003c")
-        .replace(">", "\\u003e")
-        .replace("&", "\\u0026")
-        .replace("\u2028", "\\u2028")
-        .replace("\u2029", "\\u2029")
-    )

@@ -7,7 +7,6 @@ run shards, fill and line what kind of evidence it is, a run out of memory stand
 from __future__ import annotations
 
 import functools
-import gzip
 import html
 import importlib.resources
 from collections.abc import Sequence
@@ -20,9 +19,13 @@ from bench.reporting import labels, style
 from bench.reporting.cells import by, in_order
 from bench.reporting.figures import scaling
 from bench.reporting.marks import is_degraded
+from bench.reporting.packing import packed_text
 from bench.reporting.table import CELL
 
-SIZE, LARGE = 9, 13
+SIZE, CROSS_SIZE = 9, 11
+RING = {"symbol": "triangle-left-open", "size": 16, "color": style.INK, "line": {"width": 1.4}}
+CROSSES_APART = 0.012
+"""How far crosses of different strategies stand beside each other, as a share of their place."""
 DEGRADED = "degraded: time not representative"
 OOM = "out of memory"
 
@@ -49,9 +52,9 @@ def library() -> str:
 
 
 @functools.cache
-def packed_library() -> bytes:
-    """plotly.js compressed (gzip), the same bytes every time."""
-    return gzip.compress(library().encode(), compresslevel=9, mtime=0)
+def packed_library() -> str:
+    """plotly.js, compressed."""
+    return packed_text(library())
 
 
 # ---- throughput against memory
@@ -61,9 +64,10 @@ def explorer(table: pd.DataFrame, palette: dict[str, style.Mark]) -> list[Chart]
     """A chart per place: throughput against peak memory, a point per run.
 
     Runs out of memory stand on the axis: where nothing ran at the memory they are predicted to need, else at the
-    limit they hit, and at the right edge where no limit is known.
+    limit they hit, and at the right edge where no limit is known. The place with the most runs comes first.
     """
-    return [chart for (place,), rows in by(in_order(table), "place") if (chart := _explorer(str(place), rows, palette))]
+    places = sorted(by(in_order(table), "place"), key=lambda place: -len(place[1]))
+    return [chart for (place,), rows in places if (chart := _explorer(str(place), rows, palette))]
 
 
 def _explorer(place: str, rows: pd.DataFrame, palette: dict[str, style.Mark]) -> Chart | None:
@@ -77,8 +81,8 @@ def _explorer(place: str, rows: pd.DataFrame, palette: dict[str, style.Mark]) ->
     unit, size = labels.memory_unit(largest)
     noun = labels.rank_noun(rows["device"].iloc[0])
     traces: list[Trace] = []
-    shown = pd.concat([fitted, lost])
-    for (variant, kind), group in by(in_order(shown), "variant", "evidence"):
+    groups = list(by(in_order(pd.concat([fitted, lost])), "variant", "evidence"))
+    for place_of, ((variant, kind), group) in enumerate(groups):
         mark = palette[str(variant)]
         ran, burst = group[group["status"] == "ok"], group[group["status"] == "oom"]
         common = {"name": _name(str(variant), str(kind)), "legendgroup": f"{variant} {kind}"}
@@ -91,11 +95,12 @@ def _explorer(place: str, rows: pd.DataFrame, palette: dict[str, style.Mark]) ->
                 }
             )
         if len(burst):
+            aside = 1 + CROSSES_APART * (place_of - (len(groups) - 1) / 2)  # under one limit they would be one cross
             traces.append(
                 {
                     **common,
-                    **_points(burst, at[burst.index] / size, [0.0] * len(burst), noun),
-                    "marker": {**_marker(mark, str(kind)), "symbol": style.symbol("X", str(kind)), "size": 11},
+                    **_points(burst, aside * at[burst.index] / size, [0.0] * len(burst), noun),
+                    "marker": {**_marker(mark, str(kind)), "symbol": style.symbol("X", str(kind)), "size": CROSS_SIZE},
                     "cliponaxis": False,
                     "showlegend": not len(ran),
                 }
@@ -107,11 +112,12 @@ def _explorer(place: str, rows: pd.DataFrame, palette: dict[str, style.Mark]) ->
         traces.append(_legend_only(OOM))
     layout = style.interactive_layout(f"peak allocated memory per {noun} ({unit})", f"model TFLOP/s per {noun}")
     layout["xaxis"]["rangemode"] = "tozero"
-    fastest = fitted.loc[fitted["tflops_per_gpu"].astype(float).idxmax()]
+    fastest = fitted.iloc[int(fitted["tflops_per_gpu"].astype(float).argmax())]
     alt = (
         f"Scatter chart of {labels.counted(len(fitted), 'run')} on {place}: model TFLOP/s per {noun} against peak "
         f"allocated memory. Fastest: {fastest['variant']}, {fastest['heading']}, "
-        f"{labels.number(float(fastest['tflops_per_gpu']))} TFLOP/s at {labels.memory(fastest['peak_allocated_bytes'])}. "
+        f"{labels.number(float(fastest['tflops_per_gpu']))} TFLOP/s at "
+        f"{labels.memory(fastest['peak_allocated_bytes'])}. "
         f"Out of memory: {len(lost)}. The same runs are in the table."
     )
     return Chart(place, "explorer", {"data": traces, "layout": layout}, alt)
@@ -162,12 +168,11 @@ def hover(row: dict[Any, Any], noun: str) -> str:
 
 def _ring(rows: pd.DataFrame, x: Any, y: Any, noun: str) -> Trace:
     """A large hollow triangle around points whose time is not representative."""
-    look = {"symbol": "triangle-left-open", "size": LARGE + 3, "color": style.INK, "line": {"width": 1.4}}
-    return {**_points(rows, x, y, noun), "name": DEGRADED, "marker": look}
+    return {**_points(rows, x, y, noun), "name": DEGRADED, "marker": RING}
 
 
 def _legend_only(name: str) -> Trace:
-    look = {"symbol": "x", "size": 11, "color": style.MUTED}
+    look = {"symbol": "x", "size": CROSS_SIZE, "color": style.MUTED}
     return {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": name, "marker": look}
 
 
@@ -211,13 +216,12 @@ def _lines(facet: pd.DataFrame, palette: dict[str, style.Mark], anchors: dict[tu
                 {**common, **values, **extra, "mode": "lines+markers", "line": line, "marker": _marker(mark, str(kind))}
             )
         if len(lost):
-            cross = {**_marker(mark, str(kind)), "symbol": style.symbol("X", str(kind)), "size": 12}
+            cross = {**_marker(mark, str(kind)), "symbol": style.symbol("X", str(kind)), "size": CROSS_SIZE}
             zeros = _cells(lost, [0.0] * len(lost), noun, anchors)
             traces.append({**common, **zeros, "marker": cross, "cliponaxis": False, "showlegend": not len(ran)})
     degraded = facet[facet["degraded"].astype(bool) & facet["median"].notna()]
     if len(degraded):
-        look = {"symbol": "triangle-left-open", "size": LARGE + 3, "color": style.INK, "line": {"width": 1.4}}
-        traces.append({**_cells(degraded, degraded["median"], noun, anchors), "name": DEGRADED, "marker": look})
+        traces.append({**_cells(degraded, degraded["median"], noun, anchors), "name": DEGRADED, "marker": RING})
     if (facet["out_of_memory"] > 0).any():
         traces.append(_legend_only(OOM))
     sizes = sorted({int(size) for size in facet["world_size"]})

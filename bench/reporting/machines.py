@@ -277,12 +277,21 @@ def change(ratio: float) -> str:
     return f"{percent:+.1f} %".replace("-", "−")
 
 
+def _why_nothing(a: Machine, b: Machine) -> str:
+    """Why two machines have no configuration in common, where it is plain."""
+    devices, kinds = ([set(machine.rows[name]) for machine in (a, b)] for name in ("device", "evidence"))
+    if devices[0].isdisjoint(devices[1]):
+        return " One is a CPU, the other a GPU: no run of one is a run of the other."
+    if kinds[0].isdisjoint(kinds[1]):
+        (first,), (second,) = kinds
+        return f" All rows of {a.letter} are {first}, all of {b.letter} {second}: that is no difference of machines."
+    return ""
+
+
 def _sentences(pair: Pair) -> list[str]:
     a, b = pair.first, pair.second
     if not pair.matched:
-        kinds = [set(machine.rows["device"]) for machine in (a, b)]
-        why = " One is a CPU, the other a GPU: no run of one is a run of the other." if kinds[0] != kinds[1] else ""
-        return [f"No configuration ran on both, so nothing can be compared.{why}"]
+        return [f"No configuration ran in the same way on both, so nothing can be compared.{_why_nothing(a, b)}"]
     times = np.array([one.step_ratio for one in pair.matched])
     peaks = np.array([one.peak_ratio for one in pair.matched])
     sentences = [
@@ -317,7 +326,8 @@ def _sentences(pair: Pair) -> list[str]:
     several = [name for name in pair.differing if name != "Hosts"]
     if len(several) > 1:
         sentences.append(
-            f"The two differ in {labels.listing(several, 12)}: which of these a change comes from, these runs do not say."
+            f"The two differ in {labels.listing(several, 12)}: which of these a change comes from, these runs do not "
+            "say."
         )
     if (a.rows["device"] == "cpu").all():
         sentences.append(f"{labels.CPU_NOTE}: what other work a processor had to do is in these times.")

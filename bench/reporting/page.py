@@ -15,9 +15,10 @@ from bench.records import Contents
 from bench.reporting import labels, machines, runs
 from bench.reporting.causes import causes
 from bench.reporting.cells import by, in_order
-from bench.reporting.details import details, for_a_script, packed
+from bench.reporting.details import details, packed
 from bench.reporting.drawing import Section
 from bench.reporting.interactive import Chart, library, packed_library
+from bench.reporting.packing import packed_json
 from bench.reporting.table import NESTED, SETTINGS
 
 STATUS_MEANING = {
@@ -34,7 +35,7 @@ EVIDENCE_MEANING = {
     "predicted": "nothing ran: traced and simulated",
     "published": "quoted from a paper",
 }
-SCRIPTS = ("page_table.js", "page_run.js", "page_machines.js", "page_charts.js")
+SCRIPTS = ("page_table.js", "page_run.js", "page_machines.js", "page_charts.js", "page_figures.js")
 """In this order: later ones use what earlier ones define."""
 
 
@@ -71,6 +72,7 @@ def render(
     ordered = in_order(table)
     files = contents.files or [f"{record['run_id']}/{record.get('attempt', 0)}.json" for record in contents.records]
     places = [_place(str(place), rows) for (place,), rows in by(ordered, "place")]
+    places.sort(key=lambda place: -place["count"])
     found, others = machines.machines(table, contents.records)
     script = "(() => {\n" + "\n".join(source(file) for file in SCRIPTS) + "})();\n"
     executed = [script, *([library()] if charts else [])]
@@ -88,13 +90,13 @@ def render(
         shared=_shared(table),
         period=_period(table),
         sections=sections,
-        images={key: base64.b64encode(text.encode()).decode() for key, text in images.items()},
+        images=packed_json(images),
         causes=causes(table),
         **_runs(ordered, contents, files),
-        details=for_a_script(_details(table, contents, files)),
+        details=packed_json(_details(table, contents, files)),
         charts=list(dict.fromkeys(chart.group for chart in charts)),
-        chart_data=for_a_script([asdict(chart) for chart in charts]),
-        library=base64.b64encode(packed_library()).decode() if charts else "",
+        chart_data=packed_json([asdict(chart) for chart in charts]),
+        library=packed_library() if charts else "",
         out_of_memory=[_oom(row) for row in _records(ordered[ordered["status"] == "oom"])],
         failures=[_failure(row) for row in _records(ordered[~ordered["status"].isin(["ok", "oom"])])],
         machines=found,
@@ -156,7 +158,8 @@ def _known(values: Iterable[Any]) -> list[str]:
 def _lead(table: pd.DataFrame, places: Sequence[dict[str, Any]]) -> str:
     """What was run and what came of it, in two sentences."""
     kinds = [f"{count} {kind}" for kind, count, _ in _counts(table["evidence"], EVIDENCE_MEANING)]
-    words = {"ok": "ended well", "oom": "ran out of memory", "error": "failed", "timeout": "took too long"}
+    foretold = " or are predicted to" if (table["evidence"] == "predicted").any() else ""
+    words = {"ok": f"ended well{foretold}", "oom": "ran out of memory", "error": "failed", "timeout": "took too long"}
     words |= {"preempted": "taken off their machine", "skipped": "not started"}
     fates = [f"{count} {words[status]}" for status, count, _ in _counts(table["status"], STATUS_MEANING)]
     models, variants = (_known(in_order(table)[column]) for column in ("model", "variant"))
@@ -180,23 +183,25 @@ def _place(place: str, rows: pd.DataFrame) -> dict[str, Any]:
     sizes = sorted({int(size) for size in rows["world_size"].dropna()})
     device = rows["device"].iloc[0]
     nouns = labels.rank_nouns(device)
+    facts = [
+        ("Runs", _fates(rows)),
+        ("Evidence", _distinct(rows["evidence"])),
+        ("Models", _distinct(rows["model"])),
+        ("Strategies", _distinct(rows["variant"])),
+        ("Precisions", _distinct(rows["precision"])),
+        (nouns[0].upper() + nouns[1:], _distinct(sizes)),
+        ("Device", _distinct(rows["gpu_name"])),
+        ("Hosts", _distinct(hosts)),
+        ("torch", _distinct(rows["torch_version"])),
+        ("Commit", _distinct(commits, 6)),
+        ("Sweeps", _distinct(rows["sweep"])),
+        ("Started", _period(rows)),
+    ]
     return {
         "title": place,
+        "count": len(rows),
         "cpu": (rows["device"] == "cpu").any(),
-        "facts": [
-            ("Runs", _fates(rows)),
-            ("Evidence", _distinct(rows["evidence"])),
-            ("Models", _distinct(rows["model"])),
-            ("Strategies", _distinct(rows["variant"])),
-            ("Precisions", _distinct(rows["precision"])),
-            (nouns[0].upper() + nouns[1:], _distinct(sizes)),
-            ("Device", _distinct(rows["gpu_name"])),
-            ("Hosts", _distinct(hosts)),
-            ("torch", _distinct(rows["torch_version"])),
-            ("Commit", _distinct(commits, 6)),
-            ("Sweeps", _distinct(rows["sweep"])),
-            ("Started", _period(rows)),
-        ],
+        "facts": [(name, value) for name, value in facts if value != labels.MISSING],
     }
 
 

@@ -12,17 +12,11 @@ let plotly = null;
 
 /** plotly.js, unpacked and started once. */
 function loaded() {
-  plotly = plotly || unpacked(byId("library").textContent).then((text) => {
+  plotly = plotly || unpacked("library").then((text) => {
     document.head.append(element("script", { textContent: text }));
     return window.Plotly;
   });
   return plotly;
-}
-
-async function unpacked(base64) {
-  const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).text();
 }
 
 /** The points of a trace whose runs are shown. */
@@ -33,12 +27,16 @@ function picked(trace, shown) {
   return { ...trace, x: some(trace.x), y: some(trace.y), text: some(trace.text), customdata: some(trace.customdata) };
 }
 
-/** A small screen has no room for names beside the figure: the legend's come below each other. */
+/** The layout with room for the legend below the axis, in as many columns as the width has room for. */
 function fitted(layout, traces, width) {
-  const named = traces.filter((trace) => trace.showlegend !== false).length;
-  const columns = Math.max(1, Math.floor(width / 230));
-  const legend = 22 * Math.ceil(named / columns) + 30;
-  return { ...layout, height: 400 + legend, margin: { ...layout.margin, b: 60 + legend }, legend: { ...layout.legend, y: -58 / 320 } };
+  const [plotHeight, axisHeight, lineHeight] = [320, 62, 29];
+  const names = traces.filter((trace) => trace.showlegend !== false).map((trace) => trace.name);
+  const nameWidth = Math.min(Math.max(...names.map((name) => name.length)) * 6.8, width - 130);
+  const columns = Math.max(1, Math.floor((width - 80) / (nameWidth + 50)));
+  const legendHeight = lineHeight * Math.ceil(names.length / columns) + 16;
+  const margin = { ...layout.margin, b: axisHeight + legendHeight };
+  const legend = { ...layout.legend, y: -axisHeight / plotHeight, entrywidth: nameWidth, entrywidthmode: "pixels" };
+  return { ...layout, height: margin.t + plotHeight + margin.b, margin, legend };
 }
 
 async function draw(frame, charts) {
@@ -59,8 +57,8 @@ async function draw(frame, charts) {
   });
 }
 
-if (frames.length) {
-  const all = JSON.parse(byId("charts").textContent);
+async function start() {
+  const all = JSON.parse(await unpacked("charts"));
   for (const frame of frames) {
     const charts = all.filter((chart) => chart.group === frame.dataset.group);
     const select = frame.querySelector("select");
@@ -80,3 +78,5 @@ if (frames.length) {
     watcher.observe(frame);
   }
 }
+
+if (frames.length) start();

@@ -2,12 +2,13 @@
 // so that a link to one can be shared.
 
 const dialog = byId("run");
-let details = null;
+let unpackedDetails = null;
 
-/** The blocks of a run, parsed when the first one is opened; undefined if there is no such run. */
-function blocksOf(anchor) {
-  details = details || JSON.parse(byId("details").textContent);
-  return Object.hasOwn(details.runs, anchor) ? details.runs[anchor].map((number) => details.blocks[number]) : undefined;
+/** The blocks of a run, unpacked when the first one is opened; undefined if there is no such run. */
+async function blocksOf(anchor) {
+  unpackedDetails = unpackedDetails || unpacked("details").then(JSON.parse);
+  const { runs, blocks } = await unpackedDetails;
+  return Object.hasOwn(runs, anchor) ? runs[anchor].map((number) => blocks[number]) : undefined;
 }
 
 function factList(facts) {
@@ -39,7 +40,7 @@ function svg(name, attributes, ...children) {
 
 /** The timed steps one after another, in milliseconds. */
 function stepFigure(steps) {
-  const [width, height, left, right, top, bottom] = [640, 150, 58, 12, 10, 30];
+  const [width, height, left, right, top, bottom] = [640, 150, 80, 12, 12, 32];
   const sorted = [...steps].sort((one, two) => one - two);
   const [low, high] = [sorted[0], sorted[sorted.length - 1]];
   const middle = sorted.length % 2 ? sorted[(sorted.length - 1) / 2] : (sorted[sorted.length / 2 - 1] + sorted[sorted.length / 2]) / 2;
@@ -74,10 +75,10 @@ function shownBlock(block) {
   return element("section", {}, ...parts);
 }
 
-function open(anchor) {
-  const blocks = blocksOf(anchor);
+async function open(anchor) {
+  const blocks = await blocksOf(anchor);
   if (!blocks) return;
-  byId("run-title").textContent = `Run ${anchor.replace("run-", "")}`;
+  byId("run-title").textContent = `Run ${anchor.replace(/^run-|-\d+$/g, "")}`;
   byId("run-body").replaceChildren(...blocks.map(shownBlock));
   const shown = shownRuns();
   const place = shown.indexOf(anchor);
@@ -97,7 +98,7 @@ function show(anchor) {
 
 function openAddressed() {
   const anchor = decodeURIComponent(location.hash.slice(1));
-  if (anchor.startsWith("run-") && blocksOf(anchor)) open(anchor);
+  if (anchor.startsWith("run-")) open(anchor);
   else if (dialog.open) dialog.close();
 }
 

@@ -11,6 +11,13 @@ function element(name, properties = {}, ...children) {
   return made;
 }
 
+/** What the page carries compressed (gzip in base64), as text. */
+async function unpacked(id) {
+  const bytes = Uint8Array.from(atob(byId(id).textContent), (character) => character.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
+}
+
 document.documentElement.classList.add("js");
 
 const table = byId("runs-table");

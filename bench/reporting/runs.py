@@ -15,6 +15,8 @@ from bench.reporting.again import command
 Row = Mapping[str, Any]
 """A row of the table with None for what is missing."""
 
+TOKENS = "tokens_per_second_per_gpu"
+
 
 @dataclass(frozen=True)
 class Column:
@@ -68,6 +70,10 @@ def _status(row: Row) -> str:
     return "degraded" if row["degraded"] and row["status"] == "ok" else str(row["status"])
 
 
+def _outcome(row: Row) -> str:
+    return f"{_status(row)}: {row['fit']}" if row["fit"] else _status(row)
+
+
 def _step(row: Row) -> str | None:
     if row["step_time_median_s"] is None:
         return None
@@ -87,53 +93,41 @@ def _shown(name: str, words: Callable[[Any], str]) -> Callable[[Row], Any]:
     return lambda row: None if row[name] is None else words(row[name])
 
 
+def _memory(name: str) -> Callable[[Row], Any]:
+    return _shown(name, labels.memory)
+
+
 def _share(value: float) -> str:
     return f"{labels.number(100 * value)} %"
 
 
 COLUMNS = (
     Column("Model", _plain("model"), _plain("model"), choose="Model", short=False),
-    Column("Parameters", _shown("parameters", labels.count), _plain("parameters"), number=True),
-    Column("Strategy", _plain("variant"), choose="Strategy", ranked=True),
-    Column("Asked for", _asked),
+    Column("Strategy", _plain("variant"), choose="Strategy", ranked=True, short=False),
     Column("Precision", _plain("precision"), choose="Precision"),
     Column("Ranks", _plain("world_size"), _plain("world_size"), number=True),
-    Column("Batch × sequence", _shown("workload", str), _plain("batch_size_per_gpu")),
-    Column("Limit, settings", _settings),
-    Column(
-        "Status", lambda row: f"{_status(row)}: {row['fit']}" if row["fit"] else _status(row), _status, False, "Status"
-    ),
+    Column("Status", _outcome, _status, choose="Status"),
     Column("TFLOP/s per rank", _shown("tflops_per_gpu", labels.number), _plain("tflops_per_gpu"), number=True),
-    Column("MFU", _shown("mfu", _share), _plain("mfu"), number=True),
-    Column(
-        "Tokens/s per rank",
-        _shown("tokens_per_second_per_gpu", labels.number),
-        _plain("tokens_per_second_per_gpu"),
-        number=True,
-    ),
     Column("Step median (p95)", _step, _plain("step_time_median_s"), number=True),
-    Column(
-        "Peak allocated", _shown("peak_allocated_bytes", labels.memory), _plain("peak_allocated_bytes"), number=True
-    ),
-    Column("Peak reserved", _shown("peak_reserved_bytes", labels.memory), _plain("peak_reserved_bytes"), number=True),
-    Column("Driver", _shown("peak_device_used_bytes", labels.memory), _plain("peak_device_used_bytes"), number=True),
+    Column("Peak allocated", _memory("peak_allocated_bytes"), _plain("peak_allocated_bytes"), number=True),
+    Column("Peak reserved", _memory("peak_reserved_bytes"), _plain("peak_reserved_bytes"), number=True),
+    Column("Driver", _memory("peak_device_used_bytes"), _plain("peak_device_used_bytes"), number=True),
+    Column("MFU", _shown("mfu", _share), _plain("mfu"), number=True),
+    Column("Tokens/s per rank", _shown(TOKENS, labels.number), _plain(TOKENS), number=True),
+    Column("Batch × sequence", _shown("workload", str), _plain("batch_size_per_gpu")),
+    Column("Limit, settings", _settings, short=False),
     Column("Evidence", _plain("evidence"), choose="Evidence"),
+    Column("Parameters", _shown("parameters", labels.count), _plain("parameters"), number=True),
+    Column("Asked for", _asked),
     Column("Device", _plain("place"), choose="Device", short=False),
     Column("Sweep", _plain("sweep"), choose="Sweep"),
     Column("Repeat", _plain("repeat"), _plain("repeat"), number=True),
     Column("Started", _shown("started_at", lambda time: str(time)[:16].replace("T", " ")), _plain("started_at")),
 )
-ALWAYS = (
-    "Model",
-    "Strategy",
-    "Precision",
-    "Ranks",
-    "Status",
-    "TFLOP/s per rank",
-    "Step median (p95)",
-    "Peak allocated",
-)
-"""Columns that are shown even if they are empty, or the same in every run."""
+ALWAYS = ("Model", "Strategy", "Precision", "Ranks", "Status", "TFLOP/s per rank", "Step median (p95)", "Evidence")
+"""Columns that are shown even if they are empty."""
+ELSEWHERE = ("Device", "Sweep", "Repeat")
+"""Columns that are left out if they are the same in every run: the summary says it once."""
 
 
 def plain(frame: pd.DataFrame, *left_out: str) -> list[dict[str, Any]]:
@@ -144,11 +138,12 @@ def plain(frame: pd.DataFrame, *left_out: str) -> list[dict[str, Any]]:
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns that say something about these runs: those of `ALWAYS`, and the others that have a value."""
-    return [
-        column
-        for column in COLUMNS
-        if column.title in ALWAYS or any(column.text(row) not in (None, "") for row in rows)
-    ]
+    return [column for column in COLUMNS if column.title in ALWAYS or _says_something(column, rows)]
+
+
+def _says_something(column: Column, rows: Sequence[Row]) -> bool:
+    found = {column.text(row) for row in rows} - {None, ""}
+    return len(found) > (column.title in ELSEWHERE)
 
 
 def run(row: Row, record: Record, shown: Sequence[Column], file: str, order: int) -> Run:
@@ -171,7 +166,7 @@ def _cell(column: Column, row: Row, order: int) -> Cell:
         value = order
     if isinstance(value, float):
         value = repr(float(value))
-    kinds = ["number"] if column.number else ["short"] if column.short else []
+    kinds = ["number" if column.number else "short" if column.short else "long"]
     if column.title == "Status":
         kinds.append(f"status-{_status(row)}")
     said = labels.MISSING if text is None or text == "" else str(text)

@@ -194,7 +194,7 @@ def interactive_layout(x_title: str, y_title: str) -> dict[str, Any]:
         "margin": {"l": 60, "r": 20, "t": 20, "b": 50},
         "hovermode": "closest",
         "hoverlabel": {"bgcolor": "white", "bordercolor": MUTED, "font": {"color": INK, "size": 13}, "align": "left"},
-        "legend": {"orientation": "h", "x": 0, "y": -0.18, "yanchor": "top", "font": {"size": 12}},
-        "xaxis": {**axis, "title": {"text": x_title}},
-        "yaxis": {**axis, "title": {"text": y_title}, "rangemode": "tozero"},
+        "legend": {"orientation": "h", "x": 0, "y": -0.18, "yanchor": "top", "font": {"size": 12}, "maxheight": 2000},
+        "xaxis": {**axis, "title": {"text": x_title, "standoff": 8}},
+        "yaxis": {**axis, "title": {"text": y_title, "standoff": 8}, "rangemode": "tozero"},
     }

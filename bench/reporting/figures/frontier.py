@@ -217,7 +217,8 @@ def _apart(axes: Axes, x: int, y: float, strips: int) -> None:
 
 def _key(shown: pd.DataFrame, kinds: Sequence[str], meaning: str) -> list[tuple[Artist, str]]:
     answers = [one for some in shown["answers"] for one in some]
-    places = {1: [""], 2: [" (top)", " (bottom)"], 3: [" (top)", " (middle)", " (bottom)"]}[len(kinds)]
+    between = {2: [], 3: [" (middle)"], 4: [" (second)", " (third)"]}
+    places = [" (top)", *between[len(kinds)], " (bottom)"] if len(kinds) > 1 else [""]
     entries: list[tuple[Artist, str]] = [
         (Patch(**{**style.bar_style(style.MUTED, kind), "linewidth": 0.7}), kind + place)
         for kind, place in zip(kinds, places, strict=True)
