@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 import pytest
+from playwright.sync_api import sync_playwright
 
 from bench import notebooks
 from bench.errors import UsageError
@@ -23,6 +25,7 @@ from bench.reporting.interactive_figures import trade_off
 from bench.reporting.notebook import Notebook
 from tests.conftest import ROOT, run_command
 from tests.records_fixture import default_sweep, record, write_store
+from tests.test_report_browser import ARGUMENTS, CHROMIUM
 
 FILES = sorted((ROOT / "analysis").glob("*.ipynb"))
 QUESTIONS = {
@@ -105,9 +108,33 @@ def test_one_command_renders_all_to_pages_that_are_complete_in_themselves(tmp_pa
         assert all(image["alt"] and "No description" not in image["alt"] for image in page.images), name
         assert [address for address in page.loaded if not address.startswith("data:")] == [], name
         assert not page.kinds & {"application/vnd.jupyter.stderr", "text/plain"}, name
+    in_a_browser(tmp_path / "sharding_factor.html")
     pictures = {ending: {path.stem for path in tmp_path.glob(f"figures/*.{ending}")} for ending in ("png", "svg")}
     assert pictures["png"] == pictures["svg"]
     assert len(pictures["png"]) >= 12
+
+
+def in_a_browser(page: Path) -> None:
+    """A page without a network: the interactive figure is drawn and tells numbers, and nothing is complained about."""
+    if CHROMIUM is None:
+        assert os.environ.get("REQUIRE_BROWSER") != "1"
+        return
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        context = browser.new_context(offline=True, viewport={"width": 1000, "height": 900})
+        tab, said = context.new_page(), []
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.goto(page.as_uri())
+        points = tab.locator(".plotly-graph-div .scatterlayer .point")
+        points.first.wait_for(state="attached")
+        assert points.count() >= 10
+        points.nth(2).scroll_into_view_if_needed()
+        points.nth(2).hover(force=True)
+        tab.locator(".hoverlayer .hovertext").first.wait_for()
+        assert "TFLOP/s" in (tab.locator(".hoverlayer").text_content() or "")
+        assert said == []
+        browser.close()
 
 
 IN_ONE_PROCESS = """

@@ -64,6 +64,7 @@ def trade_off(selected: pd.DataFrame) -> go.Figure:
     title = f"Memory against speed: {sharding_factor.subject(selected)}"
     figure = _empty(title, f"peak memory per {noun} (GiB)", f"model TFLOP/s per {noun}")
     figure.update_yaxes(rangemode="tozero")
+    figure.update_xaxes(type="log", title=f"peak memory per {noun} (GiB, logarithmic)", dtick="D2")
     for (strategy, series, kind), line in by(selected, "strategy", "series", "evidence"):
         line = line.sort_values("sharding_factor")
         ran = line[line["tflops"].notna()]
@@ -79,7 +80,8 @@ def trade_off(selected: pd.DataFrame) -> go.Figure:
         figure.add_trace(
             go.Scatter(
                 x=ran["memory"] / GIB, y=ran["tflops"], name=f"{series}, {kind}", mode="lines+markers+text",
-                text=[f"F={factor}" for factor in ran["sharding_factor"]], textposition="bottom center",
+                text=[f"F={factor}" for factor in ran["sharding_factor"]],
+                textposition="top center" if strategy == "fsdp1" else "bottom center",
                 textfont={"size": 10, "color": colour}, hovertext=hover, hoverinfo="text",
                 line={"color": colour, "dash": style.dash(kind)},
                 marker=_marker(colour, sharding_factor.MARKERS[strategy], kind),
