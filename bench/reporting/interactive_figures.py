@@ -64,7 +64,8 @@ def trade_off(selected: pd.DataFrame) -> go.Figure:
     title = f"Memory against speed: {sharding_factor.subject(selected)}"
     figure = _empty(title, f"peak memory per {noun} (GiB)", f"model TFLOP/s per {noun}")
     figure.update_yaxes(rangemode="tozero")
-    figure.update_xaxes(type="log", title=f"peak memory per {noun} (GiB, logarithmic)", dtick="D2")
+    ticks = [step * 10**power for power in range(-3, 4) for step in (1, 2, 5)]
+    figure.update_xaxes(type="log", tickvals=ticks, title=f"peak memory per {noun} (GiB, logarithmic)")
     for (strategy, series, kind), line in by(selected, "strategy", "series", "evidence"):
         line = line.sort_values("sharding_factor")
         ran = line[line["tflops"].notna()]
