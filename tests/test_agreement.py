@@ -170,6 +170,7 @@ def test_the_papers_lines_to_hover_over_are_those_of_the_static_figure():
     assert list(published.error_y.array) == pytest.approx([0.1] * 7)
     assert len(points) == sum(len(trace.x) for trace in made.data)
     assert made.layout.xaxis.type == "log"
+    assert made.layout.yaxis.title.text == "hardware TFLOP/s per GPU (recomputation counted)"
 
 
 def test_ends_of_an_axis_hold_everything():

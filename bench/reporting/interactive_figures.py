@@ -15,6 +15,7 @@ from bench.reporting.agreement import MEMORY, SPEED, UNITS
 from bench.reporting.cells import by
 from bench.reporting.figures import agreement, paper, sharding_factor
 from bench.reporting.labels import GIB, memory, number
+from bench.reporting.paper import COMPARISONS
 
 
 def paper_figure(points: pd.DataFrame, quantity: str) -> go.Figure:
@@ -29,7 +30,9 @@ def paper_figure(points: pd.DataFrame, quantity: str) -> go.Figure:
     """
     shown = points[(points["quantity"] == quantity) & points["world_size"].notna()]
     names = sorted(set(shown["series"]), key=paper.series_order)
-    figure = _empty(f"{points['figure'].iloc[0]}: {quantity}", "GPUs (world size, logarithmic)", quantity)
+    comparison = next(one for one in COMPARISONS if one.figure == points["figure"].iloc[0])
+    up = next(one.axis for one in comparison.quantities if one.short == quantity)
+    figure = _empty(f"{comparison.figure}: {comparison.title}", "GPUs (world size, logarithmic)", up)
     figure.update_xaxes(type="log", tickvals=sorted(set(shown["world_size"])))
     for (series, kind), line in by(shown, "series", "evidence"):
         line = line.sort_values("world_size")
