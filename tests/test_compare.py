@@ -21,6 +21,8 @@ from bench.records.matching import identity, run_question
 from bench.reporting import style
 from bench.reporting.drawing import save
 from bench.reporting.figures.regression import change_drawings, detectable_drawing, detectable_table
+from bench.reporting.regressions.junit import junit
+from bench.reporting.regressions.markdown import markdown
 from tests.conftest import ROOT, run_command
 from tests.records_fixture import write_store
 from tests.repeated_runs import GPU, MEMORY, TOPOLOGY, on_gpus, runs, scattered
@@ -123,6 +125,14 @@ def test_a_slowdown_is_a_regression_with_its_interval_and_a_speedup_an_improveme
     back = compare(five(2, slower=0.05), five(1))
     assert back.verdict == IMPROVEMENT
     assert back.exit_code == 0
+
+
+def test_a_change_between_runs_that_were_not_made_in_turn_may_be_the_machine():
+    after = compare(five(1), five(2, slower=0.05, day="2026-05-05"))
+    assert after.exit_code == 1
+    assert "one side was run after the other had ended" in after.notes[0]
+    assert compare(five(1), five(2, slower=0.05)).notes == ()
+    assert compare(five(1), five(2, day="2026-05-05")).notes == ()
 
 
 def test_noise_hides_a_slowdown_and_the_reason_says_what_could_be_found():
@@ -269,7 +279,8 @@ def test_another_network_is_another_machine_and_the_affinity_of_a_job_is_none():
     assert [each.name for each in compare(base, other).machines] == ["network settings"]
     for topology, differs in ((TOPOLOGY.replace("NV12", "SYS"), True), (TOPOLOGY.replace("0-31", "32-63"), False)):
         moved = [{**row, "environment": {**row["environment"], "topology": topology}} for row in on_gpus(five(2))]
-        assert bool(compare(base, moved).machines) == differs
+        told = [str(each) for each in compare(base, moved).machines]
+        assert told == (["links inside a node: NV12 2× → SYS 2×"] if differs else [])
     two_nodes = on_gpus(five(2, nodes=2))
     assert "ranks: 2 on 1 node → 1 on each of 2 nodes" in [str(each) for each in compare(base, two_nodes).machines]
 
@@ -355,6 +366,22 @@ def test_the_command_prints_everything_and_writes_what_was_asked_for(stores, tmp
     assert "ok, now oom" in " ".join(
         case.find("failure").get("message") for case in cases if case.find("failure") is not None
     )
+
+
+def test_nothing_in_a_row_is_taken_for_markup(tmp_path):
+    failed = five(2, model="a|b_<c>", status="error", error="it | fell\nover <script> & \x00")
+    found = compare(five(1, model="a|b_<c>"), failed)
+    table = [line for line in markdown(found, "x", "y").splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+    assert "<script>" not in markdown(found, "x", "y").replace("\\<", "")
+    case = ElementTree.fromstring(junit(found, "x", "y").encode()).findall("testsuite/testcase")[-1]
+    assert case.get("name").startswith("a|b_<c>")
+    assert "fell" in case.find("failure").get("message")
+
+
+def test_runs_that_had_the_machine_to_themselves_and_others_that_had_not_are_told():
+    beside = [{**row, "concurrent_runs": 3} for row in five(2)]
+    assert "other runs of the store at the same time: up to 0, now 3" in only(compare(five(1), beside)).notes
 
 
 def test_the_command_says_machines_first_and_refuses(tmp_path, capsys):

@@ -30,6 +30,7 @@ from bench.comparison.words import (
 )
 from bench.records import Record
 
+SIDES = ("base", "candidate")
 OTHER_MACHINE = "different machines"
 OTHER_MEMORY = "memory and status depend on the device"
 
@@ -88,7 +89,7 @@ def compare(base: Sequence[Record], candidate: Sequence[Record], settings: Setti
         _unmatched(titles, every, "base"),
         told[0],
         told[1],
-        _notes(base, candidate),
+        (*_notes(base, candidate), *_drift([each.pair for _, each in judged], rows, overall)),
         comparable,
         {verdict: counts[verdict] for verdict in VERDICTS},
     )
@@ -175,6 +176,9 @@ def _kept_apart(sides: Sequence[Sequence[Record]]) -> list[str]:
     if steps[0] != steps[1] and all(None not in side for side in steps):
         told = [" and ".join(sorted(str(count) for count in side)) for side in steps]
         notes.append(f"timed steps per run: {told[0]}, now {told[1]}")
+    beside = [max((row.get("concurrent_runs") or 0 for row in side), default=0) for side in sides]
+    if beside[0] != beside[1]:
+        notes.append(f"other runs of the store at the same time: up to {beside[0]}, now {beside[1]}")
     flops = [{(row.get("flops") or {}).get("model") for row in side} - {None} for side in sides]
     if all(flops) and flops[0] != flops[1]:
         notes.append("a step's FLOPs are counted otherwise than before: TFLOPS do not follow the time")
@@ -261,6 +265,21 @@ def _unmatched(titles: Sequence[str], every: Sequence[Pair], missing: str) -> tu
 def _notes(base: Sequence[Record], candidate: Sequence[Record]) -> tuple[str, ...]:
     published = sum(row["evidence"] == PUBLISHED for row in (*base, *candidate))
     return (f"{published} published rows left out: nobody runs them again",) if published else ()
+
+
+def _drift(matched: Sequence[Pair], rows: Sequence[Row], overall: Sequence[Overall]) -> tuple[str, ...]:
+    """A word of caution where a time changed and the two sides were not run in turn: a machine may change as well."""
+    changes = [change for each in (*rows, *overall) if (change := each.get(TIME.column))]
+    runs = [pair for pair in matched if pair.evidence != "predicted"]
+    if not runs or not any(change.verdict in (REGRESSION, IMPROVEMENT) for change in changes):
+        return ()
+    times = [sorted(str(row.get("started_at")) for pair in runs for row in getattr(pair, side)) for side in SIDES]
+    if times[0][-1] >= times[1][0] and times[1][-1] >= times[0][0]:
+        return ()
+    return (
+        "one side was run after the other had ended: if the machine changed its speed in between, it looks the same. "
+        "Runs of base and candidate in turn would tell",
+    )
 
 
 def _sentence(

@@ -18,8 +18,8 @@ from bench.reporting.labels import counted, slug
 
 SPREADS = (0.005, 0.01, 0.02, 0.05)
 REPEATS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
-LABEL_RATIO = 1.16
-"""Of the heights of two labels that do not overlap."""
+LABEL_SHARE = 0.05
+"""Share of the axis' height that a label takes."""
 
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1)))
 CURVE_COLOURS = ("#0072b2", "#009e73", "#000000", "#d55e00", "#cc79a7")
@@ -49,15 +49,17 @@ def detectable_drawing(
     settings = settings or Settings()
     table = detectable_table(repeats, spreads, configurations, settings)
     title = "What slowdown can be found"
+    which = "a single configuration" if configurations == 1 else f"one of {configurations} configurations"
     subtitle = (
-        f"Smallest true slowdown of one of {counted(configurations, 'configuration')} that is called a regression "
+        f"Smallest true slowdown of {which} that is called a regression "
         f"95 times in 100, while equal code raises a false alarm in at most "
         f"{percent(settings.false_alarms, signed=False)} of comparisons"
     )
     figure = new_figure(style.WIDTH_IN, 3.1 + header_height_in(title, subtitle, style.WIDTH_IN))
     header(figure, title, subtitle)
     axes = figure.add_subplot()
-    heights = _apart([100 * float(table[spread].iloc[-1]) for spread in spreads])
+    room = float(np.nanmax(table.to_numpy(float))) / settings.threshold
+    heights = _apart([100 * float(table[spread].iloc[-1]) for spread in spreads], max(room, 1.0) ** LABEL_SHARE)
     for number, spread in enumerate(spreads):
         values = 100 * table[spread].to_numpy(float)
         look = {
@@ -106,9 +108,9 @@ def detectable_drawing(
     )
 
 
-def _apart(values: Sequence[float]) -> list[float]:
-    """Heights of labels on a logarithmic axis, near their values and readable one above the other."""
+def _apart(values: Sequence[float], ratio: float) -> list[float]:
+    """Heights of labels on a logarithmic axis, near their values; two of them are apart by at least a ratio."""
     heights = list(values)
     for lower, upper in pairwise(sorted(range(len(values)), key=lambda number: values[number])):
-        heights[upper] = max(heights[upper], LABEL_RATIO * heights[lower])
+        heights[upper] = max(heights[upper], ratio * heights[lower])
     return heights

@@ -80,7 +80,8 @@ def settings_sentence(comparison: Comparison) -> str:
     settings = comparison.settings
     return (
         f"A change of the step time counts from {percent(settings.threshold, signed=False)} on, if it is significant: "
-        f"equal code raises any false alarm in at most {percent(settings.false_alarms, signed=False)} of comparisons. "
+        f"equal code raises any false alarm in no more than about {percent(settings.false_alarms, signed=False)} of "
+        f"comparisons. "
         f"Allocated memory counts from {percent(settings.memory_threshold, signed=False)} on, reserved from "
         f"{percent(settings.reserved_threshold, signed=False)}. Runs are the unit, not steps."
     )
