@@ -291,6 +291,9 @@ def test_the_interactive_figure_has_every_run_its_hover_and_opens_one(visit):
     points = plot.locator(".scatterlayer .point")
     drawn = sum(len(trace["x"]) for trace in data if trace["customdata"])
     assert points.count() == drawn
+    buttons = plot.locator(".modebar [data-title]").evaluate_all("all => all.map(one => one.dataset.title)")
+    assert len(buttons) == 6
+    assert not any(re.search("cloud|link|share|chart studio", title, re.IGNORECASE) for title in buttons)
     box = points.first.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     expect(plot.locator(".hoverlayer .hovertext")).to_be_visible()
@@ -360,7 +363,7 @@ def test_without_scripts_everything_can_be_read(visit):
         expect(line).to_contain_text(words)
     pair = page.locator("details.pair").first
     expect(pair).to_contain_text("2.14.0+cpu")
-    expect(page.get_by_text("this figure is drawn by a script").first).to_be_visible()
+    expect(page.get_by_text("Without them, every run has its details at its end")).to_be_visible()
 
 
 def test_a_hostile_row_executes_nothing_and_is_shown_as_it_is(visit):

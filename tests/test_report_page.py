@@ -173,8 +173,8 @@ def test_other_fates_and_degraded_times_are_said():
         on("node-b", model="gpt_tiny", step_time_median_s=1.0, started_at="2026-06-02"),
     )  # fmt: skip
     notes = {one.name.split(" · ")[2]: (one.notes, one.step_ratio) for one in pair.matched}
-    assert notes["t5_tiny"][0] == ("ok, then out of memory",)
-    assert notes["gpt_tiny"][0] == ("degraded runs left out of the time: the first",)
+    assert notes["t5_tiny"][0] == ("A ok, B out of memory",)
+    assert notes["gpt_tiny"][0] == ("degraded runs of A are not in the time",)
     assert all(np.isnan(ratio) for _, ratio in notes.values())
     assert any("1 configuration ran out of memory on one of them only" in text for text in pair.sentences)
 

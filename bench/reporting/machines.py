@@ -29,6 +29,9 @@ MOST_MACHINES = 6
 THE_MACHINES_OWN = ("hardware.name", "hardware.cpu_threads", "gpus_per_node")
 """What of a question is not what was asked, but what it was asked of."""
 
+SOFTWARE = ("torch_version=", "git_sha=")
+"""What a variant's name says of its software, where rows would otherwise share one: machines differ in it."""
+
 SAME_BYTES = 1e-9
 """Relative difference up to which two peaks of memory are the same."""
 
@@ -205,7 +208,7 @@ def _title(facts: Mapping[str, str]) -> str:
 def _pair(first: Machine, second: Machine) -> Pair:
     groups = [_questions(machine.rows) for machine in (first, second)]
     shared = [key for key in groups[0] if key in groups[1]]
-    matched = [_matched(groups[0][key], groups[1][key]) for key in shared]
+    matched = [_matched(groups[0][key], groups[1][key], (first.letter, second.letter)) for key in shared]
     only = (len(groups[0]) - len(shared), len(groups[1]) - len(shared))
     pair = Pair(first, second, matched, only)
     pair.sentences.extend(_sentences(pair))
@@ -222,19 +225,21 @@ def _questions(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {str(key): group for (key,), group in by(asked.assign(_asked=keys), "_asked")}
 
 
-def _matched(first: pd.DataFrame, second: pd.DataFrame) -> Matched:
+def _matched(first: pd.DataFrame, second: pd.DataFrame, letters: tuple[str, str]) -> Matched:
     row = first.iloc[0]
     notes = []
     outcomes = [_outcome(rows) for rows in (first, second)]
     if outcomes[0] != outcomes[1]:
-        notes.append(f"{outcomes[0]}, then {outcomes[1]}")
+        notes.append(", ".join(f"{letter} {outcome}" for letter, outcome in zip(letters, outcomes, strict=True)))
     elif outcomes[0] != "ok":
         notes.append(f"both {outcomes[0]}")
     degraded = [bool((rows["degraded"].fillna(False) & (rows["status"] == "ok")).any()) for rows in (first, second)]
     if any(degraded):
-        which = "both" if all(degraded) else "the first" if degraded[0] else "the second"
-        notes.append(f"degraded runs left out of the time: {which}")
-    name = f"{row['variant']} · {row['precision']} · {row['heading']}"
+        which = [letter for letter, one in zip(letters, degraded, strict=True) if one]
+        notes.append(f"degraded runs of {' and '.join(which)} are not in the time")
+    parts = str(row["variant"]).split(" · ")
+    variant = " · ".join(part for part in parts if not part.startswith(SOFTWARE))
+    name = f"{variant} · {row['precision']} · {row['heading']}"
     return Matched(
         name=name if row["evidence"] == "measured" else f"{name} · {row['evidence']}",
         steps_s=(_step(first), _step(second)),

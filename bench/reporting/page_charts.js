@@ -5,7 +5,7 @@ const settings = {
   displaylogo: false,
   responsive: true,
   scrollZoom: false,
-  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+  modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]], // none that asks a server
   toImageButtonOptions: { format: "svg", filename: "figure" },
 };
 let plotly = null;
@@ -19,9 +19,10 @@ function loaded() {
   return plotly;
 }
 
-/** The points of a trace whose runs are shown. */
+/** The points of a trace whose runs are shown; with none of them, its name in the legend remains. */
 function picked(trace, shown) {
   if (!trace.customdata) return trace;
+  if (!trace.customdata.some((anchor) => shown.has(anchor))) return { ...trace, x: [null], y: [null], customdata: null };
   const places = trace.customdata.map((_, place) => place).filter((place) => shown.has(trace.customdata[place]));
   const some = (values) => places.map((place) => values[place]);
   return { ...trace, x: some(trace.x), y: some(trace.y), text: some(trace.text), customdata: some(trace.customdata) };
