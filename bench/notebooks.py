@@ -61,7 +61,10 @@ def read(arguments: Sequence[str]) -> tuple[list[str], dict[str, Path], Path]:
     for name in names:
         if name not in available():
             raise bad_value("notebook", name, available())
-    stores = {option: Path(values[option]).resolve() for option in ("store", "base") if option in values}
+    stores: dict[str, Path] = {}
+    for option in ("store", "base"):
+        if option in values:
+            stores[option] = Path(values[option]).resolve()
     for store in stores.values():
         read_store(store)
     return list(dict.fromkeys(names)) or available(), stores, Path(values.get("output", OUTPUT)).resolve()

@@ -30,8 +30,8 @@ DETECTABLE = (
     "spread, the standard deviation of the step time from run to run."
 )
 NO_BASE = (
-    "Nothing to compare was given. Set BASE and STORE in the first cell, or type: python -m bench.notebooks regressions "
-    "base=BEFORE store=AFTER. On its own, python -m bench.compare BEFORE AFTER says the same with an exit code."
+    "Nothing to compare was given. Set BASE and STORE in the first cell, or type: python -m bench.notebooks "
+    "regressions base=BEFORE store=AFTER. On its own, python -m bench.compare BEFORE AFTER says the same with an exit code."
 )
 NO_STORE = "No store of your own was given: python -m bench.notebooks regressions store=DIR draws its history here."
 
@@ -121,7 +121,7 @@ def detectable(configurations: int = 1, settings: Settings | None = None) -> Sec
     with style.context():
         result.drawings.append(detectable_drawing(configurations=configurations, settings=settings))
     table = detectable_table(configurations=configurations, settings=settings)
-    columns = ["Runs of each side", *(f"spread {percent(spread, signed=False)}" for spread in table.columns)]
+    columns = ["Runs of each side", *(f"spread {percent(float(spread), signed=False)}" for spread in table.columns)]
     rows = [
         [str(repeats), *(f"{number(100 * value, 2)} %" for value in values)]
         for repeats, values in zip(table.index, table.to_numpy(float), strict=True)
