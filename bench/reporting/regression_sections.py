@@ -31,7 +31,8 @@ DETECTABLE = (
 )
 NO_BASE = (
     "Nothing to compare was given. Set BASE and STORE in the first cell, or type: python -m bench.notebooks "
-    "regressions base=BEFORE store=AFTER. On its own, python -m bench.compare BEFORE AFTER says the same with an exit code."
+    "regressions base=BEFORE store=AFTER. On its own, python -m bench.compare BEFORE AFTER says the same, and has an "
+    "exit code."
 )
 NO_STORE = "No store of your own was given: python -m bench.notebooks regressions store=DIR draws its history here."
 
