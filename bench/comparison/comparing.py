@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.comparison import judging, machines, timing
+from bench.comparison import judging, machines, remarks, timing
 from bench.comparison.machines import MACHINE, SOFTWARE, Difference
-from bench.comparison.pairing import PUBLISHED, Pair, pairs
+from bench.comparison.pairing import Pair, pairs
 from bench.comparison.result import Change, Comparison, Overall, Row, Unmatched, worst
 from bench.comparison.settings import Settings
 from bench.comparison.timing import Times
@@ -26,11 +26,9 @@ from bench.comparison.words import (
     VERDICTS,
     Quantity,
     names,
-    percent,
 )
 from bench.records import Record
 
-SIDES = ("base", "candidate")
 OTHER_MACHINE = "different machines"
 OTHER_MEMORY = "memory and status depend on the device"
 
@@ -82,14 +80,14 @@ def compare(base: Sequence[Record], candidate: Sequence[Record], settings: Setti
     return Comparison(
         settings,
         verdict,
-        _sentence(verdict, rows, overall, told[0], comparable, settings),
+        remarks.sentence(verdict, rows, overall, told[0], comparable, settings),
         tuple(rows),
         tuple(overall),
         _unmatched(titles, every, "candidate"),
         _unmatched(titles, every, "base"),
         told[0],
         told[1],
-        (*_notes(base, candidate), *_drift([each.pair for _, each in judged], rows, overall)),
+        (*remarks.notes(base, candidate), *remarks.drift([each.pair for _, each in judged], rows, overall)),
         comparable,
         {verdict: counts[verdict] for verdict in VERDICTS},
     )
@@ -111,7 +109,7 @@ def _judge(pair: Pair, settings: Settings) -> _Judged:
     different = tuple(machines.differences(pair.base, pair.candidate, MACHINE))
     blocked = bool(different) and not settings.across_machines
     memory_blocked = blocked and any(difference.memory for difference in different)
-    notes = [*_left_out(pair), *_kept_apart(sides)]
+    notes = [*remarks.left_out(pair), *remarks.kept_apart(sides)]
     changes = [judging.status_change(*sides)]
     times: Times | None = None
     values = [[row[TIME.column] for row in side if _timed(row)] for side in sides]
@@ -155,34 +153,6 @@ def _blocked(quantity: Quantity, base: Sequence[float], candidate: Sequence[floa
     return Change(
         quantity.column, CANNOT_TELL, OTHER_MACHINE, before, after, len(base), len(candidate), after / before - 1
     )
-
-
-def _left_out(pair: Pair) -> list[str]:
-    """What of a configuration's runs does not count, in words."""
-    notes = []
-    for name, rows in (("base", pair.base), ("candidate", pair.candidate)):
-        degraded = sum(bool(row.get("degraded")) for row in rows)
-        if degraded:
-            notes.append(f"{degraded} of {len(rows)} {name} runs degraded: time left out")
-        ended = Counter(row["status"] for row in rows if row["status"] in judging.NO_RESULT)
-        notes += [f"{count} of {len(rows)} {name} runs {status}: no result" for status, count in ended.items()]
-    return notes
-
-
-def _kept_apart(sides: Sequence[Sequence[Record]]) -> list[str]:
-    """Differences that are no part of a configuration and may matter all the same."""
-    notes = []
-    steps = [{((row.get("config") or {}).get("measurement") or {}).get("steps") for row in side} for side in sides]
-    if steps[0] != steps[1] and all(None not in side for side in steps):
-        told = [" and ".join(sorted(str(count) for count in side)) for side in steps]
-        notes.append(f"timed steps per run: {told[0]}, now {told[1]}")
-    beside = [max((row.get("concurrent_runs") or 0 for row in side), default=0) for side in sides]
-    if beside[0] != beside[1]:
-        notes.append(f"other runs of the store at the same time: up to {beside[0]}, now {beside[1]}")
-    flops = [{(row.get("flops") or {}).get("model") for row in side} - {None} for side in sides]
-    if all(flops) and flops[0] != flops[1]:
-        notes.append("a step's FLOPs are counted otherwise than before: TFLOPS do not follow the time")
-    return notes
 
 
 def _row(name: str, found: _Judged, time: Change | None, settings: Settings) -> Row:
@@ -260,53 +230,3 @@ def _unmatched(titles: Sequence[str], every: Sequence[Pair], missing: str) -> tu
         if not getattr(pair, missing):
             found.append(Unmatched(name, pair.evidence, len(pair.base) + len(pair.candidate)))
     return tuple(found)
-
-
-def _notes(base: Sequence[Record], candidate: Sequence[Record]) -> tuple[str, ...]:
-    published = sum(row["evidence"] == PUBLISHED for row in (*base, *candidate))
-    return (f"{published} published rows left out: nobody runs them again",) if published else ()
-
-
-def _drift(matched: Sequence[Pair], rows: Sequence[Row], overall: Sequence[Overall]) -> tuple[str, ...]:
-    """A word of caution where a time changed and the two sides were not run in turn: a machine may change as well."""
-    changes = [change for each in (*rows, *overall) if (change := each.get(TIME.column))]
-    runs = [pair for pair in matched if pair.evidence != "predicted"]
-    if not runs or not any(change.verdict in (REGRESSION, IMPROVEMENT) for change in changes):
-        return ()
-    times = [sorted(str(row.get("started_at")) for pair in runs for row in getattr(pair, side)) for side in SIDES]
-    if times[0][-1] >= times[1][0] and times[1][-1] >= times[0][0]:
-        return ()
-    return (
-        "one side was run after the other had ended: if the machine changed its speed in between, it looks the same. "
-        "Runs of base and candidate in turn would tell",
-    )
-
-
-def _sentence(
-    verdict: str,
-    rows: Sequence[Row],
-    overall: Sequence[Overall],
-    different: Sequence[Difference],
-    comparable: bool,
-    settings: Settings,
-) -> str:
-    """The verdict in one sentence."""
-    if not rows:
-        return "Nothing to compare: base and candidate have no configuration in common."
-    if not comparable:
-        why = "the machines differ" if different else "no configuration has a result on both sides"
-        return f"Nothing comparable: {why}" + (" (--across-machines compares anyway)." if different else ".")
-    told = {REGRESSION: "Regression", IMPROVEMENT: "Improvement", NO_CHANGE: "No change", CANNOT_TELL: "Cannot tell"}
-    parts = [f"{sum(row.verdict == each for row in rows)} {each}" for each in VERDICTS]
-    counts = ", ".join(part for part in parts if not part.startswith("0 "))
-    sentence = f"{told[verdict]}. Of {len(rows)} configuration{'' if len(rows) == 1 else 's'}: {counts}."
-    for each in overall:
-        time = each.get(TIME.column)
-        if time is not None and time.change is not None:
-            interval = ""
-            if time.low is not None and time.high is not None:
-                ends = f"{percent(time.low)} to {percent(time.high)}"
-                interval = f" ({percent(settings.confidence, signed=False)} interval {ends})"
-            kind = "" if len(overall) == 1 else f" ({each.evidence})"
-            sentence += f" Step time{kind} {percent(time.change)}{interval}."
-    return sentence

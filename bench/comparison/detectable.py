@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bench.comparison.power import detectable_slowdown, found_probability
 from bench.comparison.settings import Settings
-from bench.comparison.statistics import detectable_slowdown, found_probability
-from bench.comparison.timing import POWER, test_of
+from bench.comparison.timing import POWER, criterion_of
 
 
 def detectable_change(
@@ -36,7 +36,7 @@ def detectable_change(
     settings = settings or Settings()
     others = repeats if candidate_repeats is None else candidate_repeats
     degrees = configurations * (repeats + others - 2)
-    return detectable_slowdown(spread, repeats, others, test_of(configurations, settings), power, degrees)
+    return detectable_slowdown(spread, repeats, others, criterion_of(configurations, settings), power, degrees)
 
 
 def detection_probability(
@@ -54,4 +54,4 @@ def detection_probability(
     if min(repeats, others) < 2:
         return 0.0
     degrees = configurations * (repeats + others - 2)
-    return found_probability(slowdown, spread, repeats, others, test_of(configurations, settings), degrees)
+    return found_probability(slowdown, spread, repeats, others, criterion_of(configurations, settings), degrees)

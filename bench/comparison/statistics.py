@@ -15,9 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import optimize, special
 
-NODES = 400
-"""Points of the integrals over the spread that a few runs happen to show."""
-
 CAUTION = 0.8
 """Probability with which the variances of several configurations differ no more than is assumed."""
 
@@ -51,7 +48,7 @@ class Shift:
 
     def error_spread(self, base_runs: int, candidate_runs: int) -> float:
         """The spread that belongs to the standard error, which may be informed by other configurations."""
-        return self.standard_error / _factor(base_runs, candidate_runs)
+        return self.standard_error / factor_of(base_runs, candidate_runs)
 
     def interval(self, confidence: float) -> tuple[float, float]:
         """Two-sided confidence interval of `change`; NaN where there is no spread to tell it from."""
@@ -86,12 +83,12 @@ def shift(base: Sequence[float], candidate: Sequence[float], *, alike: bool = Tr
         return Shift(log_change, float("nan"), 0, float("nan"))
     squares = [float(((side - side.mean()) ** 2).sum()) for side in logs]
     degrees: float = sum(counts) - 2
-    error = math.sqrt(sum(squares) / degrees) * _factor(*counts)
+    error = math.sqrt(sum(squares) / degrees) * factor_of(*counts)
     if not alike and min(squares) > 0:
         parts = [square / (count - 1) / count for square, count in zip(squares, counts, strict=True)]
         error = math.sqrt(sum(parts))
         degrees = sum(parts) ** 2 / sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
-    return Shift(log_change, error, degrees, error / _factor(*counts))
+    return Shift(log_change, error, degrees, error / factor_of(*counts))
 
 
 def spread_alike(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> bool:
@@ -134,7 +131,7 @@ def pooled(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Shift:
         squares += float((sums**2).sum()) * count**2 / len(pairs) ** 2
         degrees += count - 1
         units.append(count)
-    factor = _factor(*units)
+    factor = factor_of(*units)
     error = max(math.sqrt(squares / degrees) * factor, math.sqrt(independent))
     return Shift(log_change, error, degrees, error / factor)
 
@@ -193,82 +190,12 @@ def _prior(variances: np.ndarray, degrees: np.ndarray) -> tuple[float, float]:
     return 2 * half, math.exp(float(logs.mean()) + float(special.digamma(half)) - math.log(half))
 
 
-@dataclass(frozen=True)
-class Test:
-    """What is called a regression: a shift that is large enough, and significant."""
-
-    threshold: float
-    """Smallest change, a fraction."""
-    level: float
-    """Significance level of one direction."""
-    quiet_level: float
-    """The same where runs scatter by no more than `threshold`, which then rules out many false alarms by itself."""
-
-    def needed(self, spread: np.ndarray, factor: float, degrees: float) -> np.ndarray:
-        """The smallest shift of logarithms that is called, by the spread that runs show."""
-        quiet, noisy = critical(self.quiet_level, degrees), critical(self.level, degrees)
-        significant = np.where(spread <= self.threshold, quiet, noisy) * spread * factor
-        return np.maximum(math.log1p(self.threshold), significant)
-
-    def level_at(self, spread: float) -> float:
-        """The significance level at the spread that runs show."""
-        return self.quiet_level if spread <= self.threshold else self.level
-
-
-def found_probability(
-    true_change: float, spread: float, base_runs: int, candidate_runs: int, test: Test, degrees: float | None = None
-) -> float:
-    """How often a true slowdown is called a regression, if runs scatter normally (in their logarithm).
-
-    The integral is over the spread that so many runs show (a chi distribution); given it, the shift is normal.
-
-    Parameters
-    ----------
-    degrees: float
-        Degrees of freedom of the spread, if it is known better than from these runs alone.
-    """
-    degrees = base_runs + candidate_runs - 2 if degrees is None else degrees
-    shift_ = math.log1p(true_change)
-    if spread == 0:
-        return float(shift_ >= math.log1p(test.threshold) and shift_ > 0)
-    factor = _factor(base_runs, candidate_runs)
-    needed = test.needed(spread * _seen(degrees), factor, degrees)
-    return float(special.ndtr((shift_ - needed) / (spread * factor)).mean())
-
-
-def detectable_slowdown(
-    spread: float, base_runs: int, candidate_runs: int, test: Test, power: float, degrees: float | None = None
-) -> float:
-    """The smallest true slowdown that is found with probability `power`: a fraction; NaN if none ever is."""
-    if min(base_runs, candidate_runs) < 2:
-        return float("nan")
-    if spread == 0:
-        return test.threshold
-
-    def missing(log_change: float) -> float:
-        return found_probability(math.expm1(log_change), spread, base_runs, candidate_runs, test, degrees) - power
-
-    high = math.log1p(test.threshold) + spread
-    while missing(high) < 0:
-        high *= 2
-        if high > 50:
-            return float("nan")
-    return math.expm1(float(optimize.brentq(missing, 0.0, high, xtol=1e-6)))
-
-
 @functools.cache
 def critical(level: float, degrees: float) -> float:
     """The standardised shift above which one direction is significant at `level`."""
     return float(-special.stdtrit(degrees, level))
 
 
-@functools.cache
-def _seen(degrees: float) -> np.ndarray:
-    """Spreads that runs show, over the true one, at equal steps of probability."""
-    probabilities = (np.arange(NODES) + 0.5) / NODES
-    return np.sqrt(2 * special.gammaincinv(degrees / 2, probabilities) / degrees)
-
-
-def _factor(base_runs: int, candidate_runs: int) -> float:
+def factor_of(base_runs: int, candidate_runs: int) -> float:
     """Standard error of the shift over the spread of the runs."""
     return math.sqrt(1 / base_runs + 1 / candidate_runs)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.comparison import statistics
+from bench.comparison.power import Criterion, detectable_slowdown
 from bench.comparison.result import Change
 from bench.comparison.settings import Settings
-from bench.comparison.statistics import Shift, Test
+from bench.comparison.statistics import Shift
 from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, TFLOPS, TIME, percent
 
 POWER = 0.95
@@ -51,19 +52,19 @@ ALONE, QUIET = 0.9, 1.4
 the threshold.
 
 There the threshold rules out false alarms by itself, so that fewer than `Settings.false_alarms` remain at spreads up to
-1.3 % (at the default threshold and five runs); 1.2 times as many are the most, near 1.8 %. Without it a slowdown of 3 %
+1.2 % (at the default threshold and five runs); 1.3 times as many are the most, near 1.8 %. Without it a slowdown of 3 %
 at a spread of 1 % would be found 93 times in 100 instead of 95: no test of five against five runs that knows nothing of
 their spread finds more than 94 and raises no more than 1 % of false alarms at every spread.
 `tests/test_comparison_statistics.py` measures these rates.
 """
 
 
-def test_of(configurations: int, settings: Settings) -> Test:
+def criterion_of(configurations: int, settings: Settings) -> Criterion:
     """What the clearest of so many configurations is held to."""
     if configurations == 1:
-        return Test(settings.threshold, ALONE * settings.false_alarms, min(QUIET * settings.false_alarms, 0.5))
+        return Criterion(settings.threshold, ALONE * settings.false_alarms, min(QUIET * settings.false_alarms, 0.5))
     level = APART * settings.false_alarms / configurations
-    return Test(settings.threshold, level, level)
+    return Criterion(settings.threshold, level, level)
 
 
 def judge(times: Sequence[Times], settings: Settings) -> tuple[list[Judged], Judged | None]:
@@ -74,7 +75,8 @@ def judge(times: Sequence[Times], settings: Settings) -> tuple[list[Judged], Jud
     """
     if not times:
         return [], None
-    alike = statistics.spread_alike([(each.base, each.candidate) for each in times if not each.exact])
+    # A single configuration shows too little of both spreads to tell them apart.
+    alike = len(times) == 1 or statistics.spread_alike([(e.base, e.candidate) for e in times if not e.exact])
     shifts = [statistics.shift(each.base, each.candidate, alike=alike) for each in times]
     tested = [number for number, each in enumerate(times) if shifts[number].known and not each.exact]
     for number, shift in zip(tested, statistics.moderated([shifts[number] for number in tested]), strict=True):
@@ -86,7 +88,11 @@ def judge(times: Sequence[Times], settings: Settings) -> tuple[list[Judged], Jud
     alone = []
     for number, (each, shift) in enumerate(zip(times, shifts, strict=True)):
         p = corrected[1 if shift.log_change >= 0 else -1].get(number, 1.0)
-        level = test_of(1, settings).level_at(shift.spread) if len(times) == 1 else APART * settings.false_alarms
+        level = (
+            criterion_of(1, settings).level_at(shift.spread, shift.degrees)
+            if len(times) == 1
+            else APART * settings.false_alarms
+        )
         verdict = _exact(shift, settings) if each.exact else _verdict(shift, p, level, settings)
         alone.append(Judged(shift, p, level, verdict))
     if len(times) == 1:
@@ -122,25 +128,25 @@ def time_changes(times: Sequence[Times], settings: Settings) -> tuple[list[Chang
     if not times:
         return [], None
     alone, together = judge(times, settings)
-    test = test_of(len(times), settings)
-    changes = [_change(each, judged, test, settings) for each, judged in zip(times, alone, strict=True)]
+    criterion = criterion_of(len(times), settings)
+    changes = [_change(each, judged, criterion, settings) for each, judged in zip(times, alone, strict=True)]
     if together is None or len(times) == 1:
         return changes, changes[0]
     usable = [each for each, judged in zip(times, alone, strict=True) if judged.shift.known] or times
     longest = [max((getattr(each, side) for each in usable), key=len) for side in ("base", "candidate")]
-    test = Test(settings.threshold, together.level, together.level)
-    every = _change(Times(longest[0], longest[1], all(each.exact for each in times)), together, test, settings)
+    criterion = Criterion(settings.threshold, together.level, together.level)
+    every = _change(Times(longest[0], longest[1], all(each.exact for each in times)), together, criterion, settings)
     return changes, replace(every, base=None, candidate=None)
 
 
-def _change(times: Times, judged: Judged, test: Test, settings: Settings) -> Change:
+def _change(times: Times, judged: Judged, criterion: Criterion, settings: Settings) -> Change:
     """All numbers."""
     shift, tested = judged.shift, judged.shift.known and not times.exact
     low, high = shift.interval(settings.confidence) if tested else (None, None)
     detectable = None
     if tested:
         runs = len(times.base), len(times.candidate)
-        least = statistics.detectable_slowdown(shift.error_spread(*runs), *runs, test, POWER, shift.degrees)
+        least = detectable_slowdown(shift.error_spread(*runs), *runs, criterion, POWER, shift.degrees)
         detectable = None if math.isnan(least) else least
     return Change(
         TIME.column,
