@@ -317,7 +317,14 @@ def test_every_figure_is_a_png_and_an_svg(default):
     figures = default / "report" / "figures"
     pngs, svgs = sorted(figures.glob("*.png")), sorted(figures.glob("*.svg"))
     assert [path.stem for path in pngs] == [path.stem for path in svgs]
-    assert {path.stem.split("-")[0] for path in pngs} == {"throughput", "memory", "oom", "sharding", "spread", "scaling"}
+    assert {path.stem.split("-")[0] for path in pngs} == {
+        "throughput",
+        "memory",
+        "oom",
+        "sharding",
+        "spread",
+        "scaling",
+    }
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in pngs)
     assert all("</svg>" in path.read_text() for path in svgs)
 
