@@ -32,6 +32,8 @@ class Contents:
 
     records: list[Record] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """Where each record lies, below what was read."""
 
 
 def read_all(path: str | Path) -> Contents:
@@ -45,7 +47,7 @@ def read_all(path: str | Path) -> Contents:
     FileNotFoundError
         If `path` does not exist.
     """
-    return Contents(*_read_rows(Path(path), read))
+    return _contents(path, every=False)
 
 
 def read_attempts(path: str | Path) -> Contents:
@@ -56,7 +58,14 @@ def read_attempts(path: str | Path) -> Contents:
     FileNotFoundError
         If `path` does not exist.
     """
-    return Contents(*_read_rows(Path(path), read, every=True))
+    return _contents(path, every=True)
+
+
+def _contents(path: str | Path, *, every: bool) -> Contents:
+    root = Path(path)
+    prefix = f"{root.parent if root.is_file() else root}/"
+    rows, unreadable = _read_rows(root, lambda file: (read(file), os.fspath(file).removeprefix(prefix)), every=every)
+    return Contents([record for record, _ in rows], unreadable, [file for _, file in rows])
 
 
 def load(path: str | Path) -> pd.DataFrame:
