@@ -52,6 +52,7 @@ def on(host: str = "node-a", *, driver: str = "", launcher: str = "local", **col
         (*SMALL_T5, "gpus=4", "strategy=fsdp1", "strategy.backward_prefetch=none", "precision=bf16"),
         (*SMALL_GPT, "hardware=cpu", "hardware.memory_limit_gib=0.27", "optimizer=sgd", "optimizer.momentum=0.9"),
         ("model=t5_11b", "gpus=64", "hardware=a100_80gb", "mode=predict", "activation_checkpointing=full"),
+        (*SMALL_GPT, "hardware=cpu", "+hardware.peak_tflops.fp32=0.1"),
         (*SMALL_GPT, "gpus=16", "mode=rehearse", "gpus_per_node=4", "measurement.steps=5", "compile=true"),
     ],
 )
