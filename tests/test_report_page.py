@@ -20,9 +20,10 @@ from bench.reporting import style, write_report
 from bench.reporting.again import command
 from bench.reporting.causes import causes
 from bench.reporting.details import MOST_RANKS, details, packed
+from bench.reporting.differences import change, pairs
 from bench.reporting.figures import frontier, memory, oom_map, scaling, spread, throughput
 from bench.reporting.interactive import Chart, explorer, library, lines
-from bench.reporting.machines import MOST_MACHINES, change, machines, pairs
+from bench.reporting.machines import MOST_MACHINES, machines
 from bench.reporting.packing import packed_json
 from bench.reporting.table import prepare
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
