@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from bench.reporting import build
 from tests.records_fixture import default_sweep, record, write_store
@@ -92,8 +92,11 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Visit:
     """An open page and everything it did that it should not have."""
 
-    def __init__(self, context: BrowserContext, url: str) -> None:
-        self.page: Page = context.new_page()
+    def __init__(self, browser: Browser, url: str, size: dict[str, int] = DESK, **options: Any) -> None:
+        self.url = url
+        self.context = browser.new_context(viewport=size, offline=True, **options)
+        self.context.set_default_timeout(10_000)
+        self.page: Page = self.context.new_page()
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.complaints.append(message.text) if message.type != "log" else None)
@@ -101,25 +104,51 @@ class Visit:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(url)
 
+    def check(self) -> None:
+        """Nothing was complained of, and nothing asked of a network."""
+        asked = {url.partition("#")[0] for url in self.requests if not url.startswith(("data:", "blob:"))}
+        assert (self.complaints, asked) == ([], {self.url.partition("#")[0]})
+
+
+@pytest.fixture(scope="module")
+def desk(browser: Browser, page_file: Path) -> Iterator[Visit]:
+    """The page on a desk, which most tests share."""
+    visit = Visit(browser, page_file.as_uri())
+    yield visit
+    visit.context.close()
+
 
 @pytest.fixture
-def visit(browser: Browser, page_file: Path) -> Iterator[Callable[..., Visit]]:
-    """Open the page, offline; when the test is over, nothing was complained of and nothing asked of a network."""
+def page(desk: Visit) -> Iterator[Page]:
+    """The shared page as if it had just been opened."""
+    desk.page.keyboard.press("Escape")
+    desk.page.mouse.move(0, 0)
+    desk.page.get_by_role("button", name="Show all").click()
+    yield desk.page
+    desk.check()
+
+
+@pytest.fixture
+def visit(browser: Browser, page_file: Path) -> Iterator[Callable[..., Page]]:
+    """Open the page anew: at an anchor, on another screen, without scripts."""
     visits: list[Visit] = []
 
-    def start(anchor: str = "", size: dict[str, int] = DESK, **options: Any) -> Visit:
-        context = browser.new_context(viewport=size, offline=True, **options)
-        context.set_default_timeout(10_000)
-        visits.append(Visit(context, page_file.as_uri() + anchor))
-        return visits[-1]
+    def start(anchor: str = "", **options: Any) -> Page:
+        visits.append(Visit(browser, page_file.as_uri() + anchor, **options))
+        return visits[-1].page
 
     yield start
     for one in visits:
-        one.page.context.close()
-        assert one.complaints == []
-        assert {url.partition("#")[0] for url in one.requests if not url.startswith(("data:", "blob:"))} == {
-            page_file.as_uri()
-        }
+        one.context.close()
+        one.check()
+
+
+def drawn(page: Page) -> Page:
+    """The page once all interactive figures are drawn."""
+    for frame in page.locator("figure.chart").all():
+        frame.scroll_into_view_if_needed()
+        expect(frame.locator(".main-svg").first).to_be_visible()
+    return page
 
 
 def texts(page: Page, column: str) -> list[str]:
@@ -134,8 +163,7 @@ def milliseconds(text: str) -> float:
     return float(number.replace(",", "")) * (1000 if unit == "s" else 1)
 
 
-def test_a_click_on_a_heading_sorts_by_the_numbers_behind_the_texts(visit):
-    page = visit().page
+def test_a_click_on_a_heading_sorts_by_the_numbers_behind_the_texts(page):
     heading = page.locator("#runs-table thead th", has_text="Peak allocated")
     assert heading.get_attribute("aria-sort") is None
     before = texts(page, "Peak allocated")
@@ -151,8 +179,7 @@ def test_a_click_on_a_heading_sorts_by_the_numbers_behind_the_texts(visit):
     assert page.locator("[aria-sort]").count() == 1
 
 
-def test_the_keyboard_sorts_too_and_show_all_restores_the_order(visit):
-    page = visit().page
+def test_the_keyboard_sorts_too_and_show_all_restores_the_order(page):
     before = texts(page, "Run")
     page.locator("#runs-table thead").get_by_role("button", name="Step median (p95)").focus()
     page.keyboard.press("Enter")
@@ -165,15 +192,13 @@ def test_the_keyboard_sorts_too_and_show_all_restores_the_order(visit):
     assert texts(page, "Run") == before
 
 
-def test_strategies_sort_from_replicated_to_sharded(visit):
-    page = visit().page
+def test_strategies_sort_from_replicated_to_sharded(page):
     page.locator("#runs-table thead").get_by_role("button", name="Strategy").click()
     kinds = list(dict.fromkeys(text.partition(" · ")[0] for text in texts(page, "Strategy")))
     assert kinds == ["DDP", "FSDP2 full replication", "FSDP2 hybrid (F=2)", "FSDP2 full shard", "FSDP2 unsharded"]
 
 
-def test_words_and_choices_filter_and_the_number_shown_is_announced(visit):
-    page = visit().page
+def test_words_and_choices_filter_and_the_number_shown_is_announced(page):
     said = page.locator("#shown")
     assert said.get_attribute("aria-live") == "polite"
     count = len(texts(page, "Run"))
@@ -193,8 +218,7 @@ def test_words_and_choices_filter_and_the_number_shown_is_announced(visit):
         assert texts(page, "Evidence") == [evidence]
 
 
-def test_a_run_opens_by_keyboard_with_all_that_its_row_holds(visit):
-    page = visit().page
+def test_a_run_opens_by_keyboard_with_all_that_its_row_holds(page):
     row = next(row for row in first_machine() if row["status"] == "ok" and row["world_size"] == 1)
     run_id = row["run_id"]
     link = page.locator(f"#run-{run_id}").get_by_role("link")
@@ -226,7 +250,7 @@ def test_a_run_opens_by_keyboard_with_all_that_its_row_holds(visit):
 
 def test_a_link_opens_its_run_and_next_walks_through_the_table(visit):
     rows = [row for row in first_machine() if row["status"] == "oom"]
-    page = visit(f"#run-{rows[0]['run_id']}").page
+    page = visit(f"#run-{rows[0]['run_id']}")
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text(rows[0]["run_id"])
     expect(dialog).to_contain_text("96.0 MiB")
@@ -238,22 +262,20 @@ def test_a_link_opens_its_run_and_next_walks_through_the_table(visit):
     expect(dialog).to_be_visible()
 
 
-def test_a_run_of_two_machines_has_two_addresses(visit):
+def test_a_run_of_two_machines_has_two_addresses(page):
     shared = second_machine()[0]["run_id"]
-    for anchor, host in ((f"#run-{shared}", "node-a"), (f"#run-{shared}-2", "node-b")):
-        dialog = visit(anchor).page.get_by_role("dialog")
-        expect(dialog).to_contain_text(host)
+    for anchor, host in ((f"run-{shared}", "node-a"), (f"run-{shared}-2", "node-b")):
+        page.evaluate("anchor => { location.hash = anchor; }", anchor)
+        expect(page.get_by_role("dialog")).to_contain_text(host)
 
 
-def test_causes_stand_together_in_the_summary(visit):
-    page = visit().page
+def test_causes_stand_together_in_the_summary(page):
     said = page.locator("#summary").inner_text()
     assert "and 1 message that differ only in numbers" in said
     assert "in optimizer, limit of 0.5 GiB" in said
 
 
-def test_two_machines_differ_in_what_the_rows_say(visit):
-    page = visit().page
+def test_two_machines_differ_in_what_the_rows_say(page):
     expect(page.locator("details.pair:visible")).to_have_count(1)
     options = page.get_by_label("First").locator("option").all_inner_texts()
     letters = {host: option[0] for option in options for host in ("node-a", "node-b") if f" {host} " in option}
@@ -271,8 +293,7 @@ def test_two_machines_differ_in_what_the_rows_say(visit):
     expect(page.locator("#pair-said")).to_have_text("Choose two different machines.")
 
 
-def test_the_interactive_figure_has_every_run_its_hover_and_opens_one(visit):
-    page = visit().page
+def test_the_interactive_figure_has_every_run_its_hover_and_opens_one(page):
     plot = page.locator("figure[data-group=explorer] .plot")
     plot.scroll_into_view_if_needed()
     expect(plot.locator(".main-svg").first).to_be_visible()
@@ -289,8 +310,7 @@ def test_the_interactive_figure_has_every_run_its_hover_and_opens_one(visit):
     assert looks[f"{name} (rehearsed)"] == f"{looks[name]}-open-dot"
     assert any(trace["marker"]["symbol"] == "x" for trace in ran)
     points = plot.locator(".scatterlayer .point")
-    drawn = sum(len(trace["x"]) for trace in data if trace["customdata"])
-    assert points.count() == drawn
+    assert points.count() == sum(len(trace["x"]) for trace in data if trace["customdata"])
     buttons = plot.locator(".modebar [data-title]").evaluate_all("all => all.map(one => one.dataset.title)")
     assert len(buttons) == 6
     assert not any(re.search("cloud|link|share|chart studio", title, re.IGNORECASE) for title in buttons)
@@ -309,8 +329,7 @@ def test_the_interactive_figure_has_every_run_its_hover_and_opens_one(visit):
     expect(points).to_have_count(1)
 
 
-def test_static_figures_are_unpacked(visit):
-    page = visit().page
+def test_static_figures_are_unpacked(page):
     image = page.locator("figure img").last
     image.scroll_into_view_if_needed()
     page.wait_for_function("image => image.complete && image.naturalWidth > 100", arg=image.element_handle())
@@ -318,8 +337,7 @@ def test_static_figures_are_unpacked(visit):
     assert all(len(text) > 20 for text in page.locator("figure img").evaluate_all("all => all.map(one => one.alt)"))
 
 
-def test_lines_over_world_size_can_be_chosen(visit):
-    page = visit().page
+def test_lines_over_world_size_can_be_chosen(page):
     frame = page.locator("figure[data-group=lines]")
     frame.scroll_into_view_if_needed()
     expect(frame.locator(".main-svg").first).to_be_visible()
@@ -328,31 +346,29 @@ def test_lines_over_world_size_can_be_chosen(visit):
     expect(frame.locator(".plot")).not_to_have_attribute("aria-label", first)
 
 
-@pytest.mark.parametrize(("size", "colours"), [(DESK, "light"), (PHONE, "dark")], ids=["desk", "phone, dark"])
-def test_axe_finds_nothing_to_complain_of(visit, size, colours):
-    page = visit(size=size, color_scheme=colours).page
-    for frame in page.locator("figure.chart").all():
-        frame.scroll_into_view_if_needed()
-        expect(frame.locator(".main-svg").first).to_be_visible()
-    for state in ("page", "run"):
-        if state == "run":
-            page.locator("#runs-table tbody").get_by_role("link").first.click()
-        found = Axe().run(page, context="#run" if state == "run" else None).response["violations"]
-        assert [(one["id"], one["impact"], [node["target"] for node in one["nodes"]][:3]) for one in found] == []
-
-
-def test_a_phone_never_scrolls_sideways(visit):
-    page = visit(size=PHONE).page
-    for frame in page.locator("figure.chart").all():
-        frame.scroll_into_view_if_needed()
-        expect(frame.locator(".main-svg").first).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+def axe_complains_of(page: Page) -> list[tuple[str, str, list[str]]]:
+    """What axe finds wrong with the page, and with a run that is open."""
+    found = Axe().run(drawn(page)).response["violations"]
     page.locator("#runs-table tbody").get_by_role("link").first.click()
+    expect(page.get_by_role("dialog")).to_be_visible()
+    found += Axe().run(page, context="#run").response["violations"]
+    return [(one["id"], one["impact"], [node["target"] for node in one["nodes"]][:3]) for one in found]
+
+
+def test_axe_finds_nothing_to_complain_of(page):
+    assert axe_complains_of(page) == []
+
+
+def test_a_phone_in_the_dark_shows_all_and_never_scrolls_sideways(visit):
+    page = visit(size=PHONE, color_scheme="dark")
+    assert axe_complains_of(page) == []
     assert page.locator("#run").evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth + 1")
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
 def test_without_scripts_everything_can_be_read(visit):
-    page = visit(java_script_enabled=False).page
+    page = visit(java_script_enabled=False)
     rows = [*first_machine(), *second_machine()]
     assert page.locator("#runs-table tbody tr").count() == len(rows)
     assert page.locator("#filters").is_hidden()
@@ -366,8 +382,7 @@ def test_without_scripts_everything_can_be_read(visit):
     expect(page.get_by_text("Without them, every run has its details at its end")).to_be_visible()
 
 
-def test_a_hostile_row_executes_nothing_and_is_shown_as_it_is(visit):
-    page = visit().page
+def test_a_hostile_row_executes_nothing_and_is_shown_as_it_is(page):
     for frame in page.locator("figure.chart").all():
         frame.scroll_into_view_if_needed()
     link = page.locator("#runs-table tbody").get_by_role("link", name="window.hacked")

@@ -20,9 +20,10 @@ from bench.reporting import style, write_report
 from bench.reporting.again import command
 from bench.reporting.causes import causes
 from bench.reporting.details import MOST_RANKS, details, packed
+from bench.reporting.differences import change, pairs
 from bench.reporting.figures import frontier, memory, oom_map, scaling, spread, throughput
 from bench.reporting.interactive import Chart, explorer, library, lines
-from bench.reporting.machines import MOST_MACHINES, change, machines, pairs
+from bench.reporting.machines import MOST_MACHINES, machines
 from bench.reporting.packing import packed_json
 from bench.reporting.table import prepare
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
@@ -52,6 +53,7 @@ def on(host: str = "node-a", *, driver: str = "", launcher: str = "local", **col
         (*SMALL_T5, "gpus=4", "strategy=fsdp1", "strategy.backward_prefetch=none", "precision=bf16"),
         (*SMALL_GPT, "hardware=cpu", "hardware.memory_limit_gib=0.27", "optimizer=sgd", "optimizer.momentum=0.9"),
         ("model=t5_11b", "gpus=64", "hardware=a100_80gb", "mode=predict", "activation_checkpointing=full"),
+        (*SMALL_GPT, "hardware=cpu", "+hardware.peak_tflops.fp32=0.1"),
         (*SMALL_GPT, "gpus=16", "mode=rehearse", "gpus_per_node=4", "measurement.steps=5", "compile=true"),
     ],
 )

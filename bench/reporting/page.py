@@ -12,7 +12,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from bench.records import Contents
-from bench.reporting import labels, machines, runs
+from bench.reporting import differences, labels, machines, runs
 from bench.reporting.causes import causes
 from bench.reporting.cells import by, in_order
 from bench.reporting.details import details, packed
@@ -102,8 +102,8 @@ def render(
         machines=found,
         facts=machines.side_by_side(found),
         other_machines=others,
-        pairs=machines.pairs(found),
-        change=machines.change,
+        pairs=differences.pairs(found),
+        change=differences.change,
         labels=labels,
         unreadable=contents.unreadable,
         cpu_note=labels.CPU_NOTE,

@@ -115,7 +115,7 @@ COLUMNS = (
     Column("MFU", _shown("mfu", _share), _plain("mfu"), number=True),
     Column("Tokens/s per rank", _shown(TOKENS, labels.number), _plain(TOKENS), number=True),
     Column("Batch × sequence", _shown("workload", str), _plain("batch_size_per_gpu")),
-    Column("Limit, settings", _settings, short=False),
+    Column("Limit, settings", _settings),
     Column("Evidence", _plain("evidence"), choose="Evidence"),
     Column("Parameters", _shown("parameters", labels.count), _plain("parameters"), number=True),
     Column("Asked for", _asked),
