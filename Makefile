@@ -5,7 +5,8 @@
 # make quick   the tests that start no process groups
 # make timing  the tests that compare step times, on a machine with nothing else to do; no part of make test
 # make test-slurm      the tests that need SLURM, and fail without
-# make predictions     predict the paper's sweeps and oom_frontier_cpu anew: results/predicted and its figures
+# make predictions     predict the sweeps of results/predicted anew, and their figures
+# make notebooks       execute the notebooks of analysis/ and render them to build/notebooks/*.html
 # make cluster         bring up a SLURM of two emulated nodes on this machine, see slurm/README.md
 # make cluster-down    take it down and forget it
 PYTHON ?= python3
@@ -13,9 +14,9 @@ VENV   ?= .venv
 STORE  ?= runs
 BIN    := $(VENV)/bin
 PREDICTED := results/predicted
-PAPER  := model_scale prefetch rate_limiter gpt_175b_scale t5_11b_scale memory
+PAPER  := model_scale prefetch rate_limiter gpt_175b_scale t5_11b_scale memory sharding_factor
 
-.PHONY: install sweep test quick test-slurm timing predictions cluster cluster-down lint types clean
+.PHONY: install sweep test quick test-slurm timing predictions notebooks cluster cluster-down lint types clean
 
 install: $(VENV)/.installed
 
@@ -23,7 +24,8 @@ sweep: $(VENV)/.installed
 	$(BIN)/python -m bench.sweep store=$(STORE)
 
 # Tests with SLURM mostly wait, which others can do beside them. Each process has a SLURM of its own.
-APART := tests/test_slurm_calibrate.py tests/test_slurm_cluster_script.py tests/test_slurm_faults.py tests/test_slurm_sweep.py
+APART := tests/test_slurm_calibrate.py tests/test_slurm_cluster_script.py tests/test_slurm_faults.py tests/test_slurm_sweep.py \
+  tests/test_slurm_tracking.py
 
 # Tests that compare times need a machine on which nothing else runs, and say so if it is not.
 TIMING := tests/test_cpu_times.py
@@ -46,15 +48,27 @@ timing: $(VENV)/.installed
 	$(BIN)/python -m pytest $(TIMING)
 
 predictions: $(VENV)/.installed
-	rm -rf $(PREDICTED)/a100_80gb $(PREDICTED)/cpu_frontier $(PREDICTED)/figures build/predictions
-	$(BIN)/python -m bench.sweep sweep=oom_frontier_cpu mode=predict store=$(PREDICTED)/cpu_frontier report=false
-	for sweep in $(PAPER); do \
+	rm -rf $(PREDICTED)/*/ build/predictions
+	for sweep in $(PAPER) "sharding_factor model=t5_11b"; do \
 	  $(BIN)/python -m bench.sweep sweep=$$sweep mode=predict hardware=a100_80gb \
 	    store=$(PREDICTED)/a100_80gb report=false || exit; \
 	done
+	$(BIN)/python -m bench.sweep sweep=oom_frontier mode=predict hardware=a100_80gb \
+	  store=$(PREDICTED)/oom_frontier report=false
+	$(BIN)/python -m bench.sweep sweep=oom_frontier_cpu mode=predict store=$(PREDICTED)/cpu_frontier report=false
+	for model in t5_mini "gpt_mini model.activation=gelu_new"; do \
+	  $(BIN)/python -m bench.sweep sweep=memory_cpu model=$$model mode=predict \
+	    store=$(PREDICTED)/cpu_memory report=false || exit; \
+	done
 	$(BIN)/python -m bench.report $(PREDICTED)/a100_80gb --output build/predictions
+	$(BIN)/python -m bench.report $(PREDICTED)/oom_frontier --output build/predictions/frontier
 	mkdir -p $(PREDICTED)/figures
-	cp build/predictions/figures/paper-*.png $(PREDICTED)/figures/
+	cp build/predictions/figures/paper-*.png build/predictions/figures/sharding-factor-t5-2b-bf16-64.png \
+	  build/predictions/figures/sharding-factor-t5-11b-bf16-64.png \
+	  build/predictions/frontier/figures/frontier-*.png $(PREDICTED)/figures/
+
+notebooks: $(VENV)/.installed
+	$(BIN)/python -m bench.notebooks
 
 cluster:
 	@slurm/test-cluster start

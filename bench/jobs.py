@@ -17,7 +17,18 @@ from rich.text import Text
 
 from bench.errors import UsageError
 from bench.launch.slurm import ledger, queue
-from bench.launch.slurm.collect import DONE, FAILED, LOST, QUEUED, RUNNING, Standing, collect, last_words, standings
+from bench.launch.slurm.collect import (
+    DONE,
+    FAILED,
+    LOST,
+    QUEUED,
+    RUNNING,
+    Standing,
+    collect,
+    last_words,
+    standings,
+    track,
+)
 from bench.launch.slurm.ledger import Submission
 from bench.launch.verdict import describe
 
@@ -49,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.action == "cancel":
             _cancel(store, submissions)
         found = _collect(store, submissions)
+        track(store, found)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2

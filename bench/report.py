@@ -17,11 +17,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
     parser.add_argument("store", type=Path, metavar="STORE", help="a store of rows, or a folder of stores")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report (default: STORE/report)")
+    parser.add_argument(
+        "--no-interactive",
+        dest="interactive",
+        action="store_false",
+        help="leave out the figures to hover over, whose library makes the page 2 MB larger",
+    )
     options = parser.parse_args(arguments)
     output = options.output or (options.store if options.store.is_dir() else options.store.parent) / "report"
     try:
         contents = read_store(options.store)
-        page = write_report(contents, str(options.store), output)
+        page = write_report(contents, str(options.store), output, interactive=options.interactive)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2

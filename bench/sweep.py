@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +24,7 @@ from bench.launch.slurm.launcher import SlurmLauncher
 from bench.launch.slurm.queue import SlurmError
 from bench.launch.stop import StopSignal
 from bench.launch.task import Task, largest_batch
+from bench.launch.worker import Event
 from bench.outlook import look_ahead, write_skipped
 from bench.planning.estimate import expected_s
 from bench.planning.forecast import Untold, forecasts
@@ -34,6 +35,8 @@ from bench.progress import Progress, batch_table, plan_table, prediction_table, 
 from bench.records import Record
 from bench.records.schema import FINISHED
 from bench.submitting import arrays_table, scripts, submitted_text
+from bench.tracking import Courier
+from bench.tracking.attempts import report_run
 
 EPILOG = """\
 Every field of every group under conf/ can be set: model=t5_small strategy=fsdp strategy.sharding_factor=2 gpus=4.
@@ -159,8 +162,11 @@ def _submit(request: Request, plan: Plan, launcher: SlurmLauncher, console: Cons
         if not request.dry_run:
             write_skipped(request, plan, "slurm")
         if not request.dry_run and batches:
-            submission = launcher.submit(batches, request.store, request.sweep, name)
+            submission = launcher.submit(batches, request.store, request.sweep, name, request.tracker)
             console.print(submitted_text(submission, request.store), soft_wrap=True)
+    if not request.dry_run:
+        sent_by_jobs = {task.config.run_id for task in _tasks(request, plan)}
+        _track(request, plan, _courier(request, console), console, but=sent_by_jobs)
     return 0
 
 
@@ -181,13 +187,14 @@ def _carry_out(
     request: Request, plan: Plan, launcher: LocalLauncher | None, predictor: Predictor, console: Console
 ) -> int:
     tasks = _tasks(request, plan)
+    courier = _courier(request, console)
     stopped = None
     if launcher is not None:
         write_skipped(request, plan, "local")
         budget_s = None if request.time_budget_min is None else 60 * request.time_budget_min
         with StopSignal() as stop, Progress(console, len(tasks)) as progress:
             out_of_time = bool(tasks) and launcher.launch(
-                tasks, request.store, request.sweep, stop, progress.handle, budget_s
+                tasks, request.store, request.sweep, stop, _shown(progress, courier), budget_s, request.tracker
             )
         stopped = stop.received or (f"time_budget_min={request.time_budget_min}" if out_of_time else None)
     everything = plan.answered
@@ -210,11 +217,50 @@ def _carry_out(
     if stopped:
         console.print(f"Stopped by {stopped}: the same command goes on where this one ended.")
         return 1
-    if request.report and any((*found.values(), *foretold.values())):
+    drawn = request.report and any((*found.values(), *foretold.values()))
+    if drawn:
         _report(request.store, len(everything), console)
+    _track(request, plan, courier, console, report=drawn)
     complete = all(record is not None and record["status"] in FINISHED for record in found.values())
     answered = all(row["status"] in (*FINISHED, "skipped") for row in foretold.values())
     return 0 if (complete or request.search != "none") and answered else 1
+
+
+def _courier(request: Request, console: Console) -> Courier:
+    """Sends what the sweep's jobs do not send themselves."""
+    return Courier(request.tracker, request.store, lambda line: console.print(line, soft_wrap=True, markup=False))
+
+
+def _shown(progress: Progress, courier: Courier) -> Callable[[Event], None]:
+    """What the launcher tells, shown: progress, and what a tracker has to say."""
+
+    def handle(event: Event) -> None:
+        if event["event"] == "tracking":
+            courier.hear(event["text"], offline=event["offline"], failure=event["failure"])
+        progress.handle(event)
+
+    return handle
+
+
+def _track(
+    request: Request,
+    plan: Plan,
+    courier: Courier,
+    console: Console,
+    *,
+    report: bool = False,
+    but: Collection[str] = (),
+) -> None:
+    """Send every attempt of the sweep's runs that is not there yet: predicted, skipped and lost ones, too."""
+    if not request.tracker.active:
+        return
+    run_ids = [config.run_id for config in (*plan.answered, *(config for config, _ in plan.skipped))]
+    page = report_run(request.store, request.sweep) if report else None
+    with _saying(console, f"sending to {request.tracker.name}"):
+        courier.send_runs(run_id for run_id in dict.fromkeys(run_ids) if run_id not in but)
+        courier.send(runs=[page] if page else [])
+    if courier.counts["sent"] or courier.counts["known"]:
+        console.print(courier.summary(), soft_wrap=True, markup=False)
 
 
 def _report(store: Path, runs: int, console: Console) -> None:

@@ -172,6 +172,10 @@ OTHERS: dict[str, Callable[[], list[Record]]] = {
     "accumulation": lambda: predicted("t5_11b_scale", "gradient_accumulation=2"),
     "a failure": lambda: [{**row, "status": "error", "error": "x"} for row in predicted("t5_11b_scale")],
     "one size of a model": lambda: predicted("model_scale", "model=t5_2b"),
+    "GPT-175B that is not minGPT": lambda: [{**row, "family": "gpt"} for row in predicted("gpt_175b_scale")],
+    "two ways to spread a model": lambda: [
+        row for row in predicted("model_scale") if row["effective_strategy"] in ("ddp", "fsdp1/full_shard")
+    ],
     "one number of GPUs": lambda: predicted("t5_11b_scale", "gpus=64"),
 }
 

@@ -27,6 +27,7 @@ from bench.launch.stop import StopSignal
 from bench.launch.task import Task
 from bench.launch.worker import Event, Worker
 from bench.records import claims
+from bench.tracking import NO_TRACKER, Tracker
 
 POLL_S = 0.1
 
@@ -88,6 +89,7 @@ class LocalLauncher:
         stop: StopSignal,
         on_event: Callable[[Event], None],
         time_budget_s: float | None = None,
+        tracker: Tracker = NO_TRACKER,
     ) -> bool:
         """Execute tasks in order until all are done, `stop` comes, or the time budget does not suffice for the next.
 
@@ -97,6 +99,8 @@ class LocalLauncher:
         ----------
         on_event: callable
             Told as runs start and end.
+        tracker: Tracker
+            Where attempts are sent, each before the next run starts.
 
         Returns
         -------
@@ -106,7 +110,7 @@ class LocalLauncher:
         remaining = list(tasks)
         deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
         while remaining and not stop.received:
-            finished = self._launch_job(remaining, store, sweep, stop, on_event, deadline)
+            finished = self._launch_job(remaining, store, sweep, stop, on_event, deadline, tracker)
             if finished is None:
                 return True
             remaining = remaining[finished:]
@@ -120,6 +124,7 @@ class LocalLauncher:
         stop: StopSignal,
         on_event: Callable[[Event], None],
         deadline: float | None,
+        tracker: Tracker,
     ) -> int | None:
         """Submit one job for the tasks and follow it to its end.
 
@@ -142,6 +147,7 @@ class LocalLauncher:
             events=events.resolve(),
             visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
             deadline=deadline,
+            tracker=tracker,
         )
         finished, heard, out_of_time = 0, False, False
         current: Event | None = None

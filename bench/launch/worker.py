@@ -20,6 +20,7 @@ from bench.launch.task import Task, largest_batch
 from bench.launch.verdict import describe
 from bench.records import Record, TakenError
 from bench.records.schema import FINISHED
+from bench.tracking import NO_TRACKER, Courier, Tracker
 
 Event = dict[str, Any]
 
@@ -41,6 +42,8 @@ class Worker:
     deadline: float | None = None
     """On `time.monotonic`, which all processes of a machine share: no run but the first is started that is expected to
     end later."""
+    tracker: Tracker = NO_TRACKER
+    """Where attempts are sent, each before the next run starts."""
 
     @property
     def alive_file(self) -> Path:
@@ -54,6 +57,12 @@ class Worker:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_devices
         with StopSignal() as stop:
             started, out_of_time = 0, False
+            courier = Courier(
+                self.tracker,
+                self.store,
+                lambda line: self._tell(event="tracking", text=line, offline=courier.offline, failure=courier.failure),
+                hurry=lambda: stop.received is not None,
+            )
 
             def attempt(config: RunConfig) -> Record | None:
                 nonlocal started, out_of_time
@@ -66,7 +75,10 @@ class Worker:
                     out_of_time = True
                     return None
                 started += 1
-                return self._run(config, task.force, stop)
+                record = self._run(config, task.force, stop)
+                if record is not None:
+                    courier.send_runs([config.run_id])
+                return record
 
             for task in self.tasks:
                 if task.search:

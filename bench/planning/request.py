@@ -15,8 +15,11 @@ from bench.errors import UsageError, bad_value, require_at_least, require_choice
 from bench.hardware.detect import Device
 from bench.planning.compose import composed, groups, parse, values_of
 from bench.planning.grid import Grid, Settings, read_grids
+from bench.tracking import NO_TRACKER, Tracker, load_tracker
 
-EXECUTION = ("store", "dry_run", "force", "time_budget_min", "skip_oom", "report", "search", "sweep", "cluster")
+EXECUTION = (
+    *("store", "dry_run", "force", "time_budget_min", "skip_oom", "report", "search", "sweep", "cluster", "tracker"),
+)
 """Keys (and groups) that say how a sweep is carried out, not what runs are."""
 
 CONTEXT = (*EXECUTION, "mode", "hardware", "measurement", "seed")
@@ -46,6 +49,8 @@ class Request:
     report: bool
     search: str
     cluster: dict[str, Any]
+    tracker: Tracker
+    """Where attempts are shown beside the store."""
 
 
 def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) -> Request:
@@ -125,7 +130,31 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
         report=base["report"],
         search=base["search"],
         cluster=base["cluster"],
+        tracker=load_tracker(base["tracker"]),
     )
+
+
+def read_tracker(arguments: Sequence[str]) -> Tracker:
+    """Read the command line of what only sends: ``tracker.mode=offline`` and its like; wandb unless another is named.
+
+    Raises
+    ------
+    UsageError
+        On anything but a tracker that keeps something, and its fields.
+    """
+    given = {"tracker": "wandb"}
+    for override in parse(list(arguments)):
+        key, values = override.key_or_group, values_of(override)
+        if not _belongs(key, ("tracker",)):
+            fields = ", ".join(f"tracker.{field}" for field in composed(given)["tracker"] if field != "name")
+            raise UsageError(f"{key} is not a field here: choose tracker, {fields}.")
+        if len(values) != 1:
+            raise bad_value(key, ",".join(values) or "(nothing)", "one value")
+        given[key] = values[0]
+    tracker = load_tracker(composed(given)["tracker"])
+    if tracker == NO_TRACKER:
+        raise bad_value("tracker", tracker.name, [name for name in groups()["tracker"] if name != tracker.name])
+    return tracker
 
 
 def _check_device(sweep: str, needed: str | None, hardware: set[str]) -> None:

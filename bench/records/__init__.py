@@ -2,7 +2,7 @@
 
 from bench.records.claims import Claim, TakenError
 from bench.records.published import load_published, published_records
-from bench.records.reading import Contents, UnreadableRecordWarning, load, read_all
+from bench.records.reading import Contents, UnreadableRecordWarning, load, read_all, read_attempts
 from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION, NESTED, Column, Record
 from bench.records.store import attempts, latest, lock, next_attempt, read, row_path, write
 from bench.records.table import to_frame
@@ -27,6 +27,7 @@ __all__ = [
     "published_records",
     "read",
     "read_all",
+    "read_attempts",
     "row_path",
     "to_frame",
     "write",

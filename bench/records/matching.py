@@ -1,4 +1,7 @@
-"""Which rows of different evidence answer one question: does it fit, or how long does a step take. Pure functions."""
+"""Which rows answer one question: does it fit, how long does a step take, and is it the same run, made again.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,25 @@ def time_question(record: Record) -> Question | None:
         "hardware.cpu_threads": hardware.get("cpu_threads"),
         "hardware.memory_limit_bytes": record.get("memory_limit_bytes"),
     }
+
+
+def run_question(record: Record) -> Question | None:
+    """What is asked by a run that is made again after an upgrade, or on another machine.
+
+    That is the whole configuration but for how the answer was found (repetition, seed, steps that are timed), the kind
+    of device and the memory limit. Versions and commit are no part of a configuration. The machine is none either, how
+    many ranks share one included: where it differs is for the rows to say.
+
+    Returns
+    -------
+    dict or None
+        None for rows without a configuration (published ones).
+    """
+    asked = _asked(record)
+    if asked is None:
+        return None
+    asked.pop("gpus_per_node", None)
+    return {**asked, "device": record.get("device"), "memory_limit_bytes": record.get("memory_limit_bytes")}
 
 
 def memory_gib_of(record: Record) -> float | None:

@@ -32,6 +32,8 @@ class Contents:
 
     records: list[Record] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """Where each record lies, below what was read."""
 
 
 def read_all(path: str | Path) -> Contents:
@@ -45,7 +47,25 @@ def read_all(path: str | Path) -> Contents:
     FileNotFoundError
         If `path` does not exist.
     """
-    return Contents(*_read_latest(Path(path), read))
+    return _contents(path, every=False)
+
+
+def read_attempts(path: str | Path) -> Contents:
+    """Read every attempt of every run below `path`, not only the latest: what was measured with earlier commits.
+
+    Raises
+    ------
+    FileNotFoundError
+        If `path` does not exist.
+    """
+    return _contents(path, every=True)
+
+
+def _contents(path: str | Path, *, every: bool) -> Contents:
+    root = Path(path)
+    prefix = f"{root.parent if root.is_file() else root}/"
+    rows, unreadable = _read_rows(root, lambda file: (read(file), os.fspath(file).removeprefix(prefix)), every=every)
+    return Contents([record for record, _ in rows], unreadable, [file for _, file in rows])
 
 
 def load(path: str | Path) -> pd.DataFrame:
@@ -60,7 +80,7 @@ def load(path: str | Path) -> pd.DataFrame:
         If `path` does not exist.
     """
     index = Index(Path(path))
-    numbers, unreadable = _read_latest(Path(path), index.find)
+    numbers, unreadable = _read_rows(Path(path), index.find)
     for problem in unreadable:
         warnings.warn(f"left out: {problem}", UnreadableRecordWarning, stacklevel=2)
     frame = index.table(numbers)
@@ -68,15 +88,16 @@ def load(path: str | Path) -> pd.DataFrame:
     return frame
 
 
-def _read_latest(path: Path, read_row: Callable[[RowFile], Row]) -> tuple[list[Row], list[str]]:
-    """The latest row of every run that can be read, and a sentence on each file that cannot."""
+def _read_rows(path: Path, read_row: Callable[[RowFile], Row], *, every: bool = False) -> tuple[list[Row], list[str]]:
+    """The latest row of every run that can be read (or `every` row), and a sentence on each file that cannot."""
     rows: list[Row] = []
     problems: list[str] = []
     for files, strangers in _folders(path):
         for file in files:
             try:
                 rows.append(read_row(file))
-                break
+                if not every:
+                    break
             except FileNotFoundError:
                 continue  # deleted since its folder was listed
             except OSError as error:

@@ -45,6 +45,8 @@ class Answer:
     """Memory that `least` is predicted to need; NaN where it ran (and nobody knows) or nothing runs out of memory."""
     phase: str | None
     """Where memory runs out at `least`."""
+    degraded: bool = False
+    """Whether the largest batch that fits does so at a time that does not represent its speed."""
 
     @property
     def mixed(self) -> bool:
@@ -107,6 +109,7 @@ def answer(evidence: str, rows: pd.DataFrame) -> Answer:
         peak_bytes=_largest(ran),
         needed_bytes=_largest(burst),
         phase=phases.iloc[0] if len(phases) else None,
+        degraded=bool(ran["degraded"].fillna(False).any()),
     )
 
 

@@ -12,13 +12,14 @@ from bench.reporting import labels, page, style
 from bench.reporting.drawing import Section, save
 from bench.reporting.figures import EVERY_RUN, FIGURES
 from bench.reporting.frontier_cells import without_tries
+from bench.reporting.interactive import explorer, lines
 from bench.reporting.table import prepare
 
 MANIFEST = ".written-by-report"
 """In the figures' folder: names of the files an earlier report left there, which the next one replaces."""
 
 
-def build(store: str | Path, output: str | Path) -> Path:
+def build(store: str | Path, output: str | Path, *, interactive: bool = True) -> Path:
     """Draw the report of everything below `store` into the folder `output`.
 
     Parameters
@@ -28,6 +29,8 @@ def build(store: str | Path, output: str | Path) -> Path:
     output: path
         Folder for ``index.html`` (complete in itself) and ``figures/*.png`` and ``*.svg``; made if missing. Figures of
         an earlier report in the same folder are replaced, other files are left alone.
+    interactive: bool
+        Whether the page has figures to hover over, too: the library that draws them makes it 2 MB larger.
 
     Returns
     -------
@@ -39,7 +42,7 @@ def build(store: str | Path, output: str | Path) -> Path:
     UsageError
         If there is no such store, it holds no row, or `output` cannot be written.
     """
-    return write_report(read_store(store), str(store), output)
+    return write_report(read_store(store), str(store), output, interactive=interactive)
 
 
 def read_store(store: str | Path) -> Contents:
@@ -60,7 +63,7 @@ def read_store(store: str | Path) -> Contents:
     return contents
 
 
-def write_report(contents: Contents, name: str, output: str | Path) -> Path:
+def write_report(contents: Contents, name: str, output: str | Path, *, interactive: bool = True) -> Path:
     """Draw the report of rows already read; `name` says where they come from. Returns the page's path.
 
     Raises
@@ -74,10 +77,11 @@ def write_report(contents: Contents, name: str, output: str | Path) -> Path:
     with style.context():
         ends = without_tries(table)
         sections = [figure.section(table if figure in EVERY_RUN else ends, marks) for figure in FIGURES]
+    charts = [*explorer(table, marks), *lines(ends, marks)] if interactive else []
     try:
         (output / "figures").mkdir(parents=True, exist_ok=True)
         images = _save_all(sections, output / "figures")
-        html = page.render(name, contents, table, sections, images)
+        html = page.render(name, contents, table, sections, images, charts)
         _replace(output / "index.html", html)
     except OSError as error:
         raise UsageError(f"Cannot write to {output} ({error.strerror}): choose another folder with --output.") from None

@@ -96,9 +96,15 @@ def save(drawing: Drawing, folder: Path) -> str:
     """
     with style.context():
         drawing.figure.savefig(folder / f"{drawing.name}.png")
-        drawing.figure.set_layout_engine("none")  # laid out once, the same in both files
-        buffer = io.StringIO()
-        drawing.figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
+    drawing.figure.set_layout_engine("none")  # laid out once, the same in both files
+    text = svg(drawing)
     (folder / f"{drawing.name}.svg").write_text(text, encoding="utf-8")
     return text
+
+
+def svg(drawing: Drawing) -> str:
+    """The figure as the text of an SVG file; the same rows give the same text, on any day."""
+    buffer = io.StringIO()
+    with style.context():
+        drawing.figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()

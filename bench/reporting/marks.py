@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.artist import Artist
@@ -14,6 +15,11 @@ from bench.reporting import labels, style
 from bench.reporting.lanes import Lane
 
 BAR_IN = 0.13
+DEGRADED: tuple[Artist, str] = (
+    Line2D([], [], color=style.INK, marker="<", linestyle="", markerfacecolor="white", markersize=7),
+    "degraded: time not representative",
+)
+"""The legend's entry for runs whose time does not represent the speed."""
 
 
 def label(row: pd.Series) -> str:
@@ -42,17 +48,29 @@ def note(axes: Axes, lane: Lane, x: float, text: str) -> None:
     )  # fmt: skip
 
 
+def is_degraded(row: Mapping[Any, Any] | pd.Series) -> bool:
+    """Whether a row (or cell) ran, and its time does not represent the speed."""
+    return bool(pd.notna(row["degraded"]) and row["degraded"])
+
+
 def degraded(axes: Axes, lane: Lane, x: float) -> None:
     """A hollow triangle at the end of the bar: the time is not representative."""
     axes.plot(x, lane.y, "<", markersize=7, markerfacecolor="white", markeredgecolor=style.INK, zorder=4)
 
 
+def cross(axes: Axes, x: float, y: float, colour: str, evidence: str) -> None:
+    """A run out of memory, on the axis: filled if it was measured, hollow or half filled if it was not."""
+    look = style.marker_style(colour, evidence)
+    edge = {"markeredgecolor": style.INK} if evidence == "measured" else {"markeredgewidth": 1.4}
+    axes.plot(x, y, "X", markersize=9, clip_on=False, zorder=5, **{**look, **edge})
+
+
 def out_of_memory(axes: Axes, lane: Lane, asked_for: bool = False) -> None:
     """A cross on the axis and where memory ran out, in words."""
     row = lane.row
-    axes.plot(
-        0, lane.y, "X", markersize=8, color=style.OOM_COLOUR, markeredgecolor="white", clip_on=False, zorder=5
-    )  # fmt: skip
+    look = style.marker_style(style.OOM_COLOUR, row["evidence"])
+    edge = {"markeredgecolor": "white"} if row["evidence"] == "measured" else {"markeredgewidth": 1.2}
+    axes.plot(0, lane.y, "X", markersize=8, clip_on=False, zorder=5, **{**look, **edge})
     text = oom_words(row)
     if asked_for and pd.notna(row["oom_bytes"]):
         text += f", asked for {labels.memory(row['oom_bytes'])}"
@@ -74,9 +92,7 @@ def partly_oom(row: pd.Series) -> str:
     return f" ({row['out_of_memory']} of {runs} repeats OOM)" if row["out_of_memory"] else ""
 
 
-def key(
-    cells: pd.DataFrame, extra: Iterable[tuple[Artist, str]] = (), *, with_degraded: bool = True
-) -> list[tuple[Artist, str]]:
+def key(cells: pd.DataFrame, extra: Iterable[tuple[Artist, str]] = ()) -> list[tuple[Artist, str]]:
     """Legend entries for what occurs in `cells`, and only that."""
     entries: list[tuple[Artist, str]] = []
     kinds = style.evidence_in_order(cells["evidence"])
@@ -88,7 +104,6 @@ def key(
     if (cells["out_of_memory"] > 0).any():
         cross = Line2D([], [], color=style.OOM_COLOUR, marker="X", linestyle="", markeredgecolor="white", markersize=8)
         entries.append((cross, "out of memory"))
-    if with_degraded and cells["degraded"].any():
-        triangle = Line2D([], [], color=style.INK, marker="<", linestyle="", markerfacecolor="white", markersize=7)
-        entries.append((triangle, "degraded: time not representative"))
+    if any(is_degraded(row) for row in cells.to_dict("records")):
+        entries.append(DEGRADED)
     return entries

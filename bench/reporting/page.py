@@ -1,18 +1,24 @@
-"""The page: what the figures do not say (what was run, where, every row, every failure) and its HTML."""
+"""The page: what the figures do not say (what was run, where, what failed, every row, every machine) and its HTML."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from bench.records import Contents
-from bench.reporting import labels
+from bench.reporting import differences, labels, machines, runs
+from bench.reporting.causes import causes
 from bench.reporting.cells import by, in_order
+from bench.reporting.details import details, packed
 from bench.reporting.drawing import Section
+from bench.reporting.interactive import Chart, library, packed_library
+from bench.reporting.packing import packed_json
 from bench.reporting.table import NESTED, SETTINGS
 
 STATUS_MEANING = {
@@ -29,9 +35,18 @@ EVIDENCE_MEANING = {
     "predicted": "nothing ran: traced and simulated",
     "published": "quoted from a paper",
 }
+SCRIPTS = ("page_table.js", "page_run.js", "page_machines.js", "page_charts.js", "page_figures.js")
+"""In this order: later ones use what earlier ones define."""
 
 
-def render(name: str, contents: Contents, table: pd.DataFrame, sections: list[Section], images: dict[str, str]) -> str:
+def render(
+    name: str,
+    contents: Contents,
+    table: pd.DataFrame,
+    sections: list[Section],
+    images: dict[str, str],
+    charts: Sequence[Chart] = (),
+) -> str:
     """The complete page as HTML, figures included.
 
     Parameters
@@ -40,6 +55,8 @@ def render(name: str, contents: Contents, table: pd.DataFrame, sections: list[Se
         Where the rows come from.
     images: dict
         Text of the SVG of every drawing, by its name.
+    charts: sequence of Chart
+        Figures to hover over; with none, the page does not carry the library that draws them.
     """
     environment = Environment(
         loader=PackageLoader("bench.reporting", ""),
@@ -48,23 +65,76 @@ def render(name: str, contents: Contents, table: pd.DataFrame, sections: list[Se
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+    def source(file: str) -> str:
+        return environment.loader.get_source(environment, file)[0]  # type: ignore[union-attr]
+
     ordered = in_order(table)
-    style, _, _ = environment.loader.get_source(environment, "page.css")  # type: ignore[union-attr]
+    files = contents.files or [f"{record['run_id']}/{record.get('attempt', 0)}.json" for record in contents.records]
+    places = [_place(str(place), rows) for (place,), rows in by(ordered, "place")]
+    places.sort(key=lambda place: -place["count"])
+    found, others = machines.machines(table, contents.records)
+    script = "(() => {\n" + "\n".join(source(file) for file in SCRIPTS) + "})();\n"
+    executed = [script, *([library()] if charts else [])]
     return environment.get_template("page.html.j2").render(
         name=name,
         total=labels.counted(len(table), "run"),
-        style=style,
+        style=source("page.css"),
+        script=script,
+        hashes=" ".join(f"'sha256-{_sha256(text)}'" for text in executed),
+        lead=_lead(table, places),
         counts=_counts(table["status"], STATUS_MEANING),
         evidence=_counts(table["evidence"], EVIDENCE_MEANING),
-        places=[_place(str(place), rows) for (place,), rows in by(ordered, "place")],
+        places=places,
+        on_cpu=any(place["cpu"] for place in places),
         shared=_shared(table),
         period=_period(table),
         sections=sections,
-        images={key: base64.b64encode(text.encode()).decode() for key, text in images.items()},
+        images=packed_json(images),
+        causes=causes(table),
+        **_runs(ordered, contents, files),
+        details=packed_json(_details(table, contents, files)),
+        charts=list(dict.fromkeys(chart.group for chart in charts)),
+        chart_data=packed_json([asdict(chart) for chart in charts]),
+        library=packed_library() if charts else "",
         out_of_memory=[_oom(row) for row in _records(ordered[ordered["status"] == "oom"])],
         failures=[_failure(row) for row in _records(ordered[~ordered["status"].isin(["ok", "oom"])])],
+        machines=found,
+        facts=machines.side_by_side(found),
+        other_machines=others,
+        pairs=differences.pairs(found),
+        change=differences.change,
+        labels=labels,
         unreadable=contents.unreadable,
         cpu_note=labels.CPU_NOTE,
+    )
+
+
+def _sha256(text: str) -> str:
+    """A script's hash as a content security policy names it: only scripts with these are executed."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _runs(ordered: pd.DataFrame, contents: Contents, files: Sequence[str]) -> dict[str, Any]:
+    """The table of all runs: its columns and lines."""
+    rows = _records(ordered)
+    shown = runs.columns(rows)
+    variants = {key: place for place, key in enumerate(sorted(set(ordered["variant_key"])))}
+    orders = [variants[key] for key in ordered["variant_key"]]
+    lines = [
+        runs.run(row, contents.records[position], shown, files[position], order)
+        for row, position, order in zip(rows, ordered.index, orders, strict=True)
+    ]
+    return {"columns": shown, "runs": lines}
+
+
+def _details(table: pd.DataFrame, contents: Contents, files: Sequence[str]) -> dict[str, Any]:
+    headings = table["variant"] + " · " + table["precision"] + " · " + table["heading"]
+    return packed(
+        {
+            str(link): details(record, file, str(heading))
+            for link, record, file, heading in zip(table["link"], contents.records, files, headings, strict=True)
+        }
     )
 
 
@@ -74,14 +144,33 @@ def _counts(column: pd.Series, meanings: dict[str, str]) -> list[tuple[str, int,
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows as dictionaries, with None for what is missing."""
-    plain = frame.drop(columns=["variant_key", *NESTED]).astype(object)
-    rows = plain.to_dict("records")
-    return [{str(key): None if pd.isna(value) else value for key, value in row.items()} for row in rows]
+    return runs.plain(frame, "variant_key", *NESTED)
 
 
-def _distinct(values: Iterable[Any]) -> str:
-    return ", ".join(dict.fromkeys(str(value) for value in values if not pd.isna(value))) or labels.MISSING
+def _distinct(values: Iterable[Any], most: int = 12) -> str:
+    return labels.listing(_known(values), most) or labels.MISSING
+
+
+def _known(values: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(str(value) for value in values if not pd.isna(value)))
+
+
+def _lead(table: pd.DataFrame, places: Sequence[dict[str, Any]]) -> str:
+    """What was run and what came of it, in two sentences."""
+    kinds = [f"{count} {kind}" for kind, count, _ in _counts(table["evidence"], EVIDENCE_MEANING)]
+    foretold = " or are predicted to" if (table["evidence"] == "predicted").any() else ""
+    words = {"ok": f"ended well{foretold}", "oom": "ran out of memory", "error": "failed", "timeout": "took too long"}
+    words |= {"preempted": "taken off their machine", "skipped": "not started"}
+    fates = [f"{count} {words[status]}" for status, count, _ in _counts(table["status"], STATUS_MEANING)]
+    models, variants = (_known(in_order(table)[column]) for column in ("model", "variant"))
+    what = f"{labels.counted(len(models), 'model')} and {labels.counted(len(variants), 'way')} to spread them"
+    where = labels.counted(len(places), "kind") + " of device"
+    lead = f"{labels.counted(len(table), 'run')} ({', '.join(kinds)}) of {what}, on {where}: {', '.join(fates)}."
+    degraded = int((table["degraded"].fillna(False) & (table["status"] == "ok")).sum())
+    verb = "has times that do" if degraded == 1 else "have times that do"
+    return lead + (
+        f" {degraded} of those that ended well {verb} not represent the speed (degraded)." if degraded else ""
+    )
 
 
 def _place(place: str, rows: pd.DataFrame) -> dict[str, Any]:
@@ -91,21 +180,34 @@ def _place(place: str, rows: pd.DataFrame) -> dict[str, Any]:
         if row["git_sha"]
     ]
     hosts = [host.strip() for text in rows["hosts"].dropna() for host in str(text).split(",")]
+    sizes = sorted({int(size) for size in rows["world_size"].dropna()})
+    device = rows["device"].iloc[0]
+    nouns = labels.rank_nouns(device)
+    facts = [
+        ("Runs", _fates(rows)),
+        ("Evidence", _distinct(rows["evidence"])),
+        ("Models", _distinct(rows["model"])),
+        ("Strategies", _distinct(rows["variant"])),
+        ("Precisions", _distinct(rows["precision"])),
+        (nouns[0].upper() + nouns[1:], _distinct(sizes)),
+        ("Device", _distinct(rows["gpu_name"])),
+        ("Hosts", _distinct(hosts)),
+        ("torch", _distinct(rows["torch_version"])),
+        ("Commit", _distinct(commits, 6)),
+        ("Sweeps", _distinct(rows["sweep"])),
+        ("Started", _period(rows)),
+    ]
     return {
         "title": place,
+        "count": len(rows),
         "cpu": (rows["device"] == "cpu").any(),
-        "noun": labels.rank_noun(rows["device"].iloc[0]),
-        "nouns": labels.rank_nouns(rows["device"].iloc[0]),
-        "facts": [
-            ("Device", _distinct(rows["gpu_name"])),
-            ("Hosts", _distinct(hosts)),
-            ("torch", _distinct(rows["torch_version"])),
-            ("Commit", _distinct(commits)),
-            ("Sweeps", _distinct(rows["sweep"])),
-            ("Runs", str(len(rows))),
-        ],
-        "runs": [_run(row) for row in _records(rows)],
+        "facts": [(name, value) for name, value in facts if value != labels.MISSING],
     }
+
+
+def _fates(rows: pd.DataFrame) -> str:
+    fates = [f"{count} {status}" for status, count, _ in _counts(rows["status"], STATUS_MEANING)]
+    return f"{len(rows)}: {', '.join(fates)}"
 
 
 def _shared(table: pd.DataFrame) -> list[str]:
@@ -125,36 +227,6 @@ def _period(table: pd.DataFrame) -> str:
     return times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
 
 
-def _run(row: dict[str, Any]) -> dict[str, Any]:
-    asked = str(row["strategy"] or labels.MISSING)
-    if row["sharding_factor"] is not None and asked in ("fsdp", "fsdp1"):
-        asked += f", F={row['sharding_factor']}"
-    p95 = f" ({labels.seconds(row['step_time_p95_s'])})" if row["step_time_p95_s"] is not None else ""
-    share = row["mfu"]
-    return {
-        "status": "degraded" if row["degraded"] and row["status"] == "ok" else row["status"],
-        "fit": row["fit"] or "",
-        "evidence": row["evidence"],
-        "model": row["model"],
-        "parameters": labels.count(row["parameters"]),
-        "variant": row["variant"],
-        "asked": asked,
-        "precision": row["precision"],
-        "world_size": labels.MISSING if row["world_size"] is None else row["world_size"],
-        "workload": row["workload"] or labels.MISSING,
-        "settings": " · ".join(text for text in (row["limit"], row["settings"]) if text) or labels.MISSING,
-        "tflops": labels.number(row["tflops_per_gpu"]),
-        "mfu": labels.MISSING if share is None else f"{labels.number(100 * share)} %",
-        "tokens": labels.number(row["tokens_per_second_per_gpu"]),
-        "step": labels.seconds(row["step_time_median_s"]) + p95,
-        "allocated": labels.memory(row["peak_allocated_bytes"]),
-        "reserved": labels.memory(row["peak_reserved_bytes"]),
-        "used": labels.memory(row["peak_device_used_bytes"]),
-        "repeat": labels.MISSING if row["repeat"] is None else row["repeat"],
-        "run_id": row["run_id"],
-    }
-
-
 def _oom(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "what": _what(row),
@@ -163,6 +235,7 @@ def _oom(row: dict[str, Any]) -> dict[str, Any]:
         "limit": row["limit"].removeprefix("limit ") or "none set",
         "rank": labels.MISSING if row["oom_rank"] is None else row["oom_rank"],
         "run_id": row["run_id"],
+        "link": row["link"],
     }
 
 
@@ -172,6 +245,7 @@ def _failure(row: dict[str, Any]) -> dict[str, Any]:
         "what": _what(row),
         "cause": row["error"] or "no cause recorded",
         "run_id": row["run_id"],
+        "link": row["link"],
     }
 
 

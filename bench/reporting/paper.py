@@ -102,6 +102,8 @@ class Comparison:
     """Two series, the first against the second, where that is what the figure is about."""
     needs: Callable[[pd.DataFrame], bool] = field(default=lambda rows: rows["world_size"].nunique() > 1)
     """Whether rows are enough for the figure to say what it says."""
+    comparable: bool = True
+    """Whether the paper states enough of the runs that single values can be compared, and not just shapes or ratios."""
 
 
 def _batch(row: pd.Series) -> str:
@@ -132,7 +134,7 @@ FULL_SHARD: Mapping[str, tuple[Any, ...]] = {
 }
 CHECKPOINTED = {"activation_checkpointing": ("full",)}
 DEFAULTS = {"backward_prefetch": ("pre",), "limit_all_gathers": (True,)}
-GPT = {"model": ("gpt_175b",), "sequence_length": (2048,), "batch_size_per_gpu": (1, 2)}
+GPT = {"model": ("gpt_175b",), "family": ("mingpt",), "sequence_length": (2048,), "batch_size_per_gpu": (1, 2)}
 T5 = {"model": ("t5_11b",), "sequence_length": (512,), "batch_size_per_gpu": (8, 16)}
 STATED = "FSDP1 full shard · bf16 · checkpointing"
 
@@ -151,7 +153,8 @@ COMPARISONS = (
         panel=lambda row: SIZES[row["model"]],
         column=lambda row: "" if row["evidence"] == "published" else str(row["precision"]),
         order=tuple(SHARDING.values()),
-        needs=lambda rows: rows["model"].nunique() > 1,
+        needs=lambda rows: rows["model"].nunique() > 1 and rows["effective_strategy"].nunique() > 2,
+        comparable=False,
     ),
     Comparison(
         "Figure 6(b)",
@@ -182,6 +185,7 @@ COMPARISONS = (
         order=("rate limiter on", "rate limiter off"),
         ratio=("rate limiter off", "rate limiter on"),
         needs=lambda rows: rows["limit_all_gathers"].nunique() > 1,
+        comparable=False,
     ),
     Comparison(
         "Figure 7(b)",

@@ -82,18 +82,20 @@ MARKERS = ("o", "s", "D", "^", "v", "P", "<", ">", "p", "h", "*", "d")
 
 @dataclass(frozen=True)
 class EvidenceStyle:
-    """How one kind of evidence is filled, hatched and dashed."""
+    """How one kind of evidence is filled, hatched and dashed, so that it differs without colour too."""
 
     hatch: str
     filled: bool
     line: Literal["-", "--", ":", "-."]
+    fill: Literal["full", "left", "none", "top"]
+    """How much of a marker is filled."""
 
 
 EVIDENCE_STYLES = {
-    "measured": EvidenceStyle("", True, "-"),
-    "rehearsed": EvidenceStyle("/////", False, "--"),
-    "predicted": EvidenceStyle("", False, ":"),
-    "published": EvidenceStyle("xxxxx", False, "-."),
+    "measured": EvidenceStyle("", True, "-", "full"),
+    "rehearsed": EvidenceStyle("/////", False, "--", "left"),
+    "predicted": EvidenceStyle("", False, ":", "none"),
+    "published": EvidenceStyle("xxxxx", False, "-.", "top"),
 }
 
 
@@ -142,7 +144,58 @@ def bar_style(colour: str, evidence: str) -> dict[str, Any]:
     }
 
 
+def marker_style(colour: str, evidence: str) -> dict[str, Any]:
+    """Keyword arguments of a line's or point's marker for one kind of evidence: full, half full or hollow."""
+    look = EVIDENCE_STYLES.get(evidence, EVIDENCE_STYLES["measured"])
+    return {
+        "fillstyle": "full" if look.fill == "none" else look.fill,
+        "markerfacecolor": "white" if look.fill == "none" else colour,
+        "markerfacecoloralt": "white",
+        "markeredgecolor": colour,
+    }
+
+
 def evidence_in_order(kinds: Iterable[str]) -> Sequence[str]:
     """The kinds present, from what is most real to what is only quoted."""
     present = set(kinds)
     return [kind for kind in EVIDENCE_STYLES if kind in present]
+
+
+# ---- the same style for interactive figures (plotly), which a page draws in the browser
+
+SYMBOLS = {
+    "o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross",
+    "<": "triangle-left", ">": "triangle-right", "p": "pentagon", "h": "hexagon", "*": "star", "d": "diamond-tall",
+    "X": "x",
+}  # fmt: skip
+"""Plotly's names of the markers."""
+
+DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
+FILLS = {"measured": "", "rehearsed": "-open-dot", "predicted": "-open", "published": "-dot"}
+"""What is appended to a symbol's name for a kind of evidence: filled, hollow with a dot, hollow, filled with a dot."""
+
+
+def symbol(marker: str, evidence: str) -> str:
+    """Plotly's symbol for a marker and a kind of evidence."""
+    return SYMBOLS[marker] + FILLS.get(evidence, "")
+
+
+def dash(evidence: str) -> str:
+    """Plotly's dash for a kind of evidence."""
+    return DASHES[EVIDENCE_STYLES.get(evidence, EVIDENCE_STYLES["measured"]).line]
+
+
+def interactive_layout(x_title: str, y_title: str) -> dict[str, Any]:
+    """The layout that interactive figures start from."""
+    axis = {"gridcolor": GRID, "linecolor": MUTED, "zeroline": False, "automargin": True, "ticks": "outside"}
+    return {
+        "font": {"family": "system-ui, 'Liberation Sans', 'DejaVu Sans', sans-serif", "size": 13, "color": INK},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "margin": {"l": 60, "r": 20, "t": 20, "b": 50},
+        "hovermode": "closest",
+        "hoverlabel": {"bgcolor": "white", "bordercolor": MUTED, "font": {"color": INK, "size": 13}, "align": "left"},
+        "legend": {"orientation": "h", "x": 0, "y": -0.18, "yanchor": "top", "font": {"size": 12}, "maxheight": 2000},
+        "xaxis": {**axis, "title": {"text": x_title, "standoff": 8}},
+        "yaxis": {**axis, "title": {"text": y_title, "standoff": 8}, "rangemode": "tozero"},
+    }

@@ -61,8 +61,9 @@ def prepare(records: Sequence[Record]) -> pd.DataFrame:
     Added: ``place`` (device and hardware: rows of two places never share axes), ``workload`` (batch and sequence),
     ``limit`` (memory limit, "" for none), ``settings`` (other settings that differ), ``variant`` (label),
     ``variant_key`` (`labels.Variant`), ``heading`` (all of a group in words), ``steps`` (seconds per timed step,
-    the maximum over ranks; an empty array where the run kept none), and what the row answers, by which rows of
-    different evidence are told to belong together: ``fit_question`` and ``time_question`` (None where it answers none).
+    the maximum over ranks; an empty array where the run kept none), ``link`` (the row's anchor on a page), and what the
+    row answers, by which rows of different evidence are told to belong together: ``fit_question`` and
+    ``time_question`` (None where it answers none).
     """
     frame = to_frame(list(records))
     for column in ("model", "precision"):
@@ -87,9 +88,18 @@ def prepare(records: Sequence[Record]) -> pd.DataFrame:
     frame["variant"] = [key.label for key in keys]
     frame["variant_key"] = pd.Series(keys, index=frame.index, dtype=object)
     frame["heading"] = [_heading(row) for _, row in frame.iterrows()]
+    frame["link"] = _links(frame["run_id"])
     for name, of in NESTED.items():
         frame[name] = pd.Series([of(record) for record in records], index=frame.index, dtype=object)
     return frame
+
+
+def _links(run_ids: pd.Series) -> list[str]:
+    """The anchor of every row on a page: two stores may hold one run."""
+    again = run_ids.groupby(run_ids).cumcount()
+    return [
+        f"run-{run_id}" + (f"-{number + 1}" if number else "") for run_id, number in zip(run_ids, again, strict=True)
+    ]
 
 
 def step_times_s(record: Record) -> np.ndarray:

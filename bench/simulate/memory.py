@@ -49,8 +49,8 @@ WORKSPACE_BYTES = 8_519_680
 Hopper, which is as little)."""
 
 LIBRARIES_ON_CPU_BYTES = 40 * 2**20
-"""At most, what a process takes beside tensors once its limit is set (threads' stacks, what libraries work in). The limit
-of a CPU holds for that, too. Between 34 and 37 MiB where it decided in results/measured/cpu_frontier; less elsewhere."""
+"""At most, what a process takes beside tensors once its limit is set (threads' stacks, what libraries work in). The
+limit of a CPU holds for that, too. Where it decided in results/measured/cpu_frontier it was 34 to 37 MiB."""
 
 NEARLY_FULL = 0.965
 """Share of the capacity from which on the allocator is expected to flush and retry. In Figure 8(b) 78 and 79 GB

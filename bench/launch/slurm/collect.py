@@ -12,12 +12,13 @@ from pathlib import Path
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from bench import records
-from bench.launch.attempt import write_lost_row, write_unstarted_row
+from bench.launch.attempt import say, write_lost_row, write_unstarted_row
 from bench.launch.slurm import ledger, queue
 from bench.launch.slurm.ledger import Array, Entry, Submission
 from bench.launch.slurm.queue import JobState
 from bench.records import Record, claims
 from bench.records.schema import FINISHED
+from bench.tracking import Courier, load_tracker
 
 QUEUED, RUNNING, DONE, FAILED, LOST = "queued", "running", "done", "failed", "lost"
 
@@ -170,6 +171,14 @@ def collect(store: Path, submissions: Sequence[Submission]) -> list[Standing]:
                 for array in submission.arrays:
                     shutil.rmtree(submission.folder / array.name, ignore_errors=True)
     return found
+
+
+def track(store: Path, found: Sequence[Standing]) -> None:
+    """Send what the jobs of submissions that are over could not send: nodes may have no way to a server."""
+    for submission in {standing.submission.name: standing.submission for standing in found}.values():
+        if submission.closed and submission.tracker is not None:
+            courier = Courier(load_tracker(submission.tracker), store, say)
+            courier.send_runs(s.entry.run_id for s in found if s.submission.name == submission.name)
 
 
 def _write_down(store: Path, standing: Standing) -> None:

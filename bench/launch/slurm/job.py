@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from bench.launch.task import Task, largest_batch
 from bench.launch.verdict import describe
 from bench.records import Claim, Record, TakenError
 from bench.records.schema import FINISHED
+from bench.tracking import NO_TRACKER, Courier, Tracker
 
 RESERVE_S = 60.0
 """Of a job's time limit, kept for starting and for writing the row; of short limits a quarter."""
@@ -53,6 +54,8 @@ class SlurmJob:
     requeue: bool
     facts: dict[str, Any]
     """What the row says of the submission."""
+    tracker: Tracker = NO_TRACKER
+    """Where attempts are sent when the job is done."""
 
     def __call__(self) -> None:
         """Take part in the job until it is done."""
@@ -107,6 +110,8 @@ class Leader:
     deadline: float
     incomplete: bool = False
     """Some of the processes did not come up."""
+    run_ids: list[str] = field(default_factory=list)
+    """Runs that have come to a row."""
 
     def lead(self) -> None:
         """Work through the job's task, then let the others go.
@@ -124,6 +129,8 @@ class Leader:
         self.dismiss()
         if self.stop.received and self.job.requeue and self.stop.cause()[0] == "preempted":
             self._start_anew()
+        courier = Courier(self.job.tracker, self.job.store, say, hurry=lambda: self.stop.received is not None)
+        courier.send_runs(self.run_ids)  # of a job that is killed meanwhile the next attempt sends what is missing
 
     def dismiss(self) -> None:
         """Let the others go; those that are still starting too, unless there is no time for it, or no hope."""
@@ -144,6 +151,7 @@ class Leader:
             return None
         attempt.look_around(at_once=True)
         record = self._execute(config, attempt)
+        self.run_ids.append(config.run_id)
         say(f"{config.label}: {record['status']}, {describe(record)}")
         return record
 

@@ -23,6 +23,7 @@ from bench.launch.slurm.ledger import Array, Entry, Submission
 from bench.launch.slurm.profile import SlurmProfile
 from bench.launch.task import Task
 from bench.planning.estimate import expected_s, time_limit_min
+from bench.tracking import NO_TRACKER, Tracker
 from bench.typed import typed
 
 JOB_NAME = "bench"
@@ -169,7 +170,9 @@ class SlurmLauncher:
         parameters["srun_args"] = ["--output", f"{log}_%t_log.out", "--open-mode=append", *parameters["srun_args"]]
         return parameters
 
-    def submit(self, batches: Sequence[Batch], store: Path, sweep: str, name: str) -> Submission:
+    def submit(
+        self, batches: Sequence[Batch], store: Path, sweep: str, name: str, tracker: Tracker = NO_TRACKER
+    ) -> Submission:
         """Submit arrays, one after the other, each to start when the one before it is over.
 
         Raises
@@ -180,12 +183,12 @@ class SlurmLauncher:
         store = store.resolve()
         code = snapshot.take(store, [task.config for batch in batches for task in batch.tasks])
         arrays = [batch.array for batch in batches]
-        submission = ledger.enter(store, sweep, vars(self.profile), code.name, arrays, name)
+        submission = ledger.enter(store, sweep, vars(self.profile), code.name, arrays, name, vars(tracker))
         before: str | None = None
         submitted = []
         try:
             for batch in batches:
-                before = self._submit_array(batch, submission, store, code, before)
+                before = self._submit_array(batch, submission, store, code, before, tracker)
                 submitted.append(before)
             _refuse_never_starting(submitted)
         except (FailedSubmissionError, queue.SlurmError) as error:
@@ -198,7 +201,9 @@ class SlurmLauncher:
             ) from None
         return submission
 
-    def _submit_array(self, batch: Batch, submission: Submission, store: Path, code: Path, before: str | None) -> str:
+    def _submit_array(
+        self, batch: Batch, submission: Submission, store: Path, code: Path, before: str | None, tracker: Tracker
+    ) -> str:
         folder = submission.folder / batch.array.name
         executor = submitit.SlurmExecutor(folder, python=self.profile.command)
         parameters = self._array_parameters(batch.array, submission.name)
@@ -219,6 +224,7 @@ class SlurmLauncher:
                     "exclusive": self.profile.exclusive,
                     "parallelism": self.profile.parallelism,
                 },
+                tracker=tracker,
             )
             for task, entry in zip(batch.tasks, batch.array.entries, strict=True)
         ]

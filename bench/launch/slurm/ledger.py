@@ -77,6 +77,8 @@ class Submission:
     code: str
     """Name of the snapshot."""
     arrays: list[Array]
+    tracker: dict[str, Any] | None = None
+    """Where attempts are sent, as composed."""
 
     @property
     def name(self) -> str:
@@ -103,12 +105,21 @@ class Submission:
         _write_whole(self.folder / array.name / "job_id", job_id)
 
 
-def enter(store: Path, sweep: str, cluster: dict[str, Any], code: str, arrays: list[Array], name: str) -> Submission:
+def enter(
+    store: Path,
+    sweep: str,
+    cluster: dict[str, Any],
+    code: str,
+    arrays: list[Array],
+    name: str,
+    tracker: dict[str, Any] | None = None,
+) -> Submission:
     """Write down a submission that is about to happen."""
     folder = store / FOLDER / name
     for array in arrays:
         (folder / array.name).mkdir(parents=True)
-    submission = Submission(folder, sweep, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), cluster, code, arrays)
+    submitted_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    submission = Submission(folder, sweep, submitted_at, cluster, code, arrays, tracker)
     values = dataclasses.asdict(submission)
     del values["folder"]
     _write_whole(folder / "submission.json", json.dumps(values, indent=1))

@@ -1,8 +1,19 @@
 """One file per figure. Each has `select` (table -> the small tidy table the figure shows) and `section` (draws it)."""
 
-from bench.reporting.figures import communication, frontier, memory, oom_map, paper, scaling, spread, throughput
+from bench.reporting.figures import (
+    agreement,
+    communication,
+    frontier,
+    memory,
+    oom_map,
+    paper,
+    scaling,
+    sharding_factor,
+    spread,
+    throughput,
+)
 
-FIGURES = (paper, throughput, memory, frontier, oom_map, communication, spread, scaling)
+FIGURES = (paper, throughput, memory, frontier, oom_map, sharding_factor, communication, spread, scaling, agreement)
 """The figures of a report, in the order of the page."""
 
 EVERY_RUN = (frontier, oom_map)

@@ -10,7 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting import labels, lanes, style
+from bench.reporting import labels, lanes, marks, style
 from bench.reporting.answers import CLOSE, FITS, MIXED, OOM, Answer, agreement, disagreement
 from bench.reporting.cells import by
 from bench.reporting.drawing import Drawing, Listing, Section
@@ -171,6 +171,11 @@ def _cell(
         if one is None:
             continue
         words = one.batch if searched else _peak(one, size)
+        if one.degraded:
+            middle = top + STRIP_IN / 2
+            axes.plot(
+                x - 0.4, middle, "<", markersize=3.5, markerfacecolor="white", markeredgecolor=style.INK, zorder=3
+            )
         solid = style.EVIDENCE_STYLES[kind].filled and one.outcome == OOM
         behind = None if solid else {"facecolor": look["facecolor"], "edgecolor": "none", "pad": 0.5}
         axes.text(
@@ -212,7 +217,8 @@ def _apart(axes: Axes, x: int, y: float, strips: int) -> None:
 
 def _key(shown: pd.DataFrame, kinds: Sequence[str], meaning: str) -> list[tuple[Artist, str]]:
     answers = [one for some in shown["answers"] for one in some]
-    places = {1: [""], 2: [" (top)", " (bottom)"], 3: [" (top)", " (middle)", " (bottom)"]}[len(kinds)]
+    between = {2: [], 3: [" (middle)"], 4: [" (second)", " (third)"]}
+    places = [" (top)", *between[len(kinds)], " (bottom)"] if len(kinds) > 1 else [""]
     entries: list[tuple[Artist, str]] = [
         (Patch(**{**style.bar_style(style.MUTED, kind), "linewidth": 0.7}), kind + place)
         for kind, place in zip(kinds, places, strict=True)
@@ -226,6 +232,8 @@ def _key(shown: pd.DataFrame, kinds: Sequence[str], meaning: str) -> list[tuple[
             if outcome in DOTTED:
                 look["hatch"] = "..."
             entries.append((Patch(**look), name))
+    if any(one.degraded for one in answers):
+        entries.append(marks.DEGRADED)
     if any(disagreement(some) for some in shown["answers"]):
         entries.append((Patch(fill=False, edgecolor=style.INK, linewidth=1.8), "≠ kinds of evidence disagree"))
     return entries

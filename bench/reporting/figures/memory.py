@@ -56,7 +56,7 @@ def _draw(
     noun = rank_noun(device)
     unit, size = memory_unit(largest)
     title = f"Peak memory per {noun}, {subject}"
-    figure, axes = lanes.axes_for(groups, title, place, marks.key(shown, _key(shown), with_degraded=False))
+    figure, axes = lanes.axes_for(groups, title, place, marks.key(shown, _key(shown)))
     for group in groups:
         for lane in group.lanes:
             _lane(axes, lane, palette[lane.row["variant"]], size)
@@ -90,7 +90,11 @@ def _lane(axes: Axes, lane: lanes.Lane, mark: style.Mark, size: int) -> None:
     if active > allocated * 1.001:
         axes.plot([active] * 2, [lane.y - marks.BAR_IN * 0.75, lane.y + marks.BAR_IN * 0.75], color=style.INK, zorder=3)
     marks.repeats(axes, lane, size)
-    marks.note(axes, lane, end, words + marks.partly_oom(row))
+    words += marks.partly_oom(row)
+    if row["degraded"]:
+        marks.degraded(axes, lane, end)
+        words = f" {words} degraded"
+    marks.note(axes, lane, end, words)
 
 
 def _key(shown: pd.DataFrame) -> list[tuple[Artist, str]]:

@@ -11,7 +11,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting import lanes, style
+from bench.reporting import lanes, marks, style
 from bench.reporting.answers import CLOSE, FAILED, FITS, MIXED, OOM, SKIPPED, outcome_of
 from bench.reporting.cells import by, in_order
 from bench.reporting.drawing import Drawing, Section
@@ -51,7 +51,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
         ``place``, ``evidence``, ``limit`` and ``settings`` say which map; ``heading`` (precision and ranks) and
         ``variant`` which line of it; ``column`` (model and workload) which column, with ``position`` its place from
         the left; ``outcome`` is one of the words of `LOOKS`; ``peak_bytes`` the highest allocated peak of the
-        repeats that fitted (NaN for none), ``phase`` where memory ran out.
+        repeats that fitted (NaN for none), ``phase`` where memory ran out, ``degraded`` whether any that fitted was.
     """
     ordered = in_order(table)
     columns = zip(ordered["model"], ordered["workload"], strict=True)
@@ -77,7 +77,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
 
 def _outcome(runs: pd.DataFrame | None) -> dict[str, object]:
     if runs is None:
-        return {"outcome": NOT_RUN, "peak_bytes": float("nan"), "phase": None}
+        return {"outcome": NOT_RUN, "peak_bytes": float("nan"), "phase": None, "degraded": False}
     fitted, out_of_memory = runs[runs["status"] == "ok"], runs[runs["status"] == "oom"]
     peaks = fitted["peak_allocated_overall_bytes"].fillna(fitted["peak_allocated_bytes"]).dropna()
     phases = out_of_memory["oom_phase"].dropna()
@@ -85,6 +85,7 @@ def _outcome(runs: pd.DataFrame | None) -> dict[str, object]:
         "outcome": outcome_of(runs),
         "peak_bytes": float(peaks.max()) if len(peaks) else float("nan"),
         "phase": phases.iloc[0] if len(phases) else None,
+        "degraded": bool(fitted["degraded"].fillna(False).any()),
     }
 
 
@@ -165,6 +166,8 @@ def _cell(axes: Axes, x: float, y: float, cell: pd.Series, size: int) -> None:
         SKIPPED: "skipped",
         NOT_RUN: "",
     }[cell["outcome"]]
+    if cell["degraded"]:
+        axes.plot(x - 0.4, y, "<", markersize=4.5, markerfacecolor="white", markeredgecolor=style.INK, zorder=3)
     dark = cell["outcome"] == OOM
     axes.text(
         x, y, words, ha="center", va="center", fontsize=6.8, linespacing=1.0, zorder=3,
@@ -175,4 +178,7 @@ def _cell(axes: Axes, x: float, y: float, cell: pd.Series, size: int) -> None:
 def _key(shown: pd.DataFrame, unit: str, noun: str) -> list[tuple[Artist, str]]:
     names = {FITS: f"fits (peak in {unit} per {noun})", OOM: "out of memory (phase)"}
     present = set(shown["outcome"])
-    return [(Patch(**look), names.get(outcome, outcome)) for outcome, look in LOOKS.items() if outcome in present]
+    entries: list[tuple[Artist, str]] = [
+        (Patch(**look), names.get(outcome, outcome)) for outcome, look in LOOKS.items() if outcome in present
+    ]
+    return [*entries, marks.DEGRADED] if shown["degraded"].any() else entries

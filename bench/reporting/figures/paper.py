@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from bench.reporting import lanes, style
+from bench.reporting import lanes, marks, style
 from bench.reporting.drawing import Drawing, Section, header, header_height_in, new_figure
 from bench.reporting.labels import listing, number, slug
 from bench.reporting.paper import COMPARISONS, Comparison, compare, deviations, ratios
@@ -32,26 +32,29 @@ PANEL_IN = 1.75
 CUT_BELOW = 0.6
 """Where the lowest value is at least this share of the highest, an axis of lines does not start at zero."""
 
+ALL = tuple(comparison.figure for comparison in COMPARISONS)
+
 MARKERS = {"published": "D", "measured": "o", "predicted": "o"}
 
 
 _SYMBOLS = (("○", "●"), ("□", "■"))
 
 
-def select(table: pd.DataFrame) -> pd.DataFrame:
+def select(table: pd.DataFrame, figures: Collection[str] = ALL) -> pd.DataFrame:
     """A row per point of every figure the store has rows for: those of `compare`, with ``figure`` and ``setting``."""
     found = [
         points.assign(figure=comparison.figure, setting=setting)
         for comparison in COMPARISONS
+        if comparison.figure in figures
         for setting, points in compare(comparison, table)
     ]
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=["figure", "setting", "evidence"])
 
 
-def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
-    """A figure for every one of the paper that this store has rows beside."""
+def section(table: pd.DataFrame, palette: dict[str, style.Mark], figures: Collection[str] = ALL) -> Section:
+    """A figure for every one of the paper (of `figures`) that this store has rows beside."""
     result = Section("paper", TITLE, HOW_TO_READ)
-    selected = select(table)
+    selected = select(table, figures)
     by_figure = {comparison.figure: comparison for comparison in COMPARISONS}
     for (figure, setting), points in selected.groupby(["figure", "setting"], sort=False):
         result.drawings.append(_draw(by_figure[str(figure)], str(setting), points))
@@ -119,7 +122,7 @@ def _lines(
 ) -> Figure:
     panels = [quantity for quantity in comparison.quantities if (points["quantity"] == quantity.short).any()]
     series = list(dict.fromkeys(points["series"]))
-    colours = dict(zip(sorted(series, key=_series_order), COLOURS, strict=False))
+    colours = dict(zip(sorted(series, key=series_order), COLOURS, strict=False))
     panel_in = PANEL_IN if len(panels) > 1 else 2.5
     height = panel_in * len(panels) + 0.5 + header_height_in(title, subtitle, style.WIDTH_IN) + lanes.legend_in(key)
     figure = new_figure(style.WIDTH_IN, height)
@@ -145,7 +148,8 @@ def _lines(
     return figure
 
 
-def _series_order(name: str) -> tuple[int, str]:
+def series_order(name: str) -> tuple[int, str]:
+    """Series are ordered by the number in their name: batch 2 before batch 16."""
     digits = "".join(character for character in name if character.isdigit())
     return int(digits or 0), name
 
@@ -175,7 +179,7 @@ def _line(axes: Axes, line: pd.DataFrame, colour: str, kind: str, position: floa
         if row["degraded"]:
             axes.plot(at, row["value"], "<", markersize=10, markerfacecolor="none", markeredgecolor=style.INK, zorder=4)
     for size in line.loc[line["out_of_memory"], "world_size"].dropna().astype(float):
-        axes.plot(size * aside, 0, "X", color=colour, markersize=9, markeredgecolor=style.INK, clip_on=False, zorder=5)
+        marks.cross(axes, size * aside, 0, colour, kind)
 
 
 def _name_lines(axes: Axes, shown: pd.DataFrame, colours: dict[str, str], last: int, gap: float) -> None:
@@ -271,7 +275,8 @@ def _column_name(row: pd.Series) -> str:
 def _mark(axes: Axes, row: pd.Series, y: float, colour: str, *, square: bool) -> None:
     kind = row["evidence"]
     if row["out_of_memory"]:
-        axes.plot(0, y, "X", color=colour, markersize=7, markeredgecolor="white", clip_on=False, zorder=5)
+        look = style.marker_style(colour, kind)
+        axes.plot(0, y, "X", markersize=7, clip_on=False, zorder=5, **look)
         return
     filled = style.EVIDENCE_STYLES[kind].filled
     marker = "s" if square and kind != "published" else MARKERS[kind]

@@ -107,7 +107,7 @@ def _key(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> list[tuple[Arti
         for series in facet["series"].unique()
     ]
     if kinds != ["measured"]:
-        entries += [(_handle(style.Mark(style.MUTED, ""), kind), kind) for kind in kinds]
+        entries += [(_handle(style.Mark(style.MUTED, "o"), kind), kind) for kind in kinds]
     return entries
 
 
@@ -115,7 +115,7 @@ def _handle(mark: style.Mark, evidence: str) -> Line2D:
     look = style.EVIDENCE_STYLES.get(evidence, style.EVIDENCE_STYLES["measured"])
     return Line2D(
         [], [], color=mark.colour, marker=mark.marker, linestyle=look.line, markersize=5.5, linewidth=1.5,
-        markerfacecolor=mark.colour if look.filled else "white",
+        **style.marker_style(mark.colour, evidence),
     )  # fmt: skip
 
 
@@ -124,11 +124,11 @@ def _line(axes: Axes, points: pd.DataFrame, mark: style.Mark, evidence: str, pos
     dodge = 2 ** ((position - (lines - 1) / 2) * 0.06)
     points = points.sort_values("world_size")
     measured = points[points["median"].notna()]
-    handle = _handle(mark, evidence)
     sizes = measured["world_size"].astype(float)
     axes.plot(
-        sizes, measured["median"], color=mark.colour, marker=mark.marker, linestyle=handle.get_linestyle(),
-        markersize=max(9 - 1.2 * position, 4), linewidth=1.5, markerfacecolor=handle.get_markerfacecolor(), zorder=3,
+        sizes, measured["median"], color=mark.colour, marker=mark.marker,
+        linestyle=style.EVIDENCE_STYLES.get(evidence, style.EVIDENCE_STYLES["measured"]).line, zorder=3,
+        markersize=max(9 - 1.2 * position, 4), linewidth=1.5, **style.marker_style(mark.colour, evidence),
     )  # fmt: skip
     for size, row in zip(sizes, measured.to_dict("records"), strict=True):
         if len(row["points"]) > 1:
@@ -138,6 +138,4 @@ def _line(axes: Axes, points: pd.DataFrame, mark: style.Mark, evidence: str, pos
             axes.plot(size, row["median"], "<", markersize=10, markerfacecolor="none", markeredgecolor=style.INK)
     lost = points[points["out_of_memory"] > 0]
     for size in lost["world_size"].astype(float):
-        axes.plot(
-            size * dodge, 0, "X", color=mark.colour, markersize=9, markeredgecolor=style.INK, clip_on=False, zorder=5
-        )
+        marks.cross(axes, size * dodge, 0, mark.colour, evidence)

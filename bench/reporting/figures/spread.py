@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from bench.reporting import lanes, marks, style
 from bench.reporting.cells import by, in_order
 from bench.reporting.drawing import Drawing, Section
-from bench.reporting.labels import CPU_NOTE, number, seconds, slug
+from bench.reporting.labels import CPU_NOTE, counted, listing, number, seconds, slug
 
 TITLE = "Step-time spread"
 HOW_TO_READ = (
@@ -60,8 +60,12 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
     """Figures per place, precision and memory limit."""
     result = Section("spread", TITLE, HOW_TO_READ)
     selected = select(table)
+    lost = table[(table["status"] == "oom") & table["evidence"].isin(["measured", "rehearsed"])]
     if selected.empty:
         result.nothing = "No run in this store kept the times of its steps."
+    elif len(lost):
+        which = listing([f"{name} × {count}" for name, count in lost["variant"].value_counts(sort=False).items()])
+        result.nothing = f"Out of memory, so without timed steps: {counted(len(lost), 'run')} ({which})."
     for (place,), here in by(selected, "place"):
         every = np.concatenate(list(here["deviations"]))
         limits = (max(every.min() * 1.1 - 1, -WIDEST_PERCENT), min(every.max() * 1.1 + 1, WIDEST_PERCENT))
@@ -81,7 +85,7 @@ def _draw(
     shown = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
     note = CPU_NOTE if shown["device"].iloc[0] == "cpu" else ""
     title = f"Step times around their median, {subject}"
-    figure, axes = lanes.axes_for(groups, title, f"{place}\n{note}", KEY)
+    figure, axes = lanes.axes_for(groups, title, f"{place}\n{note}", _key(shown))
     for group in groups:
         for lane in group.lanes:
             _lane(axes, lane, palette[lane.row["variant"]].colour, limits)
@@ -101,6 +105,11 @@ def _draw(
     return Drawing(slug("spread", subject, place), title, figure, caption.strip(), alt)
 
 
+def _key(shown: pd.DataFrame) -> list[tuple[Artist, str]]:
+    degraded = any(marks.is_degraded(row) for row in shown.to_dict("records"))
+    return [*KEY, marks.DEGRADED] if degraded else KEY
+
+
 def _lane(axes: Axes, lane: lanes.Lane, colour: str, limits: tuple[float, float]) -> None:
     row, steps = lane.row, lane.row["deviations"]
     look = {**style.bar_style(colour, row["evidence"]), "alpha": 0.45}
@@ -109,6 +118,9 @@ def _lane(axes: Axes, lane: lanes.Lane, colour: str, limits: tuple[float, float]
     jitter = lane.y + 0.035 * np.sin(2.4 * np.arange(len(inside)))  # golden angle: even, and the same every time
     axes.plot(inside, jitter, "o", markersize=2.4, color=colour, markeredgewidth=0, zorder=3, rasterized=True)
     words = seconds(row["median_s"])
+    if marks.is_degraded(row):
+        marks.degraded(axes, lane, row["high"])
+        words += " degraded"
     beyond = steps[steps > limits[1]]
     if len(beyond):
         axes.plot(limits[1], lane.y, ">", markersize=6, color=colour, zorder=4)

@@ -1,0 +1,128 @@
+"""``python -m bench.compare BASE CANDIDATE``: did the last upgrade make it slower, fatter, or fail?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.comparison import Settings, compare
+from bench.errors import UsageError
+from bench.planning.request import read_tracker
+from bench.reporting.labels import counted
+from bench.reporting.regressions.data import comparison_json
+from bench.reporting.regressions.files import rows_of, write_all
+from bench.reporting.regressions.junit import junit
+from bench.reporting.regressions.markdown import markdown
+from bench.reporting.regressions.terminal import comparison_tables
+
+EPILOG = """\
+BASE and CANDIDATE are stores, folders of stores, runs or row files. Runs match by configuration, whatever their
+versions, commit, repetition, seed and sweep; measured runs with measured ones, rehearsed with rehearsed, predicted with
+predicted.
+
+verdicts:
+  regression   slower, more memory, or failing: large enough to count and, of times, significant over repeated runs
+  improvement  the opposite
+  no change    the confidence interval of the time excludes a change of --margin, and memory and status are as before
+  cannot tell  too few runs, too much scatter, different machines, runs that fail only now and then: the reason is given
+
+exit code: 0 no regression, 1 regression, 2 nothing comparable, or bad input.
+"""
+
+WIDTH_WITHOUT_TERMINAL = 160
+
+PERCENT = {
+    "threshold": "smallest change of the step time that counts (default 1.5)",
+    "margin": "change of the time that 'no change' excludes (default 3)",
+    "memory_threshold": "smallest change of allocated memory that counts (default 1)",
+    "reserved_threshold": "smallest change of reserved memory that counts (default 3)",
+    "false_alarms": "how many of 100 comparisons of equal code may raise a false alarm on times (default 1)",
+}
+"""Options in percent and what they are."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, and write what was asked for.
+
+    Returns
+    -------
+    int
+        0 no regression, 1 regression, 2 nothing comparable or bad input.
+    """
+    options = _parser().parse_args(arguments)
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
+    try:
+        given = {name: getattr(options, name) / 100 for name in PERCENT if getattr(options, name) is not None}
+        settings = _settings(given, across_machines=options.across_machines)
+        tracker = read_tracker(options.alert) if options.alert is not None else None
+        base, candidate = rows_of(options.base), rows_of(options.candidate)
+        found = compare(base.records, candidate.records, settings)
+        names = str(options.base), str(options.candidate)
+        makers = ((options.markdown, markdown), (options.json, comparison_json), (options.junit, junit))
+        write_all({file: make(found, *names) for file, make in makers if file is not None})
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for name, contents in zip(("base", "candidate"), (base, candidate), strict=True):
+        if contents.unreadable:
+            print(f"{counted(len(contents.unreadable), 'file')} of {name} left out: {contents.unreadable[0]}")
+    console.print(comparison_tables(found, everything=options.all), highlight=False, soft_wrap=not found.rows)
+    if tracker is not None and found.comparable:
+        from bench.dashboards.alerts import tell
+
+        tell(found, *names, [*base.records, *candidate.records], tracker, lambda line: print(line, file=sys.stderr))
+    return found.exit_code
+
+
+def _settings(given: dict[str, float], *, across_machines: bool) -> Settings:
+    """The settings, in whose messages an option is called as it was typed and in percent.
+
+    Raises
+    ------
+    UsageError
+        If a percentage is out of range.
+    """
+    for name, value in given.items():
+        least = 0.0 if name != "false_alarms" else 1e-9
+        if not least <= value < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option}={100 * value:g} is not valid: choose a percentage from 0 to below 100.")
+    defaults = Settings()
+    threshold, margin = given.get("threshold", defaults.threshold), given.get("margin", defaults.margin)
+    if "margin" not in given:
+        given["margin"] = margin = max(margin, threshold)
+    if margin < threshold:
+        raise UsageError(
+            f"--margin={100 * margin:g} is not valid: choose a percentage of at least --threshold={100 * threshold:g}."
+        )
+    return Settings(**given, across_machines=across_machines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.compare",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("base", type=Path, metavar="BASE", help="rows from before")
+    parser.add_argument("candidate", type=Path, metavar="CANDIDATE", help="rows from after")
+    for name, meaning in PERCENT.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="PERCENT", help=meaning)
+    parser.add_argument("--across-machines", action="store_true", help="compare although the machines differ")
+    parser.add_argument("--all", action="store_true", help="list everything that only one side has")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a comment for a pull request")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, for scripts")
+    parser.add_argument(
+        "--alert", nargs="*", metavar="tracker.KEY=VALUE", help="tell Weights & Biases, which alerts of a regression"
+    )
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write a test report, for a CI system")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

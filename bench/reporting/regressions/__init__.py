@@ -1,0 +1,1 @@
+"""What a comparison or a history says, for a terminal, a pull request, a script and a CI system."""

@@ -1,0 +1,58 @@
+"""Notes of what was sent where, so that it is not sent again.
+
+    <folder>/sent/<destination>/<id>.json       one run that is there: where, and a hash of what was sent
+
+A note is written, whole at once, after its run has arrived. Whoever is interrupted before has the run sent again under
+the same id, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from bench.tracking.base import Session
+from bench.tracking.tracked import TrackedRun
+
+FOLDER = "sent"
+
+
+def was_sent(folder: Path, session: Session, run: TrackedRun) -> bool:
+    """Whether a run is where a session sends, as it is now."""
+    try:
+        note = json.loads(_path(folder, session.destination, run).read_text())
+        return bool(note["content"] == _content(run) and session.holds(note["where"]))
+    except (OSError, ValueError, KeyError, TypeError):  # none, or one that says nothing
+        return False
+
+
+def note_sent(folder: Path, session: Session, run: TrackedRun, where: str) -> None:
+    """Note that a run has arrived.
+
+    Raises
+    ------
+    OSError
+        If the note cannot be written.
+    """
+    path = _path(folder, session.destination, run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    note = {"destination": session.destination, "where": where, "content": _content(run)}
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".note-")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(json.dumps(note) + "\n")
+    Path(temporary).replace(path)
+
+
+def _path(folder: Path, destination: str, run: TrackedRun) -> Path:
+    return folder / FOLDER / hashlib.sha256(destination.encode()).hexdigest()[:12] / f"{run.id}.json"
+
+
+def _content(run: TrackedRun) -> str:
+    """Hash of a run's files: a row never changes, a report does."""
+    digest = hashlib.sha256()
+    for name in sorted(run.files):
+        digest.update(f"\0{name}\0".encode() + Path(run.files[name]).read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,229 @@
+"""One attempt as a tracker shows it: its row sorted into configuration, steps and results. Pure functions."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.records import COLUMN_NAMES, Record
+from bench.records.matching import identity, time_question
+
+FAILURES = ("error", "timeout", "preempted")
+"""Statuses of attempts that came to no result. Running out of memory is one, and a skipped run has not failed."""
+
+SCALE = ("gpus", "gpus_per_node", "strategy.sharding_factor")
+"""What differs between the points of one scaling curve."""
+
+FACTS = ("run_id", "attempt", "evidence", "git_sha", "git_clean", "torch_version", "gpu_name", "hosts", "launcher")
+"""Columns that say what ran and where, for a tracker's configuration: to filter and to group by."""
+
+OOM_TABLE = "out_of_memory"
+"""Name of the table that collects the runs that do not fit."""
+
+LONGEST_TAG = 64
+"""Characters; wandb takes no longer one."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """One run for a tracker."""
+
+    id: str
+    """The same whenever and from wherever it is sent."""
+    name: str
+    group: str
+    job_type: str
+    tags: list[str] = field(default_factory=list)
+    notes: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """Metrics by step, from step 0."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Tables of one row, by name: a tracker shows those of many runs as one."""
+    images: dict[str, str] = field(default_factory=dict)
+    """Pictures by name: paths."""
+    artifact: str = ""
+    """Kind of the files: ``record``, ``report``."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Files by their name in the artifact: paths."""
+    lasting: bool = True
+    """Whether these files stay as they are."""
+    failed: bool = False
+    preempted: bool = False
+    alert: tuple[str, str] | None = None
+    """Title and text of a message to whoever wants to be told."""
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values, to be handed to another process."""
+        return asdict(self)
+
+
+def tracked_run(record: Record, row: Path) -> TrackedRun:
+    """An attempt for a tracker.
+
+    Parameters
+    ----------
+    record: Record
+        Its row, of whatever evidence but `published`.
+    row: Path
+        The row's file; a trace lies beside it.
+    """
+    status = record["status"]
+    return TrackedRun(
+        id=identifier(record),
+        name=_name(record),
+        group=record.get("sweep") or "adhoc",
+        job_type=record["evidence"],
+        tags=_tags(record),
+        notes=record.get("error") or "",
+        config=_config(record),
+        history=[*_steps(record), *_result(record)],
+        summary=_summary(record),
+        tables={OOM_TABLE: _shortage(record)} if status == "oom" else {},
+        artifact="record",
+        files=_files(record, row),
+        failed=status in FAILURES,
+        preempted=status == "preempted",
+    )
+
+
+def identifier(record: Record) -> str:
+    """A tracker's id of an attempt: fixed, and different for every attempt that was ever made.
+
+    A run_id names a configuration, and every store counts attempts from 0, so when, where and with which commit an
+    attempt began tells those of two stores apart: the history of a configuration needs both.
+    """
+    began = "|".join(str(record.get(name)) for name in ("started_at", "hosts", "git_sha", "job_id"))
+    return f"{record['run_id']}-{record['attempt']}-{_short_hash(began)}"
+
+
+def configuration(record: Record) -> str:
+    """A configuration in a few words and a hash: equal for attempts that may be compared, whatever their commit."""
+    question = time_question(record)
+    words = f"{_label(record)} x{record.get('world_size')}"
+    return f"{words} #{_short_hash(identity(question) if question else words)}"
+
+
+def scaling_series(record: Record) -> str:
+    """The same for all points of a scaling curve: the configuration without its world size."""
+    question = time_question(record)
+    words = _label(record)
+    return f"{words} #{_short_hash(identity(question, *SCALE) if question else words)}"
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _label(record: Record) -> str:
+    factor = f" F={record['sharding_factor']}" if "hybrid" in str(record.get("effective_strategy")) else ""
+    limit = record.get("memory_limit_bytes")
+    words = [
+        str(record.get("model")),
+        f"{record.get('effective_strategy')}{factor}",
+        str(record.get("precision")),
+        f"b{record.get('batch_size_per_gpu')}",
+        str(record.get("hardware")),
+    ]
+    return " ".join(words + ([f"<={limit / GIB:g}GiB"] if limit else []))
+
+
+def _name(record: Record) -> str:
+    """What people read in a list of runs; one that came to no speed says so."""
+    status = "" if record["status"] == "ok" else f" {record['status']}"
+    repeat = f" r{record['repeat']}" if record.get("repeat") else ""
+    again = f" attempt {record['attempt']}" if record.get("attempt") else ""
+    return f"{_label(record)} x{record.get('world_size')}{repeat}{again}{status}"
+
+
+def _tags(record: Record) -> list[str]:
+    found = [record.get(name) for name in ("strategy", "model", "precision", "status", "evidence")]
+    return list(dict.fromkeys(str(tag)[:LONGEST_TAG] for tag in found if tag))
+
+
+def _config(record: Record) -> dict[str, Any]:
+    """The complete resolved configuration of the run, what it ran on, and names to group by."""
+    return {
+        **(record.get("config") or {}),
+        **{name: record[name] for name in FACTS if record.get(name) is not None},
+        **{name: record[name] for name in ("requested", "effective", "environment") if record.get(name)},
+        "configuration": configuration(record),
+        "scaling_series": scaling_series(record),
+        "commit": (record.get("git_sha") or "unknown")[:12],
+    }
+
+
+def _summary(record: Record) -> dict[str, Any]:
+    """Every column that says anything, under its own name and in its own unit; and the start as a number."""
+    columns = {name: record[name] for name in COLUMN_NAMES if record.get(name) is not None}
+    return {**columns, "started_unix_s": _started(record)}
+
+
+def _steps(record: Record) -> Iterator[dict[str, Any]]:
+    """The loss of every step from the first, and time and speed of those that were timed, the last ones."""
+    losses = record.get("losses") or []
+    samples = [rank["step_times_s"] for rank in record.get("ranks") or [] if rank.get("step_times_s")]
+    times = [max(step) for step in zip(*samples, strict=False)]
+    work = {
+        "step/tokens_per_second_per_gpu": _tokens_per_step(record),
+        "step/tflops_per_gpu": (record.get("flops") or {}).get("model", 0.0) / 1e12,
+    }
+    untimed = max(len(losses) - len(times), 0)
+    for step in range(max(len(losses), len(times))):
+        metrics: dict[str, Any] = {"step/number": step, "step/timed": int(step >= untimed)}
+        if step < len(losses):
+            metrics["step/loss"] = losses[step]
+        if step >= untimed:
+            seconds = times[step - untimed]
+            metrics["step/time_s"] = seconds
+            metrics["step/time_fastest_rank_s"] = min(sample[step - untimed] for sample in samples)
+            metrics |= {name: amount / seconds for name, amount in work.items() if amount}
+        yield metrics
+
+
+def _tokens_per_step(record: Record) -> float:
+    """Tokens a rank reads in a step, from its speed and the time of a step; 0 where it is not known."""
+    return (record.get("tokens_per_second_per_gpu") or 0.0) * (record.get("step_time_median_s") or 0.0)
+
+
+def _result(record: Record) -> list[dict[str, Any]]:
+    """The result as a point after the last step, for curves over commits and world sizes; none where there is none."""
+    if record["status"] not in ("ok", "oom"):
+        return []
+    point: dict[str, Any] = {"result/started_unix_s": _started(record), "result/world_size": record.get("world_size")}
+    for name in ("tflops_per_gpu", "step_time_median_s", "tokens_per_second_per_gpu", "mfu"):
+        point[f"result/{name}"] = record.get(name)
+    for name in ("allocated", "reserved"):
+        peak = record.get(f"peak_{name}_bytes")
+        point[f"result/peak_{name}_gib"] = None if peak is None else peak / GIB
+    return [{name: value for name, value in point.items() if value is not None}]
+
+
+def _started(record: Record) -> float:
+    return datetime.datetime.fromisoformat(record["started_at"]).timestamp()
+
+
+def _shortage(record: Record) -> dict[str, Any]:
+    """A row for the table of runs that do not fit."""
+    gib = {name: record.get(f"{name}_bytes") for name in ("oom", "memory_limit", "peak_reserved")}
+    return {
+        **{name: record.get(name) for name in ("model", "effective_strategy", "sharding_factor", "precision")},
+        **{name: record.get(name) for name in ("world_size", "batch_size_per_gpu", "hardware", "evidence")},
+        "phase": record.get("oom_phase"),
+        "rank": record.get("oom_rank"),
+        **{f"{name}_gib": None if size is None else size / GIB for name, size in gib.items()},
+        "commit": (record.get("git_sha") or "unknown")[:12],
+    }
+
+
+def _files(record: Record, row: Path) -> dict[str, str]:
+    files = {"record.json": str(row)}
+    trace = row.with_name(record["trace"]) if record.get("trace") else None
+    return files | ({"trace.json.gz": str(trace)} if trace is not None and trace.is_file() else {})

@@ -1,0 +1,399 @@
+"""A small server that speaks as much of wandb's protocol as its client needs to send a run, and remembers all of it.
+
+It takes what it is sent at its word. What a real server makes of it, above all how it draws it, cannot be seen here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+ENTITY = "team"
+MOST_LINES_OF_A_TAIL = 10
+MOMENT = "2026-01-01T00:00:00Z"
+
+
+@dataclass
+class Arrived:
+    """One run, as it arrived."""
+
+    id: str
+    project: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The variables of its creation: name, group, job type, tags, notes."""
+    config: dict[str, Any] = field(default_factory=dict)
+    history: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By line."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+    complete: bool = False
+    preempting: bool = False
+
+
+@dataclass
+class Artifact:
+    """One artifact, as it arrived."""
+
+    name: str
+    type: str
+    run: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    committed: bool = False
+
+
+@dataclass
+class FakeWandb:
+    """What a server was asked, and what it keeps."""
+
+    url: str = ""
+    runs: dict[str, Arrived] = field(default_factory=dict)
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Files of runs, by ``run/name``."""
+    projects: list[str] = field(default_factory=list)
+    views: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Saved views (workspaces and reports), by id."""
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    operations: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """What it has no answer for."""
+    silent: bool = False
+    """Take requests, and answer none of them."""
+    silent_after: tuple[str, int] | None = None
+    """Fall silent when an operation was asked for so many times."""
+    refusing: bool = False
+    """Answer that the key is not valid."""
+
+    def count(self, operation: str) -> int:
+        """How often something was asked."""
+        return self.operations.count(operation)
+
+
+class Server(ThreadingHTTPServer):
+    """Answers many at once, and does not mind that one of them has hung up."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def fake_wandb() -> Iterator[FakeWandb]:
+    """A server on this machine, until the context ends."""
+    state = FakeWandb()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def do_GET(self) -> None:
+            state.unknown.append(self.path)
+            self.answer()
+
+        def do_PUT(self) -> None:
+            take_file(state, self.path, self.body())
+            self.answer()
+
+        def do_POST(self) -> None:
+            body = self.body()
+            while state.silent:
+                time.sleep(0.1)
+            if state.refusing:
+                self.answer(b'{"errors":[{"message":"invalid API key"}]}', 401)
+            elif self.path == "/graphql":
+                self.answer(json.dumps(graphql(state, json.loads(body))).encode())
+            elif self.path.endswith("/file_stream"):
+                take_lines(state, self.path.split("/")[-2], json.loads(body))
+                self.answer(b"{}")
+            else:
+                state.unknown.append(self.path)
+                self.answer(b"{}")
+
+        def body(self) -> bytes:
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+        def answer(self, body: bytes = b"", code: int = 200) -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+    server = Server(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield state
+    finally:
+        state.silent = False
+        server.shutdown()
+        server.server_close()
+
+
+def take_lines(state: FakeWandb, run_id: str, sent: dict[str, Any]) -> None:
+    """Take what a run streams: lines of history, the summary, its end."""
+    run = state.runs[run_id]
+    for name, part in (sent.get("files") or {}).items():
+        lines = [json.loads(line) for line in part["content"]]
+        if name == "wandb-history.jsonl":
+            run.history |= {part["offset"] + number: line for number, line in enumerate(lines)}
+        elif name == "wandb-summary.json" and lines:
+            run.summary = lines[-1]
+    run.preempting = run.preempting or bool(sent.get("preempting"))
+    run.complete = run.complete or bool(sent.get("complete"))
+    run.exit_code = sent.get("exitcode", run.exit_code)
+
+
+def take_file(state: FakeWandb, path: str, body: bytes) -> None:
+    """Take a file of a run or of an artifact, where it was told to go."""
+    _, kind, owner, name = path.split("/", 3)
+    if kind == "artifact":
+        state.artifacts[owner].files[name] = body
+    else:
+        state.files[f"{owner}/{name}"] = body
+
+
+def graphql(state: FakeWandb, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a query."""
+    match = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
+    operation = match[1] if match else request["query"][:80]
+    state.operations.append(operation)
+    if state.silent_after is not None and state.count(state.silent_after[0]) >= state.silent_after[1]:
+        state.silent = True
+    answer = ANSWERS.get(operation)
+    if answer is None:
+        state.unknown.append(operation)
+        return {"data": None, "errors": [{"message": f"{operation} is unknown to the fake server"}]}
+    return {"data": answer(state, request.get("variables") or {})}
+
+
+Variables = dict[str, Any]
+Answer = Callable[[FakeWandb, Variables], dict[str, Any]]
+ANSWERS: dict[str, Answer] = {}
+
+
+def answers(operation: str) -> Callable[[Answer], Answer]:
+    """Mark what answers an operation."""
+
+    def mark(function: Answer) -> Answer:
+        ANSWERS[operation] = function
+        return function
+
+    return mark
+
+
+def project(name: str) -> dict[str, Any]:
+    """A project as queries show it."""
+    entity = {"id": f"entity-{ENTITY}", "name": ENTITY, "isTeam": True}
+    return {"id": f"project-{name}", "internalId": f"internal-{name}", "name": name, "entity": entity}
+
+
+@answers("ServerFeaturesQuery")
+def server_features_query(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    return {"serverInfo": {"features": []}}
+
+
+@answers("Viewer")
+def viewer(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    teams = {"edges": [{"node": {"name": ENTITY}}]}
+    return {
+        "viewer": {
+            **{"id": "viewer", "entity": ENTITY, "username": "somebody", "email": "", "flags": "{}", "admin": False},
+            **{"teams": teams, "name": "Somebody"},
+        }
+    }
+
+
+@answers("TypeFields")
+def type_fields(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    return {"TypeInfo": {"fields": []}}
+
+
+@answers("InputFields")
+def input_fields(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    return {"TypeInfo": {"inputFields": []}}
+
+
+@answers("RunResumeStatus")
+def run_resume_status(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    run = state.runs.get(variables["name"])
+    if run is None:
+        return {"model": None}
+    tail = [json.dumps(run.history[line]) for line in sorted(run.history)[-MOST_LINES_OF_A_TAIL:]]
+    bucket = {
+        "id": f"bucket-{run.id}",
+        "name": run.id,
+        "displayName": run.facts.get("displayName"),
+        "summaryMetrics": json.dumps(run.summary),
+        "config": json.dumps(run.config),
+        "historyLineCount": len(run.history),
+        "historyTail": json.dumps(tail),
+        "eventsLineCount": 0,
+        "eventsTail": "[]",
+        "logLineCount": 0,
+        "tags": run.facts.get("tags") or [],
+        "notes": run.facts.get("notes"),
+        "wandbConfig": json.dumps({"t": 1}),
+        "runInfo": {"args": []},
+    }
+    return {"model": {**project(run.project), "bucket": bucket}}
+
+
+@answers("UpsertBucket")
+def upsert_bucket(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    known = variables["name"] in state.runs
+    run = state.runs.setdefault(variables["name"], Arrived(variables["name"], variables.get("project") or ""))
+    run.facts |= {key: value for key, value in variables.items() if value is not None}
+    if variables.get("config"):
+        run.config = json.loads(variables["config"])
+    bucket = {
+        "id": f"bucket-{run.id}",
+        "name": run.id,
+        "displayName": run.facts.get("displayName"),
+        "description": None,
+        "sweepName": None,
+        "project": project(run.project),
+        "historyLineCount": len(run.history),
+    }
+    return {"upsertBucket": {"bucket": bucket, "inserted": not known}}
+
+
+@answers("RunStoppedStatus")
+def run_stopped_status(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    return {"project": {"run": {"stopped": False}}}
+
+
+@answers("CreateRunFiles")
+def create_run_files(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    run = variables["run"]
+    files = [{"name": name, "uploadUrl": f"{state.url}/run/{run}/{name}"} for name in variables["files"]]
+    return {"createRunFiles": {"runID": f"bucket-{run}", "uploadHeaders": [], "files": files}}
+
+
+@answers("CreateArtifact")
+def create_artifact(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    given = variables.get("input") or variables
+    number = f"artifact-{len(state.artifacts)}"
+    state.artifacts[number] = Artifact(
+        given["artifactCollectionName"], given["artifactTypeName"], given.get("runName") or ""
+    )
+    sequence = {"latestArtifact": None}
+    return {"createArtifact": {"artifact": {"id": number, "state": "PENDING", "artifactSequence": sequence}}}
+
+
+@answers("CreateArtifactManifest")
+def create_artifact_manifest(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    given = variables.get("input") or variables
+    return {"createArtifactManifest": {"artifactManifest": manifest(state, given["artifactID"])}}
+
+
+@answers("UpdateArtifactManifest")
+def update_artifact_manifest(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    number = variables["artifactManifestID"].removeprefix("manifest-")
+    return {"updateArtifactManifest": {"artifactManifest": manifest(state, number)}}
+
+
+def manifest(state: FakeWandb, number: str) -> dict[str, Any]:
+    """The manifest of an artifact, and where it is to go."""
+    file = {"id": f"file-{number}", "uploadUrl": f"{state.url}/artifact/{number}/manifest", "uploadHeaders": []}
+    return {"id": f"manifest-{number}", "file": file}
+
+
+@answers("CreateArtifactFiles")
+def create_artifact_files(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    nodes = [
+        {
+            "storagePath": f"stored/{file['artifactID']}/{file['name']}",
+            "uploadUrl": f"{state.url}/artifact/{file['artifactID']}/{file['name']}",
+            "uploadHeaders": [],
+            "uploadMultipartUrls": None,
+            "artifact": {"id": file["artifactID"]},
+        }
+        for file in variables["input"]["artifactFiles"]
+    ]
+    return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
+
+
+@answers("CommitArtifact")
+def commit_artifact(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    state.artifacts[variables["artifactID"]].committed = True
+    return {"commitArtifact": {"artifact": {"id": variables["artifactID"], "digest": ""}}}
+
+
+@answers("NotifyScriptableRunAlert")
+def notify_scriptable_run_alert(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    state.alerts.append(variables)
+    return {"notifyScriptableRunAlert": {"success": True}}
+
+
+@answers("ArtifactType")
+def artifact_type(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    return {"project": {"artifact": None, "artifactType": {"id": "type", "name": "record"}}}
+
+
+@answers("GetDefaultEntity")
+def get_default_entity(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    return {"viewer": {"id": "viewer", "entity": ENTITY}}
+
+
+@answers("GetProjects")
+def get_projects(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    known = {"__typename": "Project", "entityName": ENTITY, "createdAt": MOMENT, "isBenchmark": False, "user": None}
+    edges = [{"node": {**known, "id": f"project-{name}", "name": name}} for name in state.projects]
+    return {"models": {"pageInfo": {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False}, "edges": edges}}
+
+
+@answers("CreateProject")
+def create_project(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    name = variables["input"]["name"]
+    state.projects.append(name)
+    return {"upsertModel": {"project": project(name), "model": project(name), "inserted": True}}
+
+
+@answers("ProjectInternalId")
+def project_internal_id(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    name = variables["projectName"]
+    return {"project": project(name) if name in state.projects else None}
+
+
+@answers("View")
+def view(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    nodes = [known for known in state.views.values() if known["name"] == variables["viewName"]]
+    return {"project": {"allViews": {"edges": [{"node": node} for node in nodes]}}}
+
+
+@answers("ProjectViews")
+def project_views(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    kind = variables.get("viewType") or "runs"
+    edges = [{"node": known, "cursor": number} for number, known in state.views.items() if known["type"] == kind]
+    return {"project": {"allViews": {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}}}
+
+
+@answers("UpsertView2")
+@answers("upsertView")
+def upsert_view(state: FakeWandb, variables: Variables) -> dict[str, Any]:
+    number = variables.get("id") or f"VIEW{len(state.views)}"
+    inserted = number not in state.views
+    state.views[number] = {
+        **{name: variables.get(name) for name in ("name", "displayName", "description", "type", "spec")},
+        **{"id": number, "createdAt": MOMENT, "updatedAt": MOMENT, "user": None},
+        "project": {"id": "project", "name": variables["projectName"], "entityName": variables["entityName"]},
+    }
+    return {"upsertView": {"view": state.views[number], "inserted": inserted}}

@@ -1,0 +1,530 @@
+"""`python -m bench.compare`: what matches, what is a regression, what is only told, and what each output says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from bench import compare as command
+from bench.comparison import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, Settings, compare, detectable_change
+from bench.comparison.timing import Times, judge
+from bench.comparison.words import ALLOCATED, RESERVED, TFLOPS, TIME, percent
+from bench.records import read_all
+from bench.records.matching import identity, run_question
+from bench.reporting import style
+from bench.reporting.drawing import save
+from bench.reporting.figures.regression import change_drawings, detectable_drawing, detectable_table
+from bench.reporting.regressions.junit import junit
+from bench.reporting.regressions.markdown import markdown
+from tests.conftest import ROOT, run_command
+from tests.records_fixture import write_store
+from tests.repeated_runs import GPU, MEMORY, TOPOLOGY, on_gpus, runs, scattered
+
+REPEATS = ROOT / "results" / "measured" / "cpu_repeats"
+QUIET = ROOT / "results" / "calibration" / "rows"
+NEW = {"torch_version": "2.14.0", "git_sha": "f" * 40, "day": "2026-06-01"}
+
+
+def random(seed=0):
+    return np.random.default_rng(seed)
+
+
+def only(comparison):
+    """The only configuration of a comparison."""
+    (row,) = comparison.rows
+    return row
+
+
+def five(seed=0, slower=0.0, **columns):
+    """Five runs of one configuration at a spread of 1 %."""
+    return runs(scattered(random(seed), 5, 0.01, slower), **columns)
+
+
+# What matches
+
+
+def test_runs_match_whatever_their_version_commit_repetition_seed_and_sweep():
+    base = five(1)
+    how = {"seed": 7, "repeat": 9, "measurement": {"warmup_steps": 5, "steps": 40}, "gpus_per_node": 4}
+    candidate = [{**row, "sweep": "other", "config": {**row["config"], **how}} for row in five(2, **NEW)]
+    row = only(compare(base, candidate))
+    assert row[TIME.column].base_runs == row[TIME.column].candidate_runs == 5
+    assert row.notes == ("timed steps per run: 0, now 40",)
+    assert [str(each) for each in row.software] == ["commit: 0123456789 → ffffffffff", "torch: 2.13.0+cpu → 2.14.0"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "gpt_tiny"},
+        {"strategy": "fsdp"},
+        {"world_size": 4},
+        {"precision": "bf16"},
+        {"memory_limit_bytes": 2**30},
+    ],
+)
+def test_another_configuration_is_listed_and_not_compared(other):
+    found = compare(five(), five(**other))
+    assert found.rows == ()
+    assert (len(found.only_base), len(found.only_candidate)) == (1, 1)
+    assert found.only_base[0].runs == 5
+    assert found.exit_code == 2
+
+
+def test_kinds_of_evidence_never_mix():
+    rehearsed = five(slower=0.5, evidence="rehearsed")
+    found = compare(five(), rehearsed)
+    assert found.exit_code == 2
+    both = compare([*five(), *rehearsed], [*five(3), *rehearsed])
+    assert [row.evidence for row in both.rows] == ["measured", "rehearsed"]
+    assert [each.evidence for each in both.overall] == ["measured", "rehearsed"]
+    assert both.exit_code == 0
+
+
+def test_published_rows_are_left_out_and_a_row_in_two_folders_counts_once():
+    found = compare([*five(), *five(), *five(evidence="published")], five(3))
+    assert only(found).changes[0].base_runs == 5
+    assert found.notes == ("5 published rows left out: nobody runs them again",)
+
+
+def test_two_configurations_never_have_one_name():
+    rows = five()
+    other = [{**row, "config": {**row["config"], "knob": 3}, "run_id": "0" * 15 + str(n)} for n, row in enumerate(rows)]
+    names = [row.name for row in compare([*rows, *other], [*rows, *other]).rows]
+    assert len(set(names)) == 2
+    assert any(name.endswith("knob=3") for name in names)
+
+
+# Verdicts
+
+
+def test_equal_code_is_no_change():
+    found = compare(five(1), five(2))
+    assert found.verdict == only(found).verdict == NO_CHANGE
+    assert found.exit_code == 0
+
+
+def test_a_slowdown_is_a_regression_with_its_interval_and_a_speedup_an_improvement():
+    found = compare(five(1), five(2, slower=0.05))
+    change = only(found)[TIME.column]
+    assert found.exit_code == 1
+    assert change.verdict == REGRESSION
+    assert change.low < 0.05 < change.high
+    assert 0 < change.low < change.change < change.high
+    assert change.p < 0.01
+    inverse = only(found)[TFLOPS.column]
+    assert inverse.change == pytest.approx(1 / (1 + change.change) - 1)
+    assert (inverse.low, inverse.high) == pytest.approx((1 / (1 + change.high) - 1, 1 / (1 + change.low) - 1))
+    back = compare(five(2, slower=0.05), five(1))
+    assert back.verdict == IMPROVEMENT
+    assert back.exit_code == 0
+
+
+def test_a_change_between_runs_that_were_not_made_in_turn_may_be_the_machine():
+    after = compare(five(1), five(2, slower=0.05, day="2026-05-05"))
+    assert after.exit_code == 1
+    assert "one side was run after the other had ended" in after.notes[0]
+    assert compare(five(1), five(2, slower=0.05)).notes == ()
+    assert compare(five(1), five(2, day="2026-05-05")).notes == ()
+
+
+def test_noise_hides_a_slowdown_and_the_reason_says_what_could_be_found():
+    base, candidate = (runs(scattered(random(seed), 3, 0.1, slower)) for seed, slower in ((1, 0), (2, 0.05)))
+    row = only(compare(base, candidate))
+    assert row.verdict == CANNOT_TELL
+    assert re.search(r"runs scatter by [\d.]+ %: only a slowdown of [\d.]+ % would be found 95 times", row.reasons[0])
+
+
+def test_steps_inside_a_run_are_no_repetition():
+    """One run on each side with a hundred steps each says nothing of the spread, twice as slow or not."""
+    found = compare(runs([0.1], steps=100), runs([0.2], steps=100))
+    row = only(found)
+    assert row.verdict == CANNOT_TELL
+    assert row[TIME.column].change == pytest.approx(1.0)
+    assert row[TIME.column].low is None
+    assert "one run on a side shows no spread" in row.reasons[0]
+    assert found.exit_code == 0
+
+
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_a_memory_growth_of_five_percent_is_always_found(repeats):
+    for seed in range(40):
+        times = [scattered(random(seed + side), repeats, 0.05) for side in (0, 1)]
+        found = compare(runs(times[0]), runs(times[1], memory=int(1.05 * MEMORY)))
+        assert found.exit_code == 1
+        assert only(found)[ALLOCATED.column].verdict == REGRESSION
+        assert compare(runs(times[0], memory=int(1.05 * MEMORY)), runs(times[1])).verdict == IMPROVEMENT
+        assert compare(runs(times[0]), runs(times[1])).exit_code == 0
+
+
+def test_memory_that_varies_from_run_to_run_is_no_regression_unless_the_runs_are_apart():
+    def reserved(rows, *factors):
+        pairs = zip(rows, itertools.cycle(factors))
+        return [{**row, "peak_reserved_bytes": int(MEMORY * factor)} for row, factor in pairs]
+
+    row = only(compare(reserved(five(1), 1, 1.06), reserved(five(2), 1.05, 1.01)))
+    assert row[RESERVED.column].verdict == CANNOT_TELL
+    row = only(compare(reserved(five(1), 1, 1.02), reserved(five(2), 1.05, 1.07)))
+    assert row[RESERVED.column].verdict == REGRESSION
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict", "words"),
+    [
+        ("ok", "oom", REGRESSION, "ended ok, now oom (in forward)"),
+        ("ok", "error", REGRESSION, "ended ok, now error (it fell over)"),
+        ("ok", "timeout", REGRESSION, "ended ok, now timeout"),
+        ("oom", "ok", IMPROVEMENT, "was oom, now ok"),
+        ("error", "ok", IMPROVEMENT, "was error, now ok"),
+        ("oom", "oom", NO_CHANGE, "out of memory in both"),
+        ("error", "error", CANNOT_TELL, "failed in both: error (it fell over)"),
+        ("oom", "error", CANNOT_TELL, "failed in both: oom, now error (it fell over)"),
+        ("ok", "preempted", CANNOT_TELL, "no run of the candidate came to a result"),
+    ],
+)
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_what_became_of_the_runs(before, after, verdict, words, repeats):
+    sides = []
+    for status in (before, after):
+        failed = {"error": "it fell over"} if status == "error" else {}
+        sides.append(runs([0.1] * repeats, status=status, **failed))
+    row = only(compare(*sides))
+    assert (row["status"].verdict, row["status"].reason.partition(":")[0]) == (verdict, words.partition(":")[0])
+    assert words in row["status"].reason
+
+
+def test_runs_that_fail_now_and_then_are_called_flaky():
+    base = runs([0.1] * 5)
+    for failed, verdict in ((1, CANNOT_TELL), (4, REGRESSION)):
+        candidate = [*runs([0.1] * (5 - failed)), *runs([0.1] * failed, status="oom")]
+        status = only(compare(base, candidate))["status"]
+        assert status.verdict == verdict
+        assert status.reason.startswith("flaky: ok, now ")
+
+
+def test_degraded_runs_are_left_out_of_the_time_and_said():
+    candidate = five(2)
+    slow = [{**row, "degraded": True} for row in five(3, slower=0.5, day="2026-06-02")]
+    row = only(compare(five(1), [*candidate, *slow]))
+    assert row[TIME.column].verdict == NO_CHANGE
+    assert row[TIME.column].candidate_runs == 5
+    assert "5 of 10 candidate runs degraded: time left out" in row.notes
+    assert only(compare(five(1), slow))[TIME.column].verdict == CANNOT_TELL
+
+
+def test_predictions_do_not_scatter_so_one_of_each_says_it():
+    base, slower = runs([0.1], evidence="predicted"), runs([0.103], evidence="predicted")
+    assert compare(base, slower).exit_code == 1
+    assert compare(base, runs([0.101], evidence="predicted")).verdict == NO_CHANGE
+
+
+def test_a_small_slowdown_of_all_configurations_is_found_in_all_together():
+    """Two percent in each of ten, at three repeats and a spread of 2 %, is seen in none of them alone."""
+    sides = []
+    for slower in (0.0, 0.02):
+        generator = random(7 + int(1000 * slower))
+        sides.append(
+            [row for size in range(1, 11) for row in runs(scattered(generator, 3, 0.01, slower), world_size=2 * size)]
+        )
+    found = compare(*sides)
+    (overall,) = found.overall
+    assert overall.get(TIME.column).verdict == REGRESSION
+    assert overall.get(TIME.column).change == pytest.approx(0.02, abs=0.006)
+    assert found.exit_code == 1
+    assert len(found.of(REGRESSION)) < 5
+
+
+# Machines
+
+
+@pytest.mark.parametrize(
+    ("fact", "told"),
+    [
+        ({"power_limit_w": 300.0}, "power limit: 400 W → 300 W"),
+        ({"driver": "570.1"}, "driver: 550.54.15 → 570.1"),
+        ({"sm_clock_max_mhz": 1200}, "highest SM clock: 1410 MHz → 1200 MHz"),
+    ],
+)
+def test_another_machine_makes_no_regression_of_times_but_memory_and_status_count(fact, told):
+    base, slower = on_gpus(five(1)), on_gpus(five(2, slower=0.5), **fact)
+    found = compare(base, slower)
+    assert [str(each) for each in found.machines] == [told]
+    assert only(found)[TIME.column].verdict == CANNOT_TELL
+    assert only(found)[TIME.column].reason == "different machines"
+    assert found.exit_code == 0
+    assert compare(base, slower, Settings(across_machines=True)).exit_code == 1
+    assert compare(base, on_gpus(five(2, memory=2 * MEMORY), **fact)).exit_code == 1
+    assert compare(base, on_gpus(five(2, status="oom"), **fact)).exit_code == 1
+
+
+def test_on_another_gpu_nothing_is_comparable():
+    base, other = on_gpus(five(1)), on_gpus(five(2, slower=0.5, memory=2 * MEMORY), name="NVIDIA H100 80GB HBM3")
+    found = compare(base, other)
+    assert found.exit_code == 2
+    assert only(found).verdict == CANNOT_TELL
+    assert found.sentence.startswith("Nothing comparable: the machines differ")
+    assert compare(base, other, Settings(across_machines=True)).exit_code == 1
+
+
+def test_another_network_is_another_machine_and_the_affinity_of_a_job_is_none():
+    base = on_gpus(five(1))
+    other = on_gpus(five(2), variables={"NCCL_IB_DISABLE": "1"})
+    assert [each.name for each in compare(base, other).machines] == ["network settings"]
+    for topology, differs in ((TOPOLOGY.replace("NV12", "SYS"), True), (TOPOLOGY.replace("0-31", "32-63"), False)):
+        moved = [{**row, "environment": {**row["environment"], "topology": topology}} for row in on_gpus(five(2))]
+        told = [str(each) for each in compare(base, moved).machines]
+        assert told == (["links inside a node: NV12 2× → SYS 2×"] if differs else [])
+    two_nodes = on_gpus(five(2, nodes=2))
+    assert "ranks: 2 on 1 node → 1 on each of 2 nodes" in [str(each) for each in compare(base, two_nodes).machines]
+
+
+def test_what_an_upgrade_changes_is_told_and_compared():
+    base = on_gpus(five(1))
+    after = [{**row, "environment": {**row["environment"], "nccl": "2.30"}} for row in on_gpus(five(2, slower=0.1))]
+    found = compare(base, after)
+    assert found.exit_code == 1
+    assert "NCCL: 2.27.3 → 2.30" in [str(each) for each in found.software]
+    assert not found.machines
+
+
+def test_rows_of_two_devices_are_no_repeats_of_one_another():
+    fast, slow = on_gpus(five(1)), on_gpus(five(2, slower=0.5), name="NVIDIA L4")
+    found = compare([*fast, *slow], [*on_gpus(five(3)), *slow])
+    assert [row.verdict for row in found.rows] == [NO_CHANGE, NO_CHANGE]
+    found = compare([*fast, *slow], on_gpus(five(3)))
+    assert only(found).verdict == NO_CHANGE
+    assert len(found.only_base) == 1
+
+
+def test_what_a_row_does_not_say_is_no_difference():
+    bare = [{**row, "environment": {}} for row in on_gpus(five(2))]
+    assert not compare(on_gpus(five(1)), bare).machines
+    assert GPU["name"] == bare[0]["gpu_name"]
+
+
+# The command
+
+
+@pytest.fixture
+def stores(tmp_path: Path):
+    """A base and a candidate with a slowdown, a memory growth, a new OOM, one that is degraded and some on one side."""
+    base, candidate = [], []
+    for number in range(7):
+        which = {"model": ("t5_tiny", "gpt_tiny")[number % 2], "world_size": 2 ** (1 + number // 2)}
+        base += five(number, **which) if number != 6 else []
+        after = {"memory": int(1.05 * MEMORY)} if number == 1 else {"status": "oom"} if number == 2 else {}
+        after |= {"degraded": True} if number == 3 else {}
+        if number != 5:
+            candidate += five(number + 50, 0.06 if number == 0 else 0.0, **which, **after, **NEW)
+    return write_store(tmp_path / "base", base), write_store(tmp_path / "candidate", candidate)
+
+
+def test_the_command_prints_everything_and_writes_what_was_asked_for(stores, tmp_path, capsys):
+    base, candidate = stores
+    files = {kind: tmp_path / "out" / f"result.{kind}" for kind in ("md", "json", "xml")}
+    arguments = [str(base), str(candidate), "--markdown", str(files["md"]), "--json", str(files["json"])]
+    assert command.main([*arguments, "--junit", str(files["xml"])]) == 1
+    printed = capsys.readouterr().out
+    for words in (
+        "torch: 2.13.0+cpu → 2.14.0",
+        "ok → oom",
+        "95 % interval",
+        "all 5 together",
+        "Only in base: 1 configuration",
+        "Only in candidate: 1 configuration",
+        "5 of 5 candidate runs degraded: time left out",
+        "Regression. Of 5 configurations: 3 regression, 1 no change, 1 cannot tell.",
+    ):
+        assert words in printed
+
+    data = json.loads(files["json"].read_text())
+    assert (data["verdict"], data["exit_code"]) == (REGRESSION, 1)
+    assert data["counts"] == {REGRESSION: 3, IMPROVEMENT: 0, NO_CHANGE: 1, CANNOT_TELL: 1}
+    slower = next(row for row in data["rows"] if row["question"]["gpus"] == 2 and row["name"].startswith("t5"))
+    time = next(change for change in slower["changes"] if change["quantity"] == TIME.column)
+    assert time["low"] < 0.06 < time["high"]
+    assert (time["base_runs"], time["verdict"]) == (5, REGRESSION)
+
+    table = [line for line in files["md"].read_text().splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1, "every line has as many cells"
+    assert len(table) == 2 + 1 + 5
+    assert percent(time["change"]) in files["md"].read_text()
+
+    suite = ElementTree.fromstring(files["xml"].read_bytes()).find("testsuite")
+    cases = suite.findall("testcase")
+    assert (int(suite.get("tests")), int(suite.get("failures")), int(suite.get("skipped"))) == (6, 4, 1)
+    assert len(cases) == 6
+    assert sum(case.find("failure") is not None for case in cases) == 4
+    assert {case.get("classname") for case in cases} == {"bench.compare.measured"}
+    assert "ok, now oom" in " ".join(
+        case.find("failure").get("message") for case in cases if case.find("failure") is not None
+    )
+
+
+def test_nothing_in_a_row_is_taken_for_markup(tmp_path):
+    failed = five(2, model="a|b_<c>", status="error", error="it | fell\nover <script> & \x00")
+    found = compare(five(1, model="a|b_<c>"), failed)
+    table = [line for line in markdown(found, "x", "y").splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+    assert "<script>" not in markdown(found, "x", "y").replace("\\<", "")
+    case = ElementTree.fromstring(junit(found, "x", "y").encode()).findall("testsuite/testcase")[-1]
+    assert case.get("name").startswith("a|b_<c>")
+    assert "fell" in case.find("failure").get("message")
+
+
+def test_runs_that_had_the_machine_to_themselves_and_others_that_had_not_are_told():
+    beside = [{**row, "concurrent_runs": 3} for row in five(2)]
+    assert "other runs of the store at the same time: up to 0, now 3" in only(compare(five(1), beside)).notes
+
+
+def test_the_command_says_machines_first_and_refuses(tmp_path, capsys):
+    base = write_store(tmp_path / "a", on_gpus(five(1)))
+    other = write_store(tmp_path / "b", on_gpus(five(2, slower=0.2), name="NVIDIA H100 80GB HBM3"))
+    report = tmp_path / "report.xml"
+    assert command.main([str(base), str(other), "--junit", str(report)]) == 2
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == "The machines differ (times are not compared):"
+    assert printed.splitlines()[1].strip() == f"device: {GPU['name']} → NVIDIA H100 80GB HBM3"
+    assert ElementTree.fromstring(report.read_bytes()).find("testsuite").get("errors") == "1"
+    assert command.main([str(base), str(other), "--across-machines"]) == 1
+    assert capsys.readouterr().out.startswith("The machines differ (compared all the same):")
+
+
+def test_thresholds_are_percentages(stores, tmp_path):
+    base = write_store(tmp_path / "a", five(1))
+    slower = write_store(tmp_path / "b", five(2, slower=0.05))
+    assert command.main([str(base), str(slower)]) == 1
+    assert command.main([str(base), str(slower), "--threshold", "10"]) == 0
+    larger = write_store(tmp_path / "c", five(3, memory=int(1.05 * MEMORY)))
+    assert command.main([str(base), str(larger)]) == 1
+    assert command.main([str(base), str(larger), "--memory-threshold", "6", "--reserved-threshold", "6"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere", "{b}"], "There is no store at nowhere"),
+        (["{empty}", "{b}"], "holds no rows"),
+        (["{a}", "{b}", "--threshold", "-1"], "--threshold=-1 is not valid: choose a percentage from 0 to below 100."),
+        (["{a}", "{b}", "--threshold", "nan"], "--threshold=nan is not valid"),
+        (["{a}", "{b}", "--margin", "1"], "--margin=1 is not valid: choose a percentage of at least --threshold=1.5."),
+        (["{a}", "{b}", "--false-alarms", "0"], "--false-alarms=0 is not valid"),
+        (["{a}", "{b}", "--json", "{row}"], "choose a file that is not the row of a run"),
+        (["{a}", "{b}", "--markdown", "{a}"], "cannot be written"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_nothing_is_overwritten(arguments, words, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    places = {name: write_store(tmp_path / name, five(seed)) for seed, name in enumerate("ab")}
+    row = next(places["a"].glob("*/0.json"))
+    before = row.read_bytes()
+    filled = [each.format(**places, empty=tmp_path / "empty", row=row) for each in arguments]
+    assert command.main(filled) == 2
+    told = capsys.readouterr()
+    assert words in told.err
+    assert len(told.err.strip().splitlines()) == 1
+    assert told.out == ""
+    assert row.read_bytes() == before
+
+
+def test_as_a_person_types_it(stores):
+    done = run_command("bench.compare", *(str(store) for store in stores))
+    assert done.returncode == 1
+    assert done.stderr == ""
+    assert "Regression." in done.stdout
+    assert run_command("bench.compare", "only-one").returncode == 2
+
+
+# Real runs of the same code on one machine
+
+
+def splits(rows):
+    """Every way to take half of the repetitions as base and the rest as candidate."""
+    repeats = sorted({row["repeat"] for row in rows})
+    for chosen in itertools.combinations(repeats, len(repeats) // 2):
+        yield [row for row in rows if row["repeat"] in chosen], [row for row in rows if row["repeat"] not in chosen]
+
+
+def halves(values):
+    """Every way to divide values into two halves."""
+    for chosen in itertools.combinations(range(len(values)), len(values) // 2):
+        yield [values[i] for i in chosen], [value for i, value in enumerate(values) if i not in chosen]
+
+
+def by_configuration(rows):
+    """Step times of each configuration in the order of its repetitions."""
+    times: dict[str, list[float]] = {}
+    for row in sorted(rows, key=lambda row: row["repeat"]):
+        times.setdefault(identity(run_question(row)), []).append(row["step_time_median_s"])
+    return times
+
+
+def test_the_same_code_twice_raises_no_alarm_on_real_runs():
+    """Ten repetitions of eight configurations on a shared machine, split into five and five in all 252 ways."""
+    rows = read_all(REPEATS).records
+    assert len({row["repeat"] for row in rows}) == 10
+    found = [compare(*each) for each in splits(rows)]
+    assert len(found) == math.comb(10, 5)
+    assert sum(each.exit_code == 1 for each in found) / len(found) < 0.01
+    alone = [
+        judge([Times(tuple(base), tuple(candidate))], Settings())[1].verdict == REGRESSION
+        for times in by_configuration(rows).values()
+        for base, candidate in halves(times)
+    ]
+    assert sum(alone) / len(alone) < 0.01
+
+
+def test_a_slowdown_planted_in_real_runs_is_found():
+    """As large a one as the curve says is found at the spread of these runs."""
+    rows = read_all(REPEATS).records
+    times = by_configuration(rows)
+    spread = math.sqrt(np.mean([np.var(np.log(values), ddof=1) for values in times.values()]))
+    planted = detectable_change(5, spread, configurations=len(times))
+    found = []
+    for base, candidate in itertools.islice(splits(rows), 0, None, 6):
+        slower = [{**row, "step_time_median_s": (1 + planted) * row["step_time_median_s"]} for row in candidate]
+        found.append(compare(base, slower).exit_code == 1)
+    assert sum(found) / len(found) >= 0.95
+
+
+@pytest.mark.skipif(not QUIET.is_dir(), reason="no calibration rows")
+def test_too_few_repetitions_of_the_same_code_are_not_called_anything():
+    """Thirty configurations, three repetitions: one against two cannot tell, and memory repeats."""
+    rows = read_all(QUIET).records
+    for repeat in {row["repeat"] for row in rows}:
+        sides = [[row for row in rows if (row["repeat"] == repeat) == one] for one in (True, False)]
+        for base, candidate in (sides, sides[::-1]):
+            found = compare(base, candidate)
+            assert (found.verdict, found.exit_code) == (CANNOT_TELL, 0)
+            assert {row[ALLOCATED.column].verdict for row in found.rows} == {NO_CHANGE}
+
+
+# Figures
+
+
+def test_figures_of_a_comparison(stores, tmp_path):
+    found = compare(*(read_all(store).records for store in stores))
+    with style.context():
+        drawings = [*change_drawings(found), *change_drawings(found, ALLOCATED), detectable_drawing()]
+    for drawing in drawings:
+        assert "<svg" in save(drawing, tmp_path)
+        assert (tmp_path / f"{drawing.name}.png").stat().st_size > 5000
+        assert drawing.alt
+        assert drawing.caption
+    words = " ".join(text.get_text() for text in drawings[0].figure.axes[0].texts)
+    assert "ok → oom" in words
+    assert "degraded" in words
+    assert "+5.0 %" in " ".join(text.get_text() for text in drawings[1].figure.axes[0].texts)
+
+
+def test_the_curve_that_is_drawn_is_the_one_that_is_measured():
+    table = detectable_table((3, 5, 10), (0.01, 0.02))
+    assert table.loc[5, 0.01] < 0.03 < table.loc[5, 0.02]
+    assert (table.diff().dropna() < 0).all(axis=None)

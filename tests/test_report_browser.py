@@ -1,0 +1,393 @@
+"""The report page in a real browser: sorting, filtering, opening runs, hovering, comparing machines, without a network.
+
+Driven by Playwright with the system's Chromium. Where there is none the tests are skipped, unless REQUIRE_BROWSER=1.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from bench.reporting import build
+from tests.records_fixture import default_sweep, record, write_store
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+
+
+def environment(**facts: Any) -> dict[str, Any]:
+    return {
+        "python": "3.11.7", "packages": {"torch": "2.13.0+cpu", "numpy": "2.4.6"}, "kernel": "6.1", "cuda": None,
+        "processor_cores": 2, "variables": {}, "devices": {"rank 0": {"name": "AMD EPYC", "threads": 1}}, **facts,
+    }  # fmt: skip
+
+
+def sweep() -> list[dict[str, Any]]:
+    """The part of the default sweep with T5: every strategy on 1, 2 and 4 processes, and running out of memory."""
+    return [row for row in default_sweep(("fp32",)) if row["family"] == "t5"]
+
+
+def first_machine() -> list[dict[str, Any]]:
+    """A sweep, other failures, a degraded run, a prediction, a rehearsal and a row that means harm."""
+    rows = sweep()
+    rows += [record(model="gpt_tiny", world_size=size) for size in (1, 2)]
+    rows += [
+        record(strategy="fsdp", sharding_factor=2, sweep="repeats", degraded=True, alloc_retries=4),
+        record(strategy="fsdp", sharding_factor=2, evidence="predicted", gpu_name=None, hosts=None, ranks=None),
+        record(strategy="fsdp", sharding_factor=2, evidence="rehearsed"),
+        record(status="error", error="RuntimeError: the disk /scratch/7 is full", sequence_length=512),
+        record(status="error", error="RuntimeError: the disk /scratch/9 is full", sequence_length=1024),
+        record(status="error", error=HOSTILE, model=f"t5_{HOSTILE}", gpu_name=HOSTILE, sweep=HOSTILE, hosts=HOSTILE),
+    ]
+    return [{**row, "environment": environment()} if row["evidence"] != "predicted" else row for row in rows]
+
+
+def second_machine() -> list[dict[str, Any]]:
+    """The same runs with a newer torch on another host, every step a quarter longer."""
+    rows = [copy.deepcopy(row) for row in sweep() if row["world_size"] > 1]
+    for row in rows:
+        row |= {"hosts": "node-b", "torch_version": "2.14.0+cpu", "started_at": "2026-05-05T10:00:00+00:00"}
+        row["environment"] = environment(packages={"torch": "2.14.0+cpu", "numpy": "2.4.6"}, processor_cores=4)
+        if row["status"] == "ok":
+            row["step_time_median_s"] *= 1.25
+    return rows
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        if os.environ.get("REQUIRE_BROWSER") == "1":
+            pytest.fail("REQUIRE_BROWSER=1, and there is no chromium on this machine")
+        pytest.skip("no chromium on this machine")
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stores")
+    write_store(folder / "a", first_machine())
+    write_store(folder / "b", second_machine())
+    return build(folder, folder / "report")
+
+
+class Visit:
+    """An open page and everything it did that it should not have."""
+
+    def __init__(self, browser: Browser, url: str, size: dict[str, int] = DESK, **options: Any) -> None:
+        self.url = url
+        self.context = browser.new_context(viewport=size, offline=True, **options)
+        self.context.set_default_timeout(10_000)
+        self.page: Page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text) if message.type != "log" else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(url)
+
+    def check(self) -> None:
+        """Nothing was complained of, and nothing asked of a network."""
+        asked = {url.partition("#")[0] for url in self.requests if not url.startswith(("data:", "blob:"))}
+        assert (self.complaints, asked) == ([], {self.url.partition("#")[0]})
+
+
+@pytest.fixture(scope="module")
+def desk(browser: Browser, page_file: Path) -> Iterator[Visit]:
+    """The page on a desk, which most tests share."""
+    visit = Visit(browser, page_file.as_uri())
+    yield visit
+    visit.context.close()
+
+
+@pytest.fixture
+def page(desk: Visit) -> Iterator[Page]:
+    """The shared page as if it had just been opened."""
+    desk.page.keyboard.press("Escape")
+    desk.page.mouse.move(0, 0)
+    desk.page.get_by_role("button", name="Show all").click()
+    yield desk.page
+    desk.check()
+
+
+@pytest.fixture
+def visit(browser: Browser, page_file: Path) -> Iterator[Callable[..., Page]]:
+    """Open the page anew: at an anchor, on another screen, without scripts."""
+    visits: list[Visit] = []
+
+    def start(anchor: str = "", **options: Any) -> Page:
+        visits.append(Visit(browser, page_file.as_uri() + anchor, **options))
+        return visits[-1].page
+
+    yield start
+    for one in visits:
+        one.context.close()
+        one.check()
+
+
+def drawn(page: Page) -> Page:
+    """The page once all interactive figures are drawn."""
+    for frame in page.locator("figure.chart").all():
+        frame.scroll_into_view_if_needed()
+        expect(frame.locator(".main-svg").first).to_be_visible()
+    return page
+
+
+def texts(page: Page, column: str) -> list[str]:
+    """The cells of a column of the runs that are shown, from top to bottom."""
+    titles = [title.strip() for title in page.locator("#runs-table thead th").all_inner_texts()]
+    place = titles.index(column) + 1
+    return page.locator(f"#runs-table tbody tr:not([hidden]) > :nth-child({place})").all_inner_texts()
+
+
+def milliseconds(text: str) -> float:
+    number, unit = text.split()[:2]
+    return float(number.replace(",", "")) * (1000 if unit == "s" else 1)
+
+
+def test_a_click_on_a_heading_sorts_by_the_numbers_behind_the_texts(page):
+    heading = page.locator("#runs-table thead th", has_text="Peak allocated")
+    assert heading.get_attribute("aria-sort") is None
+    before = texts(page, "Peak allocated")
+    for direction in ("ascending", "descending"):
+        heading.get_by_role("button").click()
+        assert heading.get_attribute("aria-sort") == direction
+        shown = texts(page, "Peak allocated")
+        sizes = [float(text.split()[0]) * {"MiB": 1, "GiB": 1024}[text.split()[1]] for text in shown if text != "–"]
+        assert sizes == sorted(sizes, reverse=direction == "descending")
+        assert {text.split()[1] for text in shown if text != "–"} == {"MiB", "GiB"}, "text order would be another one"
+        assert shown[-1] == "–", "runs without a value come last both ways"
+        assert sorted(shown) == sorted(before)
+    assert page.locator("[aria-sort]").count() == 1
+
+
+def test_the_keyboard_sorts_too_and_show_all_restores_the_order(page):
+    before = texts(page, "Run")
+    page.locator("#runs-table thead").get_by_role("button", name="Step median (p95)").focus()
+    page.keyboard.press("Enter")
+    times = [milliseconds(text) for text in texts(page, "Step median (p95)") if text != "–"]
+    assert times == sorted(times)
+    page.keyboard.press("Space")
+    assert [milliseconds(text) for text in texts(page, "Step median (p95)") if text != "–"] == sorted(times)[::-1]
+    page.get_by_role("button", name="Show all").press("Enter")
+    expect(page.locator("[aria-sort]")).to_have_count(0)
+    assert texts(page, "Run") == before
+
+
+def test_strategies_sort_from_replicated_to_sharded(page):
+    page.locator("#runs-table thead").get_by_role("button", name="Strategy").click()
+    kinds = list(dict.fromkeys(text.partition(" · ")[0] for text in texts(page, "Strategy")))
+    assert kinds == ["DDP", "FSDP2 full replication", "FSDP2 hybrid (F=2)", "FSDP2 full shard", "FSDP2 unsharded"]
+
+
+def test_words_and_choices_filter_and_the_number_shown_is_announced(page):
+    said = page.locator("#shown")
+    assert said.get_attribute("aria-live") == "polite"
+    count = len(texts(page, "Run"))
+    expect(said).to_have_text(f"All {count} runs are shown.")
+    page.get_by_label("Search").fill("disk FULL")  # in no visible cell: in the cause
+    expect(said).to_have_text(f"2 of {count} runs are shown.")
+    page.get_by_label("Search").fill("")
+    page.get_by_label("Status", exact=True).select_option("oom")
+    page.get_by_label("Strategy", exact=True).select_option("DDP · torch_version=2.13.0+cpu")
+    assert set(texts(page, "Status")) == {"oom"}
+    assert set(texts(page, "Strategy")) == {"DDP · torch_version=2.13.0+cpu"}
+    expect(said).to_have_text(re.compile(r"^\d+ of \d+ runs"))
+    page.get_by_role("button", name="Show all").click()
+    expect(said).to_have_text(f"All {count} runs are shown.")
+    for evidence in ("rehearsed", "predicted"):
+        page.get_by_label("Evidence", exact=True).select_option(evidence)
+        assert texts(page, "Evidence") == [evidence]
+
+
+def test_a_run_opens_by_keyboard_with_all_that_its_row_holds(page):
+    row = next(row for row in first_machine() if row["status"] == "ok" and row["world_size"] == 1)
+    run_id = row["run_id"]
+    link = page.locator(f"#run-{run_id}").get_by_role("link")
+    link.focus()
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name=f"Run {run_id}")
+    expect(dialog).to_be_visible()
+    shown = dialog.inner_text()
+    for words in (
+        f"a/{run_id}/0.json", "node-a", "AMD EPYC", row["git_sha"], "2.13.0+cpu", "numpy", "processor_cores",
+        "Configuration: strategy", "python -m bench.run model=", "timed steps", "Ranks",
+        f"{row['peak_allocated_bytes']:,} bytes",
+    ):  # fmt: skip
+        assert words in shown, words
+    steps = dialog.get_by_role("img")
+    assert re.match(r"Times of 20 steps in milliseconds: from \d", steps.get_attribute("aria-label"))
+    assert steps.locator("circle").count() == 20
+    assert page.url.endswith(f"#run-{run_id}")
+    for _ in range(4):
+        page.keyboard.press("Tab")
+        assert page.evaluate(
+            "document.activeElement === document.body || document.activeElement.closest('dialog') !== null"
+        )
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    assert "#" not in page.url
+    assert page.evaluate("document.activeElement.getAttribute('href')") == f"#run-{run_id}", "back where it was opened"
+
+
+def test_a_link_opens_its_run_and_next_walks_through_the_table(visit):
+    rows = [row for row in first_machine() if row["status"] == "oom"]
+    page = visit(f"#run-{rows[0]['run_id']}")
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(rows[0]["run_id"])
+    expect(dialog).to_contain_text("96.0 MiB")
+    order = texts(page, "Run")
+    page.get_by_role("button", name="Next").click()
+    expect(dialog).to_contain_text(order[order.index(rows[0]["run_id"]) + 1])
+    page.get_by_role("button", name="Close").click()
+    page.locator("#why + .box").get_by_role("link").first.click()
+    expect(dialog).to_be_visible()
+
+
+def test_a_run_of_two_machines_has_two_addresses(page):
+    shared = second_machine()[0]["run_id"]
+    for anchor, host in ((f"run-{shared}", "node-a"), (f"run-{shared}-2", "node-b")):
+        page.evaluate("anchor => { location.hash = anchor; }", anchor)
+        expect(page.get_by_role("dialog")).to_contain_text(host)
+
+
+def test_causes_stand_together_in_the_summary(page):
+    said = page.locator("#summary").inner_text()
+    assert "and 1 message that differ only in numbers" in said
+    assert "in optimizer, limit of 0.5 GiB" in said
+
+
+def test_two_machines_differ_in_what_the_rows_say(page):
+    expect(page.locator("details.pair:visible")).to_have_count(1)
+    options = page.get_by_label("First").locator("option").all_inner_texts()
+    letters = {host: option[0] for option in options for host in ("node-a", "node-b") if f" {host} " in option}
+    page.get_by_label("First").select_option(letters["node-a"])
+    page.get_by_label("Against it").select_option(letters["node-b"])
+    pair = page.locator("details.pair:visible")
+    expect(pair).to_have_count(1)
+    said = pair.inner_text()
+    for words in ("2.14.0+cpu", "Processor cores", "node-b", "+25.0 % in the middle", "the same to the byte"):
+        assert words in said, words
+    assert "numpy" not in pair.locator("table").first.inner_text(), "what is the same is no difference"
+    matched = pair.locator("table").nth(1).locator("tbody tr")
+    assert matched.count() == sum(row["world_size"] > 1 for row in sweep())
+    page.get_by_label("First").select_option(letters["node-b"])
+    expect(page.locator("#pair-said")).to_have_text("Choose two different machines.")
+
+
+def test_the_interactive_figure_has_every_run_its_hover_and_opens_one(page):
+    plot = page.locator("figure[data-group=explorer] .plot")
+    plot.scroll_into_view_if_needed()
+    expect(plot.locator(".main-svg").first).to_be_visible()
+    data = plot.evaluate(
+        "plot => plot.data.map(({name, x, marker, customdata, text}) => ({name, x, marker, customdata, text}))"
+    )
+    ran = [trace for trace in data if trace["customdata"] and "degraded" not in trace["name"]]
+    anchors = [anchor for trace in ran for anchor in trace["customdata"]]
+    rows = [*first_machine(), *second_machine()]
+    here = [row for row in rows if row["status"] in ("ok", "oom") and row["evidence"] != "predicted"]
+    assert len(anchors) == len(set(anchors)) == len(here)
+    looks = {trace["name"]: trace["marker"]["symbol"] for trace in ran}
+    name = "FSDP2 full shard · torch_version=2.13.0+cpu"
+    assert looks[f"{name} (rehearsed)"] == f"{looks[name]}-open-dot"
+    assert any(trace["marker"]["symbol"] == "x" for trace in ran)
+    points = plot.locator(".scatterlayer .point")
+    assert points.count() == sum(len(trace["x"]) for trace in data if trace["customdata"])
+    buttons = plot.locator(".modebar [data-title]").evaluate_all("all => all.map(one => one.dataset.title)")
+    assert len(buttons) == 6
+    assert not any(re.search("cloud|link|share|chart studio", title, re.IGNORECASE) for title in buttons)
+    box = points.first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    expect(plot.locator(".hoverlayer .hovertext")).to_be_visible()
+    assert "per process" in plot.locator(".hoverlayer").text_content()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.get_by_label("Evidence", exact=True).select_option("rehearsed")
+    expect(points).to_have_count(1)
+    page.get_by_label("Throughput against memory").select_option("CPU")
+    expect(points).to_have_count(0)
+    page.get_by_role("button", name="Show all").click()
+    expect(points).to_have_count(1)
+
+
+def test_static_figures_are_unpacked(page):
+    image = page.locator("figure img").last
+    image.scroll_into_view_if_needed()
+    page.wait_for_function("image => image.complete && image.naturalWidth > 100", arg=image.element_handle())
+    assert page.locator("figure img:not([src^='blob:'])").count() == 0
+    assert all(len(text) > 20 for text in page.locator("figure img").evaluate_all("all => all.map(one => one.alt)"))
+
+
+def test_lines_over_world_size_can_be_chosen(page):
+    frame = page.locator("figure[data-group=lines]")
+    frame.scroll_into_view_if_needed()
+    expect(frame.locator(".main-svg").first).to_be_visible()
+    first = frame.locator(".plot").get_attribute("aria-label")
+    frame.get_by_role("combobox").select_option(index=1)
+    expect(frame.locator(".plot")).not_to_have_attribute("aria-label", first)
+
+
+def axe_complains_of(page: Page) -> list[tuple[str, str, list[str]]]:
+    """What axe finds wrong with the page, and with a run that is open."""
+    found = Axe().run(drawn(page)).response["violations"]
+    page.locator("#runs-table tbody").get_by_role("link").first.click()
+    expect(page.get_by_role("dialog")).to_be_visible()
+    found += Axe().run(page, context="#run").response["violations"]
+    return [(one["id"], one["impact"], [node["target"] for node in one["nodes"]][:3]) for one in found]
+
+
+def test_axe_finds_nothing_to_complain_of(page):
+    assert axe_complains_of(page) == []
+
+
+def test_a_phone_in_the_dark_shows_all_and_never_scrolls_sideways(visit):
+    page = visit(size=PHONE, color_scheme="dark")
+    assert axe_complains_of(page) == []
+    assert page.locator("#run").evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth + 1")
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_without_scripts_everything_can_be_read(visit):
+    page = visit(java_script_enabled=False)
+    rows = [*first_machine(), *second_machine()]
+    assert page.locator("#runs-table tbody tr").count() == len(rows)
+    assert page.locator("#filters").is_hidden()
+    row = next(row for row in rows if "scratch/7" in str(row.get("error")))
+    line = page.locator(f"#run-{row['run_id']}")
+    line.get_by_text("Details").click()
+    for words in (row["error"], f"a/{row['run_id']}/0.json", "python -m bench.run"):
+        expect(line).to_contain_text(words)
+    pair = page.locator("details.pair").first
+    expect(pair).to_contain_text("2.14.0+cpu")
+    expect(page.get_by_text("Without them, every run has its details at its end")).to_be_visible()
+
+
+def test_a_hostile_row_executes_nothing_and_is_shown_as_it_is(page):
+    for frame in page.locator("figure.chart").all():
+        frame.scroll_into_view_if_needed()
+    link = page.locator("#runs-table tbody").get_by_role("link", name="window.hacked")
+    link.click()
+    expect(page.get_by_role("dialog")).to_contain_text(HOSTILE)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img[src=x]").count() == 0
+    assert page.evaluate("document.scripts.length") <= 6, "four of data, the page's and plotly"
