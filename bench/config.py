@@ -37,7 +37,11 @@ CANNOT_CHANGE = {
 how a run would be timed."""
 
 
-ADDED: dict[str, dict[str, object]] = {"optimizer": {"keep_gradients": False}, "model": {"activation": "gelu_new"}}
+ADDED: dict[str, dict[str, object]] = {
+    "optimizer": {"keep_gradients": False},
+    "model": {"activation": "gelu_new"},
+    "strategy": {"communication_hook": "none"},
+}
 """Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
 that what was measured before is still the same run."""
 

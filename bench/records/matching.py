@@ -17,7 +17,11 @@ Question = dict[str, Any]
 ONLY_HOW = frozenset({"mode", "repeat", "seed", "measurement", "requested", "hardware"})
 """Sections of a configuration that say how the answer was found, or on what: the hardware is looked at apart."""
 
-ADDED = {"optimizer.keep_gradients": False, "model.activation": "gelu_new"}
+ADDED = {
+    "optimizer.keep_gradients": False,
+    "model.activation": "gelu_new",
+    "strategy.communication_hook": "none",
+}
 """Knobs that came later, and what was done before there was a choice: older rows do not have them."""
 
 GIB = 2**30

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.errors import ImpossibleError, require_at_least
+from bench.errors import ImpossibleError, require_at_least, require_choice
+from bench.precision import Precision
 from bench.strategies.base import Job, Strategy, require_replicas
 from bench.strategies.plan import (
     GRADIENTS,
@@ -31,6 +32,9 @@ MIB = 2**20
 FIRST_BUCKET_BYTES = MIB
 """DDP sends a small bucket first, so that communication starts early (``dist._DEFAULT_FIRST_BUCKET_BYTES``)."""
 
+COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""Hooks that compress gradients, and to what."""
+
 
 @dataclass(frozen=True)
 class DDP(Strategy):
@@ -43,6 +47,9 @@ class DDP(Strategy):
     static_graph: bool | None
     """Promise that every step uses the same parameters in the same order. null: yes, unless micro-batches
     accumulate without communication, which DDP cannot combine with it."""
+    communication_hook: str = "none"
+    """fp16 or bf16: gradients are compressed to half their size for the all-reduce. none: they go in the precision's
+    format of reductions."""
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy, and `static_graph` as a value."""
@@ -59,6 +66,15 @@ class DDP(Strategy):
         """Any world size; nothing is sharded."""
         require_replicas(self)
         require_at_least("strategy.bucket_cap_mb", self.bucket_cap_mb, 1)
+        require_choice("strategy.communication_hook", self.communication_hook, ("none", *COMPRESSED))
+
+    def check_precision(self, precision: Precision) -> None:
+        """What is in 16 bits already is not compressed to as many."""
+        if self.communication_hook != "none" and precision.parameter_dtype.itemsize <= 2:
+            raise ImpossibleError(
+                f"strategy.communication_hook={self.communication_hook} is not valid with precision={precision.name}, "
+                "whose gradients have 16 bits already: choose none."
+            )
 
     def effective(self, world_size: int) -> str:
         """Always the same."""
@@ -75,9 +91,14 @@ class DDP(Strategy):
             static_graph=self.static_graph,
             init_sync=False,  # every rank has filled its copy with the same values
         )
-        if job.precision.reduce_dtype != job.precision.parameter_dtype:
-            wrapped.register_comm_hook(job.precision.reduce_dtype, all_reduce_in_dtype)
+        sent = self.sent_dtype(job.precision)
+        if sent != job.precision.parameter_dtype:
+            wrapped.register_comm_hook(sent, all_reduce_in_dtype)
         return wrapped
+
+    def sent_dtype(self, precision: Precision) -> torch.dtype:
+        """The format that gradients are all-reduced in."""
+        return COMPRESSED.get(self.communication_hook, precision.reduce_dtype)
 
     @contextlib.contextmanager
     def accumulate(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
@@ -101,7 +122,9 @@ class DDPPlan(WholePlan):
         super().__init__(setting)
         self._capacity = strategy.bucket_cap_mb * MIB
         self._views = strategy.gradient_as_bucket_view
-        self._recast = setting.precision.reduce_dtype != setting.precision.parameter_dtype
+        sent = strategy.sent_dtype(setting.precision)
+        self._recast = sent != setting.precision.parameter_dtype
+        self._sent_bytes = sent.itemsize
         self._synchronize = True
         self._filled = 0.0
         self._sent: list[str] = []
@@ -158,7 +181,7 @@ class DDPPlan(WholePlan):
         name = f"bucket {len(self._sent)}"
         size = self._filled
         if self._recast:
-            size = size / self.setting.parameter_bytes * self.setting.reduce_bytes
+            size = size / self.setting.parameter_bytes * self._sent_bytes
             device.hold(name, size, REDUCED)
             device.copy(name, 2 * (size + self._filled))  # to the format it is sent in, and back
         device.hooks()

@@ -21,7 +21,7 @@ class ZeRO1(DDP):
     Whole parameters are given to ranks, the largest first, always to the rank that has least so far.
     """
 
-    parameters_as_bucket_view: bool
+    parameters_as_bucket_view: bool = False
     """Parameters of a rank's part lie one behind the other and are sent as one."""
 
     def effective(self, world_size: int) -> str:

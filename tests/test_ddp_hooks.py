@@ -1,0 +1,59 @@
+"""DDP's communication hooks: gradients compressed to 16 bits on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench.errors import ImpossibleError, UsageError
+from bench.simulate.predict import predict
+from tests.conftest import SMALL_T5, configuration
+from tests.test_strategy_plans import Notebook, config, plan_of, step
+
+STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
+
+
+@pytest.mark.slow
+def test_a_hook_rounds_and_otherwise_computes_the_same(execute: Callable[..., list[dict[str, Any]]]) -> None:
+    run = (*SMALL_T5, *STEPS, "strategy=ddp", "gpus=2")
+    asked = {hook: (*run, f"strategy.communication_hook={hook}") for hook in ("none", "fp16", "bf16")}
+    runs = dict(zip(asked, execute(*asked.values()), strict=True))
+    plain = runs["none"]["losses"]
+    assert plain[-1] < plain[0] - 0.005
+    for hook in ("fp16", "bf16"):
+        record = runs[hook]
+        assert record["status"] == "ok", record["error"]
+        assert record["losses"] == pytest.approx(plain, rel=1e-3)
+        assert record["losses"] != plain
+        assert record["effective"]["communication_hook"] == hook
+        expected = predict(configuration(*asked[hook])).memory.allocated.value
+        assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_half_as_much_is_sent(hook: str) -> None:
+    volumes = []
+    for chosen in ("none", hook):
+        device = Notebook()
+        plan, setting = plan_of(config(strategy="ddp", **{"strategy.communication_hook": chosen}))
+        plan.begin(device)
+        step(plan, setting, device)
+        volumes.append(device.volume("all-reduce", "world"))
+    assert volumes[1] == volumes[0] / 2
+
+
+def test_what_has_16_bits_is_not_compressed() -> None:
+    with pytest.raises(ImpossibleError, match=r"communication_hook=fp16 is not valid with precision=bf16_pure"):
+        configuration(*SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=fp16", "precision=bf16_pure")
+    with pytest.raises(UsageError, match=r"communication_hook=fp8 .* none, fp16, bf16"):
+        configuration(*SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=fp8")
+
+
+def test_without_a_hook_a_run_is_what_it_was() -> None:
+    assert configuration(*SMALL_T5, "strategy=ddp", "gpus=2").run_id == configuration(
+        *SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=none"
+    ).run_id  # fmt: skip
+    other = configuration(*SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=bf16")
+    assert other.run_id != configuration(*SMALL_T5, "strategy=ddp", "gpus=2").run_id
