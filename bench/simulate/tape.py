@@ -24,6 +24,7 @@ from bench.precision import Precision
 from bench.simulate.cuda_operators import operators_of
 from bench.simulate.fusion import Use, fused
 from bench.simulate.recorder import Kernel, Recorder, Uses
+from bench.strategies import Stepper
 from bench.training.engine import Engine
 
 TRACED_BLOCKS = 4
@@ -112,10 +113,9 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         recording.watch(family, model, names)
         engine = Engine(
             module=model,
-            optimizer=_NoOptimizer(),  # type: ignore[arg-type]
+            stepper=Stepper(_NoOptimizer(), torch.amp.GradScaler(enabled=False), keep_gradients=False),  # type: ignore[arg-type]
             strategy=_Casting(key.autocast),  # type: ignore[arg-type]
             precision=key.precision,
-            scaler=torch.amp.GradScaler(enabled=False),
             device=torch.device("cpu"),
             synchronize_every_micro_batch=False,
             enter_phase=recording.enter_phase,

@@ -18,6 +18,7 @@ from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.precision import Precision
 from bench.strategies.plan import Plan, Setting
+from bench.strategies.stepper import Stepper
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """The optimizer that was asked for, over some parameters."""
@@ -108,6 +109,12 @@ class Strategy(ABC):
     def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """The optimizer of this rank, over what `wrap` made of the model."""
         return build(module.parameters())
+
+    def stepper(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
+    ) -> Stepper:
+        """How gradients are computed and applied: by plain PyTorch, unless a framework does it its own way."""
+        return Stepper(optimizer, scaler, keep_gradients)
 
     def plan(self, setting: Setting) -> Plan:
         """What the strategy stores and sends, and when: what a prediction is made from.

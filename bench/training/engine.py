@@ -14,7 +14,7 @@ from bench.models import Batch, Family
 from bench.models.blocks import checkpoint_blocks, compile_blocks
 from bench.models.materialize import Materializer
 from bench.precision import Precision
-from bench.strategies import Job, Strategy
+from bench.strategies import Job, Stepper, Strategy
 from bench.training.optimizer import OptimizerConfig
 
 EnterPhase = Callable[[str], None]
@@ -28,17 +28,24 @@ class Engine:
     """
 
     module: nn.Module
-    optimizer: torch.optim.Optimizer
+    stepper: Stepper
     strategy: Strategy
     precision: Precision
-    scaler: torch.amp.GradScaler
     device: torch.device
     synchronize_every_micro_batch: bool
     enter_phase: EnterPhase
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """The family's."""
-    keep_gradients: bool = False
-    """Fill gradients with zeros after a step instead of freeing them."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What updates the parameters."""
+        return self.stepper.optimizer
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """What scales the loss."""
+        return self.stepper.scaler
 
     def step(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """One optimizer step over the micro-batches.
@@ -58,12 +65,10 @@ class Engine:
                 loss = self.loss(logits, batch.labels)
                 loss = loss / len(micro_batches)
                 self.enter_phase("backward")
-                self.scaler.scale(loss).backward()
+                self.stepper.backward(loss)
             losses.append(loss.detach())
         self.enter_phase("optimizer")
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        self.stepper.update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def skipped_steps(self, scale_before: float) -> int:
@@ -106,17 +111,16 @@ def build_engine(
         compile_blocks(family, model)
     module = strategy.wrap(model, Job(family, precision, device, world_size, materializer, rehearsed))
     scaler = strategy.grad_scaler(device) if precision.scales_loss else torch.amp.GradScaler(device.type, enabled=False)
+    built = strategy.optimizer(module, optimizer.build)
     return Engine(
         module,
-        strategy.optimizer(module, optimizer.build),
+        strategy.stepper(module, built, scaler, optimizer.keep_gradients),
         strategy,
         precision,
-        scaler,
         device,
         synchronize_every_micro_batch,
         enter_phase,
         family.loss,
-        optimizer.keep_gradients,
     )
 
 
