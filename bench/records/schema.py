@@ -51,7 +51,7 @@ COLUMNS: tuple[Column, ...] = (
     *_columns("Int64", parameters="number of parameters of the whole model, counted before sharding"),
     *_columns(
         "string",
-        strategy="strategy asked for (single, ddp, fsdp, fsdp1)",
+        strategy="strategy asked for (single, ddp, zero1, fsdp, fsdp1)",
         effective_strategy="strategy the run really used, with how it shards",
     ),
     *_columns("Int64", sharding_factor="ranks that one copy of the model is spread over: 1 replicates"),
