@@ -324,6 +324,7 @@ def test_every_figure_is_a_png_and_an_svg(default):
         "sharding",
         "spread",
         "scaling",
+        "trade",
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in pngs)
     assert all("</svg>" in path.read_text() for path in svgs)

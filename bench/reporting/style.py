@@ -65,7 +65,7 @@ def context() -> AbstractContextManager[None]:
 COLOURS = {
     "single": "#000000",
     "ddp": "#d55e00",
-    "zero1": "#cc79a7",
+    "zero1": "#332288",
     "fsdp/full_replication": "#e69f00",
     "fsdp/hybrid_shard": "#009e73",
     "fsdp/full_shard": "#0072b2",

@@ -11,9 +11,13 @@ from bench.reporting.figures import (
     sharding_factor,
     spread,
     throughput,
+    trade,
 )
 
-FIGURES = (paper, throughput, memory, frontier, oom_map, sharding_factor, communication, spread, scaling, agreement)
+FIGURES = (
+    *(paper, throughput, memory, trade, frontier, oom_map, sharding_factor),
+    *(communication, spread, scaling, agreement),
+)
 """The figures of a report, in the order of the page."""
 
 EVERY_RUN = (frontier, oom_map)

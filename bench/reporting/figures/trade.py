@@ -1,0 +1,155 @@
+"""Memory against throughput: one point per strategy."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from bench.reporting import lanes, marks, style
+from bench.reporting.cells import by, cells, drawable
+from bench.reporting.drawing import Drawing, Section, header, new_figure
+from bench.reporting.labels import CPU_NOTE, listing, memory_unit, number, rank_noun, rank_nouns, slug
+
+TITLE = "Memory against throughput"
+HOW_TO_READ = (
+    "One point per strategy, all with the same model, batch and number of ranks: further up is faster, further to the "
+    "left needs less memory, so what has nothing above it and to its left is worth choosing. A vertical bar is the "
+    "range of repeats. A cross on the axis, at its right end, is a strategy that ran out of memory."
+)
+FACET = ["place", "model", "parameters", "precision", "world_size", "workload", "limit"]
+MEMORY = "peak_allocated_bytes"
+KEY_CHARS = 27
+LEAST = 3
+"""Strategies from which on there is something to choose from."""
+
+
+def select(table: pd.DataFrame) -> pd.DataFrame:
+    """A row per strategy and kind of evidence with a throughput and a peak of memory, or out of memory.
+
+    Only groups (`FACET`) of at least `LEAST` strategies with both are kept. ``choice`` is what a point is called:
+    strategies of one name whose settings differ are called by their settings, too.
+    """
+    found = drawable(cells(table, "tflops_per_gpu", MEMORY))
+    kept = []
+    for _, facet in by(found, *FACET):
+        drawn = facet[facet["median"].notna() & facet[MEMORY].notna() | (facet["out_of_memory"] > 0)]
+        usual = _usual([str(text) for text in drawn["settings"]])
+        choices = [_choice(row, usual) for _, row in drawn.iterrows()]
+        if len(set(choices)) >= LEAST and drawn["median"].notna().any():
+            kept.append(drawn.assign(choice=choices))
+    return pd.concat(kept, ignore_index=True) if kept else found.iloc[:0].assign(choice="")
+
+
+def _usual(settings: list[str]) -> set[str]:
+    """Settings that most of the rows have which have that setting at all."""
+    values = Counter(part for text in settings for part in text.split(" · ") if part)
+    names = Counter(_name(part) for part in values.elements())
+    return {part for part, count in values.items() if 2 * count > names[_name(part)]}
+
+
+def _name(setting: str) -> str:
+    """What a setting sets: the knob of ``knob=value``, the first word of ``checkpointing none``."""
+    return re.split(r"[= ]", setting)[0]
+
+
+def _choice(row: pd.Series, usual: set[str]) -> str:
+    own = [part for part in str(row["settings"]).split(" · ") if part and part not in usual]
+    return ", ".join([str(row["variant"]), *own])
+
+
+def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
+    """A figure per place, model, precision, world size and workload."""
+    result = Section("trade", TITLE, HOW_TO_READ)
+    for _, facet in by(select(table), *FACET):
+        result.drawings.append(_draw(facet, palette))
+    if not result.drawings:
+        result.nothing = f"No model was run with {LEAST} strategies on one number of ranks."
+    return result
+
+
+def _draw(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> Drawing:
+    first = facet.iloc[0]
+    noun, ranks = rank_noun(first["device"]), f"{first['world_size']} {rank_nouns(first['device'])}"
+    unit, size = memory_unit(float(facet[MEMORY].max()))
+    looks = _marks(facet, palette)
+    entries = _key(facet, looks)
+    figure = new_figure(style.WIDTH_IN, 3.3 + lanes.legend_in(entries))
+    axes = figure.add_subplot()
+    edge = float(facet[MEMORY].max()) / size * 1.12
+    lost = 0
+    for row in facet.to_dict("records"):
+        if pd.notna(row["median"]):
+            _point(axes, row, looks[row["choice"]], size)
+        else:
+            marks.cross(axes, edge * (1 - 0.04 * lost), 0, looks[row["choice"]].colour, row["evidence"])
+            lost += 1
+    axes.set_xlim(0, edge)
+    axes.set_ylim(0, float(facet["high"].max()) * 1.15)
+    axes.grid()
+    axes.set_xlabel(f"peak allocated memory per {noun} ({unit})")
+    axes.set_ylabel(f"model TFLOP/s per {noun}")
+    note = CPU_NOTE if first["device"] == "cpu" else ""
+    title = f"Memory against throughput: {first['model']}, {first['precision']}, {ranks}"
+    detail = " · ".join(part for part in (first["workload"], first["limit"]) if part)
+    header(figure, title, "\n".join(part for part in (detail, first["place"], note) if part))
+    lanes.legend(figure, entries)
+    ran = facet[facet["median"].notna()]
+    fastest, leanest = (ran.sort_values(column).iloc[place] for column, place in (("median", -1), (MEMORY, 0)))
+    extremes = (
+        f"Fastest: {fastest['choice']}, {number(fastest['median'])} TFLOP/s at {number(fastest[MEMORY] / size)} "
+        f"{unit}. "
+        f"Least memory: {leanest['choice']}, {number(leanest[MEMORY] / size)} {unit} at "
+        f"{number(leanest['median'])} TFLOP/s."
+    )
+    choices = listing(list(dict.fromkeys(facet["choice"])), 20)
+    alt = f"Scatter plot of TFLOP/s against peak memory for {choices}. {extremes}"
+    name = slug("trade", first["model"], first["precision"], first["world_size"], first["workload"], first["limit"])
+    return Drawing(name, title, figure, f"{extremes} {note}".strip(), alt)
+
+
+def _marks(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> dict[str, style.Mark]:
+    """Every choice's own marker; choices of one strategy share its colour in different shades."""
+    found: dict[str, style.Mark] = {}
+    shades: dict[str, int] = {}
+    for row in facet.to_dict("records"):
+        if row["choice"] not in found:
+            shade = shades.get(row["variant"], 0)
+            shades[row["variant"]] = shade + 1
+            colour = style.lighter(palette[row["variant"]].colour, min(0.3 * shade, 0.6))
+            found[row["choice"]] = style.Mark(colour, style.MARKERS[len(found) % len(style.MARKERS)])
+    return found
+
+
+def _point(axes: Axes, row: Mapping[Hashable, Any], mark: style.Mark, size: int) -> None:
+    memory, speed = float(row[MEMORY]) / size, float(row["median"])
+    axes.plot([memory] * 2, [row["low"], row["high"]], color=style.INK, linewidth=1, zorder=2)
+    axes.plot(
+        memory, speed, color=mark.colour, marker=mark.marker, markersize=7, linestyle="", zorder=3,
+        **style.marker_style(mark.colour, row["evidence"]),
+    )  # fmt: skip
+    if row["degraded"]:
+        axes.plot(memory, speed, "<", markersize=11, markerfacecolor="none", markeredgecolor=style.INK, zorder=4)
+
+
+def _key(facet: pd.DataFrame, looks: dict[str, style.Mark]) -> list[tuple[Artist, str]]:
+    kinds = list(style.evidence_in_order(facet["evidence"]))
+    entries: list[tuple[Artist, str]] = [
+        (_handle(mark, kinds[0]), lanes.wrap(choice, KEY_CHARS)) for choice, mark in looks.items()
+    ]
+    if len(kinds) > 1:
+        entries += [(_handle(style.Mark(style.MUTED, "o"), kind), kind) for kind in kinds]
+    return entries + marks.key(facet.assign(evidence="measured"))
+
+
+def _handle(mark: style.Mark, evidence: str) -> Line2D:
+    return Line2D(
+        [], [], color=mark.colour, marker=mark.marker, linestyle="", markersize=6,
+        **style.marker_style(mark.colour, evidence),
+    )  # fmt: skip
