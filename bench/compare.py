@@ -13,8 +13,9 @@ from bench.comparison import Settings, compare
 from bench.errors import UsageError
 from bench.planning.request import read_tracker
 from bench.reporting.labels import counted
+from bench.reporting.reading import read_store
 from bench.reporting.regressions.data import comparison_json
-from bench.reporting.regressions.files import rows_of, write_all
+from bench.reporting.regressions.files import write_all
 from bench.reporting.regressions.junit import junit
 from bench.reporting.regressions.markdown import markdown
 from bench.reporting.regressions.terminal import comparison_tables
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = {name: getattr(options, name) / 100 for name in PERCENT if getattr(options, name) is not None}
         settings = _settings(given, across_machines=options.across_machines)
         tracker = read_tracker(options.alert) if options.alert is not None else None
-        base, candidate = rows_of(options.base), rows_of(options.candidate)
+        base, candidate = read_store(options.base), read_store(options.candidate)
         found = compare(base.records, candidate.records, settings)
         names = str(options.base), str(options.candidate)
         makers = ((options.markdown, markdown), (options.json, comparison_json), (options.junit, junit))

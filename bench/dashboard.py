@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bench import records
 from bench.comparison import compare
 from bench.errors import UsageError, bad_value, require_choice
 from bench.planning.request import read_tracker
 from bench.records.schema import EVIDENCE
+from bench.reporting.reading import read_store
 from bench.tracking.tracked import LONGEST_TAG
 from bench.tracking.wandb import WandbTracker
 from bench.tracking.wandb_session import first_line, logged_out, unreachable
@@ -154,7 +154,7 @@ def _alert(stores: Sequence[str], settings: Sequence[str]) -> int:
     if len(stores) != 2:
         raise UsageError("alert needs two stores: choose python -m bench.dashboard alert BASE CANDIDATE.")
     tracker = _tracker(settings)
-    base, candidate = (_records(name) for name in stores)
+    base, candidate = (read_store(name).records for name in stores)
     comparison = compare(base, candidate)
     print(comparison.sentence)
     if comparison.exit_code == 2:
@@ -163,13 +163,6 @@ def _alert(stores: Sequence[str], settings: Sequence[str]) -> int:
 
     tell(comparison, stores[0], stores[1], [*base, *candidate], tracker, lambda line: print(line, file=sys.stderr))
     return comparison.exit_code
-
-
-def _records(name: str) -> list[records.Record]:
-    try:
-        return records.read_all(name).records
-    except FileNotFoundError:
-        raise UsageError(f"There is no store at {name}.") from None
 
 
 if __name__ == "__main__":

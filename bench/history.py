@@ -16,8 +16,9 @@ from bench.reporting import style
 from bench.reporting.drawing import save
 from bench.reporting.figures.regression import history_drawings
 from bench.reporting.labels import counted
+from bench.reporting.reading import read_store
 from bench.reporting.regressions.data import history_json
-from bench.reporting.regressions.files import rows_of, write_all
+from bench.reporting.regressions.files import write_all
 from bench.reporting.regressions.terminal import history_tables
 
 EPILOG = """\
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
     try:
-        contents = [rows_of(store, read_attempts) for store in options.stores]
+        contents = [read_store(store, read_attempts) for store in options.stores]
         found = history([row for each in contents for row in each.records], Settings())
         if not found:
             raise UsageError("No configuration was run with two commits, or on two days: there is no history to show.")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.errors import UsageError, bad_value, require_choice
-from bench.reporting.builder import read_store
+from bench.reporting.reading import read_store
 
 ANALYSIS = Path(__file__).resolve().parents[1] / "analysis"
 OUTPUT = Path("build/notebooks")

@@ -211,8 +211,8 @@ def test_every_notebook_can_be_given_a_store(file):
     [
         (["prefech"], "notebook=prefech is not valid: choose memory, model_scale, oom_frontier,"),
         (["stor=runs"], "option=stor is not valid: choose store, base, output."),
-        (["store=/no/such/place"], "There is no store at /no/such/place."),
-        (["base=/no/such/place"], "There is no store at /no/such/place."),
+        (["store=/no/such/place"], "There is no store at /no/such/place: choose a store, "),
+        (["base=/no/such/place"], "There is no store at /no/such/place: choose a store, "),
     ],
 )
 def test_what_is_mistyped_is_answered_in_a_sentence_and_nothing_runs(typed, sentence, capsys, monkeypatch):

@@ -7,12 +7,13 @@ import tempfile
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.records import Contents, read_all
-from bench.reporting import labels, page, style
+from bench.records import Contents
+from bench.reporting import page, style
 from bench.reporting.drawing import Section, save
 from bench.reporting.figures import EVERY_RUN, FIGURES
 from bench.reporting.frontier_cells import without_tries
 from bench.reporting.interactive import explorer, lines
+from bench.reporting.reading import read_store
 from bench.reporting.table import prepare
 
 MANIFEST = ".written-by-report"
@@ -43,24 +44,6 @@ def build(store: str | Path, output: str | Path, *, interactive: bool = True) ->
         If there is no such store, it holds no row, or `output` cannot be written.
     """
     return write_report(read_store(store), str(store), output, interactive=interactive)
-
-
-def read_store(store: str | Path) -> Contents:
-    """The latest row of every run below `store`.
-
-    Raises
-    ------
-    UsageError
-        If there is no such path or no row below it.
-    """
-    try:
-        contents = read_all(store)
-    except FileNotFoundError:
-        raise UsageError(f"There is no store at {store}.") from None
-    if not contents.records:
-        left_out = f"; {labels.counted(len(contents.unreadable), 'file')} left out" if contents.unreadable else ""
-        raise UsageError(f"The store {store} holds no rows to report{left_out}.")
-    return contents
 
 
 def write_report(contents: Contents, name: str, output: str | Path, *, interactive: bool = True) -> Path:

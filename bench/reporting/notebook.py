@@ -20,10 +20,10 @@ import plotly.offline
 from bench.records import Record, read_all
 from bench.records.published import PUBLISHED, published_records
 from bench.reporting import drawing, labels, style
-from bench.reporting.builder import read_store
 from bench.reporting.drawing import Drawing, Listing, Section
 from bench.reporting.figures import EVERY_RUN
 from bench.reporting.frontier_cells import without_tries
+from bench.reporting.reading import read_store
 from bench.reporting.table import prepare
 
 RESULTS = PUBLISHED.parents[1]

@@ -14,7 +14,7 @@ from bench.reporting.figures.detectable import detectable_drawing, detectable_ta
 from bench.reporting.figures.history import history_drawings
 from bench.reporting.figures.regression import change_drawings
 from bench.reporting.labels import MISSING, listing, number
-from bench.reporting.regressions.files import rows_of
+from bench.reporting.reading import read_store
 
 CHANGES = (
     "Every mark is one configuration: the change of its median step time from base to candidate, with its confidence "
@@ -94,7 +94,7 @@ def of_stores(base: str | Path | None, candidate: str | Path | None, settings: S
     """
     if base is None or candidate is None:
         return Section("changes", "Candidate against base", "", nothing=NO_BASE)
-    return changes(rows_of(Path(base)).records, rows_of(Path(candidate)).records, settings)
+    return changes(read_store(base).records, read_store(candidate).records, settings)
 
 
 def over_time(store: str | Path | None, settings: Settings | None = None) -> Section:
@@ -108,7 +108,7 @@ def over_time(store: str | Path | None, settings: Settings | None = None) -> Sec
     result = Section("history", "Over commits", OVER_TIME)
     if store is None:
         return Section("history", "Over commits", "", nothing=NO_STORE)
-    found = history(rows_of(Path(store), read_attempts).records, settings)
+    found = history(read_store(store, read_attempts).records, settings)
     with style.context():
         result.drawings += history_drawings(found)
     if not found:

@@ -1,0 +1,28 @@
+"""Reading rows that somebody named: a sentence where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.errors import UsageError
+from bench.records import Contents, read_all
+from bench.reporting.labels import counted
+
+
+def read_store(path: str | Path, read: Callable[[Path], Contents] = read_all) -> Contents:
+    """The rows below `path`: the latest of every run, unless another way to read them is given.
+
+    Raises
+    ------
+    UsageError
+        If there is no such path or no row below it.
+    """
+    try:
+        contents = read(Path(path))
+    except FileNotFoundError:
+        raise UsageError(f"There is no store at {path}: choose a store, a folder of stores or a row file.") from None
+    if not contents.records:
+        left_out = f" ({counted(len(contents.unreadable), 'file')} left out)" if contents.unreadable else ""
+        raise UsageError(f"{path} holds no rows{left_out}: choose a store, a folder of stores or a row file.")
+    return contents
