@@ -17,6 +17,8 @@ from torch import nn
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
 from bench.precision import Precision
 from bench.strategies.base import BuildOptimizer, Job, Step, Strategy
+from bench.strategies.deepspeed_plan import Stage0Plan, Stage1And2Plan
+from bench.strategies.plan import Plan, Setting
 from bench.strategies.stepper import Stepper
 
 STAGES = (0, 1, 2, 3)
@@ -25,7 +27,7 @@ OFFLOADS = ("none", "cpu", "nvme")
 BY_STAGE = "stage"
 """The sharding factor that follows from the stage."""
 
-BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size")
+BUCKETS = ("reduce_bucket_size", "prefetch_bucket_size")
 THRESHOLDS = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
 
 
@@ -47,8 +49,6 @@ class DeepSpeed(Strategy):
     """Copy gradients into one buffer as they are produced."""
     reduce_bucket_size: int
     """Elements reduced at a time, and of the buffer for them."""
-    allgather_bucket_size: int
-    """Elements of updated parameters gathered at a time."""
     prefetch_bucket_size: int
     """Elements gathered ahead of use in stage 3."""
     param_persistence_threshold: int
@@ -86,8 +86,6 @@ class DeepSpeed(Strategy):
         """Any world size; offloading where the stage has something to offload."""
         for name in (*BUCKETS, *THRESHOLDS):
             require_at_least(f"strategy.{name}", getattr(self, name), 1 if name == "reduce_bucket_size" else 0)
-        if self.allgather_bucket_size % 2:
-            raise bad_value("strategy.allgather_bucket_size", self.allgather_bucket_size, "an even number")
         for name in ("offload_optimizer", "offload_parameters"):
             require_choice(f"strategy.{name}", getattr(self, name), OFFLOADS)
         if self.offload_parameters != "none" and self.stage != 3:
@@ -178,7 +176,9 @@ class DeepSpeed(Strategy):
             for module in reversed(list(model.modules())):  # children before what contains them
                 job.materializer.module(module)
                 if any(True for _ in module.parameters(recurse=False)):
-                    deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=_dtype(job.precision))
+                    if job.precision.mixed:
+                        module.to(job.precision.compute_dtype)
+                    deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=job.precision.compute_dtype)
         else:
             job.materializer.model(model)
         assert job.build_optimizer is not None
@@ -197,7 +197,6 @@ class DeepSpeed(Strategy):
             "overlap_comm": self.overlap_comm,
             "contiguous_gradients": self.contiguous_gradients,
             "reduce_bucket_size": self.reduce_bucket_size,
-            "allgather_bucket_size": self.allgather_bucket_size,
             "stage3_prefetch_bucket_size": self.prefetch_bucket_size,
             "stage3_param_persistence_threshold": self.param_persistence_threshold,
             "stage3_max_live_parameters": self.max_live_parameters,
@@ -209,6 +208,7 @@ class DeepSpeed(Strategy):
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,  # for its log alone: batches come from outside
             "gradient_accumulation_steps": job.micro_batches,
+            "gradient_clipping": 0.0,  # no other strategy clips; DeepSpeed's default is a norm of 1
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,  # torch's own, SGD among them
             "zero_force_ds_cpu_optimizer": False,
@@ -221,6 +221,32 @@ class DeepSpeed(Strategy):
                 "communication_data_type": "fp32",
             }
         return config
+
+    def plan(self, setting: Setting) -> Plan:
+        """Of stages 0 to 2 without mixed precision and offloading: what has been read and measured.
+
+        Raises
+        ------
+        ImpossibleError
+            For everything else.
+        """
+        unknown = {
+            "strategy.stage=3 (what it gathers ahead and keeps depends on the order of modules)": self.stage == 3,
+            f"precision={setting.precision.name}": setting.precision.mixed,
+            f"strategy.offload_optimizer={self.offload_optimizer}": self.offload_optimizer != "none",
+            "strategy.contiguous_gradients=false": not self.contiguous_gradients and self.stage > 0,
+        }
+        for what, is_unknown in unknown.items():
+            if is_unknown:
+                raise ImpossibleError(
+                    f"strategy=deepspeed with {what} cannot be predicted: choose mode=measure or rehearse, or stage 0, "
+                    "1 or 2 with precision fp32 or tf32, no offloading and contiguous gradients."
+                )
+        if self.stage == 0:
+            return Stage0Plan(setting)
+        return Stage1And2Plan(
+            setting, partitions_gradients=self.stage == 2, overlaps=bool(self.overlap_comm), bucket=self.reduce_bucket_size
+        )
 
     def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """The one the engine was built with."""
@@ -249,10 +275,6 @@ class DeepSpeedStepper(Stepper):
     def update(self) -> None:
         """The engine steps and frees the gradients."""
         self._engine.step()
-
-
-def _dtype(precision: Precision) -> torch.dtype:
-    return torch.bfloat16 if precision.mixed else torch.float32
 
 
 def _library(device: torch.device) -> ModuleType:

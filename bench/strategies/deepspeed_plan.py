@@ -1,0 +1,210 @@
+"""What DeepSpeed's ZeRO stages 0 to 2 store and send, read in DeepSpeed 0.19.8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from bench.strategies.plan import (
+    ADDED,
+    GATHER,
+    GRADIENTS,
+    PARAMETERS,
+    REDUCE,
+    REDUCED,
+    STAY,
+    TOLD,
+    WORLD,
+    Device,
+    Parameter,
+    Plan,
+    Setting,
+    Unit,
+    WholePlan,
+    gradients_of,
+    hold_optimizer,
+)
+
+STAGE_0_BUCKET = 500_000_000
+"""Elements that stage 0 reduces at a time (``MEMORY_OPT_ALLREDUCE_SIZE`` in deepspeed/runtime/engine.py)."""
+
+NORM_BYTES = 4
+"""Of the gradients' norm, which all ranks add up before every step."""
+
+
+class Stage0Plan(WholePlan):
+    """Nothing is sharded: when backward is over, gradients are copied into one tensor, reduced and copied back."""
+
+    _synchronize = True
+
+    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+        """Remember whether gradients are reduced."""
+        super().begin_micro_batch(device, synchronize=synchronize)
+        self._synchronize = synchronize
+
+    def after_step_backward(self, device: Device) -> None:
+        """One bucket after the other; a bucket is full when it has more elements than it should."""
+        if not self._synchronize:
+            return
+        filled = 0
+        for number, numel in enumerate(self.updated):
+            filled += numel
+            if filled > STAGE_0_BUCKET or number == len(self.updated) - 1:
+                reduce_flat(device, f"bucket {number}", filled * self.setting.parameter_bytes)
+                device.wait(f"bucket {number}")
+                device.release(f"bucket {number}")
+                filled = 0
+
+
+class Stage1And2Plan(Plan):
+    """The first rank with most to hold: whole parameters, its partition of optimizer state and of fp32 parameters.
+
+    ``deepspeed/runtime/zero/stage_1_and_2.py``: parameters lie one behind the other in a flat tensor, cut into equal
+    partitions. A rank updates a copy of its own partition, then all partitions are gathered in place. Gradients are
+    copied into a buffer of `bucket` elements, which is there from a backward's first gradient on. When it is full it
+    is copied once more and all-reduced, and each rank copies what touches its partition, always whole parameters,
+    into a tensor of its own. Stage 2 does so during backward, stage 1 when backward is over, unless it overlaps.
+
+    Parameters
+    ----------
+    setting: Setting
+        The run.
+    partitions_gradients: bool
+        Stage 2: gradients are gone from other ranks as soon as they are reduced.
+    overlaps: bool
+        Reduction overlaps backward, with a second buffer.
+    bucket: int
+        Elements of the buffer.
+    """
+
+    def __init__(self, setting: Setting, *, partitions_gradients: bool, overlaps: bool, bucket: int) -> None:
+        super().__init__(setting)
+        self._partitions_gradients = partitions_gradients
+        self._overlaps = overlaps
+        self._bucket = bucket
+        self._size = setting.parameter_bytes
+        parameters = [parameter for unit in setting.units for parameter in unit.parameters]
+        unit = 2 * setting.world_size
+        self._whole = -(-sum(parameter.numel for parameter in parameters) // unit) * unit
+        self._partition = self._whole // setting.world_size
+        self._kept = max(touched(parameters, self._partition, setting.world_size))
+        self._order = parameters
+        self._synchronize = True
+        self._micro_batches = 0
+        self._filled = 0
+        self._sent: list[str] = []
+
+    @property
+    def updated(self) -> Sequence[int]:
+        """The partition, as one tensor."""
+        return [self._partition]
+
+    def begin(self, device: Device) -> None:
+        """Parameters, a copy of this rank's partition, and its optimizer state."""
+        device.hold("parameters", (self._whole + self._partition) * self._size, PARAMETERS)
+        hold_optimizer(device, self.setting, self.updated)
+
+    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+        """The buffers come with the first gradient."""
+        self._synchronize = synchronize
+        self._micro_batches += 1
+        self._filled, self._sent = 0, []
+
+    @property
+    def _reduces_in_backward(self) -> bool:
+        return self._partitions_gradients or (self._overlaps and self._synchronize and self.setting.micro_batches == 1)
+
+    def before_backward(self, device: Device, unit: Unit) -> None:
+        """The root's backward is the first."""
+        if unit.is_root and (self._partitions_gradients or self._micro_batches == 1):
+            device.hold("buffers", (2 if self._overlaps else 1) * self._bucket * self._size, REDUCED)
+
+    def gradient_bytes(self, parameter: Parameter) -> int:
+        """In the format of the parameter."""
+        return parameter.numel * self._size
+
+    def gradients(self, unit: Unit) -> str:
+        """Stage 2 copies each as soon as it is complete; stage 1 leaves them until backward is over."""
+        if self._reduces_in_backward:
+            return TOLD
+        return STAY if self._micro_batches == 1 else ADDED
+
+    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
+        """Into the buffer, which is sent before if there is no room."""
+        self._fill(device, parameter, f"gradient {parameter.name}")
+
+    def after_step_backward(self, device: Device) -> None:
+        """What is left in the buffer goes; this rank's gradients are what stays."""
+        if not self._reduces_in_backward:
+            if not self._synchronize:
+                return
+            for unit in self.setting.units:
+                device.release(gradients_of(unit))
+            for name, parameter in self._names():
+                device.hold(name, self.gradient_bytes(parameter), GRADIENTS)
+            for name, parameter in self._names():
+                self._fill(device, parameter, name)
+        self._reduce(device)
+        for name in self._sent:
+            device.wait(name)
+        for name, _ in self._names():
+            device.release(name)
+        if self._micro_batches > 1 and self._partitions_gradients:  # added to those of the micro-batches before
+            device.copy("accumulated", 3 * self._kept * self._size)
+            device.release("gradients of another micro-batch")
+        device.release("buffers")
+
+    def _names(self) -> Iterator[tuple[str, Parameter]]:
+        return ((f"gradient {number} {parameter.name}", parameter) for number, parameter in enumerate(self._order))
+
+    def _fill(self, device: Device, parameter: Parameter, own: str) -> None:
+        if self._filled + parameter.numel > self._bucket:
+            if self._reduces_in_backward:  # it waits outside
+                device.hold(own, self.gradient_bytes(parameter), GRADIENTS)
+            self._reduce(device)
+        self._filled += parameter.numel
+        if parameter.numel <= self._bucket:
+            device.copy("into buffer", 2 * self.gradient_bytes(parameter))
+            device.release(own)
+        elif self._reduces_in_backward:  # too large for the buffer: reduced as it is
+            device.hold(own, self.gradient_bytes(parameter), GRADIENTS)
+
+    def _reduce(self, device: Device) -> None:
+        if not self._filled:
+            return
+        name = f"bucket {len(self._sent)}"
+        if self._overlaps and self._sent:
+            device.wait(self._sent[-1])
+        reduce_flat(device, name, self._filled * self._size)
+        if not self._overlaps:
+            device.wait(name)
+        device.release(name, after=REDUCE if self._overlaps else None)
+        self._sent.append(name)
+        self._filled = 0
+        first = self._micro_batches == 1 or not self._partitions_gradients
+        kept = "gradients" if first else "gradients of another micro-batch"
+        device.hold(kept, self._kept * self._size, GRADIENTS)
+
+    def after_optimizer(self, device: Device) -> None:
+        """Gather all partitions; gradients have gone before the update, but for one flat tensor of them."""
+        device.send("updated", "all-gather", self._whole * self._size, WORLD, GATHER, after="compute")
+        device.wait("updated")
+        device.release("gradients")
+        self._micro_batches = 0
+
+
+def reduce_flat(device: Device, name: str, size: float) -> None:
+    """Copy gradients into one tensor, all-reduce it, copy the result back."""
+    device.hold(name, size, REDUCED)
+    device.copy(name, 4 * size)
+    device.send(name, "all-reduce", size, WORLD, REDUCE, after="compute")
+
+
+def touched(parameters: Sequence[Parameter], partition: int, ranks: int) -> list[int]:
+    """Elements of the parameters that lie, if only in part, in each rank's partition of the flat tensor."""
+    ends = list(accumulate(parameter.numel for parameter in parameters))
+    sizes = [0] * ranks
+    for parameter, end in zip(parameters, ends, strict=True):
+        for rank in range((end - parameter.numel) // partition, (end - 1) // partition + 1):
+            sizes[rank] += parameter.numel
+    return sizes
