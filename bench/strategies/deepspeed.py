@@ -104,7 +104,8 @@ class DeepSpeed(Strategy):
 
     def _offload_needs(self, name: str, stages: str) -> ImpossibleError:
         return ImpossibleError(
-            f"strategy.{name}={getattr(self, name)} is not valid with strategy.stage={self.stage}: choose stage {stages}."
+            f"strategy.{name}={getattr(self, name)} is not valid with strategy.stage={self.stage}: "
+            f"choose stage {stages}."
         )
 
     def check_device(self, device: str) -> None:
@@ -122,8 +123,8 @@ class DeepSpeed(Strategy):
             return
         if (precision.parameters, precision.compute, precision.reduce) != ("fp32", "bf16", "fp32"):
             raise ImpossibleError(
-                f"precision={precision.name} is not valid for strategy=deepspeed, whose fp16 scales the loss its own way "
-                "and whose master weights are fp32 without its CPU optimizer: choose fp32, tf32 or bf16."
+                f"precision={precision.name} is not valid for strategy=deepspeed, whose fp16 scales the loss its own "
+                "way and whose master weights are fp32 without its CPU optimizer: choose fp32, tf32 or bf16."
             )
         if self.stage == 0:
             raise ImpossibleError(
@@ -202,7 +203,10 @@ class DeepSpeed(Strategy):
             "stage3_max_live_parameters": self.max_live_parameters,
             "stage3_max_reuse_distance": self.max_reuse_distance,
         }
-        for section, place in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_parameters)):
+        for section, place in (
+            ("offload_optimizer", self.offload_optimizer),
+            ("offload_param", self.offload_parameters),
+        ):
             if place != "none":
                 zero[section] = {"device": place} | ({"nvme_path": self.nvme_path} if place == "nvme" else {})
         config: dict[str, Any] = {
@@ -245,7 +249,10 @@ class DeepSpeed(Strategy):
         if self.stage == 0:
             return Stage0Plan(setting)
         return Stage1And2Plan(
-            setting, partitions_gradients=self.stage == 2, overlaps=bool(self.overlap_comm), bucket=self.reduce_bucket_size
+            setting,
+            partitions_gradients=self.stage == 2,
+            overlaps=bool(self.overlap_comm),
+            bucket=self.reduce_bucket_size,
         )
 
     def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from bench.strategies.plan import (
@@ -57,12 +57,12 @@ class Stage0Plan(WholePlan):
 
 
 class Stage1And2Plan(Plan):
-    """The first rank with most to hold: whole parameters, its partition of optimizer state and of fp32 parameters.
+    """At every moment the rank with most to hold: whole parameters, its partition of optimizer state and of fp32 parameters.
 
     ``deepspeed/runtime/zero/stage_1_and_2.py``: parameters lie one behind the other in a flat tensor, cut into equal
     partitions. A rank updates a copy of its own partition, then all partitions are gathered in place. Gradients are
     copied into a buffer of `bucket` elements, which is there from a backward's first gradient on. When it is full it
-    is copied once more and all-reduced, and each rank copies what touches its partition, always whole parameters,
+    is copied once more, unless all of it is one rank's, and all-reduced, and each rank copies what touches its partition, always whole parameters,
     into a tensor of its own. Stage 2 does so during backward, stage 1 when backward is over, unless it overlaps.
 
     Parameters
@@ -87,9 +87,18 @@ class Stage1And2Plan(Plan):
         unit = 2 * setting.world_size
         self._whole = -(-sum(parameter.numel for parameter in parameters) // unit) * unit
         self._partition = self._whole // setting.world_size
-        self._kept = max(touched(parameters, self._partition, setting.world_size))
-        self._order = parameters
+        self._order = [
+            (gradient_of(unit, parameter), parameter) for unit in setting.units for parameter in unit.parameters
+        ]
+        self._ranks = dict(zip((name for name, _ in self._order), touched(parameters, self._partition), strict=True))
+        self._touches = [0] * setting.world_size
+        for name, parameter in self._order:
+            for rank in self._ranks[name]:
+                self._touches[rank] += parameter.numel
+        self._kept = 0
+        self._in_bucket: list[str] = []
         self._synchronize = True
+        self._has_buffers = False
         self._micro_batches = 0
         self._filled = 0
         self._sent: list[str] = []
@@ -108,16 +117,21 @@ class Stage1And2Plan(Plan):
         """The buffers come with the first gradient."""
         self._synchronize = synchronize
         self._micro_batches += 1
-        self._filled, self._sent = 0, []
+        self._filled, self._sent, self._kept = 0, [], 0
 
     @property
     def _reduces_in_backward(self) -> bool:
         return self._partitions_gradients or (self._overlaps and self._synchronize and self.setting.micro_batches == 1)
 
     def before_backward(self, device: Device, unit: Unit) -> None:
-        """The root's backward is the first."""
-        if unit.is_root and (self._partitions_gradients or self._micro_batches == 1):
+        """Of the last block, before which the first gradients of all, the last layer norm's, are complete."""
+        if not unit.is_root:
+            self._hold_buffers(device)
+
+    def _hold_buffers(self, device: Device) -> None:
+        if not self._has_buffers:
             device.hold("buffers", (2 if self._overlaps else 1) * self._bucket * self._size, REDUCED)
+            self._has_buffers = True
 
     def gradient_bytes(self, parameter: Parameter) -> int:
         """In the format of the parameter."""
@@ -131,7 +145,8 @@ class Stage1And2Plan(Plan):
 
     def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
         """Into the buffer, which is sent before if there is no room."""
-        self._fill(device, parameter, f"gradient {parameter.name}")
+        self._hold_buffers(device)
+        self._fill(device, parameter, gradient_of(unit, parameter))
 
     def after_step_backward(self, device: Device) -> None:
         """What is left in the buffer goes; this rank's gradients are what stays."""
@@ -140,22 +155,20 @@ class Stage1And2Plan(Plan):
                 return
             for unit in self.setting.units:
                 device.release(gradients_of(unit))
-            for name, parameter in self._names():
+            for name, parameter in self._order:
                 device.hold(name, self.gradient_bytes(parameter), GRADIENTS)
-            for name, parameter in self._names():
+            for name, parameter in self._order:
                 self._fill(device, parameter, name)
         self._reduce(device)
         for name in self._sent:
             device.wait(name)
-        for name, _ in self._names():
+        for name, _ in self._order:
             device.release(name)
         if self._micro_batches > 1 and self._partitions_gradients:  # added to those of the micro-batches before
             device.copy("accumulated", 3 * self._kept * self._size)
             device.release("gradients of another micro-batch")
         device.release("buffers")
-
-    def _names(self) -> Iterator[tuple[str, Parameter]]:
-        return ((f"gradient {number} {parameter.name}", parameter) for number, parameter in enumerate(self._order))
+        self._has_buffers = False
 
     def _fill(self, device: Device, parameter: Parameter, own: str) -> None:
         if self._filled + parameter.numel > self._bucket:
@@ -163,6 +176,7 @@ class Stage1And2Plan(Plan):
                 device.hold(own, self.gradient_bytes(parameter), GRADIENTS)
             self._reduce(device)
         self._filled += parameter.numel
+        self._in_bucket.append(own)
         if parameter.numel <= self._bucket:
             device.copy("into buffer", 2 * self.gradient_bytes(parameter))
             device.release(own)
@@ -175,15 +189,33 @@ class Stage1And2Plan(Plan):
         name = f"bucket {len(self._sent)}"
         if self._overlaps and self._sent:
             device.wait(self._sent[-1])
-        reduce_flat(device, name, self._filled * self._size)
+        size = self._filled * self._size
+        if self._is_of_one_rank():
+            device.send(name, "all-reduce", size, WORLD, REDUCE, after="compute")
+        else:
+            reduce_flat(device, name, size)
         if not self._overlaps:
             device.wait(name)
         device.release(name, after=REDUCE if self._overlaps else None)
         self._sent.append(name)
         self._filled = 0
-        first = self._micro_batches == 1 or not self._partitions_gradients
-        kept = "gradients" if first else "gradients of another micro-batch"
-        device.hold(kept, self._kept * self._size, GRADIENTS)
+        self._keep(device)
+
+    def _is_of_one_rank(self) -> bool:
+        """Whether all that is in the buffer goes to one rank, so that it is reduced where it lies."""
+        ranks = [self._ranks[name] for name in self._in_bucket]
+        return min(each.start for each in ranks) == max(each.stop for each in ranks) - 1
+
+    def _keep(self, device: Device) -> None:
+        """A rank makes room for all its gradients when the first of them is reduced: hold as much as any rank does."""
+        ranks = {rank for name in self._in_bucket for rank in self._ranks[name]}
+        self._in_bucket.clear()
+        most = max(self._touches[rank] for rank in ranks)
+        if most > self._kept:
+            first = self._micro_batches == 1 or not self._partitions_gradients
+            name = "gradients" if first else "gradients of another micro-batch"
+            device.hold(name, most * self._size, GRADIENTS)
+            self._kept = most
 
     def after_optimizer(self, device: Device) -> None:
         """Gather all partitions; gradients have gone before the update, but for one flat tensor of them."""
@@ -200,11 +232,15 @@ def reduce_flat(device: Device, name: str, size: float) -> None:
     device.send(name, "all-reduce", size, WORLD, REDUCE, after="compute")
 
 
-def touched(parameters: Sequence[Parameter], partition: int, ranks: int) -> list[int]:
-    """Elements of the parameters that lie, if only in part, in each rank's partition of the flat tensor."""
-    ends = list(accumulate(parameter.numel for parameter in parameters))
-    sizes = [0] * ranks
-    for parameter, end in zip(parameters, ends, strict=True):
-        for rank in range((end - parameter.numel) // partition, (end - 1) // partition + 1):
-            sizes[rank] += parameter.numel
-    return sizes
+def gradient_of(unit: Unit, parameter: Parameter) -> str:
+    """The name under which a parameter's own gradient is held."""
+    return f"gradient {unit.index} {parameter.name}"
+
+
+def touched(parameters: Sequence[Parameter], partition: int) -> list[range]:
+    """The ranks in whose partitions of the flat tensor, of so many elements, each parameter lies, if only in part."""
+    ends = accumulate(parameter.numel for parameter in parameters)
+    return [
+        range((end - parameter.numel) // partition, (end - 1) // partition + 1)
+        for parameter, end in zip(parameters, ends, strict=True)
+    ]
