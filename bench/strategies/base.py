@@ -124,6 +124,10 @@ class Strategy(ABC):
     def check_installed(self) -> None:
         """Raise `ImpossibleError` where a library that only this strategy needs is missing on this machine."""
 
+    def imports(self, device: str) -> tuple[str, ...]:
+        """Modules that take long to import, for ranks to find there when they are forked: such as touch no device."""
+        return ()
+
     @abstractmethod
     def effective(self, world_size: int) -> str:
         """What the strategy comes to at this world size, for the row: ``name/kind``."""

@@ -163,6 +163,10 @@ class DeepSpeed(Strategy):
                 'install it with pip install --no-build-isolation "fsdp-bench[deepspeed]".'
             )
 
+    def imports(self, device: str) -> tuple[str, ...]:
+        """What DeepSpeed imports of torch on the way, with its first gradients. Beside GPUs the rank does that."""
+        return ("torch._inductor.compile_fx",) if device == "cpu" else ()
+
     def effective(self, world_size: int) -> str:
         """The stage, and whether anything is offloaded."""
         offloads = "_offload" if (self.offload_optimizer, self.offload_parameters) != ("none", "none") else ""

@@ -57,13 +57,14 @@ class Stage0Plan(WholePlan):
 
 
 class Stage1And2Plan(Plan):
-    """At every moment the rank with most to hold: whole parameters, its partition of optimizer state and of fp32 parameters.
+    """What the rank with most to hold at each moment holds: whole parameters, its part of fp32 parameters and states.
 
     ``deepspeed/runtime/zero/stage_1_and_2.py``: parameters lie one behind the other in a flat tensor, cut into equal
     partitions. A rank updates a copy of its own partition, then all partitions are gathered in place. Gradients are
     copied into a buffer of `bucket` elements, which is there from a backward's first gradient on. When it is full it
-    is copied once more, unless all of it is one rank's, and all-reduced, and each rank copies what touches its partition, always whole parameters,
-    into a tensor of its own. Stage 2 does so during backward, stage 1 when backward is over, unless it overlaps.
+    is copied once more, unless all of it is one rank's, and all-reduced. Each rank then copies the gradients that its
+    partition needs, of whole parameters, into a tensor of its own. Stage 2 does so during backward; stage 1 when
+    backward is over, unless it overlaps.
 
     Parameters
     ----------
@@ -172,8 +173,6 @@ class Stage1And2Plan(Plan):
 
     def _fill(self, device: Device, parameter: Parameter, own: str) -> None:
         if self._filled + parameter.numel > self._bucket:
-            if self._reduces_in_backward:  # it waits outside
-                device.hold(own, self.gradient_bytes(parameter), GRADIENTS)
             self._reduce(device)
         self._filled += parameter.numel
         self._in_bucket.append(own)
