@@ -84,13 +84,11 @@ class Stage1And2Plan(Plan):
         self._overlaps = overlaps
         self._bucket = bucket
         self._size = setting.parameter_bytes
-        parameters = [parameter for unit in setting.units for parameter in unit.parameters]
+        self._order = in_order(setting.units)
+        parameters = [parameter for _, parameter in self._order]
         unit = 2 * setting.world_size
         self._whole = -(-sum(parameter.numel for parameter in parameters) // unit) * unit
         self._partition = self._whole // setting.world_size
-        self._order = [
-            (gradient_of(unit, parameter), parameter) for unit in setting.units for parameter in unit.parameters
-        ]
         self._ranks = dict(zip((name for name, _ in self._order), touched(parameters, self._partition), strict=True))
         self._touches = [0] * setting.world_size
         for name, parameter in self._order:
@@ -229,6 +227,16 @@ def reduce_flat(device: Device, name: str, size: float) -> None:
     device.hold(name, size, REDUCED)
     device.copy(name, 4 * size)
     device.send(name, "all-reduce", size, WORLD, REDUCE, after="compute")
+
+
+def in_order(units: Sequence[Unit]) -> list[tuple[str, Parameter]]:
+    """Parameters as they lie in the flat tensor, each with the name of its gradient.
+
+    Embeddings, the blocks in order, and the norms that follow them (a T5's encoder's too, which lies in the middle).
+    """
+    found = [(unit, parameter) for unit in units for parameter in unit.parameters]
+    found.sort(key=lambda pair: pair[0].is_root and len(pair[1].shape) < 2)
+    return [(gradient_of(unit, parameter), parameter) for unit, parameter in found]
 
 
 def gradient_of(unit: Unit, parameter: Parameter) -> str:
