@@ -17,6 +17,7 @@ from bench.simulate.predict import predict
 from bench.strategies.deepspeed_plan import touched
 from bench.strategies.plan import Parameter
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.test_strategy_plans import Notebook, config, plan_of, step
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -166,3 +167,24 @@ def test_without_the_library_nothing_starts(
 def test_a_parameter_belongs_to_every_rank_whose_partition_it_touches() -> None:
     parameters = [Parameter("a", (3,)), Parameter("b", (6,)), Parameter("c", (1,)), Parameter("d", (2,))]
     assert touched(parameters, 4) == [range(0, 1), range(0, 3), range(2, 3), range(2, 3)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("overlaps", ["true", "false"])
+def test_a_step_leaves_behind_what_it_found_and_sends_the_model_twice(number, micro_batches, overlaps) -> None:
+    knobs = {"strategy.stage": number, "strategy.reduce_bucket_size": 2000000} | (
+        {"strategy.overlap_comm": overlaps} if number else {}
+    )
+    every = {"gradient_accumulation_sync": "true"} if number == 2 else {}
+    run = config(strategy="deepspeed", gradient_accumulation=micro_batches, **knobs, **every)
+    plan, setting = plan_of(run)
+    device = Notebook()
+    plan.begin(device)
+    found = dict(device.held)
+    step(plan, setting, device, micro_batches=micro_batches, every=bool(every))
+    assert device.held == found
+    whole = sum(parameter.numel for unit in setting.units for parameter in unit.parameters) * 4
+    reduced = micro_batches if number == 2 else 1
+    assert device.volume("all-reduce", "world") == pytest.approx(reduced * whole, rel=1e-4)
+    assert device.volume("all-gather", "world") == pytest.approx(whole if number else 0, rel=1e-4)
