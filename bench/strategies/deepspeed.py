@@ -33,7 +33,12 @@ THRESHOLDS = ("param_persistence_threshold", "max_live_parameters", "max_reuse_d
 
 @dataclass(frozen=True)
 class DeepSpeed(Strategy):
-    """ZeRO by the DeepSpeed library. Sizes are in elements; names are those of its configuration."""
+    """ZeRO by the DeepSpeed library. Sizes are in elements; names are those of its configuration.
+
+    Weights, data, optimizer and the division of the loss are those of every other strategy. In bf16 DeepSpeed rounds
+    the weights first and makes its fp32 copies from that, so training starts from rounded weights. When a rank is
+    rehearsed, the partitions that stages 1 and 2 gather after the update repeat the first rank's.
+    """
 
     stage: int
     """0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too."""
@@ -113,8 +118,8 @@ class DeepSpeed(Strategy):
         for name in ("offload_optimizer", "offload_parameters"):
             if getattr(self, name) != "none" and device == "cpu":
                 raise ImpossibleError(
-                    f"strategy.{name}={getattr(self, name)} is not valid on a CPU, which there is no device to offload "
-                    "from: choose none."
+                    f"strategy.{name}={getattr(self, name)} is not valid on a CPU, where there is no device to "
+                    "offload from: choose none."
                 )
 
     def check_precision(self, precision: Precision) -> None:
@@ -180,9 +185,10 @@ class DeepSpeed(Strategy):
             deepspeed.comm.init_distributed(dist_init_required=False)
             for module in reversed(list(model.modules())):  # children before what contains them
                 job.materializer.module(module)
-                if any(True for _ in module.parameters(recurse=False)):
-                    if job.precision.mixed:
-                        module.to(job.precision.compute_dtype)
+                own = list(module.parameters(recurse=False))
+                for parameter in own:
+                    parameter.data = parameter.data.to(job.precision.compute_dtype)
+                if own:
                     deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=job.precision.compute_dtype)
         else:
             job.materializer.model(model)

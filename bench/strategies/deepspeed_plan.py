@@ -28,9 +28,6 @@ from bench.strategies.plan import (
 STAGE_0_BUCKET = 500_000_000
 """Elements that stage 0 reduces at a time (``MEMORY_OPT_ALLREDUCE_SIZE`` in deepspeed/runtime/engine.py)."""
 
-NORM_BYTES = 4
-"""Of the gradients' norm, which all ranks add up before every step."""
-
 
 class Stage0Plan(WholePlan):
     """Nothing is sharded: when backward is over, gradients are copied into one tensor, reduced and copied back."""
