@@ -18,7 +18,7 @@ from bench.hardware import Hardware
 from bench.models import Family, load_family
 from bench.models.blocks import CHECKPOINTING
 from bench.precision import Precision
-from bench.strategies import Strategy, load_strategy
+from bench.strategies import Step, Strategy, load_strategy
 from bench.training.optimizer import OptimizerConfig
 from bench.typed import kind_of, type_hints, typed
 
@@ -104,6 +104,11 @@ class RunConfig:
         self.strategy.check_device(self.hardware.device)
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
+        self.strategy.check_step(
+            Step(
+                self.gradient_accumulation, self.gradient_accumulation_sync, self.optimizer.keep_gradients, self.compile
+            )
+        )
 
     @property
     def nodes(self) -> int:

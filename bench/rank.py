@@ -98,6 +98,7 @@ def run_rank(
             seed=config.seed,
             enter_phase=enter_phase,
             rehearsed=config.rehearsed,
+            micro_batches=config.gradient_accumulation,
         )
         batches = micro_batches(
             config.model,

@@ -129,7 +129,7 @@ def configured_row(config: RunConfig) -> Record:
 def _mixed_precision(config: RunConfig) -> str:
     if not config.precision.mixed:
         return "none"
-    return "autocast" if config.strategy.uses_autocast else "fsdp policy"
+    return config.strategy.mixed_precision
 
 
 def environment_row(outcomes: list[Outcome]) -> Record:

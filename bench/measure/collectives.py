@@ -33,19 +33,23 @@ def letting_go() -> Iterator[None]:
     The profiler sees what the calling thread releases. Where a thread of gloo holds a tensor a moment longer than
     its owner, that thread releases it, unseen, and the tensor would count as allocated for ever.
     """
+    watching = [True]  # for those who keep what they find here, as DeepSpeed does
     originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     try:
         for name, original in originals.items():
-            setattr(dist, name, _letting_go(original))
+            setattr(dist, name, _letting_go(original, watching))
         yield
     finally:
+        watching[0] = False
         for name, original in originals.items():
             setattr(dist, name, original)
 
 
-def _letting_go(collective: Callable[..., Any]) -> Callable[..., Any]:
+def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callable[..., Any]:
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not watching[0]:
+            return collective(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = [_holders(tensor) for tensor in tensors]
         work = collective(*args, **kwargs)

@@ -152,7 +152,8 @@ COLUMNS: tuple[Column, ...] = (
         reduce_dtype="dtype gradients are reduced in",
     ),
     *_columns(
-        "string", mixed_precision="how compute came to be narrower than parameters: autocast, fsdp policy or none"
+        "string",
+        mixed_precision="how compute came to be narrower: autocast, fsdp policy, deepspeed bf16 or none",
     ),
     *_columns(
         "boolean", gradient_accumulation_sync="gradients communicated after every micro-batch, not only the last"

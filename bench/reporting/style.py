@@ -75,6 +75,10 @@ COLOURS = {
     "fsdp1/no_shard": "#f0c05a",
     "fsdp1/hybrid_shard": "#6cc5a8",
     "fsdp1/full_shard": "#cc79a7",
+    "deepspeed/stage_0": "#9a5b2e",
+    "deepspeed/stage_1": "#b0a000",
+    "deepspeed/stage_2": "#4b8f6b",
+    "deepspeed/stage_3": "#3b4fa8",
 }
 SPARE_COLOURS = ("#cc79a7", "#56b4e9", "#8a7a00", "#6b6b6b")
 MARKERS = ("o", "s", "D", "^", "v", "P", "<", ">", "p", "h", "*", "d")

@@ -35,6 +35,21 @@ class Job:
     materializer: Materializer
     rehearsed: bool = False
     """Only the first rank is there, and its shards stand for those of the others."""
+    build_optimizer: BuildOptimizer | None = None
+    """For frameworks that must be given model and optimizer together; others get it in `Strategy.optimizer`."""
+    micro_batches: int = 1
+    """Micro-batches whose gradients make one step."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a step is carried out, as far as a framework that carries it out itself may object."""
+
+    micro_batches: int
+    synchronize_every_micro_batch: bool
+    keep_gradients: bool
+    """Gradients are filled with zeros after a step, not freed."""
+    compile: bool
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,11 @@ class Strategy(ABC):
 
     uses_autocast = True
     """Whether mixed precision is autocast's (else the strategy casts parameters itself)."""
+
+    @property
+    def mixed_precision(self) -> str:
+        """Who makes computation narrower than stored parameters, for the row."""
+        return "autocast" if self.uses_autocast else "fsdp policy"
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """The same strategy with every knob that depends on the run as a value, the sharding factor as a number.
@@ -97,6 +117,16 @@ class Strategy(ABC):
 
     def check_optimizer(self, name: str, implementation: str) -> None:
         """Raise `ImpossibleError` where the strategy's parameters cannot be updated that way."""
+
+    def check_step(self, step: Step) -> None:
+        """Raise `ImpossibleError` where the strategy cannot carry out a step like this."""
+
+    def check_installed(self) -> None:
+        """Raise `ImpossibleError` where a library that only this strategy needs is missing on this machine."""
+
+    def imports(self, device: str) -> tuple[str, ...]:
+        """Modules that take long to import, for ranks to find there when they are forked: such as touch no device."""
+        return ()
 
     @abstractmethod
     def effective(self, world_size: int) -> str:

@@ -96,6 +96,7 @@ def build_engine(
     seed: int,
     enter_phase: EnterPhase,
     rehearsed: bool = False,
+    micro_batches: int = 1,
 ) -> Engine:
     """Build the model on meta, prepare its blocks, wrap and fill it, then build the optimizer on what it became.
 
@@ -109,7 +110,8 @@ def build_engine(
     checkpoint_blocks(family, model, activation_checkpointing)
     if compile:
         compile_blocks(family, model)
-    module = strategy.wrap(model, Job(family, precision, device, world_size, materializer, rehearsed))
+    job = Job(family, precision, device, world_size, materializer, rehearsed, optimizer.build, micro_batches)
+    module = strategy.wrap(model, job)
     scaler = strategy.grad_scaler(device) if precision.scales_loss else torch.amp.GradScaler(device.type, enabled=False)
     built = strategy.optimizer(module, optimizer.build)
     return Engine(

@@ -64,7 +64,8 @@ class SlurmJob:
         # Every start of a job has a file of its own, for processes of an earlier one may linger.
         address = self.folder / f"meeting-{place.job_id}-{place.restart}.json"
         with JobSignal(place) as stop:
-            preload(self.task.config.model.imports)
+            config = self.task.config
+            preload((*config.model.imports, *config.strategy.imports(config.hardware.device)))
             if place.rank.rank == 0:
                 self._lead(place, address, stop, deadline)
             else:

@@ -1,0 +1,306 @@
+"""DeepSpeed: ZeRO stages 0 to 3 as its own engine carries them out, with or without offloading."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
+from bench.precision import Precision
+from bench.strategies.base import BuildOptimizer, Job, Step, Strategy
+from bench.strategies.deepspeed_plan import Stage0Plan, Stage1And2Plan
+from bench.strategies.plan import Plan, Setting
+from bench.strategies.stepper import Stepper
+
+STAGES = (0, 1, 2, 3)
+OFFLOADS = ("none", "cpu", "nvme")
+
+BY_STAGE = "stage"
+"""The sharding factor that follows from the stage."""
+
+BUCKETS = ("reduce_bucket_size", "prefetch_bucket_size")
+THRESHOLDS = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+
+
+@dataclass(frozen=True)
+class DeepSpeed(Strategy):
+    """ZeRO by the DeepSpeed library. Sizes are in elements; names are those of its configuration.
+
+    Weights, data, optimizer and the division of the loss are those of every other strategy. In bf16 DeepSpeed rounds
+    the weights first and makes its fp32 copies from that, so training starts from rounded weights. When a rank is
+    rehearsed, the partitions that stages 1 and 2 gather after the update repeat the first rank's.
+    """
+
+    stage: int
+    """0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too."""
+    offload_optimizer: str
+    """Where optimizer state and fp32 parameters are kept and updated: none (on the device), cpu or nvme."""
+    offload_parameters: str
+    """Where the shards of parameters are kept."""
+    nvme_path: str | None
+    """Folder for what is offloaded to NVMe."""
+    overlap_comm: bool | None
+    """Reduce gradients while backward runs. null: DeepSpeed's choice, which is true for stage 3 alone."""
+    contiguous_gradients: bool
+    """Copy gradients into one buffer as they are produced."""
+    reduce_bucket_size: int
+    """Elements reduced at a time, and of the buffer for them."""
+    prefetch_bucket_size: int
+    """Elements gathered ahead of use in stage 3."""
+    param_persistence_threshold: int
+    """Parameters smaller than this stay whole in stage 3."""
+    max_live_parameters: int
+    """Elements that may be whole at a time in stage 3."""
+    max_reuse_distance: int
+    """Parameters used again within so many elements stay whole in stage 3."""
+
+    uses_autocast = False
+
+    @property
+    def mixed_precision(self) -> str:
+        """Parameters are narrow, DeepSpeed's optimizer keeps them in fp32 as well."""
+        return "deepspeed bf16"
+
+    def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
+        """As every strategy; the stage decides how many ranks share parameters, and whether reduction overlaps."""
+        require_choice("strategy.stage", self.stage, STAGES)
+        factor = world_size if self.stage == 3 else 1
+        asked = world_size if self.sharding_factor == "full" else self.sharding_factor
+        if asked not in (BY_STAGE, factor):
+            raise bad_value(
+                "strategy.sharding_factor",
+                self.sharding_factor,
+                f"{BY_STAGE}: strategy.stage={self.stage} of deepspeed spreads parameters over {factor} of "
+                f"gpus={world_size} rank(s), and strategy.stage is what changes that",
+                ImpossibleError,
+            )
+        overlap = self.stage == 3 if self.overlap_comm is None else self.overlap_comm
+        chosen = dataclasses.replace(self, sharding_factor=factor, overlap_comm=overlap)
+        return super(DeepSpeed, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
+
+    def check(self, world_size: int) -> None:
+        """Any world size; offloading where the stage has something to offload."""
+        for name in (*BUCKETS, *THRESHOLDS):
+            require_at_least(f"strategy.{name}", getattr(self, name), 1 if name == "reduce_bucket_size" else 0)
+        for name in ("offload_optimizer", "offload_parameters"):
+            require_choice(f"strategy.{name}", getattr(self, name), OFFLOADS)
+        if self.offload_parameters != "none" and self.stage != 3:
+            raise self._offload_needs("offload_parameters", "3: only there each rank has just a part of the parameters")
+        if self.offload_optimizer == "cpu" and self.stage == 0:
+            raise self._offload_needs("offload_optimizer", "1, 2 or 3: stage 0 leaves the optimizer to torch")
+        if self.offload_optimizer == "nvme" and self.stage != 3:
+            raise self._offload_needs("offload_optimizer", "3: stages 1 and 2 offload to the CPU alone")
+        uses_nvme = "nvme" in (self.offload_optimizer, self.offload_parameters)
+        if uses_nvme and not self.nvme_path:
+            raise bad_value("strategy.nvme_path", self.nvme_path, "the folder to offload to, on an NVMe device")
+        if self.nvme_path and not uses_nvme:
+            raise bad_value("strategy.nvme_path", self.nvme_path, "null, since nothing is offloaded to nvme")
+        if self.overlap_comm and self.stage == 0:
+            raise bad_value("strategy.overlap_comm", True, "false or null: stage 0 reduces when backward is over")
+
+    def _offload_needs(self, name: str, stages: str) -> ImpossibleError:
+        return ImpossibleError(
+            f"strategy.{name}={getattr(self, name)} is not valid with strategy.stage={self.stage}: "
+            f"choose stage {stages}."
+        )
+
+    def check_device(self, device: str) -> None:
+        """Offloading needs a device to offload from."""
+        for name in ("offload_optimizer", "offload_parameters"):
+            if getattr(self, name) != "none" and device == "cpu":
+                raise ImpossibleError(
+                    f"strategy.{name}={getattr(self, name)} is not valid on a CPU, where there is no device to "
+                    "offload from: choose none."
+                )
+
+    def check_precision(self, precision: Precision) -> None:
+        """In fp32, or bf16 with fp32 master weights, optimizer state and reduction."""
+        if precision.compute == "fp32":
+            return
+        if (precision.parameters, precision.compute, precision.reduce) != ("fp32", "bf16", "fp32"):
+            raise ImpossibleError(
+                f"precision={precision.name} is not valid for strategy=deepspeed, whose fp16 scales the loss its own "
+                "way and whose master weights are fp32 without its CPU optimizer: choose fp32, tf32 or bf16."
+            )
+        if self.stage == 0:
+            raise ImpossibleError(
+                f"precision={precision.name} is not valid for strategy=deepspeed with strategy.stage=0, which does not "
+                "reduce gradients in fp32: choose stage 1, 2 or 3, precision fp32 or tf32, or strategy ddp."
+            )
+
+    def check_step(self, step: Step) -> None:
+        """DeepSpeed itself decides when gradients are reduced and freed."""
+        if step.keep_gradients:
+            raise ImpossibleError(
+                "optimizer.keep_gradients=true is not valid for strategy=deepspeed, which frees gradients itself: "
+                "choose false."
+            )
+        if step.compile:
+            raise ImpossibleError(
+                "compile=true is not valid for strategy=deepspeed, whose hooks run within blocks: choose false, or "
+                "strategy ddp, fsdp or fsdp1."
+            )
+        if step.micro_batches > 1 and step.synchronize_every_micro_batch != (self.stage >= 2):
+            needed, why = (
+                ("true", "stages 2 and 3 reduce the gradients of every micro-batch")
+                if self.stage >= 2
+                else ("false", "stages 0 and 1 reduce gradients after the last micro-batch")
+            )
+            raise ImpossibleError(
+                f"gradient_accumulation_sync={str(step.synchronize_every_micro_batch).lower()} is not valid for "
+                f"strategy=deepspeed with strategy.stage={self.stage}: choose {needed}, since {why}."
+            )
+
+    def check_installed(self) -> None:
+        """The library is an optional extra."""
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ImpossibleError(
+                "strategy=deepspeed needs the library deepspeed, which is not installed: choose another strategy, or "
+                'install it with pip install --no-build-isolation "fsdp-bench[deepspeed]".'
+            )
+
+    def imports(self, device: str) -> tuple[str, ...]:
+        """What DeepSpeed imports of torch on the way, with its first gradients. Beside GPUs the rank does that."""
+        return ("torch._inductor.compile_fx",) if device == "cpu" else ()
+
+    def effective(self, world_size: int) -> str:
+        """The stage, and whether anything is offloaded."""
+        offloads = "_offload" if (self.offload_optimizer, self.offload_parameters) != ("none", "none") else ""
+        return f"deepspeed/stage_{self.stage}{offloads}"
+
+    def wrap(self, model: nn.Module, job: Job) -> nn.Module:
+        """DeepSpeed's engine, around model and optimizer. In stage 3 no rank ever holds the whole model."""
+        deepspeed = _library(job.device)
+        config = self.configuration(job)
+        if self.stage == 3:
+            deepspeed.comm.init_distributed(dist_init_required=False)
+            for module in reversed(list(model.modules())):  # children before what contains them
+                job.materializer.module(module)
+                own = list(module.parameters(recurse=False))
+                for parameter in own:
+                    parameter.data = parameter.data.to(job.precision.compute_dtype)
+                if own:
+                    deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=job.precision.compute_dtype)
+        else:
+            job.materializer.model(model)
+        assert job.build_optimizer is not None
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=job.build_optimizer(model.parameters()),
+            config=config,
+            dist_init_required=False,
+        )
+        return engine  # type: ignore[no-any-return]
+
+    def configuration(self, job: Job) -> dict[str, Any]:
+        """What DeepSpeed is told, in its own words."""
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "overlap_comm": self.overlap_comm,
+            "contiguous_gradients": self.contiguous_gradients,
+            "reduce_bucket_size": self.reduce_bucket_size,
+            "stage3_prefetch_bucket_size": self.prefetch_bucket_size,
+            "stage3_param_persistence_threshold": self.param_persistence_threshold,
+            "stage3_max_live_parameters": self.max_live_parameters,
+            "stage3_max_reuse_distance": self.max_reuse_distance,
+        }
+        for section, place in (
+            ("offload_optimizer", self.offload_optimizer),
+            ("offload_param", self.offload_parameters),
+        ):
+            if place != "none":
+                zero[section] = {"device": place} | ({"nvme_path": self.nvme_path} if place == "nvme" else {})
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,  # for its log alone: batches come from outside
+            "gradient_accumulation_steps": job.micro_batches,
+            "gradient_clipping": 0.0,  # no other strategy clips; DeepSpeed's default is a norm of 1
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,  # torch's own, SGD among them
+            "zero_force_ds_cpu_optimizer": False,
+            "timers": {"throughput": {"enabled": False}},  # it waits for the device after every step
+        }
+        if job.precision.mixed:
+            config |= {
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "communication_data_type": "fp32",
+            }
+        return config
+
+    def plan(self, setting: Setting) -> Plan:
+        """Of stages 0 to 2 without mixed precision and offloading: what has been read and measured.
+
+        Raises
+        ------
+        ImpossibleError
+            For everything else.
+        """
+        unknown = {
+            "strategy.stage=3 (what it gathers ahead and keeps depends on the order of modules)": self.stage == 3,
+            f"precision={setting.precision.name}": setting.precision.mixed,
+            f"strategy.offload_optimizer={self.offload_optimizer}": self.offload_optimizer != "none",
+            "strategy.contiguous_gradients=false": not self.contiguous_gradients and self.stage > 0,
+        }
+        for what, is_unknown in unknown.items():
+            if is_unknown:
+                raise ImpossibleError(
+                    f"strategy=deepspeed with {what} cannot be predicted: choose mode=measure or rehearse, or stage 0, "
+                    "1 or 2 with precision fp32 or tf32, no offloading and contiguous gradients."
+                )
+        if self.stage == 0:
+            return Stage0Plan(setting)
+        return Stage1And2Plan(
+            setting,
+            partitions_gradients=self.stage == 2,
+            overlaps=bool(self.overlap_comm),
+            bucket=self.reduce_bucket_size,
+        )
+
+    def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
+        """The one the engine was built with."""
+        return module.optimizer  # type: ignore[return-value]
+
+    def stepper(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
+    ) -> Stepper:
+        """By the engine."""
+        return DeepSpeedStepper(module, optimizer, scaler)
+
+
+class DeepSpeedStepper(Stepper):
+    """Backward and update by DeepSpeed's engine, which counts micro-batches itself."""
+
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        super().__init__(optimizer, scaler, keep_gradients=False)
+        self._engine = engine
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The loss is a micro-batch's share already, so it is not divided once more."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # counts the micro-batch, no more
+
+    def update(self) -> None:
+        """The engine steps and frees the gradients."""
+        self._engine.step()
+
+
+def _library(device: torch.device) -> ModuleType:
+    """DeepSpeed, imported in the rank that uses it, for its device."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    # It calls collectives by names that torch 2.13 says, at every call site, are the old ones.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # of the device, among those this process sees
+    deepspeed = importlib.import_module("deepspeed")
+    # All collectives of CPU processes go through gloo: its kernels for shared memory would be compiled first.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

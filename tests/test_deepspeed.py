@@ -1,0 +1,190 @@
+"""DeepSpeed's stages: what they compute, keep and refuse. Without the library, only what needs it not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.errors import UsageError
+from bench.run import main
+from bench.simulate.predict import predict
+from bench.strategies.deepspeed_plan import touched
+from bench.strategies.plan import Parameter
+from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.test_strategy_plans import Notebook, config, plan_of, step
+
+Execute = Callable[..., list[dict[str, Any]]]
+
+STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
+STAGES = (0, 1, 2, 3)
+BUCKET = "strategy.reduce_bucket_size=20000"
+
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None and os.environ.get("REQUIRE_DEEPSPEED") != "1",
+    reason="deepspeed is not installed",
+)
+
+
+def stage(number: int, *more: str) -> tuple[str, ...]:
+    """Stage 3 with all parameters sharded: small ones, and here all are small, would stay whole."""
+    sharded = ("strategy.param_persistence_threshold=0",) if number == 3 else ()
+    return ("strategy=deepspeed", f"strategy.stage={number}", BUCKET, *sharded, *more)
+
+
+@needs_library
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "ranks"), [(SMALL_T5, 4), (SMALL_GPT, 2)], ids=["t5", "gpt"])
+def test_every_stage_computes_what_one_process_does(execute: Execute, model: Any, ranks: int, tmp_path: Path) -> None:
+    share = (f"gpus={ranks}", f"batch_size_per_gpu={8 // ranks}")
+    asked = {number: (*model, *STEPS, *stage(number), *share) for number in STAGES}
+    single, alone, *others = execute(
+        (*model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=8"),
+        (*asked[2], "mode=rehearse"),
+        *asked.values(),
+    )
+    runs = dict(zip(STAGES, others, strict=True))
+    for number, record in runs.items():
+        assert record["status"] == "ok", record["error"]
+        # From the third step on AdamW's losses show whether gradients were clipped or divided.
+        assert record["losses"] == pytest.approx(single["losses"], rel=1e-5), number
+        assert record["effective_strategy"] == f"deepspeed/stage_{number}"
+        assert record["environment"]["packages"]["deepspeed"]
+    for number in (0, 1, 2):
+        expected = predict(configuration(*asked[number])).memory.allocated.value
+        assert runs[number]["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), number
+    first = runs[2]["ranks"][0]["peak_allocated_bytes"]
+    assert alone["peak_allocated_bytes"] == pytest.approx(first, rel=0.01)
+    for log in tmp_path.glob("store/*/*.log"):
+        assert "deprecated" not in log.read_text()
+        assert len(log.read_text().splitlines()) < 20
+
+
+@needs_library
+@pytest.mark.slow
+def test_micro_batches_and_narrow_formats(execute: Execute) -> None:
+    # SGD, whose losses show by how much gradients were divided: AdamW's do not.
+    half = (*SMALL_T5, *STEPS, "optimizer=sgd", "gpus=2", "batch_size_per_gpu=2", "gradient_accumulation=2")
+    asked = {
+        "ddp": (*half, "strategy=ddp"),
+        "accumulates": (*half, *stage(1, "strategy.overlap_comm=true")),
+        "reduces": (*half, *stage(2), "gradient_accumulation_sync=true"),
+        "bf16": (*half, *stage(3), "gradient_accumulation_sync=true", "precision=bf16"),
+    }
+    runs = dict(zip(asked, execute(*asked.values()), strict=True))
+    for name, record in runs.items():
+        assert record["status"] == "ok", (name, record["error"])
+    losses = runs["ddp"]["losses"]
+    for name in ("accumulates", "reduces"):
+        assert runs[name]["losses"] == pytest.approx(losses, rel=1e-5), name
+        expected = predict(configuration(*asked[name])).memory.allocated.value
+        assert runs[name]["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), name
+    assert runs["bf16"]["losses"] == pytest.approx(losses, rel=0.02)
+    assert runs["bf16"]["losses"] != pytest.approx(losses, rel=1e-5)
+    assert runs["bf16"]["mixed_precision"] == "deepspeed bf16"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("strategy.stage=4",), r"strategy.stage=4 is not valid: choose 0, 1, 2, 3"),
+        (("strategy.sharding_factor=2",), r"strategy.sharding_factor=2 is not valid: choose stage: .*strategy.stage=2"),
+        (("strategy.stage=3", "strategy.sharding_factor=2"), r"over 4 of gpus=4"),
+        (
+            ("strategy.offload_parameters=cpu",),
+            r"offload_parameters=cpu is not valid with strategy.stage=2: choose.* 3",
+        ),
+        (("strategy.stage=0", "strategy.offload_optimizer=cpu"), r"choose stage 1, 2 or 3"),
+        (("strategy.offload_optimizer=nvme", "strategy.nvme_path=/n"), r"stages 1 and 2 offload to the CPU alone"),
+        (("strategy.stage=3", "strategy.offload_optimizer=nvme"), r"strategy.nvme_path=null is not valid"),
+        (("strategy.nvme_path=/n",), r"nvme_path=/n is not valid: choose null"),
+        (("strategy.offload_optimizer=disk",), r"offload_optimizer=disk is not valid: choose none, cpu, nvme"),
+        (("strategy.offload_optimizer=cpu",), r"offload_optimizer=cpu is not valid on a CPU"),
+        (("strategy.stage=0", "strategy.overlap_comm=true"), r"overlap_comm=true is not valid: choose false or null"),
+        (("strategy.reduce_bucket_size=0",), r"reduce_bucket_size=0 is not valid"),
+        (("precision=fp16",), r"precision=fp16 is not valid for strategy=deepspeed"),
+        (("precision=bf16_pure",), r"precision=bf16_pure is not valid for strategy=deepspeed"),
+        (("strategy.stage=0", "precision=bf16"), r"strategy.stage=0, which does not reduce gradients in fp32"),
+        (("optimizer.keep_gradients=true",), r"keep_gradients=true is not valid"),
+        (("compile=true",), r"compile=true is not valid for strategy=deepspeed"),
+        (("gradient_accumulation=2",), r"gradient_accumulation_sync=false is not valid .*stage=2: choose true"),
+        (
+            ("strategy.stage=1", "gradient_accumulation=2", "gradient_accumulation_sync=true"),
+            r"gradient_accumulation_sync=true is not valid .*stage=1: choose false",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        configuration(*SMALL_T5, "strategy=deepspeed", "gpus=4", *overrides)
+
+
+def test_the_stage_says_how_many_ranks_share_parameters() -> None:
+    factors = [configuration(*SMALL_T5, *stage(number), "gpus=4").strategy.factor for number in STAGES]
+    assert factors == [1, 1, 1, 4]
+    named = configuration(*SMALL_T5, *stage(3), "gpus=4", "strategy.sharding_factor=full")
+    assert named.run_id == configuration(*SMALL_T5, *stage(3), "gpus=4").run_id
+
+
+def test_an_offloaded_run_says_so() -> None:
+    run = configuration(*SMALL_T5, *stage(3, "strategy.offload_parameters=cpu"), "hardware=a100_80gb", "gpus=4")
+    assert run.strategy.effective(4) == "deepspeed/stage_3_offload"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("strategy.stage=3",),
+        ("precision=bf16",),
+        ("strategy.contiguous_gradients=false",),
+        ("hardware=a100_80gb", "strategy.offload_optimizer=cpu"),
+    ],
+)
+def test_what_is_not_known_is_not_predicted(overrides: tuple[str, ...]) -> None:
+    run = configuration(*SMALL_T5, *stage(2), "gpus=4", "mode=predict", *overrides)
+    with pytest.raises(UsageError, match=r"strategy=deepspeed with .* cannot be predicted: choose"):
+        predict(run)
+
+
+def test_without_the_library_nothing_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "deepspeed" not in sys.modules  # only ranks that use it import it
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    run = (*SMALL_T5, *stage(2), "gpus=2", f"store={tmp_path}")
+    assert main([*run]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert 'pip install --no-build-isolation "fsdp-bench[deepspeed]"' in sentence
+    assert not list(tmp_path.iterdir())
+    assert predict(configuration(*SMALL_T5, *stage(2), "gpus=2", "mode=predict")).memory.allocated.value > 0
+
+
+def test_a_parameter_belongs_to_every_rank_whose_partition_it_touches() -> None:
+    parameters = [Parameter("a", (3,)), Parameter("b", (6,)), Parameter("c", (1,)), Parameter("d", (2,))]
+    assert touched(parameters, 4) == [range(0, 1), range(0, 3), range(2, 3), range(2, 3)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("overlaps", ["true", "false"])
+def test_a_step_leaves_behind_what_it_found_and_sends_the_model_twice(number, micro_batches, overlaps) -> None:
+    knobs = {"strategy.stage": number, "strategy.reduce_bucket_size": 2000000} | (
+        {"strategy.overlap_comm": overlaps} if number else {}
+    )
+    every = {"gradient_accumulation_sync": "true"} if number == 2 else {}
+    run = config(strategy="deepspeed", gradient_accumulation=micro_batches, **knobs, **every)
+    plan, setting = plan_of(run)
+    device = Notebook()
+    plan.begin(device)
+    found = dict(device.held)
+    step(plan, setting, device, micro_batches=micro_batches, every=bool(every))
+    assert device.held == found
+    whole = sum(parameter.numel for unit in setting.units for parameter in unit.parameters) * 4
+    reduced = micro_batches if number == 2 else 1
+    assert device.volume("all-reduce", "world") == pytest.approx(reduced * whole, rel=1e-4)
+    assert device.volume("all-gather", "world") == pytest.approx(whole if number else 0, rel=1e-4)
