@@ -62,6 +62,7 @@ class LocalLauncher:
 
     def check(self, config: RunConfig) -> None:
         """Raise `ImpossibleError` where this machine cannot execute a run."""
+        config.strategy.check_installed()
         refuse_unsupported(config.hardware, self._device, config.precision, compile_blocks=config.compile)
         if config.machines > 1:
             raise ImpossibleError(

@@ -120,7 +120,7 @@ def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
 def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machine, Plan]:
     """The machine after a step, and the plan that was followed."""
     key = tape_key(config)
-    layout = layout_of(config.model, getattr(config.strategy, "blocks_per_unit", 1), config.precision.scales_loss)
+    layout = layout_of(config.model, getattr(config.strategy, "blocks_per_unit", None) or 1, config.precision.scales_loss)
     setting = Setting(
         units=layout.units,
         precision=config.precision,

@@ -98,6 +98,9 @@ class Strategy(ABC):
     def check_optimizer(self, name: str, implementation: str) -> None:
         """Raise `ImpossibleError` where the strategy's parameters cannot be updated that way."""
 
+    def check_installed(self) -> None:
+        """Raise `ImpossibleError` where a library that only this strategy needs is missing on this machine."""
+
     @abstractmethod
     def effective(self, world_size: int) -> str:
         """What the strategy comes to at this world size, for the row: ``name/kind``."""

@@ -74,6 +74,7 @@ class SlurmLauncher:
 
     def check(self, config: RunConfig) -> None:
         """Raise `ImpossibleError` where this cluster cannot execute a run."""
+        config.strategy.check_installed()
         if config.hardware.device == "cpu":
             nodes_processor = Device("cpu", "the nodes' processors", 0)
             refuse_unsupported(config.hardware, nodes_processor, config.precision, compile_blocks=False)
