@@ -34,25 +34,21 @@ class Accelerate(Framework):
     library = "accelerate"
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
-        """Let Accelerate wrap the model; FSDP2 it takes only with the optimizer, and only with its weights."""
+        """Let Accelerate wrap the model, then give it its weights; FSDP1 fills each unit before it is sharded."""
         units = group_blocks(job.family, model, self.blocks_per_unit) if self.blocks_per_unit else []
         accelerator = self._accelerator(job, {_inner(unit) for unit in units})
         if self.backend == "fsdp":
-            job.materializer.model(model, keep_on_cpu=True)  # the device takes one unit after the other
-            return _prepared.note(model, accelerator)
-        if self.backend == "ddp":
+            with _blocks_alone(model):
+                # FSDP2 is shared out in place, and only beside an optimizer. The true one comes when there are weights.
+                accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        if self.backend != "fsdp1":
             job.materializer.model(model)
-        return _prepared.note(accelerator.prepare(model), accelerator)
+        return _prepared.note(model if self.backend == "fsdp" else accelerator.prepare(model), accelerator)
 
     def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
-        """The optimizer as Accelerate prepares it, which for FSDP2 shards the model in place."""
-        accelerator = _prepared.by(module)
-        if self.backend != "fsdp":
-            return accelerator.prepare(build(module.parameters()))  # type: ignore[no-any-return]
-        with _blocks_alone(module):
-            sharded, optimizer = accelerator.prepare(module, build(module.parameters()))
-        assert sharded is module, "Accelerate no longer shards in place"
-        return optimizer  # type: ignore[no-any-return]
+        """The optimizer as Accelerate prepares it."""
+        prepared: torch.optim.Optimizer = _prepared.by(module).prepare_optimizer(build(module.parameters()))
+        return prepared
 
     def stepper(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
@@ -68,23 +64,24 @@ class Accelerate(Framework):
 
     def _accelerator(self, job: Job, units: set[str]) -> Any:
         """An `Accelerator` that finds the process group there is and changes nothing it is not asked to."""
-        from accelerate import Accelerator, DistributedType
-        from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+        from accelerate import Accelerator, DistributedType, PartialState
+        from accelerate.utils import FullyShardedDataParallelPlugin
 
         on_cpu = job.device.type == "cpu"
         with _environment(job.device):
             if self.backend == "ddp":
-                knobs = DistributedDataParallelKwargs(
-                    bucket_cap_mb=self.bucket_cap_mb or 0,
-                    gradient_as_bucket_view=bool(self.gradient_as_bucket_view),
-                    static_graph=bool(self.static_graph),
-                )
-                return Accelerator(
+                accelerator = Accelerator(
                     device_placement=False,
                     mixed_precision=job.precision.compute if job.precision.mixed else "no",
                     cpu=on_cpu,
-                    kwargs_handlers=[knobs],
                 )
+                accelerator.ddp_handler = _ddp_knobs(
+                    bucket_cap_mb=self.bucket_cap_mb,
+                    gradient_as_bucket_view=self.gradient_as_bucket_view,
+                    static_graph=self.static_graph,
+                    init_sync=False,  # every rank has filled its copy with the same values
+                )
+                return accelerator
             plugin = FullyShardedDataParallelPlugin(
                 mixed_precision_policy=self._policy(job),
                 auto_wrap_policy="transformer_based_wrap",
@@ -96,9 +93,10 @@ class Accelerate(Framework):
             )
             accelerator = Accelerator(device_placement=False, mixed_precision="no", cpu=on_cpu, fsdp_plugin=plugin)
         if on_cpu:  # where Accelerate would go on with DDP, without a word: it shards on accelerators only
-            accelerator.state.distributed_type = DistributedType.FSDP
+            for state in (PartialState(), accelerator.state):
+                state.distributed_type = DistributedType.FSDP
+                state.device = job.device
             accelerator.state.fsdp_plugin = plugin
-            accelerator.state.device = job.device
         return accelerator
 
     def _fsdp2(self) -> dict[str, Any]:
@@ -163,6 +161,17 @@ def _blocks_alone(model: nn.Module) -> Iterator[None]:
     finally:
         for name in ("get_input_embeddings", "get_output_embeddings", "base_model_prefix"):
             del model.__dict__[name]
+
+
+def _ddp_knobs(**knobs: Any) -> Any:
+    """What Accelerate hands to DDP, and one more that it does not know: whether DDP copies rank 0's weights first."""
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    @dataclass
+    class Knobs(DistributedDataParallelKwargs):
+        init_sync: bool = True
+
+    return Knobs(**knobs)
 
 
 def _inner(unit: nn.Module) -> str:
