@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 
+from bench.errors import ImpossibleError
 from bench.models.blocks import group_blocks
+from bench.precision import Precision
 from bench.strategies.base import BuildOptimizer, Job
-from bench.strategies.framework import Framework, Prepared
+from bench.strategies.framework import Framework, Prepared, environment
+from bench.strategies.fsdp1 import BACKWARD_PREFETCH
 from bench.strategies.stepper import Stepper
 
 SETTINGS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Environment variables from which Accelerate takes what it is not told."""
-
-BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 _prepared = Prepared()
 
@@ -32,6 +32,17 @@ class Accelerate(Framework):
     """`Accelerator.prepare`, `Accelerator.backward`, and the optimizer that it prepared."""
 
     library = "accelerate"
+
+    def check(self, world_size: int) -> None:
+        """Everything is sharded, or with FSDP2 what a mesh of replicas and shards can say, or with DDP nothing."""
+        whole, between = self.factor == world_size, 1 < self.factor < world_size
+        if self.backend == "ddp" or whole or (between and self.backend == "fsdp"):
+            return
+        valid = "full, or strategy fsdp1" if self.backend == "fsdp1" else "more than 1, or strategy.backend=ddp"
+        raise ImpossibleError(
+            f"strategy.sharding_factor={self.factor} is not valid for strategy=accelerate with "
+            f"strategy.backend={self.backend}: choose {valid}."
+        )
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Let Accelerate wrap the model, then give it its weights; FSDP1 fills each unit before it is sharded."""
@@ -68,30 +79,30 @@ class Accelerate(Framework):
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         on_cpu = job.device.type == "cpu"
-        with _environment(job.device):
+        with environment(SETTINGS, **_place(job.device)):
             if self.backend == "ddp":
                 accelerator = Accelerator(
                     device_placement=False,
                     mixed_precision=job.precision.compute if job.precision.mixed else "no",
                     cpu=on_cpu,
                 )
-                accelerator.ddp_handler = _ddp_knobs(
-                    bucket_cap_mb=self.bucket_cap_mb,
-                    gradient_as_bucket_view=self.gradient_as_bucket_view,
-                    static_graph=self.static_graph,
-                    init_sync=False,  # every rank has filled its copy with the same values
-                )
+                accelerator.ddp_handler = _ddp_knobs(**self.ddp_options())
                 return accelerator
             plugin = FullyShardedDataParallelPlugin(
-                mixed_precision_policy=self._policy(job),
                 auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=sorted(units),
                 cpu_offload=False,
                 activation_checkpointing=False,  # the blocks have been given theirs
                 cpu_ram_efficient_loading=False,
-                **(self._fsdp1(job) if self.backend == "fsdp1" else self._fsdp2()),
+                **(self._fsdp1(job) if self.backend == "fsdp1" else self._fsdp2(job)),
             )
-            accelerator = Accelerator(device_placement=False, mixed_precision="no", cpu=on_cpu, fsdp_plugin=plugin)
+            accelerator = Accelerator(
+                device_placement=False,
+                mixed_precision="no",  # the plugin's policy casts
+                cpu=on_cpu,
+                fsdp_plugin=plugin,
+                parallelism_config=self._mesh(job),
+            )
         if on_cpu:  # where Accelerate would go on with DDP, without a word: it shards on accelerators only
             for state in (PartialState(), accelerator.state):
                 state.distributed_type = DistributedType.FSDP
@@ -99,8 +110,20 @@ class Accelerate(Framework):
             accelerator.state.fsdp_plugin = plugin
         return accelerator
 
-    def _fsdp2(self) -> dict[str, Any]:
-        return {"fsdp_version": 2, "reshard_after_forward": bool(self.reshard_after_forward)}
+    def _mesh(self, job: Job) -> Any:
+        """Replicas and shards, where there are both."""
+        from accelerate.utils import ParallelismConfig
+
+        if self.factor == job.world_size:
+            return None
+        return ParallelismConfig(dp_replicate_size=job.world_size // self.factor, dp_shard_size=self.factor)
+
+    def _fsdp2(self, job: Job) -> dict[str, Any]:
+        return {
+            "fsdp_version": 2,
+            "reshard_after_forward": self.reshard_after_forward,
+            "mixed_precision_policy": MixedPrecisionPolicy(**_formats(job.precision)),
+        }
 
     def _fsdp1(self, job: Job) -> dict[str, Any]:
         def fill(module: nn.Module) -> nn.Module:
@@ -113,21 +136,15 @@ class Accelerate(Framework):
             "fsdp_version": 1,
             "sharding_strategy": sharded if self.factor > 1 else FSDP1Sharding.NO_SHARD,
             "backward_prefetch": BACKWARD_PREFETCH[self.backward_prefetch or "none"],
-            "forward_prefetch": bool(self.forward_prefetch),
-            "limit_all_gathers": bool(self.limit_all_gathers),
+            "forward_prefetch": self.forward_prefetch,
+            "limit_all_gathers": self.limit_all_gathers,
             "use_orig_params": True,
             "sync_module_states": False,
             "param_init_fn": fill,
+            "mixed_precision_policy": MixedPrecision(
+                **_formats(job.precision), cast_forward_inputs=job.precision.mixed
+            ),
         }
-
-    def _policy(self, job: Job) -> MixedPrecision | MixedPrecisionPolicy:
-        """As the plain strategy's, which Accelerate takes as it is."""
-        kind = MixedPrecision if self.backend == "fsdp1" else MixedPrecisionPolicy
-        return kind(
-            param_dtype=job.precision.compute_dtype if job.precision.mixed else None,
-            reduce_dtype=job.precision.reduce_dtype,
-            cast_forward_inputs=job.precision.mixed or self.backend == "fsdp",
-        )
 
 
 class AccelerateStepper(Stepper):
@@ -174,31 +191,29 @@ def _ddp_knobs(**knobs: Any) -> Any:
     return Knobs(**knobs)
 
 
+def _formats(precision: Precision) -> dict[str, Any]:
+    """Of gathered parameters and reduced gradients, as in the plain strategies."""
+    return {
+        "param_dtype": precision.compute_dtype if precision.mixed else None,
+        "reduce_dtype": precision.reduce_dtype,
+    }
+
+
 def _inner(unit: nn.Module) -> str:
     """Class of a block, which Accelerate looks for below the wrapper of its checkpointing."""
     return type(getattr(unit, "_checkpoint_wrapped_module", unit)).__name__
 
 
-@contextlib.contextmanager
-def _environment(device: torch.device) -> Iterator[None]:
-    """Within, the environment says where this rank stands, and nothing of how to train.
+def _place(device: torch.device) -> dict[str, str]:
+    """Where this rank stands, which Accelerate reads in the environment even where a process group exists.
 
-    Accelerate reads it even where a process group exists; without OMP_NUM_THREADS it would set the number of threads.
+    Without OMP_NUM_THREADS it would set the number of threads.
     """
-    before = dict(os.environ)
-    for name in before:
-        if name.startswith(SETTINGS):
-            del os.environ[name]
     ranks, rank = str(dist.get_world_size()), str(dist.get_rank())
-    os.environ.update(
-        RANK=rank,
-        WORLD_SIZE=ranks,
-        LOCAL_RANK=rank if device.type == "cpu" else str(device.index),
-        LOCAL_WORLD_SIZE=ranks,
-        OMP_NUM_THREADS=str(torch.get_num_threads()),
-    )
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank if device.type == "cpu" else str(device.index),
+        "LOCAL_WORLD_SIZE": ranks,
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }

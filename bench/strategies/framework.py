@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -80,7 +83,9 @@ class Framework(Strategy):
                 raise bad_value(
                     f"strategy.{knob}", getattr(self, knob), f"null: strategy.backend={self.backend} has no such knob"
                 )
-        given = {knob: default if getattr(self, knob) is None else getattr(self, knob) for knob, default in offered.items()}
+        given = {
+            knob: default if getattr(self, knob) is None else getattr(self, knob) for knob, default in offered.items()
+        }
         factor: int | str = self.sharding_factor
         if factor == "auto":
             factor = 1 if self.backend == "ddp" else "full"
@@ -101,14 +106,6 @@ class Framework(Strategy):
     def uses_autocast(self) -> bool:  # type: ignore[override]
         """Mixed precision of ddp; the others cast parameters."""
         return bool(self.plain.uses_autocast)
-
-    def check(self, world_size: int) -> None:
-        """Everything is sharded, or nothing."""
-        if self.backend != "ddp" and self.factor != world_size:
-            raise ImpossibleError(
-                f"strategy.sharding_factor={self.factor} is not valid for strategy={self.name}, which shards over all "
-                f"ranks or, with strategy.backend=ddp, not at all: choose full, or strategy {self.backend}."
-            )
 
     def check_precision(self, precision: Precision) -> None:
         """Losses are not scaled here, and gradients are reduced as they are stored."""
@@ -140,9 +137,41 @@ class Framework(Strategy):
         kind = self.plain.effective(world_size).removeprefix("fsdp/").replace("/", "_")
         return f"{self.name}/{kind}"
 
+    def ddp_options(self) -> dict[str, Any]:
+        """Arguments of DDP, which the framework passes on."""
+        return {
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "init_sync": False,  # every rank has filled its copy with the same values
+        }
+
     def plan(self, setting: Setting) -> Plan:
         """The plain strategy's: a framework stores and sends nothing of its own."""
         return self.plain.plan(setting)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def environment(settings: tuple[str, ...], **place: str) -> Iterator[None]:
+    """Within, the environment says where this rank stands, and nothing of how to train.
+
+    Parameters
+    ----------
+    settings: tuple of str
+        Beginnings of the names of variables from which a framework takes what it is not told.
+    place: str
+        Variables to set.
+    """
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith(settings):
+            del os.environ[name]
+    os.environ.update(place)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class Prepared:
