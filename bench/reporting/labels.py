@@ -14,8 +14,17 @@ CPU_NOTE = "CPU processes: functional evidence, not scaling evidence"
 TOO_CLOSE = "too close to call"
 """What `fit` says of a prediction that may go either way."""
 
-FAMILIES = {"single": "Single", "ddp": "DDP", "zero1": "ZeRO-1", "fsdp1": "FSDP1", "fsdp": "FSDP2"}
+FAMILIES = {
+    "single": "Single",
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "fsdp1": "FSDP1",
+    "fsdp": "FSDP2",
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
+}
 KINDS = {
+    "ddp": "DDP",
     "no_shard": "no shard",
     "full_replication": "full replication",
     "hybrid_shard": "hybrid",

@@ -44,6 +44,10 @@ class Accelerate(Framework):
             f"strategy.backend={self.backend}: choose {valid}."
         )
 
+    def widens_outputs(self, precision: Precision) -> bool:
+        """Those of autocast."""
+        return precision.mixed and self.backend == "ddp"
+
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Let Accelerate wrap the model, then give it its weights; FSDP1 fills each unit before it is sharded."""
         units = group_blocks(job.family, model, self.blocks_per_unit) if self.blocks_per_unit else []
@@ -76,7 +80,8 @@ class Accelerate(Framework):
     def _accelerator(self, job: Job, units: set[str]) -> Any:
         """An `Accelerator` that finds the process group there is and changes nothing it is not asked to."""
         from accelerate import Accelerator, DistributedType, PartialState
-        from accelerate.utils import FullyShardedDataParallelPlugin
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
         on_cpu = job.device.type == "cpu"
         with environment(SETTINGS, **_place(job.device)):
@@ -96,19 +101,26 @@ class Accelerate(Framework):
                 cpu_ram_efficient_loading=False,
                 **(self._fsdp1(job) if self.backend == "fsdp1" else self._fsdp2(job)),
             )
-            accelerator = Accelerator(
+            mesh = self._mesh(job)
+            if on_cpu:  # where Accelerate would go on with DDP, without a word: it shards on accelerators only
+                state = AcceleratorState(
+                    mixed_precision="no",
+                    cpu=True,
+                    dynamo_plugin=TorchDynamoPlugin(),
+                    parallelism_config=mesh,
+                    _from_accelerator=True,
+                )
+                for each in (PartialState(), state):
+                    each.distributed_type = DistributedType.FSDP
+                    each.device = job.device
+                state.fsdp_plugin = plugin
+            return Accelerator(
                 device_placement=False,
                 mixed_precision="no",  # the plugin's policy casts
                 cpu=on_cpu,
                 fsdp_plugin=plugin,
-                parallelism_config=self._mesh(job),
+                parallelism_config=mesh,
             )
-        if on_cpu:  # where Accelerate would go on with DDP, without a word: it shards on accelerators only
-            for state in (PartialState(), accelerator.state):
-                state.distributed_type = DistributedType.FSDP
-                state.device = job.device
-            accelerator.state.fsdp_plugin = plugin
-        return accelerator
 
     def _mesh(self, job: Job) -> Any:
         """Replicas and shards, where there are both."""

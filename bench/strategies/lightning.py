@@ -1,4 +1,4 @@
-"""Lightning Fabric: DDP, FSDP1 and, through its ModelParallelStrategy, FSDP2 as `Fabric` sets them up and steps them."""
+"""Lightning Fabric: DDP, FSDP1 and, with its ModelParallelStrategy, FSDP2 as `Fabric` sets them up and steps them."""
 
 from __future__ import annotations
 
@@ -64,6 +64,10 @@ class Lightning(Framework):
         """Without synchronisation gradients stay local, in Fabric's words too."""
         with _prepared.by(wrapped).no_backward_sync(wrapped, enabled=not synchronize):
             yield
+
+    def widens_outputs(self, precision: Precision) -> bool:
+        """All that are in 16 bits, as far as Fabric knows of it."""
+        return precision.compute == "bf16" and (self.backend == "fsdp1" or self._precision(precision) != "32-true")
 
     def _strategy(self, job: Job) -> Any:
         from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
