@@ -81,7 +81,9 @@ class Framework(Strategy):
         for knob in sorted({knob for knobs in KNOBS.values() for knob in knobs} - set(offered)):
             if getattr(self, knob) is not None:
                 raise bad_value(
-                    f"strategy.{knob}", getattr(self, knob), f"null: strategy.backend={self.backend} has no such knob"
+                    f"strategy.{knob}",
+                    getattr(self, knob),
+                    f"null: strategy.backend={self.backend} of strategy={self.name} has no such knob",
                 )
         given = {
             knob: default if getattr(self, knob) is None else getattr(self, knob) for knob, default in offered.items()
