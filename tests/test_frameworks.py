@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from bench.errors import ImpossibleError, UsageError
 from bench.measure.environment import software
@@ -146,13 +147,17 @@ def test_a_knob_that_is_not_given_is_the_plain_strategys() -> None:
             assert strategy.plain == plain
 
 
-def test_frameworks_read_nothing_of_how_to_train_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frameworks_read_nothing_of_how_to_train_from_the_environment_and_keep_the_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
-    before = dict(os.environ)
+    before, threads = dict(os.environ), torch.get_num_threads()
     with environment(("ACCELERATE_",), RANK="3"):
         assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in os.environ
         assert os.environ["RANK"] == "3"
+        torch.set_num_threads(threads + 1)
     assert dict(os.environ) == before
+    assert torch.get_num_threads() == threads
 
 
 def test_versions_are_recorded() -> None:

@@ -79,12 +79,12 @@ class Accelerate(Framework):
 
     def _accelerator(self, job: Job, units: set[str]) -> Any:
         """An `Accelerator` that finds the process group there is and changes nothing it is not asked to."""
-        from accelerate import Accelerator, DistributedType, PartialState
-        from accelerate.state import AcceleratorState
-        from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
-
         on_cpu = job.device.type == "cpu"
         with environment(SETTINGS, **_place(job.device)):
+            from accelerate import Accelerator, DistributedType, PartialState
+            from accelerate.state import AcceleratorState
+            from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+
             if self.backend == "ddp":
                 accelerator = Accelerator(
                     device_placement=False,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from bench.errors import ImpossibleError, bad_value, require_choice
@@ -155,7 +156,9 @@ class Framework(Strategy):
 
 @contextlib.contextmanager
 def environment(settings: tuple[str, ...], **place: str) -> Iterator[None]:
-    """Within, the environment says where this rank stands, and nothing of how to train.
+    """Within, the environment says where this rank stands, and nothing of how to train; threads are kept.
+
+    Frameworks are imported and set up within: importing Lightning 2.6 alone raises torch's number of threads.
 
     Parameters
     ----------
@@ -164,7 +167,7 @@ def environment(settings: tuple[str, ...], **place: str) -> Iterator[None]:
     place: str
         Variables to set.
     """
-    before = dict(os.environ)
+    before, threads = dict(os.environ), torch.get_num_threads()
     for name in before:
         if name.startswith(settings):
             del os.environ[name]
@@ -174,6 +177,7 @@ def environment(settings: tuple[str, ...], **place: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+        torch.set_num_threads(threads)
 
 
 class Prepared:

@@ -30,14 +30,14 @@ class Lightning(Framework):
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Let Fabric wrap the model; what shards fills it by the way."""
-        from lightning.fabric import Fabric
-
         on_cpu = job.device.type == "cpu"
         if self.backend == "ddp":
             job.materializer.model(model)
         if self.backend == "fsdp1":  # Fabric takes what is wrapped already; by itself it cannot wrap on a CPU
             model = self.plain.wrap(model, job)
         with environment(SETTINGS):
+            from lightning.fabric import Fabric
+
             fabric = Fabric(
                 accelerator="cpu" if on_cpu else "cuda",
                 devices=1 if on_cpu else [job.device.index or 0],
