@@ -98,7 +98,7 @@ def _why(best: Row, possible: Sequence[Row], infeasible: Sequence[Row]) -> str:
 def _copy(rows: Sequence[Row]) -> Row | None:
     """The fastest of those with a whole copy per GPU, of those that never gather if there are any."""
     copies = [row for row in rows if row.config.strategy.factor == 1]
-    plain = [row for row in copies if not hasattr(row.config.strategy, "reshard_after_forward")]
+    plain = [row for row in copies if getattr(row.config.strategy, "reshard_after_forward", None) is None]
     return next(iter(plain or copies), None)
 
 

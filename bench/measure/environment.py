@@ -17,7 +17,18 @@ import torch
 
 from bench.hardware.detect import nvml_text, processor_name
 
-PACKAGES = ("torch", "transformers", "hydra-core", "omegaconf", "submitit", "numpy", "triton", "deepspeed")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "hydra-core",
+    "omegaconf",
+    "submitit",
+    "numpy",
+    "triton",
+    "deepspeed",
+    "accelerate",
+    "lightning",
+)
 
 CODE = ("bench", "conf", "pyproject.toml", "constraints.txt")
 """What of a checkout can change a result."""

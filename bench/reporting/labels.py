@@ -21,8 +21,11 @@ FAMILIES = {
     "fsdp1": "FSDP1",
     "fsdp": "FSDP2",
     "deepspeed": "DeepSpeed",
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
 }
 KINDS = {
+    "ddp": "DDP",
     "no_shard": "no shard",
     "full_replication": "full replication",
     "hybrid_shard": "hybrid",
@@ -30,6 +33,11 @@ KINDS = {
     "shard_grad_op": "shard grad op",
     "full_shard": "full shard",
     "unsharded": "unsharded",
+    "fsdp1_no_shard": "FSDP1 no shard",
+    "fsdp1_hybrid_shard": "FSDP1 hybrid",
+    "fsdp1_shard_grad_op": "FSDP1 shard grad op",
+    "fsdp1_hybrid_shard_grad_op": "FSDP1 hybrid shard grad op",
+    "fsdp1_full_shard": "FSDP1 full shard",
 }
 
 

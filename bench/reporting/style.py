@@ -79,6 +79,13 @@ COLOURS = {
     "deepspeed/stage_1": "#b0a000",
     "deepspeed/stage_2": "#4b8f6b",
     "deepspeed/stage_3": "#3b4fa8",
+    # Frameworks: the colour of what they wrap, Accelerate lighter, Lightning darker.
+    "accelerate/ddp": "#e8915c",
+    "accelerate/full_shard": "#5b9fc9",
+    "accelerate/fsdp1_full_shard": "#dfabc8",
+    "lightning/ddp": "#8f3f00",
+    "lightning/full_shard": "#004a75",
+    "lightning/fsdp1_full_shard": "#8c5273",
 }
 SPARE_COLOURS = ("#cc79a7", "#56b4e9", "#8a7a00", "#6b6b6b")
 MARKERS = ("o", "s", "D", "^", "v", "P", "<", ">", "p", "h", "*", "d")

@@ -120,7 +120,9 @@ def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
 def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machine, Plan]:
     """The machine after a step, and the plan that was followed."""
     key = tape_key(config)
-    layout = layout_of(config.model, getattr(config.strategy, "blocks_per_unit", 1), config.precision.scales_loss)
+    layout = layout_of(
+        config.model, getattr(config.strategy, "blocks_per_unit", None) or 1, config.precision.scales_loss
+    )
     setting = Setting(
         units=layout.units,
         precision=config.precision,
@@ -157,6 +159,7 @@ def tape_key(config: RunConfig) -> TapeKey:
         micro_batches=min(config.gradient_accumulation, 2),
         device=config.hardware.device,
         compile=config.compile,
+        widens_outputs=config.strategy.widens_outputs(config.precision),
     )
 
 

@@ -53,6 +53,8 @@ class TapeKey:
     """cpu or cuda: whose attention kernels."""
     compile: bool = False
     """Blocks' kernels are fused."""
+    widens_outputs: bool = False
+    """The model's outputs are converted to fp32."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         names = local_names(family, model)
         checkpoint_blocks(family, model, key.activation_checkpointing)
         recording.watch(family, model, names)
+        if key.widens_outputs:
+            model.register_forward_hook(_widen)
         engine = Engine(
             module=model,
             stepper=Stepper(_NoOptimizer(), torch.amp.GradScaler(enabled=False), keep_gradients=False),  # type: ignore[arg-type]
@@ -286,6 +290,12 @@ def _fill(model: nn.Module, family: Family, key: TapeKey) -> None:
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu"))
             setattr(module, name, made[id(parameter)])
+
+
+def _widen(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    """What some frameworks do to a model's outputs."""
+    outputs["logits"] = outputs["logits"].float()
+    return outputs
 
 
 @dataclass(frozen=True)

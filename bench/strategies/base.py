@@ -158,6 +158,10 @@ class Strategy(ABC):
             f"strategy={self.name} states no plan, so it cannot be predicted: choose mode=measure, or give it a `plan`."
         )
 
+    def widens_outputs(self, precision: Precision) -> bool:
+        """Whether the model's outputs are converted to fp32 as they leave it: by frameworks, before any loss."""
+        return False
+
     @contextlib.contextmanager
     def accumulate(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch: reduce its gradients now (`synchronize`) or later."""

@@ -1,0 +1,196 @@
+"""What strategies have in common that leave a plain strategy's work to a training framework."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from bench.errors import ImpossibleError, bad_value, require_choice
+from bench.precision import Precision
+from bench.strategies.base import Strategy
+from bench.strategies.ddp import DDP
+from bench.strategies.fsdp import FSDP2
+from bench.strategies.fsdp1 import FSDP1
+from bench.strategies.plan import Plan, Setting
+
+PLAIN: dict[str, type[Strategy]] = {"ddp": DDP, "fsdp": FSDP2, "fsdp1": FSDP1}
+"""What a framework may wrap a model in, by the name of the plain strategy."""
+
+KNOBS: dict[str, dict[str, Any]] = {
+    "ddp": {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "static_graph": None},
+    "fsdp": {"reshard_after_forward": True, "blocks_per_unit": 1},
+    "fsdp1": {
+        "reshard_after_forward": True,
+        "forward_prefetch": False,
+        "backward_prefetch": "pre",
+        "limit_all_gathers": True,
+        "blocks_per_unit": 1,
+    },
+}
+"""Knobs of each that a framework passes on, and what null stands for: as in the plain strategy's own YAML."""
+
+NOT_OFFERED: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"forward_prefetch": False, "backward_prefetch": True, "cpu_offload": False},
+    "fsdp1": {"cpu_offload": False},
+}
+"""Knobs of each that stay as they are in the plain strategy's own YAML."""
+
+
+@dataclass(frozen=True)
+class Framework(Strategy):
+    """A plain strategy, wrapped and stepped by a framework. `plan` and refusals are those of the plain one.
+
+    A knob that `backend` has no use for is null, and refused if it is not.
+    """
+
+    backend: str
+    """ddp, fsdp (FSDP2) or fsdp1."""
+    bucket_cap_mb: int | None
+    """Of ddp: size of a gradient bucket in MiB."""
+    gradient_as_bucket_view: bool | None
+    """Of ddp: gradients are views into the buckets."""
+    static_graph: bool | None
+    """Of ddp: promise that every step uses the same parameters in the same order."""
+    reshard_after_forward: bool | None
+    """Of fsdp and fsdp1: free a unit's gathered parameters after its forward (ZeRO-3), or keep them (ZeRO-2)."""
+    blocks_per_unit: int | None
+    """Of fsdp and fsdp1: transformer blocks whose parameters are gathered as one."""
+    forward_prefetch: bool | None
+    """Of fsdp1: issue the next unit's all-gather before the current unit's forward."""
+    backward_prefetch: str | None
+    """Of fsdp1: when to gather the next unit in backward: pre, post or none."""
+    limit_all_gathers: bool | None
+    """Of fsdp1: at most two all-gathers in flight."""
+
+    library: ClassVar[str]
+    """Package that is imported, and extra of this package that installs it."""
+
+    def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
+        """As the plain strategy does, every knob that the backend has as a value."""
+        require_choice("strategy.backend", self.backend, PLAIN)
+        offered = KNOBS[self.backend]
+        for knob in sorted({knob for knobs in KNOBS.values() for knob in knobs} - set(offered)):
+            if getattr(self, knob) is not None:
+                raise bad_value(
+                    f"strategy.{knob}",
+                    getattr(self, knob),
+                    f"null: strategy.backend={self.backend} of strategy={self.name} has no such knob",
+                )
+        given = {
+            knob: default if getattr(self, knob) is None else getattr(self, knob) for knob, default in offered.items()
+        }
+        factor: int | str = self.sharding_factor
+        if factor == "auto":
+            factor = 1 if self.backend == "ddp" else "full"
+        chosen = dataclasses.replace(self, sharding_factor=factor, **given)
+        plain = chosen.plain.resolve(world_size, ranks_per_node, accumulates=accumulates)
+        values = {knob: getattr(plain, knob) for knob in ("sharding_factor", *offered)}
+        resolved = dataclasses.replace(self, **values)
+        resolved.check(world_size)
+        return resolved
+
+    @property
+    def plain(self) -> Any:
+        """The plain strategy with the same knobs."""
+        knobs = {knob: getattr(self, knob) for knob in ("sharding_factor", *KNOBS[self.backend])}
+        return PLAIN[self.backend](name=self.backend, **knobs, **NOT_OFFERED[self.backend])
+
+    @property
+    def uses_autocast(self) -> bool:  # type: ignore[override]
+        """Mixed precision of ddp; the others cast parameters."""
+        return bool(self.plain.uses_autocast)
+
+    def check_precision(self, precision: Precision) -> None:
+        """Losses are not scaled here, and gradients are reduced as they are stored."""
+        if precision.scales_loss:
+            raise ImpossibleError(
+                f"precision={precision.name} is not valid for strategy={self.name}, whose scaling of losses knows no "
+                f"layers that stay in fp32, which T5 needs: choose bf16, or strategy {self.backend}."
+            )
+        if self.backend == "ddp" and precision.reduce_dtype != precision.parameter_dtype:
+            raise ImpossibleError(
+                f"precision.reduce={precision.reduce} is not valid for strategy={self.name} with strategy.backend=ddp, "
+                f"which reduces gradients as they are stored: choose {precision.parameters}, or strategy ddp."
+            )
+
+    def check_optimizer(self, name: str, implementation: str) -> None:
+        """As the plain strategy."""
+        self.plain.check_optimizer(name, implementation)
+
+    def check_installed(self) -> None:
+        """The framework is an optional extra."""
+        if importlib.util.find_spec(self.library) is None:
+            raise ImpossibleError(
+                f"strategy={self.name} needs the package {self.library}, which is not installed: "
+                f'pip install "fsdp-bench[{self.library}]", or choose strategy {self.backend}.'
+            )
+
+    def effective(self, world_size: int) -> str:
+        """What the plain strategy comes to, under the framework's name; FSDP1 is named, FSDP2 is not."""
+        kind = self.plain.effective(world_size).removeprefix("fsdp/").replace("/", "_")
+        return f"{self.name}/{kind}"
+
+    def ddp_options(self) -> dict[str, Any]:
+        """Arguments of DDP, which the framework passes on."""
+        return {
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "init_sync": False,  # every rank has filled its copy with the same values
+        }
+
+    def plan(self, setting: Setting) -> Plan:
+        """The plain strategy's: a framework stores and sends nothing of its own."""
+        return self.plain.plan(setting)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def environment(settings: tuple[str, ...], **place: str) -> Iterator[None]:
+    """Within, the environment says where this rank stands, and nothing of how to train; threads are kept.
+
+    Frameworks are imported and set up within: importing Lightning 2.6 alone raises torch's number of threads.
+
+    Parameters
+    ----------
+    settings: tuple of str
+        Beginnings of the names of variables from which a framework takes what it is not told.
+    place: str
+        Variables to set.
+    """
+    before, threads = dict(os.environ), torch.get_num_threads()
+    for name in before:
+        if name.startswith(settings):
+            del os.environ[name]
+    os.environ.update(place)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        torch.set_num_threads(threads)
+
+
+class Prepared:
+    """Which framework object prepared which module: strategies keep nothing themselves."""
+
+    def __init__(self) -> None:
+        self._by: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+    def note(self, module: nn.Module, framework: Any) -> nn.Module:
+        """Remember it for as long as the module lives."""
+        self._by[module] = framework
+        return module
+
+    def by(self, module: nn.Module) -> Any:
+        """What prepared the module."""
+        return self._by[module]

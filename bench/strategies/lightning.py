@@ -1,0 +1,140 @@
+"""Lightning Fabric: DDP, FSDP1 and, with its ModelParallelStrategy, FSDP2 as `Fabric` sets them up and steps them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.precision import Precision
+from bench.strategies.base import BuildOptimizer, Job
+from bench.strategies.framework import Framework, Prepared, environment
+from bench.strategies.stepper import Stepper
+
+SETTINGS = ("LT_", "PL_")
+"""Environment variables from which Fabric takes what it is not told, a seed among them."""
+
+_prepared = Prepared()
+
+
+@dataclass(frozen=True)
+class Lightning(Framework):
+    """`Fabric.setup_module`, `Fabric.setup_optimizers`, `Fabric.backward`."""
+
+    library = "lightning"
+
+    def wrap(self, model: nn.Module, job: Job) -> nn.Module:
+        """Let Fabric wrap the model; what shards fills it by the way."""
+        on_cpu = job.device.type == "cpu"
+        if self.backend == "ddp":
+            job.materializer.model(model)
+        if self.backend == "fsdp1":  # Fabric takes what is wrapped already; by itself it cannot wrap on a CPU
+            model = self.plain.wrap(model, job)
+        with environment(SETTINGS):
+            from lightning.fabric import Fabric
+
+            fabric = Fabric(
+                accelerator="cpu" if on_cpu else "cuda",
+                devices=1 if on_cpu else [job.device.index or 0],
+                strategy=self._strategy(job),
+                precision=self._precision(job.precision),
+                plugins=[_group_there_is()],
+            )
+            fabric.launch()
+        return _prepared.note(fabric.setup_module(model, move_to_device=False), fabric)
+
+    def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
+        """The optimizer as Fabric sets it up."""
+        prepared: torch.optim.Optimizer = _prepared.by(module).setup_optimizers(build(module.parameters()))
+        return prepared
+
+    def stepper(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
+    ) -> Stepper:
+        """Backward and update as Fabric's users write them."""
+        return LightningStepper(_prepared.by(module), optimizer, scaler, keep_gradients)
+
+    @contextlib.contextmanager
+    def accumulate(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
+        """Without synchronisation gradients stay local, in Fabric's words too."""
+        with _prepared.by(wrapped).no_backward_sync(wrapped, enabled=not synchronize):
+            yield
+
+    def widens_outputs(self, precision: Precision) -> bool:
+        """All that are in 16 bits, as far as Fabric knows of it."""
+        return precision.compute == "bf16" and (self.backend == "fsdp1" or self._precision(precision) != "32-true")
+
+    def _strategy(self, job: Job) -> Any:
+        from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+
+        if self.backend == "ddp":
+            return DDPStrategy(**self.ddp_options())
+        if self.backend == "fsdp":  # its users write what shards the model: here the plain strategy does it
+            return ModelParallelStrategy(
+                lambda module, mesh: self.plain.wrap(module, job),
+                data_parallel_size=job.world_size,
+                tensor_parallel_size=1,
+            )
+
+        class OnAnyDevice(FSDPStrategy):
+            """Fabric refuses the class it derives from on a CPU."""
+
+        return OnAnyDevice()
+
+    def _precision(self, precision: Precision) -> Any:
+        """Fabric's name of it; what shards has a policy of its own, beside which Fabric must not cast."""
+        if precision.parameters == "bf16":
+            return "bf16-true"
+        return "bf16-mixed" if precision.mixed and self.backend == "ddp" else "32-true"
+
+
+class LightningStepper(Stepper):
+    """Backward through Fabric, update through the optimizer it set up."""
+
+    def __init__(
+        self, fabric: Any, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
+    ) -> None:
+        super().__init__(optimizer, scaler, keep_gradients)
+        self._fabric = fabric
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """`Fabric.backward`."""
+        self._fabric.backward(loss)
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not self._keep_gradients)
+
+
+def _group_there_is() -> Any:
+    """Tells Fabric of the process group that exists, in which each process has one device."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    class Group(LightningEnvironment):
+        creates_processes_externally = True
+
+        def world_size(self) -> int:
+            return dist.get_world_size()
+
+        def global_rank(self) -> int:
+            return dist.get_rank()
+
+        def set_world_size(self, size: int) -> None:
+            pass
+
+        def set_global_rank(self, rank: int) -> None:
+            pass
+
+        def local_rank(self) -> int:
+            return 0
+
+        def node_rank(self) -> int:
+            return dist.get_rank()
+
+    return Group()

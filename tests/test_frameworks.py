@@ -1,0 +1,164 @@
+"""Accelerate and Lightning: the same training as the plain strategy that they wrap, and what is not left to them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bench.errors import ImpossibleError, UsageError
+from bench.measure.environment import software
+from bench.simulate.predict import predict
+from bench.strategies.framework import environment
+from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+
+Execute = Callable[..., list[dict[str, Any]]]
+
+STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
+FRAMEWORKS = ("accelerate", "lightning")
+BACKENDS = ("ddp", "fsdp", "fsdp1")
+
+
+def require(framework: str) -> None:
+    """Skip where the library is missing, or fail where it must be there."""
+    if importlib.util.find_spec(framework) is None:
+        message = f"the package {framework} is not installed"
+        if os.environ.get("REQUIRE_FRAMEWORKS") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+def predicted(*overrides: str) -> float:
+    return predict(configuration(*overrides)).memory.allocated.value
+
+
+SINGLE = ("strategy=single", "gpus=1", "batch_size_per_gpu=8")
+FOUR = ("gpus=4", "batch_size_per_gpu=2")
+HYBRID = ("strategy.backend=fsdp", "strategy.sharding_factor=2")
+
+PARITY: dict[str, list[tuple[tuple[str, ...], tuple[str, ...], str]]] = {
+    "accelerate": [
+        (SMALL_T5, ("strategy.backend=ddp",), "ddp"),
+        (SMALL_T5, ("strategy.backend=fsdp",), "full_shard"),
+        (SMALL_GPT, HYBRID, "hybrid_shard"),
+        (SMALL_GPT, ("strategy.backend=fsdp1",), "fsdp1_full_shard"),
+    ],
+    "lightning": [(SMALL_T5, ("strategy.backend=ddp",), "ddp"), (SMALL_GPT, HYBRID, "hybrid_shard")],
+}
+"""What four processes train as one does: model, knobs and what the strategy comes to. Lightning's import costs every
+rank a second, so it has fewer of them."""
+
+KNOBS: dict[str, list[tuple[str, str, str]]] = {
+    "accelerate": [("ddp", "gpus=2", "precision=bf16"), ("fsdp", "gpus=2", "gradient_accumulation=2")],
+    "lightning": [("ddp", "gpus=1", "precision=bf16"), ("fsdp1", "gpus=2", "gradient_accumulation=2")],
+}
+"""What is trained as the plain strategy does it: backend, processes and a setting."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_framework_computes_what_the_plain_strategy_does_and_keeps_what_is_predicted(
+    execute: Execute, framework: str
+) -> None:
+    require(framework)
+    parity = [(*model, *STEPS, *FOUR, f"strategy={framework}", *knobs) for model, knobs, _ in PARITY[framework]]
+    run = (*SMALL_T5, *STEPS)
+    knobs = [(*run, f"strategy={framework}", f"strategy.backend={name}", *rest) for name, *rest in KNOBS[framework]]
+    plain = [(*run, f"strategy={name}", *rest) for name, *rest in KNOBS[framework]]
+    alone = [(*run, f"strategy={framework}", "strategy.backend=fsdp", "gpus=8", "mode=rehearse")]
+    singles = {model: (*model, *STEPS, *SINGLE) for model in (SMALL_T5, SMALL_GPT)}
+    asked = [*parity, *knobs, *plain, *alone, *singles.values()]
+    runs = dict(zip(asked, execute(*asked), strict=True))
+    for run, record in runs.items():
+        assert record["status"] == "ok", (run, record["error"])
+        assert record["peak_allocated_bytes"] == pytest.approx(predicted(*run), rel=0.01), run
+    for run, (model, _, kind) in zip(parity, PARITY[framework], strict=True):
+        assert runs[run]["losses"] == pytest.approx(runs[singles[model]]["losses"], rel=1e-5), run
+        assert runs[run]["effective_strategy"] == f"{framework}/{kind}"
+    for run, of_plain in zip(knobs, plain, strict=True):
+        assert runs[run]["losses"] == pytest.approx(runs[of_plain]["losses"], rel=1e-6), run
+    for losses in (runs[single]["losses"] for single in singles.values()):
+        assert losses[-1] < losses[0] - 0.01
+    packages = runs[parity[0]]["environment"]["packages"]
+    assert packages[framework] == importlib.metadata.version(framework)
+    assert [runs[run]["reshard_after_forward"] for run in parity[:2]] == [None, True]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("strategy.backend=zero",), r"strategy.backend=zero is not valid: choose ddp, fsdp, fsdp1"),
+        (("strategy.reshard_after_forward=false",), r"reshard_after_forward=false .* null: strategy.backend=ddp"),
+        (("strategy.backend=fsdp", "strategy.forward_prefetch=true"), r"forward_prefetch=true .* choose null"),
+        (("strategy.sharding_factor=2",), r"sharding_factor=2 is not valid for strategy=ddp"),
+        (("strategy.backend=fsdp", "strategy.sharding_factor=3"), r"sharding_factor=3 is not valid"),
+        (("precision=fp16",), r"precision=fp16 is not valid for strategy=\w+, .* choose bf16"),
+        (("precision.reduce=bf16",), r"precision.reduce=bf16 .* reduces gradients as they are stored: choose fp32"),
+        (("gradient_accumulation=2", "strategy.static_graph=true"), r"static_graph=true is not valid"),
+        (
+            ("strategy.backend=fsdp", "optimizer=sgd", "optimizer.implementation=fused"),
+            r"optimizer.implementation=fused is not valid",
+        ),
+    ],
+)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_makes_no_sense_is_refused(framework: str, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        configuration(*SMALL_T5, f"strategy={framework}", "gpus=4", *overrides)
+
+
+def test_accelerate_has_no_mesh_for_fsdp1_and_none_without_shards() -> None:
+    run = (*SMALL_T5, "strategy=accelerate", "gpus=4")
+    with pytest.raises(ImpossibleError, match=r"sharding_factor=2 .*backend=fsdp1: choose full, or strategy fsdp1"):
+        configuration(*run, "strategy.backend=fsdp1", "strategy.sharding_factor=2")
+    with pytest.raises(ImpossibleError, match=r"sharding_factor=1 .*backend=fsdp: choose more than 1"):
+        configuration(*run, "strategy.backend=fsdp", "strategy.sharding_factor=1")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_without_the_library_it_can_be_predicted_and_nothing_else(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == framework else find(name, *rest)
+    )
+    run = (*SMALL_T5, f"strategy={framework}", "gpus=4")
+    config = configuration(*run)
+    with pytest.raises(
+        ImpossibleError, match=rf'strategy={framework} needs .* pip install "fsdp-bench\[{framework}\]"'
+    ):
+        config.strategy.check_installed()
+    assert predicted(*run) == predicted(*SMALL_T5, "strategy=ddp", "gpus=4")
+
+
+def test_a_knob_that_is_not_given_is_the_plain_strategys() -> None:
+    for backend in BACKENDS:
+        plain = configuration(*SMALL_T5, f"strategy={backend}", "gpus=4").strategy
+        for framework in FRAMEWORKS:
+            strategy: Any = configuration(
+                *SMALL_T5, f"strategy={framework}", f"strategy.backend={backend}", "gpus=4"
+            ).strategy
+            assert strategy.plain == plain
+
+
+def test_frameworks_read_nothing_of_how_to_train_from_the_environment_and_keep_the_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
+    before, threads = dict(os.environ), torch.get_num_threads()
+    with environment(("ACCELERATE_",), RANK="3"):
+        assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in os.environ
+        assert os.environ["RANK"] == "3"
+        torch.set_num_threads(threads + 1)
+    assert dict(os.environ) == before
+    assert torch.get_num_threads() == threads
+
+
+def test_versions_are_recorded() -> None:
+    assert set(FRAMEWORKS) <= set(software()["packages"])
