@@ -94,7 +94,7 @@ def default(tmp_path_factory) -> Path:
         ("fsdp1", "fsdp1/no_shard", 1, 4, "FSDP1 no shard"),
         ("fsdp", None, 2, 4, "FSDP2 hybrid (F=2)"),
         ("fsdp", None, None, 4, "FSDP2 full shard"),
-        ("deepspeed", "deepspeed/zero_3", 4, 4, "deepspeed zero 3"),
+        ("colossal", "colossal/zero_3", 4, 4, "colossal zero 3"),
         (None, None, None, None, "strategy not stated"),
     ],
 )
