@@ -29,7 +29,7 @@ AT_LEAST_1 = "a whole number of at least 1"
 MISTAKES: dict[str, tuple[str, ...]] = {
     "hardware=h100": ("hardware=h100", "a100_80gb, auto"),
     "model=t5_12b": ("model=t5_12b", "t5_11b"),
-    "strategy=zero": ("strategy=zero", "ddp, fsdp"),
+    "strategy=zero": ("strategy=zero", "fsdp, fsdp1"),
     "precision=fp8": ("precision=fp8", "bf16, bf16_pure"),
     "batch_size_per_gpu=0": ("batch_size_per_gpu=0", AT_LEAST_1),
     "batch_size_per_gpu=-1": ("batch_size_per_gpu=-1", AT_LEAST_1),

@@ -21,6 +21,8 @@ from bench.precision import Precision
 STRATEGIES = ("ddp", "fsdp")
 """Compared unless asked otherwise; `ON_ONE_GPU` where there is nothing to spread."""
 ON_ONE_GPU = ("single",)
+ALSO_PLAIN = ("fsdp1", "zero1")
+"""Compared where only they have a knob that was set; strategies of other libraries come last."""
 PRECISIONS = ("bf16", "fp16", "fp32")
 """The first that the GPU has a peak for is taken unless asked otherwise."""
 MOST_BEYOND_NODE = 8
@@ -112,8 +114,8 @@ def _strategies(knobs: Mapping[str, Sequence[str]], gpus: int) -> Sequence[str]:
     if "strategy" in knobs:
         return knobs["strategy"]
     usual = ON_ONE_GPU if gpus == 1 else STRATEGIES
-    others = [name for name in groups()["strategy"] if name not in (*ON_ONE_GPU, *STRATEGIES)]
-    for options in (usual, STRATEGIES, others):
+    others = [name for name in groups()["strategy"] if name not in (*ON_ONE_GPU, *STRATEGIES, *ALSO_PLAIN)]
+    for options in (usual, STRATEGIES, ALSO_PLAIN, others):
         able = [name for name in options if _takes(composed({"strategy": name})["strategy"], knobs)]
         if able:
             return able
