@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -41,6 +42,12 @@ def run_command(module: str, *arguments: str, timeout: float = 280) -> subproces
         timeout=timeout,
         check=False,
     )
+
+
+def processor_s() -> float:
+    """Processor time of this process and the commands it ran: others may use the processors as well."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def configuration(*overrides: str) -> RunConfig:

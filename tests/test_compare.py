@@ -494,7 +494,6 @@ def test_a_slowdown_planted_in_real_runs_is_found():
     assert sum(found) / len(found) >= 0.95
 
 
-@pytest.mark.skipif(not QUIET.is_dir(), reason="no calibration rows")
 def test_too_few_repetitions_of_the_same_code_are_not_called_anything():
     """Thirty configurations, three repetitions: one against two cannot tell, and memory repeats."""
     rows = read_all(QUIET).records

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from bench.simulate import cache
 from bench.simulate import predict as predictor
 from bench.simulate.predict import predict, predict_all
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, PARTS, Prediction, from_plain, to_plain
+from tests.conftest import processor_s
 
 PAPER_GPT = {
     "model": "gpt_175b",
@@ -134,11 +134,6 @@ def test_thousands_of_runs_are_predicted_in_a_minute(empty_cache):
     assert time.monotonic() - started < 15
     assert {prediction.memory.verdict for prediction in first} >= {FITS, DOES_NOT_FIT}
     assert all(sound(prediction) for prediction in first)
-
-
-def processor_s() -> float:
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def sound(prediction: Prediction) -> bool:

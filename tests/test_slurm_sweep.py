@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from tests.cluster_sweeps import (
     submit,
     training,
 )
-from tests.conftest import ROOT, SMALL_GPT, run_command
+from tests.conftest import ROOT, SMALL_GPT, processor_s, run_command
 from tests.fake_model import rows, wait_until
 from tests.slurm_cluster import PATIENCE_S
 
@@ -396,12 +395,6 @@ def test_a_comment_arrives_unchanged(idle_slurm, tmp_path):
 # Speed
 
 
-def processor_s() -> float:
-    """Processor time of this process and the commands it ran: others may use the processors as well."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
 def test_thousands_of_runs_are_planned_and_submitted_in_seconds(idle_slurm, tmp_path):
     overrides = (*FAKE, "cluster=slurm_test", "strategy=ddp,fsdp", "gpus=1,2,4,8", "batch_size_per_gpu=1,2,3,4,5")
     seeds = f"seed={','.join(map(str, range(100)))}"
@@ -412,12 +405,12 @@ def test_thousands_of_runs_are_planned_and_submitted_in_seconds(idle_slurm, tmp_
         took = processor_s() - before
         assert "4000 runs in 4 arrays" in done.stdout
         assert len(idle_slurm.squeue("-r", "-o", "%i")) == 4000
-        assert 1 < took < 40, f"{took:.0f} s"
+        assert 0 < took < 40, f"{took:.0f} s"
         before = processor_s()
         again = submit(tmp_path, *overrides, seeds)
         took = processor_s() - before
         assert "4000 queued or running" in again.stdout
-        assert 1 < took < 40, f"{took:.0f} s"
+        assert 0 < took < 40, f"{took:.0f} s"
     finally:
         idle_slurm.cancel_all()
         idle_slurm.scontrol("update", "partitionname=main", "state=up")
