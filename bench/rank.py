@@ -100,13 +100,14 @@ def run_rank(
             rehearsed=config.rehearsed,
             micro_batches=config.gradient_accumulation,
         )
+        share, shares = config.strategy.batch_share(place.rank, config.gpus)
         batches = micro_batches(
             config.model,
             num_micro_batches=config.gradient_accumulation,
-            batch_size=config.batch_size_per_gpu,
+            batch_size=config.batch_size_per_gpu * config.gpus // shares,
             sequence_length=config.sequence_length,
-            rank=place.rank,
-            world_size=config.gpus,
+            share=share,
+            shares=shares,
             device=device,
             seed=config.seed,
         )

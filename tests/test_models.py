@@ -162,8 +162,8 @@ def test_ranks_share_the_batch_that_one_process_sees_whole(option: str) -> None:
             num_micro_batches=2,
             batch_size=batch_size,
             sequence_length=16,
-            rank=rank,
-            world_size=world_size,
+            share=rank,
+            shares=world_size,
             device=torch.device("cpu"),
             seed=3,
         )

@@ -143,8 +143,8 @@ def _engine(family: Family, shape: Shape, format_: str, device: torch.device) ->
         num_micro_batches=1,
         batch_size=shape.batch,
         sequence_length=shape.length,
-        rank=0,
-        world_size=1,
+        share=0,
+        shares=1,
         device=device,
         seed=0,
     )

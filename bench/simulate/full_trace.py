@@ -142,13 +142,14 @@ def _train(config: RunConfig, ledger: _Ledger) -> tuple[Engine, list[torch.Tenso
         seed=config.seed,
         enter_phase=ledger.enter_phase,
     )
+    share, shares = config.strategy.batch_share(0, config.gpus)
     batches = micro_batches(
         config.model,
         num_micro_batches=config.gradient_accumulation,
-        batch_size=config.batch_size_per_gpu,
+        batch_size=config.batch_size_per_gpu * config.gpus // shares,
         sequence_length=config.sequence_length,
-        rank=0,
-        world_size=config.gpus,
+        share=share,
+        shares=shares,
         device=device,
         seed=config.seed,
     )

@@ -106,6 +106,14 @@ class Strategy(ABC):
         assert isinstance(self.sharding_factor, int), "resolve the strategy first"
         return self.sharding_factor
 
+    def batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Which share of the global batch a rank of the resolved strategy works on, and how many shares there are.
+
+        As many as ranks, unless several ranks work on the same sequences, each with its part of the model: these
+        have one share, which is as large as theirs would be together, so that the global batch is the same.
+        """
+        return rank, world_size
+
     def check(self, world_size: int) -> None:
         """Raise `ImpossibleError` where the resolved strategy makes no sense at this world size."""
 

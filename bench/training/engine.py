@@ -132,21 +132,21 @@ def micro_batches(
     num_micro_batches: int,
     batch_size: int,
     sequence_length: int,
-    rank: int,
-    world_size: int,
+    share: int,
+    shares: int,
     device: torch.device,
     seed: int,
 ) -> list[Batch]:
-    """This rank's share of a synthetic global batch that depends on the seed alone.
+    """One of `shares` equal parts of a synthetic global batch that depends on the seed alone.
 
-    One process with `world_size` times the batch size sees the same sequences as `world_size` ranks together.
+    One process with `shares` times the batch size sees the same sequences as all shares together.
     """
     generator = torch.Generator().manual_seed(seed)
-    shares = []
+    parts = []
     for _ in range(num_micro_batches):
-        whole = family.batch(world_size * batch_size, sequence_length, generator)
-        shares.append(whole.share(slice(rank * batch_size, (rank + 1) * batch_size), device))
-    return shares
+        whole = family.batch(shares * batch_size, sequence_length, generator)
+        parts.append(whole.share(slice(share * batch_size, (share + 1) * batch_size), device))
+    return parts
 
 
 def _keep_out_of_autocast(modules: Sequence[nn.Module], device: torch.device) -> None:
