@@ -74,4 +74,5 @@ def untimed(config: RunConfig) -> str:
     """Why no time is predicted for a run."""
     if config.hardware.speeds is None:
         return f"hardware={config.hardware.name} says nothing of its speed"
-    return "the processor and its link decide with strategy.cpu_offload=true, and no description knows them"
+    name = config.hardware.name
+    return f"the machine around the device decides where something is offloaded, and hardware={name} has no host"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.config import RunConfig
+from bench.simulate import host
 from bench.simulate.machine import Machine, rounded
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, Range
 from bench.simulate.reel import Reel
@@ -66,8 +67,8 @@ def inputs_bytes(config: RunConfig, reel: Reel) -> float:
     return size * (config.gpus if config.hardware.device == "cpu" else 1)
 
 
-def memory_of(config: RunConfig, machine: Machine) -> MemoryPrediction:
-    """What the peaks of a played step come to on the device."""
+def memory_of(config: RunConfig, machine: Machine, host_bytes: float = 0.0) -> MemoryPrediction:
+    """What the peaks of a played step come to on the device; `host_bytes` are kept outside of it."""
     outside = 0.0
     if config.hardware.device == "cpu":
         allocated = active = reserved = ON_CPU.of(machine.peak.size)
@@ -80,6 +81,10 @@ def memory_of(config: RunConfig, machine: Machine) -> MemoryPrediction:
     beside = LIBRARIES_ON_CPU_BYTES if config.hardware.device == "cpu" else 0
     used = Range(reserved.value + outside, reserved.low + outside, reserved.high + outside)
     capacity = _capacity(config, outside)
+    host_capacity = host.capacity(config) if host_bytes else None
+    verdict = None if capacity is None else _verdict(allocated, reserved, capacity, beside)
+    if host_capacity is not None and host_bytes > host_capacity:
+        verdict = DOES_NOT_FIT
     return MemoryPrediction(
         allocated=allocated,
         active=active,
@@ -89,8 +94,10 @@ def memory_of(config: RunConfig, machine: Machine) -> MemoryPrediction:
         phase=machine.peak.phase,
         module=machine.peak.module,
         capacity=capacity,
-        verdict=None if capacity is None else _verdict(allocated, reserved, capacity, beside),
+        verdict=verdict,
         phase_peaks=rounded(machine.phase_peaks),
+        host=round(host_bytes),
+        host_capacity=None if host_capacity is None else round(host_capacity),
     )
 
 
