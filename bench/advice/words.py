@@ -39,7 +39,9 @@ def strategy(config: RunConfig) -> str:
     effective = config.strategy.effective(config.gpus)
     resharded = effective.replace("hybrid_shard_grad_op", "hybrid_shard").replace("shard_grad_op", "full_shard")
     label = variant(config.strategy.name, resharded, config.strategy.factor, config.gpus).label
-    return label if resharded == effective else label + UNSHARDED
+    offloaded = config.strategy.offloaded
+    offload = f" with {offloaded} offloaded" if offloaded else ""
+    return label + (UNSHARDED if resharded != effective else "") + offload
 
 
 def gib(count: float) -> str:

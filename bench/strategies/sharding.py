@@ -52,9 +52,11 @@ class ShardingStrategy(Strategy):
         require_at_least("strategy.blocks_per_unit", self.blocks_per_unit, 1)
 
     @property
-    def uses_host(self) -> bool:
-        """With offloading."""
-        return self.cpu_offload
+    def offloaded(self) -> str:
+        """Parameters (with their gradients), and the optimizer unless it stays on the device."""
+        if not self.cpu_offload:
+            return ""
+        return "parameters and optimizer" if self.updates_on_host else "parameters"
 
     @property
     def updates_on_host(self) -> bool:
