@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def test_a_step_with_offloading_computes_what_one_without_does(model: tuple[str,
     losses = []
     start_rehearsal(1)
     try:
-        for knobs in ({}, {"cpu_offload": True}, {"cpu_offload": True, "optimizer_on_device": True}):
+        settings: list[dict[str, Any]] = [{}, {"cpu_offload": True}, {"cpu_offload": True, "optimizer_on_device": True}]
+        for knobs in settings:
             run = configuration(*model, "strategy=fsdp", "gpus=1", "sequence_length=16", "optimizer.learning_rate=1e-2")
             cpu = torch.device("cpu")
             engine = build_engine(

@@ -1,4 +1,4 @@
-"""What is kept or updated outside of the device: how long that takes, and whether the machine has room for it."""
+"""What is kept or updated outside of the device, in the machine around it: how long that takes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from bench.simulate import pace
 from bench.simulate.machine import Pace
 from bench.simulate.step import Update
 from bench.strategies.plan import Plan
-
-GIB = 2**30
 
 
 def is_known(config: RunConfig) -> bool:
@@ -53,9 +51,3 @@ def update_of(config: RunConfig, plan: Plan) -> Update:
 def ranks_per_machine(config: RunConfig) -> int:
     """Ranks that share a machine's memory and links."""
     return min(config.gpus, config.gpus_per_node)
-
-
-def capacity(config: RunConfig) -> float | None:
-    """Bytes of its machine's memory that a rank may have: an equal share. None where nobody knows how much there is."""
-    host = config.hardware.host
-    return None if host is None else host.memory_gib * GIB / ranks_per_machine(config)

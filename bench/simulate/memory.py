@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.config import RunConfig
-from bench.simulate import host
 from bench.simulate.machine import Machine, rounded
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, Range
 from bench.simulate.reel import Reel
@@ -81,7 +80,7 @@ def memory_of(config: RunConfig, machine: Machine, host_bytes: float = 0.0) -> M
     beside = LIBRARIES_ON_CPU_BYTES if config.hardware.device == "cpu" else 0
     used = Range(reserved.value + outside, reserved.low + outside, reserved.high + outside)
     capacity = _capacity(config, outside)
-    host_capacity = host.capacity(config) if host_bytes else None
+    host_capacity = _host_capacity(config) if host_bytes else None
     verdict = None if capacity is None else _verdict(allocated, reserved, capacity, beside)
     if host_capacity is not None and host_bytes > host_capacity:
         verdict = DOES_NOT_FIT
@@ -127,6 +126,12 @@ def _verdict(allocated: Range, reserved: Range, capacity: int, beside: int) -> s
 def is_degraded(memory: MemoryPrediction) -> bool:
     """Whether memory is so nearly exhausted that the allocator flushes and retries, which takes time."""
     return memory.capacity is not None and memory.reserved.value > NEARLY_FULL * memory.capacity
+
+
+def _host_capacity(config: RunConfig) -> float | None:
+    """Bytes of its machine's memory that a rank may have: an equal share. None where nobody knows how much there is."""
+    host = config.hardware.host
+    return None if host is None else host.memory_gib * GIB / min(config.gpus, config.gpus_per_node)
 
 
 def _capacity(config: RunConfig, outside: float) -> int | None:

@@ -100,8 +100,8 @@ LEFT_OUT = {
     "fsdp_paper Figure 8(c)": "memory unexplained by the paper's own numbers: shown, not counted",
     "llm_foundry, amp_fp8": "the suite has no fp8",
     "megatron_sc21, ZeRO-3": (
-        "another implementation (DeepSpeed of 2021): shown, not counted. Its step takes as long on 1536 GPUs as on 768, "
-        "so the network decides; all adapters of a node would be 4 times faster than that, one adapter agrees (above)"
+        "another implementation (DeepSpeed of 2021): shown, not counted. Its step takes as long on 1536 GPUs as on "
+        "768, so the network decides; all adapters of a node would be 4 times faster, one adapter agrees (above)"
     ),
     "megatron_sc21, PTD; megatron_*; nanotron_best_configs; llama3_paper; opt_paper": "tensor or pipeline parallelism",
     "bigscience_zero1": (
