@@ -29,8 +29,8 @@ NO_IDENTITY = (("requested",), ("hardware", "sources"))
 """What is no part of a run's identity: how its strategy's knobs were asked for, where its numbers were read."""
 
 CANNOT_CHANGE = {
-    "measure": (("hardware", "speeds"),),
-    "rehearse": (("hardware", "speeds"),),
+    "measure": (("hardware", "speeds"), ("hardware", "host")),
+    "rehearse": (("hardware", "speeds"), ("hardware", "host")),
     "predict": (("measurement",), ("seed",), ("repeat",)),
 }
 """What cannot change the result either: of what really runs what is believed of the hardware's speed, of a prediction
@@ -40,7 +40,7 @@ how a run would be timed."""
 ADDED: dict[str, dict[str, object]] = {
     "optimizer": {"keep_gradients": False},
     "model": {"activation": "gelu_new"},
-    "strategy": {"communication_hook": "none"},
+    "strategy": {"communication_hook": "none", "optimizer_on_device": False},
 }
 """Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
 that what was measured before is still the same run."""
@@ -165,7 +165,9 @@ class RunConfig:
         """Hash of the complete resolved configuration that can change the result: 16 hexadecimal digits."""
         left_out = {path[0] for path in (*NO_IDENTITY, *CANNOT_CHANGE.get(self.mode, ())) if len(path) == 1}
         texts = {
-            name: _text(value) if type(value) in (int, str, bool) else _section_text(name, value, self.mode)
+            name: _text(value)
+            if type(value) in (int, str, bool)
+            else _section_text(name, value, self.mode, uses_host=self.strategy.uses_host)
             for name, value in _fields(self).items()
             if name not in left_out
         }
@@ -173,14 +175,19 @@ class RunConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _section_text(name: str, section: Any, mode: str) -> str:
-    """A section as JSON, without what is no part of a run's identity; sections repeat over a sweep, so each once."""
-    key = (id(section), mode)
+def _section_text(name: str, section: Any, mode: str, *, uses_host: bool) -> str:
+    """A section as JSON, without what is no part of a run's identity; sections repeat over a sweep, so each once.
+
+    The machine around the device is such a part only where something is kept there, and described.
+    """
+    key = (id(section), mode, uses_host)
     if key not in _SECTION_TEXTS:
         values = _fields(section)
         for path in (*NO_IDENTITY, *CANNOT_CHANGE.get(mode, ())):
             if path[0] == name:
                 values.pop(path[-1], None)
+        if name == "hardware" and not (uses_host and values.get("host")):
+            values.pop("host", None)
         for knob, before in ADDED.get(name, {}).items():
             if values.get(knob) == before:
                 del values[knob]
@@ -188,7 +195,7 @@ def _section_text(name: str, section: Any, mode: str) -> str:
     return _SECTION_TEXTS[key][1]
 
 
-_SECTION_TEXTS: dict[tuple[int, str], tuple[Any, str]] = {}
+_SECTION_TEXTS: dict[tuple[int, str, bool], tuple[Any, str]] = {}
 """By identity, which the section that is kept here cannot lose to another one."""
 
 

@@ -28,6 +28,12 @@ def predicted_row(config: RunConfig, prediction: Prediction) -> Record:
 
 def shortage(memory: MemoryPrediction) -> str:
     """Why a run does not fit, in a sentence."""
+    if memory.host_is_short:
+        assert memory.host_capacity is not None
+        return (
+            f"predicted not to fit: {memory.host / 2**30:.3g} GiB are offloaded, and the rank's share of its machine's "
+            f"memory is {memory.host_capacity / 2**30:.3g} GiB"
+        )
     assert memory.capacity is not None
     needed, low = memory.reserved.value, memory.reserved.low
     return (
@@ -69,6 +75,7 @@ def _memory_parts(memory: MemoryPrediction) -> Record:
         "module": memory.module,
         "phase_peaks_bytes": memory.phase_peaks,
         "capacity_bytes": memory.capacity,
+        **({"host_bytes": memory.host, "host_capacity_bytes": memory.host_capacity} if memory.host else {}),
         "verdict": memory.verdict,
     }
 
@@ -89,6 +96,8 @@ def _oom_phase(memory: MemoryPrediction) -> str:
 
     In that step the optimizer has no state yet: it is made at its end.
     """
+    if memory.host_is_short:
+        return "init"
     assert memory.capacity is not None
     overhead = memory.reserved.value / memory.allocated.value
     state = memory.parts.get("optimizer", 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from bench.config import run_config
@@ -10,7 +12,9 @@ from bench.simulate.predict import predict_all
 from bench.simulate.prediction import DOES_NOT_FIT
 from bench.validation.command import ACCURACY, accuracy, compare
 from bench.validation.runs import LEFT_OUT, SPEED, TUNED_AT, Case, cases
+from bench.validation.shapes import Shape
 from bench.validation.statistics import Result, grouped, summary
+from bench.validation.strategies import strategy_shapes
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,28 @@ def test_ddp_fits_up_to_the_model_of_the_paper() -> None:
     small, large = predict_all(runs)
     assert small.memory.verdict != DOES_NOT_FIT
     assert large.memory.verdict == DOES_NOT_FIT
+
+
+@pytest.fixture(scope="module")
+def of_strategies() -> list[Shape]:
+    return strategy_shapes(predict_all)
+
+
+def test_zero_3_of_2021_is_as_fast_as_one_adapter_lets_it(of_strategies: list[Shape]) -> None:
+    (shape,) = [each for each in of_strategies if "Megatron" in each.what]
+    published = [float(number) for number in shape.published.split(", ")]
+    assert published == [144, 88, 44]
+    alone, one = (re.findall(r"\d+(?=[,;]|$)", part) for part in shape.predicted.split("; "))
+    assert [float(number) / value for number, value in zip(one, published, strict=True)] == pytest.approx(
+        [1] * 3, rel=0.25
+    )
+    assert float(alone[2]) > 3 * published[2]  # with all of them it would have scaled
+
+
+def test_what_the_zero_paper_fits_is_predicted_to_fit(of_strategies: list[Shape]) -> None:
+    (shape,) = [each for each in of_strategies if "what fits" in each.what]
+    assert shape.predicted.startswith("fits, does not fit; ")
+    assert not shape.predicted.endswith(DOES_NOT_FIT)
 
 
 def test_the_committed_page_is_what_comes_out_today(results: list[Result]) -> None:

@@ -261,16 +261,6 @@ def test_where_speeds_are_unknown_memory_is_predicted_and_time_is_not():
     assert found.memory.verdict is None
 
 
-def test_offloading_takes_states_off_the_device_and_time_is_not_known():
-    plain, offloaded = (
-        predict(config(model="gpt_1b3", strategy="fsdp", **{"strategy.cpu_offload": offload}))
-        for offload in (False, True)
-    )
-    assert offloaded.time is None
-    assert plain.memory.parts["optimizer"] > offloaded.memory.parts["optimizer"] == 0
-    assert offloaded.memory.allocated.value < plain.memory.allocated.value
-
-
 def test_the_timeline_is_kept_when_asked_for():
     found = predict(config(), timeline=True)
     assert predict(config()).time.timeline == ()

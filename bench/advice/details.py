@@ -72,6 +72,9 @@ def _memory(row: Row) -> list[RenderableType]:
     lines.append(Text(f"  GiB (19 times of 20 within): {ranges}"))
     if phases:
         lines.append(Text(f"  GiB allocated at most in each phase: {phases}"))
+    if memory.host:
+        of = f" of {gib(memory.host_capacity)}" if memory.host_capacity is not None else ""
+        lines.append(Text(f"  GiB kept in the machine's memory, per GPU: {gib(memory.host)}{of}"))
     if memory.capacity is not None and row.headroom_bytes is not None:
         left = row.headroom_bytes
         how = "left" if left >= 0 else "too little"

@@ -63,7 +63,18 @@ def _heading(section: Section) -> str:
     )
 
 
-TOLD_ONCE = ("strategy", "F", "reshard", "precision", "checkpoint", "accumulate", "compile", "verdict", "limited by")
+TOLD_ONCE = (
+    "strategy",
+    "F",
+    "reshard",
+    "offloaded",
+    "precision",
+    "checkpoint",
+    "accumulate",
+    "compile",
+    "verdict",
+    "limited by",
+)
 """Columns that are no column where all rows say the same."""
 
 UNREMARKABLE = (("accumulate", "1"), ("compile", "false"))
@@ -83,6 +94,7 @@ def _columns(tokens: float | None) -> list[Column]:
         ("strategy", False, lambda row: row.config.strategy.name),
         ("F", True, lambda row: str(row.config.strategy.factor)),
         ("reshard", False, lambda row: reshard(row.config)),
+        ("offloaded", False, lambda row: row.config.strategy.offloaded or MISSING),
         ("precision", False, lambda row: row.config.precision.name),
         ("checkpoint", False, lambda row: row.config.activation_checkpointing),
         ("accumulate", True, lambda row: str(row.config.gradient_accumulation)),
@@ -96,6 +108,7 @@ def _columns(tokens: float | None) -> list[Column]:
         ("tokens/step", True, lambda row: labels.count(row.tokens_per_step * row.config.gpus)),
         ("ms/step", True, _step),
         ("GiB", True, lambda row: gib(row.prediction.memory.reserved.value)),
+        ("on host", True, lambda row: gib(row.prediction.memory.host) if row.prediction.memory.host else MISSING),
         ("free", True, _free),
         ("verdict", False, lambda row: row.prediction.memory.verdict or MISSING),
         ("limited by", False, _limit),

@@ -39,7 +39,9 @@ def strategy(config: RunConfig) -> str:
     effective = config.strategy.effective(config.gpus)
     resharded = effective.replace("hybrid_shard_grad_op", "hybrid_shard").replace("shard_grad_op", "full_shard")
     label = variant(config.strategy.name, resharded, config.strategy.factor, config.gpus).label
-    return label if resharded == effective else label + UNSHARDED
+    offloaded = config.strategy.offloaded
+    offload = f" with {offloaded} offloaded" if offloaded else ""
+    return label + (UNSHARDED if resharded != effective else "") + offload
 
 
 def gib(count: float) -> str:
@@ -74,4 +76,5 @@ def untimed(config: RunConfig) -> str:
     """Why no time is predicted for a run."""
     if config.hardware.speeds is None:
         return f"hardware={config.hardware.name} says nothing of its speed"
-    return "the processor and its link decide with strategy.cpu_offload=true, and no description knows them"
+    name = config.hardware.name
+    return f"the machine around the device decides where something is offloaded, and hardware={name} has no host"

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from bench.errors import bad_value, require_choice
+from bench.hardware.host import Host
 from bench.hardware.speeds import Speeds
 
 GIB = 2**30
@@ -32,6 +33,8 @@ class Hardware:
     """Threads each rank computes with on a CPU, so that a rank is the same device at every world size."""
     speeds: Speeds | None = None
     """How fast it really is, for predictions of time; null where nobody knows. A measurement does not depend on it."""
+    host: Host | None = None
+    """The machine around the device, for what is offloaded to it; null where nobody knows."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each number comes from; no part of a run's identity."""
 

@@ -43,6 +43,8 @@ class Pace:
     """Shortest time of a kernel on the device."""
     overlap_loss: float = 0.0
     """Share of its speed that computation loses while something is sent."""
+    transfer_s_per_byte: float = 0.0
+    """Between the device and its machine's memory, in one direction."""
     retry_s_per_byte: float = 0.0
     """Above 0: the device stands still for so long whenever a large buffer is allocated beside the computation."""
 
@@ -75,10 +77,11 @@ class Machine:
         self.streams = dict.fromkeys(STREAMS, 0.0)
         self._done: dict[str, float] = {}
         self._noted: deque[float] = deque()
-        self.spent = dict.fromkeys(("compute", "optimizer", "exposed", "launch", "communication"), 0.0)
+        self.spent = dict.fromkeys(("compute", "optimizer", "exposed", "launch", "communication", "transfer"), 0.0)
         self._timeline: list[Span] | None = [] if timeline else None
         self._sending: deque[tuple[float, float]] = deque()
         self._communicators: dict[str, float] = {}
+        self.updated_on_host = False
 
     @property
     def timeline(self) -> tuple[Span, ...]:
@@ -220,6 +223,26 @@ class Machine:
             self._sending.append((start, end))
             if self._timeline is not None:
                 self._timeline.append(Span(stream, f"{kind} {self.module}", kind, start, end))
+
+    def transfer(self, name: str, size: float, stream: str, *, after: str | None = None) -> None:
+        """As `Device` says. Copy engines of their own do it, so computation loses nothing."""
+        self.processor += self._pace.launch_s
+        start = max(self.streams[stream], self.processor, self.streams[after] if after else 0.0)
+        end = self.streams[stream] = self._done[name] = start + size * self._pace.transfer_s_per_byte
+        self.spent["transfer"] += end - start
+        self.spent["communication"] += end - start
+        if self._timeline is not None and end > start:
+            self._timeline.append(Span(stream, f"transfer {self.module}", "transfer", start, end))
+
+    def update_on_host(self, seconds: float) -> None:
+        """The optimizer's step, by the processors, when the device has done all that it was given."""
+        self.synchronize()
+        before, self.processor = self.processor, self.processor + seconds
+        self.streams[COMPUTE] = self.processor
+        self.spent["optimizer"] += seconds
+        self.updated_on_host = True
+        if self._timeline is not None:
+            self._timeline.append(Span(COMPUTE, "optimizer on the host", "optimizer", before, self.processor))
 
     def _delay_what_runs(self, start: float, end: float) -> None:
         """Computation that was launched before takes longer while something is sent beside it."""

@@ -66,8 +66,8 @@ def inputs_bytes(config: RunConfig, reel: Reel) -> float:
     return size * (config.gpus if config.hardware.device == "cpu" else 1)
 
 
-def memory_of(config: RunConfig, machine: Machine) -> MemoryPrediction:
-    """What the peaks of a played step come to on the device."""
+def memory_of(config: RunConfig, machine: Machine, host_bytes: float = 0.0) -> MemoryPrediction:
+    """What the peaks of a played step come to on the device; `host_bytes` are kept outside of it."""
     outside = 0.0
     if config.hardware.device == "cpu":
         allocated = active = reserved = ON_CPU.of(machine.peak.size)
@@ -80,6 +80,10 @@ def memory_of(config: RunConfig, machine: Machine) -> MemoryPrediction:
     beside = LIBRARIES_ON_CPU_BYTES if config.hardware.device == "cpu" else 0
     used = Range(reserved.value + outside, reserved.low + outside, reserved.high + outside)
     capacity = _capacity(config, outside)
+    host_capacity = _host_capacity(config) if host_bytes else None
+    verdict = None if capacity is None else _verdict(allocated, reserved, capacity, beside)
+    if host_capacity is not None and host_bytes > host_capacity:
+        verdict = DOES_NOT_FIT
     return MemoryPrediction(
         allocated=allocated,
         active=active,
@@ -89,8 +93,10 @@ def memory_of(config: RunConfig, machine: Machine) -> MemoryPrediction:
         phase=machine.peak.phase,
         module=machine.peak.module,
         capacity=capacity,
-        verdict=None if capacity is None else _verdict(allocated, reserved, capacity, beside),
+        verdict=verdict,
         phase_peaks=rounded(machine.phase_peaks),
+        host=round(host_bytes),
+        host_capacity=None if host_capacity is None else round(host_capacity),
     )
 
 
@@ -120,6 +126,12 @@ def _verdict(allocated: Range, reserved: Range, capacity: int, beside: int) -> s
 def is_degraded(memory: MemoryPrediction) -> bool:
     """Whether memory is so nearly exhausted that the allocator flushes and retries, which takes time."""
     return memory.capacity is not None and memory.reserved.value > NEARLY_FULL * memory.capacity
+
+
+def _host_capacity(config: RunConfig) -> float | None:
+    """Bytes of its machine's memory that a rank may have: an equal share. None where nobody knows how much there is."""
+    host = config.hardware.host
+    return None if host is None else host.memory_gib * GIB / min(config.gpus, config.gpus_per_node)
 
 
 def _capacity(config: RunConfig, outside: float) -> int | None:

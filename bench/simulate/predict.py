@@ -11,7 +11,7 @@ from multiprocessing import get_context
 
 from bench.config import RunConfig
 from bench.hardware import Hardware
-from bench.simulate import cache, memory, pace
+from bench.simulate import cache, host, memory, pace
 from bench.simulate.layout import layout_of
 from bench.simulate.machine import Machine
 from bench.simulate.prediction import Prediction, from_plain, to_plain
@@ -109,8 +109,8 @@ def _prepare_traces(needed: list[tuple[TapeKey, int]]) -> None:
 def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
     machine, plan = _played(config, pace.pace_of(config), timeline)
-    found = memory.memory_of(config, machine)
-    if not plan.is_timed:
+    found = memory.memory_of(config, machine, plan.host_bytes)
+    if not host.is_known(config):
         return Prediction(found, None)
     if memory.is_degraded(found):
         machine, _ = _played(config, pace.retrying(pace.pace_of(config)), timeline)
@@ -132,7 +132,7 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
         keep_gradients=config.optimizer.keep_gradients,
     )
     plan = config.strategy.plan(setting)
-    machine = Machine(speed, timeline=timeline)
+    machine = Machine(host.with_transfers(config, speed), timeline=timeline)
     reel = _reel(key, batches_for(config.batch_size_per_gpu))
     machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
     plan.begin(machine)
@@ -143,7 +143,7 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
         _scenes(key, config.batch_size_per_gpu, Speed(config.hardware)),
         micro_batches=config.gradient_accumulation,
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
-        update=pace.update_of(config, plan.updated if plan.is_timed else ()),
+        update=host.update_of(config, plan),
     )
     return machine, plan
 

@@ -43,6 +43,15 @@ class MemoryPrediction:
     """fits, too close to call or does not fit; None without a capacity."""
     phase_peaks: dict[str, int] = field(default_factory=dict)
     """Peak of allocated memory in each phase: forward, backward, optimizer."""
+    host: int = 0
+    """Bytes of the memory of the machine around the device that the rank fills with what is offloaded."""
+    host_capacity: int | None = None
+    """Its share of that memory, None where nobody knows."""
+
+    @property
+    def host_is_short(self) -> bool:
+        """Whether what is offloaded does not fit where it goes."""
+        return self.host_capacity is not None and self.host > self.host_capacity
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class Span:
     """``forward decoder.block.3``, ``all-gather decoder.block.4``."""
     kind: str
     """forward, backward (with what checkpointing computes again), optimizer, all-gather, reduce-scatter, all-reduce or
-    wait."""
+    wait, or transfer (between the device and its machine's memory)."""
     start_s: float
     end_s: float
 
@@ -75,7 +84,8 @@ class TimePrediction:
     communication_s: float
     """All communication, hidden or not; no part of the sum."""
     limited_by: str
-    """compute, memory bandwidth, network, kernel launches or allocator."""
+    """compute, memory bandwidth, network, kernel launches or allocator; with offloading also host link (between GPU
+    and memory of its machine) or host memory (its bandwidth, where processors carry out the optimizer's step)."""
     degraded: bool
     """Memory is so nearly exhausted that the allocator flushes and retries."""
     timeline: tuple[Span, ...] = ()
@@ -88,7 +98,7 @@ class Prediction:
 
     memory: MemoryPrediction
     time: TimePrediction | None
-    """None where the hardware's speed is unknown, or the CPU's would decide (offloading)."""
+    """None where the hardware's speed is unknown, or that of the machine around it where something is offloaded."""
 
     @property
     def status(self) -> str:

@@ -20,6 +20,8 @@ class Update:
     kernels: int
     temporaries: float
     """Bytes allocated for a while."""
+    on_host: bool = False
+    """By the processors of the machine around the device."""
 
 
 def play_step(
@@ -47,7 +49,10 @@ def play_step(
         _play_micro_batch(machine, plan, layout, recorded[min(number, 1)], joined)
     machine.phase, machine.module = "optimizer", "optimizer"
     machine.hold("optimizer temporaries", update.temporaries, "temporaries")
-    machine.update(update.seconds, update.kernels)
+    if update.on_host:
+        machine.update_on_host(update.seconds)
+    else:
+        machine.update(update.seconds, update.kernels)
     machine.release("optimizer temporaries")
     plan.after_optimizer(machine)
     for scene in scenes:

@@ -106,6 +106,16 @@ class Strategy(ABC):
         assert isinstance(self.sharding_factor, int), "resolve the strategy first"
         return self.sharding_factor
 
+    @property
+    def offloaded(self) -> str:
+        """What is kept in the memory of the machine around the devices, in words; empty for nothing."""
+        return ""
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether something is."""
+        return bool(self.offloaded)
+
     def batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
         """Which share of the global batch a rank of the resolved strategy works on, and how many shares there are.
 

@@ -18,6 +18,7 @@ from bench.errors import ImpossibleError, bad_value, require_at_least, require_c
 from bench.precision import Precision
 from bench.strategies.base import BuildOptimizer, Job, Step, Strategy
 from bench.strategies.deepspeed_plan import Stage0Plan, Stage1And2Plan
+from bench.strategies.deepspeed_stage3 import Knobs, Stage3Plan
 from bench.strategies.plan import Plan, Setting
 from bench.strategies.stepper import Stepper
 
@@ -245,8 +246,7 @@ class DeepSpeed(Strategy):
             For everything else.
         """
         unknown = {
-            "strategy.stage=3 (what it gathers ahead and keeps depends on the order of modules)": self.stage == 3,
-            f"precision={setting.precision.name}": setting.precision.mixed,
+            f"precision={setting.precision.name} and strategy.stage={self.stage}": setting.precision.mixed and self.stage < 3,
             f"strategy.offload_optimizer={self.offload_optimizer}": self.offload_optimizer != "none",
             "strategy.contiguous_gradients=false": not self.contiguous_gradients and self.stage > 0,
         }
@@ -258,6 +258,17 @@ class DeepSpeed(Strategy):
                 )
         if self.stage == 0:
             return Stage0Plan(setting)
+        if self.stage == 3:
+            return Stage3Plan(
+                setting,
+                Knobs(
+                    bucket=self.reduce_bucket_size,
+                    prefetch=self.prefetch_bucket_size,
+                    persistent=self.param_persistence_threshold,
+                    live=self.max_live_parameters,
+                    reuse=self.max_reuse_distance,
+                ),
+            )
         return Stage1And2Plan(
             setting,
             partitions_gradients=self.stage == 2,

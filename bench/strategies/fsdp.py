@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from bench.errors import ImpossibleError
 from bench.models.blocks import group_blocks
 from bench.precision import Precision
-from bench.strategies.base import Job
+from bench.strategies.base import BuildOptimizer, Job
 from bench.strategies.plan import (
     ADDED,
     GATHER,
@@ -31,6 +33,7 @@ from bench.strategies.plan import (
     gradients_of,
 )
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy
+from bench.strategies.uploading import UploadingOptimizer
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,22 @@ class FSDP2(ShardingStrategy):
 
     backward_prefetch: bool
     """Issue the next unit's all-gather before the current unit's backward."""
+    optimizer_on_device: bool = False
+    """With `cpu_offload`: keep optimizer state and the optimizer's step on the device."""
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Unless the optimizer stays on the device."""
+        return self.cpu_offload and not self.optimizer_on_device
+
+    def check(self, world_size: int) -> None:
+        """As every sharding strategy; the optimizer can stay alone only where something has left."""
+        super().check(world_size)
+        if self.optimizer_on_device and not self.cpu_offload:
+            raise ImpossibleError(
+                "strategy.optimizer_on_device=true is not valid with strategy.cpu_offload=false, where nothing has "
+                "left the device: choose false, or strategy.cpu_offload=true."
+            )
 
     def check_optimizer(self, name: str, implementation: str) -> None:
         """torch 2.13 has no fused SGD on DTensors."""
@@ -53,7 +72,9 @@ class FSDP2(ShardingStrategy):
         keep_fp32 = list(job.family.fp32_modules(model)) if job.precision.scales_loss else []
         options: dict[str, Any] = {
             "mesh": self.mesh(job),
-            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=job.device.type != "cpu")
+            if self.cpu_offload
+            else OffloadPolicy(),
         }
         policy = _policy(job.precision, cast_inputs=not keep_fp32)
         for module in keep_fp32:
@@ -84,6 +105,14 @@ class FSDP2(ShardingStrategy):
         assert isinstance(wrapped, FSDPModule)
         wrapped.set_requires_gradient_sync(synchronize)
         yield
+
+    def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
+        """Over the shards, wherever they are; or, if they alone are on the CPU, one that updates them on the device."""
+        if self.optimizer_on_device:
+            parameters = list(module.parameters())
+            assert isinstance(parameters[0], DTensor)
+            return UploadingOptimizer(parameters, build, torch.device(parameters[0].device_mesh.device_type))
+        return super().optimizer(module, build)
 
     def plan(self, setting: Setting) -> Plan:
         """Shards of every parameter, gathered unit by unit."""
@@ -227,13 +256,18 @@ class FSDP2Plan(ShardedPlan):
             return
         self._gathering.add(unit.index)
         device.hooks()
+        # What is cast comes one parameter after the other, each gone when it is cast.
+        stored = [self._local(parameter) * self.setting.parameter_bytes for parameter in unit.parameters]
+        self._upload(device, unit, max(stored) if self._cast else sum(stored))
         if self._factor == 1:
             return
         local = self._sizes[unit.index].computed
         if self._cast:
             device.hold("cast", local, GATHERED)
+            device.release(f"upload {unit.index}")
         device.hold(f"buffer {unit.index}", local * self._factor, GATHERED)
         device.release("cast")
+        device.release(f"upload {unit.index}")
         device.send(f"all-gather {unit.index}", "all-gather", local * self._factor, SHARDS, GATHER)
 
     def _copy_out(self, device: Device, unit: Unit, *, forward: bool) -> None:
@@ -245,6 +279,8 @@ class FSDP2Plan(ShardedPlan):
         size = sizes.computed * self._factor
         if self._factor > 1:
             device.wait(f"all-gather {unit.index}")
+        elif self._offloads:
+            device.wait(f"upload {unit.index}")
         if forward:
             if self._buffer is not None:  # the next gather waits until the unit before this one is copied out
                 device.follow(GATHER, f"copied {self._buffer}")
@@ -255,6 +291,7 @@ class FSDP2Plan(ShardedPlan):
         if self._factor == 1:
             device.hold("cast", sizes.cast_in_turn, GATHERED)
             device.release("cast")
+            device.release(f"upload {unit.index}")
         elif forward:
             self._buffer = f"buffer {unit.index}"
         else:

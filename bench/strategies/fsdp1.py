@@ -232,6 +232,7 @@ class FSDP1Plan(ShardedPlan):
             result = source
             self._sent = [f"all-reduce {index}"]
             device.send(self._sent[0], "all-reduce", whole, WORLD, REDUCE, after="compute")
+            self._send_out(device, unit)
         self._store(device, index, result, flat // self._factor * parameter_bytes, cast=reduce_bytes != parameter_bytes)
         device.release(f"reduce input {index}")  # made on the stream that uses it
         device.release(f"flat gradient {index}", after=REDUCE)
@@ -267,7 +268,10 @@ class FSDP1Plan(ShardedPlan):
             return
         self._whole.add(index)
         device.hooks()
+        self._upload(device, unit, self.shard_numel(unit) * self.setting.parameter_bytes)
         if self._factor == 1:
+            if self._offloads:
+                self._waiting.add(index)
             if self._cast:
                 device.hold(f"whole {index}", size, GATHERED)
                 device.copy("cast", size + self._flat[index] * self.setting.parameter_bytes)
@@ -279,16 +283,18 @@ class FSDP1Plan(ShardedPlan):
         device.hold(f"whole {index}", size, GATHERED)
         device.send(f"all-gather {index}", "all-gather", size, SHARDS, GATHER)
         device.release(f"cast {index}", after=GATHER)
+        device.release(f"upload {index}", after=GATHER)
         self._waiting.add(index)
 
     def _await(self, device: Device, unit: Unit) -> None:
         if unit.index in self._waiting:
             self._waiting.discard(unit.index)
-            device.wait(f"all-gather {unit.index}")
+            device.wait(f"{'all-gather' if self._factor > 1 else 'upload'} {unit.index}")
 
     def _reshard(self, device: Device, unit: Unit) -> None:
         if unit.index in self._whole:
             self._whole.discard(unit.index)
+            device.release(f"upload {unit.index}")
             device.release(f"whole {unit.index}", after="compute")
             device.note_release()
 

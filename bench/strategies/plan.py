@@ -113,8 +113,11 @@ class Device(Protocol):
         """Start a collective of `size` bytes (the whole, gathered) on a stream, when what was given to it, and to
         stream `after` (``compute`` or another), is done."""
 
+    def transfer(self, name: str, size: float, stream: str, *, after: str | None = None) -> None:
+        """Start copying `size` bytes between the device and its machine's memory, on a stream as in `send`."""
+
     def wait(self, name: str) -> None:
-        """Let computation go on only when a collective is done."""
+        """Let computation go on only when a collective, or a transfer, is done."""
 
     def mark(self, name: str) -> None:
         """Give this point of the computation a name."""
@@ -136,11 +139,21 @@ class Device(Protocol):
 class Plan(ABC):
     """One rank's part in a step. Called in the order of the step."""
 
-    is_timed = True
-    """Whether what is done takes the time that the device's streams show: not where the CPU holds what is trained."""
+    updates_on_host = False
+    """Whether the processors of the machine carry out the optimizer's step."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+
+    @property
+    def host_bytes(self) -> float:
+        """What this rank keeps in the memory of the machine around its device."""
+        return 0.0
+
+    @property
+    def carried(self) -> float:
+        """Bytes that come to the device for the optimizer's step, and those that go back, one after the other."""
+        return 0.0
 
     @abstractmethod
     def begin(self, device: Device) -> None:
@@ -230,13 +243,17 @@ class WholePlan(Plan):
             device.release(gradients_of(unit))
 
 
+def optimizer_bytes(setting: Setting, updated: Sequence[int]) -> float:
+    """Of the optimizer's states of tensors with these numbers of elements."""
+    states = setting.states_per_parameter
+    counters = STEP_BYTES * len(updated) if states > 1 else 0
+    return states * sum(updated) * setting.parameter_bytes + counters
+
+
 STEP_BYTES = 4
 """AdamW counts the steps of each parameter in an fp32 tensor of its own."""
 
 
 def hold_optimizer(device: Device, setting: Setting, updated: Sequence[int]) -> None:
     """Hold the optimizer's states of tensors with these numbers of elements."""
-    states = setting.states_per_parameter
-    size = states * sum(updated) * setting.parameter_bytes
-    counters = STEP_BYTES * len(updated) if states > 1 else 0
-    device.hold("optimizer", size + counters, OPTIMIZER)
+    device.hold("optimizer", optimizer_bytes(setting, updated), OPTIMIZER)

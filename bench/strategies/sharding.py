@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from bench.errors import ImpossibleError, require_at_least
 from bench.strategies.base import Job, Strategy
 from bench.strategies.plan import (
+    GATHER,
+    GATHERED,
     GRADIENTS,
     PARAMETERS,
     REDUCE,
@@ -21,6 +23,7 @@ from bench.strategies.plan import (
     Setting,
     Unit,
     hold_optimizer,
+    optimizer_bytes,
 )
 
 
@@ -47,6 +50,18 @@ class ShardingStrategy(Strategy):
     def check(self, world_size: int) -> None:
         """Any world size the factor divides."""
         require_at_least("strategy.blocks_per_unit", self.blocks_per_unit, 1)
+
+    @property
+    def offloaded(self) -> str:
+        """Parameters (with their gradients), and the optimizer unless it stays on the device."""
+        if not self.cpu_offload:
+            return ""
+        return "parameters and optimizer" if self.updates_on_host else "parameters"
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether optimizer state and the optimizer's step are offloaded, too."""
+        return self.cpu_offload
 
     def check_device(self, device: str) -> None:
         """Offloading needs a device to offload from."""
@@ -76,7 +91,7 @@ class ShardedPlan(Plan):
     def __init__(self, strategy: ShardingStrategy, setting: Setting) -> None:
         super().__init__(setting)
         self._offloads = strategy.cpu_offload
-        self.is_timed = not self._offloads
+        self.updates_on_host = strategy.updates_on_host
         self._factor = strategy.factor
         self._units = {unit.index: unit for unit in setting.units}
         self._last = max(self._units)
@@ -90,13 +105,30 @@ class ShardedPlan(Plan):
     def shard_numel(self, unit: Unit) -> int:
         """Elements of a unit that the first rank stores."""
 
+    @property
+    def host_bytes(self) -> float:
+        """Offloaded shards of parameters and gradients, and of optimizer state if it goes with them."""
+        if not self._offloads:
+            return 0.0
+        shards = sum(self.shard_numel(unit) for unit in self._units.values()) * self.setting.parameter_bytes
+        states = optimizer_bytes(self.setting, self.updated) if self.updates_on_host else 0.0
+        return 2 * shards + states
+
+    @property
+    def carried(self) -> float:
+        """Parameters and gradients come, parameters go back, where only the optimizer is on the device."""
+        if not self._offloads or self.updates_on_host:
+            return 0.0
+        return 3 * sum(self.updated) * self.setting.parameter_bytes
+
     def begin(self, device: Device) -> None:
         """Shards and their optimizer state, unless the CPU has them."""
+        if not self.updates_on_host:
+            hold_optimizer(device, self.setting, self.updated)
         if self._offloads:
             return
         sizes = {index: self.shard_numel(unit) * self.setting.parameter_bytes for index, unit in self._units.items()}
         device.hold("parameters", sum(sizes.values()), PARAMETERS)
-        hold_optimizer(device, self.setting, self.updated)
         if self.setting.keep_gradients:
             for index, size in sizes.items():
                 device.hold(f"gradient shard {index}", size, GRADIENTS)
@@ -108,12 +140,18 @@ class ShardedPlan(Plan):
 
     def after_optimizer(self, device: Device) -> None:
         """Sharded gradients are set to None, or to zero."""
-        if self.setting.keep_gradients:
+        if self.setting.keep_gradients and not self._offloads:
             device.copy("zeros", sum(self.updated) * self.setting.parameter_bytes)
             return
         for name in self._shards:
             device.release(name)
         self._shards.clear()
+
+    def _upload(self, device: Device, unit: Unit, size: float) -> None:
+        """An offloaded shard comes to the device, `size` bytes of it at a time, before it is gathered."""
+        if self._offloads:
+            device.hold(f"upload {unit.index}", size, GATHERED)
+            device.transfer(f"upload {unit.index}", self.shard_numel(unit) * self.setting.parameter_bytes, GATHER)
 
     def _previous(self, unit: Unit) -> Unit | None:
         """The unit whose backward comes next, as far as units run one after the other."""
@@ -124,3 +162,11 @@ class ShardedPlan(Plan):
         self._sent = [f"reduce-scatter {unit.index}", f"all-reduce {unit.index}"]
         device.send(self._sent[0], "reduce-scatter", whole, SHARDS, REDUCE, after="compute")
         device.send(self._sent[1], "all-reduce", whole / self._factor, REPLICAS, REPLICATE, after=REDUCE)
+        self._send_out(device, unit)
+
+    def _send_out(self, device: Device, unit: Unit) -> None:
+        """A reduced gradient goes to where its parameter is, if that is not the device."""
+        if self._offloads:
+            self._sent.append(f"gradient out {unit.index}")
+            size = self.shard_numel(unit) * self.setting.parameter_bytes
+            device.transfer(self._sent[-1], size, REPLICATE, after=REDUCE)

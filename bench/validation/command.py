@@ -18,6 +18,7 @@ from bench.validation.page import page
 from bench.validation.runs import SPEED, Case, cases, configured
 from bench.validation.shapes import shapes
 from bench.validation.statistics import Result, result
+from bench.validation.strategies import strategy_shapes
 from bench.validation.tuning import CHOSEN_WITHOUT
 
 ACCURACY = Path(__file__).resolve().parents[2] / "results" / "predicted" / "ACCURACY.md"
@@ -70,7 +71,7 @@ def _compare_with_rows(parser: argparse.ArgumentParser, options: argparse.Namesp
 def accuracy(results: Sequence[Result]) -> str:
     """The page of these results."""
     others = {source: compare(_without(results, source)) for source in CHOSEN_WITHOUT}
-    return page(results, others, shapes(predict_all), FIGURE)
+    return page(results, others, [*shapes(predict_all), *strategy_shapes(predict_all)], FIGURE)
 
 
 def compare(found: Sequence[Case]) -> list[Result]:

@@ -1,0 +1,146 @@
+"""What others published of ZeRO and of offloading, as far as single numbers cannot be compared: orders and ratios.
+
+Nothing was tuned on these rows, but for one assumption that says so in its line.
+"""
+
+from __future__ import annotations
+
+from bench.config import RunConfig
+from bench.simulate.prediction import DOES_NOT_FIT, Prediction
+from bench.validation.runs import FSDP_PAPER, SPEED, cases, configured
+from bench.validation.shapes import Predict, Shape
+
+ONE_ADAPTER = {"hardware.speeds.links.node_gb_s": "25", "hardware.speeds.links.adapters": "1"}
+"""One adapter of 200 Gb/s of the eight that a node of Megatron's cluster has."""
+
+BIGSCIENCE = {
+    "model": "gpt_13b",
+    "model.num_layers": "6",
+    "model.hidden_size": "5120",
+    "model.num_heads": "40",
+    "model.vocabulary_size": "2048",
+    "hardware": "a100_80gb",
+    "hardware.speeds.links.node_gb_s": "25",
+    "hardware.speeds.links.adapters": "1",
+    "precision": "fp16",
+    "gpus": "4",
+    "gpus_per_node": "1",
+    "batch_size_per_gpu": "2",
+    "gradient_accumulation": "256",
+    "sequence_length": "2048",
+    "activation_checkpointing": "full",
+}
+"""One of the 96 parts that tensor and pipeline parallelism make of a GPT of 181 billion parameters: a GPT of as many as
+one GPU had, 1.9 billion, in 4 replicas on 4 machines, 2048 sequences a step. GPU, length and network are assumed."""
+
+ZERO_PAPER = {
+    "hardware": "v100_32gb",
+    "hardware.speeds.links.node_gb_s": "100",
+    "hardware.speeds.links.adapters": "8",
+    "gpus": "128",
+    "gpus_per_node": "16",
+    "precision": "fp16",
+    "sequence_length": "1024",
+    "activation_checkpointing": "full",
+}
+"""Its DGX-2 with 800 Gb/s between nodes. Batches are not in its text: a batch of 4 is assumed."""
+
+OFFLOADED = {
+    **FSDP_PAPER,
+    "model": "gpt_175b",
+    "model.family": "mingpt",
+    "model.activation": "gelu",
+    "model.dropout": "0.1",
+    "hardware": "a100_80gb",
+    "hardware.speeds.links.node_gb_s": "50",
+    "hardware.speeds.links.adapters": "4",
+    "precision": "fp16",
+    "precision.reduce": "fp16",
+    "optimizer": "sgd",
+    "optimizer.keep_gradients": "false",
+    "strategy.cpu_offload": "true",
+    "gpus": "128",
+    "sequence_length": "512",
+    "batch_size_per_gpu": "20",
+}
+"""PyTorch's introduction of FSDP: 128 A100 of 40 GB, 400 Gb/s between nodes, SGD. Its batch of 20 is taken to be a
+GPU's, and does not fit the 40 GB then: the speed is predicted on GPUs of 80 GB."""
+
+
+def strategy_shapes(predict: Predict) -> list[Shape]:
+    """All of them."""
+    return [_megatron(predict), _bigscience(predict), *_zero_paper(predict), _offloaded(predict)]
+
+
+def _megatron(predict: Predict) -> Shape:
+    found = [case for case in cases() if case.source == "megatron_sc21" and "174.6B" in case.label]
+    said = []
+    for words, more in (("as FSDP1", {}), ("with one of 8 adapters", ONE_ADAPTER)):
+        runs = [configured(tuple({**dict(case.settings), **more}.items())) for case in found]
+        predictions = predict(runs)
+        speeds = [_tflops(run, each) for run, each in zip(runs, predictions, strict=True)]
+        said.append(f"{words} {', '.join(f'{speed:.0f}' for speed in speeds)}")
+    return Shape(
+        f"Megatron's Table 2: {SPEED} of DeepSpeed's ZeRO-3 of 2021, GPT-175B on 384, 768 and 1536 GPUs (one adapter: "
+        "chosen with these rows in sight)",
+        ", ".join(f"{case.published:.0f}" for case in found),
+        "; ".join(said),
+    )
+
+
+def _bigscience(predict: Predict) -> Shape:
+    whole, divided = predict([_run({**BIGSCIENCE, "strategy": name}) for name in ("ddp", "zero1")])
+    saved = whole.memory.allocated.value - divided.memory.allocated.value
+    return Shape(
+        "BigScience: ZeRO-1 against ZeRO-0, 4 replicas of 96 GPUs (predicted for one GPU's part): time, memory saved",
+        "120.29 / 137.34 s = 0.88; 72 - 37 = 35 GB",
+        f"{_seconds(divided) / _seconds(whole):.2f}; {saved / 1e9:.0f} GB",
+    )
+
+
+def _zero_paper(predict: Predict) -> list[Shape]:
+    models = (("gpt_1b3", "ddp"), ("gpt_2b7", "ddp"), ("gpt_13b", "zero2_fsdp1"))
+    runs = [
+        _run(
+            {**ZERO_PAPER, "model": model, "strategy": strategy, "model.block_size": "1024", "batch_size_per_gpu": "4"}
+        )
+        for model, strategy in models
+    ]
+    predictions = predict(runs)
+    fits = ["does not fit" if each.memory.verdict == DOES_NOT_FIT else "fits" for each in predictions]
+    return [
+        Shape(
+            "ZeRO's section 10.4: what fits V100 of 32 GB, DDP (predicted: 1.3B, 2.7B) and ZeRO-2 (13B)",
+            "DDP up to 1.4B; ZeRO-2 up to 13B",
+            f"{fits[0]}, {fits[1]}; {predictions[2].memory.verdict}",
+        ),
+        Shape(
+            f"ZeRO's section 10.4: {SPEED} of ZeRO-2 at 13B on 128 V100 (batch 4 assumed)",
+            "more than 40",
+            f"{_tflops(runs[2], predictions[2]):.0f}",
+        ),
+    ]
+
+
+def _offloaded(predict: Predict) -> Shape:
+    runs = [_run({**OFFLOADED, "strategy.cpu_offload": offload}) for offload in ("true", "false")]
+    offloaded, plain = (_tflops(run, each) for run, each in zip(runs, predict(runs), strict=True))
+    return Shape(
+        f"FSDP's introduction: {SPEED} of GPT-175B, parameters offloaded, 128 A100 (of 80 GB, predicted)",
+        "159",
+        f"{offloaded:.0f} (not offloaded {plain:.0f})",
+    )
+
+
+def _run(settings: dict[str, str]) -> RunConfig:
+    return configured(tuple(settings.items()))
+
+
+def _seconds(prediction: Prediction) -> float:
+    assert prediction.time is not None
+    return prediction.time.step_s.value
+
+
+def _tflops(config: RunConfig, prediction: Prediction) -> float:
+    flops = config.model.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
+    return flops * config.batch_size_per_gpu * config.gradient_accumulation / _seconds(prediction) / 1e12
