@@ -21,6 +21,7 @@ ADDED = {
     "optimizer.keep_gradients": False,
     "model.activation": "gelu_new",
     "strategy.communication_hook": "none",
+    "finetune.name": "full",
 }
 """Knobs that came later, and what was done before there was a choice: older rows do not have them."""
 

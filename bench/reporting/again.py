@@ -17,7 +17,7 @@ from bench.records.matching import ADDED, leaves
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
-GROUPS = ("model", "strategy", "precision", "optimizer", "hardware")
+GROUPS = ("model", "strategy", "precision", "optimizer", "finetune", "hardware")
 """Sections of a configuration that are chosen by the name of a file under ``conf``."""
 
 NOT_TYPED = {"hardware": {"sources", "speeds", "gpu_names"}}

@@ -53,6 +53,10 @@ class FSDP1(ShardingStrategy):
     limit_all_gathers: bool
     """The rate limiter: at most two all-gathers in flight."""
 
+    finetunes = ("full",)
+    """The parameters of a unit are views of one flat parameter. Where any of it is trained, autograd computes gradients
+    of all of it, and keeps what these need, so that freezing would save neither memory nor time."""
+
     def check(self, world_size: int) -> None:
         """As every sharding strategy, and the knobs of its own."""
         super().check(world_size)
@@ -154,6 +158,10 @@ class FSDP1Plan(ShardedPlan):
     def shard_numel(self, unit: Unit) -> int:
         """Of its flat parameter, padding included."""
         return self._flat[unit.index] // self._factor
+
+    def gradient_numel(self, unit: Unit) -> int:
+        """Of its flat parameter."""
+        return self.shard_numel(unit)
 
     @property
     def updated(self) -> Sequence[int]:

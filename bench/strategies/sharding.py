@@ -42,6 +42,7 @@ class ShardingStrategy(Strategy):
     cpu_offload: bool
     """Keep the shards and the optimizer step on the CPU."""
 
+    finetunes = ("full", "lora")
     uses_autocast = False
 
     def check(self, world_size: int) -> None:
@@ -90,6 +91,10 @@ class ShardedPlan(Plan):
     def shard_numel(self, unit: Unit) -> int:
         """Elements of a unit that the first rank stores."""
 
+    @abstractmethod
+    def gradient_numel(self, unit: Unit) -> int:
+        """Elements of a unit's reduced gradients that the first rank keeps; 0 where nothing of it is trained."""
+
     def begin(self, device: Device) -> None:
         """Shards and their optimizer state, unless the CPU has them."""
         if self._offloads:
@@ -98,9 +103,10 @@ class ShardedPlan(Plan):
         device.hold("parameters", sum(sizes.values()), PARAMETERS)
         hold_optimizer(device, self.setting, self.updated)
         if self.setting.keep_gradients:
-            for index, size in sizes.items():
-                device.hold(f"gradient shard {index}", size, GRADIENTS)
-                self._shards.add(f"gradient shard {index}")
+            for index, unit in self._units.items():
+                if numel := self.gradient_numel(unit):
+                    device.hold(f"gradient shard {index}", numel * self.setting.parameter_bytes, GRADIENTS)
+                    self._shards.add(f"gradient shard {index}")
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
         """Remember whether gradients are reduced."""
