@@ -90,7 +90,7 @@ class RunConfig:
     repeat: int
     requested: dict[str, Any] = field(default_factory=dict, compare=False)
     """The strategy's knobs as they were asked for; no part of the run's identity."""
-    finetune: Finetune = Full("full")
+    finetune: Finetune = field(default_factory=lambda: Full("full"))
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
@@ -109,12 +109,18 @@ class RunConfig:
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
         self.strategy.check_finetune(self.finetune.name)
         self.finetune.check_installed()
-        self.finetune.check(self.model, self.precision)
+        self.finetune.check(self.model, self.precision, self.hardware.device)
         self.strategy.check_step(
             Step(
                 self.gradient_accumulation, self.gradient_accumulation_sync, self.optimizer.keep_gradients, self.compile
             )
         )
+
+    @property
+    def effective_strategy(self) -> str:
+        """What the strategy comes to, with what is trained unless it is everything: ``fsdp/full_shard_lora``."""
+        strategy, name = self.strategy.effective(self.gpus), self.finetune.name
+        return strategy if name == "full" else f"{strategy}{'_' if '/' in strategy else '/'}{name}"
 
     @functools.cached_property
     def trained(self) -> Family:
@@ -154,7 +160,7 @@ class RunConfig:
     @property
     def label(self) -> str:
         """The run in a few words, for progress and messages."""
-        strategy = self.strategy.effective(self.gpus)
+        strategy = self.effective_strategy
         factor = f" F={self.strategy.factor}" if "hybrid" in strategy else ""
         limit = self.hardware.memory_limit_gib
         words = [
@@ -164,7 +170,6 @@ class RunConfig:
             f"x{self.gpus}",
             f"b{self.batch_size_per_gpu}",
         ]
-        words += [self.finetune.name] if self.finetune.name != "full" else []
         words += [f"<={limit:g}GiB"] if limit else []
         return " ".join(words)
 

@@ -95,7 +95,7 @@ def configured_row(config: RunConfig) -> Record:
         "family": config.model.family,
         "parameters": config.model.num_parameters,
         "strategy": config.strategy.name,
-        "effective_strategy": config.strategy.effective(config.gpus),
+        "effective_strategy": config.effective_strategy,
         "sharding_factor": config.strategy.factor,
         "precision": config.precision.name,
         "device": config.hardware.device,

@@ -19,14 +19,12 @@ BASE = ".base_layer"
 
 
 @functools.cache
-def linear_layers(family: Family) -> dict[str, tuple[int, int]]:
-    """Names of the linear layers within the blocks, in order, and the smallest shape (in, out) of each."""
+def linear_layers(family: Family) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Names of the linear layers within the blocks, in order, each with the shapes (in, out) that it has there."""
     model = (family.shortened(2) or family).build()
-    found: dict[str, tuple[int, int]] = {}
-    for parent, name, layer in inside_blocks(family, model):
-        del parent
-        shape = dimensions(layer)
-        found[name] = min(found.get(name, shape), shape, key=min)
+    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    for _, name, layer in inside_blocks(family, model):
+        found[name] = tuple(dict.fromkeys((*found.get(name, ()), dimensions(layer))))
     return found
 
 

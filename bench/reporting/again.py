@@ -109,5 +109,7 @@ def text(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)
     words = str(value)
+    if words.startswith("["):  # a list, as `leaves` writes it
+        return words
     plain = PLAIN.fullmatch(words) and words.lower() not in NOT_TEXT
     return words if plain else json.dumps(words, ensure_ascii=False)

@@ -73,8 +73,9 @@ class Recorder(TorchDispatchMode):
         for tensor in _tensors(out):
             self.track(tensor)
         size = working_memory(func, args, kwargs, out) if self._on_cpu else 0
-        if quantised_products.is_product(func.__name__.partition(".")[0]):
-            size = quantised_products.working_memory(args)
+        name = func._overloadpacket.__name__
+        if quantised_products.is_product(name):
+            size = quantised_products.working_memory(name, args)
         if size:
             self._count += 1
             self._changed(size, self._count)
@@ -125,8 +126,10 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Kernel:
     moved = sum(map(_distinct_bytes, operands)) + sum(map(_distinct_bytes, results))
     format_ = min((FORMAT_OF.get(tensor.dtype, OTHER) for tensor in operands), default=OTHER)
     if quantised_products.is_product(name):
-        shape = quantised_products.dimensions(args)
-        return name, MATMUL, format_, shape, 2 * math.prod(shape[:4]), moved
+        shape = quantised_products.dimensions(name, args)
+        written = quantised_products.working_memory(name, args)
+        format_ = FORMAT_OF.get(out.dtype, OTHER)
+        return name, MATMUL, format_, shape, 2 * math.prod(shape[:4]), moved + 2 * written
     if ATTENTIONS in name:
         query, key = operands[1:3] if "backward" in name else operands[:2]
         dimensions = (*query.shape[:3], key.shape[2], query.shape[3])

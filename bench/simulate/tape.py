@@ -282,7 +282,8 @@ class _Recording:
 
 def _fill(model: nn.Module, family: Family, key: TapeKey) -> None:
     """Give the model, which is on meta, fake parameters of the format it computes with."""
-    keep_fp32 = set(family.fp32_modules(model)) if key.precision.scales_loss else set()
+    kept = family.fp32_modules(model) if key.precision.scales_loss else ()
+    keep_fp32 = {inner for module in kept for inner in module.modules()}
     cast = key.precision.parameter_dtype if key.autocast else key.precision.compute_dtype
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

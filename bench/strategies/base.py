@@ -133,11 +133,10 @@ class Strategy(ABC):
     def check_finetune(self, name: str) -> None:
         """Raise `ImpossibleError` where the strategy cannot train a part of a model like that."""
         if name not in self.finetunes:
-            able = ["single", "ddp", "zero1"] + ["fsdp"] * (name == "lora")
-            reason = "quantised weights whole" if name == "qlora" else "frozen parameters without gradients"
+            beside = "quantised weights" if name == "qlora" else "frozen parameters"
             raise ImpossibleError(
-                f"finetune={name} is not valid with strategy={self.name}, which has no way to keep {reason}: choose "
-                f"finetune={' or '.join(self.finetunes)}, or strategy {', '.join(able)}."
+                f"finetune={name} is not valid with strategy={self.name}, which is not made to keep {beside} beside "
+                f"others: choose finetune={' or '.join(self.finetunes)}, or strategy single, ddp or zero1."
             )
 
     def check_step(self, step: Step) -> None:

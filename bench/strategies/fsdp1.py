@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from bench.errors import require_choice
+from bench.errors import ImpossibleError, require_choice
 from bench.models.blocks import group_blocks
 from bench.strategies.base import Job
 from bench.strategies.plan import (
@@ -53,14 +53,20 @@ class FSDP1(ShardingStrategy):
     limit_all_gathers: bool
     """The rate limiter: at most two all-gathers in flight."""
 
-    finetunes = ("full",)
-    """The parameters of a unit are views of one flat parameter. Where any of it is trained, autograd computes gradients
-    of all of it, and keeps what these need, so that freezing would save neither memory nor time."""
-
     def check(self, world_size: int) -> None:
         """As every sharding strategy, and the knobs of its own."""
         super().check(world_size)
         require_choice("strategy.backward_prefetch", self.backward_prefetch, BACKWARD_PREFETCH)
+
+    def check_finetune(self, name: str) -> None:
+        """The parameters of a unit are views of one flat parameter: autograd computes gradients of all or of none."""
+        super().check_finetune(name)
+        if name != "full":
+            raise ImpossibleError(
+                f"finetune={name} is not valid with strategy=fsdp1, which computes gradients of all parameters of a "
+                "unit as soon as one of them is trained, so that freezing the others would save nothing: choose "
+                "strategy fsdp, single, ddp or zero1."
+            )
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Wrap each unit, then the root; every unit is filled just before it is sharded."""

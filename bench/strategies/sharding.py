@@ -56,6 +56,15 @@ class ShardingStrategy(Strategy):
                 "strategy.cpu_offload=true is not valid on a CPU, where parameters are already: choose false."
             )
 
+    def check_finetune(self, name: str) -> None:
+        """Packed weights have scales, which would have to be sharded with them."""
+        if name == "qlora":
+            raise ImpossibleError(
+                f"finetune=qlora is not valid with strategy={self.name}, which would shard packed weights without the "
+                "scales that belong to them: choose finetune=lora with strategy fsdp, or strategy single, ddp or zero1."
+            )
+        super().check_finetune(name)
+
     def effective(self, world_size: int) -> str:
         """Full or hybrid sharding, ZeRO-2 behaviour, or nothing sharded at all."""
         if self.factor == 1:
