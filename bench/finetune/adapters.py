@@ -49,7 +49,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 def dimensions(layer: nn.Module) -> tuple[int, int]:
     """Width of a linear layer's input and output."""
-    rows, columns = layer.weight.shape  # type: ignore[union-attr,operator]
+    rows, columns = layer.weight.shape  # type: ignore[misc]
     return (rows, columns) if is_transposed(layer) else (columns, rows)
 
 

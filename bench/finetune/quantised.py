@@ -11,6 +11,7 @@ per weight and an fp32 maximum per row (LLM.int8(), arXiv:2208.07339).
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -38,11 +39,11 @@ def quantise_layers(family: Family, model: nn.Module, shape: Shape, precision: P
     Packed weights are stored as numbers of the parameters' format: T5 converts what it puts into a layer to the format
     of the layer's weight.
     """
-    import bitsandbytes as bnb
-
+    bnb = _library()
     for parent, name, layer in inside_blocks(family, model):
         inputs, outputs = dimensions(layer)
         bias = layer.bias is not None
+        made: Any
         if shape.bits == 4:
             made = bnb.nn.Linear4bit(
                 inputs,
@@ -58,7 +59,7 @@ def quantise_layers(family: Family, model: nn.Module, shape: Shape, precision: P
             made = bnb.nn.Linear8bitLt(inputs, outputs, bias=bias, has_fp16_weights=False, device="meta")
         made.double_quantisation = shape.double_quantisation
         made.drawn_transposed = is_transposed(layer)
-        made.drawn_shape = tuple(layer.weight.shape)
+        made.drawn_shape = tuple(layer.weight.shape)  # type: ignore[arg-type]
         setattr(parent, name, made)
     model.is_loaded_in_4bit = shape.bits == 4  # type: ignore[assignment]
     model.is_loaded_in_8bit = shape.bits == 8  # type: ignore[assignment]
@@ -73,13 +74,12 @@ def expect_drawn_weights(model: nn.Module) -> None:
         module.weight = nn.Parameter(torch.empty(module.drawn_shape, device="meta"), requires_grad=False)
 
 
-def store(module: nn.Module) -> None:
+def store(module: Any) -> None:
     """Quantise a layer's weight, if it is such a layer, that was drawn; on fake tensors, make what comes of it."""
-    import bitsandbytes as bnb
-
     if not _is_quantised(module):
         return
-    weight = module.weight.data  # type: ignore[union-attr]
+    bnb = _library()
+    weight = module.weight.data
     if isinstance(weight, FakeTensor):
         _store_fake(module, weight)
         return
@@ -100,8 +100,7 @@ def store(module: nn.Module) -> None:
 
 def _store_fake(module: Any, weight: torch.Tensor) -> None:
     """What `store` makes, without values."""
-    import bitsandbytes as bnb
-
+    bnb = _library()
     outputs, inputs = module.out_features, module.in_features
     if not isinstance(module, bnb.nn.Linear4bit):
         packed = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8), requires_grad=False)
@@ -134,8 +133,7 @@ def _store_fake(module: Any, weight: torch.Tensor) -> None:
 
 def stored_bytes(model: nn.Module) -> dict[int, int]:
     """Bytes of every quantised weight with its scales, by the identity of the parameter."""
-    import bitsandbytes as bnb
-
+    bnb = _library()
     found = {}
     for module in _layers(model):
         weights = module.in_features * module.out_features
@@ -155,6 +153,11 @@ def scale_bytes(weights: int, *, double: bool) -> int:
     if not double:
         return FP32_BYTES * (blocks + CODE)
     return blocks + FP32_BYTES * (math.ceil(blocks / SCALES_BLOCK) + 1 + CODE + SCALES_CODE)
+
+
+def _library() -> Any:
+    """bitsandbytes, an optional extra."""
+    return importlib.import_module("bitsandbytes")
 
 
 def _layers(model: nn.Module) -> list[Any]:
