@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
+from bench.finetune import Finetune, Full, load_finetune
 from bench.hardware import Hardware
 from bench.models import Family, load_family
 from bench.models.blocks import CHECKPOINTING
@@ -41,9 +42,10 @@ ADDED: dict[str, dict[str, object]] = {
     "optimizer": {"keep_gradients": False},
     "model": {"activation": "gelu_new"},
     "strategy": {"communication_hook": "none", "optimizer_on_device": False},
+    "finetune": {"name": "full"},
 }
 """Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
-that what was measured before is still the same run."""
+that what was measured before is still the same run. A section of which nothing is left is left out as well."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class RunConfig:
     repeat: int
     requested: dict[str, Any] = field(default_factory=dict, compare=False)
     """The strategy's knobs as they were asked for; no part of the run's identity."""
+    finetune: Finetune = field(default_factory=lambda: Full("full"))
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
@@ -104,11 +107,25 @@ class RunConfig:
         self.strategy.check_device(self.hardware.device)
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
+        self.strategy.check_finetune(self.finetune.name)
+        self.finetune.check_installed()
+        self.finetune.check(self.model, self.precision, self.hardware.device)
         self.strategy.check_step(
             Step(
                 self.gradient_accumulation, self.gradient_accumulation_sync, self.optimizer.keep_gradients, self.compile
             )
         )
+
+    @property
+    def effective_strategy(self) -> str:
+        """What the strategy comes to, with what is trained unless it is everything: ``fsdp/full_shard_lora``."""
+        strategy, name = self.strategy.effective(self.gpus), self.finetune.name
+        return strategy if name == "full" else f"{strategy}{'_' if '/' in strategy else '/'}{name}"
+
+    @functools.cached_property
+    def trained(self) -> Family:
+        """The model as it is trained: with adapters, if it has some."""
+        return self.finetune.of(self.model, self.precision)
 
     @property
     def nodes(self) -> int:
@@ -143,7 +160,7 @@ class RunConfig:
     @property
     def label(self) -> str:
         """The run in a few words, for progress and messages."""
-        strategy = self.strategy.effective(self.gpus)
+        strategy = self.effective_strategy
         factor = f" F={self.strategy.factor}" if "hybrid" in strategy else ""
         limit = self.hardware.memory_limit_gib
         words = [
@@ -171,7 +188,8 @@ class RunConfig:
             for name, value in _fields(self).items()
             if name not in left_out
         }
-        text = "{" + ",".join(f'"{name}":{texts[name]}' for name in sorted(texts)) + "}"
+        said = sorted(name for name, text in texts.items() if text != "{}")
+        text = "{" + ",".join(f'"{name}":{texts[name]}' for name in said) + "}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -239,6 +257,7 @@ def run_config(raw: dict[str, Any]) -> RunConfig:
     UsageError
         Naming the field, the value and the valid choices.
     """
+    raw = {"finetune": {"name": "full"}, **raw}  # rows of before there was a choice do not say
     sections: dict[str, type] = {
         "model": load_family(_name(raw, "model", "family")),
         "strategy": load_strategy(_name(raw, "strategy", "name")),
@@ -246,6 +265,7 @@ def run_config(raw: dict[str, Any]) -> RunConfig:
         "optimizer": OptimizerConfig,
         "hardware": Hardware,
         "measurement": Measurement,
+        "finetune": load_finetune(_name(raw, "finetune", "name")),
     }
     built = {key: _section(key, cls, raw[key]) for key, cls in sections.items()}
     scalars = _scalars(raw)

@@ -151,7 +151,7 @@ class Lines:
 
 
 def _identity(config: RunConfig) -> list[str | Text]:
-    strategy = config.strategy.effective(config.gpus)
+    strategy = config.effective_strategy
     limit = config.hardware.memory_limit_gib
     return [
         Text(config.model.name),
@@ -187,6 +187,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return {
         **{name: value for name, value in scalars.items() if name not in told},
         **{f"{config.strategy.name}.{name}": value for name, value in knobs.items()},
+        **{f"finetune.{name}": str(value) for name, value in vars(config.finetune).items() if name != "name"},
     }
 
 

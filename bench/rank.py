@@ -86,7 +86,7 @@ def run_rank(
 
     def build() -> tuple[Engine, list[Batch]]:
         engine = build_engine(
-            config.model,
+            config.trained,
             config.strategy,
             config.precision,
             config.optimizer,

@@ -67,7 +67,7 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
 def speed_row(config: RunConfig, step_time_s: float) -> Record:
     """The columns that follow from the time of a step."""
     sequences = config.batch_size_per_gpu * config.gradient_accumulation
-    count = config.model.flops_per_sequence(config.sequence_length)
+    count = config.trained.flops_per_sequence(config.sequence_length)
     model_flops = sequences * count.model
     hardware_flops = sequences * count.hardware(config.activation_checkpointing)
     tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
@@ -95,7 +95,7 @@ def configured_row(config: RunConfig) -> Record:
         "family": config.model.family,
         "parameters": config.model.num_parameters,
         "strategy": config.strategy.name,
-        "effective_strategy": config.strategy.effective(config.gpus),
+        "effective_strategy": config.effective_strategy,
         "sharding_factor": config.strategy.factor,
         "precision": config.precision.name,
         "device": config.hardware.device,

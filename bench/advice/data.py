@@ -136,7 +136,7 @@ def row_values(row: Row, rank: int | None, tokens: float | None) -> dict[str, An
         "run_id": config.run_id,
         "overrides": overrides(row.settings),
         "strategy": config.strategy.name,
-        "effective_strategy": config.strategy.effective(config.gpus),
+        "effective_strategy": config.effective_strategy,
         "sharding_factor": config.strategy.factor,
         "reshard_after_forward": getattr(config.strategy, "reshard_after_forward", None),
         "precision": config.precision.name,

@@ -97,7 +97,7 @@ class Row:
         if self.prediction.time is None:
             return None
         config = self.config
-        count = config.model.flops_per_sequence(config.sequence_length).hardware(activation_checkpointing)
+        count = config.trained.flops_per_sequence(config.sequence_length).hardware(activation_checkpointing)
         flops = count * config.batch_size_per_gpu * config.gradient_accumulation
         return flops / self.prediction.time.step_s.value / 1e12
 

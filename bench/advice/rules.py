@@ -2,8 +2,10 @@
 
 Sources: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al. 2020,
 arXiv:1910.02054, section 3) counts 16 bytes per parameter for Adam in 16-bit mixed precision: 2 for the weight, 2 for
-its gradient, 12 for the optimizer (4 weight copy, 4 + 4 moments). LoRA and QLoRA apply gradient and optimizer to a
-share of the parameters, taken to be 1/64 as course notes do, over frozen weights of 2 bytes or half a byte.
+its gradient, 12 for the optimizer (4 weight copy, 4 + 4 moments). A 4-bit model has half a byte per weight instead of
+2, which makes 14.5. LoRA and QLoRA apply gradient and optimizer to a share of the parameters, taken to be 1/64 as
+course notes do, over frozen weights of 2 bytes or half a byte; the notes leave out what blocks of 4-bit weights need
+for their scales, 0.016 byte per weight (4 / 64 without double quantisation; QLoRA, arXiv:2305.14314, section 3).
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class Rule:
     """Why there is none, or what else to know."""
     counts: tuple[str, ...] = STATES
     """The parts of a trace's peak that the rule counts."""
+    finetune: str = "full"
+    """What is trained: a rule for adapters is compared where the question is about them."""
 
 
 RULES = (
@@ -74,21 +78,23 @@ RULES = (
         "0.5 + 14",
         lambda n: FOUR_BIT + GRADIENT + ADAM,
         None,
-        "weights are never quantised here",
+        "quantised weights are frozen here, with adapters that are trained",
     ),
     Rule(
         "LoRA, 1/64 trained",
         "2 + 14 / 64",
         lambda n: WEIGHT + (GRADIENT + ADAM) * TRAINED_SHARE,
-        None,
-        "every parameter is trained here",
+        {"strategy": "ddp"},
+        "ask with finetune=lora",
+        finetune="lora",
     ),
     Rule(
         "QLoRA, 1/64 trained",
         "0.5 + 14 / 64",
         lambda n: FOUR_BIT + (GRADIENT + ADAM) * TRAINED_SHARE,
-        None,
-        "every parameter is trained here, none quantised",
+        {"strategy": "ddp"},
+        "ask with finetune=qlora",
+        finetune="qlora",
     ),
 )
 
@@ -108,28 +114,28 @@ class Compared:
 def compare_rules(row: Row) -> list[Compared]:
     """All rules for a row's model, GPUs and batch."""
     parameters = row.config.model.num_parameters
-    configs = [None if rule.settings is None else _run(row, rule.settings) for rule in RULES]
+    asked = row.config.finetune.name
+    comparable = [rule.settings is not None and rule.finetune in ("full", asked) for rule in RULES]
+    configs = [_run(row, rule) if able else None for rule, able in zip(RULES, comparable, strict=True)]
     known = [config for config in configs if config is not None]
     predictions = dict(zip((config.run_id for config in known), forecasts(known), strict=True))
     compared = []
-    for rule, config in zip(RULES, configs, strict=True):
+    for rule, config, able in zip(RULES, configs, comparable, strict=True):
         says = rule.bytes_per_parameter(row.config.gpus) * parameters
         forecast = None if config is None else predictions[config.run_id]
         memory = forecast.memory if isinstance(forecast, Prediction) else None
-        why = f"not predicted: {rule.note}" if rule.settings is None else "not predicted: no such run is possible"
+        why = "not predicted: no such run is possible" if able else f"not predicted: {rule.note}"
         if memory is not None and config is not None:
             why = _difference(rule, says, memory, config)
         compared.append(Compared(rule, says, config, memory, why))
     return compared
 
 
-def _run(row: Row, settings: Mapping[str, str]) -> RunConfig | None:
-    """The row's run with another strategy, and another precision where the rule is for one."""
-    kept = {
-        key: value
-        for key, value in row.settings.items()
-        if key.lstrip("+").partition(".")[0] not in ("strategy", *settings)
-    }
+def _run(row: Row, rule: Rule) -> RunConfig | None:
+    """The row's run with another strategy, and another precision where the rule is for one, or all of it trained."""
+    settings = rule.settings or {}
+    replaced = {"strategy", *settings} | ({"finetune"} if rule.finetune == "full" else set())
+    kept = {key: value for key, value in row.settings.items() if key.lstrip("+").partition(".")[0] not in replaced}
     single = {"strategy": "single"} if row.config.gpus == 1 and settings["strategy"] == "ddp" else {}
     try:
         return run_config(composed({**kept, **settings, **single, "mode": row.config.mode}))
@@ -148,8 +154,13 @@ def _difference(rule: Rule, says: float, memory: MemoryPrediction, config: RunCo
     if abs(counted - says) <= WORTH_NAMING * says:
         agrees = f"{names} take the {gib(counted)} GiB it says"
     else:
-        missing = memory.parts.get("gradients", 0) < memory.parts.get("parameters", 0) / 2
+        trains_all = config.finetune.name == "full"
+        missing = trains_all and memory.parts.get("gradients", 0) < memory.parts.get("parameters", 0) / 2
         because = "before most gradients are there" if missing else f"parameters in {config.precision.parameters}"
+        because += ", but those quantised in the blocks" if config.finetune.name == "qlora" else ""
         agrees = f"{names} take {gib(counted)} GiB at the peak in {memory.phase} ({because})"
     ratio = f"{peak / says:.2f} times the rule for {strategy(config)}, batch {config.batch_size_per_gpu}"
+    if config.finetune.name != "full":
+        share = sum(each.numel() for each in config.trained.build().parameters() if each.requires_grad)
+        agrees = f"adapters are 1/{config.model.num_parameters / share:.0f} of the parameters, and {agrees}"
     return f"{ratio}: {agrees}; beside them there is {named}"

@@ -17,8 +17,10 @@ def model_state_bytes(config: RunConfig) -> int:
     """
     count = config.model.flops_per_sequence(1)
     weights = (count.blocks_linear + count.outside) // 2
-    copies = 2 + config.optimizer.states_per_parameter
-    return weights * copies * config.precision.parameter_dtype.itemsize * config.processes // config.strategy.factor
+    trains_all = config.finetune.name == "full"
+    copies = 2 + config.optimizer.states_per_parameter if trains_all else 1
+    bits = getattr(config.finetune, "bits", 8 * config.precision.parameter_dtype.itemsize)
+    return weights * copies * bits // 8 * config.processes // config.strategy.factor
 
 
 def refuse_what_exhausts_this_machine(config: RunConfig, memory_bytes: int | None = None) -> None:

@@ -142,6 +142,17 @@ class Family(ABC):
     def check_sequence_length(self, sequence_length: int) -> None:
         """Raise `UsageError` if the model cannot take sequences of this length."""
 
+    def drawn_as(self, name: str) -> str:
+        """The name by which a parameter is drawn at random: its own, but for layers that were wrapped since."""
+        return name
+
+    def store(self, module: nn.Module) -> None:
+        """A module's own parameters have just been drawn: for what is not stored as it was drawn."""
+
+    def stored_bytes(self, model: nn.Module) -> dict[int, int]:
+        """Bytes of the parameters that are stored in a format of their own, by their identity."""
+        return {}
+
     def fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Linear layers whose result overflows in fp16, and which fp16 runs therefore keep in fp32."""
         return ()

@@ -70,6 +70,7 @@ class Materializer:
                 raise RuntimeError(
                     f"buffer {name} of {type(module).__name__} is on meta, and nobody says what it holds"
                 )
+        self._family.store(module)
 
     def _filled(self, name: str, meta: nn.Parameter, *, constants: bool) -> nn.Parameter:
         if name not in self._done:
@@ -91,5 +92,5 @@ class Materializer:
         return self._done[name]
 
     def _generator(self, name: str) -> torch.Generator:
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        digest = hashlib.sha256(f"{self._seed}:{self._family.drawn_as(name)}".encode()).digest()
         return torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "big"))

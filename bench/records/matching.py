@@ -22,6 +22,7 @@ ADDED = {
     "model.activation": "gelu_new",
     "strategy.communication_hook": "none",
     "strategy.optimizer_on_device": False,
+    "finetune.name": "full",
 }
 """Knobs that came later, and what was done before there was a choice: older rows do not have them."""
 

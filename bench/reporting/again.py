@@ -17,7 +17,7 @@ from bench.records.matching import ADDED, leaves
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
-GROUPS = ("model", "strategy", "precision", "optimizer", "hardware")
+GROUPS = ("model", "strategy", "precision", "optimizer", "finetune", "hardware")
 """Sections of a configuration that are chosen by the name of a file under ``conf``."""
 
 NOT_TYPED = {"hardware": {"sources", "speeds", "gpu_names"}}
@@ -109,5 +109,7 @@ def text(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)
     words = str(value)
+    if words.startswith("["):  # a list, as `leaves` writes it
+        return words
     plain = PLAIN.fullmatch(words) and words.lower() not in NOT_TEXT
     return words if plain else json.dumps(words, ensure_ascii=False)

@@ -19,7 +19,7 @@ Block = dict[str, Any]
 MOST_RANKS = 32
 """Ranks that are listed one by one."""
 
-SECTIONS = ("model", "strategy", "precision", "optimizer", "measurement", "hardware")
+SECTIONS = ("model", "strategy", "precision", "optimizer", "finetune", "measurement", "hardware")
 MEMORY = {
     "peak_allocated_bytes": "Allocated, in a step after warm-up",
     "peak_active_bytes": "Active",

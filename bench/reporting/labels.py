@@ -40,6 +40,8 @@ KINDS = {
     "fsdp1_full_shard": "FSDP1 full shard",
 }
 
+FINETUNES = {"lora": "LoRA", "qlora": "QLoRA"}
+
 
 @dataclass(frozen=True, order=True)
 class Variant:
@@ -61,7 +63,8 @@ def variant(
     kind = effective_strategy or _asked_for(strategy, sharding_factor, world_size)
     family, _, how = kind.partition("/")
     between = sharding_factor is not None and world_size is not None and 1 < sharding_factor < world_size
-    words = [FAMILIES.get(family, family), KINDS.get(how, how.replace("_", " "))]
+    how, trained = _without_finetune(how)
+    words = [FAMILIES.get(family, family), KINDS.get(how, how.replace("_", " ")), FINETUNES.get(trained, "")]
     words += [f"(F={sharding_factor})"] if between and how else []
     order = (
         _rank(family, FAMILIES),
@@ -70,6 +73,12 @@ def variant(
         kind,
     )
     return Variant(order, " ".join(word for word in words if word), kind)
+
+
+def _without_finetune(how: str) -> tuple[str, str]:
+    """What of a kind says how a model is spread, and what says which part of it is trained."""
+    spread, _, last = how.rpartition("_")
+    return (spread, last) if last in FINETUNES else (how, "")
 
 
 def _asked_for(strategy: str | None, sharding_factor: int | None, world_size: int | None) -> str:

@@ -7,12 +7,16 @@ Fused attention: FlashAttention without a mask in 16 bits, the memory-efficient 
 and one number per row of scores for backward, which computes the scores again (Dao et al. 2022, arXiv:2205.14135,
 algorithms 2 and 4). A bias that needs a gradient gets one of the full size of the scores.
 
+Products with int8 weights: bitsandbytes quantises the input as well (LLM.int8(), arXiv:2208.07339), which it leaves
+alone on a CPU.
+
 Fused dropout: one kernel that keeps a mask of one byte per element (``native_dropout``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,13 +95,28 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     return torch.native_dropout(input, p, training)[0] if p and training else input
 
 
+def _int8_product(
+    tokens: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, state: Any = None
+) -> Any:
+    """As `bitsandbytes.matmul` on a GPU."""
+    from bitsandbytes.autograd._functions import MatMul8bitLt
+
+    return MatMul8bitLt.apply(tokens, weight, None, bias, state)
+
+
 @contextlib.contextmanager
 def operators_of(device: str) -> Iterator[None]:
     """Within, attention and dropout allocate and compute as on `device`: cpu leaves them alone."""
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
+    quantised: Any = sys.modules.get("bitsandbytes")
+    product = quantised and quantised.matmul
     if device == "cuda":
         functional.scaled_dot_product_attention, functional.dropout = _attention, _dropout
+        if quantised:
+            quantised.matmul = _int8_product
     try:
         yield
     finally:
         functional.scaled_dot_product_attention, functional.dropout = attention, dropout
+        if quantised:
+            quantised.matmul = product

@@ -125,7 +125,7 @@ def _process_group(config: RunConfig) -> Iterator[None]:
 def _train(config: RunConfig, ledger: _Ledger) -> tuple[Engine, list[torch.Tensor]]:
     """Build the engine and take `STEPS` steps. Returns what a real run keeps."""
     device = torch.device("cpu")
-    family = copy.copy(config.model)
+    family = copy.copy(config.trained)
     with _disable_current_modes():
         model = family.build().to(config.precision.parameter_dtype)
     object.__setattr__(family, "build", lambda: model)  # on meta, where a fake tensor would be one too many

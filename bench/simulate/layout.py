@@ -43,11 +43,14 @@ def layout_of(family: Family, blocks_per_unit: int, scales_loss: bool) -> Layout
     """
     model = (family.shortened(TRACED_BLOCKS) or family).build()
     kept = {id(p) for module in family.fp32_modules(model) for p in module.parameters()} if scales_loss else set()
+    fixed = family.stored_bytes(model)
     traced: dict[Place, dict[str, Parameter]] = {None: {}}
     names = local_names(family, model)
     for parameter in model.parameters():
         place, name = names[id(parameter)]
-        traced.setdefault(place, {})[name] = Parameter(name, tuple(parameter.shape), id(parameter) in kept)
+        traced.setdefault(place, {})[name] = Parameter(
+            name, tuple(parameter.shape), id(parameter) in kept, parameter.requires_grad, fixed.get(id(parameter))
+        )
     lengths = _lengths(family)
     paths = _paths(family, model)
     parameters: dict[Place, dict[str, Parameter]] = {None: traced[None]}

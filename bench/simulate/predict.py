@@ -121,7 +121,7 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
     """The machine after a step, and the plan that was followed."""
     key = tape_key(config)
     layout = layout_of(
-        config.model, getattr(config.strategy, "blocks_per_unit", None) or 1, config.precision.scales_loss
+        config.trained, getattr(config.strategy, "blocks_per_unit", None) or 1, config.precision.scales_loss
     )
     setting = Setting(
         units=layout.units,
@@ -151,7 +151,7 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
 def tape_key(config: RunConfig) -> TapeKey:
     """What of a run its tape depends on."""
     return TapeKey(
-        family=config.model,
+        family=config.trained,
         sequence_length=config.sequence_length,
         precision=config.precision,
         autocast=config.strategy.uses_autocast,

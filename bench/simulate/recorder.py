@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from bench.simulate import quantised_products
 from bench.simulate.cpu_memory import Sums, working_memory
 from bench.simulate.kernels import ATTENTION, BACKWARD_PRODUCTS, FORMATS, FORWARD_PRODUCTS, MATMUL, MEMORY
 
@@ -71,7 +72,11 @@ class Recorder(TorchDispatchMode):
             self._continue(args[0], out)
         for tensor in _tensors(out):
             self.track(tensor)
-        if self._on_cpu and (size := working_memory(func, args, kwargs, out)):
+        size = working_memory(func, args, kwargs, out) if self._on_cpu else 0
+        name = func._overloadpacket.__name__
+        if quantised_products.is_product(name):
+            size = quantised_products.working_memory(name, args)
+        if size:
             self._count += 1
             self._changed(size, self._count)
             self._changed(-size, self._count)
@@ -120,6 +125,11 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Kernel:
     results = list(_tensors(out))
     moved = sum(map(_distinct_bytes, operands)) + sum(map(_distinct_bytes, results))
     format_ = min((FORMAT_OF.get(tensor.dtype, OTHER) for tensor in operands), default=OTHER)
+    if quantised_products.is_product(name):
+        shape = quantised_products.dimensions(name, args)
+        written = quantised_products.working_memory(name, args)
+        format_ = FORMAT_OF.get(out.dtype, OTHER)
+        return name, MATMUL, format_, shape, 2 * math.prod(shape[:4]), moved + 2 * written
     if ATTENTIONS in name:
         query, key = operands[1:3] if "backward" in name else operands[:2]
         dimensions = (*query.shape[:3], key.shape[2], query.shape[3])

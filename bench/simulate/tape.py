@@ -220,20 +220,21 @@ class _Recording:
             for position, block in enumerate(blocks):
                 self._watch_block(block, (index, position), is_last=position == len(blocks) - 1)
         model.register_forward_hook(self._after_model)
-        for parameter in model.parameters():
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(self._complete(names[id(parameter)][1]))
 
     def _watch_block(self, block: nn.Module, place: tuple[int, int], *, is_last: bool) -> None:
         def before(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
             self._cut("forward", place)
-            if place[1] == 0 and inputs[0].requires_grad:
+            if place[1] == 0 and inputs[0].requires_grad:  # not above an embedding that is frozen
                 inputs[0].register_hook(lambda _gradient: self._cut("backward", None))
 
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if is_last:
                 self._cut("forward", None)
             hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
-            hidden.register_hook(lambda _gradient: self._cut("backward", place))
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _gradient: self._cut("backward", place))
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
@@ -281,15 +282,18 @@ class _Recording:
 
 def _fill(model: nn.Module, family: Family, key: TapeKey) -> None:
     """Give the model, which is on meta, fake parameters of the format it computes with."""
-    keep_fp32 = set(family.fp32_modules(model)) if key.precision.scales_loss else set()
+    kept = family.fp32_modules(model) if key.precision.scales_loss else ()
+    keep_fp32 = {inner for module in kept for inner in module.modules()}
     cast = key.precision.parameter_dtype if key.autocast else key.precision.compute_dtype
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         dtype = torch.float32 if module in keep_fp32 else cast
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu"))
+                fake = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+                made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
+        family.store(module)
 
 
 def _widen(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:

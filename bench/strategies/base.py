@@ -8,6 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -61,6 +62,9 @@ class Strategy(ABC):
     sharding_factor: int | str
     """Ranks one copy of the model is spread over: a divisor of the world size, `node` for the ranks of one machine,
     or `full` for the world size."""
+
+    finetunes: ClassVar[tuple[str, ...]] = ("full",)
+    """What of a model the strategy can train: full, lora (frozen weights beside others), qlora (quantised ones)."""
 
     uses_autocast = True
     """Whether mixed precision is autocast's (else the strategy casts parameters itself)."""
@@ -135,6 +139,15 @@ class Strategy(ABC):
 
     def check_optimizer(self, name: str, implementation: str) -> None:
         """Raise `ImpossibleError` where the strategy's parameters cannot be updated that way."""
+
+    def check_finetune(self, name: str) -> None:
+        """Raise `ImpossibleError` where the strategy cannot train a part of a model like that."""
+        if name not in self.finetunes:
+            beside = "quantised weights" if name == "qlora" else "frozen parameters"
+            raise ImpossibleError(
+                f"finetune={name} is not valid with strategy={self.name}, which is not made to keep {beside} beside "
+                f"others: choose finetune={' or '.join(self.finetunes)}, or strategy single, ddp or zero1."
+            )
 
     def check_step(self, step: Step) -> None:
         """Raise `ImpossibleError` where the strategy cannot carry out a step like this."""

@@ -51,6 +51,8 @@ class DDP(Strategy):
     """fp16 or bf16: gradients are compressed to half their size for the all-reduce. none: they go in the precision's
     format of reductions."""
 
+    finetunes = ("full", "lora", "qlora")
+
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy, and `static_graph` as a value."""
         static_graph = not accumulates if self.static_graph is None else self.static_graph

@@ -145,7 +145,14 @@ class FSDP2Plan(ShardedPlan):
             numel * self.setting.compute_bytes(parameter)
             for numel, parameter in zip(local, unit.parameters, strict=True)
         ]
-        return _Sizes(sum(local), sum(computed), _cast_in_turn(computed) if self._cast else 0)
+        trained = [(self._local(each), self.setting.compute_bytes(each)) for each in unit.trained]
+        return _Sizes(
+            sum(local),
+            sum(computed),
+            _cast_in_turn(computed) if self._cast else 0,
+            sum(numel for numel, _ in trained),
+            sum(numel * size for numel, size in trained),
+        )
 
     def _local(self, parameter: Parameter) -> int:
         rows = parameter.shape[0] if parameter.shape else 1
@@ -155,10 +162,14 @@ class FSDP2Plan(ShardedPlan):
         """Of all its parameters' shards."""
         return self._sizes[unit.index].numel
 
+    def gradient_numel(self, unit: Unit) -> int:
+        """Of the shards of those that are trained."""
+        return self._sizes[unit.index].trained
+
     @property
     def updated(self) -> Sequence[int]:
         """The first rank's shards, which are never smaller than the others'."""
-        return [self._local(parameter) for unit in self._units.values() for parameter in unit.parameters]
+        return [self._local(parameter) for unit in self._units.values() for parameter in unit.trained]
 
     def before_forward(self, device: Device, unit: Unit) -> None:
         """Gather the unit; its buffer stays until the next one's parameters are copied out."""
@@ -200,19 +211,21 @@ class FSDP2Plan(ShardedPlan):
             return
         self._accumulated.discard(unit.index)
         sizes = self._sizes[unit.index]
+        if not sizes.trained:
+            return
         if self._reduce_input is not None:
             # One unit's input at a time: this unit's waits until the one before it is reduced.
             device.wait(f"reduce-scatter {self._reduce_input}")
             device.release(f"reduce input {self._reduce_input}")
-        whole = sizes.numel * self._factor * self.setting.reduce_bytes
+        whole = sizes.trained * self._factor * self.setting.reduce_bytes
         device.hold(f"reduce input {unit.index}", whole, REDUCED)
-        device.copy("reduce input", sizes.computed * self._factor + whole)
+        device.copy("reduce input", sizes.gradients * self._factor + whole)
         self._release_gradients(device, unit)
         self._reduce(device, unit, whole)
         self._reduce_input = unit.index
 
     def _reduce(self, device: Device, unit: Unit, whole: float) -> None:
-        index, numel = unit.index, self._sizes[unit.index].numel
+        index, numel = unit.index, self._sizes[unit.index].trained
         as_stored = self.setting.reduce_bytes == self.setting.parameter_bytes
         shard = f"gradient shard {index}"
         accumulated = shard in self._shards
@@ -233,7 +246,7 @@ class FSDP2Plan(ShardedPlan):
         """Without communication whole gradients stay, in the format they will be reduced in."""
         self._accumulated.add(unit.index)
         if self._recasts:
-            numel = sum(parameter.numel for parameter in unit.parameters)
+            numel = sum(parameter.numel for parameter in unit.trained)
             device.hold(f"accumulated {unit.index}", numel * self.setting.reduce_bytes, GRADIENTS)
             device.release(gradients_of(unit))
 
@@ -318,6 +331,10 @@ class _Sizes:
     """Bytes of them in the format they are computed in."""
     cast_in_turn: int
     """Bytes that casting one parameter after the other needs beyond the whole unit."""
+    trained: int
+    """Elements of the shards of parameters that have gradients."""
+    gradients: int
+    """Bytes of these in the format they are computed in."""
 
 
 def _cast_in_turn(sizes: Sequence[int]) -> int:

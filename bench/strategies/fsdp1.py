@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from bench.errors import require_choice
+from bench.errors import ImpossibleError, require_choice
 from bench.models.blocks import group_blocks
 from bench.strategies.base import Job
 from bench.strategies.plan import (
@@ -57,6 +57,16 @@ class FSDP1(ShardingStrategy):
         """As every sharding strategy, and the knobs of its own."""
         super().check(world_size)
         require_choice("strategy.backward_prefetch", self.backward_prefetch, BACKWARD_PREFETCH)
+
+    def check_finetune(self, name: str) -> None:
+        """The parameters of a unit are views of one flat parameter: autograd computes gradients of all or of none."""
+        super().check_finetune(name)
+        if name != "full":
+            raise ImpossibleError(
+                f"finetune={name} is not valid with strategy=fsdp1, which computes gradients of all parameters of a "
+                "unit as soon as one of them is trained, so that freezing the others would save nothing: choose "
+                "strategy fsdp, single, ddp or zero1."
+            )
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Wrap each unit, then the root; every unit is filled just before it is sharded."""
@@ -154,6 +164,10 @@ class FSDP1Plan(ShardedPlan):
     def shard_numel(self, unit: Unit) -> int:
         """Of its flat parameter, padding included."""
         return self._flat[unit.index] // self._factor
+
+    def gradient_numel(self, unit: Unit) -> int:
+        """Of its flat parameter."""
+        return self.shard_numel(unit)
 
     @property
     def updated(self) -> Sequence[int]:

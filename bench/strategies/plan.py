@@ -45,6 +45,10 @@ class Parameter:
     shape: tuple[int, ...]
     keeps_fp32: bool = False
     """Computed in fp32 even where the rest is in 16 bits."""
+    is_trained: bool = True
+    """Has a gradient and optimizer state."""
+    fixed_bytes: int | None = None
+    """What it takes in any precision: quantised, with its scales."""
 
     @functools.cached_property
     def numel(self) -> int:
@@ -60,6 +64,11 @@ class Unit:
     """In the order of forward; the root, which is needed first and last, has -1."""
     name: str
     parameters: tuple[Parameter, ...]
+
+    @functools.cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """Those that have gradients."""
+        return tuple(parameter for parameter in self.parameters if parameter.is_trained)
 
     @property
     def is_root(self) -> bool:
@@ -85,6 +94,11 @@ class Setting:
     def parameter_bytes(self) -> int:
         """Of one stored element."""
         return self.precision.parameter_dtype.itemsize
+
+    def stored_bytes(self, parameter: Parameter) -> int:
+        """Of a whole parameter."""
+        fixed = parameter.fixed_bytes
+        return parameter.numel * self.parameter_bytes if fixed is None else fixed
 
     @property
     def reduce_bytes(self) -> int:
@@ -205,21 +219,22 @@ class WholePlan(Plan):
 
     def begin(self, device: Device) -> None:
         """Everything is there all the time but the gradients."""
-        device.hold("parameters", self.numel * self.setting.parameter_bytes, PARAMETERS)
+        parameters = [parameter for unit in self.setting.units for parameter in unit.parameters]
+        device.hold("parameters", sum(map(self.setting.stored_bytes, parameters)), PARAMETERS)
         hold_optimizer(device, self.setting, self.updated)
         if self.setting.keep_gradients:
             for unit in self.setting.units:
-                device.hold(gradients_of(unit), sum(map(self.gradient_bytes, unit.parameters)), GRADIENTS)
+                device.hold(gradients_of(unit), sum(map(self.gradient_bytes, unit.trained)), GRADIENTS)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole model."""
-        return sum(parameter.numel for unit in self.setting.units for parameter in unit.parameters)
+        """Elements of all gradients."""
+        return sum(parameter.numel for unit in self.setting.units for parameter in unit.trained)
 
     @property
     def updated(self) -> Sequence[int]:
-        """All parameters."""
-        return [parameter.numel for unit in self.setting.units for parameter in unit.parameters]
+        """All parameters that are trained."""
+        return [parameter.numel for unit in self.setting.units for parameter in unit.trained]
 
     def gradient_bytes(self, parameter: Parameter) -> int:
         """In the format of the parameter."""

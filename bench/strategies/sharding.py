@@ -45,6 +45,7 @@ class ShardingStrategy(Strategy):
     cpu_offload: bool
     """Keep the shards and the optimizer step on the CPU."""
 
+    finetunes = ("full", "lora")
     uses_autocast = False
 
     def check(self, world_size: int) -> None:
@@ -69,6 +70,15 @@ class ShardingStrategy(Strategy):
             raise ImpossibleError(
                 "strategy.cpu_offload=true is not valid on a CPU, where parameters are already: choose false."
             )
+
+    def check_finetune(self, name: str) -> None:
+        """Packed weights have scales, which would have to be sharded with them."""
+        if name == "qlora":
+            raise ImpossibleError(
+                f"finetune=qlora is not valid with strategy={self.name}, which would shard packed weights without the "
+                "scales that belong to them: choose finetune=lora with strategy fsdp, or strategy single, ddp or zero1."
+            )
+        super().check_finetune(name)
 
     def effective(self, world_size: int) -> str:
         """Full or hybrid sharding, ZeRO-2 behaviour, or nothing sharded at all."""
@@ -105,14 +115,18 @@ class ShardedPlan(Plan):
     def shard_numel(self, unit: Unit) -> int:
         """Elements of a unit that the first rank stores."""
 
+    @abstractmethod
+    def gradient_numel(self, unit: Unit) -> int:
+        """Elements of a unit's reduced gradients that the first rank keeps; 0 where nothing of it is trained."""
+
     @property
     def host_bytes(self) -> float:
         """Offloaded shards of parameters and gradients, and of optimizer state if it goes with them."""
         if not self._offloads:
             return 0.0
-        shards = sum(self.shard_numel(unit) for unit in self._units.values()) * self.setting.parameter_bytes
+        numel = sum(self.shard_numel(unit) + self.gradient_numel(unit) for unit in self._units.values())
         states = optimizer_bytes(self.setting, self.updated) if self.updates_on_host else 0.0
-        return 2 * shards + states
+        return numel * self.setting.parameter_bytes + states
 
     @property
     def carried(self) -> float:
@@ -130,9 +144,10 @@ class ShardedPlan(Plan):
         sizes = {index: self.shard_numel(unit) * self.setting.parameter_bytes for index, unit in self._units.items()}
         device.hold("parameters", sum(sizes.values()), PARAMETERS)
         if self.setting.keep_gradients:
-            for index, size in sizes.items():
-                device.hold(f"gradient shard {index}", size, GRADIENTS)
-                self._shards.add(f"gradient shard {index}")
+            for index, unit in self._units.items():
+                if numel := self.gradient_numel(unit):
+                    device.hold(f"gradient shard {index}", numel * self.setting.parameter_bytes, GRADIENTS)
+                    self._shards.add(f"gradient shard {index}")
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
         """Remember whether gradients are reduced."""

@@ -31,7 +31,7 @@ class ZeRO1(DDP):
     def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """This rank's part of the optimizer, which also exchanges the updated parameters."""
         return ZeroRedundancyOptimizer(
-            module.parameters(),
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
             optimizer_class=build,  # type: ignore[arg-type]
             parameters_as_bucket_view=self.parameters_as_bucket_view,
         )
@@ -47,9 +47,7 @@ class ZeRO1Plan(DDPPlan):
     def __init__(self, strategy: ZeRO1, setting: Setting) -> None:
         super().__init__(strategy, setting)
         self._together = strategy.parameters_as_bucket_view
-        self._parts = partition(
-            [parameter for unit in setting.units for parameter in unit.parameters], setting.world_size
-        )
+        self._parts = partition([parameter for unit in setting.units for parameter in unit.trained], setting.world_size)
 
     @property
     def updated(self) -> Sequence[int]:

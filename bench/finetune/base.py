@@ -1,0 +1,184 @@
+"""The knobs of fine-tuning, and what of them makes no sense. Nothing here imports peft or bitsandbytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
+from bench.models import Family
+from bench.precision import Precision
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns that it could be faster
+
+ADAPTED = ("lora", "qlora")
+"""Ways to train adapters beside frozen weights."""
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer of the blocks; peft's word."""
+
+BITS = (4, 8)
+
+CPU_WIDTH = 64
+"""bitsandbytes 0.50.2 (``dequantize_4bit`` on a CPU) counts the blocks of 64 weights anew in every row: with rows that
+are no multiple of that, weights get the scales of others (17 to 32 % mean error where NF4 itself has 9 %)."""
+
+
+@dataclass(frozen=True)
+class Finetune:
+    """Which parameters are trained. Subclasses add knobs as fields."""
+
+    name: str
+    """full, lora or qlora."""
+
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Libraries it needs: optional extras of this package."""
+    imports: ClassVar[tuple[str, ...]] = ()
+    """Modules worth importing once, before ranks are forked."""
+
+    def of(self, family: Family, precision: Precision) -> Family:
+        """The model as it is trained."""
+        return family
+
+    def check(self, family: Family, precision: Precision, device: str) -> None:
+        """Raise `UsageError` where a knob makes no sense for this model, precision and device (cpu or cuda)."""
+
+    def check_installed(self) -> None:
+        """Raise `ImpossibleError` where a library is missing: without it no model can be built, nor predicted."""
+        missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
+        if missing:
+            raise ImpossibleError(
+                f"finetune={self.name} needs the package {' and '.join(missing)}, which is not installed: "
+                f'pip install "fsdp-bench[{",".join(self.packages)}]", or choose finetune=full.'
+            )
+
+
+@dataclass(frozen=True)
+class Full(Finetune):
+    """Every parameter is trained."""
+
+
+@dataclass(frozen=True)
+class LoRA(Finetune):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): beside a frozen matrix of out x in, B A of out x r x in."""
+
+    rank: int = 8
+    """r."""
+    alpha: float = 16.0
+    """An adapter's product counts alpha / rank times."""
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Names of the linear layers that get an adapter, or `all-linear` alone."""
+
+    packages: ClassVar[tuple[str, ...]] = ("peft",)
+    imports: ClassVar[tuple[str, ...]] = ("peft",)
+
+    def __post_init__(self) -> None:
+        require_at_least("finetune.rank", self.rank, 1)
+        if not self.alpha > 0:
+            raise bad_value("finetune.alpha", self.alpha, "a number above 0")
+
+    def of(self, family: Family, precision: Precision) -> Family:
+        """With adapters."""
+        from bench.finetune.family import Adapted
+
+        return Adapted(family.name, family.family, family.attention, family, self.shape, precision)
+
+    @property
+    def shape(self) -> Shape:
+        """What decides how the model is changed."""
+        return Shape(self.rank, self.alpha, tuple(self.target_modules))
+
+    def check(self, family: Family, precision: Precision, device: str) -> None:
+        """Adapters must have layers to stand beside, and be narrower than these."""
+        from bench.finetune.adapters import linear_layers
+
+        layers = linear_layers(family)
+        wanted = list(layers) if self.target_modules == [ALL_LINEAR] else list(self.target_modules)
+        unknown = [name for name in wanted if name not in layers]
+        if unknown or not wanted:
+            raise bad_value(
+                "finetune.target_modules",
+                list(self.target_modules),
+                f"[{ALL_LINEAR}], or names of linear layers that model={family.name} has: {', '.join(layers)}",
+                ImpossibleError,
+            )
+        for name in wanted:
+            shape = min(layers[name], key=min)
+            if self.rank > min(shape):
+                raise bad_value(
+                    "finetune.rank",
+                    self.rank,
+                    f"a whole number from 1 to {min(shape)}: the layer {name} of model={family.name} is "
+                    f"{shape[0]} x {shape[1]}",
+                    ImpossibleError,
+                )
+
+
+@dataclass(frozen=True)
+class QLoRA(LoRA):
+    """Adapters over quantised weights (Dettmers et al. 2023, arXiv:2305.14314)."""
+
+    bits: int = 4
+    """4: NF4 in blocks of 64 weights. 8: int8, a scale per row."""
+    double_quantisation: bool = True
+    """Of 4 bits: the scales of the blocks have 8 bits themselves."""
+
+    packages: ClassVar[tuple[str, ...]] = ("peft", "bitsandbytes")
+    imports: ClassVar[tuple[str, ...]] = ("peft", "bitsandbytes")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("finetune.bits", self.bits, BITS)
+
+    @property
+    def shape(self) -> Shape:
+        """With quantised weights."""
+        return Shape(self.rank, self.alpha, tuple(self.target_modules), self.bits, self.double_quantisation)
+
+    def check(self, family: Family, precision: Precision, device: str) -> None:
+        """As LoRA, no loss scaling, and only weights that the library can read back."""
+        from bench.finetune.adapters import linear_layers
+
+        super().check(family, precision, device)
+        if precision.scales_loss:
+            raise ImpossibleError(
+                f"precision={precision.name} is not valid with finetune=qlora, whose layers are computed in one format "
+                "throughout, and T5's must not all be in fp16: choose bf16, fp32, or finetune=lora."
+            )
+        widths = [(name, inputs) for name, shapes in linear_layers(family).items() for inputs, _ in shapes]
+        odd = [(name, width) for name, width in widths if width % CPU_WIDTH]
+        if odd and self.bits == 4 and device == "cpu":
+            raise ImpossibleError(
+                f"finetune.bits=4 is not valid for model={family.name} on a CPU: bitsandbytes reads weights of 4 bits "
+                f"back wrongly there unless a layer's input is a multiple of {CPU_WIDTH} wide, and that of "
+                f"{odd[0][0]} is {odd[0][1]}: choose finetune.bits=8, or another model."
+            )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a model is changed: hashable, as traces are remembered by it."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    bits: int | None = None
+    """None: weights stay as they are."""
+    double_quantisation: bool = True
+
+
+KINDS: dict[str, type[Finetune]] = {"full": Full, "lora": LoRA, "qlora": QLoRA}
+
+
+def load_finetune(name: str) -> type[Finetune]:
+    """The class of a way to train.
+
+    Raises
+    ------
+    UsageError
+        If there is none of this name.
+    """
+    require_choice("finetune.name", name, KINDS)
+    return KINDS[name]
