@@ -97,6 +97,11 @@ class RunConfig:
             raise bad_value("seed", self.seed, "a whole number from 0 to 2**63 - 1")
         require_at_least("repeat", self.repeat, 0)
         require_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+        if self.rehearsed and self.devices_per_process > 1:
+            raise ImpossibleError(
+                f"mode=rehearse is not valid for strategy={self.strategy.name}, which drives all devices from one "
+                "process, so that the first cannot run alone: choose mode=predict or measure."
+            )
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             valid = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
             raise bad_value("gpus", self.gpus, valid, ImpossibleError)
@@ -131,9 +136,19 @@ class RunConfig:
         return self.mode == "rehearse"
 
     @property
+    def devices_per_process(self) -> int:
+        """Devices that one process drives."""
+        return self.strategy.devices_per_process(self.gpus)
+
+    @property
     def processes(self) -> int:
-        """Ranks that really run, one per device."""
-        return 0 if self.predicted else 1 if self.rehearsed else self.gpus
+        """Processes that really run: ranks, one per device, unless one process drives several."""
+        return 0 if self.predicted else 1 if self.rehearsed else self.gpus // self.devices_per_process
+
+    @property
+    def devices(self) -> int:
+        """Devices that really work."""
+        return self.processes * self.devices_per_process
 
     @property
     def machines(self) -> int:

@@ -70,6 +70,7 @@ def _memory_parts(memory: MemoryPrediction) -> Record:
         "phase_peaks_bytes": memory.phase_peaks,
         "capacity_bytes": memory.capacity,
         "verdict": memory.verdict,
+        **({} if memory.others_bytes is None else {"others_bytes": memory.others_bytes}),
     }
 
 

@@ -72,6 +72,9 @@ def _memory(row: Row) -> list[RenderableType]:
     lines.append(Text(f"  GiB (19 times of 20 within): {ranges}"))
     if phases:
         lines.append(Text(f"  GiB allocated at most in each phase: {phases}"))
+    if memory.others_bytes is not None:
+        others = f"GPU 1 to {row.config.gpus - 1} allocate {gib(memory.others_bytes)} GiB each"
+        lines.append(Text(f"  That is GPU 0, which keeps optimizer, all outputs and the sums of gradients; {others}."))
     if memory.capacity is not None and row.headroom_bytes is not None:
         left = row.headroom_bytes
         how = "left" if left >= 0 else "too little"

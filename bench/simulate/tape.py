@@ -90,6 +90,10 @@ class Trace:
     segments: list[Segment]
     inputs_bytes: int
     """The micro-batches, which live as long as the run."""
+    outputs_bytes: int = 0
+    """Everything the model returns for one micro-batch."""
+    logits_bytes: int = 0
+    """Its logits alone."""
 
 
 def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) -> Trace:
@@ -134,7 +138,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         recording.fuse()
     for segment in recording.segments:
         _order_releases(segment)
-    return Trace(recording.segments, recording.inputs_bytes)
+    return Trace(recording.segments, recording.inputs_bytes, recording.outputs_bytes, recording.logits_bytes)
 
 
 def _order_releases(segment: Segment) -> None:
@@ -175,7 +179,7 @@ def trace_from_plain(plain: dict[str, Any]) -> Trace:
         )
         for each in plain["segments"]
     ]
-    return Trace(segments, plain["inputs_bytes"])
+    return Trace(segments, plain["inputs_bytes"], plain["outputs_bytes"], plain["logits_bytes"])
 
 
 def local_names(family: Family, model: nn.Module) -> dict[int, tuple[Place, str]]:
@@ -196,7 +200,7 @@ class _Recording:
     def __init__(self, *, on_cpu: bool) -> None:
         self.segments: list[Segment] = []
         self._uses: list[list[Use]] = []
-        self.inputs_bytes = 0
+        self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
         self.recorder = Recorder(self._changed, self._launched, on_cpu=on_cpu)
         self._micro_batch = -1
         self._counting_inputs = False
@@ -240,6 +244,8 @@ class _Recording:
 
     def _after_model(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self._cut("forward", LOSS)
+        self.outputs_bytes = sum(each.nbytes for each in output.values() if isinstance(each, torch.Tensor))
+        self.logits_bytes = output["logits"].nbytes
         output["logits"].register_hook(lambda _gradient: self._cut("backward", None))
 
     def _complete(self, name: str) -> Callable[[torch.Tensor], None]:

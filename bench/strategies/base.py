@@ -114,6 +114,14 @@ class Strategy(ABC):
         """
         return rank, world_size
 
+    def devices_per_process(self, world_size: int) -> int:
+        """Devices that one process of the resolved strategy drives: 1, unless a single process drives them all."""
+        return 1
+
+    def plan_beside_first(self, setting: Setting) -> Plan | None:
+        """What the devices after the first do, where one process drives several and the first does most: else None."""
+        return None
+
     def check(self, world_size: int) -> None:
         """Raise `ImpossibleError` where the resolved strategy makes no sense at this world size."""
 
