@@ -40,7 +40,7 @@ how a run would be timed."""
 ADDED: dict[str, dict[str, object]] = {
     "optimizer": {"keep_gradients": False},
     "model": {"activation": "gelu_new"},
-    "strategy": {"communication_hook": "none"},
+    "strategy": {"communication_hook": "none", "matrix_approximation_rank": 1, "start_powerSGD_iter": 2},
 }
 """Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
 that what was measured before is still the same run."""
@@ -102,6 +102,10 @@ class RunConfig:
                 f"mode=rehearse is not valid for strategy={self.strategy.name}, which drives all devices from one "
                 "process, so that the first cannot run alone: choose mode=predict or measure."
             )
+        differing = self.strategy.settling_steps - 1
+        if not self.predicted and self.measurement.warmup_steps < differing:
+            valid = f"at least {differing}, since so many steps of strategy={self.strategy.name} are not like the later"
+            raise bad_value("measurement.warmup_steps", self.measurement.warmup_steps, valid)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             valid = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
             raise bad_value("gpus", self.gpus, valid, ImpossibleError)

@@ -21,6 +21,8 @@ ADDED = {
     "optimizer.keep_gradients": False,
     "model.activation": "gelu_new",
     "strategy.communication_hook": "none",
+    "strategy.matrix_approximation_rank": 1,
+    "strategy.start_powerSGD_iter": 2,
 }
 """Knobs that came later, and what was done before there was a choice: older rows do not have them."""
 

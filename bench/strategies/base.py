@@ -114,6 +114,11 @@ class Strategy(ABC):
         """
         return rank, world_size
 
+    @property
+    def settling_steps(self) -> int:
+        """Steps of the resolved strategy until one is like all later: optimizer state appears in the first."""
+        return 2
+
     def devices_per_process(self, world_size: int) -> int:
         """Devices that one process of the resolved strategy drives: 1, unless a single process drives them all."""
         return 1
