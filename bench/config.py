@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
 from bench.hardware import Hardware
-from bench.models import Family, load_family
+from bench.models import Family, float8, load_family
 from bench.models.blocks import CHECKPOINTING
 from bench.precision import Precision
 from bench.strategies import Step, Strategy, load_strategy
@@ -39,11 +39,17 @@ how a run would be timed."""
 
 ADDED: dict[str, dict[str, object]] = {
     "optimizer": {"keep_gradients": False},
+    "precision": {"float8": "none", "float8_emulated": False},
     "model": {"activation": "gelu_new"},
     "strategy": {"communication_hook": "none", "matrix_approximation_rank": 1, "start_powerSGD_iter": 2},
 }
 """Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
 that what was measured before is still the same run."""
+
+
+LATER_FORMATS = {"fp8"}
+"""Formats that GPUs were described for later: what is known of them is part of the identity of runs that compute in
+them alone."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,12 @@ class RunConfig:
             raise bad_value("gpus", self.gpus, valid, ImpossibleError)
         self.model.check_sequence_length(self.sequence_length)
         self.strategy.check_device(self.hardware.device)
+        if self.precision.in_float8 and not self.strategy.takes_float8:
+            raise ImpossibleError(
+                f"precision={self.precision.name} is not valid for strategy={self.strategy.name}: choose bf16, or "
+                "strategy single, ddp, zero1, fsdp or fsdp1."
+            )
+        float8.refuse_without_library(self.precision)
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
         self.strategy.check_step(
@@ -183,13 +195,33 @@ class RunConfig:
     def run_id(self) -> str:
         """Hash of the complete resolved configuration that can change the result: 16 hexadecimal digits."""
         left_out = {path[0] for path in (*NO_IDENTITY, *CANNOT_CHANGE.get(self.mode, ())) if len(path) == 1}
+        values = _fields(self) | {"hardware": _as_computed_with(self.hardware, self.precision.peak)}
         texts = {
             name: _text(value) if type(value) in (int, str, bool) else _section_text(name, value, self.mode)
-            for name, value in _fields(self).items()
+            for name, value in values.items()
             if name not in left_out
         }
         text = "{" + ",".join(f'"{name}":{texts[name]}' for name in sorted(texts)) + "}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _as_computed_with(hardware: Hardware, peak: str) -> Hardware:
+    """Hardware without what is known of later formats, unless a run computes in one: the same object every time."""
+    if peak in LATER_FORMATS or not LATER_FORMATS & hardware.peak_tflops.keys():
+        return hardware
+    if id(hardware) not in _WITHOUT_LATER_FORMATS:
+        peaks = {name: value for name, value in hardware.peak_tflops.items() if name not in LATER_FORMATS}
+        speeds = hardware.speeds
+        if speeds is not None and speeds.matmul is not None:
+            shares = {name: value for name, value in speeds.matmul.efficiency.items() if name not in LATER_FORMATS}
+            speeds = dataclasses.replace(speeds, matmul=dataclasses.replace(speeds.matmul, efficiency=shares))
+        without = dataclasses.replace(hardware, peak_tflops=peaks, speeds=speeds)
+        _WITHOUT_LATER_FORMATS[id(hardware)] = hardware, without
+    return _WITHOUT_LATER_FORMATS[id(hardware)][1]
+
+
+_WITHOUT_LATER_FORMATS: dict[int, tuple[Hardware, Hardware]] = {}
+"""By identity, which the hardware that is kept here cannot lose to another one."""
 
 
 def _section_text(name: str, section: Any, mode: str) -> str:

@@ -20,6 +20,8 @@ ONLY_HOW = frozenset({"mode", "repeat", "seed", "measurement", "requested", "har
 ADDED = {
     "optimizer.keep_gradients": False,
     "model.activation": "gelu_new",
+    "precision.float8": "none",
+    "precision.float8_emulated": False,
     "strategy.communication_hook": "none",
     "strategy.matrix_approximation_rank": 1,
     "strategy.start_powerSGD_iter": 2,

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import collector
-from bench.models import Batch, Family
+from bench.models import Batch, Family, float8
 from bench.models.blocks import checkpoint_blocks
 from bench.precision import Precision
 from bench.simulate.cuda_operators import operators_of
@@ -111,6 +111,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     family = (None if blocks is None else key.family.shortened(blocks)) or key.family
     model = family.build()
     model.train()
+    float8.convert(family, model, key.precision)
     recording = _Recording(on_cpu=key.device == "cpu")
     with collector.at_rest(), FakeTensorMode(), operators_of(key.device), recording.recorder:
         _fill(model, family, key)
@@ -131,7 +132,8 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         )
         make = [lambda: family.batch(batch_size, key.sequence_length, torch.Generator())] * key.micro_batches
         micro_batches = recording.inputs(make)
-        loss = engine.step(micro_batches)
+        with _autocast_of_gpus(key):
+            loss = engine.step(micro_batches)
         recording.recorder.close()
         del loss
     if key.compile:
@@ -139,6 +141,13 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     for segment in recording.segments:
         _order_releases(segment)
     return Trace(recording.segments, recording.inputs_bytes, recording.outputs_bytes, recording.logits_bytes)
+
+
+def _autocast_of_gpus(key: TapeKey) -> contextlib.AbstractContextManager[None]:
+    """What torchao's layers look at."""
+    if key.precision.in_float8 and key.autocast and key.device != "cpu":
+        return float8.as_on_a_gpu(key.precision.compute_dtype)
+    return contextlib.nullcontext()
 
 
 def _order_releases(segment: Segment) -> None:

@@ -65,6 +65,9 @@ class Strategy(ABC):
     uses_autocast = True
     """Whether mixed precision is autocast's (else the strategy casts parameters itself)."""
 
+    takes_float8 = False
+    """Whether it was shown to train a model whose linear layers compute in FP8."""
+
     @property
     def mixed_precision(self) -> str:
         """Who makes computation narrower than stored parameters, for the row."""

@@ -44,6 +44,8 @@ COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class DDP(Strategy):
     """DDP with the settings of a fair baseline."""
 
+    takes_float8 = True
+
     bucket_cap_mb: int
     """Size of a gradient bucket in MiB: smaller overlaps earlier, larger sends more at once."""
     gradient_as_bucket_view: bool

@@ -43,6 +43,7 @@ class ShardingStrategy(Strategy):
     """Keep the shards and the optimizer step on the CPU."""
 
     uses_autocast = False
+    takes_float8 = True
 
     def check(self, world_size: int) -> None:
         """Any world size the factor divides."""

@@ -15,6 +15,8 @@ from bench.strategies.plan import Plan, Setting, WholePlan
 class Single(Strategy):
     """Plain training on one device."""
 
+    takes_float8 = True
+
     def check(self, world_size: int) -> None:
         """One rank only."""
         require_replicas(self)
