@@ -84,8 +84,7 @@ def copied_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scatter_gather.Gather, "apply", gathered)
 
 
-@pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(("model", "checkpointing"), [(SMALL_T5, "full"), (SMALL_GPT, "none")], ids=["t5", "gpt"])
 def test_copies_of_our_models_compute_what_the_model_does(
     copied_on_the_cpu: None, model: tuple[str, ...], checkpointing: str
 ) -> None:

@@ -17,6 +17,8 @@ from bench.hardware.detect import Device, refuse_unsupported
 from bench.models import float8
 from bench.planning.compose import composed
 from bench.predicting import refuse_unpredictable
+from bench.simulate.fusion import Use, fused
+from bench.simulate.kernels import MEMORY
 from bench.simulate.predict import predict
 from bench.simulate.tape import TapeKey, record
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
@@ -39,7 +41,6 @@ def test_what_is_rounded_to_8_bits_trains_and_keeps_what_is_predicted(
     one = (*model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=4")
     asked = {
         "bf16": (*one, "precision=bf16"),
-        "single": (*one, *EMULATED),
         strategy: (*model, *STEPS, *EMULATED, f"strategy={strategy}", "gpus=2", "batch_size_per_gpu=2"),
     }
     runs = dict(zip(asked, execute(*asked.values()), strict=True))
@@ -50,7 +51,7 @@ def test_what_is_rounded_to_8_bits_trains_and_keeps_what_is_predicted(
         assert record_["losses"] == pytest.approx(bf16, rel=0.01), name
         expected = predict(configuration(*asked[name])).memory.allocated.value
         assert record_["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), name
-    assert runs["single"]["losses"] != bf16
+    assert runs[strategy]["losses"] != bf16
 
 
 def layers(model: nn.Module) -> Counter[str]:
@@ -118,19 +119,32 @@ def test_a_trace_for_a_gpu_multiplies_in_fp8_where_bf16_did() -> None:
 
 
 @needs_library
-def test_on_an_h100_fp8_is_faster_once_compiled_and_needs_no_more_memory() -> None:
-    more = ("compile=true", "sequence_length=1024")
+def test_compiled_on_h100_a_model_of_7_billion_gains_what_torchao_s_readme_says_of_8() -> None:
+    seconds, memory = {}, {}
+    for precision in ("bf16", "fp8"):
+        run = (
+            "model=mpt_7b",
+            "hardware=h100_80gb",
+            "mode=predict",
+            "strategy=fsdp",
+            "gpus=8",
+            f"precision={precision}",
+        )
+        size = ("sequence_length=2048", "batch_size_per_gpu=4", "compile=true", "activation_checkpointing=selective")
+        predicted = predict(configuration(*run, *size))
+        assert predicted.time is not None
+        seconds[precision], memory[precision] = predicted.time.step_s.value, predicted.memory.allocated.value
+    # Llama 3 8B on 8 H100, compiled, selective checkpointing, FSDP2: 1.25, all-gathers in FP8 too, hidden here.
+    assert seconds["bf16"] / seconds["fp8"] == pytest.approx(1.25, abs=0.1)
+    assert memory["fp8"] == pytest.approx(memory["bf16"], rel=0.05)
 
-    def predicted(*overrides: str) -> Any:
-        return predict(configuration("model=gpt_1b3", *H100, "strategy=fsdp", "gpus=8", *more, *overrides))
 
-    bf16, tensorwise = predicted("precision=bf16"), predicted("precision=fp8")
-    rowwise = predicted("precision=fp8", "precision.float8=rowwise")
-    seconds = [each.time.step_s.value for each in (bf16, rowwise, tensorwise)]
-    assert seconds == sorted(seconds, reverse=True)
-    # torchao's own, of Llama 3 8B on 8 H100 (its README): 1.10 rowwise, 1.25 tensorwise with FP8 all-gathers as well.
-    assert 1.1 < seconds[0] / seconds[2] < 1.4
-    assert tensorwise.memory.allocated.value == pytest.approx(bf16.memory.allocated.value, rel=0.02)
+def test_the_scale_of_a_whole_tensor_is_known_only_when_it_was_read() -> None:
+    of_memory = [(name, MEMORY, 0, (0, 0, 0, 0, 0), 0, 0) for name in ("abs", "max", "mul")]
+    uses = [Use(((1, 100),), ((2, 100),)), Use(((2, 100),), ((3, 4),)), Use(((1, 100), (3, 4)), ((4, 100),))]
+    kernels, became = fused(of_memory, uses, {4: 9, 3: 2})
+    assert became == [0, 0, 1]
+    assert [kernel[-1] for kernel in kernels] == [100 + 4, 100 + 4 + 100]
 
 
 @needs_library

@@ -101,7 +101,7 @@ def _time(row: Row) -> list[RenderableType]:
         ("step", time.step_s.value),
     ):
         table.add_row(words, number(value * 1e3), percent(value / time.step_s.value))
-    hidden = time.communication_s - time.exposed_communication_s
+    hidden = max(0.0, round(time.communication_s - time.exposed_communication_s, 12))
     step = f"{labels.seconds(time.step_s.low)} to {labels.seconds(time.step_s.high)}"
     degraded = " The allocator flushes and retries: the time is degraded." if time.degraded else ""
     return [
