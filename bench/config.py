@@ -16,7 +16,7 @@ from typing import Any
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
 from bench.finetune import Finetune, Full, load_finetune
 from bench.hardware import Hardware
-from bench.models import Family, load_family
+from bench.models import Family, float8, load_family
 from bench.models.blocks import CHECKPOINTING
 from bench.precision import Precision
 from bench.strategies import Step, Strategy, load_strategy
@@ -40,12 +40,23 @@ how a run would be timed."""
 
 ADDED: dict[str, dict[str, object]] = {
     "optimizer": {"keep_gradients": False},
+    "precision": {"float8": "none", "float8_emulated": False},
     "model": {"activation": "gelu_new"},
-    "strategy": {"communication_hook": "none", "optimizer_on_device": False},
+    "strategy": {
+        "communication_hook": "none",
+        "matrix_approximation_rank": 1,
+        "start_powerSGD_iter": 2,
+        "optimizer_on_device": False,
+    },
     "finetune": {"name": "full"},
 }
 """Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
 that what was measured before is still the same run. A section of which nothing is left is left out as well."""
+
+
+LATER_FORMATS = {"fp8"}
+"""Formats that GPUs were described for later: what is known of them is part of the identity of runs that compute in
+them alone."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +111,26 @@ class RunConfig:
             raise bad_value("seed", self.seed, "a whole number from 0 to 2**63 - 1")
         require_at_least("repeat", self.repeat, 0)
         require_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
+        if self.rehearsed and self.devices_per_process > 1:
+            raise ImpossibleError(
+                f"mode=rehearse is not valid for strategy={self.strategy.name}, which drives all devices from one "
+                "process, so that the first cannot run alone: choose mode=predict or measure."
+            )
+        differing = self.strategy.settling_steps - 1
+        if not self.predicted and self.measurement.warmup_steps < differing:
+            valid = f"at least {differing}, since so many steps of strategy={self.strategy.name} are not like the later"
+            raise bad_value("measurement.warmup_steps", self.measurement.warmup_steps, valid)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             valid = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
             raise bad_value("gpus", self.gpus, valid, ImpossibleError)
         self.model.check_sequence_length(self.sequence_length)
         self.strategy.check_device(self.hardware.device)
+        if self.precision.in_float8 and not self.strategy.takes_float8:
+            raise ImpossibleError(
+                f"precision={self.precision.name} is not valid for strategy={self.strategy.name}: choose bf16, or "
+                "strategy single, ddp, zero1, fsdp or fsdp1."
+            )
+        float8.refuse_without_library(self.precision)
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
         self.strategy.check_finetune(self.finetune.name)
@@ -148,9 +174,19 @@ class RunConfig:
         return self.mode == "rehearse"
 
     @property
+    def devices_per_process(self) -> int:
+        """Devices that one process drives."""
+        return self.strategy.devices_per_process(self.gpus)
+
+    @property
     def processes(self) -> int:
-        """Ranks that really run, one per device."""
-        return 0 if self.predicted else 1 if self.rehearsed else self.gpus
+        """Processes that really run: ranks, one per device, unless one process drives several."""
+        return 0 if self.predicted else 1 if self.rehearsed else self.gpus // self.devices_per_process
+
+    @property
+    def devices(self) -> int:
+        """Devices that really work."""
+        return self.processes * self.devices_per_process
 
     @property
     def machines(self) -> int:
@@ -181,16 +217,36 @@ class RunConfig:
     def run_id(self) -> str:
         """Hash of the complete resolved configuration that can change the result: 16 hexadecimal digits."""
         left_out = {path[0] for path in (*NO_IDENTITY, *CANNOT_CHANGE.get(self.mode, ())) if len(path) == 1}
+        values = _fields(self) | {"hardware": _as_computed_with(self.hardware, self.precision.peak)}
         texts = {
             name: _text(value)
             if type(value) in (int, str, bool)
             else _section_text(name, value, self.mode, uses_host=self.strategy.uses_host)
-            for name, value in _fields(self).items()
+            for name, value in values.items()
             if name not in left_out
         }
         said = sorted(name for name, text in texts.items() if text != "{}")
         text = "{" + ",".join(f'"{name}":{texts[name]}' for name in said) + "}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _as_computed_with(hardware: Hardware, peak: str) -> Hardware:
+    """Hardware without what is known of later formats, unless a run computes in one: the same object every time."""
+    if peak in LATER_FORMATS or not LATER_FORMATS & hardware.peak_tflops.keys():
+        return hardware
+    if id(hardware) not in _WITHOUT_LATER_FORMATS:
+        peaks = {name: value for name, value in hardware.peak_tflops.items() if name not in LATER_FORMATS}
+        speeds = hardware.speeds
+        if speeds is not None and speeds.matmul is not None:
+            shares = {name: value for name, value in speeds.matmul.efficiency.items() if name not in LATER_FORMATS}
+            speeds = dataclasses.replace(speeds, matmul=dataclasses.replace(speeds.matmul, efficiency=shares))
+        without = dataclasses.replace(hardware, peak_tflops=peaks, speeds=speeds)
+        _WITHOUT_LATER_FORMATS[id(hardware)] = hardware, without
+    return _WITHOUT_LATER_FORMATS[id(hardware)][1]
+
+
+_WITHOUT_LATER_FORMATS: dict[int, tuple[Hardware, Hardware]] = {}
+"""By identity, which the hardware that is kept here cannot lose to another one."""
 
 
 def _section_text(name: str, section: Any, mode: str, *, uses_host: bool) -> str:

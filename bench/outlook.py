@@ -55,7 +55,7 @@ def look_ahead(request: Request, plan: Plan) -> dict[str, Expectation]:
 
 def _expectation(config: RunConfig, told: Forecast, launcher: str) -> Expectation:
     seconds = expected_s(config, launcher=launcher)
-    hours = seconds * config.processes / 3600
+    hours = seconds * config.devices / 3600
     if isinstance(told, Untold):
         return Expectation(None, told.reason, seconds, hours)
     return Expectation(told.memory, "", seconds, hours)

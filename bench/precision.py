@@ -29,17 +29,26 @@ class Precision:
     tf32: bool = False
     """Whether fp32 matmuls may use TF32 tensor cores."""
     peak: str = "fp32"
-    """Which of the hardware's peaks MFU divides by: fp32, tf32, bf16 or fp16."""
+    """Which of the hardware's peaks MFU divides by: fp32, tf32, bf16, fp16 or fp8."""
+    float8: str = "none"
+    """Scaling of the blocks' linear layers in FP8: tensorwise, rowwise, or none to leave them in `compute`."""
+    float8_emulated: bool = False
+    """Round to 8 bits and multiply in fp32, on any device: for its accuracy, not its speed."""
 
     def __post_init__(self) -> None:
         require_choice("precision.parameters", self.parameters, ("fp32", "bf16"))
         require_choice("precision.compute", self.compute, DTYPES)
         require_choice("precision.reduce", self.reduce, DTYPES)
-        require_choice("precision.peak", self.peak, ("fp32", "tf32", "bf16", "fp16"))
+        require_choice("precision.peak", self.peak, ("fp32", "tf32", "bf16", "fp16", "fp8"))
+        require_choice("precision.float8", self.float8, ("none", "tensorwise", "rowwise"))
         if self.parameters == "bf16" and self.compute != "bf16":
             raise bad_value("precision.compute", self.compute, "bf16, since precision.parameters=bf16")
         if self.tf32 and self.compute != "fp32":
             raise bad_value("precision.tf32", True, f"false, since precision.compute={self.compute} is not fp32")
+        if self.in_float8 and self.compute != "bf16":
+            raise bad_value("precision.compute", self.compute, f"bf16, since precision.float8={self.float8}")
+        if self.float8_emulated and not self.in_float8:
+            raise bad_value("precision.float8_emulated", True, "false, since precision.float8=none")
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -55,6 +64,11 @@ class Precision:
     def reduce_dtype(self) -> torch.dtype:
         """Dtype of the gradient reduction."""
         return DTYPES[self.reduce]
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether linear layers compute in FP8."""
+        return self.float8 != "none"
 
     @property
     def mixed(self) -> bool:

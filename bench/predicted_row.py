@@ -77,6 +77,7 @@ def _memory_parts(memory: MemoryPrediction) -> Record:
         "capacity_bytes": memory.capacity,
         **({"host_bytes": memory.host, "host_capacity_bytes": memory.host_capacity} if memory.host else {}),
         "verdict": memory.verdict,
+        **({} if memory.others_bytes is None else {"others_bytes": memory.others_bytes}),
     }
 
 

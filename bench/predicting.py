@@ -39,7 +39,7 @@ def refuse_unpredictable(config: RunConfig) -> None:
     if hardware.device == "cpu":
         refuse_unsupported(hardware, Device("cpu", "a processor", 0), precision, compile_blocks=False)
         return
-    needed = "tf32" if precision.tf32 else precision.compute
+    needed = "tf32" if precision.tf32 else "fp8" if precision.in_float8 else precision.compute
     if hardware.peak_tflops and needed not in hardware.peak_tflops:
         raise ImpossibleError(
             f"precision={precision.name} needs {needed}, which hardware={hardware.name} does not have: "

@@ -297,7 +297,7 @@ def test_what_runs_out_of_memory_says_where(execute: Execute) -> None:
 def test_a_rehearsal_needs_one_device_however_many_ranks_it_stands_for() -> None:
     config = configuration("model=gpt_175b", "strategy=fsdp", "gpus=512", "mode=rehearse", "sequence_length=2048")
     assert (config.processes, config.machines, config.nodes) == (1, 1, 64)
-    assert shape_of(config) == (1, 1)
+    assert shape_of(config) == (1, 1, 1)
     assert (configuration("gpus=4").processes, configuration("gpus=4", "mode=predict").processes) == (4, 0)
 
 

@@ -51,9 +51,9 @@ def test_every_field_of_a_cluster_can_be_set_on_the_command_line(option):
 
 
 def test_a_shape_is_asked_for_exactly():
-    assert shape_of(configuration("gpus=8", "cluster.gpus_per_node=8")) == (1, 8)
-    assert shape_of(configuration("gpus=2", "cluster.gpus_per_node=8")) == (1, 2)
-    assert shape_of(configuration("gpus=512", "cluster.gpus_per_node=8")) == (64, 8)
+    assert shape_of(configuration("gpus=8", "cluster.gpus_per_node=8")) == (1, 8, 1)
+    assert shape_of(configuration("gpus=2", "cluster.gpus_per_node=8")) == (1, 2, 1)
+    assert shape_of(configuration("gpus=512", "cluster.gpus_per_node=8")) == (64, 8, 1)
     lines = flags()
     for line in ("--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=10", "--array=0-2%1", "--requeue"):
         assert f"#SBATCH {line}" in lines

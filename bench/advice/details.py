@@ -75,6 +75,9 @@ def _memory(row: Row) -> list[RenderableType]:
     if memory.host:
         of = f" of {gib(memory.host_capacity)}" if memory.host_capacity is not None else ""
         lines.append(Text(f"  GiB kept in the machine's memory, per GPU: {gib(memory.host)}{of}"))
+    if memory.others_bytes is not None:
+        others = f"GPU 1 to {row.config.gpus - 1} allocate {gib(memory.others_bytes)} GiB each"
+        lines.append(Text(f"  That is GPU 0, which keeps optimizer, all outputs and the sums of gradients; {others}."))
     if memory.capacity is not None and row.headroom_bytes is not None:
         left = row.headroom_bytes
         how = "left" if left >= 0 else "too little"
@@ -101,7 +104,7 @@ def _time(row: Row) -> list[RenderableType]:
         ("step", time.step_s.value),
     ):
         table.add_row(words, number(value * 1e3), percent(value / time.step_s.value))
-    hidden = time.communication_s - time.exposed_communication_s
+    hidden = max(0.0, round(time.communication_s - time.exposed_communication_s, 12))
     step = f"{labels.seconds(time.step_s.low)} to {labels.seconds(time.step_s.high)}"
     degraded = " The allocator flushes and retries: the time is degraded." if time.degraded else ""
     return [

@@ -22,7 +22,7 @@ class Hardware:
     gpu_names: list[str] = field(default_factory=list)
     """Names the driver gives this kind of GPU; `hardware=auto` finds the description by them."""
     peak_tflops: dict[str, float] = field(default_factory=dict)
-    """Dense peak per format (fp32, tf32, bf16, fp16) in TFLOP/s; a format the device lacks is left out."""
+    """Dense peak per format (fp32, tf32, bf16, fp16, fp8) in TFLOP/s; a format the device lacks is left out."""
     memory_gb: float | None = None
     """Memory of one device as its vendor gives it, in GB."""
     memory_bandwidth_gb_s: float | None = None

@@ -15,6 +15,9 @@ from bench.errors import ImpossibleError, UsageError
 from bench.hardware.description import Hardware
 from bench.precision import Precision
 
+FP8_CAPABILITY = (8, 9)
+"""From which compute capability on a GPU multiplies in FP8 (``torch._scaled_mm``)."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -95,6 +98,12 @@ def refuse_unsupported(hardware: Hardware, device: Device, precision: Precision,
         raise ImpossibleError(
             f"precision={precision.name} needs an NVIDIA GPU of compute capability 8.0 or later, "
             f"not {device.name}: choose fp32, bf16 or bf16_pure."
+        )
+    if precision.in_float8 and not precision.float8_emulated and not (on_gpu and capability >= FP8_CAPABILITY):
+        raise ImpossibleError(
+            f"precision={precision.name} needs the FP8 tensor cores of an NVIDIA GPU of compute capability 8.9 or "
+            f"later (H100, H200), which {device.name} lacks: choose bf16, or precision.float8_emulated=true to see how "
+            "accurate it is."
         )
     if precision.compute == "bf16" and on_gpu and capability < (8, 0):
         raise ImpossibleError(

@@ -12,7 +12,7 @@ from typing import Any
 from bench.errors import bad_value, require_at_least, require_choice
 from bench.hardware.processor import Processor
 
-FORMATS = ("fp32", "tf32", "bf16", "fp16")
+FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 PREFIX = "hardware.speeds"
 
 
@@ -21,7 +21,7 @@ class Matmul:
     """Matrix products on dense operands."""
 
     efficiency: dict[str, float]
-    """Share of the dense peak that large products reach while training, per format (fp32, tf32, bf16, fp16)."""
+    """Share of the dense peak that large products reach while training, per format (fp32, tf32, bf16, fp16, fp8)."""
     multiprocessors: int
     """Streaming multiprocessors: thread blocks that compute at once, for wave quantisation."""
     half_depth: float

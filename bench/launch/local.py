@@ -69,7 +69,7 @@ class LocalLauncher:
                 f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node} GPUs, and cluster=local "
                 f"is one: choose at most {config.gpus_per_node}."
             )
-        if config.hardware.device == "cuda" and config.processes > self._device.count:
+        if config.hardware.device == "cuda" and config.devices > self._device.count:
             raise ImpossibleError(
                 f"gpus={config.gpus} is more than the {self._device.count} GPU(s) of this machine: "
                 f"choose at most {self._device.count}, or hardware=cpu."

@@ -69,8 +69,9 @@ def measure(
     probe = memory_probe(device, own_work)
     with probe.observe():
         engine, micro_batches = build()
-        for step in range(probe.observed_steps):
-            if step == probe.observed_steps - 1:
+        observed = max(probe.observed_steps, engine.strategy.settling_steps) if probe.observed_steps else 0
+        for step in range(observed):
+            if step == observed - 1:
                 probe.start_steady_step()
             losses.append(engine.step(micro_batches))
     for _ in range(warmup_steps):

@@ -48,7 +48,7 @@ class MemoryProbe(ABC):
     """Follows a rank's memory from before the model is built to after the timed steps."""
 
     observed_steps: int
-    """Steps after construction that must run under `observe`; the last of them counts as steady."""
+    """Steps after construction that must run under `observe` at least; the last of them counts as steady."""
 
     @abstractmethod
     def observe(self) -> contextlib.AbstractContextManager[None]:

@@ -26,6 +26,14 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 HARDWARE = "hardware"
 """The group whose option may also be a file anywhere."""
 
+NOT_OFFERED = {
+    ("precision", "int8"): (
+        "precision=int8 is not valid: training in INT8 is not offered, since its 256 evenly spaced values do not span "
+        "the range of gradients, what torchao has for it is a prototype, and GPUs that have both are as fast in FP8"
+    ),
+}
+"""What somebody may well ask for, and why there is no such option."""
+
 EXTENSIBLE = ("model", "strategy", "hardware")
 """Groups that take fields of one's own with ``+``: a plug-in's, or the peak of another format."""
 
@@ -97,6 +105,8 @@ def _require_option(group: str, value: str) -> None:
     if file is not None:
         read_hardware(file)
     elif value not in groups()[group]:
+        if (group, value) in NOT_OFFERED:
+            raise UsageError(f"{NOT_OFFERED[group, value]}: choose {', '.join(groups()[group])}.")
         extra = f", or a file that ends in {ENDING}" if group == HARDWARE else ""
         raise bad_value(group, value, ", ".join(groups()[group]) + extra)
 

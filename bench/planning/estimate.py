@@ -65,7 +65,7 @@ def rough_step_s(config: RunConfig) -> float:
         tflops, bytes_per_s = (peak * SHARE_OF_PEAK if peak else GPU_TFLOPS), GPU_BYTES_MOVED_PER_S
     count = config.trained.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
     flops = count * config.batch_size_per_gpu * config.gradient_accumulation
-    moved = 3 * weight_bytes(config) if config.processes > 1 else 0
+    moved = 3 * weight_bytes(config) if config.devices > 1 else 0
     return flops / (tflops * 1e12) + moved / bytes_per_s
 
 

@@ -41,7 +41,7 @@ class Plan:
         for config in self.to_run:
             if config.predicted:
                 continue
-            shape = (config.machines, config.processes)
+            shape = (config.machines, config.devices)
             counts[shape] = counts.get(shape, 0) + 1
         return counts
 

@@ -20,9 +20,13 @@ ONLY_HOW = frozenset({"mode", "repeat", "seed", "measurement", "requested", "har
 ADDED = {
     "optimizer.keep_gradients": False,
     "model.activation": "gelu_new",
+    "precision.float8": "none",
+    "precision.float8_emulated": False,
     "strategy.communication_hook": "none",
     "strategy.optimizer_on_device": False,
     "finetune.name": "full",
+    "strategy.matrix_approximation_rank": 1,
+    "strategy.start_powerSGD_iter": 2,
 }
 """Knobs that came later, and what was done before there was a choice: older rows do not have them."""
 

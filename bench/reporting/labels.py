@@ -16,6 +16,7 @@ TOO_CLOSE = "too close to call"
 
 FAMILIES = {
     "single": "Single",
+    "data_parallel": "DataParallel",
     "ddp": "DDP",
     "zero1": "ZeRO-1",
     "fsdp1": "FSDP1",

@@ -64,6 +64,7 @@ def context() -> AbstractContextManager[None]:
 # Okabe & Ito (2008), "Color Universal Design": distinct under protanopia, deuteranopia and tritanopia.
 COLOURS = {
     "single": "#000000",
+    "data_parallel": "#7f4f24",
     "ddp": "#d55e00",
     "zero1": "#332288",
     "fsdp/full_replication": "#e69f00",

@@ -20,6 +20,9 @@ FUSED = "fused"
 APART = ("embedding", "index", "scatter", "gather", "cat", "native_dropout", "sort", "nll_loss")
 """Parts of the names of operators that gather or scatter, which end a fused kernel."""
 
+NUMBER_BYTES = 8
+"""Of a single number, in whatever format."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -48,7 +51,7 @@ def fused(
         if _fuses(kernel):
             start = index if start is None else start
             became.append(len(result))
-            ends = index + 1 == len(kernels) or not _fuses(kernels[index + 1])
+            ends = index + 1 == len(kernels) or not _fuses(kernels[index + 1]) or _reduces_to_a_number(uses[index])
             if ends:
                 result.append(_together(kernels[start : index + 1], uses[start : index + 1], last_read, first + index))
                 start = None
@@ -60,6 +63,12 @@ def fused(
 
 def _fuses(kernel: Kernel) -> bool:
     return kernel[1] == MEMORY and not any(part in kernel[0] for part in APART)
+
+
+def _reduces_to_a_number(use: Use) -> bool:
+    """Whether what follows can only start when a whole tensor was read, as FP8's scale for all of it wants."""
+    written, read = (max((size for _, size in each), default=0) for each in (use.writes, use.reads))
+    return written <= NUMBER_BYTES < read
 
 
 def _together(kernels: Sequence[Kernel], uses: Sequence[Use], last_read: Mapping[int, int], last: int) -> Kernel:

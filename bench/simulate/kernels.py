@@ -11,7 +11,7 @@ import numpy.typing as npt
 MATMUL, ATTENTION, MEMORY = range(3)
 """Kinds of kernels: matrix products, fused attention, and all that is bound by memory."""
 
-FORMATS = ("fp32", "bf16", "fp16", "other")
+FORMATS = ("fp32", "bf16", "fp16", "other", "fp8")
 """Formats of a kernel's operands; `other` for integers and booleans."""
 
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5

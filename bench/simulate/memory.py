@@ -58,12 +58,13 @@ reserved were still fast, 80 were not; this lies between what those runs are pre
 
 
 def inputs_bytes(config: RunConfig, reel: Reel) -> float:
-    """Of the micro-batches on a rank's device. On a CPU each rank's share is a view of the whole batch."""
+    """Of the micro-batches on a rank's device. On a CPU each rank's share is a view of the whole batch; a process that
+    drives several devices has all their shares on the first."""
     base, slope = reel.inputs
     size = base + slope * reel.weight(config.batch_size_per_gpu)
     if config.gradient_accumulation > 1:
         size = size / 2 * config.gradient_accumulation
-    return size * (config.gpus if config.hardware.device == "cpu" else 1)
+    return size * (config.gpus if config.hardware.device == "cpu" else config.devices_per_process)
 
 
 def memory_of(config: RunConfig, machine: Machine, host_bytes: float = 0.0) -> MemoryPrediction:

@@ -24,7 +24,9 @@ from bench.hardware.speeds import Gloo, Links
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 """Those that are calibrated."""
-BROADCAST = "broadcast"
+BROADCAST, REDUCE, GATHER, SCATTER = "broadcast", "reduce", "gather", "scatter"
+"""From one rank to the others, or from them to it: the whole to (or of) each, or to each its part."""
+FROM_ONE = (BROADCAST, REDUCE, GATHER, SCATTER)
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,20 @@ def collective_seconds(kind: str, size_bytes: float, group: Group, links: Links)
     Parameters
     ----------
     kind: str
-        ``all-gather``, ``reduce-scatter``, ``all-reduce`` or ``broadcast``.
+        ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``broadcast``, ``reduce``, ``gather`` or ``scatter``.
+        The last two are copies over the one rank's link, which carries all parts but its own.
     size_bytes: float
         The whole: what every rank has after an all-gather, or before a reduce-scatter.
     """
-    require_choice("collective", kind, (*COLLECTIVES, BROADCAST))
+    require_choice("collective", kind, (*COLLECTIVES, *FROM_ONE))
     if group.ranks == 1:
         return 0.0
     if links.gloo is not None:
+        require_choice("collective of gloo", kind, (*COLLECTIVES, BROADCAST))
         return _gloo_seconds(kind, size_bytes, group, links, links.gloo)
     passes = 2 if kind == ALL_REDUCE else 1
     inner, outer = group.ranks - group.nodes, group.nodes - 1
-    share = 1.0 if kind == BROADCAST else (group.ranks - 1) / group.ranks
+    share = 1.0 if kind in (BROADCAST, REDUCE) else (group.ranks - 1) / group.ranks
     received = passes * size_bytes * share
     seconds_per_byte = _seconds_per_byte(group, links)
     start_s = 1e-6 * (1.0 if group.nodes > 1 else links.gpu_latency)

@@ -11,8 +11,8 @@ from multiprocessing import get_context
 
 from bench.config import RunConfig
 from bench.hardware import Hardware
-from bench.simulate import cache, host, memory, pace
-from bench.simulate.layout import layout_of
+from bench.simulate import cache, host, memory, one_process, pace
+from bench.simulate.layout import Layout, layout_of
 from bench.simulate.machine import Machine
 from bench.simulate.prediction import Prediction, from_plain, to_plain
 from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, make_reel, pieces
@@ -70,7 +70,10 @@ def identity(config: RunConfig) -> str:
 
 def _predict_new(configs: list[RunConfig]) -> list[Prediction]:
     needed = {
-        (tape_key(config), size): None for config in configs for size in set(batches_for(config.batch_size_per_gpu))
+        (tape_key(config), size): None
+        for config in configs
+        for batch in {config.batch_size_per_gpu, config.batch_size_per_gpu * config.devices_per_process}
+        for size in set(batches_for(batch))
     }
     _prepare_traces(list(needed))
     workers = os.cpu_count() or 1
@@ -110,6 +113,8 @@ def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
     machine, plan = _played(config, pace.pace_of(config), timeline)
     found = memory.memory_of(config, machine, plan.host_bytes)
+    if config.devices_per_process > 1:
+        found = dataclasses.replace(found, others_bytes=round(_played_beside(config).peak.size))
     if not host.is_known(config):
         return Prediction(found, None)
     if memory.is_degraded(found):
@@ -120,32 +125,62 @@ def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
 def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machine, Plan]:
     """The machine after a step, and the plan that was followed."""
     key = tape_key(config)
-    layout = layout_of(
-        config.trained, getattr(config.strategy, "blocks_per_unit", None) or 1, config.precision.scales_loss
-    )
-    setting = Setting(
-        units=layout.units,
+    reel = _reel(key, batches_for(config.batch_size_per_gpu))
+    plan = config.strategy.plan(_setting(config, reel))
+    machine = Machine(host.with_transfers(config, speed), timeline=timeline)
+    machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
+    scenes = _scenes(key, config.batch_size_per_gpu, Speed(config.hardware))
+    if config.devices_per_process > 1:
+        whole = config.batch_size_per_gpu * config.devices_per_process
+        of_all = _scenes(key, whole, Speed(config.hardware))
+        scenes = one_process.of_first(scenes, of_all, config.devices_per_process)
+    _play(config, machine, plan, scenes)
+    return machine, plan
+
+
+def _played_beside(config: RunConfig) -> Machine:
+    """A device after the first of a process that drives several, its time left out."""
+    key = tape_key(config)
+    reel = _reel(key, batches_for(config.batch_size_per_gpu))
+    plan = config.strategy.plan_beside_first(_setting(config, reel))
+    assert plan is not None
+    machine = Machine(pace.Pace())
+    scenes = _scenes(key, config.batch_size_per_gpu, Speed(config.hardware))
+    _play(config, machine, plan, one_process.of_other(scenes))
+    return machine
+
+
+def _setting(config: RunConfig, reel: Reel) -> Setting:
+    """What the strategy's plan is told of a run."""
+    weight = reel.weight(config.batch_size_per_gpu)
+    return Setting(
+        units=_layout(config).units,
         precision=config.precision,
         world_size=config.gpus,
         states_per_parameter=config.optimizer.states_per_parameter,
         micro_batches=config.gradient_accumulation,
         keep_gradients=config.optimizer.keep_gradients,
+        outputs_bytes=reel.outputs[0] + weight * reel.outputs[1],
+        logits_bytes=reel.logits[0] + weight * reel.logits[1],
     )
-    plan = config.strategy.plan(setting)
-    machine = Machine(host.with_transfers(config, speed), timeline=timeline)
-    reel = _reel(key, batches_for(config.batch_size_per_gpu))
-    machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
+
+
+def _layout(config: RunConfig) -> Layout:
+    blocks_per_unit = getattr(config.strategy, "blocks_per_unit", None) or 1
+    return layout_of(config.trained, blocks_per_unit, config.precision.scales_loss)
+
+
+def _play(config: RunConfig, machine: Machine, plan: Plan, scenes: Sequence[Scene]) -> None:
     plan.begin(machine)
     play_step(
         machine,
         plan,
-        layout,
-        _scenes(key, config.batch_size_per_gpu, Speed(config.hardware)),
+        _layout(config),
+        scenes,
         micro_batches=config.gradient_accumulation,
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
         update=host.update_of(config, plan),
     )
-    return machine, plan
 
 
 def tape_key(config: RunConfig) -> TapeKey:

@@ -43,6 +43,9 @@ class MemoryPrediction:
     """fits, too close to call or does not fit; None without a capacity."""
     phase_peaks: dict[str, int] = field(default_factory=dict)
     """Peak of allocated memory in each phase: forward, backward, optimizer."""
+    others_bytes: int | None = None
+    """Peak of allocated memory on each device after the first, where one process drives several and the first, of which
+    all else here speaks, needs most."""
     host: int = 0
     """Bytes of the memory of the machine around the device that the rank fills with what is offloaded."""
     host_capacity: int | None = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
 from bench.simulate import quantised_products
@@ -21,7 +21,10 @@ from bench.simulate.cpu_memory import Sums, working_memory
 from bench.simulate.kernels import ATTENTION, BACKWARD_PRODUCTS, FORMATS, FORWARD_PRODUCTS, MATMUL, MEMORY
 
 FORMAT_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-OTHER = len(FORMATS) - 1
+OTHER, FP8 = FORMATS.index("other"), FORMATS.index("fp8")
+
+IN_FP8 = "_scaled_mm"
+"""The operator that multiplies matrices in FP8."""
 
 NO_KERNEL = {"detach", "_unsafe_view", "alias", "empty", "empty_like", "empty_strided", "lift_fresh"}
 """Operators that start no kernel, though their schema does not say that they are views."""
@@ -65,6 +68,8 @@ class Recorder(TorchDispatchMode):
         """Run the operator on fake tensors, then note what it made."""
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # of torchao's tensors, which do what they consist of themselves
         kwargs = kwargs or {}
         in_place = self._sums.in_place(func, args, sys._getframe(1))
         out = func(*args, **kwargs)
@@ -138,7 +143,8 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Kernel:
         return name, ATTENTION, format_, dimensions, flops, moved
     if func._overloadpacket in flop_registry:
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-        left, right = operands[-2:]
+        left, right = operands[:2] if name == IN_FP8 else operands[-2:]  # followed by scales; an addmm begins with bias
+        format_ = FP8 if name == IN_FP8 else format_
         batch = left.shape[0] if left.dim() == 3 else 1
         shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1], int(_is_transposed(left)))
         return name, MATMUL, format_, shape, int(flops), moved

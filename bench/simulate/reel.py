@@ -82,6 +82,10 @@ class Reel:
     inputs: tuple[float, float]
     """Bytes of the micro-batches, base and slope."""
     batches: tuple[int, int]
+    outputs: tuple[float, float]
+    """Bytes of everything the model returns, base and slope."""
+    logits: tuple[float, float]
+    """The same of its logits alone."""
 
     def weight(self, batch_size: int) -> float:
         """How far the batch size is beyond the first traced one, in steps to the second."""
@@ -108,6 +112,8 @@ def make_reel(first: Trace, second: Trace, batches: tuple[int, int]) -> Reel:
         tuple(strip for strip in strips if len(strip.changes[0]) or len(strip.kernels[0])),
         (first.inputs_bytes, second.inputs_bytes - first.inputs_bytes),
         batches,
+        (first.outputs_bytes, second.outputs_bytes - first.outputs_bytes),
+        (first.logits_bytes, second.logits_bytes - first.logits_bytes),
     )
 
 

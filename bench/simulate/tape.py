@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import collector
-from bench.models import Batch, Family
+from bench.models import Batch, Family, float8
 from bench.models.blocks import checkpoint_blocks
 from bench.precision import Precision
 from bench.simulate.cuda_operators import operators_of
@@ -90,6 +90,10 @@ class Trace:
     segments: list[Segment]
     inputs_bytes: int
     """The micro-batches, which live as long as the run."""
+    outputs_bytes: int = 0
+    """Everything the model returns for one micro-batch."""
+    logits_bytes: int = 0
+    """Its logits alone."""
 
 
 def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) -> Trace:
@@ -107,6 +111,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     family = (None if blocks is None else key.family.shortened(blocks)) or key.family
     model = family.build()
     model.train()
+    float8.convert(family, model, key.precision)
     recording = _Recording(on_cpu=key.device == "cpu")
     with collector.at_rest(), FakeTensorMode(), operators_of(key.device), recording.recorder:
         _fill(model, family, key)
@@ -127,14 +132,22 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         )
         make = [lambda: family.batch(batch_size, key.sequence_length, torch.Generator())] * key.micro_batches
         micro_batches = recording.inputs(make)
-        loss = engine.step(micro_batches)
+        with _autocast_of_gpus(key):
+            loss = engine.step(micro_batches)
         recording.recorder.close()
         del loss
     if key.compile:
         recording.fuse()
     for segment in recording.segments:
         _order_releases(segment)
-    return Trace(recording.segments, recording.inputs_bytes)
+    return Trace(recording.segments, recording.inputs_bytes, recording.outputs_bytes, recording.logits_bytes)
+
+
+def _autocast_of_gpus(key: TapeKey) -> contextlib.AbstractContextManager[None]:
+    """What torchao's layers look at."""
+    if key.precision.in_float8 and key.autocast and key.device != "cpu":
+        return float8.as_on_a_gpu(key.precision.compute_dtype)
+    return contextlib.nullcontext()
 
 
 def _order_releases(segment: Segment) -> None:
@@ -175,7 +188,7 @@ def trace_from_plain(plain: dict[str, Any]) -> Trace:
         )
         for each in plain["segments"]
     ]
-    return Trace(segments, plain["inputs_bytes"])
+    return Trace(segments, plain["inputs_bytes"], plain["outputs_bytes"], plain["logits_bytes"])
 
 
 def local_names(family: Family, model: nn.Module) -> dict[int, tuple[Place, str]]:
@@ -196,7 +209,7 @@ class _Recording:
     def __init__(self, *, on_cpu: bool) -> None:
         self.segments: list[Segment] = []
         self._uses: list[list[Use]] = []
-        self.inputs_bytes = 0
+        self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
         self.recorder = Recorder(self._changed, self._launched, on_cpu=on_cpu)
         self._micro_batch = -1
         self._counting_inputs = False
@@ -241,6 +254,8 @@ class _Recording:
 
     def _after_model(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self._cut("forward", LOSS)
+        self.outputs_bytes = sum(each.nbytes for each in output.values() if isinstance(each, torch.Tensor))
+        self.logits_bytes = output["logits"].nbytes
         output["logits"].register_hook(lambda _gradient: self._cut("backward", None))
 
     def _complete(self, name: str) -> Callable[[torch.Tensor], None]:

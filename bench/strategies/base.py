@@ -69,6 +69,9 @@ class Strategy(ABC):
     uses_autocast = True
     """Whether mixed precision is autocast's (else the strategy casts parameters itself)."""
 
+    takes_float8 = False
+    """Whether it was shown to train a model whose linear layers compute in FP8."""
+
     @property
     def mixed_precision(self) -> str:
         """Who makes computation narrower than stored parameters, for the row."""
@@ -127,6 +130,19 @@ class Strategy(ABC):
         have one share, which is as large as theirs would be together, so that the global batch is the same.
         """
         return rank, world_size
+
+    @property
+    def settling_steps(self) -> int:
+        """Steps of the resolved strategy until one is like all later: optimizer state appears in the first."""
+        return 2
+
+    def devices_per_process(self, world_size: int) -> int:
+        """Devices that one process of the resolved strategy drives: 1, unless a single process drives them all."""
+        return 1
+
+    def plan_beside_first(self, setting: Setting) -> Plan | None:
+        """What the devices after the first do, where one process drives several and the first does most: else None."""
+        return None
 
     def check(self, world_size: int) -> None:
         """Raise `ImpossibleError` where the resolved strategy makes no sense at this world size."""

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.errors import ImpossibleError, require_at_least, require_choice
 from bench.precision import Precision
+from bench.strategies import powersgd
 from bench.strategies.base import Job, Strategy, require_replicas
 from bench.strategies.plan import (
     GRADIENTS,
@@ -27,10 +28,13 @@ from bench.strategies.plan import (
     WholePlan,
     gradients_of,
 )
+from bench.strategies.powersgd import FIRST_START, Compression
 
 MIB = 2**20
 FIRST_BUCKET_BYTES = MIB
 """DDP sends a small bucket first, so that communication starts early (``dist._DEFAULT_FIRST_BUCKET_BYTES``)."""
+
+POWERSGD = "powersgd"
 
 COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Hooks that compress gradients, and to what."""
@@ -40,6 +44,8 @@ COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class DDP(Strategy):
     """DDP with the settings of a fair baseline."""
 
+    takes_float8 = True
+
     bucket_cap_mb: int
     """Size of a gradient bucket in MiB: smaller overlaps earlier, larger sends more at once."""
     gradient_as_bucket_view: bool
@@ -48,8 +54,13 @@ class DDP(Strategy):
     """Promise that every step uses the same parameters in the same order. null: yes, unless micro-batches
     accumulate without communication, which DDP cannot combine with it."""
     communication_hook: str = "none"
-    """fp16 or bf16: gradients are compressed to half their size for the all-reduce. none: they go in the precision's
-    format of reductions."""
+    """fp16 or bf16: gradients are compressed to half their size for the all-reduce. powersgd: matrices go as two narrow
+    factors, which loses more, and keeps for the next step what it lost. none: they go in the precision's format of
+    reductions."""
+    matrix_approximation_rank: int = 1
+    """Of powersgd: columns of the factors."""
+    start_powerSGD_iter: int = FIRST_START  # noqa: N815 (torch's name)
+    """Of powersgd: steps that are reduced in full before."""
 
     finetunes = ("full", "lora", "qlora")
 
@@ -68,7 +79,20 @@ class DDP(Strategy):
         """Any world size; nothing is sharded."""
         require_replicas(self)
         require_at_least("strategy.bucket_cap_mb", self.bucket_cap_mb, 1)
-        require_choice("strategy.communication_hook", self.communication_hook, ("none", *COMPRESSED))
+        require_choice("strategy.communication_hook", self.communication_hook, ("none", *COMPRESSED, POWERSGD))
+        require_at_least("strategy.matrix_approximation_rank", self.matrix_approximation_rank, 1)
+        require_at_least("strategy.start_powerSGD_iter", self.start_powerSGD_iter, FIRST_START)
+        for name, usual in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", FIRST_START)):
+            if self.communication_hook != POWERSGD and getattr(self, name) != usual:
+                raise ImpossibleError(
+                    f"strategy.{name}={getattr(self, name)} is not valid with strategy.communication_hook="
+                    f"{self.communication_hook}, which it does not concern: choose communication_hook={POWERSGD}."
+                )
+
+    @property
+    def settling_steps(self) -> int:
+        """With powersgd what is kept from step to step appears in the first one that is compressed."""
+        return self.start_powerSGD_iter + 2 if self.communication_hook == POWERSGD else super().settling_steps
 
     def check_precision(self, precision: Precision) -> None:
         """What is in 16 bits already is not compressed to as many."""
@@ -76,6 +100,16 @@ class DDP(Strategy):
             raise ImpossibleError(
                 f"strategy.communication_hook={self.communication_hook} is not valid with precision={precision.name}, "
                 "whose gradients have 16 bits already: choose none."
+            )
+        if self.communication_hook == POWERSGD and precision.scales_loss:
+            raise ImpossibleError(
+                f"strategy.communication_hook=powersgd is not valid with precision={precision.name}, where a gradient "
+                "that overflows would stay in what it keeps for the next step: choose bf16 or fp32, or none."
+            )
+        if self.communication_hook == POWERSGD and precision.reduce_dtype != precision.parameter_dtype:
+            raise ImpossibleError(
+                f"precision.reduce={precision.reduce} is not valid with strategy.communication_hook=powersgd, which "
+                f"sends its factors as gradients are stored: choose {precision.parameters}."
             )
 
     def effective(self, world_size: int) -> str:
@@ -96,6 +130,8 @@ class DDP(Strategy):
         sent = self.sent_dtype(job.precision)
         if sent != job.precision.parameter_dtype:
             wrapped.register_comm_hook(sent, all_reduce_in_dtype)
+        elif self.communication_hook == POWERSGD:
+            powersgd.register(wrapped, self.matrix_approximation_rank, self.start_powerSGD_iter)
         return wrapped
 
     def sent_dtype(self, precision: Precision) -> torch.dtype:
@@ -130,6 +166,12 @@ class DDPPlan(WholePlan):
         self._synchronize = True
         self._filled = 0.0
         self._sent: list[str] = []
+        self._members: list[Parameter] = []
+        self._compression = (
+            Compression(strategy.matrix_approximation_rank, setting.parameter_bytes)
+            if strategy.communication_hook == POWERSGD
+            else None
+        )
 
     def begin(self, device: Device) -> None:
         """Parameters, optimizer state and buckets."""
@@ -137,12 +179,14 @@ class DDPPlan(WholePlan):
         if self._views:  # gradients that are kept are kept in the buckets
             for unit in self.setting.units:
                 device.release(gradients_of(unit))
+        if self._compression is not None:
+            self._compression.begin(device, [each for unit in self.setting.units for each in unit.parameters])
         device.hold("buckets", self.numel * self.setting.parameter_bytes, GRADIENTS if self._views else REDUCED)
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
         """Buckets fill from the start."""
         super().begin_micro_batch(device, synchronize=synchronize)
-        self._synchronize, self._filled, self._sent = synchronize, 0.0, []
+        self._synchronize, self._filled, self._sent, self._members = synchronize, 0.0, [], []
 
     def gradients(self, unit: Unit) -> str:
         """Each is copied as soon as it is complete."""
@@ -162,6 +206,7 @@ class DDPPlan(WholePlan):
         if self._views:
             device.release(own)
         self._filled += size
+        self._members.append(parameter)
         if self._filled >= (self._capacity if self._sent else min(FIRST_BUCKET_BYTES, self._capacity)):
             self._send(device)
 
@@ -182,6 +227,10 @@ class DDPPlan(WholePlan):
     def _send(self, device: Device) -> None:
         name = f"bucket {len(self._sent)}"
         size = self._filled
+        if self._compression is not None:
+            self._sent.append(self._compression.send(device, name, self._members))
+            self._members, self._filled = [], 0.0
+            return
         if self._recast:
             size = size / self.setting.parameter_bytes * self._sent_bytes
             device.hold(name, size, REDUCED)
@@ -190,7 +239,7 @@ class DDPPlan(WholePlan):
         device.send(name, "all-reduce", size, WORLD, REDUCE, after="compute")
         device.release(name, after=REDUCE)
         self._sent.append(name)
-        self._filled = 0.0
+        self._members, self._filled = [], 0.0
 
 
 def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

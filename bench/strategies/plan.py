@@ -89,6 +89,10 @@ class Setting:
     micro_batches: int
     keep_gradients: bool = False
     """Gradients are filled with zeros after a step, not freed."""
+    outputs_bytes: float = 0.0
+    """Of everything the model returns for a micro-batch."""
+    logits_bytes: float = 0.0
+    """Of its logits alone."""
 
     @property
     def parameter_bytes(self) -> int:

@@ -47,6 +47,7 @@ class ShardingStrategy(Strategy):
 
     finetunes = ("full", "lora")
     uses_autocast = False
+    takes_float8 = True
 
     def check(self, world_size: int) -> None:
         """Any world size the factor divides."""

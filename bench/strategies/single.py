@@ -16,6 +16,7 @@ class Single(Strategy):
     """Plain training on one device."""
 
     finetunes = ("full", "lora", "qlora")
+    takes_float8 = True
 
     def check(self, world_size: int) -> None:
         """One rank only."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bench.models import Batch, Family
+from bench.models import Batch, Family, float8
 from bench.models.blocks import checkpoint_blocks, compile_blocks
 from bench.models.materialize import Materializer
 from bench.precision import Precision
@@ -104,6 +104,7 @@ def build_engine(
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     model = family.build().to(precision.parameter_dtype)
     model.train()
+    float8.convert(family, model, precision)
     materializer = Materializer(model, family, device, seed)
     if precision.scales_loss and strategy.uses_autocast:
         _keep_out_of_autocast(family.fp32_modules(model), device)

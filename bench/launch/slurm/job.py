@@ -180,7 +180,8 @@ class Leader:
             device = detect()
             refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
             on_gpus = config.hardware.device == "cuda"
-            if on_gpus and device.count not in (1, self.place.tasks_per_node):  # one each, or all of them for each
+            each = config.devices_per_process
+            if on_gpus and device.count not in (each, each * self.place.tasks_per_node):  # its own, or all for each
                 raise ImpossibleError(f"{device.count} GPUs are visible to {self.place.tasks_per_node} tasks.")
         except ImpossibleError as error:
             return attempt.finish([], {"status": "error", "error": f"{self.place.nodes[0]}: {error}"})

@@ -35,6 +35,10 @@ ARRAY_SIZE_WITHOUT_SLURM = 1001
 """SLURM's default, where there is no cluster to ask."""
 
 
+Shape = tuple[int, int, int]
+"""Nodes, tasks on each, GPUs of each task."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """An array and its tasks, in the same order."""
@@ -70,7 +74,7 @@ class SlurmLauncher:
             if not dry_run:
                 raise UsageError(f"cluster={self.profile.name} cannot be asked: {error}.") from None
             self._largest_array, self.unasked = ARRAY_SIZE_WITHOUT_SLURM, str(error)
-        self._refusals: dict[tuple[int, int], str | None] = {}
+        self._refusals: dict[Shape, str | None] = {}
 
     def check(self, config: RunConfig) -> None:
         """Raise `ImpossibleError` where this cluster cannot execute a run."""
@@ -99,9 +103,11 @@ class SlurmLauncher:
         if set(path) & set("%\\"):
             raise UsageError(f"store={store} is not valid on a cluster: choose a path without % and backslashes.")
 
-    def _refusal(self, nodes: int, tasks_per_node: int) -> str | None:
+    def _refusal(self, nodes: int, tasks_per_node: int, gpus_per_task: int) -> str | None:
         """What sbatch says against jobs of a shape, without submitting one; None if it takes them."""
-        parameters = self._parameters("bench-test", nodes, tasks_per_node, self.profile.time_limit_min or 1)
+        parameters = self._parameters(
+            "bench-test", nodes, tasks_per_node, self.profile.time_limit_min or 1, gpus_per_task
+        )
         text = script(parameters, Path("/tmp"), count=1, command="true")
         try:
             queue.test(text)
@@ -109,9 +115,11 @@ class SlurmLauncher:
             return str(error).rstrip(".")
         return None
 
-    def _parameters(self, job_name: str, nodes: int, tasks_per_node: int, minutes: int) -> dict[str, Any]:
+    def _parameters(
+        self, job_name: str, nodes: int, tasks_per_node: int, minutes: int, gpus_per_task: int
+    ) -> dict[str, Any]:
         return self.profile.sbatch_parameters(
-            job_name=job_name, nodes=nodes, tasks_per_node=tasks_per_node, minutes=minutes
+            job_name=job_name, nodes=nodes, tasks_per_node=tasks_per_node, minutes=minutes, gpus_per_task=gpus_per_task
         )
 
     def batches(self, tasks: Sequence[Task], store: Path, name: str) -> list[Batch]:
@@ -122,7 +130,7 @@ class SlurmLauncher:
         name: str
             Of the submission.
         """
-        by_shape: dict[tuple[int, int], list[Task]] = {}
+        by_shape: dict[Shape, list[Task]] = {}
         for task in tasks:
             by_shape.setdefault(shape_of(task.config), []).append(task)
         size = self._largest_array
@@ -133,7 +141,7 @@ class SlurmLauncher:
                 batches.append(self._batch(whole[start : start + size], shape, store, name, len(batches)))
         return batches
 
-    def _batch(self, tasks: list[Task], shape: tuple[int, int], store: Path, name: str, number: int) -> Batch:
+    def _batch(self, tasks: list[Task], shape: Shape, store: Path, name: str, number: int) -> Batch:
         expected = [expected_s(task.config, search=task.search) for task in tasks]
         entries = [
             Entry(
@@ -152,6 +160,7 @@ class SlurmLauncher:
             time_limit_min=self.profile.time_limit_min or time_limit_min(max(expected)),
             expected_s=sum(expected),
             entries=entries,
+            gpus_per_task=shape[2],
         )
         return Batch(array, tasks)
 
@@ -163,7 +172,9 @@ class SlurmLauncher:
         )
 
     def _array_parameters(self, array: Array, name: str) -> dict[str, Any]:
-        parameters = self._parameters(array.job_name, array.nodes, array.tasks_per_node, array.time_limit_min)
+        parameters = self._parameters(
+            array.job_name, array.nodes, array.tasks_per_node, array.time_limit_min, array.gpus_per_task
+        )
         # Relative to the snapshot, in which jobs run: sbatch would read % and quotes in a store's path its own way.
         job = "%A_%a" if len(array.entries) > 1 else "%j"
         log = f"../../{ledger.FOLDER}/{name}/{array.name}/{job}"
@@ -236,9 +247,9 @@ class SlurmLauncher:
         return job_id
 
 
-def shape_of(config: RunConfig) -> tuple[int, int]:
-    """Nodes and tasks on each that a run asks for."""
-    return config.machines, config.processes // config.machines
+def shape_of(config: RunConfig) -> Shape:
+    """Nodes, tasks on each and GPUs of each task that a run asks for."""
+    return config.machines, config.processes // config.machines, config.devices_per_process
 
 
 def script(

@@ -45,11 +45,12 @@ class Array:
     expected_s: float
     """Of all tasks together."""
     entries: list[Entry]
+    gpus_per_task: int = 1
 
     @property
     def gpus(self) -> int:
-        """Ranks of each task."""
-        return self.nodes * self.tasks_per_node
+        """GPUs of each run."""
+        return self.nodes * self.tasks_per_node * self.gpus_per_task
 
     @property
     def gpu_hours(self) -> float:

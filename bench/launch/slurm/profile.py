@@ -122,15 +122,19 @@ class SlurmProfile:
         python = shlex.quote(sys.executable) if self.python is None else self.python
         return f"""sh -c 'trap "" USR2; exec "$@"' sh {python}"""
 
-    def sbatch_parameters(self, *, job_name: str, nodes: int, tasks_per_node: int, minutes: int) -> dict[str, Any]:
+    def sbatch_parameters(
+        self, *, job_name: str, nodes: int, tasks_per_node: int, minutes: int, gpus_per_task: int = 1
+    ) -> dict[str, Any]:
         """Parameters of submitit's SlurmExecutor for jobs of one resource shape.
 
         Parameters
         ----------
         nodes, tasks_per_node: int
-            Machines, and ranks on each: one task and one GPU per rank.
+            Machines, and ranks on each: one task per rank.
         minutes: int
             Time limit.
+        gpus_per_task: int
+            GPUs, and shares of the node's processors and memory, of a task: more where one process drives several.
         """
         additional: dict[str, Any] = {"requeue" if self.requeue else "no-requeue": True}
         if self.reservation is not None:
@@ -140,9 +144,11 @@ class SlurmProfile:
             assert match is not None
             additional[match[1]] = True if match[2] is None else match[2]
         # srun does not take --cpus-per-task over from sbatch (SLURM 22.05 and later).
-        srun = [] if self.cpus_per_gpu is None else [f"--cpus-per-task={self.cpus_per_gpu}"]
-        gpus = f"{self.gpu_type}:{tasks_per_node}" if self.gpu_type else str(tasks_per_node)
-        memory = None if self.memory_gb_per_gpu is None else f"{round(self.memory_gb_per_gpu * tasks_per_node * 1024)}M"
+        cpus = None if self.cpus_per_gpu is None else self.cpus_per_gpu * gpus_per_task
+        srun = [] if cpus is None else [f"--cpus-per-task={cpus}"]
+        count = tasks_per_node * gpus_per_task
+        gpus = f"{self.gpu_type}:{count}" if self.gpu_type else str(count)
+        memory = None if self.memory_gb_per_gpu is None else f"{round(self.memory_gb_per_gpu * count * 1024)}M"
         parameters = {
             "job_name": job_name,
             "nodes": nodes,
@@ -150,7 +156,7 @@ class SlurmProfile:
             "time": minutes,
             "gpus_per_node": gpus if self.gpu_request == "gpus-per-node" else None,
             "gres": f"gpu:{gpus}" if self.gpu_request == "gres" else None,
-            "cpus_per_task": self.cpus_per_gpu,
+            "cpus_per_task": cpus,
             "mem": memory,
             "exclusive": self.exclusive or None,
             "array_parallelism": self.parallelism,

@@ -1,0 +1,206 @@
+"""DataParallel: what is refused, what one process asks of a launcher, that copies of our models train, and what the
+prediction says of the first GPU and the others. Several GPUs are not to be had here: nothing below runs on one."""
+
+from __future__ import annotations
+
+import threading
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import parallel
+
+from bench.config import RunConfig
+from bench.errors import ImpossibleError
+from bench.hardware.detect import Device
+from bench.launch.local import LocalLauncher
+from bench.launch.slurm.launcher import shape_of
+from bench.models.blocks import checkpoint_blocks
+from bench.models.materialize import Materializer
+from bench.planning.compose import composed
+from bench.simulate import pace
+from bench.simulate.network import Group, collective_seconds
+from bench.simulate.predict import _played, predict
+from bench.strategies.data_parallel import InAutocast
+from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+
+CPU = torch.device("cpu")
+A100 = ("hardware=a100_80gb", "strategy=data_parallel")
+
+
+def asked(*overrides: str) -> RunConfig:
+    return configuration(*SMALL_GPT, *A100, "sequence_length=16", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("gpus=2", "hardware=cpu"), r"not valid on a CPU.* strategy ddp"),
+        (("gpus=1",), r"gpus=1 is not valid for strategy=data_parallel.* 2 or more, or strategy single"),
+        (("gpus=16", "gpus_per_node=8"), r"gpus=16 .* gpus_per_node=8.* at most 8, or strategy ddp"),
+        (("gpus=2", "precision=fp16"), r"precision=fp16 is not valid .* fp32, tf32 or bf16"),
+        (("gpus=2", "compile=true"), r"compile=true is not valid for strategy=data_parallel"),
+        (("gpus=2", "gradient_accumulation=2"), r"gradient_accumulation_sync=false .* choose true"),
+        (("gpus=2", "mode=rehearse"), r"mode=rehearse is not valid .* mode=predict or measure"),
+        (("gpus=2", "strategy.sharding_factor=2"), r"sharding_factor=2 .* choose 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_reason(overrides: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ImpossibleError, match=reason):
+        asked(*overrides)
+
+
+def test_one_gpu_is_not_enough() -> None:
+    launcher = LocalLauncher(composed({})["cluster"], Device("cuda", "NVIDIA A100-SXM4-80GB", 1, (8, 0)))
+    with pytest.raises(ImpossibleError, match=r"gpus=2 is more than the 1 GPU\(s\) of this machine"):
+        launcher.check(asked("gpus=2"))
+
+
+def test_one_process_has_all_gpus_and_the_whole_batch() -> None:
+    config = asked("gpus=4", "cluster.gpus_per_node=8")
+    assert (config.processes, config.devices, config.machines) == (1, 4, 1)
+    assert shape_of(config) == (1, 1, 4)
+    assert config.strategy.batch_share(0, 4) == (0, 1)
+    four = configuration(*SMALL_GPT, "gpus=4", "strategy=ddp")
+    assert (four.processes, four.devices, shape_of(four)) == (4, 4, (1, 4, 1))
+
+
+@pytest.fixture
+def copied_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own `replicate` and `gather`, whose copies from device to device, for GPUs alone, stay on the CPU."""
+
+    def copies(tensors: Any, devices: Any, detach: bool = False) -> Any:
+        return [[tensor.clone() for tensor in tensors] for _ in devices]
+
+    def gathered(_target: Any, dim: int, *parts: torch.Tensor) -> torch.Tensor:
+        return torch.cat(parts, dim)
+
+    replicate = import_module("torch.nn.parallel.replicate")
+    scatter_gather = import_module("torch.nn.parallel.scatter_gather")
+    monkeypatch.setattr(replicate, "_broadcast_coalesced_reshape", copies)
+    monkeypatch.setattr(replicate, "_get_device_index", lambda device, *_: device)
+    monkeypatch.setattr(scatter_gather.Gather, "apply", gathered)
+
+
+@pytest.mark.parametrize(("model", "checkpointing"), [(SMALL_T5, "full"), (SMALL_GPT, "none")], ids=["t5", "gpt"])
+def test_copies_of_our_models_compute_what_the_model_does(
+    copied_on_the_cpu: None, model: tuple[str, ...], checkpointing: str
+) -> None:
+    family = configuration(*model).model
+    whole = family.build()
+    filler = Materializer(whole, family, CPU, seed=0)
+    checkpoint_blocks(family, whole, checkpointing)
+    filler.model(whole)
+    batch = family.batch(4, 16, torch.Generator().manual_seed(0))
+    expected = gradients(whole, family.loss(whole(**batch.inputs)["logits"], batch.labels))
+    copies = parallel.replicate(whole, [0, 1])
+    parts = [batch.share(slice(2 * index, 2 * index + 2), CPU) for index in (0, 1)]
+    outputs = parallel.gather([copy(**part.inputs) for copy, part in zip(copies, parts, strict=True)], 0)
+    found = gradients(whole, family.loss(outputs["logits"], batch.labels))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_a_thread_computes_in_the_format_that_was_asked_for() -> None:
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> None:
+            seen.append((inputs @ inputs).dtype)
+
+    wrapped = InAutocast(Model(), "cpu", torch.float16)  # not the format that a new thread has by itself
+    in_thread(lambda: wrapped(inputs=torch.ones(2, 2)))
+    assert seen == [torch.float16]
+
+
+def in_thread(work: Any) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+BIG = ("model=gpt_350m", *A100, "sequence_length=512", "mode=predict")
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def predictions(request: pytest.FixtureRequest) -> dict[tuple[int, int], Any]:
+    """By GPUs and batch."""
+    options = (*BIG, f"precision={request.param}")
+    return {
+        (gpus, batch): predict(configuration(*options, f"gpus={gpus}", f"batch_size_per_gpu={batch}"))
+        for gpus, batch in ((2, 1), (2, 4), (4, 4), (8, 4))
+    }
+
+
+def test_the_first_gpu_needs_more_than_the_others_and_more_with_every_other(predictions: dict[Any, Any]) -> None:
+    first = {key: value.memory.allocated.value for key, value in predictions.items()}
+    others = {key: value.memory.others_bytes for key, value in predictions.items()}
+    assert all(first[key] > 1.5 * others[key] for key in first)
+    assert first[2, 4] < first[4, 4] < first[8, 4]
+    assert others[2, 4] == others[4, 4] == others[8, 4]
+    seconds = [predictions[gpus, 4].time.step_s.value for gpus in (2, 4, 8)]
+    assert seconds == sorted(seconds)
+
+
+def test_every_further_gpu_costs_the_first_its_logits_and_their_loss(predictions: dict[Any, Any]) -> None:
+    # The peak is in the loss's backward. Per GPU more: logits; and in fp32 their log-softmax, its gradient and theirs.
+    sequences, tokens, vocabulary = 4, 512, 50257
+    more = (predictions[8, 4].memory.allocated.value - predictions[4, 4].memory.allocated.value) / 4
+    logits = sequences * tokens * vocabulary
+    assert predictions[8, 4].memory.module == "loss"
+    assert more / logits in (pytest.approx(4 + 3 * 4, rel=0.01), pytest.approx(2 + 3 * 4, rel=0.01))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_step_leaves_what_it_found(micro_batches: int, batch: int) -> None:
+    config = asked(
+        *("gpus=4", f"gradient_accumulation={micro_batches}", "gradient_accumulation_sync=true", "mode=predict"),
+        f"batch_size_per_gpu={batch}",
+    )
+    machine, plan = _played(config, pace.pace_of(config), False)
+    kept = sum(size for size, part in machine._held.values() if part in ("parameters", "optimizer", "activations"))
+    assert machine._allocated == pytest.approx(kept, abs=64)  # a loss per micro-batch is returned
+    assert set(machine._held) == {"parameters", "optimizer", "micro-batches"}
+    assert sum(plan.updated) == config.model.num_parameters
+
+
+def test_a_step_at_its_end_has_three_copies_of_gradients_and_parameters() -> None:
+    # A model that is all parameters: at the end of backward those of this GPU and the sum lie beside each other.
+    small = ("batch_size_per_gpu=1", "activation_checkpointing=full", "model.block_size=8", "sequence_length=8")
+    config = configuration(*BIG, "gpus=2", *small)
+    memory = predict(config).memory
+    size = 4 * config.model.num_parameters
+    assert memory.allocated.value == pytest.approx((1 + 2 + 2) * size, rel=0.03)
+    # On the others the end of backward is the peak: gradients of head and embedding, which are one, beside their sum.
+    embedding = 4 * 50257 * 1024
+    assert memory.others_bytes == pytest.approx(2 * size + 2 * embedding, rel=0.03)
+    assert memory.parts["gradients"] == pytest.approx(2 * size, rel=0.01)
+
+
+def test_what_is_sent_takes_as_long_as_the_first_gpus_link_allows() -> None:
+    config = asked("gpus=8", "gpus_per_node=8")
+    assert config.hardware.speeds is not None
+    links, eight = config.hardware.speeds.links, Group(8, 8)
+    rate = links.gpu_gb_s * links.gpu_efficiency * 1e9
+    size = 1e9
+    for kind, share in (("broadcast", 1), ("reduce", 1), ("gather", 7 / 8), ("scatter", 7 / 8)):
+        assert collective_seconds(kind, size, eight, links) == pytest.approx(share * size / rate, rel=0.05)
+
+
+def test_python_s_one_thread_starts_the_kernels_of_all_gpus() -> None:
+    # So few sequences that a step waits for kernels to be started, four times as long in forward, as long in backward.
+    few = [predict(asked(f"gpus={gpus}", "batch_size_per_gpu=2", "mode=predict")).time for gpus in (2, 8)]
+    assert few[0] is not None
+    assert few[1] is not None
+    assert few[1].limited_by == "kernel launches"
+    assert 2 < few[1].step_s.value / few[0].step_s.value < 4
