@@ -17,7 +17,7 @@ from torch import nn
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
 from bench.precision import Precision
 from bench.strategies.base import BuildOptimizer, Job, Step, Strategy
-from bench.strategies.deepspeed_plan import Stage0Plan, Stage1And2Plan
+from bench.strategies.deepspeed_plan import Bf16Stage1Plan, Stage0Plan, Stage1And2Plan
 from bench.strategies.deepspeed_stage3 import Knobs, Stage3Plan
 from bench.strategies.plan import Plan, Setting
 from bench.strategies.stepper import Stepper
@@ -238,7 +238,7 @@ class DeepSpeed(Strategy):
         return config
 
     def plan(self, setting: Setting) -> Plan:
-        """Of stages 0 to 2 without mixed precision and offloading: what has been read and measured.
+        """Without offloading: what has been read and measured.
 
         Raises
         ------
@@ -246,18 +246,22 @@ class DeepSpeed(Strategy):
             For everything else.
         """
         unknown = {
-            f"precision={setting.precision.name} and strategy.stage={self.stage}": setting.precision.mixed and self.stage < 3,
             f"strategy.offload_optimizer={self.offload_optimizer}": self.offload_optimizer != "none",
+            f"strategy.offload_parameters={self.offload_parameters}": self.offload_parameters != "none",
             "strategy.contiguous_gradients=false": not self.contiguous_gradients and self.stage > 0,
+            "strategy.prefetch_bucket_size=0, which gathers module by module": self.stage == 3
+            and self.prefetch_bucket_size == 0,
         }
         for what, is_unknown in unknown.items():
             if is_unknown:
                 raise ImpossibleError(
-                    f"strategy=deepspeed with {what} cannot be predicted: choose mode=measure or rehearse, or stage 0, "
-                    "1 or 2 with precision fp32 or tf32, no offloading and contiguous gradients."
+                    f"strategy=deepspeed with {what} cannot be predicted: choose mode=measure or rehearse, or no "
+                    "offloading, contiguous gradients and a prefetch_bucket_size above 0."
                 )
         if self.stage == 0:
             return Stage0Plan(setting)
+        if self.stage == 1 and setting.precision.mixed:
+            return Bf16Stage1Plan(setting)
         if self.stage == 3:
             return Stage3Plan(
                 setting,
@@ -267,6 +271,7 @@ class DeepSpeed(Strategy):
                     persistent=self.param_persistence_threshold,
                     live=self.max_live_parameters,
                     reuse=self.max_reuse_distance,
+                    overlaps=bool(self.overlap_comm),
                 ),
             )
         return Stage1And2Plan(

@@ -60,7 +60,8 @@ class Stage1And2Plan(Plan):
     partitions. A rank updates a copy of its own partition, then all partitions are gathered in place. Gradients are
     copied into a buffer of `bucket` elements, which is there from a backward's first gradient on. When it is full it
     is copied once more, unless all of it is one rank's, and all-reduced. Each rank then copies the gradients that its
-    partition needs, of whole parameters, into a tensor of its own. Stage 2 does so during backward; stage 1 when
+    partition needs, of whole parameters, into a tensor of its own. In bf16 it is copied and converted to fp32 first,
+    and what a rank keeps are fp32 gradients of its partition alone. Stage 2 does so during backward; stage 1 when
     backward is over, unless it overlaps.
 
     Parameters
@@ -80,7 +81,9 @@ class Stage1And2Plan(Plan):
         self._partitions_gradients = partitions_gradients
         self._overlaps = overlaps
         self._bucket = bucket
-        self._size = setting.parameter_bytes
+        self._size = setting.precision.compute_dtype.itemsize
+        self._reduce_size = setting.reduce_bytes
+        self._casts = self._size != self._reduce_size
         self._order = in_order(setting.units)
         parameters = [parameter for _, parameter in self._order]
         unit = 2 * setting.world_size
@@ -106,7 +109,8 @@ class Stage1And2Plan(Plan):
 
     def begin(self, device: Device) -> None:
         """Parameters, a copy of this rank's partition, and its optimizer state."""
-        device.hold("parameters", (self._whole + self._partition) * self._size, PARAMETERS)
+        masters = self._partition * self.setting.parameter_bytes
+        device.hold("parameters", self._whole * self._size + masters, PARAMETERS)
         hold_optimizer(device, self.setting, self.updated)
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
@@ -160,8 +164,10 @@ class Stage1And2Plan(Plan):
             device.wait(name)
         for name, _ in self._order:
             device.release(name)
-        if self._micro_batches > 1 and self._partitions_gradients:  # added to those of the micro-batches before
-            device.copy("accumulated", 3 * self._kept * self._size)
+        # The room is made once a step where gradients are added to it, else for every micro-batch.
+        adds = not self._casts and self._partitions_gradients
+        if self._micro_batches > 1 and adds:  # added to those of the micro-batches before
+            device.copy("accumulated", 3 * self._kept * self._reduce_size)
             device.release("gradients of another micro-batch")
         device.release("buffers")
         self._has_buffers = False
@@ -183,17 +189,23 @@ class Stage1And2Plan(Plan):
         name = f"bucket {len(self._sent)}"
         if self._overlaps and self._sent:
             device.wait(self._sent[-1])
-        size = self._filled * self._size
-        if self._is_of_one_rank():
+        size = self._filled * self._reduce_size
+        if self._casts:
+            self._keep(device)
+            device.hold("flat", self._filled * self._size, REDUCED)
+            reduce_flat(device, name, size)
+        elif self._is_of_one_rank():
             device.send(name, "all-reduce", size, WORLD, REDUCE, after="compute")
         else:
             reduce_flat(device, name, size)
         if not self._overlaps:
             device.wait(name)
-        device.release(name, after=REDUCE if self._overlaps else None)
+        for each in (name, "flat"):
+            device.release(each, after=REDUCE if self._overlaps else None)
         self._sent.append(name)
         self._filled = 0
-        self._keep(device)
+        if not self._casts:
+            self._keep(device)
 
     def _is_of_one_rank(self) -> bool:
         """Whether all that is in the buffer goes to one rank, so that it is reduced where it lies."""
@@ -201,7 +213,15 @@ class Stage1And2Plan(Plan):
         return min(each.start for each in ranks) == max(each.stop for each in ranks) - 1
 
     def _keep(self, device: Device) -> None:
-        """A rank makes room for all its gradients when the first of them is reduced: hold as much as any rank does."""
+        """A rank makes room for all its gradients when the first of them is reduced: hold as much as any rank does.
+
+        Where they are reduced in another format than computed in, the room is that of its partition, to which those of
+        all micro-batches are added.
+        """
+        if self._casts:
+            self._in_bucket.clear()
+            device.hold("gradients", self._partition * self._reduce_size, GRADIENTS)
+            return
         ranks = {rank for name in self._in_bucket for rank in self._ranks[name]}
         self._in_bucket.clear()
         most = max(self._touches[rank] for rank in ranks)
@@ -217,6 +237,65 @@ class Stage1And2Plan(Plan):
         device.wait("updated")
         device.release("gradients")
         self._micro_batches = 0
+
+
+class Bf16Stage1Plan(Plan):
+    """Stage 1 in bf16, which DeepSpeed's BF16_Optimizer carries out (``deepspeed/runtime/bf16_optimizer.py``).
+
+    Every rank holds all gradients in fp32, all the time; what backward completes is added to them and gone. After the
+    last micro-batch they are reduced as in stage 0; each rank updates its partition in fp32, and all are gathered.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._size = setting.precision.compute_dtype.itemsize
+        unit = 2 * setting.world_size
+        self._whole = -(-sum(p.numel for each in setting.units for p in each.parameters) // unit) * unit
+        self._synchronize = True
+
+    @property
+    def updated(self) -> Sequence[int]:
+        """The partition, as one tensor."""
+        return [self._whole // self.setting.world_size]
+
+    def begin(self, device: Device) -> None:
+        """Parameters, all gradients, and this rank's partition with its states."""
+        masters = self.updated[0] * self.setting.parameter_bytes
+        device.hold("parameters", self._whole * self._size + masters, PARAMETERS)
+        device.hold("gradients", self._whole * self.setting.reduce_bytes, GRADIENTS)
+        hold_optimizer(device, self.setting, self.updated)
+
+    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+        """Remember whether gradients are reduced."""
+        self._synchronize = synchronize
+
+    def gradient_bytes(self, parameter: Parameter) -> int:
+        """In the format that is computed in."""
+        return parameter.numel * self._size
+
+    def gradients(self, unit: Unit) -> str:
+        """Added to those in fp32 as they are complete."""
+        return TOLD
+
+    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
+        """Read, and read and written."""
+        device.copy("accumulated", parameter.numel * (self._size + 2 * self.setting.reduce_bytes))
+
+    def after_step_backward(self, device: Device) -> None:
+        """All in one tensor, unless they are more than a bucket of stage 0."""
+        left = self._whole if self._synchronize else 0
+        while left > 0:
+            numel = min(left, STAGE_0_BUCKET)
+            reduce_flat(device, f"bucket {left}", numel * self.setting.reduce_bytes)
+            device.wait(f"bucket {left}")
+            device.release(f"bucket {left}")
+            left -= numel
+
+    def after_optimizer(self, device: Device) -> None:
+        """Gather all partitions; gradients are set to zero."""
+        device.send("updated", "all-gather", self._whole * self._size, WORLD, GATHER, after="compute")
+        device.wait("updated")
+        device.copy("zeros", self._whole * self.setting.reduce_bytes)
 
 
 def reduce_flat(device: Device, name: str, size: float) -> None:

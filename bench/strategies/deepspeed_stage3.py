@@ -30,19 +30,23 @@ from bench.strategies.plan import (
     hold_optimizer,
 )
 
+MOST_REDUCTIONS = 3
+"""Reductions the processor lets be unfinished before it starts another one (``max_param_reduce_events``, and one)."""
+
 NORM_BYTES = 5
 """Per element of the partition, while gradients are searched for what is not finite: absolute values, and truth."""
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """Numbers of elements, as in the strategy."""
+    """Numbers of elements, as in the strategy, and whether gradients are reduced beside the computation."""
 
     bucket: int
     prefetch: int
     persistent: int
     live: int
     reuse: int
+    overlaps: bool
 
 
 @dataclass
@@ -236,16 +240,20 @@ class Stage3Plan(Plan):
         """Put partitions in order in a buffer, reduce and scatter it, copy this rank's where they stay."""
         if not self._filled:
             return
+        device.throttle(MOST_REDUCTIONS)
         padded = sum(self._partitions[name] for name in self._filled) * self.setting.world_size
         whole = padded * self._reduce_size
         name = f"reduced {len(self._sent)}"
         in_place = len(self._filled) == 1 and padded == self._parameters[self._filled[0]].numel
-        if self._size != self._reduce_size:
-            device.hold("cast", sum(self._parameters[each].numel for each in self._filled) * self._reduce_size, REDUCED)
+        if self._large is not None and self._size != self._reduce_size:  # in the bucket they are wide already
+            device.hold("cast", self._parameters[self._filled[-1]].numel * self._reduce_size, REDUCED)
         if not in_place:
             device.hold(name, whole, REDUCED)
             device.copy(name, 2 * whole)
         device.send(name, "reduce-scatter", whole, WORLD, REDUCE, after="compute")
+        device.note_release()
+        if not self._knobs.overlaps:
+            device.wait(name)
         device.release(name, after=REDUCE)
         device.release("cast", after=REDUCE)
         if self._large is not None:
