@@ -36,7 +36,7 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
     batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, tokens_per_second_per_gpu, tokens_per_second,
     gpu_hours, days, step_time_s{value, low, high}, time{compute_s, exposed_communication_s, optimizer_s, bubble_s,
     communication_s, limited_by, degraded}, memory{allocated, reserved, device_used{value, low, high}, parts, phase,
-    module, phase_peaks, capacity_bytes, headroom_bytes, verdict}, reason, notes
+    module, phase_peaks, capacity_bytes, headroom_bytes, host_bytes, verdict}, reason, notes
 """
 
 WIDTH_WITHOUT_TERMINAL = 160

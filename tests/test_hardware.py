@@ -105,7 +105,7 @@ def test_compiling_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.Mo
         ),
         ("hardware.speeds.matmul.efficiency.bf16=1.2", "efficiency.bf16=1.2 is not valid: choose a share of the peak"),
         ("hardware.speeds.matmul.efficiency.bf16=x", "efficiency.bf16=x is not valid: choose a number"),
-        ("+hardware.speeds.matmul.efficiency.fp8=1", "efficiency=fp8 is not valid: choose fp32, tf32, bf16, fp16"),
+        ("+hardware.speeds.matmul.efficiency.fp4=1", "efficiency=fp4 is not valid: choose fp32, tf32, bf16, fp16, fp8"),
         ("hardware.speeds.overlap_loss=-1", "overlap_loss=-1.0 is not valid: choose a number from 0"),
         ("hardware.speeds=3", "hardware.speeds=3 is not valid: choose .*hardware.speeds.matmul"),
     ],

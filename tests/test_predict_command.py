@@ -30,7 +30,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "hardware=h100": ("hardware=h100", "a100_80gb, auto"),
     "model=t5_12b": ("model=t5_12b", "t5_11b"),
     "strategy=zero": ("strategy=zero", "fsdp, fsdp1"),
-    "precision=fp8": ("precision=fp8", "bf16, bf16_pure"),
+    "precision=fp4": ("precision=fp4", "bf16, bf16_pure"),
     "batch_size_per_gpu=0": ("batch_size_per_gpu=0", AT_LEAST_1),
     "batch_size_per_gpu=-1": ("batch_size_per_gpu=-1", AT_LEAST_1),
     "gpus=0": ("gpus=0", AT_LEAST_1),

@@ -91,7 +91,7 @@ def _transposed_class() -> Any:
     class Float8Conv1D(Float8Linear):  # type: ignore[misc]
         """torchao's layer over a weight of shape (inputs, outputs)."""
 
-        def __init__(self, layer: nn.Module, config: Any) -> None:
+        def __init__(self, layer: Any, config: Any) -> None:
             inputs, outputs = layer.weight.shape
             super().__init__(inputs, outputs, bias=False, config=config, device="meta")
             self.weight, self.bias = layer.weight, layer.bias
