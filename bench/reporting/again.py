@@ -61,7 +61,7 @@ def overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> list[s
     sections = {**config, **({"strategy": {**config.get("strategy", {}), **requested}} if requested else {})}
     for group in GROUPS:
         section = sections.get(group) or {}
-        if section.get("name"):
+        if section.get("name") and section["name"] != ADDED.get(f"{group}.name"):
             is_file = group == "hardware" and not _option(group, str(section["name"]))
             typed.append(f"{group}={section['name']}{'.yaml' if is_file else ''}")
     defaults = _option("", "config")
