@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 from bench.advice.ranking import Row
 from bench.advice.sentence import compared, overlap, recommended, row_name
-from bench.advice.words import percent
+from bench.advice.words import listing
 from bench.guide.case import Case
 from bench.guide.path import Taken
-from bench.guide.tree import Leaf, Step
+from bench.guide.tree import Step
 from bench.guide.ways import Way
 from bench.guide.weighing import Weighed
+from bench.reporting import labels
 from bench.reporting.labels import counted
-from bench.simulate.prediction import TimePrediction
 
 Kind = tuple[str, str]
-"""Strategy, and how far it shards: whole, hybrid or full."""
+"""Strategy, and how far it shards: whole (not at all), within a node, across nodes, or full."""
 
 
-def agreement(case: Case, path: Sequence[Taken], leaf: Leaf, ways: Sequence[Weighed]) -> tuple[bool | None, str]:
-    """Whether they agree (None: there is nothing to compare), and a sentence that says so.
+def agreement(case: Case, path: Sequence[Taken], ways: Sequence[Weighed]) -> tuple[bool | None, str]:
+    """Whether they agree (None: nothing tells), and a sentence that says so.
 
     Parameters
     ----------
@@ -29,47 +29,70 @@ def agreement(case: Case, path: Sequence[Taken], leaf: Leaf, ways: Sequence[Weig
     ways: sequence of Weighed
         The leaf's.
     """
+    agrees, said = _compared(case, path, ways)
+    if ways[0].row is None and any(each.row is not None for each in ways):
+        said += f" What the tree names first, {ways[0].way.name}, is not predicted."
+    return agrees, said
+
+
+def _compared(case: Case, path: Sequence[Taken], ways: Sequence[Weighed]) -> tuple[bool | None, str]:
     rows = [row for row in case.ranking.possible if row.fits]
-    tree = sorted((each for each in ways if each.fits), key=_slowness)
+    tree = [row for each in ways if (row := each.row) is not None and each.fits]
+    if not rows and not tree and case.ranking.possible:
+        return None, "Nothing tells: nothing is predicted to fit for sure, and what might is too close to call."
     if not rows:
-        return _without_ranking(case, tree)
-    best = rows[0] if rows[0].prediction.time is None else recommended(rows)
-    of = f"the best of {counted(len(case.ranking.possible) + len(case.ranking.infeasible), 'ranked candidate')}"
-    named = next((each for each in ways if kind_of(each.way, case) == kind(best)), None)
-    quicker = [each for each in tree if _is_beyond(each.row, best)]
-    if quicker:
-        (row,) = [each.row for each in quicker[:1] if each.row is not None]
-        return True, (
-            f"They agree as far as they speak of the same: the ranking does not compare {quicker[0].way.name}, which "
-            f"is {compared(row, best)}, beside {row_name(best)}, {of}."
+        return True, _without_ranking(case, [each for each in ways if each.fits])
+    count = counted(len(case.ranking.possible) + len(case.ranking.infeasible), "ranked candidate")
+    if rows[0].prediction.time is None:
+        return None, (
+            f"Nothing tells: no time is predicted, so the {count} are in the order of memory, and {row_name(rows[0])} "
+            "needs least. The tree prefers what is simple among what fits."
         )
-    if named is not None:
-        return True, f"They agree: {row_name(best)}, {of}, is what the tree calls {named.way.name}."
+    best = recommended(rows)
+    of = f"the best of {count}"
+    timed = sorted((row for row in tree if row.tokens_per_second), key=lambda row: -(row.tokens_per_second or 0.0))
+    if timed and not overlap(best, timed[0]) and (timed[0].tokens_per_second or 0) > (best.tokens_per_second or 0):
+        further = next(each.way for each in ways if each.row is timed[0])
+        return False, (
+            f"They do not agree, since the ranking does not compare everything: {further.name}, which the tree names, "
+            f"is {compared(timed[0], best)}, than {of}, {row_name(best)}."
+        )
+    if named := next((each for each in ways if _is_of(best, each.way, case)), None):
+        said = f"They agree: {of}, {row_name(best)}, is what the tree calls {named.way.name}"
+        return True, said + _first_named(tree, best, best)
+    if timed and overlap(best, timed[0]):
+        return True, (
+            f"They agree within the predictor's uncertainty: {of} is {row_name(best)}; of what the tree names "
+            f"{row_name(timed[0])} is {compared(timed[0], best)}" + _first_named(tree, timed[0], best)
+        )
     step = _contradicted(case, path, best)
     speaks = f"step {step.number} ({step.answered.answer})"
-    timed = [each.row for each in tree if each.row is not None and each.row.prediction.time is not None]
-    if not timed or best.prediction.time is None:
+    if not timed:
         return False, (
             f"They do not agree: of what the tree names nothing that can be timed is predicted to fit, so {speaks} "
             f"gives way to {row_name(best)}, {of}."
         )
-    row = timed[0]
-    if overlap(best, row):
-        return True, (
-            f"They agree within the predictor's uncertainty: {of} is {row_name(best)}; of what the tree names "
-            f"{row_name(row)} is {compared(row, best)}."
-        )
     return False, (
-        f"They do not agree: {of} is {row_name(best)}, and the best that the tree names, {row_name(row)}, is "
-        f"{compared(row, best)}. What contradicts the general advice of {speaks}: {_reason(row, best)}."
+        f"They do not agree: {of} is {row_name(best)}, and the best that the tree names, {row_name(timed[0])}, is "
+        f"{compared(timed[0], best)}. What contradicts the general advice of {speaks}: {_reason(timed[0], best)}."
     )
+
+
+def _first_named(tree: Sequence[Row], told: Row, best: Row) -> str:
+    """How what the tree names first compares, if that is not what was told already; the end of the sentence."""
+    first = tree[0] if tree else told
+    if first is told or first.tokens_per_second is None or kind(first) == kind(best):
+        return "."
+    how = f"; what the tree names first, {row_name(first)}, is {compared(first, best)}"
+    return how + ("." if overlap(first, best) else f": {_reason(first, best)}.")
 
 
 def kind(row: Row) -> Kind:
     """What sort of sharding a candidate is; a whole copy per GPU is DDP, whoever keeps it."""
     config = row.config
     name, factor = config.strategy.name, config.strategy.factor
-    extent = "whole" if factor == 1 else "full" if factor == config.gpus else "hybrid"
+    within = "within a node" if factor <= config.gpus_per_node else "across nodes"
+    extent = "whole" if factor == 1 else "full" if factor == config.gpus else within
     return ("ddp", "whole") if extent == "whole" and name in ("fsdp", "fsdp1") and config.gpus > 1 else (name, extent)
 
 
@@ -77,28 +100,23 @@ def kind_of(way: Way, case: Case) -> Kind:
     """The same of a way."""
     factor = way.settings.get("strategy.sharding_factor", "1")
     full = factor in ("full", "stage") or (factor == "node" and case.config.nodes == 1)
-    return way.settings.get("strategy", ""), "full" if full else "hybrid" if factor == "node" else "whole"
+    return way.settings.get("strategy", ""), "full" if full else "within a node" if factor == "node" else "whole"
 
 
-def _without_ranking(case: Case, tree: Sequence[Weighed]) -> tuple[bool | None, str]:
+def _is_of(row: Row, way: Way, case: Case) -> bool:
+    """Whether a candidate is what a way means."""
+    reshard = way.settings.get("strategy.reshard_after_forward")
+    does = str(getattr(row.config.strategy, "reshard_after_forward", None)).lower()
+    return kind(row) == kind_of(way, case) and reshard in (None, does)
+
+
+def _without_ranking(case: Case, tree: Sequence[Weighed]) -> str:
     count = len(case.ranking.possible) + len(case.ranking.infeasible)
     nothing = f"of {counted(count, 'candidate')} that bench.predict ranks, none is predicted to fit"
     if not tree:
-        return True, f"They agree: {nothing}, nor is any way that the tree names and that can be predicted."
-    names = ", ".join(each.way.name for each in tree)
-    return True, f"They agree: {nothing}; the ranking does not compare {names}, predicted to fit."
-
-
-def _slowness(each: Weighed) -> float:
-    speed = None if each.row is None else each.row.tokens_per_second
-    return -(speed or 0.0)
-
-
-def _is_beyond(row: Row | None, best: Row) -> bool:
-    """Whether something that the ranking did not compare is faster, beyond the uncertainty."""
-    if row is None or row.tokens_per_second is None or best.tokens_per_second is None or kind(row) == kind(best):
-        return False
-    return row.tokens_per_second > best.tokens_per_second and not overlap(row, best)
+        return f"They agree: {nothing}, nor is any way that the tree names and that can be predicted."
+    names = listing([each.way.name for each in tree])
+    return f"They agree: {nothing}; the ranking does not compare {names}, predicted to fit."
 
 
 def _contradicted(case: Case, path: Sequence[Taken], best: Row) -> Taken:
@@ -113,40 +131,25 @@ def _contradicted(case: Case, path: Sequence[Taken], best: Row) -> Taken:
 
 def _reason(row: Row, best: Row) -> str:
     """The part of the time per token in which they differ most."""
-    slow, fast = row.prediction.time, best.prediction.time
-    assert slow is not None
-    assert fast is not None
     words = {
         "compute_s": _computing(row, best),
         "exposed_communication_s": "it waits for the network",
-        "optimizer_s": f"the optimizer, at batch {row.config.batch_size_per_gpu} rather than "
-        f"{best.config.batch_size_per_gpu} per GPU, takes",
-        "bubble_s": "waiting for kernels to be launched takes",
+        "optimizer_s": f"at batch {row.config.batch_size_per_gpu} rather than {best.config.batch_size_per_gpu} per GPU "
+        "its optimizer steps take",
+        "bubble_s": "it waits for kernels to be launched",
     }
 
-    def lost(part: str) -> float:
-        return float(getattr(slow, part) / row.tokens_per_step - getattr(fast, part) / best.tokens_per_step)
+    def spent(row: Row, part: str) -> float:
+        return float(getattr(row.prediction.time, part) / row.tokens_per_step)
 
-    part = max(words, key=lost)
-    if part == "compute_s":
-        return words[part]
-    return f"{words[part]} {_share(slow, part)} of its step rather than {_share(fast, part)}"
+    part = max(words, key=lambda part: spent(row, part) - spent(best, part))
+    slow, fast = (labels.seconds(1000 * spent(each, part)) for each in (row, best))
+    return f"{words[part]} {slow} per 1,000 tokens of a GPU rather than {fast}"
 
 
 def _computing(row: Row, best: Row) -> str:
     kinds = row.config.activation_checkpointing, best.config.activation_checkpointing
-    per_token = _compute(row) / _compute(best) - 1
-    more = f"computing takes {percent(per_token)} longer per token"
     if kinds[0] != kinds[1]:
-        return f"{more}, with checkpointing {kinds[0]} rather than {kinds[1]}"
+        return f"with checkpointing {kinds[0]} rather than {kinds[1]} it computes"
     batches = row.config.batch_size_per_gpu, best.config.batch_size_per_gpu
-    return f"{more}, at batch {batches[0]} rather than {batches[1]} per GPU"
-
-
-def _compute(row: Row) -> float:
-    assert row.prediction.time is not None
-    return row.prediction.time.compute_s / row.tokens_per_step
-
-
-def _share(time: TimePrediction, part: str) -> str:
-    return percent(getattr(time, part) / time.step_s.value)
+    return f"at batch {batches[0]} rather than {batches[1]} per GPU it computes"

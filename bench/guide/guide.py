@@ -73,7 +73,7 @@ def _guidance(
     path, leaf = walk(case)
     ways = weigh(case, leaf, on_progress)
     advice = advise(case.ranking.possible, case.ranking.infeasible)
-    return Guidance(case, path, leaf, ways, advice, *agreement(case, path, leaf, ways))
+    return Guidance(case, path, leaf, ways, advice, *agreement(case, path, ways))
 
 
 def _settings(section: Settings, question: Question) -> Settings:

@@ -11,7 +11,7 @@ from rich.text import Text
 from bench.advice.words import gib
 from bench.guide.guide import Guidance
 from bench.guide.names import NAMES
-from bench.guide.tree import SOURCE
+from bench.guide.tree import SOURCE, worded
 from bench.guide.weighing import Weighed
 from bench.reporting import labels
 from bench.reporting.labels import MISSING, number
@@ -33,9 +33,11 @@ def page(guidance: Guidance) -> list[RenderableType]:
         Text(),
         _steps(guidance),
         Text(),
-        Text.assemble("→ ", (guidance.leaf.key, "bold"), ". ", guidance.leaf.advice),
+        Text.assemble(
+            "→ ", (guidance.leaf.key, "bold"), ". ", worded(guidance.leaf.advice, guidance.case.config.hardware.device)
+        ),
         Text(),
-        _ways(guidance.ways),
+        _ways(guidance.ways, guidance.case.config.hardware.device),
         *_commands(guidance),
         Text(),
         Text.assemble(("Ranked prediction: ", "bold"), guidance.advice),
@@ -68,16 +70,17 @@ def _steps(guidance: Guidance) -> RenderableType:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(justify="right")
     table.add_column(overflow="fold")
+    device = guidance.case.config.hardware.device
     for taken in guidance.path:
         found = taken.answered
-        answer = (f"→ {found.answer}" + (" (assumed)" if found.assumed else ""), "bold cyan")
-        text = Text.assemble((taken.step.question, "bold"), " ", answer, "\n", found.because, ".\n")
+        answer = (f"→ {worded(found.answer, device)}" + (" (assumed)" if found.assumed else ""), "bold cyan")
+        text = Text.assemble((worded(taken.step.question, device), "bold"), " ", answer, "\n", found.because, ".\n")
         text.append(found.source, style="dim")
         table.add_row(f"{taken.number}.", text)
     return table
 
 
-def _ways(ways: Sequence[Weighed]) -> RenderableType:
+def _ways(ways: Sequence[Weighed], device: str) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     table.add_column("what the tree names", overflow="fold")
     for heading in ("batch", "GiB", "tokens/s/GPU"):
@@ -85,7 +88,7 @@ def _ways(ways: Sequence[Weighed]) -> RenderableType:
     table.add_column("predicted", overflow="fold")
     for each in ways:
         name = Text(each.way.name)
-        name.append(f" – {each.way.remark}" if each.way.remark else "", style="dim")
+        name.append(f" – {worded(each.way.remark, device)}" if each.way.remark else "", style="dim")
         row = each.row
         if row is None:
             table.add_row(name, MISSING, MISSING, MISSING, each.why_none)
@@ -104,7 +107,8 @@ def _commands(guidance: Guidance) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for each in guidance.ways:
         run, predict = each.sweep(guidance.case), each.predict(guidance.case)
-        if run is None or predict is None:
+        surely_not = each.row is not None and not each.row.possible
+        if run is None or predict is None or surely_not:
             continue
         parts += [Text(), Text(f"{each.way.name}: to run it, and to predict it,")]
         parts += [Text(f"  {command}", no_wrap=True, overflow="ignore") for command in (run, predict)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from bench.advice.ranking import Row
 from bench.advice.words import PARTS, STATES, gib, listing, percent
 from bench.guide.case import Case, Probe
 from bench.guide.tree import ANY, CHECKPOINTED, FAST, NO, ONE_GPU, ONE_NODE, SEVERAL_NODES, SLOW, YES
@@ -20,7 +21,7 @@ GIB = 2**30
 MANY = 512
 """GPUs that share a model, at least, for what one of them must hold of the largest layer whatever their number."""
 
-NAMED = 0.05
+NAMED = 0.1
 """Share of a peak from which on a part of it is named."""
 
 SLOW_FROM = TIME_SHARE
@@ -78,7 +79,7 @@ def answer_fits(case: Case) -> Answered:
     fitting = [kind for kind, probe in probes.items() if probe.prediction.memory.verdict in (FITS, None)]
     close = [kind for kind, probe in probes.items() if probe.prediction.memory.verdict == TOO_CLOSE]
     first = next(iter(probes.values()))
-    answer = YES if fitting[:1] == ["none"] or "none" not in probes and fitting else CHECKPOINTED if fitting else NO
+    answer = YES if fitting[:1] == ["none"] or ("none" not in probes and fitting) else CHECKPOINTED if fitting else NO
     peaks = listing([f"{gib(_reserved(probe))} GiB with checkpointing {kind}" for kind, probe in probes.items()])
     states = ""
     if not fitting:
@@ -116,8 +117,8 @@ def answer_layer(case: Case) -> Answered:
     close = memory.verdict == TOO_CLOSE
     return Answered(
         YES if memory.verdict in (FITS, TOO_CLOSE, None) else NO,
-        f"sharded over {many} ranks each still needs {gib(_reserved(probe))} GiB in {memory.phase} of {memory.module} "
-        f"({named}); {limit}" + ("; too close to call" if close else ""),
+        f"sharded over {many} ranks each still needs {gib(_reserved(probe))} GiB in {memory.phase} ({memory.module}): "
+        f"{named}; {limit}" + ("; too close to call" if close else ""),
         (Number("peak with the model spread thin", _gib(probe), "GiB"),),
         threshold,
         probe.source,
@@ -160,9 +161,8 @@ def answer_network(case: Case) -> Answered:
     if row is None or row.prediction.time is None:
         return _untold(FAST, [Untold(f"hardware={case.config.hardware.name} says nothing of speeds", refused=True)])
     probe, time = Probe.of(row), row.prediction.time
-    small = case.predicted(**{key.replace(".", "__"): value for key, value in row.settings.items()} | _one(case))
-    share, one = _waiting(time), small.prediction.time if isinstance(small, Probe) else None
-    at_one = "" if one is None or row.config.batch_size_per_gpu == 1 else f" (batch 1: {percent(_waiting(one))})"
+    share, one = _waiting(time), _at_one(case, row)
+    at_one = "" if one is None else f" (batch 1: {percent(_waiting(one))})"
     answer = SLOW if share > SLOW_FROM else FAST
     links = _links(case)
     what = "DDP" if copies else f"FSDP over all {gpus}"
@@ -177,8 +177,8 @@ def answer_network(case: Case) -> Answered:
     )
     return Answered(
         answer,
-        f"{what} sends for {labels.seconds(time.communication_s)} beside {labels.seconds(time.compute_s)} of compute at "
-        f"batch {row.config.batch_size_per_gpu}, and waits {percent(share)} of the step{at_one}; slow from "
+        f"{what} sends for {labels.seconds(time.communication_s)} beside {labels.seconds(time.compute_s)} of compute "
+        f"at batch {row.config.batch_size_per_gpu}, and waits {percent(share)} of the step{at_one}; slow from "
         f"{percent(SLOW_FROM)} on. Links: {speeds}",
         numbers,
         Number("slow from", 100 * SLOW_FROM, "%"),
@@ -216,8 +216,13 @@ ANSWERS: dict[str, Callable[[Case], Answered]] = {
 """By the key of a step."""
 
 
-def _one(case: Case) -> dict[str, str]:
-    return {"batch_size_per_gpu": "1"} if case.batch is None else {}
+def _at_one(case: Case, row: Row) -> TimePrediction | None:
+    """The time of the same run at one sequence per GPU, where the batch was not asked for."""
+    if case.batch is not None or row.config.batch_size_per_gpu == 1:
+        return None
+    typed = {key.replace(".", "__"): value for key, value in row.settings.items()}
+    small = case.predicted(**{**typed, "batch_size_per_gpu": "1"})
+    return small.prediction.time if isinstance(small, Probe) else None
 
 
 def _waiting(time: TimePrediction) -> float:
@@ -252,9 +257,7 @@ def _capacity(probe: Probe) -> tuple[Number, str]:
     return Number("capacity", capacity / GIB, "GiB"), f"there are {gib(capacity)} GiB"
 
 
-def _untold(answer: str, untold: object) -> Answered:
+def _untold(answer: str, untold: Iterable[object]) -> Answered:
     """No prediction: the answer that leaves most open, and why it is only assumed."""
-    reasons = [each.reason for each in untold if isinstance(each, Untold)]  # type: ignore[attr-defined]
-    return Answered(
-        answer, f"assumed, since {reasons[0].rstrip('.')}", (), None, "nothing: not predicted", assumed=True
-    )
+    reasons = [each.reason for each in untold if isinstance(each, Untold)]
+    return Answered(answer, f"Assumed: {reasons[0].rstrip('.')}", (), None, "not predicted", assumed=True)

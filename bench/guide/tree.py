@@ -22,6 +22,11 @@ ANY = "any"
 """Where a step states a number that nothing is compared with."""
 
 
+def worded(text: str, device: str) -> str:
+    """A question or advice for a device: a process on a CPU is never called a GPU."""
+    return text if device == "cuda" else text.replace("GPUs", "processes").replace("GPU", "process")
+
+
 @dataclass(frozen=True)
 class Leaf:
     """Where the tree ends."""

@@ -70,4 +70,6 @@ def _weighed(case: Case, way: Way) -> Weighed:
     except UsageError as error:
         return Weighed(way, settings, None, str(error))
     fitting = [row for row in ranking.possible if row.fits]
+    if fitting and fitting[0].prediction.time is None:  # ranked by memory: a larger batch moves less per token
+        fitting.sort(key=lambda row: -row.config.batch_size_per_gpu)
     return Weighed(way, settings, (fitting or [ranking.first])[0], "")
