@@ -38,10 +38,10 @@ def page(guidance: Guidance) -> list[RenderableType]:
         ),
         Text(),
         _ways(guidance.ways, guidance.case.config.hardware.device),
-        *_commands(guidance),
         Text(),
         Text.assemble(("Ranked prediction: ", "bold"), guidance.advice),
         Text.assemble(("Tree and ranking: ", "bold"), guidance.agreement),
+        *_commands(guidance),
     ]
 
 
@@ -51,7 +51,7 @@ def names_table() -> RenderableType:
     for heading in ("name", "here", "when"):
         table.add_column(heading, overflow="fold")
     for name in NAMES:
-        table.add_row(Text(name.name, style="bold"), name.here, name.when)
+        table.add_row(Text(name.name, style="bold"), name.here or name.instead, name.when)
     return table
 
 

@@ -166,7 +166,7 @@ def answer_network(case: Case) -> Answered:
     answer = SLOW if share > SLOW_FROM else FAST
     links = _links(case)
     what = "DDP" if copies else f"FSDP over all {gpus}"
-    speeds = listing([f"{number(link.value)} {link.unit} {link.name}" for link in links])
+    speeds = listing([f"{number(link.value)} {link.unit} in an {link.name}" for link in links])
     numbers = (
         Number("step waiting for the network", 100 * share, "%"),
         Number("communication", 1e3 * time.communication_s, "ms"),
@@ -179,7 +179,7 @@ def answer_network(case: Case) -> Answered:
         answer,
         f"{what} sends for {labels.seconds(time.communication_s)} beside {labels.seconds(time.compute_s)} of compute "
         f"at batch {row.config.batch_size_per_gpu}, and waits {percent(share)} of the step{at_one}; slow from "
-        f"{percent(SLOW_FROM)} on. Links: {speeds}",
+        f"{percent(SLOW_FROM)} on. Links, per GPU: {speeds}",
         numbers,
         Number("slow from", 100 * SLOW_FROM, "%"),
         probe.source,
@@ -233,11 +233,12 @@ def _links(case: Case) -> list[Number]:
     """What each GPU receives in a large all-gather: in its node, and over all nodes."""
     assert case.config.hardware.speeds is not None
     links, gpus, node = case.config.hardware.speeds.links, case.config.gpus, case.per_node
-    groups = {"within a node": Group(node, node)} if node > 1 else {}
+    groups = {"within the node": Group(node, node)} if node > 1 else {}
     if case.config.nodes > 1:
-        groups["between nodes"] = Group(gpus, node)
+        groups["over all nodes"] = Group(gpus, node)
     return [
-        Number(f"per GPU {where}", bus_gb_s(ALL_GATHER, GIB, group, links), "GB/s") for where, group in groups.items()
+        Number(f"all-gather {where}", bus_gb_s(ALL_GATHER, GIB, group, links), "GB/s")
+        for where, group in groups.items()
     ]
 
 
