@@ -54,6 +54,11 @@ PATHS: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
         {"gpus": "one node", "fits": "no", "layer": "yes", "together": "yes", "network": "slow"},
         "pipeline within the node",
     ),
+    "one node with links a little too slow": (
+        ("gpus=4", *SHARDED, "hardware.speeds.links.gpu_gb_s=20", "batch_size_per_gpu=64"),
+        {"gpus": "one node", "fits": "no", "layer": "yes", "together": "yes", "network": "slow"},
+        "pipeline within the node",
+    ),
     "one node too small": (
         ("gpus=4", *SMALL),
         {"gpus": "one node", "fits": "no", "layer": "yes", "together": "no", "host": ANY},
@@ -218,6 +223,12 @@ def test_it_says_why_not_where_the_ranking_contradicts_the_tree():
         time = row.prediction.time
         assert time is not None
         assert 1000 * time.exposed_communication_s / row.tokens_per_step == pytest.approx(float(shown), rel=0.01)
+
+
+def test_hybrid_sharding_stays_within_a_node(capsys):
+    found = case(capsys, *MODEL, *PATHS["nodes with a slow network, no copy fits"][0])
+    (hybrid,) = (way for way in found["leaf"]["ways"] if way["name"].startswith("hybrid"))
+    assert hybrid["best"]["sharding_factor"] == 8 == found["question"]["gpus_per_node"]
 
 
 def test_a_page_for_every_number_of_gpus(capsys):
