@@ -15,8 +15,12 @@ from bench.guide.weighing import Weighed
 from bench.reporting import labels
 from bench.reporting.labels import counted
 
+FULL, WITHIN, ACROSS = "over all GPUs", "within a node", "across nodes"
+SHARDING = ("fsdp", "fsdp1")
+"""Strategies whose sharding factor is one of these."""
+
 Kind = tuple[str, str]
-"""Strategy, and how far it shards: whole (not at all), within a node, across nodes, or full."""
+"""Strategy, and how far it shards where that is a choice."""
 
 
 def agreement(case: Case, path: Sequence[Taken], ways: Sequence[Weighed]) -> tuple[bool | None, str]:
@@ -91,16 +95,19 @@ def kind(row: Row) -> Kind:
     """What sort of sharding a candidate is; a whole copy per GPU is DDP, whoever keeps it."""
     config = row.config
     name, factor = config.strategy.name, config.strategy.factor
-    within = "within a node" if factor <= config.gpus_per_node else "across nodes"
-    extent = "whole" if factor == 1 else "full" if factor == config.gpus else within
-    return ("ddp", "whole") if extent == "whole" and name in ("fsdp", "fsdp1") and config.gpus > 1 else (name, extent)
+    if name not in SHARDING:
+        return name, ""
+    if factor == 1 and config.gpus > 1:
+        return "ddp", ""
+    return name, FULL if factor == config.gpus else WITHIN if factor <= config.gpus_per_node else ACROSS
 
 
 def kind_of(way: Way, case: Case) -> Kind:
     """The same of a way."""
-    factor = way.settings.get("strategy.sharding_factor", "1")
-    full = factor in ("full", "stage") or (factor == "node" and case.config.nodes == 1)
-    return way.settings.get("strategy", ""), "full" if full else "within a node" if factor == "node" else "whole"
+    name, factor = way.settings.get("strategy", ""), way.settings.get("strategy.sharding_factor")
+    if name not in SHARDING:
+        return name, ""
+    return name, WITHIN if factor == "node" and case.config.nodes > 1 else FULL
 
 
 def _is_of(row: Row, way: Way, case: Case) -> bool:

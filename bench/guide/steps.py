@@ -155,8 +155,8 @@ def answer_network(case: Case) -> Answered:
     """The share of a step that waits for the network: DDP's where a copy fits, else that of full sharding."""
     gpus = case.config.gpus
     rows = [row for row in case.ranking.possible if row.prediction.time is not None]
-    copies = [row for row in rows if row.config.strategy.name == "ddp"]
-    sharded = [row for row in rows if row.config.strategy.factor == gpus]
+    copies = [row for row in rows if row.fits and row.config.strategy.name == "ddp"]
+    sharded = [row for row in rows if row.config.strategy.name == "fsdp" and row.config.strategy.factor == gpus]
     row = next(iter(copies or sharded), None)
     if row is None or row.prediction.time is None:
         return _untold(FAST, [Untold(f"hardware={case.config.hardware.name} says nothing of speeds", refused=True)])
