@@ -14,7 +14,7 @@ from bench.reporting import labels
 from bench.reporting.labels import number
 from bench.simulate.network import ALL_GATHER, Group, bus_gb_s
 from bench.simulate.pace import TIME_SHARE
-from bench.simulate.prediction import FITS, TOO_CLOSE, TimePrediction
+from bench.simulate.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, TimePrediction
 
 GIB = 2**30
 
@@ -86,6 +86,7 @@ def answer_fits(case: Case) -> Answered:
         smallest = min(probes.values(), key=_reserved).prediction.memory
         held = sum(smallest.parts.get(name, 0) for name in STATES)
         states = f"; of it {gib(held)} GiB are parameters, gradients and optimizer state"
+        states += _smaller(case, strategy=strategy)
     threshold, limit = _capacity(first)
     unsure = f"; {listing(close)}: too close to call" if close and not fitting else ""
     return Answered(
@@ -99,13 +100,14 @@ def answer_fits(case: Case) -> Answered:
 
 
 def answer_layer(case: Case) -> Answered:
-    """What a GPU holds at its peak when so many share the model that its own share is next to nothing."""
+    """What a GPU holds at its peak when so many share the model that its own share is next to nothing, at batch 1."""
     per_node = case.config.gpus_per_node
     many = max(case.config.gpus, per_node * -(-MANY // per_node))
     probe = case.predicted(
         strategy="fsdp",
         strategy__sharding_factor="full",
         activation_checkpointing=case.kinds[-1],
+        batch_size_per_gpu="1",
         gpus=str(many),
     )
     if isinstance(probe, Untold):
@@ -142,7 +144,9 @@ def answer_together(case: Case) -> Answered:
     return Answered(
         YES if memory.verdict in (FITS, TOO_CLOSE, None) else NO,
         f"sharded over all {probe.config.gpus} each needs {gib(_reserved(probe))} GiB, checkpointing "
-        f"{probe.config.activation_checkpointing}, batch {probe.config.batch_size_per_gpu}; {limit}"
+        f"{probe.config.activation_checkpointing}, batch {probe.config.batch_size_per_gpu}"
+        + ("" if memory.verdict != DOES_NOT_FIT else _smaller(case, strategy="fsdp", strategy__sharding_factor="full"))
+        + f"; {limit}"
         + ("; too close to call" if close else ""),
         (Number("peak, fully sharded", _gib(probe), "GiB"),),
         threshold,
@@ -190,7 +194,9 @@ def answer_host(case: Case) -> Answered:
     """What is held while the optimizer steps, which is parameters, gradients and its state, of a node's GPUs."""
     sharded = {"strategy": "fsdp", "strategy__sharding_factor": "full"}
     probe = case.predicted(
-        activation_checkpointing=case.kinds[-1], **({"strategy": "single"} if case.config.gpus == 1 else sharded)
+        activation_checkpointing=case.kinds[-1],
+        batch_size_per_gpu="1",
+        **({"strategy": "single"} if case.config.gpus == 1 else sharded),
     )
     if isinstance(probe, Untold):
         return _untold(ANY, [probe])
@@ -223,6 +229,14 @@ def _at_one(case: Case, row: Row) -> TimePrediction | None:
     typed = {key.replace(".", "__"): value for key, value in row.settings.items()}
     small = case.predicted(**{**typed, "batch_size_per_gpu": "1"})
     return small.prediction.time if isinstance(small, Probe) else None
+
+
+def _smaller(case: Case, **settings: str) -> str:
+    """What the same would need at batch 1, where a larger one was asked for: perhaps only the batch is too large."""
+    if case.batch in (None, 1):
+        return ""
+    probe = case.predicted(**{"activation_checkpointing": case.kinds[-1], **settings, "batch_size_per_gpu": "1"})
+    return f"; at batch 1 {gib(_reserved(probe))} GiB" if isinstance(probe, Probe) else ""
 
 
 def _waiting(time: TimePrediction) -> float:

@@ -79,8 +79,9 @@ def _offloaded(leaf: Leaf) -> Step:
 
 TOO_FEW = Leaf(
     "too few GPUs",
-    "The GPUs together are too small for the model. More of them, or larger ones; else keep what is trained in the "
-    "CPU's memory (offload), or fine-tune a small part of the model only.",
+    "The GPUs together are too small for the model at this batch. If the batch is what is large: a smaller one with "
+    "gradient_accumulation. Else more GPUs or larger ones, what is trained kept in the CPU's memory (offload), or "
+    "fine-tuning of a small part of the model.",
     (ways.OFFLOAD_FSDP, ways.OFFLOAD_DEEPSPEED, ways.LORA, ways.QLORA),
 )
 
