@@ -91,7 +91,7 @@ def _points(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Iterator[S
     values = composed(section)
     gpus, per_node = (_whole(key, values[key]) for key in ("gpus", "gpus_per_node"))
     common: dict[str, Sequence[str]] = {key: given for key, given in knobs.items() if key not in ("strategy",)}
-    common.setdefault("precision", [_precision(values["hardware"])])
+    common.setdefault("precision", [usual_precision(values["hardware"])])
     common.setdefault("activation_checkpointing", CHECKPOINTING)
     for strategy in _strategies(knobs, gpus):
         fields = composed({"strategy": strategy})["strategy"]
@@ -141,7 +141,7 @@ def sharding_factors(gpus: int, per_node: int) -> list[int]:
     return sorted({*within, *(factor for factor in doublings if gpus % factor == 0), gpus})
 
 
-def _precision(hardware: Mapping[str, Any]) -> str:
+def usual_precision(hardware: Mapping[str, Any]) -> str:
     """The usual precision of a device: bf16 where it has it, then fp16; fp32 on a CPU."""
     if hardware.get("device") == "cpu":
         return "fp32"

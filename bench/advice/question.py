@@ -88,11 +88,11 @@ def read_question(arguments: Sequence[str], own: dict[str, str | None], device: 
         fixed={key: values[0] for key, values in given.items() if key not in knobs and len(values) == 1},
         tables={key: values for key, values in given.items() if key not in knobs and len(values) > 1},
         knobs=knobs,
-        tokens=_tokens(said["tokens"]),
-        details=_details(said["details"]),
-        timeline=_timeline(said["timeline"]),
-        format=_format(said["format"]),
-        top=_top(said["top"]),
+        tokens=_tokens(said.get("tokens")),
+        details=_details(said.get("details")),
+        timeline=_timeline(said.get("timeline")),
+        format=_format(said.get("format")),
+        top=_top(said.get("top")),
     )
 
 

@@ -36,16 +36,16 @@ def advise(possible: Sequence[Row], infeasible: Sequence[Row]) -> str:
     if not fitting:
         row = min(possible, key=lambda row: row.prediction.memory.reserved.value)
         return (
-            f"Too close to call: {_name(row)} needs about {of_capacity(row)}, and nothing is predicted to fit; "
+            f"Too close to call: {row_name(row)} needs about {of_capacity(row)}, and nothing is predicted to fit; "
             "try it, or take more GPUs."
         )
     if len(possible) + len(infeasible) == 1:
         return _alone(possible[0])
-    best = _recommended(fitting)
-    return f"Use {_name(best)}: {_why(best, possible, infeasible)}{_margin(best, fitting)}."
+    best = recommended(fitting)
+    return f"Use {row_name(best)}: {_why(best, possible, infeasible)}{_margin(best, fitting)}."
 
 
-def _recommended(fitting: Sequence[Row]) -> Row:
+def recommended(fitting: Sequence[Row]) -> Row:
     """The fastest, or a whole copy per GPU where that is as good: it is simpler."""
     copy = _copy(fitting)
     return copy if copy is not None and _speed(copy) > (1 - NEGLIGIBLE) * _speed(fitting[0]) else fitting[0]
@@ -57,7 +57,7 @@ def _alone(row: Row) -> str:
     assert time is not None
     speed = f"{labels.count(row.tokens_per_second)} tokens/s (±{percent(_uncertainty(row))})"
     share = "" if row.mfu is None else f"{percent(row.mfu)} of the peak, "
-    return f"{_name(row)} fits, {of_capacity(row)}, and reads {speed}: {share}limited by {time.limited_by}."
+    return f"{row_name(row)} fits, {of_capacity(row)}, and reads {speed}: {share}limited by {time.limited_by}."
 
 
 def _nothing_fits(smallest: Row) -> str:
@@ -65,7 +65,7 @@ def _nothing_fits(smallest: Row) -> str:
     more = (
         f"strategy={needed[0]} would fit from {needed[1]} GPUs on" if needed else "more GPUs of this kind do not help"
     )
-    return f"Nothing fits: what needs least is {_name(smallest)}, and {why_not(smallest)}; {more}."
+    return f"Nothing fits: what needs least is {row_name(smallest)}, and {why_not(smallest)}; {more}."
 
 
 def _by_memory(rows: Sequence[Row]) -> str:
@@ -75,7 +75,7 @@ def _by_memory(rows: Sequence[Row]) -> str:
         described = [name for name in groups()["hardware"] if composed({"hardware": name})["hardware"].get("speeds")]
         choice = f" (choose one of {', '.join(described)} to predict time too)"
     reason = f"Only memory is predicted, since {untimed(row.config)}{choice}"
-    return f"{reason}: {_name(row)} needs least, {of_capacity(row)}."
+    return f"{reason}: {row_name(row)} needs least, {of_capacity(row)}."
 
 
 def _why(best: Row, possible: Sequence[Row], infeasible: Sequence[Row]) -> str:
@@ -87,7 +87,7 @@ def _why(best: Row, possible: Sequence[Row], infeasible: Sequence[Row]) -> str:
         return f"a whole copy of the model fits on each GPU ({of_capacity(best)}), so nothing needs to be gathered"
     copy = _copy([row for row in possible if row.fits])
     if copy is not None:
-        reason = f"a whole copy of the model fits on each GPU too, but {_name(copy)} is {_compared(copy, best)}"
+        reason = f"a whole copy of the model fits on each GPU too, but {row_name(copy)} is {compared(copy, best)}"
     elif too_large := [row for row in infeasible if row.config.strategy.factor == 1]:
         reason = f"a whole copy of the model does not fit on one GPU ({why_not(too_large[0])})"
     else:
@@ -122,19 +122,20 @@ def _margin(best: Row, fitting: Sequence[Row]) -> str:
         told.add(_approach(copy))
     others = [row for row in fitting if _approach(row) not in told]
     others = others or [row for row in fitting if row is not best and row is not copy]
-    return f"; {_name(others[0])} is {_compared(others[0], best)}" if others else ""
+    return f"; {row_name(others[0])} is {compared(others[0], best)}" if others else ""
 
 
-def _compared(row: Row, best: Row) -> str:
+def compared(row: Row, best: Row) -> str:
     """``4 % slower, within the predictor's uncertainty (±10 %)``."""
     ratio = _speed(row) / _speed(best)
-    sure = "within" if _overlap(best, row) else "beyond"
+    sure = "within" if overlap(best, row) else "beyond"
     difference = f"{percent(ratio - 1)} faster" if ratio > 1 else f"{percent(1 - ratio)} slower"
     how = "as fast" if abs(ratio - 1) < UNSEEN else difference
     return f"{how}, {sure} the predictor's uncertainty (±{percent(max(_uncertainty(best), _uncertainty(row)))})"
 
 
-def _name(row: Row) -> str:
+def row_name(row: Row) -> str:
+    """``FSDP2 full shard with no activation checkpointing, bf16, batch 8``."""
     config = row.config
     return (
         f"{strategy(config)} with {CHECKPOINTING[config.activation_checkpointing]}, "
@@ -157,7 +158,7 @@ def _exposed(row: Row) -> float:
     return row.prediction.time.exposed_communication_s / row.tokens_per_step
 
 
-def _overlap(one: Row, other: Row) -> bool:
+def overlap(one: Row, other: Row) -> bool:
     """Whether the intervals of their tokens per second overlap."""
     (low, high), (other_low, other_high) = _interval(one), _interval(other)
     return low <= other_high and other_low <= high

@@ -1,0 +1,102 @@
+"""``python -m bench.advise``: which strategy? A decision tree whose every step is answered by a prediction."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from bench.advice.question import Question, read_question
+from bench.errors import UsageError, require_choice
+from bench.guide.data import as_json
+from bench.guide.guide import Guidance, guide
+from bench.guide.page import names_table, pages
+from bench.hardware import detect
+
+EPILOG = """\
+examples:
+  python -m bench.advise model=t5_11b gpus=8 hardware=a100_80gb
+  python -m bench.advise model=gpt_13b gpus=64 hardware=a100_80gb hardware.speeds.links.node_gb_s=3
+  python -m bench.advise model=gpt_13b model.num_layers=60 gpus=8,512 hardware=h100_80gb format=json
+  python -m bench.advise names
+
+Every field of every group under conf/ can be set, as in bench.predict; the strategy is the answer, so it cannot. Steps
+about memory are answered at one sequence per GPU, those about the network at the largest batch that fits, unless
+batch_size_per_gpu says otherwise. `names` prints a line on every strategy that readers of course notes meet.
+
+exit code: 0 something may fit, 1 nothing does, 2 bad input.
+
+--format json, stable keys (what is unknown is null):
+  format, source, cases[]: question, steps[], leaf, ranking, agrees, agreement, may_fit
+  steps[]: number, key, question, answer, because, numbers[]{name, value, unit}, threshold{name, value, unit}, source,
+    assumed
+  leaf: name, advice, ways[]{name, remark, settings, in_this_version, fits, why_not_predicted, run, predict, best}
+  ranking: advice, best, possible, infeasible (rows as bench.predict's)
+"""
+
+FORMATS = ("text", "json")
+WIDTH_WITHOUT_TERMINAL = 120
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Answer with the path through the tree and the ranked prediction.
+
+    Returns
+    -------
+    int
+        0 if something may fit, 1 if nothing does, 2 on bad input.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_intermixed_args(arguments)
+    if options.overrides == ["names"]:
+        _console().print(names_table(), highlight=False)
+        return 0
+    try:
+        overrides, form = _form(options.overrides, options.format)
+        found = _answer(read_question(overrides, {}, detect()))
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if form == "json":
+        print(as_json(found))
+    else:
+        _console().print(pages(found), highlight=False, crop=False)
+    return 0 if any(guidance.may_fit for guidance in found) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.advise",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model=t5_11b gpus=64")
+    parser.add_argument("--format", metavar="|".join(FORMATS), help="default: text; also format=json")
+    return parser
+
+
+def _form(overrides: list[str], option: str | None) -> tuple[list[str], str]:
+    """The overrides without ``format=``, and the format."""
+    said = [word.partition("=")[2] for word in overrides if word.startswith("format=")]
+    form = (said or [option or FORMATS[0]])[-1]
+    require_choice("format", form, FORMATS)
+    return [word for word in overrides if not word.startswith("format=")], form
+
+
+def _answer(question: Question) -> list[Guidance]:
+    """The answer, with a line on the terminal as long as it takes."""
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        return guide(question)
+    with errors.status("predicting") as status:
+        return guide(question, status.update)
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

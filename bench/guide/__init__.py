@@ -1,0 +1,1 @@
+"""The strategy guide: a decision tree whose every step is answered by a prediction, beside the ranked prediction."""

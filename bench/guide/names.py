@@ -1,0 +1,76 @@
+"""The names that readers of course notes meet, each in a line: what it is called here, and when to take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.guide.ways import Way
+
+
+@dataclass(frozen=True)
+class Name:
+    """One name of the field."""
+
+    name: str
+    typed: tuple[str, ...]
+    """What is typed for it here: alternatives, each one or more settings. Empty where the suite does not offer it."""
+    when: str
+    """When to take it."""
+    instead: str = ""
+    """Why it is not offered."""
+
+    @property
+    def here(self) -> str:
+        """What is typed, and whether this version of the suite knows it."""
+        return ", or ".join(typed + (" (not in this version)" if _missing(typed) else "") for typed in self.typed)
+
+
+def _missing(typed: str) -> bool:
+    return Way("", dict(word.split("=", 1) for word in typed.split())).missing() is not None
+
+
+NAMES = (
+    Name("one GPU", ("strategy=single",), "the model fits, and one is fast enough"),
+    Name(
+        "DataParallel",
+        ("strategy=data_parallel",),
+        "never for speed: one process feeds all GPUs, and the first holds more than the others",
+    ),
+    Name("DDP", ("strategy=ddp",), "a whole copy fits on each GPU"),
+    Name("ZeRO-1", ("strategy=zero1",), "a copy fits once its optimizer state is divided"),
+    Name(
+        "ZeRO-2, sharded DDP, SHARD_GRAD_OP",
+        ("strategy=zero2", "strategy=zero2_fsdp1"),
+        "gradients are to be divided too, and whole parameters fit",
+    ),
+    Name("ZeRO-3, FSDP FULL_SHARD", ("strategy=fsdp", "strategy=fsdp1"), "a copy does not fit, the largest layer does"),
+    Name("hybrid sharding", ("strategy=fsdp strategy.sharding_factor=node",), "a copy fits on the GPUs of a node"),
+    Name("DeepSpeed ZeRO 0 to 3", ("strategy=deepspeed strategy.stage=N",), "DeepSpeed's own library is wanted"),
+    Name(
+        "CPU offload",
+        ("strategy=fsdp strategy.cpu_offload=true", "strategy=deepspeed strategy.offload_optimizer=cpu"),
+        "the GPUs together are too small, and time matters less",
+    ),
+    Name("Accelerate, Trainer", ("strategy=accelerate",), "its loop is used: shows what the framework costs"),
+    Name("Lightning", ("strategy=lightning",), "its loop is used: shows what the framework costs"),
+    Name("tensor parallelism", ("strategy=tensor_parallel",), "the largest layer does not fit; fast links in the node"),
+    Name("pipeline parallelism", ("strategy=pipeline",), "a copy does not fit, links are slow, every layer fits"),
+    Name("naive (vertical) model parallelism", ("strategy=naive_pipeline",), "to see idle GPUs; a pipeline is faster"),
+    Name("LoRA, QLoRA", ("finetune=lora", "finetune=qlora"), "fine-tuning in a fraction of the memory"),
+    Name("FP16, BF16, FP8", ("precision=fp16", "precision=bf16", "precision=fp8"), "BF16 where the GPU has it"),
+    Name(
+        "INT8 training",
+        (),
+        "FP8 is the 8-bit format for training",
+        "not offered: torch's INT8 kernels have no backward, they are for inference and for frozen weights",
+    ),
+    Name(
+        "SyncBatchNorm",
+        (),
+        "batch normalisation (vision models) with few samples per rank: takes statistics over all ranks",
+        "does not matter here: T5 and GPT normalise every token by itself, so ranks share no statistics",
+    ),
+    Name("activation checkpointing", ("activation_checkpointing=full",), "activations do not fit; a third more FLOPs"),
+    Name("gradient accumulation", ("gradient_accumulation=N",), "a larger batch than fits, or fewer exchanges"),
+    Name("gradient compression", ("strategy=ddp strategy.communication_hook=bf16",), "DDP waits for the network"),
+)

@@ -1,0 +1,110 @@
+"""The ways to train that the tree ends at: what each is called and what is typed for it. All of them in one place.
+
+A way that this version of the suite does not have (no such file under conf/strategy, no such field) stays in the tree
+and says so, until it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.planning.compose import composed, groups
+from bench.planning.grid import Settings
+
+NODE, NODES, GPUS = "{node}", "{nodes}", "{gpus}"
+"""In a value: GPUs of a node, number of nodes, all GPUs."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train."""
+
+    name: str
+    """As the field calls it."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What is typed for it; NODE, NODES and GPUS are filled in."""
+    remark: str = ""
+    """What to know before taking it."""
+
+    def filled(self, gpus: int, per_node: int) -> Settings:
+        """The settings for some GPUs."""
+        values = {NODE: str(min(gpus, per_node)), NODES: str(-(-gpus // per_node)), GPUS: str(gpus)}
+        return {key: values.get(value, value) for key, value in self.settings.items()}
+
+    def missing(self) -> str | None:
+        """The setting that this version of the suite does not have, None if it has all."""
+        known = composed({})
+        fields: Mapping[str, Any] = {}
+        for key, value in self.settings.items():
+            group, _, name = key.partition(".")
+            if group in groups() and not name:
+                if value not in groups()[group]:
+                    return f"{key}={value}"
+                fields = composed({key: value})[group] if group == "strategy" else fields
+            elif (name not in fields) if group == "strategy" else (group not in known):
+                return f"{key}={value}"
+        return None
+
+
+def _fsdp(**knobs: str) -> dict[str, str]:
+    return {"strategy": "fsdp", **{f"strategy.{name}": value for name, value in knobs.items()}}
+
+
+SINGLE = Way("one process", {"strategy": "single"})
+DDP = Way("DDP", {"strategy": "ddp"})
+ZERO_1 = Way("ZeRO-1", {"strategy": "zero1"}, "a whole copy of the model, optimizer state divided among the GPUs")
+ZERO_2 = Way(
+    "ZeRO-2",
+    _fsdp(sharding_factor="full", reshard_after_forward="false"),
+    "FSDP that keeps gathered parameters from forward to backward",
+)
+ZERO_3 = Way(
+    "ZeRO-3, which is FSDP full shard",
+    _fsdp(sharding_factor="full", reshard_after_forward="true"),
+    "the model's code stays as it is",
+)
+HYBRID = Way(
+    "hybrid sharding: FSDP within each node",
+    _fsdp(sharding_factor="node"),
+    "only gradients cross the network between nodes",
+)
+COMPRESSED = Way(
+    "DDP with gradients compressed to bf16",
+    {"strategy": "ddp", "strategy.communication_hook": "bf16"},
+    "half the bytes; gradients are rounded",
+)
+TENSOR = Way(
+    "tensor parallelism within the node",
+    {"strategy": "tensor_parallel", "strategy.degree": NODE},
+    "every layer is cut, so the largest may be larger than a GPU; needs fast links and changes to the model",
+)
+PIPELINE = Way(
+    "pipeline parallelism",
+    {"strategy": "pipeline", "strategy.stages": GPUS},
+    "sends activations only; idle at the start and end of a step; a layer must fit on one GPU",
+)
+PIPELINE_OF_NODES = Way(
+    "pipeline parallelism, a stage per node",
+    {"strategy": "pipeline", "strategy.stages": NODES},
+    "sends activations only between nodes; idle at the start and end of a step",
+)
+OFFLOAD_FSDP = Way(
+    "ZeRO-3 (FSDP) with parameters and optimizer on the CPU",
+    _fsdp(sharding_factor="full", cpu_offload="true"),
+    "as fast as the link to the CPU and its optimizer step allow",
+)
+OFFLOAD_DEEPSPEED = Way(
+    "DeepSpeed ZeRO-3 with parameters and optimizer on the CPU",
+    {
+        "strategy": "deepspeed",
+        "strategy.sharding_factor": "stage",
+        "strategy.stage": "3",
+        "strategy.offload_parameters": "cpu",
+        "strategy.offload_optimizer": "cpu",
+    },
+    "offload_parameters=nvme and strategy.nvme_path=FOLDER where the CPU's memory is too small as well",
+)
+LORA = Way("LoRA", {"finetune": "lora"}, "for fine-tuning only: trains small adapters, the model's weights stay frozen")
+QLORA = Way("QLoRA", {"finetune": "qlora"}, "as LoRA, with frozen weights of 4 bits")

@@ -1,0 +1,335 @@
+"""``python -m bench.advise``: the tree's steps are answered by predictions, and it says whether the ranking agrees."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench import advise, predict
+from bench.advice.question import read_question
+from bench.advice.ranking import Ranking
+from bench.config import run_config
+from bench.guide.agreement import agreement
+from bench.guide.guide import guide
+from bench.guide.names import NAMES
+from bench.guide.steps import ANSWERS
+from bench.guide.tree import ANY, TREE, Leaf, Step
+from bench.planning.compose import composed, groups
+from bench.planning.request import read_request
+from tests.conftest import CPU
+
+MODEL = ("model=gpt_tiny", "model.hidden_size=512", "model.num_layers=8", "sequence_length=64", "hardware=a100_80gb")
+"""26 million parameters, of which a block has 3: a copy under training takes 0.4 GiB, a block hundredths of one."""
+
+SHARDED = ("hardware.memory_limit_gib=0.3",)
+"""Too little for a copy, enough for two ranks together."""
+SMALL = ("hardware.memory_limit_gib=0.12",)
+"""Too little for a copy on 4 ranks, enough for a block."""
+SLOW_LINKS = ("hardware.speeds.links.gpu_gb_s=0.5", "batch_size_per_gpu=1")
+SLOW_NETWORK = ("hardware.speeds.links.node_gb_s=0.5", "batch_size_per_gpu=1")
+FAST_NETWORK = ("batch_size_per_gpu=512", "activation_checkpointing=full")
+HUGE_LAYER = ("activation_checkpointing=full", "model.vocabulary_size=400000", "hardware.memory_limit_gib=0.5")
+
+PATHS: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
+    "one GPU that holds a copy": (("gpus=1",), {"gpus": "one GPU", "fits": "yes"}, "plain training"),
+    "one GPU that does not": (
+        ("gpus=1", *SHARDED),
+        {"gpus": "one GPU", "fits": "no", "layer": "yes", "host": ANY},
+        "offload",
+    ),
+    "one node of GPUs that hold a copy": (("gpus=4",), {"gpus": "one node", "fits": "yes"}, "DDP"),
+    "one node with fast links": (
+        ("gpus=4", *SHARDED),
+        {"gpus": "one node", "fits": "no", "layer": "yes", "together": "yes", "network": "fast"},
+        "shard within the node",
+    ),
+    "one node with slow links": (
+        ("gpus=4", *SHARDED, *SLOW_LINKS),
+        {"gpus": "one node", "fits": "no", "layer": "yes", "together": "yes", "network": "slow"},
+        "pipeline within the node",
+    ),
+    "one node with links a little too slow": (
+        ("gpus=4", *SHARDED, "hardware.speeds.links.gpu_gb_s=20", "batch_size_per_gpu=64"),
+        {"gpus": "one node", "fits": "no", "layer": "yes", "together": "yes", "network": "slow"},
+        "pipeline within the node",
+    ),
+    "one node too small": (
+        ("gpus=4", *SMALL),
+        {"gpus": "one node", "fits": "no", "layer": "yes", "together": "no", "host": ANY},
+        "too few GPUs",
+    ),
+    "one node, a layer larger than a GPU": (
+        ("gpus=4", *HUGE_LAYER),
+        {"gpus": "one node", "fits": "no", "layer": "no"},
+        "tensor parallelism",
+    ),
+    "nodes with a fast network": (
+        ("gpus=16", "hardware.memory_limit_gib=79", *FAST_NETWORK),
+        {"gpus": "several nodes", "fits": "yes", "network": "fast"},
+        "DDP across nodes",
+    ),
+    "nodes with a slow network": (
+        ("gpus=16", *SLOW_NETWORK),
+        {"gpus": "several nodes", "fits": "yes", "network": "slow"},
+        "fewer bytes between nodes",
+    ),
+    "nodes with a slow network, no copy fits": (
+        ("gpus=16", *SHARDED, *SLOW_NETWORK),
+        {"gpus": "several nodes", "fits": "no", "layer": "yes", "together": "yes", "network": "slow"},
+        "keep traffic within nodes",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_a_machine_without_gpus(monkeypatch):
+    monkeypatch.setattr(advise, "detect", lambda: CPU)
+    monkeypatch.setattr(predict, "detect", lambda: CPU)
+
+
+def asked(capsys, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of the command."""
+    code = advise.main(list(arguments))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def cases(capsys, *arguments: str) -> list[dict[str, Any]]:
+    """The cases of an answer as JSON, which agree with the exit code."""
+    code, out, err = asked(capsys, *arguments, "format=json")
+    assert err == ""
+    found = json.loads(out, parse_constant=lambda word: pytest.fail(f"{word} in the answer"))["cases"]
+    assert code == (0 if any(each["may_fit"] for each in found) else 1)
+    return found  # type: ignore[no-any-return]
+
+
+def case(capsys, *arguments: str) -> dict[str, Any]:
+    """The one case of an answer."""
+    (found,) = cases(capsys, *arguments)
+    return found
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_path_and_leaf(name, capsys):
+    arguments, answers, leaf = PATHS[name]
+    found = case(capsys, *MODEL, *arguments)
+    taken = {step["key"]: step["answer"] for step in found["steps"]}
+    assert {key: ANY if key == "host" else answer for key, answer in taken.items()} == answers
+    assert found["leaf"]["name"] == leaf
+    assert not any(step["assumed"] for step in found["steps"])
+    assert_agreement(found)
+    for step in found["steps"]:
+        assert step["numbers"]
+        assert step["threshold"]["unit"]
+        assert step["source"]
+        assert_decided(step)
+
+
+def interval(row: dict[str, Any]) -> tuple[float, float]:
+    """Tokens per second at the slowest and the fastest step expected."""
+    return row["tokens_per_step"] / row["step_time_s"]["high"], row["tokens_per_step"] / row["step_time_s"]["low"]
+
+
+def assert_agreement(found: dict[str, Any]) -> None:
+    """What is said of tree and ranking follows from the predictions of both."""
+    said, best = found["agreement"], found["ranking"]["best"]
+    assert said.startswith("They agree" if found["agrees"] else "They do not agree")
+    ways = [way["best"] for way in found["leaf"]["ways"] if way["fits"]]
+    timed = sorted((row for row in ways if row["tokens_per_second"]), key=lambda row: -row["tokens_per_second"])
+    if best is None:
+        assert ("none is predicted to fit" in said, "the ranking does not compare" in said) == (True, bool(ways))
+    elif said.startswith("They agree: "):
+        assert best["strategy"] in {row["strategy"] for row in ways}
+    elif said.startswith("They agree within"):
+        assert interval(timed[0])[1] >= interval(best)[0]
+    elif said.startswith("They do not agree: "):
+        number, answer = re.search(r"general advice of step (\d) \((\w+)\)", said).groups()  # type: ignore[union-attr]
+        assert found["steps"][int(number) - 1]["answer"] == answer
+        assert interval(timed[0])[1] < interval(best)[0]
+    else:
+        assert "does not compare everything" in said
+        assert interval(timed[0])[0] > interval(best)[1]
+
+
+def assert_decided(step: dict[str, Any]) -> None:
+    """The answer follows from the numbers that are shown, and the words name them."""
+    values, threshold = [each["value"] for each in step["numbers"]], step["threshold"]["value"]
+    if step["key"] == "gpus":
+        assert values[1] == -(-values[0] // threshold)
+    elif step["key"] == "network":
+        waiting, _, _, exposed = values[:4]
+        assert (step["answer"] == "slow") == (waiting > threshold)
+        assert exposed > 0
+        assert f"waits {round(waiting) or '<1'} % of the step" in step["because"]
+    elif step["key"] != "host":
+        assert (step["answer"] != "no") == (min(values) <= threshold)
+        assert f"{min(values):.3g}" in step["because"].replace(",", "")
+
+
+def test_numbers_are_those_of_the_predictions(capsys):
+    (arguments, *_), typed = PATHS["one node with fast links"], "strategy=ddp"
+    step = case(capsys, *MODEL, *arguments)["steps"][1]
+    predict.main([*MODEL, *arguments, typed, "batch_size_per_gpu=1", "format=json"])
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    rows = {row["activation_checkpointing"]: row for row in section["ranked"] + section["infeasible"]}
+    expected = [rows[kind]["memory"]["reserved"]["value"] / 2**30 for kind in ("none", "full")]
+    assert [each["value"] for each in step["numbers"]] == pytest.approx(expected)
+    assert step["threshold"]["value"] == pytest.approx(0.3)
+
+
+def test_the_ranking_is_that_of_predict(capsys):
+    arguments = PATHS["one node with fast links"][0]
+    found = case(capsys, *MODEL, *arguments)
+    predict.main([*MODEL, *arguments, "format=json"])
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    assert found["ranking"]["best"] == section["ranked"][0]
+    assert found["ranking"]["advice"] == section["advice"]
+    assert found["ranking"]["infeasible"] == len(section["infeasible"])
+
+
+def test_offload_says_what_the_cpu_must_hold(capsys):
+    found = case(capsys, *MODEL, *PATHS["one GPU that does not"][0])
+    (number,) = found["steps"][-1]["numbers"]
+    states = 16 * found["question"]["parameters"] / 2**30  # fp32: parameter, gradient, two moments
+    assert number["value"] == pytest.approx(states, rel=0.02)
+    way = found["leaf"]["ways"][0]
+    assert way["settings"]["strategy.cpu_offload"] == "true"
+    assert way["fits"]
+    assert way["best"]["tokens_per_second"] is None
+    assert "none is predicted to fit" in found["agreement"]
+    assert "does not compare" in found["agreement"]
+
+
+def test_it_says_why_not_where_the_ranking_contradicts_the_tree():
+    """Of FSDP alone, whatever else the suite has: with slow links two shards send less than four."""
+    typed = [*MODEL, *PATHS["one node with slow links"][0]]
+    (found,) = guide(read_question(typed, {}, CPU))
+    rows = [row for row in found.case.ranking.possible if row.config.strategy.name == "fsdp"]
+    alone = dataclasses.replace(found.case, ranking=Ranking(rows, found.case.ranking.infeasible))
+    ways = [each for each in found.ways if each.row is not None and each.row.config.strategy.name == "fsdp"]
+    agrees, said = agreement(alone, found.path, ways)
+    assert agrees is False
+    assert "FSDP2 hybrid (F=2)" in said
+    pattern = r"general advice of step 5 \(slow\): it waits for the network ([\d.]+) s per .* rather than ([\d.]+) s\."
+    longer, shorter = re.search(pattern, said).groups()  # type: ignore[union-attr]
+    named = max((each.row for each in ways if each.row), key=lambda row: row.tokens_per_second or 0)
+    for row, shown in ((named, longer), (rows[0], shorter)):
+        time = row.prediction.time
+        assert time is not None
+        assert 1000 * time.exposed_communication_s / row.tokens_per_step == pytest.approx(float(shown), rel=0.01)
+
+
+def test_hybrid_sharding_stays_within_a_node(capsys):
+    found = case(capsys, *MODEL, *PATHS["nodes with a slow network, no copy fits"][0])
+    (hybrid,) = (way for way in found["leaf"]["ways"] if way["name"].startswith("hybrid"))
+    assert hybrid["best"]["sharding_factor"] == 8 == found["question"]["gpus_per_node"]
+
+
+def test_a_page_for_every_number_of_gpus(capsys):
+    found = cases(capsys, *MODEL, *SHARDED, "gpus=1,4")
+    assert [each["leaf"]["name"] for each in found] == ["offload", "shard within the node"]
+
+
+def test_every_way_is_offered_with_commands_that_can_be_typed(capsys):
+    found = case(capsys, *MODEL, *PATHS["one node of GPUs that hold a copy"][0])
+    assert found["leaf"]["ways"][0]["name"] == "DDP"
+    for way in found["leaf"]["ways"]:
+        (point,) = read_request(way["run"].split()[3:], multirun=False, device=CPU).points
+        assert run_config(composed({**point, "mode": "predict"})).run_id == way["best"]["run_id"]
+        assert way["predict"].startswith("python -m bench.predict ")
+        assert "batch_size_per_gpu" not in way["predict"]
+
+
+def leaves_and_steps(place: Step | Leaf) -> Iterator[Step | Leaf]:
+    yield place
+    for branch in place.branches.values() if isinstance(place, Step) else ():
+        yield from leaves_and_steps(branch)
+
+
+def test_the_tree_is_complete():
+    """Every step has what answers it; every way can be composed, or is one that this version does not have."""
+    places = list(leaves_and_steps(TREE))
+    assert {place.key for place in places if isinstance(place, Step)} == set(ANSWERS)
+    for way in {way.name: way for place in places if isinstance(place, Leaf) for way in place.ways}.values():
+        if way.missing() is None:
+            composed(way.filled(gpus=16, per_node=8))
+        else:
+            assert way.missing() in {f"{key}={value}" for key, value in way.settings.items()}
+
+
+def test_every_strategy_has_its_line():
+    typed = {word for name in NAMES for each in name.typed for word in each.split()}
+    assert {f"strategy={name}" for name in groups()["strategy"]} <= typed
+    assert all(name.here or name.instead for name in NAMES)
+    for name in NAMES:
+        absent = [each for each in name.typed if each.startswith("strategy=") and each[9:] not in groups()["strategy"]]
+        assert all(f"{each} (not in this version)" in name.here for each in absent if " " not in each)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_page(width, capsys, monkeypatch):
+    monkeypatch.setattr(advise, "_console", lambda: Console(width=width))
+    arguments = PATHS["one node with fast links"][0]
+    code, out, err = asked(capsys, *MODEL, *arguments)
+    assert (code, err) == (0, "")
+    found = case(capsys, *MODEL, *arguments)
+    flowing = " ".join(out.split())
+    for step in found["steps"]:
+        assert f"{step['number']}. {step['question']} → {step['answer']} {step['because']}." in flowing
+    assert found["agreement"] in flowing
+    assert found["ranking"]["advice"] in flowing
+    assert found["leaf"]["advice"] in flowing
+    lines = out.splitlines()
+    commands = [line for line in lines if line.startswith("  python -m")]
+    assert [command.strip() for command in commands[:2]] == [
+        found["leaf"]["ways"][0][key] for key in ("run", "predict")
+    ]
+    assert all(len(line) <= width for line in lines if line not in commands)
+
+
+def test_on_a_processor_nothing_is_known_but_memory(capsys):
+    typed = ("model=gpt_tiny", "gpus=2", "sequence_length=64", "activation_checkpointing=none")
+    found = case(capsys, *typed, "hardware=auto")
+    assert found["question"]["hardware"] == "cpu"
+    fits = found["steps"][1]
+    assert (fits["answer"], fits["assumed"], fits["threshold"]["value"]) == ("yes", True, None)
+    assert found["agrees"] is None
+    assert "no time is predicted" in found["agreement"]
+    out = asked(capsys, *typed)[1]
+    assert "Does one process hold a whole copy" in out
+
+
+MISTAKES = {
+    "strategy=ddp": ("strategy=ddp", "the guide answers", "bench.predict strategy=ddp"),
+    "strategy.sharding_factor=2": ("strategy.sharding_factor=2", "the guide answers"),
+    "precision=bf16,fp16": ("precision=bf16,fp16", "one value"),
+    "batch_size_per_gpu=1,2": ("batch_size_per_gpu=1,2", "one value"),
+    "format=csv": ("format=csv", "text, json"),
+    "tokens=1e9": ("tokens ", "not a field"),
+    "gpus=0": ("gpus=0", "a whole number of at least 1"),
+    "gpus=12": ("gpus=12", "gpus_per_node=8"),
+    "hardware=h100": ("hardware=h100", "a100_80gb, auto"),
+    "precision=tf32": ("precision=tf32",),
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_earns_one_sentence(typed, capsys):
+    code, out, err = asked(capsys, typed)
+    assert (code, out) == (2, ""), err
+    assert len(err.splitlines()) == 1, err
+    for part in MISTAKES[typed]:
+        assert part in err
+
+
+def test_names(capsys):
+    code, out, _ = asked(capsys, "names")
+    assert code == 0
+    for name in NAMES:
+        assert name.name.split(",")[0] in out
