@@ -101,6 +101,7 @@ class RunConfig:
             valid = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
             raise bad_value("gpus", self.gpus, valid, ImpossibleError)
         self.model.check_sequence_length(self.sequence_length)
+        self.strategy.check_model(self.model, self.sequence_length)
         self.strategy.check_device(self.hardware.device)
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
