@@ -117,6 +117,11 @@ class RunConfig:
         return max(1, self.gpus // self.gpus_per_node)
 
     @property
+    def sequences_per_rank(self) -> int:
+        """Of a micro-batch: more than `batch_size_per_gpu` where several ranks work on the same sequences."""
+        return self.batch_size_per_gpu * self.gpus // self.strategy.batch_share(0, self.gpus)[1]
+
+    @property
     def evidence(self) -> str:
         """What kind of statement the run's row is."""
         return MODES[self.mode]

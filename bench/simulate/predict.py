@@ -14,11 +14,12 @@ from bench.hardware import Hardware
 from bench.simulate import cache, memory, pace
 from bench.simulate.layout import layout_of
 from bench.simulate.machine import Machine
+from bench.simulate.network import Group
 from bench.simulate.prediction import Prediction, from_plain, to_plain
 from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, make_reel, pieces
 from bench.simulate.step import play_step
 from bench.simulate.tape import TapeKey, Trace, record, trace_from_plain, trace_to_plain
-from bench.strategies.plan import Plan, Setting
+from bench.strategies.plan import TENSOR, Plan, Setting
 
 WORTH_SHARING = 40
 """Runs, or traces times 10, from which on it pays to share the work among processes."""
@@ -70,7 +71,7 @@ def identity(config: RunConfig) -> str:
 
 def _predict_new(configs: list[RunConfig]) -> list[Prediction]:
     needed = {
-        (tape_key(config), size): None for config in configs for size in set(batches_for(config.batch_size_per_gpu))
+        (tape_key(config), size): None for config in configs for size in set(batches_for(config.sequences_per_rank))
     }
     _prepare_traces(list(needed))
     workers = os.cpu_count() or 1
@@ -121,7 +122,10 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
     """The machine after a step, and the plan that was followed."""
     key = tape_key(config)
     layout = layout_of(
-        config.model, getattr(config.strategy, "blocks_per_unit", None) or 1, config.precision.scales_loss
+        config.model,
+        getattr(config.strategy, "blocks_per_unit", None) or 1,
+        config.precision.scales_loss,
+        config.strategy.split(),
     )
     setting = Setting(
         units=layout.units,
@@ -133,14 +137,14 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
     )
     plan = config.strategy.plan(setting)
     machine = Machine(speed, timeline=timeline)
-    reel = _reel(key, batches_for(config.batch_size_per_gpu))
+    reel = _reel(key, batches_for(config.sequences_per_rank))
     machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
     plan.begin(machine)
     play_step(
         machine,
         plan,
         layout,
-        _scenes(key, config.batch_size_per_gpu, Speed(config.hardware)),
+        _scenes(key, config.sequences_per_rank, Speed(config.hardware), _tensor_group(config)),
         micro_batches=config.gradient_accumulation,
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
         update=pace.update_of(config, plan.updated if plan.is_timed else ()),
@@ -160,7 +164,13 @@ def tape_key(config: RunConfig) -> TapeKey:
         device=config.hardware.device,
         compile=config.compile,
         widens_outputs=config.strategy.widens_outputs(config.precision),
+        split=config.strategy.split(),
     )
+
+
+def _tensor_group(config: RunConfig) -> Group | None:
+    """Where the ranks are that share layers; None where layers are whole."""
+    return None if config.strategy.split() is None else pace.group_of(config, TENSOR)
 
 
 @functools.lru_cache(maxsize=256)
@@ -184,14 +194,21 @@ class Speed:
 
 
 @functools.lru_cache(maxsize=256)
-def _scenes(key: TapeKey, batch_size: int, speed: Speed) -> tuple[Scene, ...]:
-    """The reel's scenes at a batch size, with the time of everything on some hardware."""
+def _scenes(key: TapeKey, batch_size: int, speed: Speed, tensor: Group | None) -> tuple[Scene, ...]:
+    """The reel's scenes at a batch size, with the time of everything on some hardware.
+
+    Parameters
+    ----------
+    tensor: Group or None
+        Where the ranks are that share layers; None where layers are whole.
+    """
     reel = _reel(key, batches_for(batch_size))
     weight = reel.weight(batch_size)
     kernels = [kernels_at(strip, weight) for strip in reel.strips]
     seconds = pace.kernel_times(speed.hardware, key.precision, kernels)
-    lengths = layout_of(key.family, 1, key.precision.scales_loss).lengths
+    lengths = layout_of(key.family, 1, key.precision.scales_loss, key.split).lengths
+    exchange = pace.exchange_of(speed.hardware, key.precision, tensor)
     return tuple(
-        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each, lengths))
+        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each, lengths, exchange))
         for strip, each in zip(reel.strips, seconds, strict=True)
     )

@@ -13,17 +13,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from bench.simulate.cpu_memory import Sums, working_memory
 from bench.simulate.kernels import ATTENTION, BACKWARD_PRODUCTS, FORMATS, FORWARD_PRODUCTS, MATMUL, MEMORY
 
+DIVIDED = (DTensor, AsyncCollectiveTensor)
+"""Tensors that stand for others: of all ranks, or still on the way."""
+
 FORMAT_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OTHER = len(FORMATS) - 1
 
-NO_KERNEL = {"detach", "_unsafe_view", "alias", "empty", "empty_like", "empty_strided", "lift_fresh"}
+NO_KERNEL = {"detach", "_unsafe_view", "alias", "empty", "empty_like", "empty_strided", "lift_fresh", "wait_tensor"}
 """Operators that start no kernel, though their schema does not say that they are views."""
+
+COLLECTIVES = {
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+}
+"""Functional collectives of torch (namespace ``_c10d_functional``), and what they are."""
 
 ATTENTIONS = "attention"
 """What the names of fused attention operators have in common."""
@@ -45,16 +57,24 @@ class Recorder(TorchDispatchMode):
         Takes the number of bytes of a storage (negative when it is released) and a number that names the storage.
     launched: callable
         Takes a `Kernel`, the storages it reads and those it writes.
+    sent: callable
+        Takes the kind of a collective among ranks that share a layer and the bytes of the whole.
     on_cpu: bool
         Count the working memory of CPU kernels too.
     """
 
     def __init__(
-        self, changed: Callable[[int, int], None], launched: Callable[[Kernel, Uses, Uses], None], *, on_cpu: bool
+        self,
+        changed: Callable[[int, int], None],
+        launched: Callable[[Kernel, Uses, Uses], None],
+        sent: Callable[[str, int], None],
+        *,
+        on_cpu: bool,
     ) -> None:
         super().__init__()
         self._changed = changed
         self._launched = launched
+        self._sent = sent
         self._on_cpu = on_cpu
         self._sums = Sums()
         self._live: dict[int, tuple[int, int]] = {}
@@ -64,6 +84,8 @@ class Recorder(TorchDispatchMode):
         """Run the operator on fake tensors, then note what it made."""
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        if any(issubclass(each, DIVIDED) for each in types):
+            return NotImplemented  # they come again, as operators on this rank's part and collectives
         kwargs = kwargs or {}
         in_place = self._sums.in_place(func, args, sys._getframe(1))
         out = func(*args, **kwargs)
@@ -75,7 +97,9 @@ class Recorder(TorchDispatchMode):
             self._count += 1
             self._changed(size, self._count)
             self._changed(-size, self._count)
-        if is_kernel(func):
+        if func.namespace == "_c10d_functional" and (kind := COLLECTIVES.get(func._opname)):
+            self._sent(kind, max(map(_distinct_bytes, (*_tensors(args), *_tensors(out)))))
+        elif is_kernel(func):
             self._launched(describe(func, args, kwargs, out), self._uses((args, kwargs)), self._uses(out))
         return out
 
@@ -106,6 +130,7 @@ class Recorder(TorchDispatchMode):
         """Take no further notice of anything."""
         self._changed = lambda size, number: None
         self._launched = lambda kernel, reads, writes: None
+        self._sent = lambda kind, size: None
 
     def _release(self, key: int) -> None:
         size, number = self._live.pop(key)
