@@ -22,6 +22,9 @@ COLLECTIVES = (
 )
 """Of `torch.distributed`, those the strategies call; some were renamed from one version of torch to the next."""
 
+FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+"""Of ``torch.ops._c10d_functional``, what DTensors call: they return before they are done."""
+
 PATIENCE_S = 0.5
 """How long a collective may take to let go before it is left at that."""
 
@@ -34,15 +37,17 @@ def letting_go() -> Iterator[None]:
     its owner, that thread releases it, unseen, and the tensor would count as allocated for ever.
     """
     watching = [True]  # for those who keep what they find here, as DeepSpeed does
-    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    operators = torch.ops._c10d_functional
+    originals = [(dist, name, getattr(dist, name)) for name in COLLECTIVES if hasattr(dist, name)]
+    originals += [(operators, name, getattr(operators, name)) for name in FUNCTIONAL]
     try:
-        for name, original in originals.items():
-            setattr(dist, name, _letting_go(original, watching))
+        for where, name, original in originals:
+            setattr(where, name, _letting_go(_awaited(original) if where is operators else original, watching))
         yield
     finally:
         watching[0] = False
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        for where, name, original in originals:
+            setattr(where, name, original)
 
 
 def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callable[..., Any]:
@@ -55,11 +60,21 @@ def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callabl
         work = collective(*args, **kwargs)
         deadline = time.monotonic() + PATIENCE_S
         # Work that is returned is waited for, and held, by the caller.
-        while work is None and time.monotonic() < deadline:
+        while not isinstance(work, dist.Work) and time.monotonic() < deadline:
             if all(_holders(tensor) <= count for tensor, count in zip(tensors, before, strict=True)):
                 break
             time.sleep(0)
         return work
+
+    return call
+
+
+def _awaited(collective: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A functional collective that returns when it is done: what it was given is then nobody's but the caller's."""
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(collective(*args, **kwargs))
+        return result
 
     return call
 
