@@ -42,7 +42,8 @@ def letting_go() -> Iterator[None]:
     originals += [(operators, name, getattr(operators, name)) for name in FUNCTIONAL]
     try:
         for where, name, original in originals:
-            setattr(where, name, _letting_go(_awaited(original) if where is operators else original, watching))
+            collective = _Awaited(original) if where is operators else original
+            setattr(where, name, _letting_go(collective, watching))
         yield
     finally:
         watching[0] = False
@@ -60,7 +61,7 @@ def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callabl
         work = collective(*args, **kwargs)
         deadline = time.monotonic() + PATIENCE_S
         # Work that is returned is waited for, and held, by the caller.
-        while not isinstance(work, dist.Work) and time.monotonic() < deadline:
+        while (work is None or isinstance(work, torch.Tensor)) and time.monotonic() < deadline:
             if all(_holders(tensor) <= count for tensor, count in zip(tensors, before, strict=True)):
                 break
             time.sleep(0)
@@ -69,14 +70,17 @@ def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callabl
     return call
 
 
-def _awaited(collective: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+class _Awaited:
     """A functional collective that returns when it is done: what it was given is then nobody's but the caller's."""
 
-    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(collective(*args, **kwargs))
-        return result
+    def __init__(self, collective: Callable[..., torch.Tensor]) -> None:
+        self._collective = collective
+        self.default = collective.default  # type: ignore[attr-defined]
+        """Its overload, which some compare operators with."""
 
-    return call
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self._collective(*args, **kwargs))
+        return result
 
 
 def _holders(tensor: torch.Tensor) -> int:

@@ -124,6 +124,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     family = (None if blocks is None else key.family.shortened(blocks)) or key.family
     model = family.build()
     model.train()
+    checkpoint_blocks(family, model, key.activation_checkpointing)
     recording = _Recording(on_cpu=key.device == "cpu")
     with (
         split_over(key.split, family, model),
@@ -134,7 +135,6 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     ):
         _fill(model, family, key)
         names = local_names(family, model)
-        checkpoint_blocks(family, model, key.activation_checkpointing)
         recording.watch(family, model, names)
         if key.widens_outputs:
             model.register_forward_hook(_widen)
