@@ -23,6 +23,7 @@ FAMILIES = {
     "deepspeed": "DeepSpeed",
     "accelerate": "Accelerate",
     "lightning": "Lightning",
+    "tensor_parallel": "Tensor parallel",
 }
 KINDS = {
     "ddp": "DDP",

