@@ -59,15 +59,20 @@ def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callabl
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = [_holders(tensor) for tensor in tensors]
         work = collective(*args, **kwargs)
-        deadline = time.monotonic() + PATIENCE_S
-        # Work that is returned is waited for, and held, by the caller.
-        while (work is None or isinstance(work, torch.Tensor)) and time.monotonic() < deadline:
-            if all(_holders(tensor) <= count for tensor, count in zip(tensors, before, strict=True)):
-                break
-            time.sleep(0)
+        if work is None or isinstance(work, torch.Tensor):  # else it is waited for, and held, by the caller
+            _wait_until_let_go(tensors, before)
         return work
 
     return call
+
+
+def _wait_until_let_go(tensors: list[torch.Tensor], counts: list[int]) -> None:
+    """Wait until no more than so many hold each of the tensors."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if all(_holders(tensor) <= count for tensor, count in zip(tensors, counts, strict=True)):
+            break
+        time.sleep(0)
 
 
 class _Awaited:
@@ -80,6 +85,7 @@ class _Awaited:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self._collective(*args, **kwargs))
+        _wait_until_let_go([result], [_holders(torch.empty(0))])
         return result
 
 
