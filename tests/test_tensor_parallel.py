@@ -26,6 +26,7 @@ STEPS = ("sequence_length=32", "measurement.warmup_steps=2", "measurement.steps=
 SPLIT = ("strategy=tensor_parallel", "gpus=4", "batch_size_per_gpu=2")
 TWO = ("strategy.degree=2",)
 WHOLE = ("strategy.sequence_parallel=false",)
+BF16 = ("precision=bf16",)
 DDP = ("strategy.data_parallel=ddp",)
 
 RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
@@ -33,8 +34,8 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         SMALL_T5,
         {
             "tensor_parallel/4+sequence": (),
-            "tensor_parallel/2x2+fsdp": (*TWO, *WHOLE, "activation_checkpointing=selective"),
-            "tensor_parallel/2x2+sequence+ddp": (*TWO, *DDP, "activation_checkpointing=full"),
+            "tensor_parallel/2x2+ddp": (*TWO, *WHOLE, *DDP, "activation_checkpointing=selective"),
+            "tensor_parallel/2x2+sequence+fsdp": (*TWO, *BF16),
         },
     ),
     "gpt": (
@@ -42,9 +43,8 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         (*SMALL_GPT, "model.vocabulary_size=127"),
         {
             "tensor_parallel/4": WHOLE,
-            "tensor_parallel/2x2+sequence+fsdp": TWO,
-            "tensor_parallel/2x2+ddp": (*TWO, *WHOLE, *DDP),
-            "tensor_parallel/2x2+sequence+fsdp_hybrid": (*TWO, "strategy.sharding_factor=2"),
+            "tensor_parallel/2x2+sequence+fsdp": (*TWO, "activation_checkpointing=full"),
+            "tensor_parallel/2x2+sequence+ddp": (*TWO, *DDP),
         },
     ),
 }
@@ -55,36 +55,28 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
 def test_split_layers_compute_what_one_process_does_and_keep_what_is_predicted(execute: Execute, family: str) -> None:
     model, runs = RUNS[family]
     asked = {name: (*model, *STEPS, *SPLIT, *overrides) for name, overrides in runs.items()}
-    half = (*model, *STEPS, *SPLIT, *TWO, "precision=bf16")
-    single, mixed, *others = execute(
-        (*model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=8"), half, *asked.values()
-    )
+    alone = (*model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=8")
+    single, *others = execute(alone, *asked.values())
     for (name, overrides), found in zip(asked.items(), others, strict=True):
         assert found["status"] == "ok", found["error"]
         assert found["effective_strategy"] == name
-        assert found["losses"] == pytest.approx(single["losses"], rel=1e-5), name
+        assert found["mixed_precision"] == ("fsdp policy" if found["precision"] == "bf16" else "none")
+        rounding = 0.02 if found["precision"] == "bf16" else 1e-5
+        assert found["losses"] == pytest.approx(single["losses"], rel=rounding), name
         expected = predict(configuration(*overrides)).memory.allocated.value
-        assert found["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), name
+        assert found["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), name
     assert single["losses"][-1] < single["losses"][0] - 0.3
-    assert mixed["losses"] == pytest.approx(single["losses"], rel=0.02)
-    assert mixed["mixed_precision"] == "fsdp policy"
-    assert mixed["peak_allocated_bytes"] == pytest.approx(
-        predict(configuration(*half)).memory.allocated.value, rel=0.03
-    )
 
 
 @pytest.mark.slow
 def test_a_rehearsed_rank_keeps_its_part(execute: Execute) -> None:
-    runs = [
-        (*model, *STEPS, *SPLIT, *overrides, "mode=rehearse")
-        for model in (SMALL_T5, SMALL_GPT)
-        for overrides in ((), (*TWO, "gpus=64", "activation_checkpointing=full"))
-    ]
-    for overrides, alone in zip(runs, execute(*runs), strict=True):
-        assert alone["status"] == "ok", alone["error"]
-        expected = predict(configuration(*overrides)).memory.allocated.value
-        assert alone["peak_allocated_bytes"] == pytest.approx(expected, rel=0.001), overrides
-        assert all(0 < loss < 10 for loss in alone["losses"])  # means nothing, but is a number
+    many = ("gpus=64", *TWO, "batch_size_per_gpu=1", "activation_checkpointing=full")
+    run = (*SMALL_GPT, *STEPS, *SPLIT, *many, "mode=rehearse")
+    (alone,) = execute(run)
+    assert alone["status"] == "ok", alone["error"]
+    expected = predict(configuration(*run)).memory.allocated.value
+    assert alone["peak_allocated_bytes"] == pytest.approx(expected, rel=0.001)
+    assert all(0 < loss < 10 for loss in alone["losses"])  # means nothing, but is a number
 
 
 def test_a_fused_matrix_is_divided_part_by_part() -> None:
