@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self,
         changed: Callable[[int, int], None],
         launched: Callable[[Kernel, Uses, Uses], None],
-        sent: Callable[[str, int], None],
+        sent: Callable[[str, int], None] = lambda kind, size: None,
         *,
         on_cpu: bool,
     ) -> None:
