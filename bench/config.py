@@ -124,6 +124,7 @@ class RunConfig:
             valid = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
             raise bad_value("gpus", self.gpus, valid, ImpossibleError)
         self.model.check_sequence_length(self.sequence_length)
+        self.strategy.check_model(self.model, self.sequence_length)
         self.strategy.check_device(self.hardware.device)
         if self.precision.in_float8 and not self.strategy.takes_float8:
             raise ImpossibleError(
@@ -157,6 +158,17 @@ class RunConfig:
     def nodes(self) -> int:
         """Machines the ranks are spread over."""
         return max(1, self.gpus // self.gpus_per_node)
+
+    @property
+    def sequences_per_rank(self) -> int:
+        """Of a micro-batch, in one process: more than `batch_size_per_gpu` where several ranks work on the same
+        sequences, or one rank drives several devices."""
+        return self.batch_size_per_gpu * self.gpus // self.strategy.batch_share(0, self.gpus)[1]
+
+    @property
+    def sequences_per_device(self) -> int:
+        """Of those, what one device computes."""
+        return self.sequences_per_rank // self.devices_per_process
 
     @property
     def evidence(self) -> str:

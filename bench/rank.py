@@ -104,7 +104,7 @@ def run_rank(
         batches = micro_batches(
             config.model,
             num_micro_batches=config.gradient_accumulation,
-            batch_size=config.batch_size_per_gpu * config.gpus // shares,
+            batch_size=config.sequences_per_rank,
             sequence_length=config.sequence_length,
             share=share,
             shares=shares,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.advice.candidates import Candidates, candidates
+from bench.advice.candidates import Candidates, candidates, last_resort
 from bench.advice.question import Question
 from bench.advice.ranking import Ranking, rank
 from bench.advice.rules import Compared, compare_rules
@@ -60,12 +60,15 @@ def answer(question: Question, on_progress: Callable[[str], None] = lambda words
     sections = []
     for settings, found in asked:
         on_progress(f"{question.heading(settings)}: predicting {len(found.to_predict)} candidates")
-        sections.append(_section(settings, found))
+        sections.append(_section(settings, found, question))
     return Answer(sections, left_out)
 
 
-def _section(settings: Settings, found: Candidates) -> Section:
+def _section(settings: Settings, found: Candidates, question: Question) -> Section:
     ranking = rank(found.to_predict)
+    if not any(row.fits for row in ranking.possible):
+        more = last_resort(settings, question.knobs)
+        ranking = rank([*found.to_predict, *more]) if more else ranking
     reasons = {**found.impossible, **ranking.untold}
     rules = compare_rules(ranking.first)
     return Section(settings, advise(ranking.possible, ranking.infeasible), ranking, reasons, rules)

@@ -23,6 +23,8 @@ STRATEGIES = ("ddp", "fsdp")
 ON_ONE_GPU = ("single",)
 ALSO_PLAIN = ("fsdp1", "zero1")
 """Compared where only they have a knob that was set; strategies of other libraries come last."""
+WHERE_NOTHING_FITS = ("tensor_parallel",)
+"""Compared besides where nothing else fits: they make the largest layer smaller, at the price of waiting in each."""
 PRECISIONS = ("bf16", "fp16", "fp32")
 """The first that the GPU has a peak for is taken unless asked otherwise."""
 MOST_BEYOND_NODE = 8
@@ -86,6 +88,16 @@ def candidates(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Candida
     return found
 
 
+def last_resort(section: Settings, knobs: Mapping[str, Sequence[str]]) -> list[Candidate]:
+    """What is compared besides where nothing fits; nothing if the user has chosen a strategy or a knob of one."""
+    if any(key.partition(".")[0] == "strategy" for key in knobs):
+        return []
+    try:
+        return candidates(section, {**knobs, "strategy": WHERE_NOTHING_FITS}).to_predict
+    except ImpossibleError:
+        return []
+
+
 def _points(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Iterator[Settings]:
     """Settings of every combination."""
     values = composed(section)
@@ -97,9 +109,9 @@ def _points(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Iterator[S
         fields = composed({"strategy": strategy})["strategy"]
         axes = {**common, "strategy": [strategy]}
         factor, reshard = "strategy.sharding_factor", "strategy.reshard_after_forward"
-        if can_shard(fields):
+        if can_shard(fields) and "degree" not in fields:
             axes.setdefault(factor, [str(number) for number in sharding_factors(gpus, per_node)])
-        if "reshard_after_forward" in fields:
+        if "reshard_after_forward" in fields and "degree" not in fields:
             axes.setdefault(reshard, ["true", "false"])
         for combination in itertools.product(*axes.values()):
             settings = dict(zip(axes, combination, strict=True))

@@ -22,6 +22,9 @@ COLLECTIVES = (
 )
 """Of `torch.distributed`, those the strategies call; some were renamed from one version of torch to the next."""
 
+FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+"""Of ``torch.ops._c10d_functional``, what DTensors call: they return before they are done."""
+
 PATIENCE_S = 0.5
 """How long a collective may take to let go before it is left at that."""
 
@@ -34,15 +37,18 @@ def letting_go() -> Iterator[None]:
     its owner, that thread releases it, unseen, and the tensor would count as allocated for ever.
     """
     watching = [True]  # for those who keep what they find here, as DeepSpeed does
-    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    operators = torch.ops._c10d_functional
+    originals = [(dist, name, getattr(dist, name)) for name in COLLECTIVES if hasattr(dist, name)]
+    originals += [(operators, name, getattr(operators, name)) for name in FUNCTIONAL]
     try:
-        for name, original in originals.items():
-            setattr(dist, name, _letting_go(original, watching))
+        for where, name, original in originals:
+            collective = _Awaited(original) if where is operators else original
+            setattr(where, name, _letting_go(collective, watching))
         yield
     finally:
         watching[0] = False
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        for where, name, original in originals:
+            setattr(where, name, original)
 
 
 def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callable[..., Any]:
@@ -53,15 +59,34 @@ def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callabl
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = [_holders(tensor) for tensor in tensors]
         work = collective(*args, **kwargs)
-        deadline = time.monotonic() + PATIENCE_S
-        # Work that is returned is waited for, and held, by the caller.
-        while work is None and time.monotonic() < deadline:
-            if all(_holders(tensor) <= count for tensor, count in zip(tensors, before, strict=True)):
-                break
-            time.sleep(0)
+        if work is None or isinstance(work, torch.Tensor):  # else it is waited for, and held, by the caller
+            _wait_until_let_go(tensors, before)
         return work
 
     return call
+
+
+def _wait_until_let_go(tensors: list[torch.Tensor], counts: list[int]) -> None:
+    """Wait until no more than so many hold each of the tensors."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if all(_holders(tensor) <= count for tensor, count in zip(tensors, counts, strict=True)):
+            break
+        time.sleep(0)
+
+
+class _Awaited:
+    """A functional collective that returns when it is done: what it was given is then nobody's but the caller's."""
+
+    def __init__(self, collective: Callable[..., torch.Tensor]) -> None:
+        self._collective = collective
+        self.default = collective.default  # type: ignore[attr-defined]
+        """Its overload, which some compare operators with."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self._collective(*args, **kwargs))
+        _wait_until_let_go([result], [_holders(torch.empty(0))])
+        return result
 
 
 def _holders(tensor: torch.Tensor) -> int:

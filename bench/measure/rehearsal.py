@@ -114,9 +114,27 @@ class LoneGroup(dist.ProcessGroup):
             output.view(-1).copy_(whole.view(self._size, -1)[0])
         return _done([output])
 
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Done:
+        """The same of each pair: what DTensors call."""
+        for output, own in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, own)
+        return _done(outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Done:
+        """The same of each pair: what DTensors call."""
+        for output, whole in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, whole)
+        return _done(outputs)
+
     # As torch called them before 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
 
 def _done(tensors: list[torch.Tensor]) -> Done:

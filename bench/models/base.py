@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from bench import plugins
-from bench.errors import bad_value, require_at_least, require_choice
+from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
+from bench.models.division import Division
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,9 @@ class Family(ABC):
     imports: ClassVar[tuple[str, ...]] = ()
     """Modules worth importing once, before ranks are forked."""
 
+    divides: ClassVar[bool] = False
+    """Whether `division` says how tensor parallelism divides the layers."""
+
     def __post_init__(self) -> None:
         require_choice("model.attention", self.attention, ATTENTIONS)
         for field, value in vars(self).items():
@@ -153,9 +157,27 @@ class Family(ABC):
         """Bytes of the parameters that are stored in a format of their own, by their identity."""
         return {}
 
+    def divisible(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
+        """What tensor parallelism divides evenly among ranks: dimensions by the name of their field."""
+        return {}
+
+    def division(self, model: nn.Module, *, sequence_parallel: bool) -> Division:
+        """How tensor parallelism divides the layers of a model whose blocks may have been wrapped already.
+
+        Logits are divided over the vocabulary, hidden states between the layers over the sequence if
+        `sequence_parallel` says so.
+        """
+        raise ImpossibleError(f"model.family={self.family} does not say how its layers are divided among ranks.")
+
     def fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Linear layers whose result overflows in fp16, and which fp16 runs therefore keep in fp32."""
         return ()
+
+
+def dividing_families() -> list[str]:
+    """Names of the families whose layers tensor parallelism can divide."""
+    package = sys.modules[__package__]
+    return [name for name in plugins.names(package, Family) if load_family(name).divides]
 
 
 def load_family(name: str) -> type[Family]:

@@ -9,9 +9,19 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from bench.errors import ImpossibleError, bad_value, require_choice
 from bench.models.base import IGNORED, Batch, Family, FlopCount
+from bench.models.division import (
+    SEQUENCE,
+    ColwiseConv1D,
+    Division,
+    RowwiseConv1D,
+    first_argument_divided,
+    unwrapped,
+)
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 
@@ -34,6 +44,7 @@ class GPT(Family):
     same tanh approximation of elementary operators, eight kernels that read and write the widest tensor of a block."""
 
     imports: ClassVar[tuple[str, ...]] = ("transformers.models.gpt2.modeling_gpt2",)
+    divides: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,6 +132,38 @@ class GPT(Family):
         if not 2 <= sequence_length <= self.block_size:
             valid = f"a whole number from 2 to model.block_size={self.block_size}"
             raise bad_value("sequence_length", sequence_length, valid, ImpossibleError)
+
+    def divisible(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
+        """Heads, and the width of the feed-forward layer; the last rank's part of the vocabulary may be smaller."""
+        width = "model.intermediate_size" if self.intermediate_size else "4 x model.hidden_size"
+        sizes = {"model.num_heads": self.num_heads, width: self._intermediate}
+        return sizes | {"sequence_length": sequence_length} if sequence_parallel else sizes
+
+    def division(self, model: nn.Module, *, sequence_parallel: bool) -> Division:
+        """Attention by heads, of which one matrix holds query, key and value; the feed-forward layer by its width."""
+        found = Division()
+        hidden = SEQUENCE if sequence_parallel else Replicate()
+        for name, module in model.named_modules():
+            layer = name.rpartition(".")[2]
+            if layer == "wte":
+                found.styles.append((module, RowwiseParallel(input_layouts=Replicate())))
+            elif layer == "attn":
+                found.counts += [(module, attribute) for attribute in ("num_heads", "embed_dim", "split_size")]
+            elif layer in ("c_attn", "c_fc"):
+                found.styles.append((module, ColwiseConv1D(input_layouts=hidden)))
+                if layer == "c_attn":
+                    found.fused |= {f"{unwrapped(name)}.{parameter}": 3 for parameter, _ in module.named_parameters()}
+            elif layer == "c_proj":
+                found.styles.append((module, RowwiseConv1D(output_layouts=hidden)))
+            elif layer in ("ln_1", "ln_2", "ln_f") and sequence_parallel:
+                found.styles.append((module, SequenceParallel()))
+            elif layer == "lm_head":
+                logits = ColwiseParallel(input_layouts=hidden, output_layouts=Shard(-1), use_local_output=False)
+                found.styles.append((module, logits))
+        if sequence_parallel:
+            for blocks in self.block_lists(model):
+                found.styles.append((blocks[0], first_argument_divided(4)))
+        return found
 
     @property
     def _intermediate(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -47,6 +48,8 @@ class Materializer:
         }
         self._done: dict[str, nn.Parameter] = {}
         self._keep_on_cpu = False
+        self.arrange: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole
+        """Puts a whole parameter, drawn by its name, into the order in which it is sharded."""
 
     def model(self, model: nn.Module, *, keep_on_cpu: bool = False) -> None:
         """Fill every parameter of `model` that is still on meta, whether whole or sharded (DTensor).
@@ -86,7 +89,8 @@ class Materializer:
                 whole.normal_(std=std, generator=self._generator(name))
             value = whole
             if isinstance(meta, DTensor):
-                value = distribute_tensor(whole, meta.device_mesh, meta.placements, src_data_rank=None)
+                arranged = self.arrange(name, whole)
+                value = distribute_tensor(arranged, meta.device_mesh, meta.placements, src_data_rank=None)
             value = value.cpu() if self._keep_on_cpu else value
             self._done[name] = nn.Parameter(value, requires_grad=meta.requires_grad)
         return self._done[name]

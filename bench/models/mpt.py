@@ -7,7 +7,7 @@ entropy that makes no copy of the logits in fp32. Nothing else differs that take
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,6 +20,8 @@ class MPT(GPT):
     """Shape of an MPT."""
 
     activation: str = "gelu"
+
+    divides: ClassVar[bool] = False  # its cross entropy takes whole logits
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy in the format of the logits, whose gradient is all that it allocates."""

@@ -9,9 +9,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from bench.errors import require_at_least
 from bench.models.base import Batch, Family, FlopCount
+from bench.models.division import SEQUENCE, Division, first_argument_divided
 
 DECODER_START = 0
 """T5 starts its decoder with the padding token."""
@@ -33,6 +42,7 @@ class T5(Family):
     dropout: float = 0.0
 
     imports: ClassVar[tuple[str, ...]] = ("transformers.models.t5.modeling_t5",)
+    divides: ClassVar[bool] = True
 
     def build(self) -> nn.Module:
         """`T5ForConditionalGeneration` on meta."""
@@ -127,6 +137,52 @@ class T5(Family):
     def check_sequence_length(self, sequence_length: int) -> None:
         """Relative positions have no upper limit."""
         require_at_least("sequence_length", sequence_length, 1)
+
+    def divisible(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
+        """Heads, and the width of the feed-forward layer; the last rank's part of the vocabulary may be smaller."""
+        sizes = {"model.num_heads": self.num_heads, "model.d_ff": self.d_ff}
+        if sequence_parallel:
+            sizes["sequence_length"] = sequence_length
+            if self.decoder_sequence_length is not None:
+                sizes["model.decoder_sequence_length"] = self.decoder_sequence_length
+        return sizes
+
+    def division(self, model: nn.Module, *, sequence_parallel: bool) -> Division:
+        """Attention by heads, their position biases with them; the feed-forward layer by its width.
+
+        The encoder's output is made whole once, for the cross-attention of all decoder blocks.
+        """
+        found = Division()
+        hidden = SEQUENCE if sequence_parallel else Replicate()
+        whole = Replicate()
+        for name, module in model.named_modules():
+            layer = name.rpartition(".")[2]
+            if layer in ("shared", "embed_tokens"):
+                found.styles.append((module, RowwiseParallel(input_layouts=whole)))
+            elif layer in ("SelfAttention", "EncDecAttention"):
+                # Once for query, key and value, so that their gradients are added up before they are sent.
+                found.styles.append((module, PrepareModuleInput(input_layouts=hidden, desired_input_layouts=whole)))
+                found.counts += [(module, "n_heads"), (module, "inner_dim")]
+            elif layer in ("q", "k", "v", "relative_attention_bias"):
+                found.styles.append((module, ColwiseParallel()))
+            elif layer == "wi":
+                found.styles.append((module, ColwiseParallel(input_layouts=hidden)))
+            elif layer in ("o", "wo"):
+                found.styles.append((module, RowwiseParallel(output_layouts=hidden)))
+            elif layer in ("layer_norm", "final_layer_norm") and sequence_parallel:
+                found.styles.append((module, SequenceParallel()))
+            if name == "encoder.final_layer_norm":
+                together = PrepareModuleOutput(
+                    output_layouts=hidden, desired_output_layouts=whole, use_local_output=False
+                )
+                found.styles.append((module, together))
+            if layer == "lm_head":
+                logits = ColwiseParallel(input_layouts=hidden, output_layouts=Shard(-1), use_local_output=False)
+                found.styles.append((module, logits))
+        if sequence_parallel:
+            for blocks in self.block_lists(model):
+                found.styles.append((blocks[0], first_argument_divided(6)))
+        return found
 
     def fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """The feed-forward output projections, which overflow in fp16."""

@@ -24,6 +24,7 @@ FAMILIES = {
     "deepspeed": "DeepSpeed",
     "accelerate": "Accelerate",
     "lightning": "Lightning",
+    "tensor_parallel": "Tensor parallel",
 }
 KINDS = {
     "ddp": "DDP",

@@ -87,6 +87,7 @@ COLOURS = {
     "lightning/ddp": "#8f3f00",
     "lightning/full_shard": "#004a75",
     "lightning/fsdp1_full_shard": "#8c5273",
+    "tensor_parallel": "#7f4fc9",  # at every degree
 }
 SPARE_COLOURS = ("#cc79a7", "#56b4e9", "#8a7a00", "#6b6b6b")
 MARKERS = ("o", "s", "D", "^", "v", "P", "<", ">", "p", "h", "*", "d")
@@ -129,11 +130,13 @@ def palette(variants: Iterable[Variant]) -> dict[str, Mark]:
     shades: dict[str, int] = {}
     spare: dict[str, str] = {}
     for position, item in enumerate(sorted(set(variants))):
-        if item.kind not in COLOURS:
-            spare.setdefault(item.kind, SPARE_COLOURS[len(spare) % len(SPARE_COLOURS)])
-        colour = COLOURS.get(item.kind) or spare[item.kind]
-        shade = shades.get(item.kind, 0)
-        shades[item.kind] = shade + 1
+        family = item.kind.partition("/")[0]
+        kind = family if family in COLOURS and item.kind not in COLOURS else item.kind
+        if kind not in COLOURS:
+            spare.setdefault(kind, SPARE_COLOURS[len(spare) % len(SPARE_COLOURS)])
+        colour = COLOURS.get(kind) or spare[kind]
+        shade = shades.get(kind, 0)
+        shades[kind] = shade + 1
         marks[item.label] = Mark(lighter(colour, min(0.25 * shade, 0.6)), MARKERS[position % len(MARKERS)])
     return marks
 

@@ -85,8 +85,10 @@ def full_trace(config: RunConfig) -> FullTrace:
     Raises
     ------
     ImpossibleError
-        For DDP, whose reducer lives in C++ and takes no fake tensors, and for compiled blocks.
+        For DDP, whose reducer lives in C++ and takes no fake tensors, for compiled blocks, and for split layers.
     """
+    if config.strategy.split() is not None:
+        raise ImpossibleError(f"strategy={config.strategy.name} cannot be traced in full: its layers are split.")
     if config.strategy.name == "ddp":
         raise ImpossibleError("strategy=ddp cannot be traced in full: its reducer takes no fake tensors.")
     if config.compile:
@@ -146,7 +148,7 @@ def _train(config: RunConfig, ledger: _Ledger) -> tuple[Engine, list[torch.Tenso
     batches = micro_batches(
         config.model,
         num_micro_batches=config.gradient_accumulation,
-        batch_size=config.batch_size_per_gpu * config.gpus // shares,
+        batch_size=config.sequences_per_rank,
         sequence_length=config.sequence_length,
         share=share,
         shares=shares,

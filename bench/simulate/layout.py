@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from bench.models import Family
+from bench.simulate.lone import split_over
 from bench.simulate.reel import INNER
 from bench.simulate.tape import LOSS, TRACED_BLOCKS, Place, local_names
 from bench.strategies.plan import Parameter, Unit
+from bench.strategies.split import Split
 
 ROOT, OUTPUT = "outside the blocks", "loss"
 
@@ -31,7 +33,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(family: Family, blocks_per_unit: int, scales_loss: bool) -> Layout:
+def layout_of(family: Family, blocks_per_unit: int, scales_loss: bool, split: Split | None = None) -> Layout:
     """The layout of a model.
 
     Parameters
@@ -40,8 +42,15 @@ def layout_of(family: Family, blocks_per_unit: int, scales_loss: bool) -> Layout
         Consecutive blocks whose parameters make one unit; units never span two lists.
     scales_loss: bool
         Whether the family's modules that overflow in fp16 keep fp32.
+    split: Split or None
+        Over how many ranks layers are split: parameters are then the first rank's.
     """
     model = (family.shortened(TRACED_BLOCKS) or family).build()
+    with split_over(split, family, model):
+        return _layout(family, model, blocks_per_unit, scales_loss)
+
+
+def _layout(family: Family, model: nn.Module, blocks_per_unit: int, scales_loss: bool) -> Layout:
     kept = {id(p) for module in family.fp32_modules(model) for p in module.parameters()} if scales_loss else set()
     fixed = family.stored_bytes(model)
     traced: dict[Place, dict[str, Parameter]] = {None: {}}

@@ -160,6 +160,21 @@ class Machine:
         self._parts[TEMPORARIES] += piece.net - piece.lasting_net
         if piece.kernels:
             self._run(kind, piece.seconds, piece.kernels)
+        if piece.communication:
+            self._exchange(piece.communication)
+
+    def _exchange(self, seconds: float) -> None:
+        """Ranks that share a layer exchange something; what is computed next waits for it."""
+        start = max(self.streams[COMPUTE], self.processor)
+        end = start + seconds
+        self.spent["launch"] += start - self.streams[COMPUTE]
+        self.spent["exposed"] += seconds
+        self.spent["communication"] += seconds
+        self.streams[COMPUTE] = end
+        if self._pace.launches_itself:
+            self.processor = end
+        if self._timeline is not None:
+            self._timeline.append(Span(COMPUTE, f"exchange {self.module}", "wait", start, end))
 
     def copy(self, name: str, size: float) -> None:
         """As `Device` says."""

@@ -61,10 +61,11 @@ def inputs_bytes(config: RunConfig, reel: Reel) -> float:
     """Of the micro-batches on a rank's device. On a CPU each rank's share is a view of the whole batch; a process that
     drives several devices has all their shares on the first."""
     base, slope = reel.inputs
-    size = base + slope * reel.weight(config.batch_size_per_gpu)
+    size = base + slope * reel.weight(config.sequences_per_device)
     if config.gradient_accumulation > 1:
         size = size / 2 * config.gradient_accumulation
-    return size * (config.gpus if config.hardware.device == "cpu" else config.devices_per_process)
+    shares = config.strategy.batch_share(0, config.gpus)[1]
+    return size * (shares if config.hardware.device == "cpu" else config.devices_per_process)
 
 
 def memory_of(config: RunConfig, machine: Machine, host_bytes: float = 0.0) -> MemoryPrediction:
@@ -151,4 +152,6 @@ def _outside(config: RunConfig) -> float:
     if speeds is None:
         return 0.0
     groups = 0 if config.gpus == 1 else 1 if config.strategy.factor in (1, config.gpus) else 3
+    if config.strategy.split() is not None:
+        groups += 1
     return (speeds.outside.context_gib + groups * speeds.outside.communicator_gib) * GIB

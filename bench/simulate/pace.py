@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from bench.simulate.memory import is_degraded
 from bench.simulate.network import Group, collective_seconds
 from bench.simulate.prediction import MemoryPrediction, Range, TimePrediction
 from bench.simulate.step import Update
-from bench.strategies.plan import REPLICAS, SHARDS
+from bench.strategies.plan import REPLICAS, SHARDS, TENSOR, WORLD
 from bench.training.optimizer import OptimizerConfig
 
 TIME_SHARE = 0.10
@@ -79,16 +79,29 @@ def is_known(hardware: Hardware, precision: Precision) -> bool:
 
 
 def group_of(config: RunConfig, name: str) -> Group:
-    """Where the ranks of one of a plan's groups are. Shards are neighbours; replicas are F ranks apart."""
+    """Where the ranks of one of a plan's groups are.
+
+    Ranks that share layers are neighbours, shards of what they have so many ranks apart; replicas are F ranks apart.
+    """
     ranks_per_node = min(config.gpus, config.gpus_per_node)
-    factor = config.strategy.factor
-    if name == SHARDS:
-        inside = min(factor, ranks_per_node)
-        return Group(factor, inside, ranks_per_node // inside)
-    if name == REPLICAS:
-        inside = max(1, ranks_per_node // factor)
-        return Group(config.gpus // factor, inside, ranks_per_node // inside)
-    return Group(config.gpus, ranks_per_node)
+    factor, split = config.strategy.factor, config.strategy.split()
+    degree = 1 if split is None else split.degree
+    ranks, apart = {
+        TENSOR: (degree, 1),
+        SHARDS: (factor // degree, degree),
+        REPLICAS: (config.gpus // factor, factor),
+        WORLD: (config.gpus // degree, degree),
+    }[name]
+    inside = min(ranks, max(1, ranks_per_node // apart))
+    return Group(ranks, inside, ranks_per_node // inside)
+
+
+def exchange_of(hardware: Hardware, precision: Precision, tensor: Group | None) -> Callable[[str, float], float]:
+    """Seconds of a collective, by kind and bytes, among ranks that share layers (None: there are none)."""
+    speeds = hardware.speeds
+    if tensor is None or speeds is None or not is_known(hardware, precision):
+        return lambda kind, size: 0.0
+    return lambda kind, size: collective_seconds(kind, size, tensor, speeds.links)
 
 
 def kernel_times(hardware: Hardware, precision: Precision, kernels: Sequence[Kernels]) -> list[Floats] | list[None]:

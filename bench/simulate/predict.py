@@ -14,11 +14,12 @@ from bench.hardware import Hardware
 from bench.simulate import cache, host, memory, one_process, pace
 from bench.simulate.layout import Layout, layout_of
 from bench.simulate.machine import Machine
+from bench.simulate.network import Group
 from bench.simulate.prediction import Prediction, from_plain, to_plain
 from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, make_reel, pieces
 from bench.simulate.step import play_step
 from bench.simulate.tape import TapeKey, Trace, record, trace_from_plain, trace_to_plain
-from bench.strategies.plan import Plan, Setting
+from bench.strategies.plan import TENSOR, Plan, Setting
 
 WORTH_SHARING = 40
 """Runs, or traces times 10, from which on it pays to share the work among processes."""
@@ -72,7 +73,7 @@ def _predict_new(configs: list[RunConfig]) -> list[Prediction]:
     needed = {
         (tape_key(config), size): None
         for config in configs
-        for batch in {config.batch_size_per_gpu, config.batch_size_per_gpu * config.devices_per_process}
+        for batch in {config.sequences_per_device, config.sequences_per_rank}
         for size in set(batches_for(batch))
     }
     _prepare_traces(list(needed))
@@ -125,14 +126,15 @@ def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
 def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machine, Plan]:
     """The machine after a step, and the plan that was followed."""
     key = tape_key(config)
-    reel = _reel(key, batches_for(config.batch_size_per_gpu))
+    reel = _reel(key, batches_for(config.sequences_per_device))
     plan = config.strategy.plan(_setting(config, reel))
     machine = Machine(host.with_transfers(config, speed), timeline=timeline)
     machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
-    scenes = _scenes(key, config.batch_size_per_gpu, Speed(config.hardware))
+    group = _tensor_group(config)
+    scenes = _scenes(key, config.sequences_per_device, Speed(config.hardware), group)
     if config.devices_per_process > 1:
-        whole = config.batch_size_per_gpu * config.devices_per_process
-        of_all = _scenes(key, whole, Speed(config.hardware))
+        whole = config.sequences_per_rank
+        of_all = _scenes(key, whole, Speed(config.hardware), group)
         scenes = one_process.of_first(scenes, of_all, config.devices_per_process)
     _play(config, machine, plan, scenes)
     return machine, plan
@@ -141,18 +143,18 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
 def _played_beside(config: RunConfig) -> Machine:
     """A device after the first of a process that drives several, its time left out."""
     key = tape_key(config)
-    reel = _reel(key, batches_for(config.batch_size_per_gpu))
+    reel = _reel(key, batches_for(config.sequences_per_device))
     plan = config.strategy.plan_beside_first(_setting(config, reel))
     assert plan is not None
     machine = Machine(pace.Pace())
-    scenes = _scenes(key, config.batch_size_per_gpu, Speed(config.hardware))
+    scenes = _scenes(key, config.sequences_per_device, Speed(config.hardware), _tensor_group(config))
     _play(config, machine, plan, one_process.of_other(scenes))
     return machine
 
 
 def _setting(config: RunConfig, reel: Reel) -> Setting:
     """What the strategy's plan is told of a run."""
-    weight = reel.weight(config.batch_size_per_gpu)
+    weight = reel.weight(config.sequences_per_device)
     return Setting(
         units=_layout(config).units,
         precision=config.precision,
@@ -167,7 +169,7 @@ def _setting(config: RunConfig, reel: Reel) -> Setting:
 
 def _layout(config: RunConfig) -> Layout:
     blocks_per_unit = getattr(config.strategy, "blocks_per_unit", None) or 1
-    return layout_of(config.trained, blocks_per_unit, config.precision.scales_loss)
+    return layout_of(config.trained, blocks_per_unit, config.precision.scales_loss, config.strategy.split())
 
 
 def _play(config: RunConfig, machine: Machine, plan: Plan, scenes: Sequence[Scene]) -> None:
@@ -195,7 +197,13 @@ def tape_key(config: RunConfig) -> TapeKey:
         device=config.hardware.device,
         compile=config.compile,
         widens_outputs=config.strategy.widens_outputs(config.precision),
+        split=config.strategy.split(),
     )
+
+
+def _tensor_group(config: RunConfig) -> Group | None:
+    """Where the ranks are that share layers; None where layers are whole."""
+    return None if config.strategy.split() is None else pace.group_of(config, TENSOR)
 
 
 @functools.lru_cache(maxsize=256)
@@ -219,14 +227,21 @@ class Speed:
 
 
 @functools.lru_cache(maxsize=256)
-def _scenes(key: TapeKey, batch_size: int, speed: Speed) -> tuple[Scene, ...]:
-    """The reel's scenes at a batch size, with the time of everything on some hardware."""
+def _scenes(key: TapeKey, batch_size: int, speed: Speed, tensor: Group | None) -> tuple[Scene, ...]:
+    """The reel's scenes at a batch size, with the time of everything on some hardware.
+
+    Parameters
+    ----------
+    tensor: Group or None
+        Where the ranks are that share layers; None where layers are whole.
+    """
     reel = _reel(key, batches_for(batch_size))
     weight = reel.weight(batch_size)
     kernels = [kernels_at(strip, weight) for strip in reel.strips]
     seconds = pace.kernel_times(speed.hardware, key.precision, kernels)
-    lengths = layout_of(key.family, 1, key.precision.scales_loss).lengths
+    lengths = layout_of(key.family, 1, key.precision.scales_loss, key.split).lengths
+    exchange = pace.exchange_of(speed.hardware, key.precision, tensor)
     return tuple(
-        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each, lengths))
+        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each, lengths, exchange))
         for strip, each in zip(reel.strips, seconds, strict=True)
     )

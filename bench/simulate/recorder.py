@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
@@ -20,14 +22,24 @@ from bench.simulate import quantised_products
 from bench.simulate.cpu_memory import Sums, working_memory
 from bench.simulate.kernels import ATTENTION, BACKWARD_PRODUCTS, FORMATS, FORWARD_PRODUCTS, MATMUL, MEMORY
 
+DIVIDED = (DTensor, AsyncCollectiveTensor)
+"""Tensors that stand for others: of all ranks, or still on the way."""
+
 FORMAT_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OTHER, FP8 = FORMATS.index("other"), FORMATS.index("fp8")
 
 IN_FP8 = "_scaled_mm"
 """The operator that multiplies matrices in FP8."""
 
-NO_KERNEL = {"detach", "_unsafe_view", "alias", "empty", "empty_like", "empty_strided", "lift_fresh"}
+NO_KERNEL = {"detach", "_unsafe_view", "alias", "empty", "empty_like", "empty_strided", "lift_fresh", "wait_tensor"}
 """Operators that start no kernel, though their schema does not say that they are views."""
+
+COLLECTIVES = {
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+}
+"""Functional collectives of torch (namespace ``_c10d_functional``), and what they are."""
 
 ATTENTIONS = "attention"
 """What the names of fused attention operators have in common."""
@@ -49,16 +61,24 @@ class Recorder(TorchDispatchMode):
         Takes the number of bytes of a storage (negative when it is released) and a number that names the storage.
     launched: callable
         Takes a `Kernel`, the storages it reads and those it writes.
+    sent: callable
+        Takes the kind of a collective among ranks that share a layer and the bytes of the whole.
     on_cpu: bool
         Count the working memory of CPU kernels too.
     """
 
     def __init__(
-        self, changed: Callable[[int, int], None], launched: Callable[[Kernel, Uses, Uses], None], *, on_cpu: bool
+        self,
+        changed: Callable[[int, int], None],
+        launched: Callable[[Kernel, Uses, Uses], None],
+        sent: Callable[[str, int], None] = lambda kind, size: None,
+        *,
+        on_cpu: bool,
     ) -> None:
         super().__init__()
         self._changed = changed
         self._launched = launched
+        self._sent = sent
         self._on_cpu = on_cpu
         self._sums = Sums()
         self._live: dict[int, tuple[int, int]] = {}
@@ -68,8 +88,8 @@ class Recorder(TorchDispatchMode):
         """Run the operator on fake tensors, then note what it made."""
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # of torchao's tensors, which do what they consist of themselves
+        if any(issubclass(each, DIVIDED) or is_traceable_wrapper_subclass_type(each) for each in types):
+            return NotImplemented  # they, and torchao's tensors, come again as operators on what they consist of
         kwargs = kwargs or {}
         in_place = self._sums.in_place(func, args, sys._getframe(1))
         out = func(*args, **kwargs)
@@ -85,7 +105,9 @@ class Recorder(TorchDispatchMode):
             self._count += 1
             self._changed(size, self._count)
             self._changed(-size, self._count)
-        if is_kernel(func):
+        if func.namespace == "_c10d_functional" and (kind := COLLECTIVES.get(func._opname)):
+            self._sent(kind, max(map(_distinct_bytes, (*_tensors(args), *_tensors(out)))))
+        elif is_kernel(func):
             self._launched(describe(func, args, kwargs, out), self._uses((args, kwargs)), self._uses(out))
         return out
 
@@ -116,6 +138,7 @@ class Recorder(TorchDispatchMode):
         """Take no further notice of anything."""
         self._changed = lambda size, number: None
         self._launched = lambda kernel, reads, writes: None
+        self._sent = lambda kind, size: None
 
     def _release(self, key: int) -> None:
         size, number = self._live.pop(key)

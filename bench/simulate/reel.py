@@ -6,7 +6,7 @@ where a dimension is 1, operators leave out copies that they make otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,22 @@ class Strip:
     none. The trace shows it for one inner block."""
     kernels: tuple[Kernels, Kernels]
     """At the first and the second of the traced batch sizes."""
+    collectives: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Ranks that share a layer exchange something, and computation waits for it."""
+
+    kernel: int
+    """Kernels of the segment started by then."""
+    kind: str
+    size: float
+    slope: float
+
+    def at(self, weight: float) -> float:
+        """Bytes of the whole at a batch size (see `Reel.weight`)."""
+        return self.size + weight * self.slope
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,8 @@ class Piece:
     """Parameter whose gradient is complete at the end."""
     gradients_at_peak: float = 0.0
     """Of `peak`, gradients that were completed before it within the piece."""
+    communication: float = 0.0
+    """Seconds in which nothing is computed, since ranks that share a layer exchange something; not in `seconds`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +127,7 @@ def make_reel(first: Trace, second: Trace, batches: tuple[int, int]) -> Reel:
         for index, (a, b) in enumerate(_aligned(first, second))
     )
     return Reel(
-        tuple(strip for strip in strips if len(strip.changes[0]) or len(strip.kernels[0])),
+        tuple(strip for strip in strips if len(strip.changes[0]) or len(strip.kernels[0]) or strip.collectives),
         (first.inputs_bytes, second.inputs_bytes - first.inputs_bytes),
         batches,
         (first.outputs_bytes, second.outputs_bytes - first.outputs_bytes),
@@ -130,6 +148,8 @@ def _aligned(first: Trace, second: Trace) -> Iterator[tuple[Segment, Segment]]:
             len(a.changes) == len(b.changes)
             and [kernel[0] for kernel in a.kernels] == [kernel[0] for kernel in b.kernels]
             and a.gradients == b.gradients
+            and [(event.kernel, event.kind) for event in a.collectives]
+            == [(event.kernel, event.kind) for event in b.collectives]
         )
         if not alike:
             raise ValueError(f"the model runs differently at different batch sizes, in {a.phase} of {a.place}")
@@ -154,6 +174,10 @@ def _strip(a: Segment, b: Segment, shared: Ints) -> Strip:
         lasting=(sizes * lasting, slopes * lasting),
         shared=shared,
         kernels=(kernels_of(a), kernels_of(b)),
+        collectives=tuple(
+            Collective(one.kernel, one.kind, one.size, other.size - one.size)
+            for one, other in zip(a.collectives, b.collectives, strict=True)
+        ),
     )
 
 
@@ -228,7 +252,13 @@ def kernels_at(strip: Strip, weight: float) -> Kernels:
     )
 
 
-def pieces(strip: Strip, weight: float, seconds: Floats | None, lengths: tuple[int, ...] = ()) -> tuple[Piece, ...]:
+def pieces(
+    strip: Strip,
+    weight: float,
+    seconds: Floats | None,
+    lengths: tuple[int, ...] = (),
+    exchange: Callable[[str, float], float] = lambda kind, size: 0.0,
+) -> tuple[Piece, ...]:
     """The pieces of a strip at a batch size.
 
     Parameters
@@ -239,6 +269,8 @@ def pieces(strip: Strip, weight: float, seconds: Floats | None, lengths: tuple[i
         Blocks per list of the whole model; none if that is what was traced.
     seconds: array or None
         Of each kernel; None where speeds are unknown.
+    exchange: callable
+        Seconds of a collective among ranks that share a layer: of its kind and its bytes.
     """
     copies = np.ones(len(strip.shared))
     for index, length in enumerate(lengths):
@@ -251,6 +283,7 @@ def pieces(strip: Strip, weight: float, seconds: Floats | None, lengths: tuple[i
         level, lasting_level = np.cumsum(changes[start:end]), np.cumsum(lasting[start:end])
         highest = int(np.argmax(level)) if end > start else 0
         has_peak = end > start and level[highest] > 0
+        is_last = number == len(strip.bounds) - 1
         result.append(
             Piece(
                 peak=float(level[highest]) if has_peak else 0.0,
@@ -260,6 +293,11 @@ def pieces(strip: Strip, weight: float, seconds: Floats | None, lengths: tuple[i
                 seconds=0.0 if seconds is None else float(seconds[kernel_start:kernel_end].sum()),
                 kernels=kernel_end - kernel_start,
                 gradient=strip.parameters[number] if number < len(strip.parameters) else None,
+                communication=sum(
+                    exchange(each.kind, each.at(weight))
+                    for each in strip.collectives
+                    if kernel_start <= each.kernel < kernel_end or (is_last and each.kernel == kernel_end)
+                ),
             )
         )
         start, kernel_start = end, kernel_end
@@ -289,6 +327,7 @@ def merged(pieces: Sequence[Piece], gradient_bytes: Sequence[float]) -> Piece:
         kernels=sum(piece.kernels for piece in pieces),
         gradient=None,
         gradients_at_peak=gradients_at_peak,
+        communication=sum(piece.communication for piece in pieces),
     )
 
 

@@ -23,8 +23,10 @@ from bench.models.blocks import checkpoint_blocks
 from bench.precision import Precision
 from bench.simulate.cuda_operators import operators_of
 from bench.simulate.fusion import Use, fused
+from bench.simulate.lone import split_over
 from bench.simulate.recorder import Kernel, Recorder, Uses
 from bench.strategies import Stepper
+from bench.strategies.split import Split
 from bench.training.engine import Engine
 
 TRACED_BLOCKS = 4
@@ -55,6 +57,20 @@ class TapeKey:
     """Blocks' kernels are fused."""
     widens_outputs: bool = False
     """The model's outputs are converted to fp32."""
+    split: Split | None = None
+    """Over how many ranks every layer is split."""
+
+
+@dataclass(frozen=True)
+class CollectiveEvent:
+    """Ranks that share a layer exchange something, and computation waits for it."""
+
+    kernel: int
+    """Kernels of the segment started by then."""
+    kind: str
+    """all-reduce, all-gather or reduce-scatter."""
+    size: int
+    """Bytes of the whole."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,7 @@ class Segment:
     """Bytes allocated (or, negative, released), and the storage's number."""
     kernels: list[Kernel] = field(default_factory=list)
     gradients: list[GradientEvent] = field(default_factory=list)
+    collectives: list[CollectiveEvent] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -112,11 +129,17 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     model = family.build()
     model.train()
     float8.convert(family, model, key.precision)
+    checkpoint_blocks(family, model, key.activation_checkpointing)
     recording = _Recording(on_cpu=key.device == "cpu")
-    with collector.at_rest(), FakeTensorMode(), operators_of(key.device), recording.recorder:
+    with (
+        split_over(key.split, family, model),
+        collector.at_rest(),
+        FakeTensorMode(),
+        operators_of(key.device),
+        recording.recorder,
+    ):
         _fill(model, family, key)
         names = local_names(family, model)
-        checkpoint_blocks(family, model, key.activation_checkpointing)
         recording.watch(family, model, names)
         if key.widens_outputs:
             model.register_forward_hook(_widen)
@@ -185,6 +208,7 @@ def trace_from_plain(plain: dict[str, Any]) -> Trace:
                 for name, kind, form, dims, flops, moved in each["kernels"]
             ],
             gradients=[GradientEvent(**event) for event in each["gradients"]],
+            collectives=[CollectiveEvent(**event) for event in each["collectives"]],
         )
         for each in plain["segments"]
     ]
@@ -210,7 +234,7 @@ class _Recording:
         self.segments: list[Segment] = []
         self._uses: list[list[Use]] = []
         self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
-        self.recorder = Recorder(self._changed, self._launched, on_cpu=on_cpu)
+        self.recorder = Recorder(self._changed, self._launched, self._sent, on_cpu=on_cpu)
         self._micro_batch = -1
         self._counting_inputs = False
 
@@ -280,6 +304,11 @@ class _Recording:
         if self.segments and not self._counting_inputs:
             self.segments[-1].kernels.append(kernel)
             self._uses[-1].append(Use(reads, writes))
+
+    def _sent(self, kind: str, size: int) -> None:
+        if self.segments and not self._counting_inputs:
+            segment = self.segments[-1]
+            segment.collectives.append(CollectiveEvent(len(segment.kernels), kind, size))
 
     def fuse(self) -> None:
         """Put the kernels of every block together as a compiler does."""

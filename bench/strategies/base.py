@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from bench import plugins
 from bench.errors import ImpossibleError, bad_value
@@ -19,6 +20,7 @@ from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.precision import Precision
 from bench.strategies.plan import Plan, Setting
+from bench.strategies.split import Split
 from bench.strategies.stepper import Stepper
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -40,6 +42,8 @@ class Job:
     """For frameworks that must be given model and optimizer together; others get it in `Strategy.optimizer`."""
     micro_batches: int = 1
     """Micro-batches whose gradients make one step."""
+    mesh: DeviceMesh | None = None
+    """For data parallelism within a larger mesh: the part of it that is its own, of dimensions replicas and shards."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,10 @@ class Strategy(ABC):
         """Whether something is."""
         return bool(self.offloaded)
 
+    def split(self) -> Split | None:
+        """Over how many ranks every layer of the resolved strategy's model is split; None where layers are whole."""
+        return None
+
     def batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
         """Which share of the global batch a rank of the resolved strategy works on, and how many shares there are.
 
@@ -146,6 +154,9 @@ class Strategy(ABC):
 
     def check(self, world_size: int) -> None:
         """Raise `ImpossibleError` where the resolved strategy makes no sense at this world size."""
+
+    def check_model(self, family: Family, sequence_length: int) -> None:
+        """Raise `ImpossibleError` where the resolved strategy cannot train this model on sequences of this length."""
 
     def check_device(self, device: str) -> None:
         """Raise `ImpossibleError` where a knob needs a device this is not (cpu or cuda)."""

@@ -121,6 +121,7 @@ class DDP(Strategy):
         job.materializer.model(model)
         wrapped = DistributedDataParallel(
             model,
+            process_group=None if job.mesh is None else job.mesh.get_group(),
             device_ids=[job.device.index] if job.device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_cap_mb,
             gradient_as_bucket_view=self.gradient_as_bucket_view,

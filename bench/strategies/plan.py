@@ -22,8 +22,9 @@ PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, REDUCED = "parameters", "gradients",
 GATHER, REDUCE, REPLICATE = "gather", "reduce", "replicate"
 """Streams that communicate beside the one that computes."""
 
-WORLD, SHARDS, REPLICAS = "world", "shards", "replicas"
-"""Groups of ranks: all of them; those that share one copy of the model; those that hold the same shard."""
+WORLD, SHARDS, REPLICAS, TENSOR = "world", "shards", "replicas", "tensor"
+"""Groups of ranks: all of them; those that share one copy of the model; those that hold the same shard; those that
+share every layer, of each of which the three others then have one rank."""
 
 
 STAY, ADDED, TOLD = "stay", "added", "told"

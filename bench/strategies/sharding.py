@@ -92,6 +92,8 @@ class ShardingStrategy(Strategy):
 
     def mesh(self, job: Job) -> DeviceMesh:
         """The mesh (W / F replicas, F shards), its dimensions named as hybrid sharding requires."""
+        if job.mesh is not None:
+            return job.mesh
         shape = (job.world_size // self.factor, self.factor)
         return init_device_mesh(job.device.type, shape, mesh_dim_names=("replicate", "shard"))
 

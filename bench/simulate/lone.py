@@ -1,0 +1,57 @@
+"""A process group that is there for its size alone, for models whose layers are split over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bench.models import Family
+from bench.strategies.split import Split, localize
+
+
+@contextlib.contextmanager
+def split_over(split: Split | None, family: Family, model: nn.Module) -> Iterator[None]:
+    """Split a model, which is on meta, as its first rank has it; within, it can be run with fake tensors.
+
+    Nothing happens to a model whose layers are whole (None).
+
+    Raises
+    ------
+    RuntimeError
+        If the process is a rank already.
+    """
+    if split is None:
+        yield
+        return
+    if dist.is_initialized():
+        raise RuntimeError("a model that is split is traced in a process group of its own, and there is one already")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=split.degree)
+    try:
+        split.divide(family, model, init_device_mesh("cpu", (split.degree,)))
+        localize(model)
+        with _shapes_unseen(), loss_parallel():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _shapes_unseen() -> Iterator[None]:
+    """Within, nobody sees the operators on whole tensors that DTensor asks for the shape of their results."""
+    ask = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(self: ShardingPropagator, schema: object) -> object:
+        with _disable_current_modes():
+            return ask(self, schema)  # type: ignore[arg-type]
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen):
+        yield

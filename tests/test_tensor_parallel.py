@@ -1,0 +1,208 @@
+"""Tensor parallelism: what it computes, what it keeps, what it sends, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from bench.errors import ImpossibleError
+from bench.models.division import Division
+from bench.simulate.layout import layout_of
+from bench.simulate.network import Group, collective_seconds
+from bench.simulate.pace import group_of
+from bench.simulate.predict import predict, tape_key
+from bench.simulate.tape import record
+from bench.strategies.plan import REPLICAS, SHARDS, TENSOR, WORLD
+from bench.strategies.split import Split
+from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+
+Execute = Callable[..., list[dict[str, Any]]]
+
+STEPS = ("sequence_length=32", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-2")
+SPLIT = ("strategy=tensor_parallel", "gpus=4", "batch_size_per_gpu=2")
+TWO = ("strategy.degree=2",)
+WHOLE = ("strategy.sequence_parallel=false",)
+BF16 = ("precision=bf16",)
+DDP = ("strategy.data_parallel=ddp",)
+
+RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    "t5": (
+        SMALL_T5,
+        {
+            "tensor_parallel/4+sequence": (),
+            "tensor_parallel/2x2+ddp": (*TWO, *WHOLE, *DDP, "activation_checkpointing=selective"),
+            "tensor_parallel/2x2+sequence+fsdp": (*TWO, *BF16),
+        },
+    ),
+    "gpt": (
+        # The vocabulary is divisible by nothing: the last rank has less of it.
+        (*SMALL_GPT, "model.vocabulary_size=127"),
+        {
+            "tensor_parallel/4": WHOLE,
+            "tensor_parallel/2x2+sequence+fsdp": (*TWO, "activation_checkpointing=full"),
+            "tensor_parallel/2x2+sequence+ddp": (*TWO, *DDP),
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", RUNS)
+def test_split_layers_compute_what_one_process_does_and_keep_what_is_predicted(execute: Execute, family: str) -> None:
+    model, runs = RUNS[family]
+    asked = {name: (*model, *STEPS, *SPLIT, *overrides) for name, overrides in runs.items()}
+    alone = (*model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=8")
+    single, *others = execute(alone, *asked.values())
+    for (name, overrides), found in zip(asked.items(), others, strict=True):
+        assert found["status"] == "ok", found["error"]
+        assert found["effective_strategy"] == name
+        assert found["mixed_precision"] == ("fsdp policy" if found["precision"] == "bf16" else "none")
+        rounding = 0.02 if found["precision"] == "bf16" else 1e-5
+        assert found["losses"] == pytest.approx(single["losses"], rel=rounding), name
+        expected = predict(configuration(*overrides)).memory.allocated.value
+        assert found["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), name
+    assert single["losses"][-1] < single["losses"][0] - 0.3
+
+
+@pytest.mark.slow
+def test_a_rehearsed_rank_keeps_its_part(execute: Execute) -> None:
+    many = ("gpus=64", *TWO, "batch_size_per_gpu=1", "activation_checkpointing=full")
+    run = (*SMALL_GPT, *STEPS, *SPLIT, *many, "mode=rehearse")
+    (alone,) = execute(run)
+    assert alone["status"] == "ok", alone["error"]
+    expected = predict(configuration(*run)).memory.allocated.value
+    assert alone["peak_allocated_bytes"] == pytest.approx(expected, rel=0.001)
+    assert all(0 < loss < 10 for loss in alone["losses"])  # means nothing, but is a number
+
+
+def test_a_fused_matrix_is_divided_part_by_part() -> None:
+    query, key, value = torch.arange(12.0).reshape(3, 1, 4)
+    fused = torch.cat([query, key, value], dim=-1)
+    arranged = Division(fused={"weight": 3}).arranged("weight", fused, 2)
+    for rank, mine in enumerate(arranged.chunk(2, dim=-1)):
+        expected = torch.cat([each.chunk(2, dim=-1)[rank] for each in (query, key, value)], dim=-1)
+        assert torch.equal(mine, expected)
+    assert Division().arranged("weight", fused, 2) is fused
+
+
+@pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
+def test_a_rank_has_its_share_of_every_layer(model: tuple[str, ...]) -> None:
+    config = configuration(*model, "strategy=single", "gpus=1")
+
+    def held(split: Split | None) -> dict[tuple[int, str], int]:
+        units = layout_of(config.model, 1, False, split).units
+        return {
+            (unit.index, parameter.name.replace("parametrizations.", "").replace(".original", "")): parameter.numel
+            for unit in units
+            for parameter in unit.parameters
+        }
+
+    whole, quarter = held(None), held(Split(4, sequence_parallel=True))
+    shared = {name for name in whole if quarter[name] == whole[name]}
+    assert all(quarter[name] * 4 == whole[name] for name in set(whole) - shared)
+    # Whole on every rank are layer norms, learned positions, and biases that are added after the parts are summed up.
+    assert all("norm" in name or "ln_" in name or "wpe" in name or "c_proj.bias" in name for _, name in shared)
+
+
+def collectives(config: Any) -> list[tuple[str, str, int]]:
+    trace = record(tape_key(config), config.sequences_per_device)
+    inside = [segment for segment in trace.segments if segment.place is not None and segment.place[0] >= 0]
+    return [(segment.phase, event.kind, event.size) for segment in inside for event in segment.collectives]
+
+
+def test_each_block_sends_what_megatron_says() -> None:
+    """Two all-reduces forward and two backward per block (Shoeybi et al. 2019, section 3); with sequence parallelism
+    an all-gather and a reduce-scatter for each of them (Korthikanti et al. 2022, section 4.2.2)."""
+    sizes = (*SMALL_GPT, "sequence_length=16", "strategy=tensor_parallel", "gpus=4", "batch_size_per_gpu=1")
+    whole, divided = configuration(*sizes, *WHOLE), configuration(*sizes)
+    hidden = 4 * 16 * 32 * 4  # sequences, tokens, hidden size, bytes
+    blocks = 2
+    sent = collectives(whole)
+    assert sent == [("forward", "all-reduce", hidden)] * 2 * blocks + [("backward", "all-reduce", hidden)] * 2 * blocks
+    sent = [each for each in collectives(divided) if each[2] == hidden]
+    for phase in ("forward", "backward"):
+        kinds = [kind for when, kind, _ in sent if when == phase]
+        assert kinds.count("all-gather") == kinds.count("reduce-scatter") == 2 * blocks
+
+
+def test_the_group_that_shares_layers_is_as_near_as_can_be() -> None:
+    run = (*SMALL_GPT, "cluster.gpus_per_node=8", "strategy=tensor_parallel", "gpus=32", "mode=predict")
+    config = configuration(*run, "strategy.degree=4", "strategy.sharding_factor=16", "hardware=h100_80gb")
+    assert group_of(config, TENSOR) == Group(4, 4, sharing=2)
+    assert group_of(config, SHARDS) == Group(4, 2, sharing=4)
+    assert group_of(config, REPLICAS) == Group(2, 1, sharing=8)
+    assert group_of(config, WORLD) == Group(8, 2, sharing=4)
+    assert [config.strategy.batch_share(rank, 32) for rank in (0, 3, 4, 31)] == [(0, 8), (0, 8), (1, 8), (7, 8)]
+
+
+def test_waiting_inside_blocks_is_part_of_the_step() -> None:
+    """What is exposed is at least what the collectives inside the blocks take, at the speed of the links."""
+    run = ("model=gpt_13b", "model.vocabulary_size=50304", "hardware=h100_80gb", "precision=bf16", "gpus=8")
+    split = (
+        *run,
+        "strategy=tensor_parallel",
+        "strategy.degree=8",
+        "sequence_length=2048",
+        "batch_size_per_gpu=1",
+        "mode=predict",
+    )
+    config = configuration(*split, *WHOLE)
+    time = predict(config).time
+    assert time is not None
+    size = 8 * 2048 * 5120 * 2
+    each = collective_seconds("all-reduce", size, Group(8, 8), config.hardware.speeds.links)  # type: ignore[union-attr]
+    in_blocks = 40 * 4 * each
+    assert in_blocks < time.exposed_communication_s < 1.5 * in_blocks
+    # Across machines everybody waits longer for the same.
+    far = predict(configuration(*split, *WHOLE, "cluster.gpus_per_node=4")).time
+    assert far is not None
+    assert far.exposed_communication_s > 1.5 * time.exposed_communication_s
+
+
+REFUSED = {
+    "degree=3": ((*SMALL_T5, "strategy.degree=3", "gpus=4"), "strategy.degree=3 .* gpus=4: 1, 2, 4"),
+    "degree=1": ((*SMALL_T5, "strategy.degree=1", "gpus=4"), "would split nothing: choose 2 or more"),
+    "one process": ((*SMALL_T5, "gpus=1"), "would split nothing: choose gpus=2 or more"),
+    "heads": ((*SMALL_T5, "gpus=8", "gpus_per_node=8"), "strategy.degree=8 .* model.num_heads=4.*: choose 2, 4"),
+    "sequence": ((*SMALL_GPT, "gpus=4", "sequence_length=30"), "strategy.degree=4 .* sequence_length=30.*: choose 2"),
+    "factor": ((*SMALL_T5, "gpus=4", *TWO, "strategy.sharding_factor=1"), "sharding_factor=1 .* a multiple of 2"),
+    "ddp": (
+        (*SMALL_T5, "gpus=4", *TWO, *DDP, "strategy.sharding_factor=4"),
+        "nothing further: choose auto or 2",
+    ),
+    "fp16": ((*SMALL_T5, "gpus=4", "precision=fp16"), "precision=fp16 .*gradient scaler.* Choose bf16 or fp32"),
+    "compile": ((*SMALL_T5, "gpus=4", "compile=true"), "compile=true .* Choose false"),
+    "dropout": ((*SMALL_T5, "gpus=4", "model.dropout=0.1"), "model.dropout=0.1 .* choose 0.0"),
+    "family": (("model=mpt_7b", "gpus=4"), "model.family=mpt .* choose a model of family gpt, mingpt, t5"),
+    "data": ((*SMALL_T5, "gpus=4", "strategy.data_parallel=zero"), "strategy.data_parallel=zero .* fsdp, ddp"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_sense_is_refused(name: str) -> None:
+    overrides, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=reason):
+        configuration("strategy=tensor_parallel", *overrides)
+
+
+def test_an_impossible_degree_leaves_a_run_out_of_a_sweep() -> None:
+    with pytest.raises(ImpossibleError):
+        configuration(*SMALL_T5, "strategy=tensor_parallel", "strategy.degree=3", "gpus=4")
+
+
+def test_tied_parameters_stay_tied_when_they_are_divided() -> None:
+    config = configuration(*SMALL_T5, "strategy=single", "gpus=1")
+    names = [parameter.name for parameter in layout_of(config.model, 1, False, Split(2, False)).units[0].parameters]
+    assert sum("shared" in name or "embed_tokens" in name or "lm_head" in name for name in names) == 1
+
+
+def test_a_model_is_as_it_was_after_it_has_been_traced() -> None:
+    """Splitting a model for a trace leaves nothing behind: no process group, no operators of divided losses."""
+    config = configuration(*SMALL_GPT, "strategy=tensor_parallel", "gpus=2", "batch_size_per_gpu=1")
+    record(tape_key(config), 2)
+    assert not torch.distributed.is_initialized()
+    assert torch.ops.aten._log_softmax.default not in DTensor._op_dispatcher._custom_op_handlers
