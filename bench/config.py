@@ -333,7 +333,7 @@ def run_config(raw: dict[str, Any]) -> RunConfig:
         "optimizer": OptimizerConfig,
         "hardware": Hardware,
         "measurement": Measurement,
-        "finetune": load_finetune(_name(raw, "finetune", "name")),
+        "finetune": load_finetune(str(raw["finetune"].get("name"))),
     }
     built = {key: _section(key, cls, raw[key]) for key, cls in sections.items()}
     scalars = _scalars(raw)

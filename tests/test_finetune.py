@@ -81,6 +81,7 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
     assert single["losses"][-1] < single["losses"][0] - 0.01
     assert single["losses"][-1] != pytest.approx(full["losses"][-1], rel=1e-3)
     assert single["peak_allocated_bytes"] < full["peak_allocated_bytes"]
+    assert single["environment"]["packages"]["peft"]
     assert runs["fsdp"]["effective_strategy"] == "fsdp/full_shard_lora"
     if "alone" in runs:
         assert runs["alone"]["peak_allocated_bytes"] == runs["fsdp"]["ranks"][0]["peak_allocated_bytes"]
@@ -179,6 +180,7 @@ REFUSED = [
     (("finetune=qlora",), "unless a layer's input is a multiple of 64 wide, and that of c_attn is 32"),
     (("finetune=qlora", "finetune.bits=3"), "finetune.bits=3 is not valid: choose 4, 8"),
     (("finetune=lora", "finetune.bits=4"), "finetune.bits is not a field of finetune=lora"),
+    (("finetune.name=3",), "finetune.name=3 is not valid: choose full, lora, qlora"),
     (("finetune=dora",), "finetune=dora is not valid: choose full, lora, qlora"),
 ]
 

@@ -26,6 +26,8 @@ PACKAGES = (
     "numpy",
     "triton",
     "deepspeed",
+    "peft",
+    "bitsandbytes",
     "accelerate",
     "lightning",
 )

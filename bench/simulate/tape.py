@@ -263,7 +263,7 @@ class _Recording:
     def _watch_block(self, block: nn.Module, place: tuple[int, int], *, is_last: bool) -> None:
         def before(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
             self._cut("forward", place)
-            if place[1] == 0 and inputs[0].requires_grad:  # not above an embedding that is frozen
+            if place[1] == 0 and inputs[0].requires_grad:  # above a frozen embedding there is no backward
                 inputs[0].register_hook(lambda _gradient: self._cut("backward", None))
 
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 BENCH = Path(__file__).resolve().parents[1]
 
-DECIDES = ("simulate", "strategies", "models", "training", "hardware", "precision.py")
+DECIDES = ("simulate", "strategies", "models", "finetune", "training", "hardware", "precision.py")
 """Code below ``bench`` that a prediction follows from. What it reads of ``conf`` is on the row."""
 
 PACKAGES = ("torch", "transformers")
