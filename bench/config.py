@@ -104,6 +104,7 @@ class RunConfig:
         self.strategy.check_device(self.hardware.device)
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
+        self.strategy.check_model(self.model, self.batch_size_per_gpu)
         self.strategy.check_step(
             Step(
                 self.gradient_accumulation, self.gradient_accumulation_sync, self.optimizer.keep_gradients, self.compile

@@ -29,14 +29,15 @@ KNOB_COLUMNS = {
 def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
     """The columns that come from what the ranks measured, or rank 0 alone rehearsed, all of them having ended well.
 
-    Memory is the maximum over ranks, a step's time that of its slowest rank, the loss the mean over ranks (each
-    has an equal share of the batch).
+    Memory is the maximum over ranks, a step's time that of its slowest rank, the loss the mean over ranks that know
+    it (each has an equal share of the batch).
     """
     samples = [outcome.samples for outcome in sorted(outcomes, key=lambda outcome: outcome.rank) if outcome.samples]
     steps = slowest_rank([sample.step_times_s for sample in samples])
     step_time_s = median(steps)
     low, high = median_interval(steps)
-    losses = [sum(losses) / len(losses) for losses in zip(*(sample.losses for sample in samples), strict=True)]
+    known = [sample.losses for sample in samples if sample.losses]  # of a pipeline, the ranks of the last stage
+    losses = [sum(losses) / len(losses) for losses in zip(*known, strict=True)]
     retries = sum(sample.peaks.alloc_retries for sample in samples)
     skipped = max(sample.skipped_steps for sample in samples)
     slowed_by_limit = config.hardware.device == "cpu" and config.hardware.memory_limit_gib is not None
@@ -59,7 +60,7 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
         "degraded": retries > 0 or skipped > 0 or slowed_by_limit,
         "setup_s": max(sample.setup_s for sample in samples),
         "exposed_communication": max(exposed, default=None),
-        "final_loss": losses[-1],
+        "final_loss": losses[-1] if losses else None,
         "losses": losses,
     }
 

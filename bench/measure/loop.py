@@ -15,6 +15,7 @@ from bench.measure.clock import step_clock
 from bench.measure.memory import OwnWork, Peaks, memory_probe
 from bench.measure.profiling import profile_step
 from bench.models import Batch
+from bench.strategies.stepper import Spans
 from bench.training.engine import Engine
 
 Build = Callable[[], tuple[Engine, Sequence[Batch]]]
@@ -28,13 +29,15 @@ class Samples:
     step_times_s: list[float]
     """One per timed step."""
     losses: list[float]
-    """One per step from the very first, this rank's share of the batch."""
+    """One per step from the very first, this rank's share of the batch; none on a rank that does not know it."""
     setup_s: float
     """From the start of the rank to the first timed step."""
     skipped_steps: int
     """Timed steps in which fp16 overflowed and the optimizer did nothing."""
     peaks: Peaks
     exposed_communication: float | None
+    busy: list[Spans] | None = None
+    """When this rank computed in each timed step, in seconds from the first one's beginning, where that was noted."""
 
 
 def measure(
@@ -65,7 +68,7 @@ def measure(
     own_work: callable
         Gives a context for work whose memory is not the run's.
     """
-    losses: list[torch.Tensor] = []
+    losses: list[torch.Tensor | None] = []
     probe = memory_probe(device, own_work)
     with probe.observe():
         engine, micro_batches = build()
@@ -92,6 +95,7 @@ def measure(
     gc.enable()
 
     peaks = probe.peaks()
+    busy = engine.stepper.busy(steps)
     exposed = None
     if profile and trace is not None:
         exposed = profile_step(lambda: engine.step(micro_batches), device, trace)
@@ -99,9 +103,10 @@ def measure(
         engine.step(micro_batches)
     return Samples(
         step_times_s=step_times_s,
-        losses=[loss.item() for loss in losses],
+        losses=[loss.item() for loss in losses if loss is not None],
         setup_s=setup_s,
         skipped_steps=engine.skipped_steps(scale_before),
         peaks=peaks,
         exposed_communication=exposed,
+        busy=busy,
     )

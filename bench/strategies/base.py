@@ -126,6 +126,9 @@ class Strategy(ABC):
     def check_optimizer(self, name: str, implementation: str) -> None:
         """Raise `ImpossibleError` where the strategy's parameters cannot be updated that way."""
 
+    def check_model(self, model: Family, batch_size_per_gpu: int) -> None:
+        """Raise `ImpossibleError` where the resolved strategy cannot train this model with this batch."""
+
     def check_step(self, step: Step) -> None:
         """Raise `ImpossibleError` where the strategy cannot carry out a step like this."""
 
