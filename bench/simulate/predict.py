@@ -6,22 +6,21 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 from bench.config import RunConfig
-from bench.hardware import Hardware
-from bench.simulate import cache, memory, pace
+from bench.simulate import cache, memory, pace, pipeline
 from bench.simulate.layout import layout_of
 from bench.simulate.machine import Machine
 from bench.simulate.prediction import Prediction, from_plain, to_plain
-from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, make_reel, pieces
+from bench.simulate.reel import Scene, batches_for, kernels_at, pieces
+from bench.simulate.stage_tape import StageKey
 from bench.simulate.step import play_step
-from bench.simulate.tape import TapeKey, Trace, record, trace_from_plain, trace_to_plain
+from bench.simulate.tape import TapeKey
+from bench.simulate.traces import Speed, prepare_traces, reel_of, worker_pool
 from bench.strategies.plan import Plan, Setting
 
 WORTH_SHARING = 40
-"""Runs, or traces times 10, from which on it pays to share the work among processes."""
+"""Runs from which on it pays to share the work among processes."""
 
 CHUNK = 32
 """Runs a process takes at a time."""
@@ -69,45 +68,27 @@ def identity(config: RunConfig) -> str:
 
 
 def _predict_new(configs: list[RunConfig]) -> list[Prediction]:
-    needed = {
-        (tape_key(config), size): None for config in configs for size in set(batches_for(config.batch_size_per_gpu))
-    }
-    _prepare_traces(list(needed))
+    prepare_traces(list({trace: None for config in configs for trace in _traces_for(config)}))
     workers = os.cpu_count() or 1
     if workers == 1 or len(configs) < WORTH_SHARING:
         return [_predicted(config) for config in configs]
     order = sorted(range(len(configs)), key=lambda index: repr((tape_key(configs[index]), configs[index].hardware)))
-    with _pool(workers) as pool:  # forked now, with all traces in memory
+    with worker_pool(workers) as pool:  # forked now, with all traces in memory
         made = pool.map(_predicted, [configs[index] for index in order], chunksize=CHUNK)
         return [prediction for _, prediction in sorted(zip(order, made, strict=True), key=lambda pair: pair[0])]
 
 
-def _pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=get_context("fork"))
-
-
-_traces: dict[tuple[TapeKey, int], Trace] = {}
-
-
-def _prepare_traces(needed: list[tuple[TapeKey, int]]) -> None:
-    """Have every trace in memory: those remembered, and the others made anew."""
-    absent = {repr(pair): pair for pair in needed if pair not in _traces}
-    for name, plain in cache.read("trace", absent).items():
-        _traces[absent.pop(name)] = trace_from_plain(plain)
-    if not absent:
-        return
-    workers = min(os.cpu_count() or 1, len(absent))
-    if workers > 1 and 10 * len(absent) >= WORTH_SHARING:
-        with _pool(workers) as pool:
-            made = list(pool.map(record, *zip(*absent.values(), strict=True)))
-    else:
-        made = [record(*pair) for pair in absent.values()]
-    _traces.update(zip(absent.values(), made, strict=True))
-    cache.write("trace", {name: trace_to_plain(trace) for name, trace in zip(absent, made, strict=True)})
+def _traces_for(config: RunConfig) -> list[tuple[TapeKey | StageKey, int]]:
+    """Tapes and batch sizes that a run's prediction is made from."""
+    if config.strategy.timetable is not None:
+        return pipeline.traces_for(config, tape_key(config))
+    return [(tape_key(config), size) for size in set(batches_for(config.batch_size_per_gpu))]
 
 
 def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
+    if config.strategy.timetable is not None:
+        return pipeline.predicted(config, tape_key(config), timeline=timeline)
     machine, plan = _played(config, pace.pace_of(config), timeline)
     found = memory.memory_of(config, machine)
     if not plan.is_timed:
@@ -133,7 +114,7 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
     )
     plan = config.strategy.plan(setting)
     machine = Machine(speed, timeline=timeline)
-    reel = _reel(key, batches_for(config.batch_size_per_gpu))
+    reel = reel_of(key, batches_for(config.batch_size_per_gpu))
     machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
     plan.begin(machine)
     play_step(
@@ -164,29 +145,9 @@ def tape_key(config: RunConfig) -> TapeKey:
 
 
 @functools.lru_cache(maxsize=256)
-def _reel(key: TapeKey, batches: tuple[int, int]) -> Reel:
-    _prepare_traces([(key, size) for size in dict.fromkeys(batches)])
-    return make_reel(_traces[key, batches[0]], _traces[key, batches[1]], batches)
-
-
-class Speed:
-    """Hardware as far as kernels' times depend on it: compared by its numbers, since it cannot be hashed itself."""
-
-    def __init__(self, hardware: Hardware) -> None:
-        self.hardware = hardware
-        self._numbers = repr((hardware.peak_tflops, hardware.memory_bandwidth_gb_s, hardware.speeds))
-
-    def __hash__(self) -> int:
-        return hash(self._numbers)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Speed) and self._numbers == other._numbers
-
-
-@functools.lru_cache(maxsize=256)
 def _scenes(key: TapeKey, batch_size: int, speed: Speed) -> tuple[Scene, ...]:
     """The reel's scenes at a batch size, with the time of everything on some hardware."""
-    reel = _reel(key, batches_for(batch_size))
+    reel = reel_of(key, batches_for(batch_size))
     weight = reel.weight(batch_size)
     kernels = [kernels_at(strip, weight) for strip in reel.strips]
     seconds = pace.kernel_times(speed.hardware, key.precision, kernels)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from bench.errors import ImpossibleError, bad_value
 from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.precision import Precision
+from bench.strategies.pipeline_plan import RankPlan, StageUnits
+from bench.strategies.pipeline_schedule import Timetable
 from bench.strategies.plan import Plan, Setting
 from bench.strategies.stepper import Stepper
 
@@ -101,6 +103,11 @@ class Strategy(ABC):
         return resolved
 
     @property
+    def timetable(self) -> Timetable | None:
+        """In which order a rank runs the stages of a pipeline; None where every rank runs the whole model."""
+        return None
+
+    @property
     def factor(self) -> int:
         """The sharding factor of a resolved strategy."""
         assert isinstance(self.sharding_factor, int), "resolve the strategy first"
@@ -168,6 +175,10 @@ class Strategy(ABC):
         raise ImpossibleError(
             f"strategy={self.name} states no plan, so it cannot be predicted: choose mode=measure, or give it a `plan`."
         )
+
+    def rank_plan(self, stages: Sequence[StageUnits], setting: Setting) -> RankPlan:
+        """What a rank of a pipeline holds and reduces for its stages: the plan of strategies that have a timetable."""
+        raise NotImplementedError(f"strategy={self.name} has no stages")
 
     def widens_outputs(self, precision: Precision) -> bool:
         """Whether the model's outputs are converted to fp32 as they leave it: by frameworks, before any loss."""

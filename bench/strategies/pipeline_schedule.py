@@ -47,7 +47,9 @@ class Timetable:
 
     @property
     def round_length(self) -> int:
-        """Micro-batches that an interleaved schedule sends through one of a rank's stages before it turns to the next."""
+        """Micro-batches that go through one of a rank's stages before it turns to the next: all, if it has only one."""
+        if self.virtual_stages == 1:
+            return self.micro_batches
         return self.micro_batches // max(1, self.micro_batches // self.ranks)
 
     def actions(self, rank: int) -> list[Action]:

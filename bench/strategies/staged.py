@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ from bench.models import Family
 from bench.precision import Precision
 from bench.strategies.base import Job, Step, Strategy
 from bench.strategies.pipeline_model import PipelinedModel, PipelineStepper, build_pipeline
+from bench.strategies.pipeline_plan import AlonePlan, RankPlan, ReplicatedPlan, ShardedStagePlan, StageUnits
 from bench.strategies.pipeline_schedule import Timetable
+from bench.strategies.plan import Setting
 from bench.strategies.stepper import Stepper
 
 BY_STAGES = "stages"
@@ -146,6 +149,12 @@ class StagedStrategy(Strategy):
                 f"gradient_accumulation={step.micro_batches} is not valid for strategy={self.name}, whose micro-batches "
                 "accumulate gradients already: choose 1, and a larger batch_size_per_gpu."
             )
+
+    def rank_plan(self, stages: Sequence[StageUnits], setting: Setting) -> RankPlan:
+        """Whole stages, with buckets, or shards of them."""
+        if self.data_parallel == "fsdp":
+            return ShardedStagePlan(stages, setting, setting.world_size // self.ranks)
+        return (ReplicatedPlan if self.data_parallel == "ddp" else AlonePlan)(stages, setting)
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """The stages of this rank."""
