@@ -36,8 +36,10 @@ class Samples:
     """Timed steps in which fp16 overflowed and the optimizer did nothing."""
     peaks: Peaks
     exposed_communication: float | None
-    busy: list[Spans] | None = None
-    """When this rank computed in each timed step, in seconds from the first one's beginning, where that was noted."""
+    busy_s: list[float] | None = None
+    """Seconds of each timed step in which this rank computed, where its strategy takes note of that."""
+    busy_spans_s: Spans | None = None
+    """When that was in the first timed step, in seconds from its beginning, if the run is profiled."""
 
 
 def measure(
@@ -108,5 +110,6 @@ def measure(
         skipped_steps=engine.skipped_steps(scale_before),
         peaks=peaks,
         exposed_communication=exposed,
-        busy=busy,
+        busy_s=[sum(end - start for start, end in spans) for spans in busy] if busy else None,
+        busy_spans_s=busy[0] if busy and profile else None,
     )

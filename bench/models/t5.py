@@ -179,9 +179,9 @@ class T5Stage(Stage):
 
     def forward(self, *handed_over: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """The encoder's hidden states; the decoder's and the encoder's output; or logits."""
-        *hidden, encoded = handed_over or (None,)
-        if len(self.encoder):
-            encoded = self._encode(encoded, inputs["input_ids"])
+        *hidden, received = handed_over or (None,)
+        encoded = self._encode(received, inputs["input_ids"]) if len(self.encoder) else received
+        assert encoded is not None
         if not len(self.decoder):
             return (encoded,)
         decoded = self._decode(hidden[0] if hidden else None, encoded, inputs["decoder_input_ids"])

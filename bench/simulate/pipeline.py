@@ -2,187 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from bench.config import RunConfig
-from bench.models.stages import cut
 from bench.simulate import memory, pace
-from bench.simulate.layout import layout_of
 from bench.simulate.machine import Machine, Pace
+from bench.simulate.pipeline_parts import Cast, casts_of
 from bench.simulate.pipeline_time import time_of
 from bench.simulate.prediction import Prediction
-from bench.simulate.reel import Piece, Scene, batches_for, kernels_at, merged, pieces, running_order
-from bench.simulate.stage_tape import Part, StageKey, handed_dtype, parts_of, small_stage, stage_names, traced
-from bench.simulate.tape import TRACED_BLOCKS, Place, TapeKey
-from bench.simulate.traces import Speed, reel_of
-from bench.strategies.pipeline_plan import RankPlan, StageUnits, gradients_of_stage
+from bench.simulate.tape import TapeKey
+from bench.strategies.pipeline_plan import RankPlan, gradients_of_stage
 from bench.strategies.pipeline_schedule import FORWARD, ONE_F_ONE_B, Action, Timetable
-from bench.strategies.plan import GRADIENTS, Parameter, Setting, Unit
+from bench.strategies.plan import GRADIENTS, Setting, Unit
 
 ACTIVATIONS = "activations"
-
-
-@dataclass(frozen=True)
-class Cast:
-    """One stage as it is played: its parameters, its scenes and what it exchanges with its neighbours."""
-
-    units: StageUnits
-    scenes: tuple[tuple[Scene, Unit, dict[str, Parameter]], ...]
-    """In order, with the unit and the parameters that each belongs to."""
-    received_bytes: float
-    """Of one micro-batch, from the stage before it; as many gradients go back."""
-    sent_bytes: float
-    """To the stage behind it."""
-    logits_bytes: float
-    """Of the last stage."""
-    inputs_bytes: float
-    """Tokens of one sequence."""
-
-    @functools.cached_property
-    def forward(self) -> Piece:
-        """All of it at once."""
-        scenes = [scene for scene, _, _ in self.scenes if scene.phase == FORWARD]
-        return merged([piece for scene in scenes for piece in scene.pieces], self._no_gradients(scenes))
-
-    def backward(self, plan: RankPlan, *, first: bool) -> tuple[Piece, float]:
-        """All of it at once, and the bytes of gradients that stay; in later micro-batches none are new."""
-        found, sizes = [], []
-        for scene, _, parameters in self.scenes:
-            if scene.phase == FORWARD:
-                continue
-            for piece in scene.pieces:
-                found.append(piece)
-                sizes.append(plan.stays(parameters[piece.gradient]) if first and piece.gradient is not None else 0.0)
-        return merged(found, sizes[:-1]), sum(sizes)
-
-    @staticmethod
-    def _no_gradients(scenes: Sequence[Scene]) -> list[float]:
-        return [0.0] * (sum(len(scene.pieces) for scene in scenes) - 1)
 
 
 def predicted(config: RunConfig, key: TapeKey, *, timeline: bool) -> Prediction:
     """Predict a run; memory is that of the rank that needs most."""
     timetable = config.strategy.timetable
     assert timetable is not None
-    casts = _casts(config, key, timetable)
-    plans = {rank: _plan(config, [casts[stage] for stage in timetable.stages_of(rank)]) for rank in _ranks(timetable)}
-    machines = [_played(config, timetable, casts, plans[rank], rank) for rank in _ranks(timetable)]
+    casts = casts_of(config, key, timetable)
+    ranks = range(timetable.ranks)
+    plans = [_plan(config, [casts[stage] for stage in timetable.stages_of(rank)]) for rank in ranks]
+    machines = [_played(config, timetable, casts, plans[rank], rank) for rank in ranks]
     found = memory.memory_of(config, max(machines, key=lambda machine: machine.peak.size))
     return Prediction(found, time_of(config, timetable, casts, plans, found, timeline=timeline))
-
-
-def _ranks(timetable: Timetable) -> range:
-    return range(timetable.ranks)
-
-
-def traces_for(config: RunConfig, key: TapeKey) -> list[tuple[StageKey, int]]:
-    """Tapes of stages, and the sizes of micro-batches at which they are needed."""
-    timetable = config.strategy.timetable
-    assert timetable is not None
-    keys = {StageKey(key, traced(parts)): None for parts in _parts(config, timetable)}
-    return [(each, size) for each in keys for size in set(batches_for(_sequences(config, timetable)))]
-
-
-def _sequences(config: RunConfig, timetable: Timetable) -> int:
-    """Of a micro-batch."""
-    return timetable.ranks * config.batch_size_per_gpu // timetable.micro_batches
-
-
-def _parts(config: RunConfig, timetable: Timetable) -> list[tuple[Part, ...]]:
-    lengths = layout_of(config.model, 1, False).lengths
-    return [parts_of(lengths, blocks) for blocks in cut(config.model.num_blocks or 0, timetable.num_stages)]
-
-
-def _casts(config: RunConfig, key: TapeKey, timetable: Timetable) -> list[Cast]:
-    size = _sequences(config, timetable)
-    blocks = cut(config.model.num_blocks or 0, timetable.num_stages)
-    itemsize = handed_dtype(key).itemsize
-
-    def handed(block: int) -> float:
-        shapes = config.model.handed_over(block, config.sequence_length)
-        return size * itemsize * sum(length * width for length, width in shapes)
-
-    found = []
-    for index, parts in enumerate(_parts(config, timetable)):
-        stage_key = StageKey(key, traced(parts))
-        counts = tuple(part.count for part in parts)
-        scenes = _scenes(stage_key, size, Speed(config.hardware), counts)
-        units, ordered = _arranged(index, stage_key, counts, scenes)
-        inputs = reel_of(stage_key, batches_for(size)).inputs
-        is_last = index == timetable.num_stages - 1
-        found.append(
-            Cast(
-                units,
-                ordered,
-                received_bytes=0.0 if index == 0 else handed(blocks[index].start),
-                sent_bytes=0.0 if is_last else handed(blocks[index].stop),
-                logits_bytes=_logits_bytes(config, key, size) if is_last else 0.0,
-                inputs_bytes=inputs[1] or inputs[0],
-            )
-        )
-    return found
-
-
-def _logits_bytes(config: RunConfig, key: TapeKey, sequences: int) -> float:
-    """From the FLOPs of the head: two per element of the logits and of the hidden states."""
-    shapes = config.model.handed_over(config.model.num_blocks or 0, config.sequence_length)
-    length, width = shapes[0]
-    vocabulary = config.model.flops_per_sequence(config.sequence_length).outside / (2 * length * width)
-    itemsize = config.precision.compute_dtype.itemsize
-    return sequences * length * vocabulary * itemsize
-
-
-@functools.lru_cache(maxsize=256)
-def _scenes(key: StageKey, size: int, speed: Speed, counts: tuple[int, ...]) -> tuple[Scene, ...]:
-    reel = reel_of(key, batches_for(size))
-    weight = reel.weight(size)
-    kernels = [kernels_at(strip, weight) for strip in reel.strips]
-    seconds = pace.kernel_times(speed.hardware, key.tape.precision, kernels)
-    return tuple(
-        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each, counts))
-        for strip, each in zip(reel.strips, seconds, strict=True)
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _members(key: StageKey) -> dict[Place, dict[str, Parameter]]:
-    """Parameters of the stage that is traced, by block."""
-    _, stage = small_stage(key.tape.family, key.parts)
-    names = stage_names(stage)
-    found: dict[Place, dict[str, Parameter]] = {None: {}}
-    for parameter in stage.parameters():
-        place, name = names[id(parameter)]
-        found.setdefault(place, {})[name] = Parameter(name, tuple(parameter.shape))
-    return found
-
-
-def _arranged(
-    index: int, key: StageKey, counts: tuple[int, ...], scenes: tuple[Scene, ...]
-) -> tuple[StageUnits, tuple[tuple[Scene, Unit, dict[str, Parameter]], ...]]:
-    """A stage at its true depth."""
-    members = _members(key)
-    root = Unit(-1, f"stage {index}", tuple(members[None].values()))
-    units: dict[Place, Unit] = {}
-    parameters: dict[Place, dict[str, Parameter]] = {}
-    for part, count in enumerate(counts):
-        for position in range(count):
-            place = (part, position)
-            parameters[place] = members[_stand_in(place, count)]
-            units[place] = Unit(len(units), f"stage {index}", tuple(parameters[place].values()))
-    ordered = tuple(
-        (scene, units.get(place, root), parameters.get(place, members[None]))
-        for scene, place in running_order(scenes, counts)
-    )
-    return StageUnits(index, (root, *units.values())), ordered
-
-
-def _stand_in(place: tuple[int, int], length: int) -> tuple[int, int]:
-    part, position = place
-    if length <= TRACED_BLOCKS or position < TRACED_BLOCKS - 1:
-        return place
-    return (part, TRACED_BLOCKS - 1 if position == length - 1 else TRACED_BLOCKS - 2)
 
 
 def _plan(config: RunConfig, casts: Sequence[Cast]) -> RankPlan:
@@ -230,8 +75,8 @@ def _played(config: RunConfig, timetable: Timetable, casts: Sequence[Cast], plan
 
 
 def _after_backward(machine: Machine, timetable: Timetable, cast: Cast) -> None:
-    """What the schedules of torch 2.13 still hold: GPipe and interleaved ones all that they sent until the step is over,
-    1F1B what it sent last, and the last stage's logits until the next micro-batch's are there."""
+    """What the schedules of torch 2.13 still hold: GPipe and interleaved ones all that they sent, until the step is
+    over; 1F1B what it sent last, and the last stage's logits until the next micro-batch's are there."""
     if timetable.schedule == ONE_F_ONE_B:
         machine.hold("sent", cast.received_bytes, ACTIVATIONS)
         machine.hold("logits", cast.logits_bytes, ACTIVATIONS)
@@ -251,7 +96,7 @@ def _numbered(timetable: Timetable, rank: int) -> Iterator[tuple[Action, int, bo
 def _play_backward(machine: Machine, plan: RankPlan, cast: Cast, number: int, *, last: bool) -> None:
     own = gradients_of_stage(cast.units)
     if not plan.tells(last=last):
-        piece, stays = _backward(cast, plan, number == 0)
+        piece, stays = cast.backward(plan, first=number == 0)
         machine.play(piece, "backward")
         if stays:
             machine.grow(own, stays, GRADIENTS)
@@ -271,12 +116,3 @@ def _play_backward(machine: Machine, plan: RankPlan, cast: Cast, number: int, *,
             plan.after_unit(machine, cast.units, inside)
     if last:
         plan.after_last_backward(machine, cast.units)
-
-
-def _backward(cast: Cast, plan: RankPlan, first: bool) -> tuple[Piece, float]:
-    """As `Cast.backward`, made once."""
-    made = cast.__dict__.setdefault("_backwards", {})
-    if first not in made:
-        made[first] = cast.backward(plan, first=first)
-    found: tuple[Piece, float] = made[first]
-    return found

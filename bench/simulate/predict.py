@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 
 from bench.config import RunConfig
-from bench.simulate import cache, memory, pace, pipeline
+from bench.simulate import cache, memory, pace, pipeline, pipeline_parts
 from bench.simulate.layout import layout_of
 from bench.simulate.machine import Machine
 from bench.simulate.prediction import Prediction, from_plain, to_plain
@@ -81,7 +81,7 @@ def _predict_new(configs: list[RunConfig]) -> list[Prediction]:
 def _traces_for(config: RunConfig) -> list[tuple[TapeKey | StageKey, int]]:
     """Tapes and batch sizes that a run's prediction is made from."""
     if config.strategy.timetable is not None:
-        return pipeline.traces_for(config, tape_key(config))
+        return pipeline_parts.traces_for(config, tape_key(config))
     return [(tape_key(config), size) for size in set(batches_for(config.batch_size_per_gpu))]
 
 

@@ -66,9 +66,7 @@ def parts_of(lengths: tuple[int, ...], blocks: range) -> tuple[Part, ...]:
 
 def traced(parts: tuple[Part, ...]) -> tuple[Part, ...]:
     """The stage that is traced in a stage's place: long lists are shortened."""
-    return tuple(
-        Part(part.index, min(part.count, TRACED_BLOCKS), part.at_start, part.at_end) for part in parts
-    )
+    return tuple(Part(part.index, min(part.count, TRACED_BLOCKS), part.at_start, part.at_end) for part in parts)
 
 
 def small_stage(family: Family, parts: tuple[Part, ...], checkpointing: str = "none") -> tuple[Family, Stage]:
@@ -166,4 +164,3 @@ def _autocast(tape: TapeKey) -> contextlib.AbstractContextManager[Any]:
     if tape.precision.mixed and tape.autocast:
         return torch.autocast("cpu", tape.precision.compute_dtype)
     return contextlib.nullcontext()
-

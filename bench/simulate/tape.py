@@ -225,6 +225,7 @@ class Recording:
 
     def watch_block(self, block: nn.Module, place: tuple[int, int], *, is_last: bool) -> None:
         """Cut where its forward and its backward begin, behind the last block of a list, and before the first."""
+
         def before(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
             self.cut("forward", place)
             if place[1] == 0 and inputs[0].requires_grad and not inputs[0].is_leaf:
@@ -245,6 +246,7 @@ class Recording:
 
     def completing(self, name: str) -> Callable[[torch.Tensor], None]:
         """A hook that notes a complete gradient, which then leaves the tape."""
+
         def complete(parameter: torch.Tensor) -> None:
             segment = self.segments[-1]
             segment.gradients.append(GradientEvent(len(segment.changes), len(segment.kernels), name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.strategies.pipeline_schedule import GPIPE, Timetable
-from bench.strategies.staged import ALONE, StagedStrategy
+from bench.strategies.staged import StagedStrategy, beside
 
 
 @dataclass(frozen=True)
@@ -20,4 +20,5 @@ class NaivePipeline(StagedStrategy):
 
     def effective(self, world_size: int) -> str:
         """Its name, and how copies of the model are kept together."""
-        return self.name if self.data_parallel in (None, ALONE) else f"{self.name}/{self.data_parallel}"
+        copies = beside(self.data_parallel)
+        return f"{self.name}/{copies}" if copies else self.name

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
 from bench.strategies.base import Strategy
 from bench.strategies.pipeline_schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, Timetable
-from bench.strategies.staged import StagedStrategy
+from bench.strategies.staged import StagedStrategy, beside
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,3 @@ class Pipeline(StagedStrategy):
     def effective(self, world_size: int) -> str:
         """The schedule, and how copies of the model are kept together."""
         return f"{self.name}/{self.schedule}{beside(self.data_parallel)}"
-
-
-def beside(data_parallel: str | None) -> str:
-    """What is added to a strategy's name where there are copies of the model: ``+ddp``."""
-    return f"+{data_parallel}" if data_parallel in ("ddp", "fsdp") else ""

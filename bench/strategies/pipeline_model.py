@@ -219,8 +219,8 @@ class PipelineStepper(Stepper):
         self._schedule: Any = None
         self._stopwatch = Stopwatch(model.device)
 
-    def run(self, engine: Engine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
-        """The schedule over the share of the batch; tied gradients are summed when it is done."""
+    def step(self, engine: Engine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
+        """The schedule over the share of the batch, the sums of tied gradients, and the update."""
         (batch,) = micro_batches
         if self._schedule is None:
             self._schedule = self._build(engine, batch)
@@ -229,6 +229,8 @@ class PipelineStepper(Stepper):
         self._schedule.step(target=batch.labels, losses=losses, return_outputs=False, **batch.inputs)
         for tie in self._model.ties:
             tie.sum_gradients()
+        engine.enter_phase("optimizer")
+        self.update()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     def update(self) -> None:
@@ -251,7 +253,7 @@ class PipelineStepper(Stepper):
             if stage == 0:
                 return ()
             shapes = model.family.handed_over(blocks[stage].start, length)
-            make = {"dtype": model.handed_dtype, "device": "meta", "requires_grad": True}
+            make: dict[str, Any] = {"dtype": model.handed_dtype, "device": "meta", "requires_grad": True}
             return tuple(torch.empty(sequences, *shape, **make) for shape in shapes)
 
         stages = []

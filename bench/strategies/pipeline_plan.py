@@ -1,8 +1,9 @@
 """What one rank of a pipeline holds from one micro-batch to the next, alone, under DDP and under FSDP.
 
-Read in torch 2.13 (``torch/distributed/pipelining/stage.py``): under DDP gradients accumulate as tensors of their own and
-are copied into the buckets in the last backward; under FSDP whole parameters stay from the first use of a stage until its
-last backward is over, and so do whole gradients, which are then reduced unit by unit, what lies outside the blocks first.
+Read in torch 2.13 (``torch/distributed/pipelining/stage.py``): under DDP gradients accumulate as tensors of their own,
+and are copied into the buckets in the last backward; under FSDP whole parameters stay from the first use of a stage
+until its last backward is over, and so do whole gradients, which are then reduced unit by unit, what lies outside the
+blocks first.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class StagedStrategy(Strategy):
         """Micro-batches of the schedule accumulate gradients; there are none beside them."""
         if step.micro_batches > 1:
             raise ImpossibleError(
-                f"gradient_accumulation={step.micro_batches} is not valid for strategy={self.name}, whose micro-batches "
-                "accumulate gradients already: choose 1, and a larger batch_size_per_gpu."
+                f"gradient_accumulation={step.micro_batches} is not valid for strategy={self.name}, whose micro-batches"
+                " accumulate gradients already: choose 1, and a larger batch_size_per_gpu."
             )
 
     def rank_plan(self, stages: Sequence[StageUnits], setting: Setting) -> RankPlan:
@@ -167,3 +167,8 @@ class StagedStrategy(Strategy):
         """The schedule carries out forward and backward."""
         assert isinstance(module, PipelinedModel)
         return PipelineStepper(module, optimizer, scaler, keep_gradients)
+
+
+def beside(data_parallel: str | None) -> str:
+    """What is added to a strategy's name where there are copies of the model: ``+ddp``."""
+    return f"+{data_parallel}" if data_parallel in DATA_PARALLEL else ""

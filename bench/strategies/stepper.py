@@ -32,8 +32,8 @@ class Stepper:
         self.scaler = scaler
         self._keep_gradients = keep_gradients
 
-    def run(self, engine: Engine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
-        """Forward and backward of all micro-batches: the engine's loop over them, one after the other.
+    def step(self, engine: Engine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
+        """One optimizer step: forward and backward of one micro-batch after the other, then the update.
 
         Returns
         -------

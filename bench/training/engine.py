@@ -56,13 +56,10 @@ class Engine:
             Mean loss of the micro-batches on this rank: a scalar on the device, not waited for. None where only other
             ranks know it.
         """
-        loss = self.stepper.run(self, micro_batches)
-        self.enter_phase("optimizer")
-        self.stepper.update()
-        return loss
+        return self.stepper.step(self, micro_batches)
 
     def one_by_one(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Forward and backward of each micro-batch in turn; their mean loss."""
+        """A step that runs forward and backward of each micro-batch in turn; their mean loss."""
         losses = []
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
@@ -75,6 +72,8 @@ class Engine:
                 self.enter_phase("backward")
                 self.stepper.backward(loss)
             losses.append(loss.detach())
+        self.enter_phase("optimizer")
+        self.stepper.update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def skipped_steps(self, scale_before: float) -> int:
