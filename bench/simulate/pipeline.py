@@ -51,18 +51,17 @@ def _played(config: RunConfig, timetable: Timetable, casts: Sequence[Cast], plan
     machine.hold("micro-batches", casts[0].inputs_bytes * sequences, ACTIVATIONS)
     plan.begin(machine)
     own = [casts[stage] for stage in timetable.stages_of(rank)]
+    plan.begin_step(machine, ahead=timetable.virtual_stages > 1)
     exchanged = sum(cast.received_bytes + cast.sent_bytes for cast in own)
     machine.hold("received", timetable.micro_batches * exchanged, ACTIVATIONS)
     for action, number, is_last in _numbered(timetable, rank):
         cast = casts[action.stage]
         machine.phase, machine.module = action.kind, f"stage {action.stage}"
         if action.kind == FORWARD:
-            if number == 0:
-                plan.before_forward(machine, cast.units)
-            machine.play(cast.forward, FORWARD)
+            _play_forward(machine, plan, cast, number)
             machine.release("logits")
         else:
-            _play_backward(machine, plan, cast, number, last=is_last)
+            _play_backward(machine, plan, cast, number, last=is_last, on_cpu=on_cpu)
             _after_backward(machine, timetable, cast)
     machine.release("sent")
     machine.release("logits")
@@ -93,7 +92,24 @@ def _numbered(timetable: Timetable, rank: int) -> Iterator[tuple[Action, int, bo
         yield action, number, number == timetable.micro_batches - 1
 
 
-def _play_backward(machine: Machine, plan: RankPlan, cast: Cast, number: int, *, last: bool) -> None:
+def _play_forward(machine: Machine, plan: RankPlan, cast: Cast, number: int) -> None:
+    if number > 0 or not plan.gathers:
+        machine.play(cast.forward, FORWARD)
+        return
+    inside: Unit | None = None
+    plan.before_unit(machine, cast.units, cast.units.units[0])
+    for scene, unit, _ in cast.scenes:
+        if scene.phase != FORWARD:
+            continue
+        if unit is not inside and not unit.is_root:
+            plan.before_unit(machine, cast.units, unit)
+        inside = unit
+        for piece in scene.pieces:
+            machine.play(piece, FORWARD)
+    plan.after_first_forward(machine, cast.units)
+
+
+def _play_backward(machine: Machine, plan: RankPlan, cast: Cast, number: int, *, last: bool, on_cpu: bool) -> None:
     own = gradients_of_stage(cast.units)
     if not plan.tells(last=last):
         piece, stays = cast.backward(plan, first=number == 0)
@@ -106,13 +122,20 @@ def _play_backward(machine: Machine, plan: RankPlan, cast: Cast, number: int, *,
             if scene.phase == FORWARD:
                 continue
             if inside is not None and unit is not inside:
-                plan.after_unit(machine, cast.units, inside)
+                _leave(machine, plan, cast, inside, adds=number > 0 and on_cpu)
             inside = unit
             for piece in scene.pieces:
                 machine.play(piece, "backward")
                 if piece.gradient is not None:
                     plan.gradient(machine, cast.units, unit, parameters[piece.gradient], first=number == 0)
         if inside is not None:
-            plan.after_unit(machine, cast.units, inside)
+            _leave(machine, plan, cast, inside, adds=number > 0 and on_cpu)
     if last:
         plan.after_last_backward(machine, cast.units)
+
+
+def _leave(machine: Machine, plan: RankPlan, cast: Cast, unit: Unit, *, adds: bool) -> None:
+    if adds:
+        machine.hold("converted", plan.added_bytes(unit), GRADIENTS)
+        machine.release("converted")
+    plan.after_unit(machine, cast.units, unit)

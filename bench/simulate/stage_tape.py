@@ -6,6 +6,7 @@ What a stage receives, activations and gradients, lies in buffers that are there
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,18 @@ from bench.models import Family
 from bench.models.blocks import checkpoint_blocks
 from bench.models.stages import Stage
 from bench.simulate.cuda_operators import operators_of
-from bench.simulate.tape import LOSS, TRACED_BLOCKS, Place, Recording, TapeKey, Trace, fill, order_releases
+from bench.simulate.tape import (
+    LOSS,
+    TRACED_BLOCKS,
+    GradientEvent,
+    Place,
+    Recording,
+    Segment,
+    TapeKey,
+    Trace,
+    fill,
+    order_releases,
+)
 
 SPARE_BLOCKS = 2
 """Beyond those that are traced: an inner stage needs a block before it and one behind."""
@@ -146,9 +158,24 @@ def record_stage(key: StageKey, batch_size: int) -> Trace:
         recording.recorder.close()
     if tape.compile:
         recording.fuse()
+    sizes = {name: parameter.nbytes for parameter, (_, name) in _named(stage)}
     for segment in recording.segments:
+        segment.gradients = [_when_released(segment, event, sizes[event.parameter]) for event in segment.gradients]
         order_releases(segment)
     return Trace(recording.segments, recording.inputs_bytes)
+
+
+def _when_released(segment: Segment, event: GradientEvent, size: int) -> GradientEvent:
+    """A gradient leaves the tape a moment after it is complete: no sooner is it the strategy's."""
+    following = segment.changes[event.position : event.position + 1]
+    if following and following[0][0] == -size:
+        return dataclasses.replace(event, position=event.position + 1)
+    return event
+
+
+def _named(stage: Stage) -> list[tuple[torch.Tensor, tuple[Place, str]]]:
+    names = stage_names(stage)
+    return [(parameter, names[id(parameter)]) for parameter in stage.parameters()]
 
 
 def _watch(recording: Recording, stage: Stage) -> None:

@@ -63,8 +63,17 @@ class RankPlan(ABC):
         device.hold("parameters", elements * self.itemsize, PARAMETERS)
         hold_optimizer(device, self.setting, self.updated)
 
-    def before_forward(self, device: Device, stage: StageUnits) -> None:
-        """A stage is about to run forward for the first time in this step."""
+    gathers = False
+    """Whether units are gathered, one by one, as the first micro-batch comes to them."""
+
+    def begin_step(self, device: Device, *, ahead: bool) -> None:
+        """A step begins; `ahead` says that the schedule gathers stages before it comes to them."""
+
+    def before_unit(self, device: Device, stage: StageUnits, unit: Unit) -> None:
+        """The first micro-batch of a step comes to a unit."""
+
+    def after_first_forward(self, device: Device, stage: StageUnits) -> None:
+        """The first micro-batch has left a stage."""
 
     def stays(self, parameter: Parameter) -> float:
         """Bytes of a gradient that stay when its first micro-batch is over, beyond what was there before."""
@@ -76,6 +85,10 @@ class RankPlan(ABC):
 
     def gradient(self, device: Device, stage: StageUnits, unit: Unit, parameter: Parameter, *, first: bool) -> None:
         """Where they are told of: one is complete."""
+
+    def added_bytes(self, unit: Unit) -> float:
+        """What a CPU needs for a moment to add a unit's gradients, one by one, to those of another format."""
+        return 0.0
 
     def after_unit(self, device: Device, stage: StageUnits, unit: Unit) -> None:
         """A block of a stage has run backward."""
@@ -137,6 +150,10 @@ class ReplicatedPlan(AlonePlan):
             device.grow(own, -size, GRADIENTS)
 
 
+GATHERED_AHEAD = 3
+"""Stages that torch's interleaved schedules have gathered at a time (``_add_unshard_reshard``)."""
+
+
 class ShardedStagePlan(RankPlan):
     """FSDP2 around each stage and each of its blocks, over so many copies."""
 
@@ -165,10 +182,29 @@ class ShardedStagePlan(RankPlan):
         if self.keeps:
             device.hold("gradient shards", sum(self.updated) * self.itemsize, GRADIENTS)
 
-    def before_forward(self, device: Device, stage: StageUnits) -> None:
-        """Gather every unit; a buffer lives until the next unit is copied out."""
-        for unit in stage.units:
-            device.hold(f"whole {stage.index} {unit.index}", self._whole(unit) * self._computed, GATHERED)
+    gathers = True
+
+    def begin_step(self, device: Device, *, ahead: bool) -> None:
+        """Stages that are gathered ahead arrive in buffers."""
+        for stage in self.stages[: GATHERED_AHEAD if ahead else 0]:
+            for unit in stage.units:
+                device.hold(f"buffer {stage.index} {unit.index}", self._whole(unit) * self._computed, GATHERED)
+
+    def before_unit(self, device: Device, stage: StageUnits, unit: Unit) -> None:
+        """Copy it out of the buffer, which lives until the next unit is copied out."""
+        size = self._whole(unit) * self._computed
+        name = f"buffer {stage.index} {unit.index}"
+        device.release(name)
+        device.hold(f"buffer {stage.index}", size, GATHERED)
+        device.hold(f"whole {stage.index} {unit.index}", size, GATHERED)
+
+    def after_first_forward(self, device: Device, stage: StageUnits) -> None:
+        """The last buffer goes."""
+        device.release(f"buffer {stage.index}")
+
+    def added_bytes(self, unit: Unit) -> float:
+        """The largest of them, converted."""
+        return max(parameter.numel for parameter in unit.parameters) * self._reduced if self._converts else 0.0
 
     def stays(self, parameter: Parameter) -> float:
         """Whole, in the format it is computed in, unless it is converted as soon as its unit is over."""
