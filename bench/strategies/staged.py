@@ -33,6 +33,9 @@ class StagedStrategy(Strategy):
 
     The world is a mesh of stages by copies, the stages outermost as in Megatron-LM: the ranks of one stage follow each
     other, and reduce gradients among themselves. All ranks of one copy work on the same sequences.
+
+    A rank that is rehearsed alone has the first stage (interleaved: the first of each round): other stages may need
+    more memory, the last one above all, which has the logits. A prediction is of the rank that needs most.
     """
 
     stages: int | str
