@@ -13,6 +13,9 @@ from bench.config import RunConfig
 from bench.errors import ImpossibleError, UsageError
 from bench.models.materialize import Materializer
 from bench.models.stages import cut
+from bench.reporting import style
+from bench.reporting.figures import idle
+from bench.reporting.table import prepare
 from bench.simulate.pipeline_clock import StageSeconds, idle_share, run
 from bench.simulate.predict import predict
 from bench.strategies.pipeline_model import Tie, tied
@@ -26,6 +29,7 @@ from bench.strategies.pipeline_schedule import (
     bubble_share,
 )
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.records_fixture import record
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -66,15 +70,15 @@ def test_stages_train_as_one_process_does_and_keep_what_is_predicted(execute: Ex
     asked = {kind: (*model, *STEPS, *knobs) for kind, knobs in kinds.items()}
     single, *records = execute((*model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=8"), *asked.values())
     assert single["losses"][-1] < single["losses"][0] - 0.01
-    for (kind, overrides), record in zip(asked.items(), records, strict=True):
-        assert record["status"] == "ok", (kind, record.get("error"))
-        assert record["effective_strategy"] == kind
-        assert record["losses"] == pytest.approx(single["losses"], rel=1e-5), kind
-        assert record["peak_allocated_bytes"] == pytest.approx(predicted(*overrides), rel=0.02), kind
-        assert 0.0 < record["bubble"] < 1.0
-        assert all(sum(rank["busy_s"]) < sum(rank["step_times_s"]) for rank in record["ranks"])
+    for (kind, overrides), row in zip(asked.items(), records, strict=True):
+        assert row["status"] == "ok", (kind, row.get("error"))
+        assert row["effective_strategy"] == kind
+        assert row["losses"] == pytest.approx(single["losses"], rel=1e-5), kind
+        assert row["peak_allocated_bytes"] == pytest.approx(predicted(*overrides), rel=0.02), kind
+        assert 0.0 < row["bubble"] < 1.0
+        assert all(sum(rank["busy_s"]) < sum(rank["step_times_s"]) for rank in row["ranks"])
         if kind == "naive_pipeline":  # one of two stages computes at a time; their optimizers together
-            assert record["bubble"] > 0.3
+            assert row["bubble"] > 0.3
 
 
 @pytest.mark.slow
@@ -317,3 +321,20 @@ def test_a_naive_pipeline_has_no_micro_batches_to_choose() -> None:
 def test_a_family_that_does_not_say_how_it_is_cut_is_refused() -> None:
     with pytest.raises(ImpossibleError, match=r"strategy=pipeline is not valid for model.family=tests.fake_model"):
         configuration("model=gpt_tiny", "model.family=tests.fake_model", *PIPELINE, "gpus=2")
+
+
+# The figure
+
+
+def test_a_profiled_pipeline_is_drawn_with_what_its_ranks_wait() -> None:
+    naive = record(strategy="naive_pipeline", effective_strategy="naive_pipeline", device="cpu")
+    for rank, spans in zip(naive["ranks"], ([[0.0, 0.1], [0.3, 0.6]], [[0.1, 0.3]]), strict=True):
+        rank |= {"busy_spans_s": spans, "step_times_s": [0.8]}
+    table = prepare([naive, record(device="cpu")])
+    with style.context():
+        (drawing,) = idle.section(table, style.palette(table["variant_key"])).drawings
+        nothing = idle.section(table.iloc[1:], style.palette(table["variant_key"]))
+    assert "Naive pipeline" in drawing.alt
+    assert "waits 50, 75 percent" in drawing.alt
+    # A page without pipelines says nothing about them.
+    assert (nothing.drawings, nothing.nothing) == ([], "")
