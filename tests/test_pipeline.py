@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from bench.advice.batches import BatchSearch
 from bench.config import RunConfig
 from bench.errors import ImpossibleError, UsageError
 from bench.models.materialize import Materializer
@@ -261,6 +263,18 @@ def test_1f1b_keeps_as_many_micro_batches_as_stages_and_gpipe_all() -> None:
     assert activations(GPIPE, 16) > 1.8 * activations(GPIPE, 8)
     assert activations(ONE_F_ONE_B, 16) < 1.5 * activations(ONE_F_ONE_B, 8)
     assert activations(ONE_F_ONE_B, 16) < activations(GPIPE, 16) / 2
+
+
+def test_what_a_stage_receives_is_cast_as_often_when_it_is_computed_again() -> None:
+    # A received tensor is a leaf, whose cast autocast would keep; selective checkpointing counts them.
+    run = (*SMALL_T5, *PIPELINE, "mode=predict", "gpus=2", "precision=bf16")
+    assert predicted(*run, "activation_checkpointing=selective") < predicted(*run)
+
+
+def test_batches_are_searched_in_steps_that_make_equal_micro_batches() -> None:
+    config = configuration(*GPT, *PIPELINE, "gpus=2", "batch_size_per_gpu=6", "strategy.micro_batches=6")
+    assert config.strategy.batch_unit == 3
+    assert BatchSearch(config).next == dataclasses.replace(config, batch_size_per_gpu=3)
 
 
 # What is refused

@@ -184,6 +184,8 @@ class T5Stage(Stage):
         assert encoded is not None
         if not len(self.decoder):
             return (encoded,)
+        if not len(self.encoder):
+            encoded = encoded.view_as(encoded)  # autocast keeps casts of leaves, and checkpointing then misses some
         decoded = self._decode(hidden[0] if hidden else None, encoded, inputs["decoder_input_ids"])
         return self._logits(decoded) if self._ends else (decoded, encoded)
 

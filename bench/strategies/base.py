@@ -121,6 +121,11 @@ class Strategy(ABC):
         """
         return rank, world_size
 
+    @property
+    def batch_unit(self) -> int:
+        """What the batch size per GPU of the resolved strategy must be a multiple of."""
+        return 1
+
     def check(self, world_size: int) -> None:
         """Raise `ImpossibleError` where the resolved strategy makes no sense at this world size."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,6 +98,11 @@ class StagedStrategy(Strategy):
         """One share per copy of the model."""
         copies = world_size // self.ranks
         return rank % copies, copies
+
+    @property
+    def batch_unit(self) -> int:
+        """So many that every micro-batch has as many sequences."""
+        return self.timetable.micro_batches // math.gcd(self.timetable.micro_batches, self.ranks)
 
     def check_model(self, model: Family, batch_size_per_gpu: int) -> None:
         """The family must say how to cut, and there must be a block and a sequence for everyone."""
