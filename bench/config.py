@@ -124,7 +124,7 @@ class RunConfig:
             valid = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
             raise bad_value("gpus", self.gpus, valid, ImpossibleError)
         self.model.check_sequence_length(self.sequence_length)
-        self.strategy.check_model(self.model, self.sequence_length)
+        self.strategy.check_model(self.model, self.batch_size_per_gpu, self.sequence_length)
         self.strategy.check_device(self.hardware.device)
         if self.precision.in_float8 and not self.strategy.takes_float8:
             raise ImpossibleError(

@@ -21,6 +21,7 @@ def predicted_row(config: RunConfig, prediction: Prediction) -> Record:
         "fit": memory.verdict,
         **({} if fits else {"oom_phase": _oom_phase(memory), "error": shortage(memory)}),
         **(_speed(config, prediction.time) if fits and prediction.time else {}),
+        **(_bubble(prediction.time) if fits and prediction.time and config.strategy.timetable is not None else {}),
         **_peaks(memory),
         "prediction": {"memory": _memory_parts(memory), "time": _time_parts(prediction.time)},
     }
@@ -51,6 +52,11 @@ def _speed(config: RunConfig, time: TimePrediction) -> Record:
         "limited_by": time.limited_by,
         "degraded": time.degraded,
     }
+
+
+def _bubble(time: TimePrediction) -> Record:
+    """Whatever is not spent computing: waiting for other stages, and for what they send."""
+    return {"bubble": 1 - (time.compute_s + time.optimizer_s) / time.step_s.value}
 
 
 def _peaks(memory: MemoryPrediction) -> Record:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
 from bench.config import RunConfig
 from bench.measure import environment
+from bench.measure.loop import Samples
 from bench.measure.rehearsal import BACKEND as REHEARSAL
 from bench.measure.statistics import median, median_interval, percentile, slowest_rank
 from bench.rank import Outcome, backend
@@ -29,14 +31,15 @@ KNOB_COLUMNS = {
 def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
     """The columns that come from what the ranks measured, or rank 0 alone rehearsed, all of them having ended well.
 
-    Memory is the maximum over ranks, a step's time that of its slowest rank, the loss the mean over ranks (each
-    has an equal share of the batch).
+    Memory is the maximum over ranks, a step's time that of its slowest rank, the loss the mean over ranks that know
+    it (each has an equal share of the batch).
     """
     samples = [outcome.samples for outcome in sorted(outcomes, key=lambda outcome: outcome.rank) if outcome.samples]
     steps = slowest_rank([sample.step_times_s for sample in samples])
     step_time_s = median(steps)
     low, high = median_interval(steps)
-    losses = [sum(losses) / len(losses) for losses in zip(*(sample.losses for sample in samples), strict=True)]
+    known = [sample.losses for sample in samples if sample.losses]  # of a pipeline, the ranks of the last stage
+    losses = [sum(losses) / len(losses) for losses in zip(*known, strict=True)]
     retries = sum(sample.peaks.alloc_retries for sample in samples)
     skipped = max(sample.skipped_steps for sample in samples)
     slowed_by_limit = config.hardware.device == "cpu" and config.hardware.memory_limit_gib is not None
@@ -59,9 +62,18 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
         "degraded": retries > 0 or skipped > 0 or slowed_by_limit,
         "setup_s": max(sample.setup_s for sample in samples),
         "exposed_communication": max(exposed, default=None),
-        "final_loss": losses[-1],
+        "bubble": _idle_share(samples),
+        "final_loss": losses[-1] if losses else None,
         "losses": losses,
     }
+
+
+def _idle_share(samples: Sequence[Samples]) -> float | None:
+    """Share of a step in which a rank computes nothing, mean over ranks and steps; None where nobody took note."""
+    noted = [(sample.busy_s, sample.step_times_s) for sample in samples if sample.busy_s is not None]
+    if not noted:
+        return None
+    return 1 - sum(sum(busy) / sum(steps) for busy, steps in noted) / len(noted)
 
 
 def speed_row(config: RunConfig, step_time_s: float) -> Record:
@@ -157,6 +169,8 @@ def rank_rows(outcomes: list[Outcome]) -> list[Record]:
                 for name, value in asdict(outcome.samples.peaks).items()
             }
             row |= {"step_times_s": outcome.samples.step_times_s, "setup_s": outcome.samples.setup_s, **peaks}
+            noted = {"busy_s": outcome.samples.busy_s, "busy_spans_s": outcome.samples.busy_spans_s}
+            row |= {name: value for name, value in noted.items() if value is not None}
         if outcome.error is not None:
             row |= {"error": outcome.error, "phase": outcome.phase}
         rows.append(row)

@@ -14,7 +14,7 @@ import pytest
 from bench.config import RunConfig, run_config
 from bench.errors import ImpossibleError
 from bench.planning.compose import composed
-from bench.simulate import cache
+from bench.simulate import cache, traces
 from bench.simulate import predict as predictor
 from bench.simulate.predict import predict, predict_all
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, PARTS, Prediction, from_plain, to_plain
@@ -44,8 +44,8 @@ def config(**settings: Any) -> RunConfig:
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(predictor, "_traces", {})
-    predictor._reel.cache_clear()
+    monkeypatch.setattr(traces, "_traces", {})
+    traces.reel_of.cache_clear()
     predictor._scenes.cache_clear()
     return tmp_path / "cache"
 
@@ -57,7 +57,7 @@ def test_a_prediction_is_made_once(empty_cache, monkeypatch):
     runs = [config(gpus=gpus) for gpus in (8, 16)]
     first = predict_all(runs)
     monkeypatch.setattr(predictor, "_predicted", None)
-    monkeypatch.setattr(predictor, "record", None)
+    monkeypatch.setattr(traces, "record", None)
     assert predict_all(runs) == first
     assert predict_all([runs[1], runs[0], runs[1]]) == [first[1], first[0], first[1]]
 

@@ -38,19 +38,24 @@ class BatchSearch:
     """Why there is no prediction."""
 
     @property
+    def unit(self) -> int:
+        """Sequences per GPU in which batches are counted here: all that are tried are multiples of it."""
+        return self.config.strategy.batch_unit
+
+    @property
     def next(self) -> RunConfig | None:
         """What to predict next, None when the answer is known."""
         known = self.unbounded or self.untold is not None
         size = None if known else self._next_size()
-        return None if size is None else dataclasses.replace(self.config, batch_size_per_gpu=size)
+        return None if size is None else dataclasses.replace(self.config, batch_size_per_gpu=size * self.unit)
 
     @property
     def largest(self) -> int | None:
-        """0 if not even one sequence fits; None if there is no limit or no prediction."""
-        return None if self.unbounded or self.untold is not None else max(self.fitting, default=0)
+        """0 if not even the smallest batch fits; None if there is no limit or no prediction."""
+        return None if self.unbounded or self.untold is not None else self.unit * max(self.fitting, default=0)
 
     def note(self, batch_size: int, memory: MemoryPrediction) -> None:
-        """Take the prediction of what was next."""
+        """Take the prediction of what was next, a batch of so many units."""
         self.capacity, self.unbounded = memory.capacity, memory.capacity is None
         self.tried[batch_size] = memory.reserved.value
         if memory.verdict == FITS:
@@ -93,5 +98,5 @@ def search_batches(configs: Sequence[RunConfig]) -> list[BatchSearch]:
             if isinstance(forecast, Untold):
                 search.untold = forecast
             else:
-                search.note(config.batch_size_per_gpu, forecast.memory)
+                search.note(config.batch_size_per_gpu // search.unit, forecast.memory)
     return searches

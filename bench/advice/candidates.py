@@ -109,7 +109,11 @@ def _points(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Iterator[S
         fields = composed({"strategy": strategy})["strategy"]
         axes = {**common, "strategy": [strategy]}
         factor, reshard = "strategy.sharding_factor", "strategy.reshard_after_forward"
-        if can_shard(fields) and "degree" not in fields:
+        if "stages" in fields:  # which decide the factor
+            axes.setdefault(
+                "strategy.stages", [str(number) for number in sharding_factors(gpus, per_node) if number > 1]
+            )
+        elif can_shard(fields) and "degree" not in fields:
             axes.setdefault(factor, [str(number) for number in sharding_factors(gpus, per_node)])
         if "reshard_after_forward" in fields and "degree" not in fields:
             axes.setdefault(reshard, ["true", "false"])

@@ -135,7 +135,7 @@ def rank(candidates: Sequence[Candidate]) -> Ranking:
     configs = [
         candidate.config
         if candidate.asked_batch or search.largest is None
-        else dataclasses.replace(candidate.config, batch_size_per_gpu=max(search.largest, 1))
+        else dataclasses.replace(candidate.config, batch_size_per_gpu=max(search.largest, search.unit))
         for candidate, search in zip(candidates, searches, strict=True)
     ]
     found = Ranking()

@@ -155,7 +155,7 @@ def _passes(engine: Engine, batches: Sequence[Batch]) -> None:
     """Forward and backward as in `Engine.step`, without the optimizer, which is timed by itself."""
     engine.module.zero_grad(set_to_none=True)
     (batch,) = batches
-    with engine._autocast():
+    with engine.autocast():
         logits = engine.module(**batch.inputs)["logits"]
     engine.loss(logits, batch.labels).backward()
 

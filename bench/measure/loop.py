@@ -15,6 +15,7 @@ from bench.measure.clock import step_clock
 from bench.measure.memory import OwnWork, Peaks, memory_probe
 from bench.measure.profiling import profile_step
 from bench.models import Batch
+from bench.strategies.stepper import Spans
 from bench.training.engine import Engine
 
 Build = Callable[[], tuple[Engine, Sequence[Batch]]]
@@ -28,13 +29,17 @@ class Samples:
     step_times_s: list[float]
     """One per timed step."""
     losses: list[float]
-    """One per step from the very first, this rank's share of the batch."""
+    """One per step from the very first, this rank's share of the batch; none on a rank that does not know it."""
     setup_s: float
     """From the start of the rank to the first timed step."""
     skipped_steps: int
     """Timed steps in which fp16 overflowed and the optimizer did nothing."""
     peaks: Peaks
     exposed_communication: float | None
+    busy_s: list[float] | None = None
+    """Seconds of each timed step in which this rank computed, where its strategy takes note of that."""
+    busy_spans_s: Spans | None = None
+    """When that was in the first timed step, in seconds from its beginning, if the run is profiled."""
 
 
 def measure(
@@ -65,7 +70,7 @@ def measure(
     own_work: callable
         Gives a context for work whose memory is not the run's.
     """
-    losses: list[torch.Tensor] = []
+    losses: list[torch.Tensor | None] = []
     probe = memory_probe(device, own_work)
     with probe.observe():
         engine, micro_batches = build()
@@ -93,6 +98,7 @@ def measure(
     gc.enable()
 
     peaks = probe.peaks()
+    busy = engine.stepper.busy(steps)
     exposed = None
     if profile and trace is not None:
         exposed = profile_step(lambda: engine.step(micro_batches), device, trace)
@@ -100,9 +106,11 @@ def measure(
         engine.step(micro_batches)
     return Samples(
         step_times_s=step_times_s,
-        losses=[loss.item() for loss in losses],
+        losses=[loss.item() for loss in losses if loss is not None],
         setup_s=setup_s,
         skipped_steps=engine.skipped_steps(scale_before),
         peaks=peaks,
         exposed_communication=exposed,
+        busy_s=[sum(end - start for start, end in spans) for spans in busy] if busy else None,
+        busy_spans_s=busy[0] if busy and profile else None,
     )

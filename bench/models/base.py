@@ -15,6 +15,7 @@ from torch import nn
 from bench import plugins
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
 from bench.models.division import Division
+from bench.models.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,22 @@ class Family(ABC):
         `sequence_parallel` says so.
         """
         raise ImpossibleError(f"model.family={self.family} does not say how its layers are divided among ranks.")
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Blocks between which the model can be cut into stages; None where the family does not say how."""
+        return None
+
+    def stage(self, model: nn.Module, blocks: range) -> Stage:
+        """The part of the model that runs some of its blocks, counted over all lists in the order they run.
+
+        It is made of the model's own blocks, and of modules over its own parameters.
+        """
+        raise NotImplementedError(f"family={self.family} has no stages")
+
+    def handed_over(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
+        """Shape, per sequence, of each tensor that a stage which begins with a block takes from the one before it."""
+        raise NotImplementedError(f"family={self.family} has no stages")
 
     def fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Linear layers whose result overflows in fp16, and which fp16 runs therefore keep in fp32."""

@@ -22,6 +22,7 @@ from bench.models.division import (
     first_argument_divided,
     unwrapped,
 )
+from bench.models.stages import Stage
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 
@@ -109,6 +110,19 @@ class GPT(Family):
             hidden = block(hidden, *rest, **kwargs)
         return hidden
 
+    @property
+    def num_blocks(self) -> int:
+        """As many as layers."""
+        return self.num_layers
+
+    def stage(self, model: nn.Module, blocks: range) -> Stage:
+        """The first stage embeds, the last one has the final norm and the head."""
+        return GPTStage(model, blocks)
+
+    def handed_over(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
+        """Hidden states."""
+        return ((sequence_length, self.hidden_size),)
+
     def flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Query, key, value, output and feed-forward products per token; scores over the full square.
 
@@ -168,6 +182,40 @@ class GPT(Family):
     @property
     def _intermediate(self) -> int:
         return self.intermediate_size or 4 * self.hidden_size
+
+
+class GPTStage(Stage):
+    """Some blocks of a `GPT2LMHeadModel`, called as `GPT2Model.forward` calls them."""
+
+    def __init__(self, model: nn.Module, blocks: range) -> None:
+        super().__init__()
+        transformer: Any = model.get_submodule("transformer")
+        self._config = transformer.config
+        self._embeds, self._ends = blocks.start == 0, blocks.stop == len(transformer.h)
+        if self._embeds:
+            self.wte, self.wpe, self.drop = transformer.wte, transformer.wpe, transformer.drop
+        self.h = nn.ModuleList(transformer.h[index] for index in blocks)
+        if self._ends:
+            self.ln_f, self.lm_head = transformer.ln_f, model.get_submodule("lm_head")
+        self.block_lists = (self.h,)
+
+    def forward(self, *handed_over: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """Hidden states, or logits."""
+        from transformers.masking_utils import create_causal_mask
+
+        tokens = inputs["input_ids"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        hidden = self.drop(self.wte(tokens) + self.wpe(positions)) if self._embeds else handed_over[0]
+        mask = create_causal_mask(
+            config=self._config,
+            inputs_embeds=hidden,
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+        )
+        for block in self.h:
+            hidden = block(hidden, None, mask, None, encoder_attention_mask=None, use_cache=False)
+        return self.lm_head(self.ln_f(hidden)) if self._ends else (hidden,)
 
 
 def _register_causal_sdpa() -> str:

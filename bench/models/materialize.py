@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 
@@ -46,10 +47,26 @@ class Materializer:
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
         }
+        self._parameters = {id(parameter): (parameter, name) for name, parameter in model.named_parameters()}
         self._done: dict[str, nn.Parameter] = {}
         self._keep_on_cpu = False
         self.arrange: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole
         """Puts a whole parameter, drawn by its name, into the order in which it is sharded."""
+
+    def of_part(self, part: nn.Module) -> Materializer:
+        """What fills a module that was made of the model's parameters: what it shares with others becomes its own."""
+        own = copy.copy(self)
+        own._names = {
+            (id(module), name): self._parameters[id(parameter)][1]
+            for module in part.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        own._done = {}
+        return own
+
+    def names(self, part: nn.Module) -> list[str]:
+        """The names that the whole model has for a part's parameters, while they are still on meta."""
+        return [self._parameters[id(parameter)][1] for parameter in part.parameters()]
 
     def model(self, model: nn.Module, *, keep_on_cpu: bool = False) -> None:
         """Fill every parameter of `model` that is still on meta, whether whole or sharded (DTensor).

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from bench.errors import require_at_least
 from bench.models.base import Batch, Family, FlopCount
 from bench.models.division import SEQUENCE, Division, first_argument_divided
+from bench.models.stages import Stage, twin
 
 DECODER_START = 0
 """T5 starts its decoder with the padding token."""
@@ -110,6 +111,20 @@ class T5(Family):
             hidden, bias, cross_bias = block(hidden, mask, bias, encoder_hidden, encoder_mask, cross_bias, **kwargs)
         return hidden, bias, cross_bias
 
+    @property
+    def num_blocks(self) -> int:
+        """The encoder's, then the decoder's."""
+        return self.num_encoder_layers + self.num_decoder_layers
+
+    def stage(self, model: nn.Module, blocks: range) -> Stage:
+        """Encoder and decoder begin with the embedding and end with a norm; the decoder ends with the head, too."""
+        return T5Stage(self, model, blocks)
+
+    def handed_over(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
+        """Hidden states of the encoder or, in the decoder, its own and behind them the encoder's output."""
+        source, target = (sequence_length, self.d_model), (self._decoder_length(sequence_length), self.d_model)
+        return (source,) if block <= self.num_encoder_layers else (target, source)
+
     def flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Encoder and decoder apart; the decoder's cross-attention projects the encoder's output.
 
@@ -190,3 +205,83 @@ class T5(Family):
 
     def _decoder_length(self, sequence_length: int) -> int:
         return self.decoder_sequence_length or sequence_length
+
+
+class T5Stage(Stage):
+    """Some blocks of a `T5ForConditionalGeneration`, called as `T5Stack.forward` calls them.
+
+    Stages that run decoder blocks hand the encoder's output on, through which its gradients come back. The position
+    bias, which the first block of encoder and decoder computes for all others, is computed again in every stage, from a
+    copy of its table.
+    """
+
+    def __init__(self, family: T5, model: nn.Module, blocks: range) -> None:
+        super().__init__()
+        whole: Any = model
+        self._family, self._configs = family, {"encoder": whole.encoder.config, "decoder": whole.decoder.config}
+        boundary, end = family.num_encoder_layers, family.num_blocks
+        encoder = range(blocks.start, min(blocks.stop, boundary))
+        decoder = range(max(blocks.start, boundary) - boundary, blocks.stop - boundary)
+        self._ends, self._scales = blocks.stop == end, whole.config.scale_decoder_outputs
+        self.dropout = nn.Dropout(family.dropout)
+        self.encoder = _first_with_bias(whole.encoder.block, encoder)
+        self.encoder_embedding = whole.encoder.embed_tokens if blocks.start == 0 else None
+        self.encoder_norm = whole.encoder.final_layer_norm if boundary - 1 in encoder else None
+        self.decoder = _first_with_bias(whole.decoder.block, decoder)
+        self.decoder_embedding = whole.decoder.embed_tokens if 0 in decoder else None
+        if self._ends:
+            self.decoder_norm, self.lm_head = whole.decoder.final_layer_norm, whole.lm_head
+        self.block_lists = [blocks for blocks in (self.encoder, self.decoder) if len(blocks)]
+
+    def forward(self, *handed_over: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """The encoder's hidden states; the decoder's and the encoder's output; or logits."""
+        *hidden, received = handed_over or (None,)
+        encoded = self._encode(received, inputs["input_ids"]) if len(self.encoder) else received
+        assert encoded is not None
+        if not len(self.decoder):
+            return (encoded,)
+        if not len(self.encoder):
+            encoded = encoded.view_as(encoded)  # autocast keeps casts of leaves, and checkpointing then misses some
+        decoded = self._decode(hidden[0] if hidden else None, encoded, inputs["decoder_input_ids"])
+        return self._logits(decoded) if self._ends else (decoded, encoded)
+
+    def _encode(self, hidden: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+        from transformers.masking_utils import create_bidirectional_mask
+
+        if self.encoder_embedding is not None:
+            hidden = self.dropout(self.encoder_embedding(tokens))
+        assert hidden is not None
+        mask = create_bidirectional_mask(config=self._configs["encoder"], inputs_embeds=hidden, attention_mask=None)
+        hidden, *_ = self._family.chain(list(self.encoder), hidden, mask, None, None, None, None, past_key_values=None)
+        return hidden if self.encoder_norm is None else self.dropout(self.encoder_norm(hidden))
+
+    def _decode(self, hidden: torch.Tensor | None, encoded: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+
+        if self.decoder_embedding is not None:
+            hidden = self.dropout(self.decoder_embedding(tokens))
+        assert hidden is not None
+        masks = {"config": self._configs["decoder"], "inputs_embeds": hidden, "attention_mask": None}
+        causal = create_causal_mask(**masks, past_key_values=None)
+        across = create_bidirectional_mask(**masks, encoder_hidden_states=encoded)
+        hidden, *_ = self._family.chain(
+            list(self.decoder), hidden, causal, None, encoded, across, None, past_key_values=None
+        )
+        return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.decoder_norm(hidden))
+        if self._scales:
+            hidden = hidden * self._family.d_model**-0.5
+        return self.lm_head(hidden)
+
+
+def _first_with_bias(blocks: nn.ModuleList, chosen: range) -> nn.ModuleList:
+    """Some of the blocks, the first of which computes the position bias that the others use."""
+    found: list[Any] = [blocks[index] for index in chosen]
+    if chosen and chosen.start > 0:
+        origin: Any = blocks[0]
+        attention = found[0].layer[0].SelfAttention
+        attention.relative_attention_bias = twin(origin.layer[0].SelfAttention.relative_attention_bias)
+        attention.has_relative_attention_bias = True
+    return nn.ModuleList(found)

@@ -111,8 +111,8 @@ COLUMNS: tuple[Column, ...] = (
     ),
     *_columns(
         "string",
-        limited_by="predicted: what a step waits for most: compute, memory bandwidth, network, kernel launches or "
-        "allocator",
+        limited_by="predicted: what a step waits for most: compute, memory bandwidth, network, kernel launches, "
+        "allocator or pipeline bubble",
     ),
     *_columns("Int64", memory_limit_bytes="memory each rank was allowed; empty for no limit"),
     *_columns("string", oom_phase="where memory ran out: init, forward, backward or optimizer"),
@@ -125,6 +125,7 @@ COLUMNS: tuple[Column, ...] = (
     *_columns(
         "Float64",
         exposed_communication="share of a profiled or predicted step in communication not hidden by compute",
+        bubble="pipelines: share of a step in which a rank computes nothing, mean over ranks",
     ),
     *_columns("string", error="cause of a failure, one sentence"),
     *_columns(
@@ -192,7 +193,8 @@ NESTED: dict[str, str] = {
     "losses": "loss of every step from the first, mean over ranks",
     "prediction": "predicted rows: memory (ranges and parts in bytes, phase and module of the peak, capacity, verdict) "
     "and time (range and parts in seconds, what limits it)",
-    "ranks": "per rank: host, raw step times in seconds, memory peaks in bytes, allocator retries",
+    "ranks": "per rank: host, raw step times in seconds, memory peaks in bytes, allocator retries; of a pipeline also "
+    "the seconds of each timed step in which the rank computed, and if profiled the spans of the first of them",
     "concurrent": "the other runs that were on at any time during this one: run_id, launcher, job and hosts",
     "source": "published rows: source, figure, provenance, uncertainty, note and the quantity as it was printed",
 }

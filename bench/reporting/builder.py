@@ -59,7 +59,8 @@ def write_report(contents: Contents, name: str, output: str | Path, *, interacti
     marks = style.palette(table["variant_key"])
     with style.context():
         ends = without_tries(table)
-        sections = [figure.section(table if figure in EVERY_RUN else ends, marks) for figure in FIGURES]
+        made = [figure.section(table if figure in EVERY_RUN else ends, marks) for figure in FIGURES]
+        sections = [section for section in made if section.drawings or section.listings or section.nothing]
     charts = [*explorer(table, marks), *lines(ends, marks)] if interactive else []
     try:
         (output / "figures").mkdir(parents=True, exist_ok=True)

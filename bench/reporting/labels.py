@@ -25,6 +25,8 @@ FAMILIES = {
     "accelerate": "Accelerate",
     "lightning": "Lightning",
     "tensor_parallel": "Tensor parallel",
+    "pipeline": "Pipeline",
+    "naive_pipeline": "Naive pipeline",
 }
 KINDS = {
     "ddp": "DDP",
@@ -40,6 +42,17 @@ KINDS = {
     "fsdp1_shard_grad_op": "FSDP1 shard grad op",
     "fsdp1_hybrid_shard_grad_op": "FSDP1 hybrid shard grad op",
     "fsdp1_full_shard": "FSDP1 full shard",
+    "gpipe": "GPipe",
+    "gpipe+ddp": "GPipe + DDP",
+    "gpipe+fsdp": "GPipe + FSDP2",
+    "1f1b": "1F1B",
+    "1f1b+ddp": "1F1B + DDP",
+    "1f1b+fsdp": "1F1B + FSDP2",
+    "interleaved_1f1b": "interleaved 1F1B",
+    "interleaved_1f1b+ddp": "interleaved 1F1B + DDP",
+    "interleaved_1f1b+fsdp": "interleaved 1F1B + FSDP2",
+    "+ddp": "+ DDP",
+    "+fsdp": "+ FSDP2",
 }
 
 FINETUNES = {"lora": "LoRA", "qlora": "QLoRA"}

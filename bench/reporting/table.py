@@ -61,9 +61,9 @@ def prepare(records: Sequence[Record]) -> pd.DataFrame:
     Added: ``place`` (device and hardware: rows of two places never share axes), ``workload`` (batch and sequence),
     ``limit`` (memory limit, "" for none), ``settings`` (other settings that differ), ``variant`` (label),
     ``variant_key`` (`labels.Variant`), ``heading`` (all of a group in words), ``steps`` (seconds per timed step,
-    the maximum over ranks; an empty array where the run kept none), ``link`` (the row's anchor on a page), and what the
-    row answers, by which rows of different evidence are told to belong together: ``fit_question`` and
-    ``time_question`` (None where it answers none).
+    the maximum over ranks; an empty array where the run kept none), ``busy`` (what `busy_spans` gives), ``link`` (the
+    row's anchor on a page), and what the row answers, by which rows of different evidence are told to belong together:
+    ``fit_question`` and ``time_question`` (None where it answers none).
     """
     frame = to_frame(list(records))
     for column in ("model", "precision"):
@@ -109,8 +109,18 @@ def step_times_s(record: Record) -> np.ndarray:
     return np.max([times[:steps] for times in samples], axis=0) if steps else np.empty(0)
 
 
+def busy_spans(record: Record) -> list[tuple[list[list[float]], float]]:
+    """Of every rank that took note: when it computed in its first timed step, and how long that took; in seconds."""
+    return [
+        (rank["busy_spans_s"], rank["step_times_s"][0])
+        for rank in record.get("ranks") or []
+        if rank.get("busy_spans_s") and rank.get("step_times_s")
+    ]
+
+
 NESTED: dict[str, Callable[[Record], Any]] = {
     "steps": step_times_s,
+    "busy": busy_spans,
     "fit_question": matching.fit_question,
     "time_question": matching.time_question,
 }

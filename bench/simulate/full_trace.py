@@ -124,7 +124,7 @@ def _process_group(config: RunConfig) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _train(config: RunConfig, ledger: _Ledger) -> tuple[Engine, list[torch.Tensor]]:
+def _train(config: RunConfig, ledger: _Ledger) -> tuple[Engine, list[torch.Tensor | None]]:
     """Build the engine and take `STEPS` steps. Returns what a real run keeps."""
     device = torch.device("cpu")
     family = copy.copy(config.trained)
@@ -157,7 +157,7 @@ def _train(config: RunConfig, ledger: _Ledger) -> tuple[Engine, list[torch.Tenso
     )
     if config.hardware.device == "cuda":  # where a rank's share is copied to, and the rest is not
         batches = [_copy(batch) for batch in batches]
-    losses = []
+    losses: list[torch.Tensor | None] = []
     with ledger.watching(engine):
         for _ in range(STEPS):
             ledger.start_step()

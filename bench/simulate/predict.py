@@ -6,23 +6,22 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 from bench.config import RunConfig
-from bench.hardware import Hardware
-from bench.simulate import cache, host, memory, one_process, pace
+from bench.simulate import cache, host, memory, one_process, pace, pipeline, pipeline_parts
 from bench.simulate.layout import Layout, layout_of
 from bench.simulate.machine import Machine
 from bench.simulate.network import Group
 from bench.simulate.prediction import Prediction, from_plain, to_plain
-from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, make_reel, pieces
+from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, pieces
+from bench.simulate.stage_tape import StageKey
 from bench.simulate.step import play_step
-from bench.simulate.tape import TapeKey, Trace, record, trace_from_plain, trace_to_plain
+from bench.simulate.tape import TapeKey
+from bench.simulate.traces import Speed, prepare_traces, reel_of, worker_pool
 from bench.strategies.plan import TENSOR, Plan, Setting
 
 WORTH_SHARING = 40
-"""Runs, or traces times 10, from which on it pays to share the work among processes."""
+"""Runs from which on it pays to share the work among processes."""
 
 CHUNK = 32
 """Runs a process takes at a time."""
@@ -70,48 +69,28 @@ def identity(config: RunConfig) -> str:
 
 
 def _predict_new(configs: list[RunConfig]) -> list[Prediction]:
-    needed = {
-        (tape_key(config), size): None
-        for config in configs
-        for batch in {config.sequences_per_device, config.sequences_per_rank}
-        for size in set(batches_for(batch))
-    }
-    _prepare_traces(list(needed))
+    prepare_traces(list({trace: None for config in configs for trace in _traces_for(config)}))
     workers = os.cpu_count() or 1
     if workers == 1 or len(configs) < WORTH_SHARING:
         return [_predicted(config) for config in configs]
     order = sorted(range(len(configs)), key=lambda index: repr((tape_key(configs[index]), configs[index].hardware)))
-    with _pool(workers) as pool:  # forked now, with all traces in memory
+    with worker_pool(workers) as pool:  # forked now, with all traces in memory
         made = pool.map(_predicted, [configs[index] for index in order], chunksize=CHUNK)
         return [prediction for _, prediction in sorted(zip(order, made, strict=True), key=lambda pair: pair[0])]
 
 
-def _pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=get_context("fork"))
-
-
-_traces: dict[tuple[TapeKey, int], Trace] = {}
-
-
-def _prepare_traces(needed: list[tuple[TapeKey, int]]) -> None:
-    """Have every trace in memory: those remembered, and the others made anew."""
-    absent = {repr(pair): pair for pair in needed if pair not in _traces}
-    for name, plain in cache.read("trace", absent).items():
-        _traces[absent.pop(name)] = trace_from_plain(plain)
-    if not absent:
-        return
-    workers = min(os.cpu_count() or 1, len(absent))
-    if workers > 1 and 10 * len(absent) >= WORTH_SHARING:
-        with _pool(workers) as pool:
-            made = list(pool.map(record, *zip(*absent.values(), strict=True)))
-    else:
-        made = [record(*pair) for pair in absent.values()]
-    _traces.update(zip(absent.values(), made, strict=True))
-    cache.write("trace", {name: trace_to_plain(trace) for name, trace in zip(absent, made, strict=True)})
+def _traces_for(config: RunConfig) -> list[tuple[TapeKey | StageKey, int]]:
+    """Tapes and batch sizes that a run's prediction is made from."""
+    if config.strategy.timetable is not None:
+        return pipeline_parts.traces_for(config, tape_key(config))
+    sizes = {config.sequences_per_device, config.sequences_per_rank}
+    return [(tape_key(config), size) for batch in sizes for size in set(batches_for(batch))]
 
 
 def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
+    if config.strategy.timetable is not None:
+        return pipeline.predicted(config, tape_key(config), timeline=timeline)
     machine, plan = _played(config, pace.pace_of(config), timeline)
     found = memory.memory_of(config, machine, plan.host_bytes)
     if config.devices_per_process > 1:
@@ -126,15 +105,14 @@ def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
 def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machine, Plan]:
     """The machine after a step, and the plan that was followed."""
     key = tape_key(config)
-    reel = _reel(key, batches_for(config.sequences_per_device))
+    reel = reel_of(key, batches_for(config.sequences_per_device))
     plan = config.strategy.plan(_setting(config, reel))
     machine = Machine(host.with_transfers(config, speed), timeline=timeline)
     machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
     group = _tensor_group(config)
     scenes = _scenes(key, config.sequences_per_device, Speed(config.hardware), group)
     if config.devices_per_process > 1:
-        whole = config.sequences_per_rank
-        of_all = _scenes(key, whole, Speed(config.hardware), group)
+        of_all = _scenes(key, config.sequences_per_rank, Speed(config.hardware), group)
         scenes = one_process.of_first(scenes, of_all, config.devices_per_process)
     _play(config, machine, plan, scenes)
     return machine, plan
@@ -143,7 +121,7 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
 def _played_beside(config: RunConfig) -> Machine:
     """A device after the first of a process that drives several, its time left out."""
     key = tape_key(config)
-    reel = _reel(key, batches_for(config.sequences_per_device))
+    reel = reel_of(key, batches_for(config.sequences_per_device))
     plan = config.strategy.plan_beside_first(_setting(config, reel))
     assert plan is not None
     machine = Machine(pace.Pace())
@@ -207,26 +185,6 @@ def _tensor_group(config: RunConfig) -> Group | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _reel(key: TapeKey, batches: tuple[int, int]) -> Reel:
-    _prepare_traces([(key, size) for size in dict.fromkeys(batches)])
-    return make_reel(_traces[key, batches[0]], _traces[key, batches[1]], batches)
-
-
-class Speed:
-    """Hardware as far as kernels' times depend on it: compared by its numbers, since it cannot be hashed itself."""
-
-    def __init__(self, hardware: Hardware) -> None:
-        self.hardware = hardware
-        self._numbers = repr((hardware.peak_tflops, hardware.memory_bandwidth_gb_s, hardware.speeds))
-
-    def __hash__(self) -> int:
-        return hash(self._numbers)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Speed) and self._numbers == other._numbers
-
-
-@functools.lru_cache(maxsize=256)
 def _scenes(key: TapeKey, batch_size: int, speed: Speed, tensor: Group | None) -> tuple[Scene, ...]:
     """The reel's scenes at a batch size, with the time of everything on some hardware.
 
@@ -235,7 +193,7 @@ def _scenes(key: TapeKey, batch_size: int, speed: Speed, tensor: Group | None) -
     tensor: Group or None
         Where the ranks are that share layers; None where layers are whole.
     """
-    reel = _reel(key, batches_for(batch_size))
+    reel = reel_of(key, batches_for(batch_size))
     weight = reel.weight(batch_size)
     kernels = [kernels_at(strip, weight) for strip in reel.strips]
     seconds = pace.kernel_times(speed.hardware, key.precision, kernels)

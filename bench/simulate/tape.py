@@ -130,7 +130,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     model.train()
     float8.convert(family, model, key.precision)
     checkpoint_blocks(family, model, key.activation_checkpointing)
-    recording = _Recording(on_cpu=key.device == "cpu")
+    recording = Recording(on_cpu=key.device == "cpu")
     with (
         split_over(key.split, family, model),
         collector.at_rest(),
@@ -138,7 +138,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         operators_of(key.device),
         recording.recorder,
     ):
-        _fill(model, family, key)
+        fill(model, family, key)
         names = local_names(family, model)
         recording.watch(family, model, names)
         if key.widens_outputs:
@@ -162,7 +162,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     if key.compile:
         recording.fuse()
     for segment in recording.segments:
-        _order_releases(segment)
+        order_releases(segment)
     return Trace(recording.segments, recording.inputs_bytes, recording.outputs_bytes, recording.logits_bytes)
 
 
@@ -173,7 +173,7 @@ def _autocast_of_gpus(key: TapeKey) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def _order_releases(segment: Segment) -> None:
+def order_releases(segment: Segment) -> None:
     """Put what is released together into the order in which it was made.
 
     Autocast drops its copies of the weights in an order that differs from one trace to the next. Traces at two batch
@@ -227,7 +227,7 @@ def local_names(family: Family, model: nn.Module) -> dict[int, tuple[Place, str]
     return places
 
 
-class _Recording:
+class Recording:
     """Sorts what the recorder sees into segments."""
 
     def __init__(self, *, on_cpu: bool) -> None:
@@ -249,40 +249,44 @@ class _Recording:
         """Told by the engine."""
         if phase == "forward":
             self._micro_batch += 1
-        self._cut(phase, LOSS if phase == "backward" else None)
+        self.cut(phase, LOSS if phase == "backward" else None)
 
     def watch(self, family: Family, model: nn.Module, names: dict[int, tuple[Place, str]]) -> None:
         """Cut where a block's forward and backward begin and a list of blocks ends; note complete gradients."""
         for index, blocks in enumerate(family.block_lists(model)):
             for position, block in enumerate(blocks):
-                self._watch_block(block, (index, position), is_last=position == len(blocks) - 1)
+                self.watch_block(block, (index, position), is_last=position == len(blocks) - 1)
         model.register_forward_hook(self._after_model)
         for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-            parameter.register_post_accumulate_grad_hook(self._complete(names[id(parameter)][1]))
+            parameter.register_post_accumulate_grad_hook(self.completing(names[id(parameter)][1]))
 
-    def _watch_block(self, block: nn.Module, place: tuple[int, int], *, is_last: bool) -> None:
+    def watch_block(self, block: nn.Module, place: tuple[int, int], *, is_last: bool) -> None:
+        """Cut where its forward and its backward begin, behind the last block of a list, and before the first."""
+
         def before(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            self._cut("forward", place)
-            if place[1] == 0 and inputs[0].requires_grad:  # above a frozen embedding there is no backward
-                inputs[0].register_hook(lambda _gradient: self._cut("backward", None))
+            self.cut("forward", place)
+            if place[1] == 0 and inputs[0].requires_grad and not inputs[0].is_leaf:  # no backward above what is frozen
+                inputs[0].register_hook(lambda _gradient: self.cut("backward", None))
 
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if is_last:
-                self._cut("forward", None)
+                self.cut("forward", None)
             hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
-                hidden.register_hook(lambda _gradient: self._cut("backward", place))
+                hidden.register_hook(lambda _gradient: self.cut("backward", place))
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
 
     def _after_model(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._cut("forward", LOSS)
+        self.cut("forward", LOSS)
         self.outputs_bytes = sum(each.nbytes for each in output.values() if isinstance(each, torch.Tensor))
         self.logits_bytes = output["logits"].nbytes
-        output["logits"].register_hook(lambda _gradient: self._cut("backward", None))
+        output["logits"].register_hook(lambda _gradient: self.cut("backward", None))
 
-    def _complete(self, name: str) -> Callable[[torch.Tensor], None]:
+    def completing(self, name: str) -> Callable[[torch.Tensor], None]:
+        """A hook that notes a complete gradient, which then leaves the tape."""
+
         def complete(parameter: torch.Tensor) -> None:
             segment = self.segments[-1]
             segment.gradients.append(GradientEvent(len(segment.changes), len(segment.kernels), name))
@@ -290,7 +294,8 @@ class _Recording:
 
         return complete
 
-    def _cut(self, phase: str, place: Place) -> None:
+    def cut(self, phase: str, place: Place) -> None:
+        """Begin a new segment."""
         self.segments.append(Segment(phase, self._micro_batch, place))
         self._uses.append([])
 
@@ -324,7 +329,7 @@ class _Recording:
             segment.gradients = [dataclasses.replace(event, kernel=ends[event.kernel]) for event in segment.gradients]
 
 
-def _fill(model: nn.Module, family: Family, key: TapeKey) -> None:
+def fill(model: nn.Module, family: Family, key: TapeKey) -> None:
     """Give the model, which is on meta, fake parameters of the format it computes with."""
     kept = family.fp32_modules(model) if key.precision.scales_loss else ()
     keep_fp32 = {inner for module in kept for inner in module.modules()}

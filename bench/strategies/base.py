@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +19,8 @@ from bench.errors import ImpossibleError, bad_value
 from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.precision import Precision
+from bench.strategies.pipeline_plan import RankPlan, StageUnits
+from bench.strategies.pipeline_schedule import Timetable
 from bench.strategies.plan import Plan, Setting
 from bench.strategies.split import Split
 from bench.strategies.stepper import Stepper
@@ -112,6 +114,11 @@ class Strategy(ABC):
         return resolved
 
     @property
+    def timetable(self) -> Timetable | None:
+        """In which order a rank runs the stages of a pipeline; None where every rank runs the whole model."""
+        return None
+
+    @property
     def factor(self) -> int:
         """The sharding factor of a resolved strategy."""
         assert isinstance(self.sharding_factor, int), "resolve the strategy first"
@@ -152,11 +159,16 @@ class Strategy(ABC):
         """What the devices after the first do, where one process drives several and the first does most: else None."""
         return None
 
+    @property
+    def batch_unit(self) -> int:
+        """What the batch size per GPU of the resolved strategy must be a multiple of."""
+        return 1
+
     def check(self, world_size: int) -> None:
         """Raise `ImpossibleError` where the resolved strategy makes no sense at this world size."""
 
-    def check_model(self, family: Family, sequence_length: int) -> None:
-        """Raise `ImpossibleError` where the resolved strategy cannot train this model on sequences of this length."""
+    def check_model(self, family: Family, batch_size_per_gpu: int, sequence_length: int) -> None:
+        """Raise `ImpossibleError` where the resolved strategy cannot train this model on such batches."""
 
     def check_device(self, device: str) -> None:
         """Raise `ImpossibleError` where a knob needs a device this is not (cpu or cuda)."""
@@ -215,6 +227,10 @@ class Strategy(ABC):
         raise ImpossibleError(
             f"strategy={self.name} states no plan, so it cannot be predicted: choose mode=measure, or give it a `plan`."
         )
+
+    def rank_plan(self, stages: Sequence[StageUnits], setting: Setting) -> RankPlan:
+        """What a rank of a pipeline holds and reduces for its stages: the plan of strategies that have a timetable."""
+        raise NotImplementedError(f"strategy={self.name} has no stages")
 
     def widens_outputs(self, precision: Precision) -> bool:
         """Whether the model's outputs are converted to fp32 as they leave it: by frameworks, before any loss."""

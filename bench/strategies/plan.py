@@ -121,6 +121,9 @@ class Device(Protocol):
     def hold(self, name: str, size: float, part: str) -> None:
         """Allocate `size` bytes under a name, for one of PARAMETERS ... REDUCED. What is held under it is freed."""
 
+    def grow(self, name: str, size: float, part: str) -> None:
+        """Hold more under a name, or less: without a look at the peak."""
+
     def release(self, name: str, *, after: str | None = None) -> None:
         """Free what is held under a name, if it is. On a device with streams the memory can be used again only when
         the work already given to stream `after` (None: the one that computes) is done."""

@@ -100,7 +100,7 @@ class TensorParallel(Strategy):
                 "or strategy.data_parallel=fsdp."
             )
 
-    def check_model(self, family: Family, sequence_length: int) -> None:
+    def check_model(self, family: Family, batch_size_per_gpu: int, sequence_length: int) -> None:
         """The degree divides whatever the family says must be divided evenly."""
         degree = self.split().degree
         if not family.divides:

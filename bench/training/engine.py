@@ -47,20 +47,25 @@ class Engine:
         """What scales the loss."""
         return self.stepper.scaler
 
-    def step(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+    def step(self, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
         """One optimizer step over the micro-batches.
 
         Returns
         -------
-        torch.Tensor
-            Mean loss of the micro-batches on this rank: a scalar on the device, not waited for.
+        torch.Tensor or None
+            Mean loss of the micro-batches on this rank: a scalar on the device, not waited for. None where only other
+            ranks know it.
         """
+        return self.stepper.step(self, micro_batches)
+
+    def one_by_one(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """A step that runs forward and backward of each micro-batch in turn; their mean loss."""
         losses = []
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with self.strategy.accumulate(self.module, synchronize=last or self.synchronize_every_micro_batch):
                 self.enter_phase("forward")
-                with self._autocast():
+                with self.autocast():
                     logits = self.module(**batch.inputs)["logits"]
                 loss = self.loss(logits, batch.labels)
                 loss = loss / len(micro_batches)
@@ -76,7 +81,8 @@ class Engine:
         scale = self.scaler.get_scale()
         return round(math.log2(scale_before / scale)) if scale < scale_before else 0
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Around what computes narrower than parameters are stored, where that is autocast's task."""
         if self.precision.mixed and self.strategy.uses_autocast:
             return torch.autocast(self.device.type, self.precision.compute_dtype)
         return contextlib.nullcontext()

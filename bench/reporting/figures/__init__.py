@@ -4,6 +4,7 @@ from bench.reporting.figures import (
     agreement,
     communication,
     frontier,
+    idle,
     memory,
     oom_map,
     paper,
@@ -16,7 +17,7 @@ from bench.reporting.figures import (
 
 FIGURES = (
     *(paper, throughput, memory, trade, frontier, oom_map, sharding_factor),
-    *(communication, spread, scaling, agreement),
+    *(communication, idle, spread, scaling, agreement),
 )
 """The figures of a report, in the order of the page."""
 

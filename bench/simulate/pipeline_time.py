@@ -1,0 +1,214 @@
+"""The time of a pipeline's step: every stage on its device, the timetable of all ranks, and what follows it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.config import RunConfig
+from bench.simulate import pace
+from bench.simulate.machine import COMPUTE, Machine, Pace
+from bench.simulate.memory import is_degraded
+from bench.simulate.network import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Group, collective_seconds
+from bench.simulate.pipeline_clock import Run, StageSeconds, run
+from bench.simulate.pipeline_parts import Cast
+from bench.simulate.prediction import MemoryPrediction, Range, Span, TimePrediction
+from bench.simulate.step import Update
+from bench.strategies.pipeline_plan import RankPlan
+from bench.strategies.pipeline_schedule import FORWARD, Timetable
+from bench.strategies.plan import Parameter
+
+BUBBLE = "pipeline bubble"
+"""What limits a step in which ranks mostly wait for other stages."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of a stage's forward or backward pass alone: of its kernels, and in all."""
+
+    computed: float
+    elapsed: float
+
+
+def time_of(
+    config: RunConfig,
+    timetable: Timetable,
+    casts: Sequence[Cast],
+    plans: Sequence[RankPlan],
+    found: MemoryPrediction,
+    *,
+    timeline: bool,
+) -> TimePrediction | None:
+    """The time of a step, its parts as means over ranks; None where the hardware's speeds are unknown.
+
+    The timeline is that of the rank that computes longest.
+    """
+    if not pace.is_known(config.hardware, config.precision):
+        return None
+    speed = pace.pace_of(config)
+    known: dict[tuple[tuple[int, ...], str], Pass] = {}
+    passes = [{phase: _pass(cast, phase, speed, known) for phase in (FORWARD, "backward")} for cast in casts]
+    seconds = [StageSeconds(each[FORWARD].elapsed, each["backward"].elapsed) for each in passes]
+    send_s = [_send_seconds(config, timetable, stage, cast.sent_bytes) for stage, cast in enumerate(casts[:-1])]
+    runs = run(timetable, seconds, send_s)
+    without_sending = run(timetable, seconds, [0.0] * len(send_s))
+    updates = [pace.update_of(config, plan.updated) for plan in plans]
+    reduced = [_reduction(config, timetable, casts, seconds, rank) for rank in range(timetable.ranks)]
+    tied = _tied_seconds(config, timetable, casts)
+    ends = [
+        each.end_s + exposed + tied + _seconds(update, speed)
+        for each, (exposed, _), update in zip(runs, reduced, updates, strict=True)
+    ]
+    step = max(ends)
+    computed = _mean(sum(passes[each.stage][each.kind].computed for each in own.actions) for own in runs)
+    busy = _mean(own.busy_s for own in runs)
+    waited = max(each.end_s for each in runs) - max(each.end_s for each in without_sending)
+    exposed = max(0.0, waited) + _mean(hidden for hidden, _ in reduced) + tied
+    optimizer = _mean(update.seconds for update in updates)
+    idle = step - busy - exposed - _mean(_seconds(update, speed) for update in updates)
+    parts = {
+        "compute": computed,
+        "network": exposed,
+        "memory bandwidth": optimizer,
+        BUBBLE: idle,
+        "kernel launches": step - computed - exposed - optimizer - idle,
+    }
+    degraded = is_degraded(found)
+    longest = max(range(timetable.ranks), key=lambda rank: runs[rank].busy_s)
+    return TimePrediction(
+        step_s=Range(step, step * (1 - pace.TIME_SHARE), step * (1 + pace.TIME_SHARE)),
+        compute_s=computed,
+        exposed_communication_s=exposed,
+        optimizer_s=optimizer,
+        bubble_s=step - computed - exposed - optimizer,
+        communication_s=_sent_seconds(timetable, send_s) + _mean(total for _, total in reduced) + tied,
+        limited_by="allocator" if degraded else max(parts, key=lambda name: parts[name]),
+        degraded=degraded,
+        timeline=_timeline(runs[longest], updates[longest], step) if timeline else (),
+    )
+
+
+def _seconds(update: Update, speed: Pace) -> float:
+    return update.seconds + update.kernels * speed.launch_s
+
+
+def _pass(cast: Cast, phase: str, speed: Pace, known: dict[tuple[tuple[int, ...], str], Pass]) -> Pass:
+    """Stages that share their scenes take equally long."""
+    scenes = [scene for scene, _, _ in cast.scenes if (scene.phase == FORWARD) == (phase == FORWARD)]
+    name = (tuple(map(id, scenes)), phase)
+    if name not in known:
+        machine = Machine(speed)
+        for scene in scenes:
+            for piece in scene.pieces:
+                machine.play(piece, phase)
+        machine.synchronize()
+        known[name] = Pass(machine.spent["compute"], machine.processor)
+    return known[name]
+
+
+def _group(config: RunConfig, ranks: int, stride: int) -> Group:
+    """Ranks a stride apart, as every rank has such a group."""
+    per_node = min(config.gpus, config.gpus_per_node)
+    inside = max(1, min(ranks, per_node // stride))
+    return Group(ranks, inside, max(1, per_node // inside))
+
+
+def _copies(config: RunConfig, timetable: Timetable) -> int:
+    return config.gpus // timetable.ranks
+
+
+def _send_seconds(config: RunConfig, timetable: Timetable, stage: int, size: float) -> float:
+    """From a rank of a stage to its neighbour of the next one: what a broadcast among two takes."""
+    copies, per_node = _copies(config, timetable), min(config.gpus, config.gpus_per_node)
+    here, there = (index % timetable.ranks * copies // per_node for index in (stage, stage + 1))
+    group = Group(2, 2) if here == there else Group(2, 1, min(per_node, copies))
+    return _collective(config, BROADCAST, size, group)
+
+
+def _collective(config: RunConfig, kind: str, size: float, group: Group) -> float:
+    assert config.hardware.speeds is not None
+    return collective_seconds(kind, size, group, config.hardware.speeds.links)
+
+
+def _sent_seconds(timetable: Timetable, send_s: Sequence[float]) -> float:
+    """Of all that a rank sends and receives in a step, mean over ranks: everything goes both ways, and has two ends."""
+    return 4 * timetable.micro_batches * sum(send_s) / timetable.ranks
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _reduction(
+    config: RunConfig, timetable: Timetable, casts: Sequence[Cast], seconds: Sequence[StageSeconds], rank: int
+) -> tuple[float, float]:
+    """Seconds of gathering and reducing among copies: those that nothing hides, and all.
+
+    DDP's buckets go while the last backward runs, all but the last one. Under FSDP units are gathered as the first
+    micro-batch comes to them, which hides all but the first of them, and reduced when the last backward is over.
+    """
+    copies = _copies(config, timetable)
+    if copies == 1:
+        return 0.0, 0.0
+    group = Group(copies, min(copies, config.gpus_per_node), 1)
+    exposed = total = 0.0
+    for stage in timetable.stages_of(rank):
+        units = casts[stage].units
+        if config.strategy.uses_autocast:
+            size = units.numel * config.precision.parameter_dtype.itemsize
+            buckets = max(1.0, size / BUCKET_BYTES)
+            reduced = buckets * _collective(config, ALL_REDUCE, size / buckets, group)
+            exposed += max(reduced / buckets, reduced - seconds[stage].backward)
+            total += reduced
+            continue
+        gathers = [
+            _collective(config, ALL_GATHER, _numel(unit.parameters) * config.precision.compute_dtype.itemsize, group)
+            for unit in units.units
+        ]
+        scatters = [
+            _collective(config, REDUCE_SCATTER, _numel(unit.parameters) * config.precision.reduce_dtype.itemsize, group)
+            for unit in units.units
+        ]
+        exposed += gathers[0] + max(0.0, sum(gathers[1:]) - seconds[stage].forward) + sum(scatters)
+        total += sum(gathers) + sum(scatters)
+    return exposed, total
+
+
+BUCKET_BYTES = 25 * 2**20
+"""Of DDP, torch's default."""
+
+
+def _numel(parameters: Sequence[Parameter]) -> int:
+    return sum(parameter.numel for parameter in parameters)
+
+
+def _tied_seconds(config: RunConfig, timetable: Timetable, casts: Sequence[Cast]) -> float:
+    """All-reduces of the gradients that several stages have: in the main those of the embedding and the head."""
+    first, last = casts[0].units.units[0].parameters, casts[-1].units.units[0].parameters
+    shared = {parameter.shape for parameter in first if len(parameter.shape) == 2} & {
+        parameter.shape for parameter in last if len(parameter.shape) == 2
+    }
+    copies = _copies(config, timetable)
+    shards = 1 if config.strategy.uses_autocast else copies
+    group = Group(2, 1 if config.gpus > config.gpus_per_node else 2)
+    return sum(
+        _collective(config, ALL_REDUCE, rows * columns / shards * config.precision.parameter_dtype.itemsize, group)
+        for rows, columns in shared
+    )
+
+
+def _timeline(found: Run, update: Update, step_s: float) -> tuple[Span, ...]:
+    """The rank's actions, and its waiting for other stages in between."""
+    spans = []
+    for action, (start, end) in zip(found.actions, found.spans, strict=True):
+        name = f"{action.kind} stage {action.stage} micro-batch {action.micro_batch}"
+        spans.append(Span(COMPUTE, name, action.kind, start, end))
+    waits = [
+        Span(COMPUTE, "wait for other stages", "wait", before.end_s, after.start_s)
+        for before, after in itertools.pairwise(spans)
+        if after.start_s > before.end_s
+    ]
+    updated = Span(COMPUTE, "optimizer", "optimizer", step_s - update.seconds, step_s)
+    return tuple(sorted([*spans, *waits, updated], key=lambda span: span.start_s))

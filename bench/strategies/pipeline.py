@@ -1,0 +1,80 @@
+"""Pipeline parallelism: stages of layers on different ranks, kept busy by micro-batches (torch's pipelining)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
+from bench.strategies.base import Strategy
+from bench.strategies.pipeline_schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, Timetable
+from bench.strategies.staged import StagedStrategy, beside
+
+
+@dataclass(frozen=True)
+class Pipeline(StagedStrategy):
+    """A pipeline's share of the batch is split into micro-batches, which follow each other through the stages.
+
+    An idle share of a step remains, the bubble: the more micro-batches, the smaller.
+    """
+
+    micro_batches: int | None
+    """Parts that a pipeline's share of the batch (stages x batch_size_per_gpu sequences) is split into. null: as many
+    as ranks in the pipeline, each of batch_size_per_gpu sequences."""
+    schedule: str
+    """gpipe (all forward, then all backward), 1f1b (one forward, one backward) or interleaved_1f1b."""
+    virtual_stages: int | None
+    """Stages per rank. null: 2 for interleaved_1f1b, else 1."""
+
+    def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
+        """As every strategy with stages, and micro-batches and virtual stages as numbers."""
+        require_choice("strategy.schedule", self.schedule, SCHEDULES)
+        virtual = (2 if self.schedule == INTERLEAVED else 1) if self.virtual_stages is None else self.virtual_stages
+        stages = world_size if self.stages == "full" else self.stages
+        micro_batches = stages if self.micro_batches is None and isinstance(stages, int) else self.micro_batches
+        chosen = dataclasses.replace(self, virtual_stages=virtual, micro_batches=micro_batches)
+        return super(Pipeline, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
+
+    @property
+    def timetable(self) -> Timetable:
+        """As the knobs say."""
+        assert self.micro_batches is not None
+        assert self.virtual_stages is not None
+        return Timetable(self.schedule, self.ranks, self.virtual_stages, self.micro_batches)
+
+    def check(self, world_size: int) -> None:
+        """What the schedules can be asked for."""
+        timetable = self.timetable
+        require_at_least("strategy.micro_batches", timetable.micro_batches, 1)
+        require_at_least("strategy.virtual_stages", timetable.virtual_stages, 1)
+        if (timetable.virtual_stages > 1) != (self.schedule == INTERLEAVED):
+            valid = "2 or more, or null" if self.schedule == INTERLEAVED else f"1, or strategy.schedule={INTERLEAVED}"
+            raise bad_value(
+                "strategy.virtual_stages",
+                timetable.virtual_stages,
+                f"{valid}: strategy.schedule={self.schedule} is asked for",
+                ImpossibleError,
+            )
+        if self.schedule == ONE_F_ONE_B and timetable.micro_batches < self.ranks:
+            raise self._too_few(f"at least one per stage, {self.ranks}, or strategy.schedule=gpipe")
+        if self.schedule == INTERLEAVED:
+            if timetable.micro_batches < self.ranks:
+                raise self._too_few(f"at least one per rank of the pipeline, {self.ranks}, or strategy.schedule=gpipe")
+            if timetable.micro_batches % timetable.round_length:
+                raise self._too_few(
+                    f"a multiple of strategy.stages={self.ranks}, so that they go through in rounds of equal size"
+                )
+
+    def _too_few(self, valid: str) -> ImpossibleError:
+        error = bad_value(
+            "strategy.micro_batches",
+            self.micro_batches,
+            f"{valid}: strategy.schedule={self.schedule} is asked for",
+            ImpossibleError,
+        )
+        assert isinstance(error, ImpossibleError)
+        return error
+
+    def effective(self, world_size: int) -> str:
+        """The schedule, and how copies of the model are kept together."""
+        return f"{self.name}/{self.schedule}{beside(self.data_parallel)}"

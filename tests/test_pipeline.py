@@ -1,0 +1,354 @@
+"""Pipelines: the training of one process, memory and bubbles as predicted, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from bench.advice.batches import BatchSearch
+from bench.config import RunConfig
+from bench.errors import ImpossibleError, UsageError
+from bench.models.materialize import Materializer
+from bench.models.stages import cut
+from bench.reporting import style
+from bench.reporting.figures import idle
+from bench.reporting.table import prepare
+from bench.simulate.pipeline_clock import StageSeconds, idle_share, run
+from bench.simulate.predict import predict
+from bench.strategies.pipeline_model import Tie, tied
+from bench.strategies.pipeline_schedule import (
+    BACKWARD,
+    FORWARD,
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    Timetable,
+    bubble_share,
+)
+from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.records_fixture import record
+
+Execute = Callable[..., list[dict[str, Any]]]
+
+STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
+GPT = (*SMALL_GPT, "model.num_layers=4")
+PIPELINE = ("strategy=pipeline",)
+FOUR, TWO = ("gpus=4", "batch_size_per_gpu=2"), ("gpus=2", "batch_size_per_gpu=4")
+PAIRS = (*FOUR, "strategy.stages=2")
+FSDP = ("strategy.data_parallel=fsdp",)
+
+PARITY = {
+    "t5": (
+        SMALL_T5,
+        {
+            "pipeline/gpipe": (*PIPELINE, *FOUR, "strategy.schedule=gpipe"),
+            "pipeline/interleaved_1f1b+fsdp": (*PIPELINE, *PAIRS, *FSDP, "strategy.schedule=interleaved_1f1b"),
+            "naive_pipeline": ("strategy=naive_pipeline", *TWO),
+        },
+    ),
+    "gpt": (
+        GPT,
+        {
+            "pipeline/1f1b+ddp": (*PIPELINE, *PAIRS),
+            "pipeline/interleaved_1f1b": (*PIPELINE, *TWO, "strategy.schedule=interleaved_1f1b"),
+        },
+    ),
+}
+
+
+def predicted(*overrides: str) -> float:
+    return predict(configuration(*overrides)).memory.allocated.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", PARITY)
+def test_stages_train_as_one_process_does_and_keep_what_is_predicted(execute: Execute, family: str) -> None:
+    model, kinds = PARITY[family]
+    asked = {kind: (*model, *STEPS, *knobs) for kind, knobs in kinds.items()}
+    single, *records = execute((*model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=8"), *asked.values())
+    assert single["losses"][-1] < single["losses"][0] - 0.01
+    for (kind, overrides), row in zip(asked.items(), records, strict=True):
+        assert row["status"] == "ok", (kind, row.get("error"))
+        assert row["effective_strategy"] == kind
+        assert row["losses"] == pytest.approx(single["losses"], rel=1e-5), kind
+        assert row["peak_allocated_bytes"] == pytest.approx(predicted(*overrides), rel=0.02), kind
+        assert 0.0 < row["bubble"] < 1.0
+        assert all(sum(rank["busy_s"]) < sum(rank["step_times_s"]) for rank in row["ranks"])
+        if kind == "naive_pipeline":  # one of two stages computes at a time; their optimizers together
+            assert row["bubble"] > 0.3
+
+
+@pytest.mark.slow
+def test_narrow_formats_checkpointing_and_the_first_stage_alone(execute: Execute) -> None:
+    deep = (*SMALL_GPT, "model.num_layers=12", *STEPS, "gpus=2", *PIPELINE, "strategy.micro_batches=4")
+    runs = {
+        "bf16": (*deep, "precision=bf16"),
+        "fsdp": (*SMALL_T5, *STEPS, *PIPELINE, *PAIRS, *FSDP, "precision=bf16", "activation_checkpointing=full"),
+        "alone": (*SMALL_T5, *STEPS, *PIPELINE, *PAIRS, *FSDP, "precision=bf16", "mode=rehearse"),
+    }
+    records = dict(zip(runs, execute(*runs.values()), strict=True))
+    for name in ("bf16", "fsdp"):
+        assert records[name]["status"] == "ok", records[name].get("error")
+        assert records[name]["peak_allocated_bytes"] == pytest.approx(predicted(*runs[name]), rel=0.02), name
+        assert records[name]["losses"][-1] < records[name]["losses"][0]
+    assert records["fsdp"]["mixed_precision"] == "fsdp policy"
+    # The first stage knows no loss; nobody's was made up.
+    assert records["alone"]["status"] == "ok"
+    assert (records["alone"]["losses"], records["alone"]["final_loss"]) == ([], None)
+
+
+# Stages
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "counts"), [(4, 4, [1, 1, 1, 1]), (10, 4, [2, 3, 3, 2]), (7, 4, [2, 2, 2, 1]), (3, 2, [2, 1])]
+)
+def test_stages_have_as_many_blocks_but_for_one(blocks: int, stages: int, counts: list[int]) -> None:
+    spans = cut(blocks, stages)
+    assert [len(span) for span in spans] == counts
+    assert [block for span in spans for block in span] == list(range(blocks))
+
+
+@pytest.mark.parametrize("overrides", [SMALL_T5, GPT], ids=["t5", "gpt"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stages_one_after_the_other_are_the_model(overrides: tuple[str, ...], stages: int) -> None:
+    family = configuration(*overrides, "model.attention=eager").model
+    batch = family.batch(2, 16, torch.Generator().manual_seed(0))
+    whole = family.build()
+    Materializer(whole, family, torch.device("cpu"), seed=1).model(whole)
+    model = family.build()
+    materializer = Materializer(model, family, torch.device("cpu"), seed=1)
+    assert family.num_blocks is not None
+    spans = cut(family.num_blocks, stages)
+    handed: Any = ()
+    for span, stage in [(span, family.stage(model, span)) for span in spans]:
+        materializer.of_part(stage).model(stage)
+        if span.start:
+            assert [tuple(each.shape[1:]) for each in handed] == list(family.handed_over(span.start, 16))
+        handed = stage(*handed, **batch.inputs)
+    torch.testing.assert_close(handed, whole(**batch.inputs)["logits"])
+
+
+def test_what_several_stages_have_is_known_by_its_name() -> None:
+    family = configuration(*SMALL_T5).model
+    model = family.build()
+    materializer = Materializer(model, family, torch.device("cpu"), seed=0)
+    names = [materializer.names(family.stage(model, span)) for span in cut(4, 4)]
+    bias = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    # The embedding of encoder and decoder is the head; the tables of position biases are each list's own.
+    assert tied(names) == {"shared.weight": [0, 2, 3], f"encoder.{bias}": [0, 1], f"decoder.{bias}": [2, 3]}
+
+
+def test_copies_on_one_rank_get_the_sum_of_their_gradients() -> None:
+    copies = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for number, copy in enumerate(copies):
+        copy.grad = torch.full((3,), number + 1.0)
+    Tie(copies, None).sum_gradients()
+    assert all(copy.grad is not None and copy.grad.tolist() == [3.0] * 3 for copy in copies)
+
+
+# Timetables and bubbles
+
+
+class Noting:
+    """A stage that exchanges nothing, and notes what a schedule of torch has it do."""
+
+    is_first = is_last = False
+
+    def __init__(self, index: int, num_stages: int) -> None:
+        self.stage_index, self.num_stages = index, num_stages
+        self.done: list[tuple[str, int, int]] = []
+
+    def forward_one_chunk(self, number: int, *args: Any, **kwargs: Any) -> None:
+        self.done.append((FORWARD, self.stage_index, number))
+
+    def backward_one_chunk(self, number: int, *args: Any, **kwargs: Any) -> None:
+        self.done.append((BACKWARD, self.stage_index, number))
+
+    def nothing(self, *args: Any) -> list[Any]:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = perform_reduce_grad = nothing
+
+
+@pytest.mark.parametrize(("name", "torchs"), [(GPIPE, ScheduleGPipe), (ONE_F_ONE_B, Schedule1F1B)])
+def test_timetables_of_one_stage_per_rank_are_what_torch_does(name: str, torchs: Any) -> None:
+    timetable = Timetable(name, ranks=4, virtual_stages=1, micro_batches=9)
+    for rank in range(4):
+        stage = Noting(rank, 4)
+        schedule = torchs(stage, 9)
+        schedule._initialize_stage = stage.nothing
+        schedule._step_microbatches()
+        assert [tuple(action) for action in timetable.actions(rank)] == stage.done
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "micro_batches"), [(4, 3, 8), (4, 2, 6), (2, 2, 2)])
+def test_interleaved_timetables_are_those_of_torch(ranks: int, virtual: int, micro_batches: int) -> None:
+    timetable = Timetable(INTERLEAVED, ranks, virtual, micro_batches)
+    torchs: Any = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    torchs._n_microbatches, torchs.pp_group_size, torchs.n_local_stages = micro_batches, ranks, virtual
+    torchs.microbatches_per_round = micro_batches // max(1, micro_batches // ranks)
+    kinds = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD}
+    for rank in range(ranks):
+        theirs = [
+            (kinds[action.computation_type.name], action.stage_index, action.microbatch_index)
+            for action in torchs._calculate_single_rank_operations(rank)
+            if action is not None
+        ]
+        assert [tuple(action) for action in timetable.actions(rank)] == theirs
+
+
+@pytest.mark.parametrize(
+    "timetable",
+    [
+        Timetable(GPIPE, 4, 1, 8),
+        Timetable(ONE_F_ONE_B, 4, 1, 8),
+        Timetable(ONE_F_ONE_B, 8, 1, 64),
+        Timetable(INTERLEAVED, 4, 2, 8),
+        Timetable(INTERLEAVED, 4, 3, 16),
+    ],
+    ids=str,
+)
+def test_the_bubble_of_equal_stages_is_the_formulas(timetable: Timetable) -> None:
+    equal = [StageSeconds(1.0, 2.0)] * timetable.num_stages
+    at_once = [0.0] * (timetable.num_stages - 1)
+    assert idle_share(run(timetable, equal, at_once)) == pytest.approx(bubble_share(timetable))
+    # A slower stage, and sending that takes time, make it larger.
+    assert idle_share(run(timetable, [*equal[:-1], StageSeconds(2.0, 4.0)], at_once)) > bubble_share(timetable)
+    assert idle_share(run(timetable, equal, [0.5] * len(at_once))) > bubble_share(timetable)
+
+
+def test_formulas_of_the_papers() -> None:
+    assert bubble_share(Timetable(GPIPE, 2, 1, 1)) == 0.5
+    assert bubble_share(Timetable(GPIPE, 4, 1, 8)) == pytest.approx(3 / (8 + 3))
+    ideal = bubble_share(Timetable(INTERLEAVED, 4, 2, 8))
+    assert ideal / (1 - ideal) == pytest.approx(3 / (2 * 8))
+
+
+def big(*overrides: str) -> RunConfig:
+    hardware = ("hardware=h100_80gb", "precision=bf16", "activation_checkpointing=full", "sequence_length=512")
+    return configuration("model=gpt_13b", "mode=predict", "gpus=8", "batch_size_per_gpu=8", *hardware, *overrides)
+
+
+def test_the_predicted_bubble_is_near_the_formulas_and_naive_stages_mostly_wait() -> None:
+    shares = {}
+    for schedule, micro_batches in ((GPIPE, 8), (ONE_F_ONE_B, 8), (ONE_F_ONE_B, 32)):
+        config = big("strategy=pipeline", f"strategy.schedule={schedule}", f"strategy.micro_batches={micro_batches}")
+        time = predict(config).time
+        assert time is not None
+        assert config.strategy.timetable is not None
+        shares[schedule, micro_batches] = time.bubble_s / time.step_s.value
+        # Stages are not quite equal: the last one has the head.
+        assert shares[schedule, micro_batches] == pytest.approx(bubble_share(config.strategy.timetable), abs=0.15)
+    assert shares[ONE_F_ONE_B, 32] < shares[ONE_F_ONE_B, 8] - 0.1
+    naive = predict(big("strategy=naive_pipeline"), timeline=True).time
+    assert naive is not None
+    assert naive.limited_by == "pipeline bubble"
+    assert naive.bubble_s / naive.step_s.value == pytest.approx(7 / 8, abs=0.03)
+    assert [span.kind for span in naive.timeline if span.kind != "wait"] == ["forward", "backward", "optimizer"]
+
+
+def test_1f1b_keeps_as_many_micro_batches_as_stages_and_gpipe_all() -> None:
+    def activations(schedule: str, batch: int) -> int:
+        # Twice the batch in twice as many micro-batches.
+        knobs = ("strategy=pipeline", f"strategy.schedule={schedule}", f"strategy.micro_batches={batch}")
+        config = configuration(*GPT, "mode=predict", "gpus=2", f"batch_size_per_gpu={batch}", *knobs)
+        return predict(config).memory.parts["activations"]
+
+    assert activations(GPIPE, 16) > 1.8 * activations(GPIPE, 8)
+    assert activations(ONE_F_ONE_B, 16) < 1.5 * activations(ONE_F_ONE_B, 8)
+    assert activations(ONE_F_ONE_B, 16) < activations(GPIPE, 16) / 2
+
+
+def test_what_a_stage_receives_is_cast_as_often_when_it_is_computed_again() -> None:
+    # A received tensor is a leaf, whose cast autocast would keep; selective checkpointing counts them.
+    run = (*SMALL_T5, *PIPELINE, "mode=predict", "gpus=2", "precision=bf16")
+    assert predicted(*run, "activation_checkpointing=selective") < predicted(*run)
+
+
+def test_batches_are_searched_in_steps_that_make_equal_micro_batches() -> None:
+    config = configuration(*GPT, *PIPELINE, "gpus=2", "batch_size_per_gpu=6", "strategy.micro_batches=6")
+    assert config.strategy.batch_unit == 3
+    assert BatchSearch(config).next == dataclasses.replace(config, batch_size_per_gpu=3)
+
+
+# What is refused
+
+
+REFUSED = [
+    (("gpus=1",), r"strategy.stages=1 is not valid: choose full, or a divisor of a larger number of gpus"),
+    (("strategy.stages=3",), r"strategy.stages=3 is not valid: .* gpus=4 from 2 on: 2, 4"),
+    (("gpus=8",), r"with 8 stages is not valid for model=t5_tiny, which has 4 blocks: choose .* at most 4"),
+    (
+        ("strategy.schedule=interleaved_1f1b",),
+        r"with 8 stages is not valid for model=t5_tiny, which has 4 blocks: .* product is at most 4",
+    ),
+    (("strategy.micro_batches=0",), r"strategy.micro_batches=0 .* at least 1"),
+    (("batch_size_per_gpu=2", "strategy.micro_batches=6"), r"micro_batches=6 .* divisor of the 8 sequences .* 1, 2, 4"),
+    (("strategy.micro_batches=2",), r"micro_batches=2 is not valid: choose at least one per stage, 4, or .*gpipe"),
+    (
+        ("strategy.stages=2", "strategy.schedule=interleaved_1f1b", "strategy.micro_batches=1"),
+        r"micro_batches=1 is not valid: choose at least one per rank of the pipeline, 2, or .*gpipe",
+    ),
+    (
+        ("strategy.stages=2", "strategy.schedule=interleaved_1f1b", "strategy.micro_batches=5"),
+        r"micro_batches=5 is not valid: choose a multiple of strategy.stages=2",
+    ),
+    (("strategy.schedule=zero_bubble",), r"strategy.schedule=zero_bubble is not valid: choose gpipe, 1f1b, inter"),
+    (("strategy.virtual_stages=2",), r"virtual_stages=2 is not valid: choose 1, or strategy.schedule=interleaved_1f1b"),
+    (
+        ("strategy.stages=2", "strategy.schedule=interleaved_1f1b", "strategy.virtual_stages=1"),
+        r"virtual_stages=1 is not valid: choose 2 or more",
+    ),
+    (("strategy.data_parallel=fsdp",), r"data_parallel=fsdp is not valid with strategy.stages=4 on gpus=4"),
+    (("strategy.stages=2", "strategy.data_parallel=tp"), r"data_parallel=tp is not valid: choose ddp, fsdp"),
+    (("strategy.sharding_factor=2",), r"sharding_factor=2 is not valid: choose stages"),
+    (("gradient_accumulation=2",), r"gradient_accumulation=2 .* accumulate gradients already"),
+    (("precision=fp16",), r"precision=fp16 is not valid for strategy=pipeline: each stage would look for overflow"),
+    (
+        ("strategy.stages=2", "precision=bf16", "precision.reduce=bf16"),
+        r"precision.reduce=bf16 .* reduces gradients as they are stored: choose fp32, or fsdp",
+    ),
+    (
+        ("strategy.stages=2", *FSDP, "optimizer=sgd", "optimizer.implementation=fused"),
+        r"optimizer.implementation=fused is not valid",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        configuration(*SMALL_T5, *PIPELINE, "gpus=4", *overrides)
+
+
+def test_a_naive_pipeline_has_no_micro_batches_to_choose() -> None:
+    with pytest.raises(UsageError, match=r"strategy.micro_batches is not a field of strategy=naive_pipeline"):
+        configuration(*SMALL_T5, "strategy=naive_pipeline", "gpus=2", "strategy.micro_batches=2")
+
+
+def test_a_family_that_does_not_say_how_it_is_cut_is_refused() -> None:
+    with pytest.raises(ImpossibleError, match=r"strategy=pipeline is not valid for model.family=tests.fake_model"):
+        configuration("model=gpt_tiny", "model.family=tests.fake_model", *PIPELINE, "gpus=2")
+
+
+# The figure
+
+
+def test_a_profiled_pipeline_is_drawn_with_what_its_ranks_wait() -> None:
+    naive = record(strategy="naive_pipeline", effective_strategy="naive_pipeline", device="cpu")
+    for rank, spans in zip(naive["ranks"], ([[0.0, 0.1], [0.3, 0.6]], [[0.1, 0.3]]), strict=True):
+        rank |= {"busy_spans_s": spans, "step_times_s": [0.8]}
+    table = prepare([naive, record(device="cpu")])
+    with style.context():
+        (drawing,) = idle.section(table, style.palette(table["variant_key"])).drawings
+        nothing = idle.section(table.iloc[1:], style.palette(table["variant_key"]))
+    assert "Naive pipeline" in drawing.alt
+    assert "waits 50, 75 percent" in drawing.alt
+    # A page without pipelines says nothing about them.
+    assert (nothing.drawings, nothing.nothing) == ([], "")
