@@ -7,7 +7,7 @@ import math
 import pytest
 from matplotlib.text import Text
 
-from bench.config import ADDED as ADDED_TO_CONFIG
+from bench.identity import ADDED as ADDED_TO_CONFIG
 from bench.records import matching, read_all
 from bench.records.matching import fit_question, identity, time_question
 from bench.reporting import style, write_report
