@@ -13,9 +13,6 @@ from bench.precision import Precision
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns that it could be faster
 
-ADAPTED = ("lora", "qlora")
-"""Ways to train adapters beside frozen weights."""
-
 ALL_LINEAR = "all-linear"
 """Every linear layer of the blocks; peft's word."""
 
