@@ -14,6 +14,7 @@ import torch
 
 from bench.config import run_config
 from bench.errors import UsageError
+from bench.finetune import flops
 from bench.finetune.quantised import scale_bytes
 from bench.models.materialize import Materializer
 from bench.planning.compose import composed
@@ -222,7 +223,7 @@ def test_a_row_says_how_to_run_it_again() -> None:
 
 
 @needs_both
-def test_frozen_weights_have_no_gradients_in_the_flops() -> None:
+def test_frozen_weights_have_no_gradients_in_the_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     length, rank, blocks, vocabulary, hidden = 16, 4, 5, 128, 32
     asked = (*SMALL_GPT, f"model.num_layers={blocks}", f"sequence_length={length}", "strategy=single")
     adapted = ("finetune.rank=4", "finetune.target_modules=[c_fc]")
@@ -243,6 +244,9 @@ def test_frozen_weights_have_no_gradients_in_the_flops() -> None:
     assert quantised.model == count.model
     whole = config.model.flops_per_sequence(length)
     assert whole.model == 3 * (forward - blocks * adapter)
+    monkeypatch.setattr(flops, "_may_initialise_cuda", lambda: True)
+    flops.counted.cache_clear()
+    assert count.model == forward + backward  # counted in another process
 
 
 @needs_both

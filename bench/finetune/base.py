@@ -13,9 +13,6 @@ from bench.precision import Precision
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns that it could be faster
 
-ADAPTED = ("lora", "qlora")
-"""Ways to train adapters beside frozen weights."""
-
 ALL_LINEAR = "all-linear"
 """Every linear layer of the blocks; peft's word."""
 
@@ -35,8 +32,10 @@ class Finetune:
 
     packages: ClassVar[tuple[str, ...]] = ()
     """Libraries it needs: optional extras of this package."""
-    imports: ClassVar[tuple[str, ...]] = ()
-    """Modules worth importing once, before ranks are forked."""
+
+    def imports(self, device: str) -> tuple[str, ...]:
+        """Modules worth importing once, before ranks are forked: none beside GPUs, which bitsandbytes initialises."""
+        return self.packages if device == "cpu" else ()
 
     def of(self, family: Family, precision: Precision) -> Family:
         """The model as it is trained."""
@@ -72,7 +71,6 @@ class LoRA(Finetune):
     """Names of the linear layers that get an adapter, or `all-linear` alone."""
 
     packages: ClassVar[tuple[str, ...]] = ("peft",)
-    imports: ClassVar[tuple[str, ...]] = ("peft",)
 
     def __post_init__(self) -> None:
         require_at_least("finetune.rank", self.rank, 1)
@@ -126,7 +124,6 @@ class QLoRA(LoRA):
     """Of 4 bits: the scales of the blocks have 8 bits themselves."""
 
     packages: ClassVar[tuple[str, ...]] = ("peft", "bitsandbytes")
-    imports: ClassVar[tuple[str, ...]] = ("peft", "bitsandbytes")
 
     def __post_init__(self) -> None:
         super().__post_init__()

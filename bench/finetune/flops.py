@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -50,7 +53,23 @@ class CountedFlops(FlopCount):
 
 @functools.lru_cache(maxsize=256)
 def counted(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
-    """FLOPs of the matrix products of one sequence's forward and backward pass, from a step of the model on meta."""
+    """FLOPs of the matrix products of one sequence's forward and backward pass, from a step of the model on meta.
+
+    Where there may be GPUs they are counted in a process of their own: peft imports bitsandbytes, which initialises
+    CUDA, and after that no process can fork ranks that use it.
+    """
+    asked = (family, sequence_length, activation_checkpointing)
+    if not _may_initialise_cuda():
+        return _count(*asked)
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as apart:
+        return apart.submit(_count, *asked).result()
+
+
+def _may_initialise_cuda() -> bool:
+    return torch.version.cuda is not None and "bitsandbytes" not in sys.modules
+
+
+def _count(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
     lengths = {len(blocks) for blocks in family.block_lists(family.base.build())}  # type: ignore[attr-defined]
     few, more = family.shortened(FEW), family.shortened(MORE)
     if few is None or more is None or len(lengths) > 1 or min(lengths) <= MORE:
