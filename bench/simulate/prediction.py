@@ -62,7 +62,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TimePrediction:
-    """One optimizer step of one rank (of a pipeline: mean over ranks), in seconds. The parts add up to `step_s.value`."""
+    """One optimizer step of one rank (pipelines: mean over ranks), in seconds. The parts add up to `step_s.value`."""
 
     step_s: Range
     compute_s: float
