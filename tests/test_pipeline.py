@@ -250,7 +250,9 @@ def test_the_predicted_bubble_is_near_the_formulas_and_naive_stages_mostly_wait(
     assert naive is not None
     assert naive.limited_by == "pipeline bubble"
     assert naive.bubble_s / naive.step_s.value == pytest.approx(7 / 8, abs=0.03)
-    assert [span.kind for span in naive.timeline if span.kind != "wait"] == ["forward", "backward", "optimizer"]
+    first = [span.kind for span in naive.timeline if span.stream == "rank 0"]
+    assert first == ["forward", "backward", "optimizer"]
+    assert {span.stream for span in naive.timeline} == {f"rank {rank}" for rank in range(8)}
 
 
 def test_1f1b_keeps_as_many_micro_batches_as_stages_and_gpipe_all() -> None:

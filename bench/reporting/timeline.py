@@ -1,4 +1,7 @@
-"""A picture of a simulated step: a lane per stream; above the whole step, below a closer look at some blocks."""
+"""A picture of a simulated step: a lane per stream; above the whole step, below a closer look at some blocks.
+
+Of a pipeline: a lane per rank.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +109,10 @@ def joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def closer_looks(spans: Sequence[Span]) -> list[Window]:
-    """Some blocks of forward, and the same of backward."""
-    windows = []
+    """Some blocks of forward, and the same of backward; none where lanes are the ranks of a pipeline."""
+    windows: list[Window] = []
+    if not any(span.stream in STREAMS for span in spans):
+        return windows
     for title, kinds, at in (("forward", ("forward",), LATER), ("backward", ("recompute", "backward"), 1 - LATER)):
         passed = sorted((span for span in spans if span.kind in kinds), key=lambda span: span.start_s)
         blocks = list(dict.fromkeys(label(span) for span in passed))

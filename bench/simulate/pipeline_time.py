@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.config import RunConfig
 from bench.simulate import pace
-from bench.simulate.machine import COMPUTE, Machine, Pace
+from bench.simulate.machine import Machine, Pace
 from bench.simulate.memory import is_degraded
 from bench.simulate.network import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Group, collective_seconds
 from bench.simulate.pipeline_clock import Run, StageSeconds, run
@@ -40,10 +39,7 @@ def time_of(
     *,
     timeline: bool,
 ) -> TimePrediction | None:
-    """The time of a step, its parts as means over ranks; None where the hardware's speeds are unknown.
-
-    The timeline is that of the rank that computes longest.
-    """
+    """The time of a step, its parts as means over ranks; None where the hardware's speeds are unknown."""
     if not pace.is_known(config.hardware, config.precision):
         return None
     speed = pace.pace_of(config)
@@ -75,7 +71,6 @@ def time_of(
         "kernel launches": step - computed - exposed - optimizer - idle,
     }
     degraded = is_degraded(found)
-    longest = max(range(timetable.ranks), key=lambda rank: runs[rank].busy_s)
     return TimePrediction(
         step_s=Range(step, step * (1 - pace.TIME_SHARE), step * (1 + pace.TIME_SHARE)),
         compute_s=computed,
@@ -85,7 +80,7 @@ def time_of(
         communication_s=_sent_seconds(timetable, send_s) + _mean(total for _, total in reduced) + tied,
         limited_by="allocator" if degraded else max(parts, key=lambda name: parts[name]),
         degraded=degraded,
-        timeline=_timeline(runs[longest], updates[longest], step) if timeline else (),
+        timeline=_timeline(runs, updates, step) if timeline else (),
     )
 
 
@@ -199,16 +194,11 @@ def _tied_seconds(config: RunConfig, timetable: Timetable, casts: Sequence[Cast]
     )
 
 
-def _timeline(found: Run, update: Update, step_s: float) -> tuple[Span, ...]:
-    """The rank's actions, and its waiting for other stages in between."""
+def _timeline(runs: Sequence[Run], updates: Sequence[Update], step_s: float) -> tuple[Span, ...]:
+    """A lane per rank: what it computes, and the optimizer at the end."""
     spans = []
-    for action, (start, end) in zip(found.actions, found.spans, strict=True):
-        name = f"{action.kind} stage {action.stage} micro-batch {action.micro_batch}"
-        spans.append(Span(COMPUTE, name, action.kind, start, end))
-    waits = [
-        Span(COMPUTE, "wait for other stages", "wait", before.end_s, after.start_s)
-        for before, after in itertools.pairwise(spans)
-        if after.start_s > before.end_s
-    ]
-    updated = Span(COMPUTE, "optimizer", "optimizer", step_s - update.seconds, step_s)
-    return tuple(sorted([*spans, *waits, updated], key=lambda span: span.start_s))
+    for rank, (found, update) in enumerate(zip(runs, updates, strict=True)):
+        for action, (start, end) in zip(found.actions, found.spans, strict=True):
+            spans.append(Span(f"rank {rank}", f"{action.kind} {action.micro_batch}", action.kind, start, end))
+        spans.append(Span(f"rank {rank}", "optimizer", "optimizer", step_s - update.seconds, step_s))
+    return tuple(sorted(spans, key=lambda span: span.start_s))

@@ -62,7 +62,7 @@ class Span:
     """Something that occupies a stream for a while."""
 
     stream: str
-    """compute, gather, reduce or replicate (all-reduce across replicas)."""
+    """compute, gather, reduce or replicate (all-reduce across replicas); of a pipeline, ``rank 3``."""
     name: str
     """``forward decoder.block.3``, ``all-gather decoder.block.4``."""
     kind: str
@@ -74,7 +74,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TimePrediction:
-    """One optimizer step of one rank, in seconds. The parts add up to `step_s.value`."""
+    """One optimizer step of one rank (pipelines: mean over ranks), in seconds. The parts add up to `step_s.value`."""
 
     step_s: Range
     compute_s: float
@@ -83,12 +83,13 @@ class TimePrediction:
     """Communication that computation does not hide."""
     optimizer_s: float
     bubble_s: float
-    """The device waits for the processor to launch kernels, or for the allocator."""
+    """The device waits for the processor to launch kernels, for the allocator or, in a pipeline, for other stages."""
     communication_s: float
     """All communication, hidden or not; no part of the sum."""
     limited_by: str
-    """compute, memory bandwidth, network, kernel launches or allocator; with offloading also host link (between GPU
-    and memory of its machine) or host memory (its bandwidth, where processors carry out the optimizer's step)."""
+    """compute, memory bandwidth, network, kernel launches or allocator; of a pipeline also pipeline bubble; with
+    offloading host link (between GPU and memory of its machine) or host memory (its bandwidth, where processors carry
+    out the optimizer's step)."""
     degraded: bool
     """Memory is so nearly exhausted that the allocator flushes and retries."""
     timeline: tuple[Span, ...] = ()
