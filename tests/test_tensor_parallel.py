@@ -34,17 +34,15 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         SMALL_T5,
         {
             "tensor_parallel/4+sequence": (),
-            "tensor_parallel/2x2+ddp": (*TWO, *WHOLE, *DDP, "activation_checkpointing=selective"),
-            "tensor_parallel/2x2+sequence+fsdp": (*TWO, *BF16),
+            "tensor_parallel/2x2+fsdp": (*TWO, *WHOLE, *BF16),
         },
     ),
     "gpt": (
         # The vocabulary is divisible by nothing: the last rank has less of it.
         (*SMALL_GPT, "model.vocabulary_size=127"),
         {
-            "tensor_parallel/4": WHOLE,
             "tensor_parallel/2x2+sequence+fsdp": (*TWO, "activation_checkpointing=full"),
-            "tensor_parallel/2x2+sequence+ddp": (*TWO, *DDP),
+            "tensor_parallel/2x2+ddp": (*TWO, *WHOLE, *DDP),
         },
     ),
 }
