@@ -34,17 +34,15 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         SMALL_T5,
         {
             "tensor_parallel/4+sequence": (),
-            "tensor_parallel/2x2+ddp": (*TWO, *WHOLE, *DDP, "activation_checkpointing=selective"),
-            "tensor_parallel/2x2+sequence+fsdp": (*TWO, *BF16),
+            "tensor_parallel/2x2+fsdp": (*TWO, *WHOLE, *BF16),
         },
     ),
     "gpt": (
         # The vocabulary is divisible by nothing: the last rank has less of it.
         (*SMALL_GPT, "model.vocabulary_size=127"),
         {
-            "tensor_parallel/4": WHOLE,
             "tensor_parallel/2x2+sequence+fsdp": (*TWO, "activation_checkpointing=full"),
-            "tensor_parallel/2x2+sequence+ddp": (*TWO, *DDP),
+            "tensor_parallel/2x2+ddp": (*TWO, *WHOLE, *DDP),
         },
     ),
 }
@@ -178,6 +176,8 @@ REFUSED = {
     "compile": ((*SMALL_T5, "gpus=4", "compile=true"), "compile=true .* Choose false"),
     "dropout": ((*SMALL_T5, "gpus=4", "model.dropout=0.1"), "model.dropout=0.1 .* choose 0.0"),
     "family": (("model=mpt_7b", "gpus=4"), "model.family=mpt .* choose a model of family gpt, mingpt, t5"),
+    "reshard": ((*SMALL_T5, "gpus=4", *TWO, *DDP, "strategy.reshard_after_forward=true"), "choose null with .*ddp"),
+    "alone": ((*SMALL_T5, "gpus=4", *TWO, "strategy.data_parallel=none"), "data_parallel=none .* fsdp or ddp"),
     "data": ((*SMALL_T5, "gpus=4", "strategy.data_parallel=zero"), "strategy.data_parallel=zero .* fsdp, ddp"),
 }
 
@@ -187,6 +187,15 @@ def test_what_makes_no_sense_is_refused(name: str) -> None:
     overrides, reason = REFUSED[name]
     with pytest.raises(ValueError, match=reason):
         configuration("strategy=tensor_parallel", *overrides)
+
+
+def test_what_it_comes_to_can_be_asked_for() -> None:
+    """The knobs on a row make the same run again."""
+    for overrides in ((), TWO, (*TWO, *DDP)):
+        config = configuration(*SMALL_T5, "strategy=tensor_parallel", "gpus=4", *overrides)
+        values = {name: value for name, value in config.to_dict()["strategy"].items() if name != "name"}
+        again = [f"strategy.{name}={'null' if value is None else value}" for name, value in values.items()]
+        assert configuration(*SMALL_T5, "strategy=tensor_parallel", "gpus=4", *again).run_id == config.run_id
 
 
 def test_an_impossible_degree_leaves_a_run_out_of_a_sweep() -> None:

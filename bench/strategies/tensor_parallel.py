@@ -47,18 +47,20 @@ class TensorParallel(Strategy):
     sequence_parallel: bool
     """Divide what lies between the layers over the sequence (Korthikanti et al. 2022, arXiv:2205.05198)."""
     data_parallel: str
-    """Among groups that share layers: fsdp or ddp; a resolved strategy with one group alone has none."""
-    reshard_after_forward: bool
-    """With fsdp: free gathered parameters after forward (ZeRO-3), or keep them until backward is done (ZeRO-2)."""
+    """Among groups that share layers: fsdp or ddp; none, whatever was asked for, where there is one group alone."""
+    reshard_after_forward: bool | None
+    """With fsdp: free gathered parameters after forward (ZeRO-3, also if null), or keep them until backward is done
+    (ZeRO-2)."""
 
     @property
     def uses_autocast(self) -> bool:  # type: ignore[override]
-        """FSDP casts parameters by its policy; without it autocast does."""
+        """FSDP casts parameters by its policy. Without it autocast does, and what layer norms hand out is fp32: the
+        gathers of sequence parallelism are then twice as large."""
         return self.data_parallel != FSDP
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy, with degree and data parallelism as they come to at this world size."""
-        require_choice("strategy.data_parallel", self.data_parallel, (FSDP, DATA))
+        require_choice("strategy.data_parallel", self.data_parallel, (FSDP, DATA, NONE))
         degree: int | str = self.degree
         if isinstance(degree, str):
             degree = {"full": world_size, "node": min(ranks_per_node, world_size)}.get(degree, degree)
@@ -73,10 +75,23 @@ class TensorParallel(Strategy):
                 ImpossibleError,
             )
         kind = self.data_parallel if degree < world_size else NONE
+        if degree < world_size and kind == NONE:
+            raise bad_value(
+                "strategy.data_parallel", NONE, f"fsdp or ddp with strategy.degree={degree} of gpus={world_size}"
+            )
+        reshard = self.reshard_after_forward
+        if self.data_parallel == DATA and reshard is not None:
+            raise bad_value("strategy.reshard_after_forward", reshard, "null with strategy.data_parallel=ddp")
         factor: int | str = self.sharding_factor
         if factor == "auto":
             factor = world_size if kind == FSDP else degree
-        chosen = dataclasses.replace(self, degree=degree, data_parallel=kind, sharding_factor=factor)
+        chosen = dataclasses.replace(
+            self,
+            degree=degree,
+            data_parallel=kind,
+            sharding_factor=factor,
+            reshard_after_forward=None if kind != FSDP else True if reshard is None else reshard,
+        )
         return super(TensorParallel, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
 
     def check(self, world_size: int) -> None:
@@ -196,7 +211,7 @@ class TensorParallel(Strategy):
         return FSDP2(
             name=FSDP,
             sharding_factor=self.factor // self.split().degree,
-            reshard_after_forward=self.reshard_after_forward,
+            reshard_after_forward=self.reshard_after_forward is not False,
             forward_prefetch=False,
             blocks_per_unit=1,
             cpu_offload=False,
