@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,10 @@ from tests.conftest import SMALL_GPT, SMALL_T5, configuration
 
 Execute = Callable[..., list[dict[str, Any]]]
 
-needs_library = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="the extra fp8 is not installed")
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None and os.environ.get("REQUIRE_FP8") != "1",
+    reason="the extra fp8 is not installed",
+)
 
 EMULATED = ("precision=fp8", "precision.float8_emulated=true")
 STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
