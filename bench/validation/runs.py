@@ -98,12 +98,15 @@ LEFT_OUT = {
     "fsdp_paper Figure 6(c)": "sequence length, precision and checkpointing are not stated; only its shape is compared",
     "fsdp_paper Figures 7(a), 8(a)": "a recommendation model (DHEN), which the suite does not have",
     "fsdp_paper Figure 8(c)": "memory unexplained by the paper's own numbers: shown, not counted",
-    "llm_foundry, amp_fp8": "the suite has no fp8",
+    "llm_foundry, amp_fp8": "layers of TransformerEngine; the suite's FP8 is torchao's",
     "megatron_sc21, ZeRO-3": (
         "another implementation (DeepSpeed of 2021): shown, not counted. Its step takes as long on 1536 GPUs as on "
         "768, so the network decides; all adapters of a node would be 4 times faster, one adapter agrees (above)"
     ),
-    "megatron_sc21, PTD; megatron_*; nanotron_best_configs; llama3_paper; opt_paper": "tensor or pipeline parallelism",
+    "megatron_sc21, PTD; megatron_*; nanotron_best_configs; llama3_paper; opt_paper": (
+        "tensor and pipeline parallelism at once, which the suite does not do, or batches that are not stated; degrees "
+        "of tensor parallelism alone are compared (above)"
+    ),
     "bigscience_zero1": (
         "tensor and pipeline parallelism; ZeRO-1 against ZeRO-0 is compared for the part of one GPU (above). Optimizer "
         "state and communication explain neither 12 % of the time nor 35 GB of 1.9 billion parameters"

@@ -5,7 +5,10 @@ Nothing was tuned on these rows, but for one assumption that says so in its line
 
 from __future__ import annotations
 
+import csv
+
 from bench.config import RunConfig
+from bench.records.published import PUBLISHED
 from bench.simulate.prediction import DOES_NOT_FIT, Prediction
 from bench.validation.runs import FSDP_PAPER, SPEED, cases, configured
 from bench.validation.shapes import Predict, Shape
@@ -32,6 +35,32 @@ BIGSCIENCE = {
 }
 """One of the 96 parts that tensor and pipeline parallelism make of a GPT of 181 billion parameters: a GPT of as many as
 one GPU had, 1.9 billion, in 4 replicas on 4 machines, 2048 sequences a step. GPU, length and network are assumed."""
+
+TENSOR_PARALLEL = {1: (2304, 24, 24, 16), 2: (3072, 32, 30, 16), 4: (4096, 32, 36, 16), 8: (6144, 48, 40, 32)}
+"""Megatron's Table 1 (https://arxiv.org/abs/2104.04473) as far as it divides layers alone: by degree of tensor
+parallelism width, heads, layers, and sequences of a step for each of its 32 groups."""
+
+TOGETHER = 8
+"""Sequences that a group of Megatron's Table 1 takes at a time: assumed."""
+
+MEGATRON = {
+    "model": "gpt_2b7",
+    "model.vocabulary_size": "51200",
+    "model.block_size": "2048",
+    "hardware": "a100_80gb",
+    "precision": "bf16",
+    "strategy": "ddp",
+    "sequence_length": "2048",
+    "activation_checkpointing": "full",
+}
+"""Its vocabulary and length. It computed in fp16, which tensor parallelism does not here; bf16 is as fast."""
+
+DIVIDED = {
+    "strategy": "tensor_parallel",
+    "strategy.data_parallel": "ddp",
+    "strategy.sequence_parallel": "false",
+}
+"""Before sequence parallelism was thought of."""
 
 ZERO_PAPER = {
     "hardware": "v100_32gb",
@@ -69,7 +98,36 @@ GPU's, and does not fit the 40 GB then: the speed is predicted on GPUs of 80 GB.
 
 def strategy_shapes(predict: Predict) -> list[Shape]:
     """All of them."""
-    return [_megatron(predict), _bigscience(predict), *_zero_paper(predict), _offloaded(predict)]
+    return [
+        _tensor_parallel(predict),
+        _megatron(predict),
+        _bigscience(predict),
+        *_zero_paper(predict),
+        _offloaded(predict),
+    ]
+
+
+def _tensor_parallel(predict: Predict) -> Shape:
+    runs = []
+    for degree, (width, heads, layers, sequences) in TENSOR_PARALLEL.items():
+        shape = {"model.hidden_size": width, "model.num_heads": heads, "model.num_layers": layers}
+        batch = {"batch_size_per_gpu": TOGETHER // degree, "gradient_accumulation": sequences // TOGETHER}
+        numbers = {name: str(value) for name, value in {**shape, **batch, "gpus": 32 * degree}.items()}
+        runs.append(_run(MEGATRON | numbers | (DIVIDED | {"strategy.degree": str(degree)} if degree > 1 else {})))
+    speeds = [_tflops(run, each) for run, each in zip(runs, predict(runs), strict=True)]
+    with PUBLISHED.open(newline="", encoding="utf-8") as file:
+        said = {
+            line["sharding"]: float(line["value"])
+            for line in csv.DictReader(file)
+            if line["source_key"] == "megatron_a100_readme" and line["metric"] == "tflops_per_gpu"
+        }
+    published = [said[f"model-parallel {degree}"] for degree in TENSOR_PARALLEL]
+    return Shape(
+        f"Megatron's Table 1: {SPEED} at a tensor parallel degree of 1, 2, 4 and 8 (no pipeline; micro-batches of "
+        f"{TOGETHER} assumed)",
+        ", ".join(f"{speed:.0f}" for speed in published),
+        ", ".join(f"{speed:.0f}" for speed in speeds),
+    )
 
 
 def _megatron(predict: Predict) -> Shape:
