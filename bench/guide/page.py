@@ -106,10 +106,10 @@ def _commands(guidance: Guidance) -> list[RenderableType]:
     """What to type for each way; commands are never broken, so that they can be copied."""
     parts: list[RenderableType] = []
     for each in guidance.ways:
-        run, predict = each.sweep(guidance.case), each.predict(guidance.case)
         surely_not = each.row is not None and not each.row.possible
-        if run is None or predict is None or surely_not:
-            continue
-        parts += [Text(), Text(f"{each.way.name}: to run it, and to predict it,")]
-        parts += [Text(f"  {command}", no_wrap=True, overflow="ignore") for command in (run, predict)]
+        typed = {"run": each.sweep(guidance.case), "predict": each.predict(guidance.case)}
+        commands = {verb: command for verb, command in typed.items() if command is not None and not surely_not}
+        if commands:
+            parts += [Text(), Text(f"{each.way.name}: {', and '.join(f'to {verb} it' for verb in commands)},")]
+            parts += [Text(f"  {command}", no_wrap=True, overflow="ignore") for command in commands.values()]
     return parts

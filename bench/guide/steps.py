@@ -201,12 +201,17 @@ def answer_host(case: Case) -> Answered:
     if isinstance(probe, Untold):
         return _untold(ANY, [probe])
     size = case.per_node * probe.prediction.memory.phase_peaks["optimizer"]
+    host = case.config.hardware.host
+    if host is None:
+        has = f"hardware={case.config.hardware.name} does not say how much a node's CPU has"
+    else:
+        has = f"a node with {case.config.hardware.name} has {host.memory_gib:,.0f} GiB"
+        has += "" if size <= host.memory_gib * GIB else ": too little, unless some of it goes to NVMe"
     return Answered(
         f"{gib(size)} GiB",
-        f"{gib(size)} GiB of parameters, gradients and optimizer state, and what the system itself needs; no "
-        "description says how much a node's CPU has",
+        f"{gib(size)} GiB of parameters, gradients and optimizer state, and what the system itself needs; {has}",
         (Number("memory of a node's CPU", size / GIB, "GiB"),),
-        Number("memory that a node's CPU has", None, "GiB"),
+        Number("memory that a node's CPU has", None if host is None else host.memory_gib, "GiB"),
         probe.source,
     )
 

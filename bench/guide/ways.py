@@ -16,6 +16,12 @@ from bench.planning.grid import Settings
 NODE, NODES, GPUS = "{node}", "{nodes}", "{gpus}"
 """In a value: GPUs of a node, number of nodes, all GPUs."""
 
+FILLING = 4
+"""Micro-batches per stage of a pipeline that is to be busy: idle (P - 1) / (4 P + P - 1) of a step, a fifth."""
+
+FILL_GPUS, FILL_NODES = "{micro-batches of gpus}", "{micro-batches of nodes}"
+"""In a value: micro-batches that fill a pipeline of as many stages."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -30,7 +36,10 @@ class Way:
 
     def filled(self, gpus: int, per_node: int) -> Settings:
         """The settings for some GPUs."""
-        values = {NODE: str(min(gpus, per_node)), NODES: str(-(-gpus // per_node)), GPUS: str(gpus)}
+        nodes = -(-gpus // per_node)
+        numbers = {NODE: min(gpus, per_node), NODES: nodes, GPUS: gpus}
+        numbers |= {FILL_GPUS: FILLING * gpus, FILL_NODES: FILLING * nodes}
+        values = {name: str(number) for name, number in numbers.items()}
         return {key: values.get(value, value) for key, value in self.settings.items()}
 
     def missing(self) -> str | None:
@@ -82,12 +91,12 @@ TENSOR = Way(
 )
 PIPELINE = Way(
     "pipeline parallelism",
-    {"strategy": "pipeline", "strategy.stages": GPUS},
+    {"strategy": "pipeline", "strategy.stages": GPUS, "strategy.micro_batches": FILL_GPUS},
     "sends activations only; idle at the start and end of a step; a layer must fit on one GPU",
 )
 PIPELINE_OF_NODES = Way(
     "pipeline parallelism, a stage per node",
-    {"strategy": "pipeline", "strategy.stages": NODES},
+    {"strategy": "pipeline", "strategy.stages": NODES, "strategy.micro_batches": FILL_NODES},
     "sends activations only between nodes; idle at the start and end of a step",
 )
 OFFLOAD_FSDP = Way(
