@@ -96,19 +96,7 @@ class Strategy(ABC):
         ImpossibleError
             If the strategy cannot run at this world size with this factor.
         """
-        factor: int | str = self.sharding_factor
-        if isinstance(factor, str):
-            factor = {"full": world_size, "node": min(ranks_per_node, world_size)}.get(factor, factor)
-        if not isinstance(factor, int) or factor < 1:
-            raise bad_value("strategy.sharding_factor", factor, "full, node, or a whole number of at least 1")
-        if world_size % factor:
-            divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
-            raise bad_value(
-                "strategy.sharding_factor",
-                factor,
-                f"a divisor of the world size, gpus={world_size}: {', '.join(divisors)}",
-                ImpossibleError,
-            )
+        factor = ranks_asked_for("strategy.sharding_factor", self.sharding_factor, world_size, ranks_per_node)
         resolved = dataclasses.replace(self, sharding_factor=factor)
         resolved.check(world_size)
         return resolved
@@ -244,6 +232,26 @@ class Strategy(ABC):
     def grad_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """The loss scaler for fp16 that knows where this strategy keeps its gradients."""
         return torch.amp.GradScaler(device.type)
+
+
+def ranks_asked_for(field: str, asked: int | str, world_size: int, ranks_per_node: int) -> int:
+    """Ranks that a knob means: a divisor of the world size, ``node`` (the ranks of one machine) or ``full`` (all).
+
+    Raises
+    ------
+    UsageError
+        If it is none of these.
+    """
+    number: int | str = asked
+    if isinstance(number, str):
+        number = {"full": world_size, "node": min(ranks_per_node, world_size)}.get(number, number)
+    if not isinstance(number, int) or number < 1:
+        raise bad_value(field, number, "full, node, or a whole number of at least 1")
+    if world_size % number:
+        divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        valid = f"a divisor of the world size, gpus={world_size}: {', '.join(divisors)}"
+        raise bad_value(field, number, valid, ImpossibleError)
+    return number
 
 
 def require_replicas(strategy: Strategy) -> None:

@@ -22,7 +22,7 @@ from bench.errors import ImpossibleError, bad_value, require_choice
 from bench.models import Family
 from bench.models.base import dividing_families
 from bench.precision import Precision
-from bench.strategies.base import BuildOptimizer, Job, Step, Strategy
+from bench.strategies.base import BuildOptimizer, Job, Step, Strategy, ranks_asked_for
 from bench.strategies.ddp import DDP
 from bench.strategies.fsdp import FSDP2
 from bench.strategies.plan import Plan, Setting, WholePlan
@@ -61,19 +61,7 @@ class TensorParallel(Strategy):
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy, with degree and data parallelism as they come to at this world size."""
         require_choice("strategy.data_parallel", self.data_parallel, (FSDP, DATA, NONE))
-        degree: int | str = self.degree
-        if isinstance(degree, str):
-            degree = {"full": world_size, "node": min(ranks_per_node, world_size)}.get(degree, degree)
-        if not isinstance(degree, int) or degree < 1:
-            raise bad_value("strategy.degree", degree, "full, node, or a whole number of at least 1")
-        if world_size % degree:
-            divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
-            raise bad_value(
-                "strategy.degree",
-                degree,
-                f"a divisor of the world size, gpus={world_size}: {', '.join(divisors)}",
-                ImpossibleError,
-            )
+        degree = ranks_asked_for("strategy.degree", self.degree, world_size, ranks_per_node)
         kind = self.data_parallel if degree < world_size else NONE
         if degree < world_size and kind == NONE:
             raise bad_value(
