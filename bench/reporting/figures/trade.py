@@ -25,6 +25,8 @@ HOW_TO_READ = (
 )
 FACET = ["place", "model", "parameters", "precision", "world_size", "workload", "limit"]
 MEMORY = "peak_allocated_bytes"
+SPEED = "tokens_per_second_per_gpu"
+"""Not FLOPs, of which adapters need fewer for the same tokens."""
 KEY_CHARS = 27
 LEAST = 3
 """Strategies from which on there is something to choose from."""
@@ -36,7 +38,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     Only groups (`FACET`) of at least `LEAST` strategies with both are kept. ``choice`` is what a point is called:
     strategies of one name whose settings differ are called by their settings, too.
     """
-    found = drawable(cells(table, "tflops_per_gpu", MEMORY))
+    found = drawable(cells(table, SPEED, MEMORY))
     kept = []
     for _, facet in by(found, *FACET):
         drawn = facet[facet["median"].notna() & facet[MEMORY].notna() | (facet["out_of_memory"] > 0)]
@@ -94,7 +96,7 @@ def _draw(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> Drawing:
     axes.set_ylim(0, float(facet["high"].max()) * 1.15)
     axes.grid()
     axes.set_xlabel(f"peak allocated memory per {noun} ({unit})")
-    axes.set_ylabel(f"model TFLOP/s per {noun}")
+    axes.set_ylabel(f"tokens per second and {noun}")
     note = CPU_NOTE if first["device"] == "cpu" else ""
     title = f"Memory against throughput: {first['model']}, {first['precision']}, {ranks}"
     detail = " · ".join(part for part in (first["workload"], first["limit"]) if part)
@@ -103,13 +105,13 @@ def _draw(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> Drawing:
     ran = facet[facet["median"].notna()]
     fastest, leanest = (ran.sort_values(column).iloc[place] for column, place in (("median", -1), (MEMORY, 0)))
     extremes = (
-        f"Fastest: {fastest['choice']}, {number(fastest['median'])} TFLOP/s at {number(fastest[MEMORY] / size)} "
+        f"Fastest: {fastest['choice']}, {number(fastest['median'])} tokens/s at {number(fastest[MEMORY] / size)} "
         f"{unit}. "
         f"Least memory: {leanest['choice']}, {number(leanest[MEMORY] / size)} {unit} at "
-        f"{number(leanest['median'])} TFLOP/s."
+        f"{number(leanest['median'])} tokens/s."
     )
     choices = listing(list(dict.fromkeys(facet["choice"])), 20)
-    alt = f"Scatter plot of TFLOP/s against peak memory for {choices}. {extremes}"
+    alt = f"Scatter plot of tokens per second against peak memory for {choices}. {extremes}"
     name = slug("trade", first["model"], first["precision"], first["world_size"], first["workload"], first["limit"])
     return Drawing(name, title, figure, f"{extremes} {note}".strip(), alt)
 
