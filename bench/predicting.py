@@ -131,7 +131,8 @@ class BatchSearch:
     @property
     def next(self) -> RunConfig | None:
         """What to predict next, None when the answer is known."""
-        size = None if self.cut_short else next_batch_size(self.tried, self.config.batch_size_per_gpu, self.limit_bytes)
+        start, unit = self.config.batch_size_per_gpu, self.config.strategy.batch_unit
+        size = None if self.cut_short else next_batch_size(self.tried, start, self.limit_bytes, unit)
         return None if size is None else dataclasses.replace(self.config, batch_size_per_gpu=size)
 
     def note(self, row: Record, fits: Callable[[Record], bool]) -> None:

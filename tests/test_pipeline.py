@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from bench.config import RunConfig
 from bench.errors import ImpossibleError, UsageError
 from bench.models.materialize import Materializer
 from bench.models.stages import cut
+from bench.planning.plan import make_plan
+from bench.planning.request import read_request
+from bench.records.reading import read_all
 from bench.reporting import style
 from bench.reporting.figures import idle
 from bench.reporting.table import prepare
@@ -30,7 +34,7 @@ from bench.strategies.pipeline_schedule import (
     Timetable,
     bubble_share,
 )
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, configuration
 from tests.records_fixture import record
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -253,6 +257,27 @@ def test_the_predicted_bubble_is_near_the_formulas_and_naive_stages_mostly_wait(
     first = [span.kind for span in naive.timeline if span.stream == "rank 0"]
     assert first == ["forward", "backward", "optimizer"]
     assert {span.stream for span in naive.timeline} == {f"rank {rank}" for rank in range(8)}
+
+
+def test_bubbles_measured_on_a_machine_of_their_own_are_the_predicted_ones() -> None:
+    """On the calibrated machine, within 0.03 of a step; memory to some bytes."""
+    calibrated = ROOT / "results" / "calibration" / "cpu_2core.yaml"
+    request = read_request(["sweep=pipelines", "mode=predict", f"hardware={calibrated}"], multirun=False, device=CPU)
+    plan = make_plan(request.points, Path("nowhere"), force=True, check=lambda config: None)
+    predicted = dict(zip(map(knobs, [config.to_dict() for config in plan.to_run]), predict(plan.to_run), strict=True))
+    rows = read_all(ROOT / "results" / "measured" / "cpu_pipelines").records
+    assert len(rows) == 3 * len(predicted) == 24
+    for row in rows:
+        found = predicted[knobs(row["config"])]
+        assert found.time is not None
+        bubble = 1 - (found.time.compute_s + found.time.optimizer_s) / found.time.step_s.value
+        assert row["bubble"] == pytest.approx(bubble, abs=0.03), row["effective_strategy"]
+        assert row["peak_allocated_bytes"] == pytest.approx(found.memory.allocated.value, rel=1e-5)
+
+
+def knobs(config: Mapping[str, Any]) -> str:
+    """What runs of one sweep differ in."""
+    return repr(sorted(config["strategy"].items()))
 
 
 def test_1f1b_keeps_as_many_micro_batches_as_stages_and_gpipe_all() -> None:

@@ -469,12 +469,15 @@ def test_a_store_that_cannot_be_written_is_refused(capsys):
 # The largest batch
 
 
-def search(fits: Callable[[int], int | None], start: int, limit: int | None) -> tuple[int | None, list[int]]:
+def search(
+    fits: Callable[[int], int | None], start: int, limit: int | None, unit: int = 1
+) -> tuple[int | None, list[int]]:
     """What the search finds where a batch takes so much memory (None: more than there is), and what it tried."""
     tried: dict[int, int | None] = {}
     order = []
-    while (size := next_batch_size(tried, start, limit)) is not None:
+    while (size := next_batch_size(tried, start, limit, unit)) is not None:
         assert size >= 1
+        assert size % unit == 0
         assert size not in tried, f"{size} again after {order}"
         assert len(order) < 60, "no end"
         tried[size] = fits(size)
@@ -502,6 +505,13 @@ def test_the_search_finds_the_largest_batch_in_few_runs(fixed, per_sequence, sta
     assert found + 1 in order
     halvings = max(0, (start // found).bit_length() if start > found else 0)
     assert len(order) <= 8 + halvings, order
+
+
+@pytest.mark.parametrize("start", [4, 64, 5000])
+def test_the_search_tries_multiples_of_what_a_strategy_asks_for(start):
+    found, order = search(linear(1000, 100, 7), start, 1000, unit=4)
+    assert found == 128  # that fits; 132 would not, and 129 is no multiple
+    assert 132 in order
 
 
 @pytest.mark.parametrize("start", [1, 4, 64])

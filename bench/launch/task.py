@@ -40,7 +40,8 @@ def largest_batch(config: RunConfig, attempt: Callable[[RunConfig], Record | Non
         neither ok nor oom.
     """
     tried: dict[int, int | None] = {}
-    while (size := next_batch_size(tried, config.batch_size_per_gpu, config.hardware.memory_limit_bytes)) is not None:
+    start, limit, unit = config.batch_size_per_gpu, config.hardware.memory_limit_bytes, config.strategy.batch_unit
+    while (size := next_batch_size(tried, start, limit, unit)) is not None:
         record = attempt(dataclasses.replace(config, batch_size_per_gpu=size))
         if record is None or record["status"] not in FINISHED:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-def next_batch_size(tried: Mapping[int, int | None], start: int, limit_bytes: int | None) -> int | None:
+def next_batch_size(tried: Mapping[int, int | None], start: int, limit_bytes: int | None, unit: int = 1) -> int | None:
     """The batch size to try next, None when the answer is known.
 
     Memory grows linearly with the batch, so two batches that fit foretell the largest; trying it and its neighbour
@@ -19,7 +19,14 @@ def next_batch_size(tried: Mapping[int, int | None], start: int, limit_bytes: in
         Where to begin.
     limit_bytes: int or None
         Memory there is, if known.
+    unit: int
+        What batch sizes are multiples of, `start` among them.
     """
+    units = _next({size // unit: peak for size, peak in tried.items()}, start // unit, limit_bytes)
+    return None if units is None else units * unit
+
+
+def _next(tried: Mapping[int, int | None], start: int, limit_bytes: int | None) -> int | None:
     if not tried:
         return start
     fits = sorted(size for size, peak in tried.items() if peak is not None)
