@@ -294,13 +294,13 @@ class FSDP2Plan(ShardedPlan):
             device.wait(f"all-gather {unit.index}")
         elif self._offloads:
             device.wait(f"upload {unit.index}")
-        if forward:
-            if self._buffer is not None:  # the next gather waits until the unit before this one is copied out
-                device.follow(GATHER, f"copied {self._buffer}")
-            self._drop_buffer(device)
+        if forward and self._buffer is not None:  # the next gather waits until the unit before this one is copied out
+            device.follow(GATHER, f"copied {self._buffer}")
         device.hold(f"whole {unit.index}", size, GATHERED)
         device.copy("copy out", 2 * size)
         device.mark(f"copied buffer {unit.index}")
+        if forward:
+            self._drop_buffer(device)
         if self._factor == 1:
             device.hold("cast", sizes.cast_in_turn, GATHERED)
             device.release("cast")
