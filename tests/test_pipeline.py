@@ -264,7 +264,9 @@ def test_bubbles_measured_on_a_machine_of_their_own_are_the_predicted_ones() -> 
     calibrated = ROOT / "results" / "calibration" / "cpu_2core.yaml"
     request = read_request(["sweep=pipelines", "mode=predict", f"hardware={calibrated}"], multirun=False, device=CPU)
     plan = make_plan(request.points, Path("nowhere"), force=True, check=lambda config: None)
-    predicted = dict(zip(map(knobs, [config.to_dict() for config in plan.to_run]), predict_all(plan.to_run), strict=True))
+    predicted = dict(
+        zip(map(knobs, [config.to_dict() for config in plan.to_run]), predict_all(plan.to_run), strict=True)
+    )
     rows = read_all(ROOT / "results" / "measured" / "cpu_pipelines").records
     assert len(rows) == 3 * len(predicted) == 24
     for row in rows:

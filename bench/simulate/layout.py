@@ -12,7 +12,7 @@ from bench.simulate.lone import split_over
 from bench.simulate.reel import INNER
 from bench.simulate.tape import LOSS, TRACED_BLOCKS, Place, local_names
 from bench.strategies.plan import Parameter, Unit
-from bench.strategies.split import Split
+from bench.strategies.split import Split, own_shape
 
 ROOT, OUTPUT = "outside the blocks", "loss"
 
@@ -58,7 +58,11 @@ def _layout(family: Family, model: nn.Module, blocks_per_unit: int, scales_loss:
     for parameter in model.parameters():
         place, name = names[id(parameter)]
         traced.setdefault(place, {})[name] = Parameter(
-            name, tuple(parameter.shape), id(parameter) in kept, parameter.requires_grad, fixed.get(id(parameter))
+            name,
+            tuple(own_shape(parameter)),
+            id(parameter) in kept,
+            parameter.requires_grad,
+            fixed.get(id(parameter)),
         )
     lengths = _lengths(family)
     paths = _paths(family, model)

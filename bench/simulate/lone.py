@@ -37,7 +37,8 @@ def split_over(split: Split | None, family: Family, model: nn.Module) -> Iterato
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=split.degree)
     try:
         split.divide(family, model, init_device_mesh("cpu", (split.degree,)))
-        localize(model)
+        if not split.keeps_dtensors:
+            localize(model)
         with _shapes_unseen(), loss_parallel():
             yield
     finally:

@@ -26,7 +26,7 @@ from bench.simulate.fusion import Use, fused
 from bench.simulate.lone import split_over
 from bench.simulate.recorder import Kernel, Recorder, Uses
 from bench.strategies import Stepper
-from bench.strategies.split import Split
+from bench.strategies.split import Split, as_part_of, own_shape
 from bench.training.engine import Engine
 
 TRACED_BLOCKS = 4
@@ -339,8 +339,8 @@ def fill(model: nn.Module, family: Family, key: TapeKey) -> None:
         dtype = torch.float32 if module in keep_fp32 else cast
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in made:
-                fake = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-                made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                fake = torch.empty(own_shape(parameter), dtype=dtype, device="cpu")
+                made[id(parameter)] = nn.Parameter(as_part_of(parameter, fake), requires_grad=parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
         family.store(module)
 

@@ -22,6 +22,8 @@ class Split:
     degree: int
     sequence_parallel: bool
     """What lies between the layers is divided over the sequence."""
+    keeps_dtensors: bool = False
+    """Parameters stay DTensors, as FSDP2 has them; else each rank has plain ones, its part."""
 
     def divide(self, family: Family, model: nn.Module, mesh: DeviceMesh) -> Division:
         """Divide a model that is on meta: its layers' parameters become DTensors on the mesh of their ranks."""
@@ -46,6 +48,20 @@ def localize(model: nn.Module) -> None:
                 parametrize.register_parametrization(module, name, _AsDTensor(parameter._spec), unsafe=True)
 
 
+def own_shape(tensor: torch.Tensor) -> torch.Size:
+    """Shape of what this rank has of a tensor, which may be whole."""
+    return tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape
+
+
+def as_part_of(whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A rank's part as what it is a part of: a DTensor like `whole`, if that is one."""
+    return _from_local(own, whole._spec) if isinstance(whole, DTensor) else own
+
+
+def _from_local(own: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    return DTensor.from_local(own, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+
+
 class _AsDTensor(nn.Module):
     """A rank's part of a parameter, as the DTensor it is a part of."""
 
@@ -54,7 +70,4 @@ class _AsDTensor(nn.Module):
         self._spec = spec
 
     def forward(self, local: torch.Tensor) -> torch.Tensor:
-        spec = self._spec
-        return DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
+        return _from_local(local, self._spec)

@@ -158,7 +158,7 @@ class TensorParallel(Strategy):
     def split(self) -> Split:
         """How layers are split, of a resolved strategy."""
         assert isinstance(self.degree, int), "resolve the strategy first"
-        return Split(self.degree, self.sequence_parallel)
+        return Split(self.degree, self.sequence_parallel, keeps_dtensors=self.data_parallel == FSDP)
 
     def batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
         """One share per group."""
