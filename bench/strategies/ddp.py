@@ -91,8 +91,11 @@ class DDP(Strategy):
 
     @property
     def settling_steps(self) -> int:
-        """With powersgd what is kept from step to step appears in the first one that is compressed."""
-        return self.start_powerSGD_iter + 2 if self.communication_hook == POWERSGD else super().settling_steps
+        """With powersgd what is kept from step to step appears in the first one that is compressed. What a bucket is
+        compressed to is smaller from the third step on, when DDP has seen the order of gradients and makes buckets."""
+        if self.communication_hook == POWERSGD:
+            return self.start_powerSGD_iter + 2
+        return 3 if self.communication_hook in COMPRESSED else super().settling_steps
 
     def check_precision(self, precision: Precision) -> None:
         """What is in 16 bits already is not compressed to as many."""
