@@ -22,8 +22,12 @@ MOST_RUNS, MOST_RANKS = 8, 16
 
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
-    """The runs that noted when their ranks computed: ``busy`` has each rank's spans and its step's seconds."""
-    return in_order(table[table["busy"].map(len) > 0])
+    """The runs that noted when their ranks computed, of repeats the first.
+
+    ``busy`` has each rank's spans and its step's seconds.
+    """
+    noted = table[table["busy"].map(len) > 0]
+    return in_order(noted).drop_duplicates(["place", "model", "variant", "heading", "settings"])
 
 
 def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:

@@ -28,6 +28,8 @@ MEMORY = "peak_allocated_bytes"
 SPEED = "tokens_per_second_per_gpu"
 """Not FLOPs, of which adapters need fewer for the same tokens."""
 KEY_CHARS = 27
+HEIGHT_IN = 5.0
+"""Without the key."""
 LEAST = 3
 """Strategies from which on there is something to choose from."""
 
@@ -82,7 +84,7 @@ def _draw(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> Drawing:
     unit, size = memory_unit(float(facet[MEMORY].max()))
     looks = _marks(facet, palette)
     entries = _key(facet, looks)
-    figure = new_figure(style.WIDTH_IN, 3.3 + lanes.legend_in(entries))
+    figure = new_figure(style.WIDTH_IN, HEIGHT_IN + lanes.legend_in(entries))
     axes = figure.add_subplot()
     edge = float(facet[MEMORY].max()) / size * 1.12
     lost = 0
@@ -96,7 +98,7 @@ def _draw(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> Drawing:
     axes.set_ylim(0, float(facet["high"].max()) * 1.15)
     axes.grid()
     axes.set_xlabel(f"peak allocated memory per {noun} ({unit})")
-    axes.set_ylabel(f"tokens per second and {noun}")
+    axes.set_ylabel(f"tokens/s per {noun}")
     note = CPU_NOTE if first["device"] == "cpu" else ""
     title = f"Memory against throughput: {first['model']}, {first['precision']}, {ranks}"
     detail = " · ".join(part for part in (first["workload"], first["limit"]) if part)
