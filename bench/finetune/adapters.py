@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from bench.finetune.base import ALL_LINEAR, Shape
+from bench.finetune.shape import ALL_LINEAR, Shape
 from bench.models import Family
 
 ADAPTERS = (".lora_A.", ".lora_B.")

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
+from bench.finetune.shape import ALL_LINEAR, Shape
 from bench.models import Family
 from bench.precision import Precision
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns that it could be faster
-
-ALL_LINEAR = "all-linear"
-"""Every linear layer of the blocks; peft's word."""
 
 BITS = (4, 8)
 
@@ -152,18 +150,6 @@ class QLoRA(LoRA):
                 f"back wrongly there unless a layer's input is a multiple of {CPU_WIDTH} wide, and that of "
                 f"{odd[0][0]} is {odd[0][1]}: choose finetune.bits=8, or another model."
             )
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a model is changed: hashable, as traces are remembered by it."""
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...]
-    bits: int | None = None
-    """None: weights stay as they are."""
-    double_quantisation: bool = True
 
 
 KINDS: dict[str, type[Finetune]] = {"full": Full, "lora": LoRA, "qlora": QLoRA}

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from bench.finetune.adapters import ADAPTERS, BASE, add_adapters, initial_std
-from bench.finetune.base import Shape
 from bench.finetune.flops import CountedFlops
 from bench.finetune.quantised import expect_drawn_weights, quantise_layers, store, stored_bytes
+from bench.finetune.shape import Shape
 from bench.models import Batch, Family, FlopCount
 from bench.precision import Precision
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from bench.finetune.adapters import dimensions, inside_blocks, is_transposed
-from bench.finetune.base import Shape
+from bench.finetune.shape import Shape
 from bench.models import Family
 from bench.precision import Precision
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,8 @@ from bench.models.stages import Stage, cut
 from bench.precision import Precision
 from bench.strategies.base import Job
 from bench.strategies.pipeline_schedule import BACKWARD, FORWARD, GPIPE, INTERLEAVED, ONE_F_ONE_B, Timetable
-from bench.strategies.stepper import Spans, Stepper
+from bench.strategies.stepper import Passes, Spans, Stepper
 from bench.strategies.stopwatch import Stopwatch
-
-if TYPE_CHECKING:
-    from bench.training.engine import Engine
 
 PIPELINE, DATA = "pipeline", "data"
 """Dimensions of the mesh, stages outermost."""
@@ -179,7 +176,7 @@ def _own_group(ranks: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup | 
 class WatchedStage(PipelineStage):
     """A stage that says when it computes, and raises what went wrong as it was raised."""
 
-    engine: Engine
+    engine: Passes
     stopwatch: Stopwatch
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +216,7 @@ class PipelineStepper(Stepper):
         self._schedule: Any = None
         self._stopwatch = Stopwatch(model.device)
 
-    def step(self, engine: Engine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
+    def step(self, engine: Passes, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
         """The schedule over the share of the batch, the sums of tied gradients, and the update."""
         (batch,) = micro_batches
         if self._schedule is None:
@@ -242,7 +239,7 @@ class PipelineStepper(Stepper):
         """Of each stage's computation, and of the optimizer."""
         return self._stopwatch.spans(steps)
 
-    def _build(self, engine: Engine, batch: Batch) -> Any:
+    def _build(self, engine: Passes, batch: Batch) -> Any:
         model, timetable = self._model, self._model.timetable
         sequences = batch.labels.shape[0] // timetable.micro_batches
         blocks = cut(model.family.num_blocks or 0, timetable.num_stages)

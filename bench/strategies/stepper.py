@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from bench.models import Batch
 
-if TYPE_CHECKING:
-    from bench.training.engine import Engine
-
 Spans = list[tuple[float, float]]
 """Beginnings and ends, in seconds."""
+
+
+class Passes(Protocol):
+    """A model that is ready to be trained, as far as who carries out a step must know it."""
+
+    @property
+    def enter_phase(self) -> Callable[[str], None]:
+        """Told which part of the step begins."""
+
+    @property
+    def loss(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Of logits and labels."""
+
+    def one_by_one(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """A step that runs forward and backward of each micro-batch in turn; their mean loss."""
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Around what computes narrower than parameters are stored."""
 
 
 class Stepper:
@@ -32,7 +48,7 @@ class Stepper:
         self.scaler = scaler
         self._keep_gradients = keep_gradients
 
-    def step(self, engine: Engine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
+    def step(self, engine: Passes, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
         """One optimizer step: forward and backward of one micro-batch after the other, then the update.
 
         Returns
