@@ -86,7 +86,7 @@ def outcome(compose_one: Callable[[Settings], dict[str, Any]], settings: Setting
 def test_parts_put_together_are_what_hydra_composes_whole(seed):
     dice = random.Random(seed)
     accepted = 0
-    for _ in range(12):
+    for _ in range(20):
         settings = drawn(dice)
         expected = outcome(by_hydra, settings)
         assert outcome(composed, settings) == expected, settings
