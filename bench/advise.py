@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rich.console import Console
-
-from bench.advice.question import Question, read_question
+from bench.advice.question import read_question
+from bench.advice.terminal import answered, output
 from bench.errors import UsageError, require_choice
 from bench.guide.data import as_json
-from bench.guide.guide import Guidance, guide
+from bench.guide.guide import guide
 from bench.guide.page import names_table, pages
 from bench.hardware import detect
 
@@ -50,18 +49,18 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_intermixed_args(arguments)
     if options.overrides == ["names"]:
-        _console().print(names_table(), highlight=False)
+        output(WIDTH_WITHOUT_TERMINAL).print(names_table(), highlight=False)
         return 0
     try:
         overrides, form = _form(options.overrides, options.format)
-        found = _answer(read_question(overrides, {}, detect()))
+        found = answered(guide, read_question(overrides, {}, detect()))
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
     if form == "json":
         print(as_json(found))
     else:
-        _console().print(pages(found), highlight=False, crop=False)
+        output(WIDTH_WITHOUT_TERMINAL).print(pages(found), highlight=False, crop=False)
     return 0 if any(guidance.may_fit for guidance in found) else 1
 
 
@@ -83,19 +82,6 @@ def _form(overrides: list[str], option: str | None) -> tuple[list[str], str]:
     form = (said or [option or FORMATS[0]])[-1]
     require_choice("format", form, FORMATS)
     return [word for word in overrides if not word.startswith("format=")], form
-
-
-def _answer(question: Question) -> list[Guidance]:
-    """The answer, with a line on the terminal as long as it takes."""
-    errors = Console(stderr=True)
-    if not errors.is_terminal:
-        return guide(question)
-    with errors.status("predicting") as status:
-        return guide(question, status.update)
-
-
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rich.console import Console, Group
+from rich.console import Group
 
 from bench.advice.answer import Answer, answer
 from bench.advice.data import as_csv, as_json
 from bench.advice.details import row_details
 from bench.advice.question import Question, read_question
 from bench.advice.tables import answer_tables
+from bench.advice.terminal import answered, output
 from bench.errors import UsageError
 from bench.hardware import detect
 
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     try:
         question = read_question(options.overrides, {key: getattr(options, key) for key in OWN}, detect())
-        found = _answer(question)
+        found = answered(answer, question)
         if question.timeline is not None:
             from bench.advice.timelines import write_timeline  # takes matplotlib, and seconds
 
@@ -91,21 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _answer(question: Question) -> Answer:
-    """The answer, with a line on the terminal as long as it takes."""
-    errors = Console(stderr=True)
-    if not errors.is_terminal:
-        return answer(question)
-    with errors.status("predicting") as status:
-        return answer(question, status.update)
-
-
 def _show(found: Answer, question: Question) -> None:
     """Data, and nothing but data, on the standard output."""
     if question.format != "table":
         print((as_json if question.format == "json" else as_csv)(found, question.tokens))
         return
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
+    console = output(WIDTH_WITHOUT_TERMINAL)
     console.print(answer_tables(found, question.tokens, question.top), highlight=False, crop=False)
     if question.details:
         for section in found.sections:

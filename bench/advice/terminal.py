@@ -1,0 +1,26 @@
+"""What commands that answer questions do with the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from rich.console import Console
+
+Question = TypeVar("Question")
+Found = TypeVar("Found")
+
+
+def answered(answer: Callable[[Question, Callable[[str], None]], Found], question: Question) -> Found:
+    """The answer, with a line on the terminal as long as it takes."""
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        return answer(question, lambda progress: None)
+    with errors.status("predicting") as status:
+        return answer(question, status.update)
+
+
+def output(width: int) -> Console:
+    """The standard output, as wide as its terminal, or `width` columns where it is none."""
+    return Console() if sys.stdout.isatty() else Console(width=width)
