@@ -275,7 +275,7 @@ def test_every_strategy_has_its_line():
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_page(width, capsys, monkeypatch):
-    monkeypatch.setattr(advise, "_console", lambda: Console(width=width))
+    monkeypatch.setattr(advise, "output", lambda _: Console(width=width))
     arguments = PATHS["one node with fast links"][0]
     code, out, err = asked(capsys, *MODEL, *arguments)
     assert (code, err) == (0, "")
