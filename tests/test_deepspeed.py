@@ -38,9 +38,8 @@ def stage(number: int, *more: str) -> tuple[str, ...]:
 
 
 def peak(record: dict[str, Any]) -> int:
-    """Of the rank that needs most; in stage 3 least, as single ranks hold more at times: gathers are there earlier."""
-    peaks = [rank["peak_allocated_bytes"] for rank in record["ranks"]]
-    return min(peaks) if record["effective_strategy"] == "deepspeed/stage_3" else max(peaks)
+    """Of the rank that needs least: others hold a bucket, or what is gathered for later, longer at times."""
+    return min(rank["peak_allocated_bytes"] for rank in record["ranks"])
 
 
 @needs_library
