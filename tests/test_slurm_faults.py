@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from bench import records
 from bench.launch.slurm import ledger
 from bench.records import Record, claims
 from tests.cluster_sweeps import FAKE, TWO_NODES, called, job_processes, jobs, nothing_left, quoted, submit
-from tests.fake_model import HUGE_BYTES, ROOT, files, wait_until
+from tests.fake_model import HUGE_BYTES, ROOT, files, rows, wait_until
 from tests.slurm_cluster import NODES, PATIENCE_S, Cluster, descendants, make_idle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -260,9 +261,12 @@ STRUCK = {
 
 LIMITED = {
     "hanging": lambda run, cluster: keep_stopped(run.rank(1)),
-    "deaf": lambda run, cluster: keep_stopped(run.task(0)),
+    "deaf": lambda run, cluster: (keep_stopped(run.rank(1)), keep_stopped(run.task(0))),
 }
-"""Under a time limit of a minute. Of the last nobody is there to notice that time is up, or to write the row."""
+"""Under a time limit of a minute. Of the last nobody is there to notice that time is up, or to write the row.
+
+Its leader alone would not do: SLURM has it continue, for a moment that may be enough to write the row of a whole run.
+"""
 
 
 STOPPER = """
@@ -593,6 +597,13 @@ def test_what_can_never_start_is_refused_at_submission(idle_slurm, tmp_path, why
 # Whoever submits is gone
 
 
+def died_holding(store: Path, row: Record) -> None:
+    """Put back the claim of a job that is gone, as if it had died between writing its row and giving the claim back."""
+    owner = {"job": row["job_id"], "restart": 0}
+    content = {"attempt": row["attempt"], "owner": owner, "row": row}
+    (store / claims.FOLDER / f"{row['run_id']}.claim").write_text(json.dumps(content))
+
+
 def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
     """In the middle of a submission of three arrays; then, the rest submitted, right after."""
     store, log = tmp_path / "store", tmp_path / "log"
@@ -628,15 +639,21 @@ def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
         assert len(job_ids()) >= expected
     assert len(ledger.submissions(store)) in (1, 2)  # the first may just have been through
 
+    over(idle_slurm, store)
+    (finished, *_), *_ = rows(store).values()
+    died_holding(store, finished)
+    assert claims.running(store) == [finished["run_id"]]
+
     followed = jobs("watch", store)
     assert followed.returncode == 0, followed.stdout
     assert len(jobs_submitted()) == 3
     runs = {entry.run_id for array in ledger.submissions(store, closed=True)[0].arrays for entry in array.entries}
     assert len(runs) == 3
-    rows = {run_id: Run(store, run_id, "").rows for run_id in runs}
-    for (row,) in rows.values():
+    found = {run_id: Run(store, run_id, "").rows for run_id in runs}
+    for (row,) in found.values():
         check_whole(row, ranks=row["world_size"], steps=1)
-    assert {row["job_id"] for (row,) in rows.values()} == jobs_submitted()
+    assert {row["job_id"] for (row,) in found.values()} == jobs_submitted()
+    assert finished in [row for (row,) in found.values()]
     check_nothing_left(idle_slurm, store)
     assert ledger.submissions(store) == []
     done = called(bench.sweep.main, *command)

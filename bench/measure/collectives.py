@@ -16,9 +16,12 @@ COLLECTIVES = (
     "all_gather",
     "all_gather_single",
     "all_gather_into_tensor",
+    "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "all_reduce",
+    "reduce",
+    "broadcast",
 )
 """Of `torch.distributed`, those the strategies call; some were renamed from one version of torch to the next."""
 
@@ -31,10 +34,11 @@ PATIENCE_S = 0.5
 
 @contextlib.contextmanager
 def letting_go() -> Iterator[None]:
-    """Within, a collective returns only when no thread of the backend holds its tensors any longer.
+    """Within, a collective is over only when no thread of the backend holds its tensors any longer.
 
-    The profiler sees what the calling thread releases. Where a thread of gloo holds a tensor a moment longer than
-    its owner, that thread releases it, unseen, and the tensor would count as allocated for ever.
+    It is over when it returns or, if it runs beside its caller, when it was waited for. The profiler sees what the
+    calling thread releases. Where a thread of gloo holds a tensor a moment longer than its owner, that thread releases
+    it, unseen, and the tensor would count as allocated for ever.
     """
     watching = [True]  # for those who keep what they find here, as DeepSpeed does
     operators = torch.ops._c10d_functional
@@ -57,10 +61,11 @@ def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callabl
         if not watching[0]:
             return collective(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        before = [_holders(tensor) for tensor in tensors]
+        before = [holders(tensor) for tensor in tensors]
         work = collective(*args, **kwargs)
-        if work is None or isinstance(work, torch.Tensor):  # else it is waited for, and held, by the caller
-            _wait_until_let_go(tensors, before)
+        if isinstance(work, dist.Work):
+            return _LettingGo(work, tensors, before)
+        _wait_until_let_go(tensors, before)
         return work
 
     return call
@@ -70,9 +75,39 @@ def _wait_until_let_go(tensors: list[torch.Tensor], counts: list[int]) -> None:
     """Wait until no more than so many hold each of the tensors."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        if all(_holders(tensor) <= count for tensor, count in zip(tensors, counts, strict=True)):
+        if all(holders(tensor) <= count for tensor, count in zip(tensors, counts, strict=True)):
             break
         time.sleep(0)
+
+
+class _LettingGo(dist.Work):
+    """Work under way which, once waited for, nobody but its caller holds the tensors of.
+
+    As the work itself does, it keeps its tensors for as long as it is kept.
+    """
+
+    def __init__(self, work: dist.Work, tensors: list[torch.Tensor], before: list[int]) -> None:
+        super().__init__()
+        self._work: dist.Work | None = work
+        self._tensors = tensors
+        self._before = before
+
+    def wait(self, *args: Any) -> bool:
+        if self._work is not None:
+            self._work.wait(*args)
+            self._work = None
+            _wait_until_let_go(self._tensors, self._before)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def get_future(self) -> Any:
+        if self._work is None:
+            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            done.set_result(self._tensors)
+            return done
+        return self._work.get_future()
 
 
 class _Awaited:
@@ -85,10 +120,10 @@ class _Awaited:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self._collective(*args, **kwargs))
-        _wait_until_let_go([result], [_holders(torch.empty(0))])
+        _wait_until_let_go([result], [holders(torch.empty(0))])
         return result
 
 
-def _holders(tensor: torch.Tensor) -> int:
-    """How many hold the tensor or another one on its memory."""
+def holders(tensor: torch.Tensor) -> int:
+    """How many hold the tensor or another one on its memory; Python's names for a tensor count as one."""
     return tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]

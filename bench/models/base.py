@@ -180,11 +180,11 @@ class Family(ABC):
 
         It is made of the model's own blocks, and of modules over its own parameters.
         """
-        raise NotImplementedError(f"family={self.family} has no stages")
+        raise ImpossibleError(f"model.family={self.family} does not say how it is cut into stages.")
 
     def handed_over(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
         """Shape, per sequence, of each tensor that a stage which begins with a block takes from the one before it."""
-        raise NotImplementedError(f"family={self.family} has no stages")
+        raise ImpossibleError(f"model.family={self.family} does not say what its stages take from one another.")
 
     def fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Linear layers whose result overflows in fp16, and which fp16 runs therefore keep in fp32."""

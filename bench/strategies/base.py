@@ -217,8 +217,17 @@ class Strategy(ABC):
         )
 
     def rank_plan(self, stages: Sequence[StageUnits], setting: Setting) -> RankPlan:
-        """What a rank of a pipeline holds and reduces for its stages: the plan of strategies that have a timetable."""
-        raise NotImplementedError(f"strategy={self.name} has no stages")
+        """What a rank of a pipeline holds and reduces for its stages: the plan of strategies that have a timetable.
+
+        Raises
+        ------
+        ImpossibleError
+            If nobody has stated it.
+        """
+        raise ImpossibleError(
+            f"strategy={self.name} states no plan of stages, so it cannot be predicted as a pipeline: choose "
+            "mode=measure, or give it a `rank_plan`."
+        )
 
     def widens_outputs(self, precision: Precision) -> bool:
         """Whether the model's outputs are converted to fp32 as they leave it: by frameworks, before any loss."""

@@ -144,7 +144,7 @@ def underway(store: Path) -> dict[tuple[str, bool], Standing]:
 
 
 def collect(store: Path, submissions: Sequence[Submission]) -> list[Standing]:
-    """Write the rows of jobs that are gone and left none, and close the submissions that are over.
+    """Write the rows of jobs that are gone and left none, take back their claims, and close submissions that are over.
 
     Returns
     -------
@@ -157,7 +157,7 @@ def collect(store: Path, submissions: Sequence[Submission]) -> list[Standing]:
         If SLURM cannot be asked what is alive.
     """
     found = standings(store, submissions)
-    lost = [standing for standing in found if standing.state == LOST]
+    lost = [standing for standing in found if standing.state == LOST or _died_holding(store, standing)]
     if lost:
         history = queue.settled_history([standing.job_id for standing in lost if standing.job_id])
         for standing in lost:
@@ -179,6 +179,14 @@ def track(store: Path, found: Sequence[Standing]) -> None:
         if submission.closed and submission.tracker is not None:
             courier = Courier(load_tracker(submission.tracker), store, say)
             courier.send_runs(s.entry.run_id for s in found if s.submission.name == submission.name)
+
+
+def _died_holding(store: Path, standing: Standing) -> bool:
+    """Whether its job is gone and still has the run: it wrote the row, and died before it gave the claim back."""
+    if not standing.over:
+        return False
+    claim = claims.held(store, standing.entry.run_id)
+    return claim is not None and claim.owner.get("job") == standing.job_id
 
 
 def _write_down(store: Path, standing: Standing) -> None:

@@ -1,0 +1,50 @@
+"""Collectives while memory is observed: nobody but their caller holds their tensors once they are over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench.measure.collectives import holders, letting_go
+
+TIMES = 2000
+"""The backend's thread lets go late in one of some hundred collectives."""
+
+
+@pytest.fixture
+def alone(tmp_path) -> Iterator[None]:
+    """A process group of this process alone: its backend has threads of its own nevertheless."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gather(tensor: torch.Tensor, *, async_op: bool) -> dist.Work | None:
+    return dist.all_gather_into_tensor(torch.empty_like(tensor), tensor, async_op=async_op)
+
+
+def reduce(tensor: torch.Tensor, *, async_op: bool) -> dist.Work | None:
+    return dist.reduce(tensor, 0, async_op=async_op)
+
+
+@pytest.mark.parametrize("collective", [gather, reduce])
+@pytest.mark.parametrize("async_op", [False, True], ids=["returned", "waited for"])
+def test_tensors_are_the_callers_alone_when_a_collective_is_over(
+    alone: None, collective: Callable[..., dist.Work | None], async_op: bool
+) -> None:
+    tensor = torch.ones(8)
+    before, original = holders(tensor), dist.all_reduce
+    with letting_go():
+        for _ in range(TIMES):
+            work = collective(tensor, async_op=async_op)
+            assert isinstance(work, dist.Work) == async_op
+            if work is not None:
+                assert work.wait()
+                assert work.is_completed()
+                assert torch.equal(work.get_future().wait()[0], tensor)
+            del work
+            assert holders(tensor) == before
+    assert dist.all_reduce is original
