@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from bench.advice.question import read_question
-from bench.advice.terminal import answered, output
+from bench.advice.terminal import answered, output, question_parser
 from bench.errors import UsageError, require_choice
 from bench.guide.data import as_json
 from bench.guide.guide import guide
@@ -65,13 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.advise",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model=t5_11b gpus=64")
+    parser = question_parser("bench.advise", __doc__, EPILOG)
     parser.add_argument("--format", metavar="|".join(FORMATS), help="default: text; also format=json")
     return parser
 

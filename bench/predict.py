@@ -12,7 +12,7 @@ from bench.advice.data import as_csv, as_json
 from bench.advice.details import row_details
 from bench.advice.question import Question, read_question
 from bench.advice.tables import answer_tables
-from bench.advice.terminal import answered, output
+from bench.advice.terminal import answered, output, question_parser
 from bench.errors import UsageError
 from bench.hardware import detect
 
@@ -76,13 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.predict",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model=t5_11b gpus=64")
+    parser = question_parser("bench.predict", __doc__, EPILOG)
     parser.add_argument("-m", "--multirun", action="store_true", help="not needed: commas are understood without it")
     parser.add_argument("--tokens", metavar="NUMBER", help="to train on: adds GPU-hours and days")
     parser.add_argument("--details", action="store_const", const="true", help="the best row in full")

@@ -64,30 +64,9 @@ def test_a_step_with_offloading_computes_what_one_without_does(model: tuple[str,
         settings: list[dict[str, Any]] = [{}, {"cpu_offload": True}, {"cpu_offload": True, "optimizer_on_device": True}]
         for knobs in settings:
             run = configuration(*model, "strategy=fsdp", "gpus=1", "sequence_length=16", "optimizer.learning_rate=1e-2")
-            cpu = torch.device("cpu")
-            engine = build_engine(
-                run.model,
-                dataclasses.replace(run.strategy, **knobs),
-                run.precision,
-                run.optimizer,
-                device=cpu,
-                world_size=1,
-                activation_checkpointing="none",
-                compile=False,
-                synchronize_every_micro_batch=False,
-                seed=0,
-                enter_phase=lambda phase: None,
-            )
-            batches = micro_batches(
-                run.model,
-                num_micro_batches=1,
-                batch_size=2,
-                sequence_length=16,
-                share=0,
-                shares=1,
-                device=cpu,
-                seed=0,
-            )
+            strategy, cpu = dataclasses.replace(run.strategy, **knobs), torch.device("cpu")
+            engine = build_engine(run.model, strategy, run.precision, run.optimizer, device=cpu)
+            batches = micro_batches(run.model, batch_size=2, sequence_length=16, device=cpu)
             assert isinstance(engine.optimizer, UploadingOptimizer) == ("optimizer_on_device" in knobs)
             losses.append([float(engine.step(batches)) for _ in range(3)])
     finally:

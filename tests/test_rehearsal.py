@@ -93,10 +93,6 @@ def engine_of(config: RunConfig) -> Engine:
         device=torch.device("cpu"),
         world_size=config.gpus,
         activation_checkpointing=config.activation_checkpointing,
-        compile=False,
-        synchronize_every_micro_batch=False,
-        seed=0,
-        enter_phase=lambda phase: None,
         rehearsed=config.rehearsed,
     )
 

@@ -17,6 +17,7 @@ from bench.advice.ranking import Row
 from bench.advice.reasons import notes, why_not
 from bench.advice.rules import Compared
 from bench.advice.words import overrides
+from bench.config import RunConfig
 from bench.simulate.prediction import Range
 
 FORMAT = 1
@@ -107,16 +108,23 @@ def _section(section: Section, tokens: float | None) -> dict[str, Any]:
     }
 
 
-def _question(section: Section) -> dict[str, Any]:
-    config = section.ranking.first.config
+def subject(config: RunConfig) -> dict[str, Any]:
+    """What a question is about: which model, on what and how much of it."""
     return {
-        "settings": section.settings,
         "model": config.model.name,
         "parameters": config.model.num_parameters,
         "hardware": config.hardware.name,
         "gpus": config.gpus,
         "gpus_per_node": config.gpus_per_node,
         "nodes": config.nodes,
+    }
+
+
+def _question(section: Section) -> dict[str, Any]:
+    config = section.ranking.first.config
+    return {
+        "settings": section.settings,
+        **subject(config),
         "sequence_length": config.sequence_length,
         "optimizer": config.optimizer.name,
         "capacity_bytes": section.ranking.first.prediction.memory.capacity,

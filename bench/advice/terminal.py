@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,6 +11,18 @@ from rich.console import Console
 
 Question = TypeVar("Question")
 Found = TypeVar("Found")
+
+
+def question_parser(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
+    """Parser of a command that is asked in Hydra's overrides; the command adds options of its own."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model=t5_11b gpus=64")
+    return parser
 
 
 def answered(answer: Callable[[Question, Callable[[str], None]], Found], question: Question) -> Found:

@@ -131,24 +131,8 @@ def _engine(family: Family, shape: Shape, format_: str, device: torch.device) ->
         precision_of(format_),
         OptimizerConfig("adamw", "fused", learning_rate=1e-4),
         device=device,
-        world_size=1,
-        activation_checkpointing="none",
-        compile=False,
-        synchronize_every_micro_batch=False,
-        seed=0,
-        enter_phase=lambda phase: None,
     )
-    batches = micro_batches(
-        family,
-        num_micro_batches=1,
-        batch_size=shape.batch,
-        sequence_length=shape.length,
-        share=0,
-        shares=1,
-        device=device,
-        seed=0,
-    )
-    return engine, batches
+    return engine, micro_batches(family, batch_size=shape.batch, sequence_length=shape.length, device=device)
 
 
 def _passes(engine: Engine, batches: Sequence[Batch]) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bench.advice.data import row_values
+from bench.advice.data import row_values, subject
 from bench.guide.guide import Guidance
 from bench.guide.path import Taken
 from bench.guide.tree import SOURCE
@@ -27,12 +27,7 @@ def _case(guidance: Guidance) -> dict[str, Any]:
     return {
         "question": {
             "settings": guidance.case.settings,
-            "model": config.model.name,
-            "parameters": config.model.num_parameters,
-            "hardware": config.hardware.name,
-            "gpus": config.gpus,
-            "gpus_per_node": config.gpus_per_node,
-            "nodes": config.nodes,
+            **subject(config),
             "precision": config.precision.name,
             "sequence_length": config.sequence_length,
             "batch_size_per_gpu": guidance.case.batch,

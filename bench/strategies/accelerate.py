@@ -19,7 +19,7 @@ from bench.precision import Precision
 from bench.strategies.base import BuildOptimizer, Job
 from bench.strategies.framework import Framework, Prepared, environment
 from bench.strategies.fsdp1 import BACKWARD_PREFETCH
-from bench.strategies.stepper import Stepper
+from bench.strategies.stepper import FrameworkStepper, Stepper
 
 SETTINGS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Environment variables from which Accelerate takes what it is not told."""
@@ -69,7 +69,7 @@ class Accelerate(Framework):
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
     ) -> Stepper:
         """Backward and update as Accelerate's users write them."""
-        return AccelerateStepper(_prepared.by(module), optimizer, scaler, keep_gradients)
+        return FrameworkStepper(_prepared.by(module), optimizer, scaler, keep_gradients)
 
     @contextlib.contextmanager
     def accumulate(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
@@ -157,25 +157,6 @@ class Accelerate(Framework):
                 **_formats(job.precision), cast_forward_inputs=job.precision.mixed
             ),
         }
-
-
-class AccelerateStepper(Stepper):
-    """Backward through the accelerator, update through the optimizer it prepared."""
-
-    def __init__(
-        self, accelerator: Any, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
-    ) -> None:
-        super().__init__(optimizer, scaler, keep_gradients)
-        self._accelerator = accelerator
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """`Accelerator.backward`."""
-        self._accelerator.backward(loss)
-
-    def update(self) -> None:
-        """The prepared optimizer's step."""
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self._keep_gradients)
 
 
 @contextlib.contextmanager

@@ -263,6 +263,22 @@ def ranks_asked_for(field: str, asked: int | str, world_size: int, ranks_per_nod
     return number
 
 
+def require_factor(strategy: Strategy, word: str, factor: int, world_size: int, because: str) -> None:
+    """Raise `ImpossibleError` unless the sharding factor asked for is the one that other knobs have decided.
+
+    Parameters
+    ----------
+    word: str
+        What is typed to leave it to them.
+    because: str
+        What spreads a copy of the model over so many ranks.
+    """
+    asked = world_size if strategy.sharding_factor == "full" else strategy.sharding_factor
+    if asked not in (word, factor):
+        valid = f"{word}: {because} over {factor} of gpus={world_size} ranks"
+        raise bad_value("strategy.sharding_factor", strategy.sharding_factor, valid, ImpossibleError)
+
+
 def require_replicas(strategy: Strategy) -> None:
     """Raise `ImpossibleError` unless the sharding factor is 1, for strategies with a whole model on every rank."""
     if strategy.factor != 1:

@@ -16,7 +16,7 @@ from torch import nn
 
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
 from bench.precision import Precision
-from bench.strategies.base import BuildOptimizer, Job, Step, Strategy
+from bench.strategies.base import BuildOptimizer, Job, Step, Strategy, require_factor
 from bench.strategies.deepspeed_plan import Bf16Stage1Plan, Stage0Plan, Stage1And2Plan
 from bench.strategies.deepspeed_stage3 import Knobs, Stage3Plan
 from bench.strategies.plan import Plan, Setting
@@ -75,15 +75,8 @@ class DeepSpeed(Strategy):
         """As every strategy; the stage decides how many ranks share parameters, and whether reduction overlaps."""
         require_choice("strategy.stage", self.stage, STAGES)
         factor = world_size if self.stage == 3 else 1
-        asked = world_size if self.sharding_factor == "full" else self.sharding_factor
-        if asked not in (BY_STAGE, factor):
-            raise bad_value(
-                "strategy.sharding_factor",
-                self.sharding_factor,
-                f"{BY_STAGE}: strategy.stage={self.stage} of deepspeed spreads parameters over {factor} of "
-                f"gpus={world_size} rank(s), and strategy.stage is what changes that",
-                ImpossibleError,
-            )
+        because = f"strategy.stage={self.stage} of deepspeed spreads parameters"
+        require_factor(self, BY_STAGE, factor, world_size, because)
         overlap = self.stage == 3 if self.overlap_comm is None else self.overlap_comm
         chosen = dataclasses.replace(self, sharding_factor=factor, overlap_comm=overlap)
         return super(DeepSpeed, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)

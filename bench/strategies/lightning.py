@@ -14,7 +14,7 @@ from torch import nn
 from bench.precision import Precision
 from bench.strategies.base import BuildOptimizer, Job
 from bench.strategies.framework import Framework, Prepared, environment
-from bench.strategies.stepper import Stepper
+from bench.strategies.stepper import FrameworkStepper, Stepper
 
 SETTINGS = ("LT_", "PL_")
 """Environment variables from which Fabric takes what it is not told, a seed among them."""
@@ -57,7 +57,7 @@ class Lightning(Framework):
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
     ) -> Stepper:
         """Backward and update as Fabric's users write them."""
-        return LightningStepper(_prepared.by(module), optimizer, scaler, keep_gradients)
+        return FrameworkStepper(_prepared.by(module), optimizer, scaler, keep_gradients)
 
     @contextlib.contextmanager
     def accumulate(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
@@ -91,25 +91,6 @@ class Lightning(Framework):
         if precision.parameters == "bf16":
             return "bf16-true"
         return "bf16-mixed" if precision.mixed and self.backend == "ddp" else "32-true"
-
-
-class LightningStepper(Stepper):
-    """Backward through Fabric, update through the optimizer it set up."""
-
-    def __init__(
-        self, fabric: Any, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
-    ) -> None:
-        super().__init__(optimizer, scaler, keep_gradients)
-        self._fabric = fabric
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """`Fabric.backward`."""
-        self._fabric.backward(loss)
-
-    def update(self) -> None:
-        """The optimizer's step."""
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self._keep_gradients)
 
 
 def _group_there_is() -> Any:

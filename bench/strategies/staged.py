@@ -14,7 +14,7 @@ from torch import nn
 from bench.errors import ImpossibleError, bad_value, require_choice
 from bench.models import Family
 from bench.precision import Precision
-from bench.strategies.base import Job, Step, Strategy
+from bench.strategies.base import Job, Step, Strategy, require_factor
 from bench.strategies.pipeline_model import PipelinedModel, PipelineStepper, build_pipeline
 from bench.strategies.pipeline_plan import AlonePlan, RankPlan, ReplicatedPlan, ShardedStagePlan, StageUnits
 from bench.strategies.pipeline_schedule import Timetable
@@ -82,15 +82,8 @@ class StagedStrategy(Strategy):
             )
         data_parallel = self.data_parallel or (ALONE if copies == 1 else "ddp")
         factor = world_size if data_parallel == "fsdp" else stages
-        asked = world_size if self.sharding_factor == "full" else self.sharding_factor
-        if asked not in (BY_STAGES, factor):
-            raise bad_value(
-                "strategy.sharding_factor",
-                self.sharding_factor,
-                f"{BY_STAGES}: strategy.stages and strategy.data_parallel spread a copy over {factor} of "
-                f"gpus={world_size} ranks",
-                ImpossibleError,
-            )
+        because = "strategy.stages and strategy.data_parallel spread a copy"
+        require_factor(self, BY_STAGES, factor, world_size, because)
         chosen = dataclasses.replace(self, stages=stages, data_parallel=data_parallel, sharding_factor=factor)
         return super(StagedStrategy, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
 

@@ -95,12 +95,12 @@ def build_engine(
     optimizer: OptimizerConfig,
     *,
     device: torch.device,
-    world_size: int,
-    activation_checkpointing: str,
-    compile: bool,
-    synchronize_every_micro_batch: bool,
-    seed: int,
-    enter_phase: EnterPhase,
+    world_size: int = 1,
+    activation_checkpointing: str = "none",
+    compile: bool = False,
+    synchronize_every_micro_batch: bool = False,
+    seed: int = 0,
+    enter_phase: EnterPhase = lambda phase: None,
     rehearsed: bool = False,
     micro_batches: int = 1,
 ) -> Engine:
@@ -136,13 +136,13 @@ def build_engine(
 def micro_batches(
     family: Family,
     *,
-    num_micro_batches: int,
     batch_size: int,
     sequence_length: int,
-    share: int,
-    shares: int,
     device: torch.device,
-    seed: int,
+    num_micro_batches: int = 1,
+    share: int = 0,
+    shares: int = 1,
+    seed: int = 0,
 ) -> list[Batch]:
     """One of `shares` equal parts of a synthetic global batch that depends on the seed alone.
 
