@@ -13,6 +13,7 @@ from pathlib import Path
 from bench.errors import bad_value, require_choice
 from bench.tracking.base import Session, Tracker
 from bench.tracking.tracked import LONGEST_TAG
+from bench.tracking.wandb_session import Destination, WandbSession
 
 MODES = ("auto", "online", "offline")
 DEFAULT_PROJECT = "fsdp-bench"
@@ -96,9 +97,8 @@ class WandbTracker(Tracker):
         self.settle_environment(folder)
         import wandb
 
-        from bench.tracking.wandb_session import WandbSession
-
-        session = WandbSession(self, folder, fall_back=fall_back)
+        to = Destination(self.mode, self.project_name, self.entity_name, self.tags, self.time_limit_s)
+        session = WandbSession(to, folder, fall_back=fall_back)
         session.settle(offline)
         try:
             yield session

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.tracking.base import Session
 from bench.tracking.tracked import TrackedRun
-
-if TYPE_CHECKING:
-    from bench.tracking.wandb import WandbTracker
 
 # wandb is imported where it is needed: after its variables are set.
 
@@ -26,12 +25,27 @@ PATIENCE = 0.4
 """Share of the time limit that each of wandb's own waits may take: to begin a run, and to finish one."""
 
 
+@dataclass(frozen=True)
+class Destination:
+    """Where runs go, and as what."""
+
+    mode: str
+    """auto, online or offline."""
+    project: str
+    entity: str | None
+    """A user or team; None for the one who is logged in."""
+    tags: Sequence[str]
+    """Given to every run."""
+    time_limit_s: float
+    """That one run may take to send."""
+
+
 class WandbSession(Session):
     """Runs on their way to wandb.
 
     Parameters
     ----------
-    tracker: WandbTracker
+    to: Destination
         Where they go.
     folder: Path
         For wandb's files.
@@ -39,8 +53,8 @@ class WandbSession(Session):
         Keep them offline where the server does not take them.
     """
 
-    def __init__(self, tracker: WandbTracker, folder: Path, *, fall_back: bool) -> None:
-        self._tracker = tracker
+    def __init__(self, to: Destination, folder: Path, *, fall_back: bool) -> None:
+        self._to = to
         self._folder = folder
         self._fall_back = fall_back
         self._online = False
@@ -55,7 +69,7 @@ class WandbSession(Session):
         ConnectionError
             If they should and cannot, and are not to be kept here instead.
         """
-        wanted = self._tracker.mode
+        wanted = self._to.mode
         if wanted == "auto":
             said = os.environ.get("WANDB_MODE", "")
             wanted = {"online": "online", "offline": "offline", "dryrun": "offline"}.get(said, "auto")
@@ -71,7 +85,7 @@ class WandbSession(Session):
         unable = logged_out(url) or unreachable(url)
         if unable is None:
             self._online = True
-            self.destination = "/".join(filter(None, [url, self._tracker.entity_name, self._tracker.project_name]))
+            self.destination = "/".join(filter(None, [url, self._to.entity, self._to.project]))
         elif wanted == "auto" and unable.startswith(NOBODY):
             self.remark = f"{unable}: runs are kept offline"
         else:
@@ -115,21 +129,21 @@ class WandbSession(Session):
     def _send(self, run: TrackedRun, mode: str) -> str:
         import wandb
 
-        patience_s = PATIENCE * self._tracker.time_limit_s
+        patience_s = PATIENCE * self._to.time_limit_s
         sent = wandb.init(
             dir=str(self._folder),
             mode=mode,  # type: ignore[arg-type]
-            project=self._tracker.project_name,
-            entity=self._tracker.entity_name,
+            project=self._to.project,
+            entity=self._to.entity,
             id=run.id,
             resume="allow",
             reinit="create_new",
             name=run.name[:128],
             group=run.group[:128],
             job_type=run.job_type,
-            tags=list(dict.fromkeys([*run.tags, *self._tracker.tags])),
+            tags=list(dict.fromkeys([*run.tags, *self._to.tags])),
             notes=run.notes or None,
-            config={**run.config, "labels": ", ".join(self._tracker.tags) or NO_LABEL},
+            config={**run.config, "labels": ", ".join(self._to.tags) or NO_LABEL},
             settings=wandb.Settings(
                 silent=True,
                 console="off",
