@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -53,6 +54,21 @@ def test_updating_one_parameter_after_the_other_is_the_same_step(name: str, impl
     moments = {"adamw": "exp_avg", "sgd": "momentum_buffer"}[name]
     assert [state[moments].shape for state in uploading.states()] == [p.shape for p in plain.parameters()]
     assert all(twin.untyped_storage().nbytes() == 0 for twin in uploading._twins)
+
+
+def test_no_more_than_one_parameter_is_on_the_device_at_a_time_and_no_frozen_one() -> None:
+    trained = [nn.Parameter(torch.zeros(1024)) for _ in range(5)]
+    frozen = nn.Parameter(torch.zeros(1 << 20), requires_grad=False)
+    twins: list[torch.Tensor] = []
+    on_device: list[int] = []
+
+    def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        twins.extend(parameters)
+        on_device.append(sum(twin.untyped_storage().nbytes() for twin in twins))
+        return torch.optim.SGD(twins[-1:])
+
+    UploadingOptimizer([trained[0], frozen, *trained[1:]], build, torch.device("cpu"))
+    assert on_device == [4 * 1024] * 5
 
 
 @pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])

@@ -22,7 +22,7 @@ class UploadingOptimizer(torch.optim.Optimizer):
     Parameters
     ----------
     parameters: iterable of nn.Parameter
-        On the CPU, whole or sharded.
+        On the CPU, whole or sharded. Frozen ones stay there.
     build: callable
         Builds the optimizer that was asked for over some parameters.
     device: torch.device
@@ -30,14 +30,15 @@ class UploadingOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], build: BuildOptimizer, device: torch.device) -> None:
-        super().__init__(list(parameters), {})
-        self._twins = [
-            nn.Parameter(torch.empty_like(_local(parameter), device=device))
-            for parameter in self.param_groups[0]["params"]
-        ]
-        self._optimizers = [build([twin]) for twin in self._twins]
-        self._sizes = [twin.untyped_storage().nbytes() for twin in self._twins]
-        for twin in self._twins:
+        super().__init__([parameter for parameter in parameters if parameter.requires_grad], {})
+        self._twins: list[nn.Parameter] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._sizes: list[int] = []
+        for parameter in self.param_groups[0]["params"]:
+            twin = nn.Parameter(torch.empty_like(_local(parameter), device=device))
+            self._twins.append(twin)
+            self._optimizers.append(build([twin]))
+            self._sizes.append(twin.untyped_storage().nbytes())
             twin.untyped_storage().resize_(0)
 
     @torch.no_grad()
