@@ -336,6 +336,42 @@ def test_what_one_run_cannot_do_leaves_the_others_of_a_sweep(capsys):
     assert "precision=tf32 needs an NVIDIA GPU" in shown
 
 
+@pytest.mark.parametrize(
+    ("typed", "reason"),
+    [
+        (
+            "strategy=tensor_parallel strategy.degree=2 strategy.data_parallel=none gpus=2,4",
+            "strategy.data_parallel=none is not valid",
+        ),
+        (
+            "strategy=tensor_parallel strategy.degree=2 gpus=4 strategy.data_parallel=ddp,fsdp "
+            "strategy.reshard_after_forward=false",
+            "strategy.reshard_after_forward=false is not valid: choose null",
+        ),
+        (
+            "strategy=accelerate gpus=2 strategy.backend=ddp,fsdp strategy.reshard_after_forward=false",
+            "strategy.backend=ddp of strategy=accelerate has no such knob",
+        ),
+        ("strategy=deepspeed gpus=2 strategy.stage=0,1 strategy.overlap_comm=true", "strategy.overlap_comm=true is"),
+        (
+            "strategy=deepspeed gpus=2 strategy.stage=3 strategy.offload_optimizer=none,nvme",
+            "strategy.nvme_path=null is not valid",
+        ),
+        (
+            "strategy=deepspeed gpus=2 strategy.stage=3 strategy.offload_optimizer=cpu,nvme strategy.nvme_path=/nvme",
+            "strategy.nvme_path=/nvme is not valid",
+        ),
+    ],
+)
+def test_knobs_that_do_not_go_together_leave_the_others_of_a_sweep(typed, reason, capsys):
+    where = ("model=t5_tiny", "mode=predict", "hardware=a100_80gb", "dry_run=true")  # needs no library
+    code = sweep.main(["-m", *where, *typed.split()])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert "1 to run, 1 impossible" in shown.out
+    assert reason in shown.out
+
+
 def test_a_valid_command_line_with_one_mistake_runs_nothing_of_it(capsys, tmp_path):
     sentence = refusal(capsys, "-m", "model=gpt_tiny", "batch_size_per_gpu=1,2,-3", "store=somewhere")
     assert "batch_size_per_gpu=-3" in sentence

@@ -41,6 +41,7 @@ def asked(*overrides: str) -> RunConfig:
         (("gpus=1",), r"gpus=1 is not valid for strategy=data_parallel.* 2 or more, or strategy single"),
         (("gpus=16", "gpus_per_node=8"), r"gpus=16 .* gpus_per_node=8.* at most 8, or strategy ddp"),
         (("gpus=2", "precision=fp16"), r"precision=fp16 is not valid .* fp32, tf32 or bf16"),
+        (("gpus=2", "precision=bf16", "precision.reduce=bf16"), r"precision.reduce=bf16 .* fp32, or strategy ddp"),
         (("gpus=2", "compile=true"), r"compile=true is not valid for strategy=data_parallel"),
         (("gpus=2", "gradient_accumulation=2"), r"gradient_accumulation_sync=false .* choose true"),
         (("gpus=2", "mode=rehearse"), r"mode=rehearse is not valid .* mode=predict or measure"),

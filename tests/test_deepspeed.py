@@ -110,6 +110,7 @@ def test_micro_batches_and_narrow_formats(execute: Execute) -> None:
         (("precision=fp16",), r"precision=fp16 is not valid for strategy=deepspeed"),
         (("precision=bf16_pure",), r"precision=bf16_pure is not valid for strategy=deepspeed"),
         (("strategy.stage=0", "precision=bf16"), r"strategy.stage=0, which does not reduce gradients in fp32"),
+        (("precision.reduce=bf16",), r"precision.reduce=bf16 .* choose fp32, or strategy ddp"),
         (("optimizer.keep_gradients=true",), r"keep_gradients=true is not valid"),
         (("compile=true",), r"compile=true is not valid for strategy=deepspeed"),
         (("gradient_accumulation=2",), r"gradient_accumulation_sync=false is not valid .*stage=2: choose true"),

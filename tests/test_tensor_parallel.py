@@ -173,6 +173,10 @@ REFUSED = {
         "nothing further: choose auto or 2",
     ),
     "fp16": ((*SMALL_T5, "gpus=4", "precision=fp16"), "precision=fp16 .*gradient scaler.* Choose bf16 or fp32"),
+    "reduce": (
+        (*SMALL_T5, "gpus=4", *TWO, *DDP, *BF16, "precision.reduce=bf16"),
+        "precision.reduce=bf16 .* choose fp32, or fsdp",
+    ),
     "compile": ((*SMALL_T5, "gpus=4", "compile=true"), "compile=true .* Choose false"),
     "dropout": ((*SMALL_T5, "gpus=4", "model.dropout=0.1"), "model.dropout=0.1 .* choose 0.0"),
     "family": (("model=mpt_7b", "gpus=4"), "model.family=mpt .* choose a model of family gpt, mingpt, t5"),

@@ -288,6 +288,23 @@ def require_replicas(strategy: Strategy) -> None:
         )
 
 
+def require_stored_format(what: str, precision: Precision, otherwise: str = "") -> None:
+    """Raise `ImpossibleError` where gradients should be reduced in another format than the one they are stored in.
+
+    Parameters
+    ----------
+    what: str
+        What reduces them as they are: ``strategy=NAME``, perhaps with knobs.
+    otherwise: str
+        What else to choose, with its comma.
+    """
+    if precision.reduce_dtype != precision.parameter_dtype:
+        raise ImpossibleError(
+            f"precision.reduce={precision.reduce} is not valid for {what}, which reduces gradients as they are stored: "
+            f"choose {precision.parameters}{otherwise}."
+        )
+
+
 def load_strategy(name: str) -> type[Strategy]:
     """The strategy class that ``bench/strategies/<name>.py``, or the module with that path, defines."""
     return plugins.find("strategy.name", name, sys.modules[__package__], Strategy)

@@ -14,7 +14,7 @@ from torch import nn
 
 from bench.errors import ImpossibleError
 from bench.precision import Precision
-from bench.strategies.base import Job, Step, Strategy, require_replicas
+from bench.strategies.base import Job, Step, Strategy, require_replicas, require_stored_format
 from bench.strategies.plan import (
     GATHER,
     GATHERED,
@@ -68,12 +68,14 @@ class DataParallel(Strategy):
             )
 
     def check_precision(self, precision: Precision) -> None:
-        """Copies of a module whose forward was replaced would compute with the weights of the first GPU."""
+        """Copies of a module whose forward was replaced would compute with the weights of the first GPU; gradients are
+        added up as they are stored."""
         if precision.scales_loss:
             raise ImpossibleError(
                 f"precision={precision.name} is not valid for strategy=data_parallel, whose copies of the model know "
                 "no layers that stay in fp32, which T5 needs: choose fp32, tf32 or bf16, or strategy ddp."
             )
+        require_stored_format("strategy=data_parallel", precision, ", or strategy ddp")
 
     def check_step(self, step: Step) -> None:
         """Gradients are reduced in every backward, and a compiled block is not copied."""

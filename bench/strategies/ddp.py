@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.errors import ImpossibleError, require_at_least, require_choice
 from bench.precision import Precision
 from bench.strategies import powersgd
-from bench.strategies.base import Job, Strategy, require_replicas
+from bench.strategies.base import Job, Strategy, require_replicas, require_stored_format
 from bench.strategies.plan import (
     GRADIENTS,
     REDUCE,
@@ -109,11 +109,8 @@ class DDP(Strategy):
                 f"strategy.communication_hook=powersgd is not valid with precision={precision.name}, where a gradient "
                 "that overflows would stay in what it keeps for the next step: choose bf16 or fp32, or none."
             )
-        if self.communication_hook == POWERSGD and precision.reduce_dtype != precision.parameter_dtype:
-            raise ImpossibleError(
-                f"precision.reduce={precision.reduce} is not valid with strategy.communication_hook=powersgd, which "
-                f"sends its factors as gradients are stored: choose {precision.parameters}."
-            )
+        if self.communication_hook == POWERSGD:
+            require_stored_format("strategy.communication_hook=powersgd", precision)
 
     def effective(self, world_size: int) -> str:
         """Always the same."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
 from bench.precision import Precision
-from bench.strategies.base import BuildOptimizer, Job, Step, Strategy, require_factor
+from bench.strategies.base import BuildOptimizer, Job, Step, Strategy, require_factor, require_stored_format
 from bench.strategies.deepspeed_plan import Bf16Stage1Plan, Stage0Plan, Stage1And2Plan
 from bench.strategies.deepspeed_stage3 import Knobs, Stage3Plan
 from bench.strategies.plan import Plan, Setting
@@ -95,11 +95,14 @@ class DeepSpeed(Strategy):
             raise self._offload_needs("offload_optimizer", "3: stages 1 and 2 offload to the CPU alone")
         uses_nvme = "nvme" in (self.offload_optimizer, self.offload_parameters)
         if uses_nvme and not self.nvme_path:
-            raise bad_value("strategy.nvme_path", self.nvme_path, "the folder to offload to, on an NVMe device")
+            valid = "the folder to offload to, on an NVMe device"
+            raise bad_value("strategy.nvme_path", self.nvme_path, valid, ImpossibleError)
         if self.nvme_path and not uses_nvme:
-            raise bad_value("strategy.nvme_path", self.nvme_path, "null, since nothing is offloaded to nvme")
+            valid = "null, since nothing is offloaded to nvme"
+            raise bad_value("strategy.nvme_path", self.nvme_path, valid, ImpossibleError)
         if self.overlap_comm and self.stage == 0:
-            raise bad_value("strategy.overlap_comm", True, "false or null: stage 0 reduces when backward is over")
+            valid = "false or null: stage 0 reduces when backward is over"
+            raise bad_value("strategy.overlap_comm", True, valid, ImpossibleError)
 
     def _offload_needs(self, name: str, stages: str) -> ImpossibleError:
         return ImpossibleError(
@@ -118,6 +121,7 @@ class DeepSpeed(Strategy):
 
     def check_precision(self, precision: Precision) -> None:
         """In fp32, or bf16 with fp32 master weights, optimizer state and reduction."""
+        require_stored_format(f"strategy={self.name}", precision, ", or strategy ddp")
         if precision.compute == "fp32":
             return
         if (precision.parameters, precision.compute, precision.reduce) != ("fp32", "bf16", "fp32"):

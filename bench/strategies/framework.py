@@ -16,7 +16,7 @@ from torch import nn
 
 from bench.errors import ImpossibleError, bad_value, require_choice
 from bench.precision import Precision
-from bench.strategies.base import Strategy
+from bench.strategies.base import Strategy, require_stored_format
 from bench.strategies.ddp import DDP
 from bench.strategies.fsdp import FSDP2
 from bench.strategies.fsdp1 import FSDP1
@@ -85,6 +85,7 @@ class Framework(Strategy):
                     f"strategy.{knob}",
                     getattr(self, knob),
                     f"null: strategy.backend={self.backend} of strategy={self.name} has no such knob",
+                    ImpossibleError,
                 )
         given = {
             knob: default if getattr(self, knob) is None else getattr(self, knob) for knob, default in offered.items()
@@ -117,11 +118,8 @@ class Framework(Strategy):
                 f"precision={precision.name} is not valid for strategy={self.name}, whose scaling of losses knows no "
                 f"layers that stay in fp32, which T5 needs: choose bf16, or strategy {self.backend}."
             )
-        if self.backend == "ddp" and precision.reduce_dtype != precision.parameter_dtype:
-            raise ImpossibleError(
-                f"precision.reduce={precision.reduce} is not valid for strategy={self.name} with strategy.backend=ddp, "
-                f"which reduces gradients as they are stored: choose {precision.parameters}, or strategy ddp."
-            )
+        if self.backend == "ddp":
+            require_stored_format(f"strategy={self.name} with strategy.backend=ddp", precision, ", or strategy ddp")
 
     def check_optimizer(self, name: str, implementation: str) -> None:
         """As the plain strategy."""

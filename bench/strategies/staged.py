@@ -14,7 +14,7 @@ from torch import nn
 from bench.errors import ImpossibleError, bad_value, require_choice
 from bench.models import Family
 from bench.precision import Precision
-from bench.strategies.base import Job, Step, Strategy, require_factor
+from bench.strategies.base import Job, Step, Strategy, require_factor, require_stored_format
 from bench.strategies.pipeline_model import PipelinedModel, PipelineStepper, build_pipeline
 from bench.strategies.pipeline_plan import AlonePlan, RankPlan, ReplicatedPlan, ShardedStagePlan, StageUnits
 from bench.strategies.pipeline_schedule import Timetable
@@ -129,12 +129,8 @@ class StagedStrategy(Strategy):
                 f"precision={precision.name} is not valid for strategy={self.name}: each stage would look for overflow "
                 "in its own gradients alone, and skip other steps than its neighbours: choose bf16."
             )
-        if self.data_parallel == "ddp" and precision.reduce_dtype != precision.parameter_dtype:
-            raise ImpossibleError(
-                f"precision.reduce={precision.reduce} is not valid for strategy={self.name} with "
-                "strategy.data_parallel=ddp, which reduces gradients as they are stored: choose "
-                f"{precision.parameters}, or fsdp."
-            )
+        if self.data_parallel == "ddp":
+            require_stored_format(f"strategy={self.name} with strategy.data_parallel=ddp", precision, ", or fsdp")
 
     def check_optimizer(self, name: str, implementation: str) -> None:
         """torch 2.13 has no fused SGD on the DTensors of FSDP."""

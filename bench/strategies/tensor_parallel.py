@@ -22,7 +22,7 @@ from bench.errors import ImpossibleError, bad_value, require_choice
 from bench.models import Family
 from bench.models.base import dividing_families
 from bench.precision import Precision
-from bench.strategies.base import BuildOptimizer, Job, Step, Strategy, ranks_asked_for
+from bench.strategies.base import BuildOptimizer, Job, Step, Strategy, ranks_asked_for, require_stored_format
 from bench.strategies.ddp import DDP
 from bench.strategies.fsdp import FSDP2
 from bench.strategies.plan import Plan, Setting, WholePlan
@@ -64,12 +64,12 @@ class TensorParallel(Strategy):
         degree = ranks_asked_for("strategy.degree", self.degree, world_size, ranks_per_node)
         kind = self.data_parallel if degree < world_size else NONE
         if degree < world_size and kind == NONE:
-            raise bad_value(
-                "strategy.data_parallel", NONE, f"fsdp or ddp with strategy.degree={degree} of gpus={world_size}"
-            )
+            valid = f"fsdp or ddp with strategy.degree={degree} of gpus={world_size}"
+            raise bad_value("strategy.data_parallel", NONE, valid, ImpossibleError)
         reshard = self.reshard_after_forward
         if self.data_parallel == DATA and reshard is not None:
-            raise bad_value("strategy.reshard_after_forward", reshard, "null with strategy.data_parallel=ddp")
+            valid = "null with strategy.data_parallel=ddp"
+            raise bad_value("strategy.reshard_after_forward", reshard, valid, ImpossibleError)
         factor: int | str = self.sharding_factor
         if factor == "auto":
             factor = world_size if kind == FSDP else degree
@@ -136,11 +136,8 @@ class TensorParallel(Strategy):
                 "to agree on the loss scale and on the steps that are left out, which torch's gradient scaler does not "
                 "see to. Choose bf16 or fp32."
             )
-        if self.data_parallel == DATA and precision.reduce_dtype != precision.parameter_dtype:
-            raise ImpossibleError(
-                f"precision.reduce={precision.reduce} is not valid for strategy={self.name} with "
-                f"strategy.data_parallel=ddp: choose the format of the parameters, {precision.parameters}."
-            )
+        if self.data_parallel == DATA:
+            require_stored_format(f"strategy={self.name} with strategy.data_parallel=ddp", precision, ", or fsdp")
 
     def check_optimizer(self, name: str, implementation: str) -> None:
         """With fsdp parameters are DTensors, as FSDP2's are."""
