@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +209,32 @@ def test_interleaved_timetables_are_those_of_torch(ranks: int, virtual: int, mic
         assert [tuple(action) for action in timetable.actions(rank)] == theirs
 
 
+def test_interleaved_micro_batches_make_equal_rounds_where_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = ScheduleInterleaved1F1B.__base__
+    monkeypatch.setattr(
+        runtime, "__init__", lambda self, n_microbatches, **_: setattr(self, "_n_microbatches", n_microbatches)
+    )
+    monkeypatch.setattr(runtime, "_prepare_schedule_with_comms", lambda *_: None)
+    own: Any = [SimpleNamespace(group_size=4, group_rank=0, stage_index=0, num_stages=8)] * 2
+    accepted = []
+    for micro_batches in range(4, 40):
+        with contextlib.suppress(ValueError):
+            ScheduleInterleaved1F1B(own, micro_batches)
+            accepted.append(micro_batches)
+    ours = [number for number in range(4, 40) if Timetable(INTERLEAVED, 4, 2, number).has_equal_rounds]
+    assert ours == accepted
+    assert 10 in ours
+
+
+@pytest.mark.parametrize(("asked", "named"), [(9, "8 or 10"), (11, "10 or 12"), (13, "12 or 15")])
+def test_micro_batches_that_are_named_instead_are_valid(asked: int, named: str) -> None:
+    four = ("gpus=4", "batch_size_per_gpu=90", "model.num_layers=8", "strategy.schedule=interleaved_1f1b")
+    with pytest.raises(ImpossibleError, match=rf"micro_batches={asked} is not valid: choose {named}, say"):
+        configuration(*SMALL_GPT, *PIPELINE, *four, f"strategy.micro_batches={asked}")
+    for number in named.split(" or "):
+        configuration(*SMALL_GPT, *PIPELINE, *four, f"strategy.micro_batches={number}")
+
+
 @pytest.mark.parametrize(
     "timetable",
     [
@@ -310,8 +338,11 @@ def test_batches_are_searched_in_steps_that_make_equal_micro_batches() -> None:
 
 
 REFUSED = [
-    (("gpus=1",), r"strategy.stages=1 is not valid: choose full, or a divisor of a larger number of gpus"),
-    (("strategy.stages=3",), r"strategy.stages=3 is not valid: .* gpus=4 from 2 on: 2, 4"),
+    (("gpus=1",), r"strategy.stages=full is not valid .* gpus=1 .* a single stage: choose gpus=2 or more"),
+    (("strategy.stages=1",), r"strategy.stages=1 is not valid .* gpus=4 .* a single stage: choose 2 or more"),
+    (("strategy.stages=node", "gpus_per_node=1"), r"strategy.stages=node is not valid .*gpus_per_node=1.* a single st"),
+    (("strategy.stages=3",), r"strategy.stages=3 is not valid: .* gpus=4: 2, 4\.$"),
+    (("strategy.stages=2", "gpus=1"), r"strategy.stages=2 is not valid: choose gpus=2 or a multiple of it"),
     (("gpus=8",), r"with 8 stages is not valid for model=t5_tiny, which has 4 blocks: choose .* at most 4"),
     (
         ("strategy.schedule=interleaved_1f1b",),
@@ -326,7 +357,7 @@ REFUSED = [
     ),
     (
         ("strategy.stages=2", "strategy.schedule=interleaved_1f1b", "strategy.micro_batches=5"),
-        r"micro_batches=5 is not valid: choose a multiple of strategy.stages=2",
+        r"micro_batches=5 is not valid: choose 4 or 6, say, for micro_batches // 2 rounds of equal size: .*=interl",
     ),
     (("strategy.schedule=zero_bubble",), r"strategy.schedule=zero_bubble is not valid: choose gpipe, 1f1b, inter"),
     (("strategy.virtual_stages=2",), r"virtual_stages=2 is not valid: choose 1, or strategy.schedule=interleaved_1f1b"),
@@ -354,6 +385,18 @@ REFUSED = [
 def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         configuration(*SMALL_T5, *PIPELINE, "gpus=4", *overrides)
+
+
+def test_stages_can_be_as_many_as_ranks_of_a_machine() -> None:
+    config = configuration(*SMALL_T5, *PIPELINE, "gpus=4", "gpus_per_node=2", "strategy.stages=node")
+    assert config.to_dict()["strategy"]["stages"] == config.to_dict()["strategy"]["micro_batches"] == 2
+
+
+@pytest.mark.parametrize("stages", ["foo", "0", "-1"])
+def test_no_number_of_stages_is_a_mistake_and_stops_a_sweep(stages: str) -> None:
+    with pytest.raises(UsageError, match=rf"stages={stages} is not valid: choose full, node.* at least 2") as refusal:
+        configuration(*SMALL_T5, *PIPELINE, "gpus=4", f"strategy.stages={stages}")
+    assert not isinstance(refusal.value, ImpossibleError)
 
 
 def test_a_naive_pipeline_has_no_micro_batches_to_choose() -> None:

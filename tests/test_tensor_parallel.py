@@ -162,7 +162,7 @@ def test_waiting_inside_blocks_is_part_of_the_step() -> None:
 
 
 REFUSED = {
-    "degree=3": ((*SMALL_T5, "strategy.degree=3", "gpus=4"), "strategy.degree=3 .* gpus=4: 1, 2, 4"),
+    "degree=3": ((*SMALL_T5, "strategy.degree=3", "gpus=4"), "strategy.degree=3 .* gpus=4: 2, 4"),
     "degree=1": ((*SMALL_T5, "strategy.degree=1", "gpus=4"), "would split nothing: choose 2 or more"),
     "one process": ((*SMALL_T5, "gpus=1"), "would split nothing: choose gpus=2 or more"),
     "heads": ((*SMALL_T5, "gpus=8", "gpus_per_node=8"), "strategy.degree=8 .* model.num_heads=4.*: choose 2, 4"),

@@ -243,8 +243,13 @@ class Strategy(ABC):
         return torch.amp.GradScaler(device.type)
 
 
-def ranks_asked_for(field: str, asked: int | str, world_size: int, ranks_per_node: int) -> int:
+def ranks_asked_for(field: str, asked: int | str, world_size: int, ranks_per_node: int, least: int = 1) -> int:
     """Ranks that a knob means: a divisor of the world size, ``node`` (the ranks of one machine) or ``full`` (all).
+
+    Parameters
+    ----------
+    least: int
+        The smallest number that refusals recommend: who needs so many has to refuse fewer.
 
     Raises
     ------
@@ -255,10 +260,12 @@ def ranks_asked_for(field: str, asked: int | str, world_size: int, ranks_per_nod
     if isinstance(number, str):
         number = {"full": world_size, "node": min(ranks_per_node, world_size)}.get(number, number)
     if not isinstance(number, int) or number < 1:
-        raise bad_value(field, number, "full, node, or a whole number of at least 1")
+        raise bad_value(field, number, f"full, node, or a whole number of at least {least}")
     if world_size % number:
-        divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        divisors = [str(n) for n in range(least, world_size + 1) if world_size % n == 0]
         valid = f"a divisor of the world size, gpus={world_size}: {', '.join(divisors)}"
+        if not divisors:
+            valid = f"gpus={number} or a multiple of it, instead of gpus={world_size}"
         raise bad_value(field, number, valid, ImpossibleError)
     return number
 

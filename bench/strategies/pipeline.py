@@ -30,8 +30,8 @@ class Pipeline(StagedStrategy):
         """As every strategy with stages, and micro-batches and virtual stages as numbers."""
         require_choice("strategy.schedule", self.schedule, SCHEDULES)
         virtual = (2 if self.schedule == INTERLEAVED else 1) if self.virtual_stages is None else self.virtual_stages
-        stages = world_size if self.stages == "full" else self.stages
-        micro_batches = stages if self.micro_batches is None and isinstance(stages, int) else self.micro_batches
+        stages = self.ranks_of_a_copy(world_size, ranks_per_node)
+        micro_batches = stages if self.micro_batches is None else self.micro_batches
         chosen = dataclasses.replace(self, virtual_stages=virtual, micro_batches=micro_batches)
         return super(Pipeline, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
 
@@ -56,16 +56,22 @@ class Pipeline(StagedStrategy):
                 ImpossibleError,
             )
         if self.schedule == ONE_F_ONE_B and timetable.micro_batches < self.ranks:
-            raise self._too_few(f"at least one per stage, {self.ranks}, or strategy.schedule=gpipe")
+            raise self._refused(f"at least one per stage, {self.ranks}, or strategy.schedule=gpipe")
         if self.schedule == INTERLEAVED:
             if timetable.micro_batches < self.ranks:
-                raise self._too_few(f"at least one per rank of the pipeline, {self.ranks}, or strategy.schedule=gpipe")
-            if timetable.micro_batches % timetable.round_length:
-                raise self._too_few(
-                    f"a multiple of strategy.stages={self.ranks}, so that they go through in rounds of equal size"
-                )
+                raise self._refused(f"at least one per rank of the pipeline, {self.ranks}, or strategy.schedule=gpipe")
+            if not timetable.has_equal_rounds:
+                fewer, more = self._nearest(-1), self._nearest(1)
+                raise self._refused(f"{fewer} or {more}, say, for micro_batches // {self.ranks} rounds of equal size")
 
-    def _too_few(self, valid: str) -> ImpossibleError:
+    def _nearest(self, direction: int) -> int:
+        """The nearest number of micro-batches that makes rounds of equal size: fewer (-1) or more (1)."""
+        other = self.timetable
+        while not other.has_equal_rounds:
+            other = dataclasses.replace(other, micro_batches=other.micro_batches + direction)
+        return other.micro_batches
+
+    def _refused(self, valid: str) -> ImpossibleError:
         error = bad_value(
             "strategy.micro_batches",
             self.micro_batches,

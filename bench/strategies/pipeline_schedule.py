@@ -48,9 +48,16 @@ class Timetable:
     @property
     def round_length(self) -> int:
         """Micro-batches that go through one of a rank's stages before it turns to the next: all, if it has only one."""
-        if self.virtual_stages == 1:
-            return self.micro_batches
-        return self.micro_batches // max(1, self.micro_batches // self.ranks)
+        return self.micro_batches // self._rounds
+
+    @property
+    def has_equal_rounds(self) -> bool:
+        """Whether all micro-batches go through in rounds of that length, none left over: torch refuses others."""
+        return self.micro_batches % self._rounds == 0
+
+    @property
+    def _rounds(self) -> int:
+        return 1 if self.virtual_stages == 1 else max(1, self.micro_batches // self.ranks)
 
     def actions(self, rank: int) -> list[Action]:
         """Everything a rank computes in a step, in its order."""

@@ -14,7 +14,7 @@ from torch import nn
 from bench.errors import ImpossibleError, bad_value, require_choice
 from bench.models import Family
 from bench.precision import Precision
-from bench.strategies.base import Job, Step, Strategy, require_factor, require_stored_format
+from bench.strategies.base import Job, Step, Strategy, ranks_asked_for, require_factor, require_stored_format
 from bench.strategies.pipeline_model import PipelinedModel, PipelineStepper, build_pipeline
 from bench.strategies.pipeline_plan import AlonePlan, RankPlan, ReplicatedPlan, ShardedStagePlan, StageUnits
 from bench.strategies.pipeline_schedule import Timetable
@@ -40,7 +40,8 @@ class StagedStrategy(Strategy):
     """
 
     stages: int | str
-    """Ranks that the layers of one copy are spread over; ``full`` for all."""
+    """Ranks that the layers of one copy are spread over: a whole number, ``node`` for as many as one machine has,
+    ``full`` for all."""
     data_parallel: str | None
     """What reduces gradients among copies: ddp or fsdp, which also shards each stage among them. null: ddp, or none
     where there is one copy."""
@@ -61,13 +62,20 @@ class StagedStrategy(Strategy):
         assert isinstance(self.stages, int), "resolve the strategy first"
         return self.stages
 
+    def ranks_of_a_copy(self, world_size: int, ranks_per_node: int) -> int:
+        """`stages` as a number, of which there must be at least 2."""
+        stages = ranks_asked_for("strategy.stages", self.stages, world_size, ranks_per_node, least=2)
+        if stages == 1:
+            others = "2 or more" if world_size > 1 else "gpus=2 or more"
+            raise ImpossibleError(
+                f"strategy.stages={self.stages} is not valid for strategy={self.name} with gpus={world_size} and "
+                f"gpus_per_node={ranks_per_node}, where it is a single stage: choose {others}, or another strategy."
+            )
+        return stages
+
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy; the sharding factor follows from the stages, and from FSDP."""
-        stages = world_size if self.stages == "full" else self.stages
-        if not isinstance(stages, int) or stages < 2 or world_size % stages:
-            divisors = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
-            among = f"gpus={world_size} from 2 on: {', '.join(divisors)}" if divisors else "a larger number of gpus"
-            raise bad_value("strategy.stages", stages, f"full, or a divisor of {among}", ImpossibleError)
+        stages = self.ranks_of_a_copy(world_size, ranks_per_node)
         copies = world_size // stages
         if self.data_parallel not in (None, ALONE):
             require_choice("strategy.data_parallel", self.data_parallel, DATA_PARALLEL)

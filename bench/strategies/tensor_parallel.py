@@ -61,7 +61,7 @@ class TensorParallel(Strategy):
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy, with degree and data parallelism as they come to at this world size."""
         require_choice("strategy.data_parallel", self.data_parallel, (FSDP, DATA, NONE))
-        degree = ranks_asked_for("strategy.degree", self.degree, world_size, ranks_per_node)
+        degree = ranks_asked_for("strategy.degree", self.degree, world_size, ranks_per_node, least=2)
         kind = self.data_parallel if degree < world_size else NONE
         if degree < world_size and kind == NONE:
             valid = f"fsdp or ddp with strategy.degree={degree} of gpus={world_size}"
