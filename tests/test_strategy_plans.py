@@ -6,13 +6,25 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
+import torch
 
 from bench.config import RunConfig, run_config
 from bench.errors import ImpossibleError
 from bench.planning.compose import composed
 from bench.simulate.layout import layout_of
 from bench.strategies.base import Strategy
-from bench.strategies.plan import PARAMETERS, REPLICAS, SHARDS, STAY, TOLD, WORLD, Plan, Setting, gradients_of
+from bench.strategies.plan import (
+    PARAMETERS,
+    REPLICAS,
+    SHARDS,
+    STAY,
+    TOLD,
+    WORLD,
+    Parameter,
+    Plan,
+    Setting,
+    gradients_of,
+)
 
 VARIANTS: list[dict[str, Any]] = [
     {"strategy": "single", "gpus": 1},
@@ -225,6 +237,12 @@ def test_full_sharding_gathers_twice_and_reduces_once(strategy):
     root = 4 * sum(parameter.numel for parameter in layout_of(run.model, 1, False).units[0].parameters)
     assert device.volume("all-gather", SHARDS) == pytest.approx(2 * size - root, rel=1e-3)
     assert device.volume("reduce-scatter", SHARDS) == pytest.approx(size, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (5, 3), (3,), (1, 2, 2)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_the_first_shard_is_torchs_first_chunk(shape, ranks):
+    assert Parameter("weight", shape).first_shard(ranks) == torch.empty(shape).chunk(ranks)[0].numel()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])

@@ -140,12 +140,12 @@ class FSDP2Plan(ShardedPlan):
 
     def _size(self, unit: Unit) -> _Sizes:
         """Elements and bytes of a unit, whole (padded) and on this rank."""
-        local = [self._local(parameter) for parameter in unit.parameters]
+        local = [parameter.first_shard(self._factor) for parameter in unit.parameters]
         computed = [
             numel * self.setting.compute_bytes(parameter)
             for numel, parameter in zip(local, unit.parameters, strict=True)
         ]
-        trained = [(self._local(each), self.setting.compute_bytes(each)) for each in unit.trained]
+        trained = [(each.first_shard(self._factor), self.setting.compute_bytes(each)) for each in unit.trained]
         return _Sizes(
             sum(local),
             sum(computed),
@@ -153,10 +153,6 @@ class FSDP2Plan(ShardedPlan):
             sum(numel for numel, _ in trained),
             sum(numel * size for numel, size in trained),
         )
-
-    def _local(self, parameter: Parameter) -> int:
-        rows = parameter.shape[0] if parameter.shape else 1
-        return -(-rows // self._factor) * (parameter.numel // rows)
 
     def shard_numel(self, unit: Unit) -> int:
         """Of all its parameters' shards."""
@@ -169,7 +165,7 @@ class FSDP2Plan(ShardedPlan):
     @property
     def updated(self) -> Sequence[int]:
         """The first rank's shards, which are never smaller than the others'."""
-        return [self._local(parameter) for unit in self._units.values() for parameter in unit.trained]
+        return [parameter.first_shard(self._factor) for unit in self._units.values() for parameter in unit.trained]
 
     def before_forward(self, device: Device, unit: Unit) -> None:
         """Gather the unit; its buffer stays until the next one's parameters are copied out."""
@@ -270,7 +266,7 @@ class FSDP2Plan(ShardedPlan):
         self._gathering.add(unit.index)
         device.hooks()
         # What is cast comes one parameter after the other, each gone when it is cast.
-        stored = [self._local(parameter) * self.setting.parameter_bytes for parameter in unit.parameters]
+        stored = [each.first_shard(self._factor) * self.setting.parameter_bytes for each in unit.parameters]
         self._upload(device, unit, max(stored) if self._cast else sum(stored))
         if self._factor == 1:
             return

@@ -167,14 +167,10 @@ class ShardedStagePlan(RankPlan):
     @property
     def updated(self) -> list[int]:
         """The first copy's shards, which are never smaller than the others'."""
-        return [self._local(parameter) for stage in self.stages for parameter in stage.parameters]
-
-    def _local(self, parameter: Parameter) -> int:
-        rows = parameter.shape[0] if parameter.shape else 1
-        return -(-rows // self._copies) * (parameter.numel // rows)
+        return [parameter.first_shard(self._copies) for stage in self.stages for parameter in stage.parameters]
 
     def _whole(self, unit: Unit) -> int:
-        return sum(self._local(parameter) for parameter in unit.parameters) * self._copies
+        return sum(parameter.first_shard(self._copies) for parameter in unit.parameters) * self._copies
 
     def begin(self, device: Device) -> None:
         """Shards of gradients too, if they are kept."""

@@ -56,6 +56,11 @@ class Parameter:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def first_shard(self, ranks: int) -> int:
+        """Elements of the first of so many shards along the first dimension, than which the others are never larger."""
+        rows = self.shape[0] if self.shape else 1
+        return -(-rows // ranks) * (self.numel // rows)
+
 
 @dataclass(frozen=True)
 class Unit:
