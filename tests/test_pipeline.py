@@ -36,6 +36,7 @@ from bench.strategies.pipeline_schedule import (
     Timetable,
     bubble_share,
 )
+from bench.strategies.stopwatch import Stopwatch
 from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, configuration
 from tests.records_fixture import record
 
@@ -410,6 +411,29 @@ def test_a_family_that_does_not_say_how_it_is_cut_is_refused() -> None:
 
 
 # The figure
+
+
+def test_only_timed_steps_are_noted_and_they_are_forgotten_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = iter(range(100))
+    monkeypatch.setattr("bench.strategies.stopwatch.time", SimpleNamespace(perf_counter=lambda: next(marks)))
+    stopwatch = Stopwatch(torch.device("cpu"))
+
+    def step(stages: int) -> None:
+        stopwatch.begin_step()
+        for _ in range(stages):
+            with stopwatch.running():
+                pass
+
+    step(1)
+    stopwatch.start()
+    step(2)
+    step(1)
+    assert stopwatch.stop() == [[(1, 2), (3, 4)], [(6, 7)]]
+    step(1)
+    stopwatch.start()
+    step(1)
+    assert stopwatch.stop() == [[(1, 2)]]
+    assert next(marks) == 8 + 3
 
 
 def test_a_profiled_pipeline_is_drawn_with_what_its_ranks_wait() -> None:

@@ -85,6 +85,7 @@ def measure(
     if dist.is_initialized():
         dist.barrier()
     probe.start_timed_steps()
+    engine.stepper.start_timed_steps()
     setup_s = time.perf_counter() - started
 
     clock = step_clock(device)
@@ -98,7 +99,7 @@ def measure(
     gc.enable()
 
     peaks = probe.peaks()
-    busy = engine.stepper.busy(steps)
+    busy = engine.stepper.busy()
     exposed = None
     if profile and trace is not None:
         exposed = profile_step(lambda: engine.step(micro_batches), device, trace)

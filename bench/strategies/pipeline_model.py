@@ -235,9 +235,13 @@ class PipelineStepper(Stepper):
         with self._stopwatch.running():
             super().update()
 
-    def busy(self, steps: int) -> list[Spans]:
+    def start_timed_steps(self) -> None:
+        """Start the stopwatch."""
+        self._stopwatch.start()
+
+    def busy(self) -> list[Spans]:
         """Of each stage's computation, and of the optimizer."""
-        return self._stopwatch.spans(steps)
+        return self._stopwatch.stop()
 
     def _build(self, engine: Passes, batch: Batch) -> Any:
         model, timetable = self._model, self._model.timetable

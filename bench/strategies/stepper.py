@@ -58,11 +58,14 @@ class Stepper:
         """
         return engine.one_by_one(micro_batches)
 
-    def busy(self, steps: int) -> list[Spans] | None:
-        """When this rank computed in each of the last steps, from the first one's beginning on; None if nobody noted.
+    def start_timed_steps(self) -> None:
+        """Note, from now on, when this rank computes.
 
         Only strategies whose ranks wait for each other within a step take note of it.
         """
+
+    def busy(self) -> list[Spans] | None:
+        """When it computed in each timed step, counted from the first one's beginning; None if nobody noted."""
         return None
 
     def backward(self, loss: torch.Tensor) -> None:
