@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bench.errors import ImpossibleError, UsageError
 from bench.measure.environment import software
+from bench.measure.rehearsal import start_rehearsal
 from bench.simulate.predict import predict
+from bench.strategies.accelerate import SETTINGS, _place
 from bench.strategies.framework import environment
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
 
@@ -158,6 +161,27 @@ def test_frameworks_read_nothing_of_how_to_train_from_the_environment_and_keep_t
         torch.set_num_threads(threads + 1)
     assert dict(os.environ) == before
     assert torch.get_num_threads() == threads
+
+
+def test_ranks_of_several_machines_need_no_address_where_a_process_group_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require("accelerate")
+    from accelerate import PartialState
+
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    start_rehearsal(4)
+    try:
+        with environment(SETTINGS, **_place(torch.device("cpu"))):
+            state = PartialState(cpu=True)
+            assert (state.num_processes, state.process_index) == (4, 0)
+            PartialState._reset_state()
+            os.environ["LOCAL_WORLD_SIZE"] = "2"
+            with pytest.raises(ValueError, match="MASTER_ADDR"):
+                PartialState(cpu=True)
+    finally:
+        PartialState._reset_state()
+        dist.destroy_process_group()
 
 
 def test_versions_are_recorded() -> None:

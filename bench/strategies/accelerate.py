@@ -200,7 +200,9 @@ def _inner(unit: nn.Module) -> str:
 def _place(device: torch.device) -> dict[str, str]:
     """Where this rank stands, which Accelerate reads in the environment even where a process group exists.
 
-    Without OMP_NUM_THREADS it would set the number of threads.
+    Without OMP_NUM_THREADS it would set the number of threads. All ranks are said to be on one machine, wherever they
+    are: it is read on CPUs only, where Accelerate 1.15 would want the address of another machine to make a process
+    group by (MASTER_ADDR), which is there already.
     """
     ranks, rank = str(dist.get_world_size()), str(dist.get_rank())
     return {
