@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from bench.errors import UsageError
 from bench.run import main
 from bench.simulate.predict import predict
+from bench.strategies.deepspeed import BUCKETS, THRESHOLDS
 from bench.strategies.deepspeed_plan import touched
 from bench.strategies.plan import Parameter
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
@@ -130,6 +133,18 @@ def test_the_stage_says_how_many_ranks_share_parameters() -> None:
     assert factors == [1, 1, 1, 4]
     named = configuration(*SMALL_T5, *stage(3), "gpus=4", "strategy.sharding_factor=full")
     assert named.run_id == configuration(*SMALL_T5, *stage(3), "gpus=4").run_id
+
+
+@needs_library
+@pytest.mark.parametrize("number", [2, 3])
+def test_settings_that_nobody_gives_are_the_librarys_own(number: int) -> None:
+    knobs = configuration(*SMALL_T5, "strategy=deepspeed", f"strategy.stage={number}", "gpus=4").to_dict()["strategy"]
+    names = ("overlap_comm", "contiguous_gradients", *BUCKETS, *THRESHOLDS)
+    script = f"from deepspeed.runtime.zero.config import *; own = DeepSpeedZeroConfig(stage={number})\n"
+    script += f"print([getattr(own, name) for name in {names}])"
+    env = os.environ | {"DS_ACCELERATOR": "cpu"}
+    found = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert ast.literal_eval(found.stdout.splitlines()[-1]) == [knobs[name] for name in names]
 
 
 def test_an_offloaded_run_says_so() -> None:
