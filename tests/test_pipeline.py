@@ -339,9 +339,12 @@ def test_batches_are_searched_in_steps_that_make_equal_micro_batches() -> None:
 
 
 REFUSED = [
-    (("gpus=1",), r"strategy.stages=full is not valid .* gpus=1 .* a single stage: choose gpus=2 or more"),
-    (("strategy.stages=1",), r"strategy.stages=1 is not valid .* gpus=4 .* a single stage: choose 2 or more"),
-    (("strategy.stages=node", "gpus_per_node=1"), r"strategy.stages=node is not valid .*gpus_per_node=1.* a single st"),
+    (("gpus=1",), r"strategy.stages=full is not valid .* gpus=1 .* fewer than 2 ranks: choose gpus=2 or more"),
+    (("strategy.stages=1",), r"strategy.stages=1 is not valid .* gpus=4 .* fewer than 2 ranks: choose 2 or more"),
+    (
+        ("strategy.stages=node", "gpus_per_node=1"),
+        r"strategy.stages=node is not valid .*gpus_per_node=1.* fewer than 2",
+    ),
     (("strategy.stages=3",), r"strategy.stages=3 is not valid: .* gpus=4: 2, 4\.$"),
     (("strategy.stages=2", "gpus=1"), r"strategy.stages=2 is not valid: choose gpus=2 or a multiple of it"),
     (("gpus=8",), r"with 8 stages is not valid for model=t5_tiny, which has 4 blocks: choose .* at most 4"),

@@ -163,8 +163,15 @@ def test_waiting_inside_blocks_is_part_of_the_step() -> None:
 
 REFUSED = {
     "degree=3": ((*SMALL_T5, "strategy.degree=3", "gpus=4"), "strategy.degree=3 .* gpus=4: 2, 4"),
-    "degree=1": ((*SMALL_T5, "strategy.degree=1", "gpus=4"), "would split nothing: choose 2 or more"),
-    "one process": ((*SMALL_T5, "gpus=1"), "would split nothing: choose gpus=2 or more"),
+    "degree=1": (
+        (*SMALL_T5, "strategy.degree=1", "gpus=4"),
+        r"strategy.degree=1 .* fewer than 2 ranks: choose 2 or more",
+    ),
+    "degree=node": (
+        (*SMALL_T5, "strategy.degree=node", "gpus=4", "gpus_per_node=1"),
+        r"strategy.degree=node is not valid .* gpus_per_node=1, where that is fewer than 2 ranks: choose 2 or more",
+    ),
+    "one process": ((*SMALL_T5, "gpus=1"), "fewer than 2 ranks: choose gpus=2 or more"),
     "heads": ((*SMALL_T5, "gpus=8", "gpus_per_node=8"), "strategy.degree=8 .* model.num_heads=4.*: choose 2, 4"),
     "sequence": ((*SMALL_GPT, "gpus=4", "sequence_length=30"), "strategy.degree=4 .* sequence_length=30.*: choose 2"),
     "factor": ((*SMALL_T5, "gpus=4", *TWO, "strategy.sharding_factor=1"), "sharding_factor=1 .* a multiple of 2"),

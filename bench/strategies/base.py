@@ -246,15 +246,10 @@ class Strategy(ABC):
 def ranks_asked_for(field: str, asked: int | str, world_size: int, ranks_per_node: int, least: int = 1) -> int:
     """Ranks that a knob means: a divisor of the world size, ``node`` (the ranks of one machine) or ``full`` (all).
 
-    Parameters
-    ----------
-    least: int
-        The smallest number that refusals recommend: who needs so many has to refuse fewer.
-
     Raises
     ------
     UsageError
-        If it is none of these.
+        If it is none of these, or fewer than `least`.
     """
     number: int | str = asked
     if isinstance(number, str):
@@ -267,6 +262,12 @@ def ranks_asked_for(field: str, asked: int | str, world_size: int, ranks_per_nod
         if not divisors:
             valid = f"gpus={number} or a multiple of it, instead of gpus={world_size}"
         raise bad_value(field, number, valid, ImpossibleError)
+    if number < least:
+        others = f"{least} or more" if world_size >= least else f"gpus={least} or more"
+        raise ImpossibleError(
+            f"{field}={asked} is not valid with gpus={world_size} and gpus_per_node={ranks_per_node}, where that is "
+            f"fewer than {least} ranks: choose {others}, or another strategy."
+        )
     return number
 
 

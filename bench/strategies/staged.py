@@ -64,14 +64,7 @@ class StagedStrategy(Strategy):
 
     def ranks_of_a_copy(self, world_size: int, ranks_per_node: int) -> int:
         """`stages` as a number, of which there must be at least 2."""
-        stages = ranks_asked_for("strategy.stages", self.stages, world_size, ranks_per_node, least=2)
-        if stages == 1:
-            others = "2 or more" if world_size > 1 else "gpus=2 or more"
-            raise ImpossibleError(
-                f"strategy.stages={self.stages} is not valid for strategy={self.name} with gpus={world_size} and "
-                f"gpus_per_node={ranks_per_node}, where it is a single stage: choose {others}, or another strategy."
-            )
-        return stages
+        return ranks_asked_for("strategy.stages", self.stages, world_size, ranks_per_node, least=2)
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy; the sharding factor follows from the stages, and from FSDP."""

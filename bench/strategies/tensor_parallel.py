@@ -83,14 +83,8 @@ class TensorParallel(Strategy):
         return super(TensorParallel, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
 
     def check(self, world_size: int) -> None:
-        """Something is split; a copy of the model is spread over whole groups, and DDP spreads it no further."""
+        """A copy of the model is spread over whole groups, and DDP spreads it no further."""
         degree = self.split().degree
-        if degree == 1:
-            others = "2 or more" if world_size > 1 else "gpus=2 or more"
-            raise ImpossibleError(
-                f"strategy.degree=1 is not valid for strategy={self.name}, which would split nothing: choose {others}, "
-                "or another strategy."
-            )
         if self.factor % degree:
             raise ImpossibleError(
                 f"strategy.sharding_factor={self.factor} is not valid with strategy.degree={degree}, since a copy of "
