@@ -184,7 +184,7 @@ class DDPPlan(WholePlan):
             for unit in self.setting.units:
                 device.release(gradients_of(unit))
         if self._compression is not None:
-            self._compression.begin(device, [each for unit in self.setting.units for each in unit.parameters])
+            self._compression.begin(device, [each for unit in self.setting.units for each in unit.trained])
         device.hold("buckets", self.numel * self.setting.parameter_bytes, GRADIENTS if self._views else REDUCED)
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
