@@ -31,8 +31,6 @@ from bench.strategies.plan import (
 from bench.strategies.powersgd import FIRST_START, Compression
 
 MIB = 2**20
-FIRST_BUCKET_BYTES = MIB
-"""DDP sends a small bucket first, so that communication starts early (``dist._DEFAULT_FIRST_BUCKET_BYTES``)."""
 
 POWERSGD = "powersgd"
 
@@ -157,7 +155,9 @@ class DDP(Strategy):
 class DDPPlan(WholePlan):
     """Gradients are copied into buckets in the order they are computed; a full bucket is sent while backward goes on.
 
-    The buckets are there from construction on. Gradients are views of them, or are kept beside them.
+    The buckets are there from construction on. Gradients are views of them, or are kept beside them. The first bucket
+    is as large as the others: DDP makes it smaller only where nobody says how large buckets are
+    (``_BucketCapacityConfig`` in torch/nn/parallel/distributed.py of torch 2.13).
     """
 
     def __init__(self, strategy: DDP, setting: Setting) -> None:
@@ -197,27 +197,33 @@ class DDPPlan(WholePlan):
         return TOLD
 
     def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
-        """Into its bucket; a bucket that has reached its size is sent.
+        """Into its bucket; a bucket that has reached its size is sent, while autograd still has this gradient.
 
         Without communication nothing is copied: a gradient of its own is kept until a micro-batch communicates.
         """
         size, own = self.gradient_bytes(parameter), f"{gradients_of(unit)} {parameter.name}"
-        if not self.setting.keep_gradients and (not self._views or not self._synchronize):
+        if self._synchronize:
+            device.copy("into bucket", 2 * size)
+            if self._views:
+                device.release(own)
+            self._filled += size
+            self._members.append(parameter)
+            if self._filled >= self._capacity:
+                self._send(device)
+        if not self.setting.keep_gradients and not (self._views and self._synchronize):
             device.hold(own, size, GRADIENTS)
-        if not self._synchronize:
-            return
-        device.copy("into bucket", 2 * size)
-        if self._views:
-            device.release(own)
-        self._filled += size
-        self._members.append(parameter)
-        if self._filled >= (self._capacity if self._sent else min(FIRST_BUCKET_BYTES, self._capacity)):
-            self._send(device)
 
     def after_step_backward(self, device: Device) -> None:
-        """The last bucket goes as it is; the optimizer waits for all."""
+        """The last bucket goes as it is, with the last gradient; the optimizer waits for all.
+
+        Autograd has that gradient until the hook is back, beside what DDP keeps of it: a copy in the bucket, or what it
+        was added to. Where it is neither, it is what DDP keeps.
+        """
         if self._filled:
+            if self._views or self._micro_batches > 1 or self.setting.keep_gradients:
+                device.hold("last gradient", self.gradient_bytes(self._members[-1]), GRADIENTS)
             self._send(device)
+            device.release("last gradient")
         for name in self._sent:
             device.wait(name)
 
