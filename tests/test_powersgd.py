@@ -86,6 +86,19 @@ def test_the_factors_are_those_of_the_library(two_ranks: None, rank: int) -> Non
     assert device.held["errors"][0] == sum(each.nbytes for each in state.error_dict.values())
 
 
+def test_it_starts_after_as_many_backward_passes_as_are_reduced(two_ranks: None) -> None:
+    wrapped = DistributedDataParallel(Squares([(64, 48)]), gradient_as_bucket_view=True, init_sync=False)
+    state = powersgd.register(wrapped, 1, start=2)
+    for _ in range(3):
+        with wrapped.no_sync():
+            wrapped().backward()
+    for _ in range(2):
+        wrapped().backward()
+        assert not state.error_dict
+    wrapped().backward()
+    assert state.error_dict
+
+
 def test_nothing_is_kept_of_what_is_frozen() -> None:
     adapter = Parameter("adapter", (64, 48))
     whole, adapted = Notebook(), Notebook()

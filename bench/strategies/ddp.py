@@ -58,7 +58,8 @@ class DDP(Strategy):
     matrix_approximation_rank: int = 1
     """Of powersgd: columns of the factors."""
     start_powerSGD_iter: int = FIRST_START  # noqa: N815 (torch's name)
-    """Of powersgd: steps that are reduced in full before."""
+    """Of powersgd: backward passes that are reduced in full before. With gradient_accumulation_sync=true a step has as
+    many as micro-batches, otherwise one."""
 
     finetunes = ("full", "lora", "qlora")
 
@@ -89,8 +90,10 @@ class DDP(Strategy):
 
     @property
     def settling_steps(self) -> int:
-        """With powersgd what is kept from step to step appears in the first one that is compressed. What a bucket is
-        compressed to is smaller from the third step on, when DDP has seen the order of gradients and makes buckets."""
+        """With powersgd what is kept from step to step appears in the first one that is compressed: after
+        `start_powerSGD_iter` steps at the latest, each of which has a backward pass that is reduced, or several. What a
+        bucket is compressed to is smaller from the third step on, when DDP has seen the order of gradients and makes
+        buckets."""
         if self.communication_hook == POWERSGD:
             return self.start_powerSGD_iter + 2
         return 3 if self.communication_hook in COMPRESSED else super().settling_steps
