@@ -3,6 +3,7 @@ prediction says of the first GPU and the others. Several GPUs are not to be had 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from importlib import import_module
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import parallel
+from torch.nn.parallel import comm
 
 from bench.config import RunConfig
 from bench.errors import ImpossibleError
 from bench.hardware.detect import Device
 from bench.launch.local import LocalLauncher
 from bench.launch.slurm.launcher import shape_of
+from bench.measure.memory import CpuProbe
 from bench.models.blocks import checkpoint_blocks
 from bench.models.materialize import Materializer
 from bench.planning.compose import composed
@@ -24,7 +27,9 @@ from bench.simulate import pace
 from bench.simulate.network import Group, collective_seconds
 from bench.simulate.predict import _played, predict
 from bench.strategies.data_parallel import InAutocast
+from bench.strategies.plan import Parameter, Setting, Unit
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.test_strategy_plans import Notebook
 
 CPU = torch.device("cpu")
 A100 = ("hardware=a100_80gb", "strategy=data_parallel")
@@ -186,6 +191,60 @@ def test_a_step_at_its_end_has_three_copies_of_gradients_and_parameters() -> Non
     embedding = 4 * 50257 * 1024
     assert memory.others_bytes == pytest.approx(2 * size + 2 * embedding, rel=0.03)
     assert memory.parts["gradients"] == pytest.approx(2 * size, rel=0.01)
+
+
+MIB = 2**20
+
+SIZES = [(4, 4, 4, 4), (40, 1, 1, 1), (1, 1, 40, 1), (5, 5, 5, 5, 5), (3, 6, 2, 9, 1, 10, 7, 25)]
+"""MiB of the parameters of a model."""
+
+
+def setting_of(sizes: tuple[int, ...]) -> Setting:
+    parameters = tuple(Parameter(str(number), (size * MIB // 4,)) for number, size in enumerate(sizes))
+    return Setting((Unit(-1, "model", parameters),), asked("gpus=2").precision, 2, 2, 1)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_torch_adds_up_gradients_in_the_memory_that_is_planned(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], is_first: bool
+) -> None:
+    there = torch.empty(max(map(sum, SIZES)) * MIB // 4)
+
+    def added(parts: list[torch.Tensor], _destination: int | None) -> torch.Tensor:
+        return torch.empty_like(parts[0]) if is_first else there[: parts[0].numel()]
+
+    monkeypatch.setattr(comm, "reduce_add", added)
+    gradients = [torch.empty(size * MIB // 4) for size in sizes]
+    probe = CpuProbe(contextlib.nullcontext)
+    with probe.observe():
+        comm.reduce_add_coalesced([gradients])
+    strategy, setting, device = asked("gpus=2").strategy, setting_of(sizes), Notebook()
+    plan = strategy.plan(setting) if is_first else strategy.plan_beside_first(setting)
+    plan.begin_micro_batch(device, synchronize=True)
+    device.held, device.most = {}, 0.0
+    plan.after_step_backward(device)
+    assert device.most == probe.peaks().allocated_overall
+    if is_first:
+        assert device.volume("reduce", "world") == sum(sizes) * MIB
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunks"),
+    [
+        ((4, 4, 4, 4), [[4, 4, 4], [4]]),
+        ((12, 1, 1, 1), [[12], [1, 1, 1]]),
+        ((4, 4, 8, 1), [[4, 4, 8], [1]]),
+        ((5, 5, 5), [[5, 5], [5]]),
+    ],
+)
+def test_parameters_are_sent_in_chunks_of_whole_tensors(sizes: tuple[int, ...], chunks: list[list[int]]) -> None:
+    """As torch's compiled ``take_tensors`` divides them."""
+    plan, device = asked("gpus=2").strategy.plan(setting_of(sizes)), Notebook()
+    plan.begin_micro_batch(device, synchronize=True)
+    assert [size for _, size, _ in device.sent] == [sum(chunk) * MIB for chunk in chunks]
+    assert device.most == max((sum(chunk) for chunk in chunks if len(chunk) > 1), default=0) * MIB
+    assert device.total() == 0
 
 
 def test_what_is_sent_takes_as_long_as_the_first_gpus_link_allows() -> None:

@@ -33,6 +33,29 @@ def test_a_hook_rounds_and_otherwise_computes_the_same(execute: Callable[..., li
         assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.slow
+def test_what_is_held_while_the_last_bucket_is_sent_is_predicted(execute: Callable[..., list[dict[str, Any]]]) -> None:
+    """Its last gradient is the embedding's, the largest of all: autograd may have it beside what DDP keeps of it."""
+    run = ("model=t5_tiny", "strategy=ddp", "gpus=2", "batch_size_per_gpu=1", "sequence_length=16")
+    compressed = (*run, "measurement.warmup_steps=3", "measurement.steps=1", "strategy.communication_hook=bf16")
+    powersgd = (*run, "measurement.warmup_steps=4", "measurement.steps=1", "strategy.communication_hook=powersgd")
+    beside = "strategy.gradient_as_bucket_view=false"
+    every = ("gradient_accumulation=2", "gradient_accumulation_sync=true")
+    asked = [
+        compressed,
+        (*compressed, beside),
+        powersgd,
+        (*powersgd, beside),
+        (*powersgd, beside, *every),
+        (*powersgd, beside, "optimizer.keep_gradients=true"),
+        (*powersgd, "strategy.bucket_cap_mb=1"),
+    ]
+    for overrides, record in zip(asked, execute(*asked), strict=True):
+        assert record["status"] == "ok", record["error"]
+        expected = predict(configuration(*overrides)).memory.allocated.value
+        assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=1e-3), overrides
+
+
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_half_as_much_is_sent(hook: str) -> None:
     volumes = []

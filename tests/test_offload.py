@@ -16,6 +16,7 @@ from bench.measure.rehearsal import start_rehearsal
 from bench.predicted_row import predicted_row
 from bench.simulate.predict import predict
 from bench.simulate.prediction import DOES_NOT_FIT, Prediction
+from bench.strategies.plan import Parameter, Setting, Unit
 from bench.strategies.uploading import UploadingOptimizer
 from bench.training.engine import build_engine, micro_batches
 from bench.training.optimizer import OptimizerConfig
@@ -147,6 +148,19 @@ def test_shards_come_before_every_gather_and_gradients_go_after_every_reduction(
     }
     assert moved["upload"] == pytest.approx(2 * shards - root)
     assert moved["gradient out"] == pytest.approx(shards)
+
+
+def test_what_is_frozen_comes_and_nothing_of_it_goes_back() -> None:
+    run = config(**{**LARGE, **OPTIMIZER})
+    block = Unit(0, "block", (Parameter("frozen", (64, 48), is_trained=False), Parameter("adapter", (64, 8))))
+    root = Unit(-1, "outside", (Parameter("embedding", (96, 8), is_trained=False),))
+    setting = Setting((root, block), run.precision, 8, 2, 1)
+    device = Notebook()
+    step(run.strategy.plan(setting), setting, device)
+    moved = dict(device.moved)
+    assert moved["upload 0"] == 4 * (64 * 48 + 64 * 8) / 8
+    assert moved["gradient out 0"] == 4 * 64 * 8 / 8
+    assert "gradient out -1" not in moved
 
 
 def test_time_follows_from_the_link_and_from_the_memory_of_the_machine() -> None:

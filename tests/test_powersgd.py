@@ -15,9 +15,10 @@ from bench.errors import ImpossibleError, UsageError
 from bench.measure.rehearsal import start_rehearsal
 from bench.simulate.predict import predict
 from bench.strategies import powersgd
-from bench.strategies.plan import Parameter
+from bench.strategies.plan import Parameter, Setting, Unit
 from bench.strategies.powersgd import Compression
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.test_finetune import needs_peft
 from tests.test_strategy_plans import Notebook, config, plan_of, step
 
 HOOK = "strategy.communication_hook=powersgd"
@@ -83,6 +84,43 @@ def test_the_factors_are_those_of_the_library(two_ranks: None, rank: int) -> Non
     kept = [*state.p_memory_dict.values(), *state.q_memory_dict.values()]
     assert device.held["factors"][0] == sum(each.nbytes for each in kept)
     assert device.held["errors"][0] == sum(each.nbytes for each in state.error_dict.values())
+
+
+def test_it_starts_after_as_many_backward_passes_as_are_reduced(two_ranks: None) -> None:
+    wrapped = DistributedDataParallel(Squares([(64, 48)]), gradient_as_bucket_view=True, init_sync=False)
+    state = powersgd.register(wrapped, 1, start=2)
+    for _ in range(3):
+        with wrapped.no_sync():
+            wrapped().backward()
+    for _ in range(2):
+        wrapped().backward()
+        assert not state.error_dict
+    wrapped().backward()
+    assert state.error_dict
+
+
+def test_nothing_is_kept_of_what_is_frozen() -> None:
+    adapter = Parameter("adapter", (64, 48))
+    whole, adapted = Notebook(), Notebook()
+    for device, frozen in ((whole, ()), (adapted, (Parameter("frozen", (96, 64), is_trained=False),))):
+        run = config(strategy="ddp", **{"strategy.communication_hook": "powersgd"})
+        plan = run.strategy.plan(Setting((Unit(-1, "model", (adapter, *frozen)),), run.precision, 8, 2, 1))
+        plan.begin(device)
+    for name in ("errors", "factors", "buckets"):
+        assert adapted.held[name] == whole.held[name]
+        assert whole.held[name][0] > 0
+
+
+@needs_peft
+@pytest.mark.slow
+def test_adapters_are_sent_as_factors_in_the_memory_that_is_predicted(
+    execute: Callable[..., list[dict[str, Any]]],
+) -> None:
+    asked = ("model=t5_tiny", *STEPS, "strategy=ddp", "gpus=2", "batch_size_per_gpu=1", "finetune=lora", HOOK)
+    (record,) = execute(asked)
+    assert record["status"] == "ok", record["error"]
+    expected = predict(configuration(*asked)).memory.allocated.value
+    assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_less_is_sent_and_more_is_kept_with_every_column() -> None:

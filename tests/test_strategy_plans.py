@@ -279,8 +279,7 @@ def test_replication_reduces_every_gradient_once(strategy, group):
 def test_buckets_are_as_large_as_asked_for():
     run = config(strategy="ddp", model="gpt_350m", **{"strategy.bucket_cap_mb": 50})
     sizes = [size for _, size, _ in sent(run).sent]
-    assert min(sizes[1:-1]) >= 50 * 2**20
-    assert sizes[0] >= 2**20
+    assert min(sizes[:-1]) >= 50 * 2**20  # the first too: torch makes it smaller only where nobody asks for a size
     assert len(sizes) == pytest.approx(4 * run.model.num_parameters / (50 * 2**20), rel=0.3)
 
 

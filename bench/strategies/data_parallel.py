@@ -1,12 +1,12 @@
 """torch.nn.DataParallel: one process, whose threads drive all GPUs of a machine. What DDP replaced.
 
-Read in torch 2.13: ``torch/nn/parallel/{data_parallel,replicate,parallel_apply,scatter_gather,_functions,comm}.py``.
+Read in torch 2.13: ``torch/nn/parallel/{data_parallel,replicate,parallel_apply,scatter_gather,_functions,comm}.py``,
+``torch/_utils.py`` and ``torch/csrc/{cuda/comm,utils/tensor_flatten}.cpp``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,8 @@ from bench.strategies.plan import (
 )
 
 CHUNK_BYTES = 10 * 2**20
-"""Parameters are sent, and gradients reduced, in chunks of this size (``buffer_size`` in torch/nn/parallel/comm.py)."""
+"""Parameters are sent, and gradients reduced, in chunks of about this size (``buffer_size`` in
+torch/nn/parallel/comm.py), of whole tensors each."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,19 @@ class FirstPlan(WholePlan):
 
     Of every micro-batch, in this order:
 
-    * the parameters are broadcast, in chunks that are flattened first; nothing runs meanwhile;
+    * the parameters are broadcast, in chunks; nothing runs meanwhile. A chunk of several is copied into one tensor
+      first, one that is a single parameter goes as it is;
     * every GPU runs forward; one Python thread each starts their kernels, and they take turns (see
       `bench.simulate.one_process`);
     * the outputs of all GPUs are copied into one tensor here; the own ones go when all are there;
     * the loss of the whole batch and the gradient of all outputs are computed here alone; the others get their parts of
       it while they wait, and the step cannot end sooner than they, so the wait is counted here as well;
     * gradients of all parameters are kept beside parameters until the last is complete, for autograd hands all of them
-      to one function (``Broadcast.backward``); that adds up those of all GPUs, chunk by chunk, in new memory.
+      to one function (``Broadcast.backward``); that adds up those of all GPUs, chunk by chunk, in new memory. Here
+      a chunk of several is copied first, too; the copy goes when the next chunk's is there.
+
+    Chunks are made in the order of the units. In torch's, which is the model's, what lies outside the blocks is before,
+    between and behind them.
     """
 
     def begin(self, device: Device) -> None:
@@ -165,7 +171,11 @@ class FirstPlan(WholePlan):
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
         """The other GPUs get the parameters of this step."""
         super().begin_micro_batch(device, synchronize=synchronize)
-        self._by_chunks(device, "replica", "broadcast", GATHER)
+        for number, chunk in enumerate(sent_together(sizes_of(self.setting))):
+            flatten(device, "replica chunk", chunk)
+            device.send(f"replica {number}", "broadcast", sum(chunk), WORLD, GATHER, after="compute")
+            device.wait(f"replica {number}")
+        device.release("replica chunk")
 
     def gradients(self, unit: Unit) -> str:
         """Told one by one: they stay until all are added up, whatever was added up before."""
@@ -199,8 +209,12 @@ class FirstPlan(WholePlan):
         """The gradients of all GPUs are added up here; the second micro-batch's sum is added to the first's."""
         first = self._micro_batches == 1 and not self.setting.keep_gradients
         name = "sum" if first else "further sum"
-        device.hold(name, self._bytes, GRADIENTS)
-        self._by_chunks(device, "gradients", "reduce", REDUCE)
+        added = 0
+        for number, chunk in reduced(device, self.setting):
+            added += sum(chunk)
+            device.hold(name, added, GRADIENTS)
+            device.send(f"gradients {number}", "reduce", sum(chunk), WORLD, REDUCE, after="compute")
+            device.wait(f"gradients {number}")
         for unit in self.setting.units:
             for parameter in unit.parameters:
                 device.release(f"own {unit.index} {parameter.name}")
@@ -219,17 +233,6 @@ class FirstPlan(WholePlan):
     def _bytes(self) -> int:
         return self.numel * self.setting.parameter_bytes
 
-    def _by_chunks(self, device: Device, name: str, kind: str, stream: str) -> None:
-        """Send all parameters, or reduce all gradients: each chunk is flattened and sent, then the next."""
-        count = math.ceil(self._bytes / CHUNK_BYTES)
-        for number in range(count):
-            size = min(CHUNK_BYTES, self._bytes - number * CHUNK_BYTES)
-            device.hold(f"{name} chunk", size, REDUCED)
-            device.copy(f"{name} chunk", 2 * size)
-            device.send(f"{name} {number}", kind, size, WORLD, stream, after="compute")
-            device.wait(f"{name} {number}")
-        device.release(f"{name} chunk")
-
 
 class OtherPlan(Plan):
     """Each GPU but the first: a copy of the parameters from forward to the end of backward, and their gradients.
@@ -242,7 +245,7 @@ class OtherPlan(Plan):
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
         """The copy arrives; the last micro-batch's is gone."""
-        device.hold("parameters", self._numel * self.setting.parameter_bytes, PARAMETERS)
+        device.hold("parameters", sum(sizes_of(self.setting)), PARAMETERS)
 
     def gradient_bytes(self, parameter: Parameter) -> int:
         """In the format of the parameter."""
@@ -253,9 +256,9 @@ class OtherPlan(Plan):
         device.hold(f"own {unit.index} {parameter.name}", self.gradient_bytes(parameter), GRADIENTS)
 
     def after_step_backward(self, device: Device) -> None:
-        """Chunks are flattened to be reduced; then copy and gradients go."""
-        device.hold("gradients chunk", min(CHUNK_BYTES, self._numel * self.setting.parameter_bytes), REDUCED)
-        device.release("gradients chunk")
+        """Chunks are copied to be reduced, as on the first; then the parameters' copy and the gradients go."""
+        for _ in reduced(device, self.setting):
+            pass
         for unit in self.setting.units:
             for parameter in unit.parameters:
                 device.release(f"own {unit.index} {parameter.name}")
@@ -269,6 +272,51 @@ class OtherPlan(Plan):
     def after_optimizer(self, device: Device) -> None:
         """Nothing is left."""
 
-    @property
-    def _numel(self) -> int:
-        return sum(parameter.numel for unit in self.setting.units for parameter in unit.parameters)
+
+def sizes_of(setting: Setting) -> list[int]:
+    """Bytes of each parameter, and of its gradient."""
+    return [parameter.numel * setting.parameter_bytes for unit in setting.units for parameter in unit.parameters]
+
+
+def sent_together(sizes: Sequence[int]) -> list[list[int]]:
+    """Sizes of parameters by chunk: one is full when it has come to `CHUNK_BYTES`, with however large a last tensor.
+
+    As ``take_tensors`` in torch/csrc/utils/tensor_flatten.cpp does.
+    """
+    chunks: list[list[int]] = []
+    for size in sizes:
+        if not chunks or sum(chunks[-1]) >= CHUNK_BYTES:
+            chunks.append([])
+        chunks[-1].append(size)
+    return chunks
+
+
+def reduced_together(sizes: Sequence[int]) -> list[list[int]]:
+    """Sizes of gradients by chunk: one has at most `CHUNK_BYTES`, or is a single larger tensor.
+
+    As ``_take_tensors`` in torch/_utils.py does.
+    """
+    chunks: list[list[int]] = []
+    for size in sizes:
+        if not chunks or sum(chunks[-1]) + size > CHUNK_BYTES:
+            chunks.append([])
+        chunks[-1].append(size)
+    return chunks
+
+
+def flatten(device: Device, name: str, chunk: Sequence[int]) -> None:
+    """Copy tensors into one that is held under a name; a single tensor is its own, and nothing is."""
+    size = sum(chunk) if len(chunk) > 1 else 0
+    device.hold(name, size, REDUCED)
+    if size:
+        device.copy(name, 2 * size)
+
+
+def reduced(device: Device, setting: Setting) -> Iterator[tuple[int, Sequence[int]]]:
+    """The chunks of gradients, each ready to be reduced, with their numbers."""
+    number = -1
+    for number, chunk in enumerate(reduced_together(sizes_of(setting))):
+        flatten(device, f"gradients chunk {number}", chunk)
+        device.release(f"gradients chunk {number - 1}")
+        yield number, chunk
+    device.release(f"gradients chunk {number}")

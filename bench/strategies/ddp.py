@@ -31,8 +31,6 @@ from bench.strategies.plan import (
 from bench.strategies.powersgd import FIRST_START, Compression
 
 MIB = 2**20
-FIRST_BUCKET_BYTES = MIB
-"""DDP sends a small bucket first, so that communication starts early (``dist._DEFAULT_FIRST_BUCKET_BYTES``)."""
 
 POWERSGD = "powersgd"
 
@@ -60,7 +58,8 @@ class DDP(Strategy):
     matrix_approximation_rank: int = 1
     """Of powersgd: columns of the factors."""
     start_powerSGD_iter: int = FIRST_START  # noqa: N815 (torch's name)
-    """Of powersgd: steps that are reduced in full before."""
+    """Of powersgd: backward passes that are reduced in full before. With gradient_accumulation_sync=true a step has as
+    many as micro-batches, otherwise one."""
 
     finetunes = ("full", "lora", "qlora")
 
@@ -91,8 +90,10 @@ class DDP(Strategy):
 
     @property
     def settling_steps(self) -> int:
-        """With powersgd what is kept from step to step appears in the first one that is compressed. What a bucket is
-        compressed to is smaller from the third step on, when DDP has seen the order of gradients and makes buckets."""
+        """With powersgd what is kept from step to step appears in the first one that is compressed: after
+        `start_powerSGD_iter` steps at the latest, each of which has a backward pass that is reduced, or several. What a
+        bucket is compressed to is smaller from the third step on, when DDP has seen the order of gradients and makes
+        buckets."""
         if self.communication_hook == POWERSGD:
             return self.start_powerSGD_iter + 2
         return 3 if self.communication_hook in COMPRESSED else super().settling_steps
@@ -154,7 +155,9 @@ class DDP(Strategy):
 class DDPPlan(WholePlan):
     """Gradients are copied into buckets in the order they are computed; a full bucket is sent while backward goes on.
 
-    The buckets are there from construction on. Gradients are views of them, or are kept beside them.
+    The buckets are there from construction on. Gradients are views of them, or are kept beside them. The first bucket
+    is as large as the others: DDP makes it smaller only where nobody says how large buckets are
+    (``_BucketCapacityConfig`` in torch/nn/parallel/distributed.py of torch 2.13).
     """
 
     def __init__(self, strategy: DDP, setting: Setting) -> None:
@@ -181,7 +184,7 @@ class DDPPlan(WholePlan):
             for unit in self.setting.units:
                 device.release(gradients_of(unit))
         if self._compression is not None:
-            self._compression.begin(device, [each for unit in self.setting.units for each in unit.parameters])
+            self._compression.begin(device, [each for unit in self.setting.units for each in unit.trained])
         device.hold("buckets", self.numel * self.setting.parameter_bytes, GRADIENTS if self._views else REDUCED)
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
@@ -194,27 +197,33 @@ class DDPPlan(WholePlan):
         return TOLD
 
     def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
-        """Into its bucket; a bucket that has reached its size is sent.
+        """Into its bucket; a bucket that has reached its size is sent, while autograd still has this gradient.
 
         Without communication nothing is copied: a gradient of its own is kept until a micro-batch communicates.
         """
         size, own = self.gradient_bytes(parameter), f"{gradients_of(unit)} {parameter.name}"
-        if not self.setting.keep_gradients and (not self._views or not self._synchronize):
+        if self._synchronize:
+            device.copy("into bucket", 2 * size)
+            if self._views:
+                device.release(own)
+            self._filled += size
+            self._members.append(parameter)
+            if self._filled >= self._capacity:
+                self._send(device)
+        if not self.setting.keep_gradients and not (self._views and self._synchronize):
             device.hold(own, size, GRADIENTS)
-        if not self._synchronize:
-            return
-        device.copy("into bucket", 2 * size)
-        if self._views:
-            device.release(own)
-        self._filled += size
-        self._members.append(parameter)
-        if self._filled >= (self._capacity if self._sent else min(FIRST_BUCKET_BYTES, self._capacity)):
-            self._send(device)
 
     def after_step_backward(self, device: Device) -> None:
-        """The last bucket goes as it is; the optimizer waits for all."""
+        """The last bucket goes as it is, with the last gradient; the optimizer waits for all.
+
+        Autograd has that gradient until the hook is back, beside what DDP keeps of it: a copy in the bucket, or what it
+        was added to. Where it is neither, it is what DDP keeps.
+        """
         if self._filled:
+            if self._views or self._micro_batches > 1 or self.setting.keep_gradients:
+                device.hold("last gradient", self.gradient_bytes(self._members[-1]), GRADIENTS)
             self._send(device)
+            device.release("last gradient")
         for name in self._sent:
             device.wait(name)
 

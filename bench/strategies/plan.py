@@ -207,7 +207,7 @@ class Plan(ABC):
         return TOLD
 
     def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
-        """Where they are TOLD: one is complete. The tape has just released it; what is to stay must be held."""
+        """Where they are TOLD: one is complete. The tape releases it as it goes on; what is to stay must be held."""
 
     def after_backward(self, device: Device, unit: Unit) -> None:
         """A unit has run backward, all its gradients are complete."""

@@ -24,7 +24,8 @@ EPSILON = 1e-8
 """Added to the norm of a column that is normalised: a gradient that is zero must not become NaN."""
 
 FIRST_START = 2
-"""DDP makes its buckets anew after the first step, and what is kept from step to step belongs to a bucket."""
+"""DDP makes its buckets anew after the first backward pass it reduces, and what is kept from one to the next belongs to
+a bucket."""
 
 COLUMN_KERNELS, PROJECTION_KERNELS = 3, 4
 """Kernels that normalise a column of a factor, and that take it out of those after it. From rank 3 on torch takes a QR
@@ -39,7 +40,7 @@ def register(wrapped: DistributedDataParallel, rank: int, start: int) -> PowerSG
     rank: int
         Columns of the factors, at most.
     start: int
-        Steps that are all-reduced in full before.
+        Backward passes that are all-reduced in full before.
     """
     group = dist.group.WORLD
     assert group is not None

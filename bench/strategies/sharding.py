@@ -186,5 +186,5 @@ class ShardedPlan(Plan):
         """A reduced gradient goes to where its parameter is, if that is not the device."""
         if self._offloads:
             self._sent.append(f"gradient out {unit.index}")
-            size = self.shard_numel(unit) * self.setting.parameter_bytes
+            size = self.gradient_numel(unit) * self.setting.parameter_bytes
             device.transfer(self._sent[-1], size, REPLICATE, after=REDUCE)
