@@ -176,7 +176,7 @@ class Machine:
         if self._pace.launches_itself:
             self.processor = end
         if self._timeline is not None:
-            self._timeline.append(Span(COMPUTE, f"exchange {self.module}", "wait", start, end))
+            self._timeline.append(Span(COMPUTE, f"exchange {self.module}", "exchange", start, end))
 
     def copy(self, name: str, size: float) -> None:
         """As `Device` says."""
