@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
-import pytest
-from matplotlib.colors import to_rgb
 
 from bench.planning.compose import groups
 from bench.planning.plan import make_plan
@@ -19,17 +13,9 @@ from bench.records import Record
 from bench.reporting import style
 from bench.reporting.drawing import Section, save
 from bench.reporting.figures import trade
-from bench.reporting.reading import read_store
 from bench.reporting.table import prepare
 from tests.conftest import CPU
 from tests.records_fixture import record
-
-COMMITTED = Path(__file__).parent.parent / "results" / "measured" / "strategies"
-
-
-@pytest.fixture(scope="module")
-def committed() -> pd.DataFrame:
-    return prepare(read_store(COMMITTED).records)
 
 
 def rows(**columns: Any) -> list[Record]:
@@ -87,12 +73,6 @@ def test_what_ran_out_of_memory_has_a_name_and_no_throughput() -> None:
     assert axes.transData.transform(crosses[0].get_xydata()[0])[0] + half < axes.bbox.x1
 
 
-def test_what_differs_from_most_is_part_of_the_name() -> None:
-    checkpointed = rows(activation_checkpointing="full")[2]
-    choices = set(trade.select(prepare([*rows(), checkpointed]))["choice"])
-    assert choices == {"DDP", "ZeRO-1", "FSDP2 full shard", "FSDP2 full shard, checkpointing full"}
-
-
 def test_a_precision_of_few_strategies_stands_among_the_usual() -> None:
     few = [record(strategy="ddp", effective_strategy="ddp", precision="fp8", world_size=4, device="cpu")]
     (drawing,) = drawn([*rows(precision="bf16"), *few]).drawings
@@ -101,51 +81,10 @@ def test_a_precision_of_few_strategies_stands_among_the_usual() -> None:
     assert len(drawn([*rows(precision="bf16"), *rows(precision="fp8")]).drawings) == 2
 
 
-def test_every_committed_strategy_is_a_point(committed: pd.DataFrame) -> None:
-    ran = committed[committed["status"] == "ok"]
-    identity = ["model", "precision", "variant", "settings"]
-    selected = trade.select(committed)
-    assert set(ran[identity].itertuples(index=False)) == set(selected[identity].itertuples(index=False))
-    assert set(ran["effective_strategy"]) >= {"ddp", "ddp/lora", "ddp/qlora", "fsdp/full_shard_lora"}
-    assert set(ran["precision"]) == {"fp32", "fp8"}
-    with style.context():
-        drawings = trade.section(committed, style.palette(committed["variant_key"])).drawings
-    assert len(drawings) == committed["model"].nunique() == 2
-    for drawing in drawings:
-        points = [line for line in drawing.figure.axes[0].lines if line.get_marker() in style.MARKERS]
-        assert len(points) == len(selected) / 2
-
-
-def test_committed_names_say_nothing_that_tells_nothing_apart(committed: pd.DataFrame) -> None:
-    names = set(trade.select(committed)["choice"])
-    assert not [name for name in names if "git_sha" in name or "torch_version" in name]
-    hooks = {f"DDP · communication_hook={hook}" for hook in ("none", "bf16", "powersgd")}
-    assert {name for name in names if name.startswith("DDP ·")} == {*hooks, "DDP · communication_hook=none, fp8"}
-
-
-def test_points_of_the_committed_strategies_can_be_told_apart(committed: pd.DataFrame) -> None:
-    palette = style.palette(committed["variant_key"])
-    assert len(set(palette.values())) == len(palette)
-    for _, facet in trade.select(committed).groupby("model"):
-        looks = trade._marks(facet, palette)
-        for one, other in itertools.combinations(looks, 2):
-            alike = math.dist(to_rgb(looks[one].colour), to_rgb(looks[other].colour)) < 0.2
-            assert looks[one].marker != looks[other].marker or not alike, (one, other)
-
-
-@pytest.mark.parametrize(
-    ("adapters", "kind"),
-    [
-        ("DDP LoRA", "ddp"),
-        ("DDP QLoRA", "ddp"),
-        ("FSDP2 full shard LoRA", "fsdp/full_shard"),
-    ],
-)
-def test_adapters_are_a_shade_of_their_strategy(committed: pd.DataFrame, adapters: str, kind: str) -> None:
-    colour, base = style.palette(committed["variant_key"])[adapters].colour, style.COLOURS[kind]
-    added = [(own - one) / (1 - one) for own, one in zip(to_rgb(colour), to_rgb(base), strict=True)]
-    assert added == pytest.approx([added[0]] * 3, abs=0.01)
-    assert added[0] > 0.1
+def test_what_differs_from_most_is_part_of_the_name() -> None:
+    checkpointed = rows(activation_checkpointing="full")[2]
+    choices = set(trade.select(prepare([*rows(), checkpointed]))["choice"])
+    assert choices == {"DDP", "ZeRO-1", "FSDP2 full shard", "FSDP2 full shard, checkpointing full"}
 
 
 def test_the_sweep_has_every_strategy_once_for_each_model() -> None:
