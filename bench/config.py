@@ -17,7 +17,7 @@ from bench.hardware import Hardware
 from bench.models import Family, float8, load_family
 from bench.models.blocks import CHECKPOINTING
 from bench.precision import Precision
-from bench.strategies import Step, Strategy, load_strategy
+from bench.strategies import Step, Strategy, load_strategy, that_take_float8
 from bench.training.optimizer import OptimizerConfig
 from bench.typed import kind_of, type_hints, typed
 
@@ -95,7 +95,7 @@ class RunConfig:
         if self.precision.in_float8 and not self.strategy.takes_float8:
             raise ImpossibleError(
                 f"precision={self.precision.name} is not valid for strategy={self.strategy.name}: choose bf16, or "
-                "strategy single, ddp, zero1, fsdp or fsdp1."
+                f"strategy {that_take_float8()}."
             )
         float8.refuse_without_library(self.precision)
         self.strategy.check_precision(self.precision)

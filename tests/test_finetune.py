@@ -169,9 +169,17 @@ def test_a_quantised_weight_takes_half_a_byte_and_its_scales() -> None:
 
 
 REFUSED = [
-    (("finetune=lora", "strategy=fsdp1", "gpus=2"), "gradients of all parameters of a unit"),
+    (("finetune=lora", "strategy=fsdp1", "gpus=2"), "would save nothing: choose strategy ddp, fsdp, single or zero1."),
+    (("finetune=qlora", "strategy=fsdp1", "gpus=2"), "with strategy fsdp, or strategy ddp, single or zero1."),
     (("finetune=qlora", "strategy=fsdp", "gpus=2"), "packed weights without the scales"),
-    (("finetune=lora", "strategy=deepspeed", "gpus=2"), "frozen parameters beside others: choose finetune=full"),
+    (
+        ("finetune=lora", "strategy=deepspeed", "gpus=2"),
+        "frozen parameters beside others: choose finetune=full, or strategy ddp, fsdp, single or zero1.",
+    ),
+    (
+        ("finetune=qlora", "strategy=deepspeed", "gpus=2"),
+        "quantised weights beside others: choose finetune=full, or strategy ddp, single or zero1.",
+    ),
     (("finetune=qlora", "strategy=single", "precision=fp16"), "precision=fp16 is not valid with finetune=qlora"),
     (("finetune=lora", "finetune.rank=33"), "finetune.rank=33 is not valid: choose a whole number from 1 to 32"),
     (("finetune=lora", "finetune.rank=0"), "finetune.rank=0"),

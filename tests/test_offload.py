@@ -14,6 +14,7 @@ from torch import nn
 from bench.errors import UsageError
 from bench.measure.rehearsal import start_rehearsal
 from bench.predicted_row import predicted_row
+from bench.records.schema import COLUMNS
 from bench.simulate.predict import predict
 from bench.simulate.prediction import DOES_NOT_FIT, Prediction
 from bench.strategies.plan import Parameter, Setting, Unit
@@ -182,6 +183,15 @@ def test_time_follows_from_the_link_and_from_the_memory_of_the_machine() -> None
     run = config(**{**LARGE, **OPTIMIZER})
     unknown = dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, host=None))
     assert predict(unknown).time is None
+
+
+def test_what_limits_a_step_is_where_it_goes_and_is_explained() -> None:
+    explained = next(column.meaning for column in COLUMNS if column.name == "limited_by")
+    for knobs, limit in ((PARAMETERS, "host link"), (OPTIMIZER, "host memory"), ({}, "compute")):
+        time = predicted(**knobs).time
+        assert time is not None
+        assert time.limited_by == limit
+        assert limit in explained
 
 
 def test_more_than_the_machine_has_does_not_fit() -> None:

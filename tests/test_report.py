@@ -454,6 +454,19 @@ def test_markers_of_variants_differ():
     assert set(marks) <= {"DDP", "FSDP2 full shard", "FSDP2 full replication", "FSDP2 hybrid (F=2)", "FSDP2 unsharded"}
 
 
+def test_versions_are_named_only_where_nothing_else_tells_rows_apart():
+    plain, hooked = ({"strategy": {"communication_hook": hook}} for hook in ("none", "bf16"))
+    settings = [{"optimizer": {"lr": lr}} for lr in (1, 2)]
+    for one, two in ((plain, hooked), settings):
+        rows = [record(config=one, git_sha="a" * 40), record(config=two, git_sha="b" * 40)]
+        for ordered in (rows, rows[::-1], [record(model="gpt_tiny", strategy="zero1"), *rows]):
+            names = [name for name in prepare(ordered)["variant"] if name.startswith("DDP")]
+            assert len(set(names)) == 2
+            assert all(name.count("=") == 1 and "git_sha" not in name for name in names), names
+    same = [record(config=plain, git_sha=letter * 40) for letter in "ab"]
+    assert [name.partition(" · ")[2] for name in prepare(same)["variant"]] == [f"git_sha={c * 16}" for c in "ab"]
+
+
 def test_command_prints_where_the_page_is_and_what_was_left_out(tmp_path, capsys):
     store = write_store(tmp_path / "store", [record(status="error")])
     assert main([str(store)]) == 0

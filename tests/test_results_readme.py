@@ -6,7 +6,13 @@ import json
 import re
 from pathlib import Path
 
+from bench import models, plugins, strategies
+from bench.models import Family
+from bench.planning.compose import groups
 from bench.records.schema import COLUMNS, FORMAT_VERSION, NESTED, STATUSES, upgrade, validate
+from bench.strategies import Strategy
+from tests.conftest import configuration
+from tests.test_finetune import needs_peft
 
 README = Path(__file__).resolve().parents[1] / "results" / "README.md"
 
@@ -50,6 +56,26 @@ def test_every_column_is_documented_as_the_schema_has_it() -> None:
 def test_every_nested_part_is_documented_as_the_schema_has_it() -> None:
     documented = rows(section(README.read_text(), "nested"))
     assert documented == [(f"`{name}`", meaning) for name, meaning in NESTED.items()]
+
+
+MEANINGS = {column.name: column.meaning for column in COLUMNS}
+
+
+def test_every_strategy_family_and_precision_is_named() -> None:
+    known = {
+        "strategy": plugins.names(strategies, Strategy),
+        "family": plugins.names(models, Family),
+        "precision": groups()["precision"],
+    }
+    for name, names in known.items():
+        named = MEANINGS[name].partition("(")[2].rstrip(")").split(", ")
+        assert sorted(named) == sorted(names)
+
+
+@needs_peft
+def test_what_is_trained_is_explained_where_it_is_told() -> None:
+    run = configuration("model=gpt_tiny", "strategy=fsdp", "gpus=2", "finetune=lora")
+    assert run.effective_strategy in MEANINGS["effective_strategy"]
 
 
 def test_the_statuses_are_documented() -> None:

@@ -51,6 +51,10 @@ def test_two_are_no_choice() -> None:
     assert "3 strategies" in result.nothing
 
 
+def test_runs_without_a_peak_are_no_points() -> None:
+    assert drawn([one | {"peak_allocated_bytes": None} for one in rows()]).drawings == []
+
+
 def test_what_ran_out_of_memory_has_a_name_and_no_throughput() -> None:
     lost = record(
         strategy="fsdp", effective_strategy="fsdp/hybrid_shard", sharding_factor=2, world_size=4, device="cpu",
@@ -63,6 +67,18 @@ def test_what_ran_out_of_memory_has_a_name_and_no_throughput() -> None:
     crosses = [line for line in drawing.figure.axes[0].lines if line.get_marker() == "X"]
     assert len(crosses) == 1
     assert crosses[0].get_ydata()[0] == 0
+    drawing.figure.draw_without_rendering()
+    axes = drawing.figure.axes[0]
+    half = crosses[0].get_markersize() / 2 * drawing.figure.dpi / 72
+    assert axes.transData.transform(crosses[0].get_xydata()[0])[0] + half < axes.bbox.x1
+
+
+def test_a_precision_of_few_strategies_stands_among_the_usual() -> None:
+    few = [record(strategy="ddp", effective_strategy="ddp", precision="fp8", world_size=4, device="cpu")]
+    (drawing,) = drawn([*rows(precision="bf16"), *few]).drawings
+    assert ", bf16, " in drawing.title
+    assert "DDP, fp8" in drawing.alt
+    assert len(drawn([*rows(precision="bf16"), *rows(precision="fp8")]).drawings) == 2
 
 
 def test_what_differs_from_most_is_part_of_the_name() -> None:

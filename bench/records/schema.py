@@ -46,18 +46,20 @@ COLUMNS: tuple[Column, ...] = (
         "string",
         status="ok, oom, error, timeout, preempted or skipped",
         model="name of the model configuration",
-        family="model family (t5, gpt)",
+        family="model family (t5, gpt, mingpt, mpt)",
     ),
     *_columns("Int64", parameters="number of parameters of the whole model, counted before sharding"),
     *_columns(
         "string",
-        strategy="strategy asked for (single, ddp, zero1, fsdp, fsdp1)",
-        effective_strategy="strategy the run really used, with how it shards",
+        strategy="strategy asked for (single, ddp, zero1, fsdp, fsdp1, data_parallel, deepspeed, accelerate, "
+        "lightning, tensor_parallel, pipeline, naive_pipeline)",
+        effective_strategy="strategy the run really used, with how it shards and, where only adapters are trained, "
+        "lora or qlora: fsdp/full_shard_lora",
     ),
     *_columns("Int64", sharding_factor="ranks that one copy of the model is spread over: 1 replicates"),
     *_columns(
         "string",
-        precision="precision asked for (fp32, tf32, bf16, fp16, bf16_pure)",
+        precision="precision asked for (fp32, tf32, bf16, fp16, bf16_pure, fp8)",
         device="cpu or cuda",
         hardware="name of the hardware description the run was checked against",
     ),
@@ -112,7 +114,7 @@ COLUMNS: tuple[Column, ...] = (
     *_columns(
         "string",
         limited_by="predicted: what a step waits for most: compute, memory bandwidth, network, kernel launches, "
-        "allocator or pipeline bubble",
+        "allocator, pipeline bubble or, with offloading, host link or host memory",
     ),
     *_columns("Int64", memory_limit_bytes="memory each rank was allowed; empty for no limit"),
     *_columns("string", oom_phase="where memory ran out: init, forward, backward or optimizer"),
@@ -170,7 +172,7 @@ COLUMNS: tuple[Column, ...] = (
     *_columns("string", backward_prefetch="FSDP2: true or false; FSDP1: pre, post or none"),
     *_columns("boolean", limit_all_gathers="FSDP1: at most two all-gathers in flight"),
     *_columns("Int64", blocks_per_unit="FSDP: transformer blocks gathered as one"),
-    *_columns("boolean", cpu_offload="FSDP: shards and optimizer step on the CPU"),
+    *_columns("boolean", cpu_offload="FSDP: shards on the CPU and, unless optimizer_on_device, the optimizer step"),
     *_columns("Float64", final_loss="loss of the last step, mean over ranks"),
     *_columns("Int64", seed="seed of weights and data"),
     *_columns(

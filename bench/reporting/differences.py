@@ -13,11 +13,12 @@ from bench.records.matching import identity
 from bench.reporting import labels
 from bench.reporting.cells import by
 from bench.reporting.machines import Machine
+from bench.reporting.table import VERSIONS
 
 THE_MACHINES_OWN = ("hardware.name", "hardware.cpu_threads", "gpus_per_node")
 """What of a question is not what was asked, but what it was asked of."""
 
-SOFTWARE = ("torch_version=", "git_sha=")
+SOFTWARE = tuple(f"{name}=" for name in VERSIONS)
 """What a variant's name says of its software, where rows would otherwise share one: machines differ in it."""
 
 SAME_BYTES = 1e-9

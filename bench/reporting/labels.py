@@ -78,7 +78,7 @@ def variant(
     kind = effective_strategy or _asked_for(strategy, sharding_factor, world_size)
     family, _, how = kind.partition("/")
     between = sharding_factor is not None and world_size is not None and 1 < sharding_factor < world_size
-    how, trained = _without_finetune(how)
+    how, trained = without_finetune(how)
     words = [FAMILIES.get(family, family), KINDS.get(how, how.replace("_", " ")), FINETUNES.get(trained, "")]
     words += [f"(F={sharding_factor})"] if between and how else []
     order = (
@@ -90,7 +90,7 @@ def variant(
     return Variant(order, " ".join(word for word in words if word), kind)
 
 
-def _without_finetune(how: str) -> tuple[str, str]:
+def without_finetune(how: str) -> tuple[str, str]:
     """What of a kind says how a model is spread, and what says which part of it is trained."""
     spread, _, last = how.rpartition("_")
     return (spread, last) if last in FINETUNES else (how, "")

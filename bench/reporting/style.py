@@ -6,6 +6,8 @@ Colour says how a variant shards, fill and line style say what kind of evidence 
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any, Literal
 import matplotlib as mpl
 from matplotlib.colors import to_hex, to_rgb
 
-from bench.reporting.labels import Variant
+from bench.reporting.labels import Variant, without_finetune
 
 WIDTH_IN = 4.7
 """Width of a figure: one column on a phone, half a page on a desk."""
@@ -76,6 +78,8 @@ COLOURS = {
     "fsdp1/no_shard": "#f0c05a",
     "fsdp1/hybrid_shard": "#6cc5a8",
     "fsdp1/full_shard": "#cc79a7",
+    "fsdp1/shard_grad_op": "#e3a6c6",
+    "fsdp1/hybrid_shard_grad_op": "#a9c76c",
     "deepspeed/stage_0": "#9a5b2e",
     "deepspeed/stage_1": "#b0a000",
     "deepspeed/stage_2": "#4b8f6b",
@@ -102,7 +106,11 @@ COLOURS = {
     "lightning/fsdp1_full_shard": "#8c5273",
     "tensor_parallel": "#7f4fc9",  # at every degree
 }
-SPARE_COLOURS = ("#cc79a7", "#56b4e9", "#8a7a00", "#6b6b6b")
+SPARE_COLOURS = ("#a63c7d", "#2f8fa3", "#6f7a12", "#7a5c8c")
+SHADE, LIGHTEST = 0.25, 0.6
+"""White mixed into a colour for each further variant that has it, and for the last of many."""
+ALIKE = 0.15
+"""Distance of two colours, as a share of that from black to white, below which they need different markers."""
 MARKERS = ("o", "s", "D", "^", "v", "P", "<", ">", "p", "h", "*", "d")
 
 
@@ -136,22 +144,37 @@ class Mark:
 def palette(variants: Iterable[Variant]) -> dict[str, Mark]:
     """A mark for every variant, by label.
 
-    Variants that shard alike (hybrids of several factors, one knob on and off) share a hue in different shades;
-    markers differ between all of them while there are markers left.
+    Variants that shard alike (hybrids of several factors, one knob on and off, all trained or adapters) share a hue in
+    different shades; markers differ between all of them while there are markers left.
     """
     marks: dict[str, Mark] = {}
-    shades: dict[str, int] = {}
+    hues = {item: _hue(item.kind) for item in sorted(set(variants))}
+    several = Counter(hues.values())
+    shades: Counter[str] = Counter()
     spare: dict[str, str] = {}
-    for position, item in enumerate(sorted(set(variants))):
-        family = item.kind.partition("/")[0]
-        kind = family if family in COLOURS and item.kind not in COLOURS else item.kind
-        if kind not in COLOURS:
-            spare.setdefault(kind, SPARE_COLOURS[len(spare) % len(SPARE_COLOURS)])
-        colour = COLOURS.get(kind) or spare[kind]
-        shade = shades.get(kind, 0)
-        shades[kind] = shade + 1
-        marks[item.label] = Mark(lighter(colour, min(0.25 * shade, 0.6)), MARKERS[position % len(MARKERS)])
+    for position, (item, hue) in enumerate(hues.items()):
+        if hue not in COLOURS:
+            spare.setdefault(hue, SPARE_COLOURS[len(spare) % len(SPARE_COLOURS)])
+        step = min(SHADE, LIGHTEST / max(several[hue] - 1, 1))
+        colour = lighter(COLOURS.get(hue) or spare[hue], step * shades[hue])
+        shades[hue] += 1
+        marks[item.label] = Mark(colour, MARKERS[position % len(MARKERS)])
     return marks
+
+
+def _hue(kind: str) -> str:
+    """The kind whose colour a variant of some kind has: its own, whatever part of the model is trained, or a family's.
+
+    A kind that neither has a colour is its own, and gets a spare one.
+    """
+    family, _, how = kind.partition("/")
+    kind = "/".join(part for part in (family, without_finetune(how)[0]) if part)
+    return family if family in COLOURS and kind not in COLOURS else kind
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two colours are told apart with difficulty: by less than `ALIKE` between black and white."""
+    return math.dist(to_rgb(one), to_rgb(other)) < ALIKE * math.sqrt(3)
 
 
 def lighter(colour: str, amount: float) -> str:

@@ -6,6 +6,7 @@ drawn under (`workload`, `limit`, `settings`) or, where one variant was tried in
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -53,6 +54,9 @@ NARROWER = {
 
 NOT_KNOBS = {"repeat", "seed", "sweep", "sources", "sharding_factor", "name"}
 """Parts of a configuration that make no other run of it, or are told by the row's own columns."""
+
+VERSIONS = ("torch_version", "git_sha")
+"""Columns that are named of a row only where nothing else tells it apart."""
 
 
 def prepare(records: Sequence[Record]) -> pd.DataFrame:
@@ -181,24 +185,31 @@ def _knobs(frame: pd.DataFrame, records: Sequence[Record]) -> list[str]:
     """Per row, what else must be said so that two different configurations never carry one name.
 
     A strategy's own knob (bucket size, prefetch, ...) is named where one variant was run with several values of it
-    on one model; anything else in the configuration, the versions and the commit, where the rows would otherwise be
-    taken for repeats.
+    on one model; anything else in the configuration, and after it the versions and the commit, where the rows would
+    still be taken for repeats with what is named already.
     """
     knobs = pd.DataFrame([_leaves(record) for record in records], index=frame.index, dtype=object)
-    suffixes = dict.fromkeys(frame.index, "")
-    for knob in knobs.columns:
-        scope = ["place", "model", "variant"] if knob.startswith("strategy.") else CELL
-        differs = knobs[knob].groupby([frame[column] for column in scope], dropna=False).transform("nunique") > 1
-        told = set(zip(frame["place"][differs], frame["variant"][differs], strict=True))
-        for index, place, name, value in zip(frame.index, frame["place"], frame["variant"], knobs[knob], strict=True):
-            if (place, name) in told and isinstance(value, str):
-                suffixes[index] += f" · {knob.rpartition('.')[2]}={value[:16]}"
-    return [suffixes[index] for index in frame.index]
+    own = [knob for knob in knobs.columns if knob.startswith("strategy.")]
+    versions = [knob for knob in VERSIONS if knob in knobs.columns]
+    others = [knob for knob in knobs.columns if knob not in (*own, *versions)]
+    suffixes = pd.Series("", index=frame.index)
+    for knob in (*own, *others, *versions):
+        so_far = pd.Series("", index=frame.index) if knob in own else suffixes
+        scope = ["place", "model", "variant"] if knob in own else CELL
+        groups = [*(frame[column] for column in scope), so_far]
+        differs = knobs[knob].groupby(groups, dropna=False).transform("nunique") > 1
+        names = list(zip(frame["place"], frame["variant"], so_far, strict=True))
+        told = set(itertools.compress(names, differs))
+        suffixes = suffixes + [
+            f" · {knob.rpartition('.')[2]}={value[:16]}" if name in told and isinstance(value, str) else ""
+            for name, value in zip(names, knobs[knob], strict=True)
+        ]
+    return list(suffixes)
 
 
 def _leaves(record: Record) -> dict[str, str]:
     """The configuration as path -> value, and the versions."""
-    versions = {name: str(record[name]) for name in ("torch_version", "git_sha") if record.get(name)}
+    versions = {name: str(record[name]) for name in VERSIONS if record.get(name)}
     config = matching.leaves(record.get("config") or {}, NOT_KNOBS)
     return versions | {path: value if isinstance(value, str) else json.dumps(value) for path, value in config.items()}
 

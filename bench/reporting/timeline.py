@@ -27,6 +27,8 @@ STREAMS = {
 }
 """Streams in the order of their lanes, and what stands beside them."""
 
+TRANSFER = "transfer"
+
 # Okabe & Ito (2008): distinct for colour-blind readers; lightness differs between neighbours in print too.
 KINDS = {
     "forward": "#56b4e9",
@@ -36,11 +38,13 @@ KINDS = {
     "all-gather": "#e69f00",
     "reduce-scatter": "#d55e00",
     "all-reduce": "#cc79a7",
+    "exchange": "#f0e442",
+    TRANSFER: "#8f6b4a",
     "launch": "#8c8c8c",
     "wait": "#ffffff",
 }
 HATCHED = ("wait",)
-DARK = ("backward", "recompute", "optimizer", "reduce-scatter")
+DARK = ("backward", "recompute", "optimizer", "reduce-scatter", TRANSFER)
 """Kinds that are labelled in white."""
 
 WIDTH_IN, LANE_IN, HEAD_IN, FOOT_IN = 9.4, 0.3, 0.45, 0.4
@@ -68,6 +72,12 @@ def lanes(spans: Iterable[Span]) -> list[str]:
     """Streams that have spans, in the order of their lanes."""
     present = dict.fromkeys(span.stream for span in spans)
     return [stream for stream in STREAMS if stream in present] + [name for name in present if name not in STREAMS]
+
+
+def lane_name(stream: str, spans: Iterable[Span]) -> str:
+    """What stands beside a lane: the name of its stream, or of the one thing that it is used for instead."""
+    kinds = {span.kind for span in spans if span.stream == stream}
+    return TRANSFER if kinds == {TRANSFER} else STREAMS.get(stream, stream)
 
 
 def draw_timeline(spans: Sequence[Span], title: str, subtitle: str) -> Figure:
@@ -168,9 +178,7 @@ def _draw_lanes(
             axes.text(middle, y, text, ha="center", va="center", size=7, color=colour, clip_on=True)
     axes.set_xlim(window.start_s * 1e3, window.end_s * 1e3)
     axes.set_ylim(len(streams) - 0.5, -0.5)
-    axes.set_yticks(
-        range(len(streams)), [STREAMS.get(name, name) for name in streams] if named else [""] * len(streams)
-    )
+    axes.set_yticks(range(len(streams)), [lane_name(name, spans) for name in streams] if named else [""] * len(streams))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("ms")

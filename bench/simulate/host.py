@@ -45,7 +45,8 @@ def update_of(config: RunConfig, plan: Plan) -> Update:
     each = with_transfers(config, Pace()).transfer_s_per_byte
     kernels = max(together.kernels, len(plan.updated))
     held = one.temporaries + 2 * largest * config.precision.parameter_dtype.itemsize
-    return Update(together.seconds + plan.carried * each, kernels, held)
+    carried_s = plan.carried * each
+    return Update(together.seconds + carried_s, kernels, held, carried_s=carried_s)
 
 
 def ranks_per_machine(config: RunConfig) -> int:

@@ -77,7 +77,9 @@ class Machine:
         self.streams = dict.fromkeys(STREAMS, 0.0)
         self._done: dict[str, float] = {}
         self._noted: deque[float] = deque()
-        self.spent = dict.fromkeys(("compute", "optimizer", "exposed", "launch", "communication", "transfer"), 0.0)
+        self.spent = dict.fromkeys(
+            ("compute", "optimizer", "exposed", "launch", "communication", "transfer", "carried"), 0.0
+        )
         self._timeline: list[Span] | None = [] if timeline else None
         self._sending: deque[tuple[float, float]] = deque()
         self._communicators: dict[str, float] = {}
@@ -174,15 +176,16 @@ class Machine:
         if self._pace.launches_itself:
             self.processor = end
         if self._timeline is not None:
-            self._timeline.append(Span(COMPUTE, f"exchange {self.module}", "wait", start, end))
+            self._timeline.append(Span(COMPUTE, f"exchange {self.module}", "exchange", start, end))
 
     def copy(self, name: str, size: float) -> None:
         """As `Device` says."""
         self._run(name, size * self._pace.copy_s_per_byte + self._pace.kernel_s, 1, span=False)
 
-    def update(self, seconds: float, kernels: int) -> None:
-        """The optimizer's step."""
+    def update(self, seconds: float, kernels: int, carried_s: float = 0.0) -> None:
+        """The optimizer's step, some seconds of which are copies from and to the machine's memory."""
         self._run("optimizer", seconds, kernels)
+        self.spent["carried"] += carried_s
 
     def _run(self, kind: str, seconds: float, kernels: int, *, span: bool = True) -> None:
         """Kernels on the computing stream, which the processor launches one by one."""

@@ -158,11 +158,11 @@ def time_of(config: RunConfig, machine: Machine, memory: MemoryPrediction) -> Ti
     on_link = spent["transfer"] > 0.5 * spent["communication"]
     parts = {
         "compute": spent["compute"],
-        "host link" if on_link else "network": spent["exposed"],
-        "host memory" if machine.updated_on_host else "optimizer": spent["optimizer"],
+        "network": 0.0 if on_link else spent["exposed"],
+        "host link": spent["carried"] + (spent["exposed"] if on_link else 0.0),
+        "host memory" if machine.updated_on_host else "memory bandwidth": spent["optimizer"] - spent["carried"],
         "kernel launches": spent["launch"],
     }
-    limited_by = max(parts, key=lambda name: parts[name])
     share = OFFLOADED_TIME_SHARE if config.strategy.uses_host else TIME_SHARE
     return TimePrediction(
         step_s=Range(elapsed, elapsed * (1 - share), elapsed * (1 + share)),
@@ -171,7 +171,7 @@ def time_of(config: RunConfig, machine: Machine, memory: MemoryPrediction) -> Ti
         optimizer_s=spent["optimizer"],
         bubble_s=elapsed - spent["compute"] - spent["exposed"] - spent["optimizer"],
         communication_s=spent["communication"],
-        limited_by="allocator" if degraded else limited_by.replace("optimizer", "memory bandwidth"),
+        limited_by="allocator" if degraded else max(parts, key=lambda name: parts[name]),
         degraded=degraded,
         timeline=machine.timeline,
     )

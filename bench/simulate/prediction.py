@@ -66,8 +66,8 @@ class Span:
     name: str
     """``forward decoder.block.3``, ``all-gather decoder.block.4``."""
     kind: str
-    """forward, backward (with what checkpointing computes again), optimizer, all-gather, reduce-scatter, all-reduce or
-    wait, or transfer (between the device and its machine's memory)."""
+    """forward, backward (with what checkpointing computes again), optimizer, all-gather, reduce-scatter, all-reduce,
+    wait, exchange (among ranks that share a layer) or transfer (between the device and its machine's memory)."""
     start_s: float
     end_s: float
 

@@ -22,6 +22,8 @@ class Update:
     """Bytes allocated for a while."""
     on_host: bool = False
     """By the processors of the machine around the device."""
+    carried_s: float = 0.0
+    """Of the seconds, those in which parameters come from the machine's memory and go back."""
 
 
 def play_step(
@@ -52,7 +54,7 @@ def play_step(
     if update.on_host:
         machine.update_on_host(update.seconds)
     else:
-        machine.update(update.seconds, update.kernels)
+        machine.update(update.seconds, update.kernels, update.carried_s)
     machine.release("optimizer temporaries")
     plan.after_optimizer(machine)
     for scene in scenes:

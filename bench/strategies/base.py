@@ -173,7 +173,7 @@ class Strategy(ABC):
             beside = "quantised weights" if name == "qlora" else "frozen parameters"
             raise ImpossibleError(
                 f"finetune={name} is not valid with strategy={self.name}, which is not made to keep {beside} beside "
-                f"others: choose finetune={' or '.join(self.finetunes)}, or strategy single, ddp or zero1."
+                f"others: choose finetune={' or '.join(self.finetunes)}, or strategy {that_train(name)}."
             )
 
     def check_step(self, step: Step) -> None:
@@ -316,3 +316,19 @@ def require_stored_format(what: str, precision: Precision, otherwise: str = "") 
 def load_strategy(name: str) -> type[Strategy]:
     """The strategy class that ``bench/strategies/<name>.py``, or the module with that path, defines."""
     return plugins.find("strategy.name", name, sys.modules[__package__], Strategy)
+
+
+def that_train(finetune: str) -> str:
+    """The strategies that can train a part of a model like that, for a sentence."""
+    return _those(lambda strategy: finetune in strategy.finetunes)
+
+
+def that_take_float8() -> str:
+    """The strategies that can train a model whose linear layers compute in FP8, for a sentence."""
+    return _those(lambda strategy: strategy.takes_float8)
+
+
+def _those(can: Callable[[type[Strategy]], bool]) -> str:
+    package = sys.modules[__package__]
+    *names, last = [name for name in plugins.names(package, Strategy) if can(load_strategy(name))]
+    return f"{', '.join(names)} or {last}"

@@ -22,7 +22,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from bench.errors import ImpossibleError, require_choice
 from bench.models.blocks import group_blocks
-from bench.strategies.base import Job
+from bench.strategies.base import Job, that_train
 from bench.strategies.plan import (
     GATHER,
     GATHERED,
@@ -53,6 +53,8 @@ class FSDP1(ShardingStrategy):
     limit_all_gathers: bool
     """The rate limiter: at most two all-gathers in flight."""
 
+    finetunes = ("full",)
+
     def check(self, world_size: int) -> None:
         """As every sharding strategy, and the knobs of its own."""
         super().check(world_size)
@@ -60,13 +62,13 @@ class FSDP1(ShardingStrategy):
 
     def check_finetune(self, name: str) -> None:
         """The parameters of a unit are views of one flat parameter: autograd computes gradients of all or of none."""
-        super().check_finetune(name)
-        if name != "full":
+        if name == "lora":
             raise ImpossibleError(
-                f"finetune={name} is not valid with strategy=fsdp1, which computes gradients of all parameters of a "
+                "finetune=lora is not valid with strategy=fsdp1, which computes gradients of all parameters of a "
                 "unit as soon as one of them is trained, so that freezing the others would save nothing: choose "
-                "strategy fsdp, single, ddp or zero1."
+                f"strategy {that_train(name)}."
             )
+        super().check_finetune(name)
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Wrap each unit, then the root; every unit is filled just before it is sharded."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench.errors import ImpossibleError, require_at_least
-from bench.strategies.base import Job, Strategy
+from bench.strategies.base import Job, Strategy, that_train
 from bench.strategies.plan import (
     GATHER,
     GATHERED,
@@ -45,7 +46,7 @@ class ShardingStrategy(Strategy):
     cpu_offload: bool
     """Keep the shards and the optimizer step on the CPU."""
 
-    finetunes = ("full", "lora")
+    finetunes: ClassVar[tuple[str, ...]] = ("full", "lora")
     uses_autocast = False
     takes_float8 = True
 
@@ -77,7 +78,7 @@ class ShardingStrategy(Strategy):
         if name == "qlora":
             raise ImpossibleError(
                 f"finetune=qlora is not valid with strategy={self.name}, which would shard packed weights without the "
-                "scales that belong to them: choose finetune=lora with strategy fsdp, or strategy single, ddp or zero1."
+                f"scales that belong to them: choose finetune=lora with strategy fsdp, or strategy {that_train(name)}."
             )
         super().check_finetune(name)
 

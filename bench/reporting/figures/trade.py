@@ -23,13 +23,17 @@ HOW_TO_READ = (
     "left needs less memory, so what has nothing above it and to its left is worth choosing. A vertical bar is the "
     "range of repeats. A cross on the axis, at its right end, is a strategy that ran out of memory."
 )
-FACET = ["place", "model", "parameters", "precision", "world_size", "workload", "limit"]
+GROUP = ["place", "model", "parameters", "world_size", "workload", "limit"]
+FACET = [*GROUP, "among"]
+"""What all points of a figure share. ``among`` is its precision: that of the rows, or of those they stand among."""
 MEMORY = "peak_allocated_bytes"
 SPEED = "tokens_per_second_per_gpu"
 """Not FLOPs, of which adapters need fewer for the same tokens."""
 KEY_CHARS = 27
 HEIGHT_IN = 5.0
 """Without the key."""
+MARGIN = 1.04
+"""How far the axis goes on beyond the last cross, whose half it has room for."""
 LEAST = 3
 """Strategies from which on there is something to choose from."""
 
@@ -38,17 +42,28 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     """A row per strategy and kind of evidence with a throughput and a peak of memory, or out of memory.
 
     Only groups (`FACET`) of at least `LEAST` strategies with both are kept. ``choice`` is what a point is called:
-    strategies of one name whose settings differ are called by their settings, too.
+    strategies of one name whose settings differ are called by their settings, too. A precision that fewer than
+    `LEAST` strategies ran in has no figure of its own: it is such a setting among those of the usual precision.
     """
     found = drawable(cells(table, SPEED, MEMORY))
-    kept = []
-    for _, facet in by(found, *FACET):
-        drawn = facet[facet["median"].notna() & facet[MEMORY].notna() | (facet["out_of_memory"] > 0)]
-        usual = _usual([str(text) for text in drawn["settings"]])
-        choices = [_choice(row, usual) for _, row in drawn.iterrows()]
-        if len(set(choices)) >= LEAST and drawn["median"].notna().any():
-            kept.append(drawn.assign(choice=choices))
-    return pd.concat(kept, ignore_index=True) if kept else found.iloc[:0].assign(choice="")
+    if found.empty:
+        return found.assign(among="", choice="")
+    drawn = found[found["median"].notna() & found[MEMORY].notna() | (found["out_of_memory"] > 0)]
+    kept = [drawn.iloc[:0].assign(among="", choice="")]
+    for _, group in by(drawn, *GROUP):
+        for _, facet in by(group.assign(among=_among(group)), "among"):
+            usual = _usual([str(text) for text in facet["settings"]])
+            choices = [_choice(row, usual) for _, row in facet.iterrows()]
+            if len(set(choices)) >= LEAST and facet["median"].notna().any():
+                kept.append(facet.assign(choice=choices))
+    return pd.concat(kept[1:] or kept, ignore_index=True)
+
+
+def _among(rows: pd.DataFrame) -> list[str]:
+    """Per row, the precision of the figure it stands in: its own, or if few ran in that the one most ran in."""
+    strategies = rows.drop_duplicates(["precision", "variant", "settings"])["precision"].value_counts(sort=False)
+    usual = str(strategies.idxmax())
+    return [own if strategies[own] >= LEAST else usual for own in rows["precision"]]
 
 
 def _usual(settings: list[str]) -> set[str]:
@@ -64,7 +79,8 @@ def _name(setting: str) -> str:
 
 
 def _choice(row: pd.Series, usual: set[str]) -> str:
-    own = [part for part in str(row["settings"]).split(" · ") if part and part not in usual]
+    own = [row["precision"]] if row["precision"] != row["among"] else []
+    own += [part for part in str(row["settings"]).split(" · ") if part and part not in usual]
     return ", ".join([str(row["variant"]), *own])
 
 
@@ -94,13 +110,13 @@ def _draw(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> Drawing:
         else:
             marks.cross(axes, edge * (1 - 0.04 * lost), 0, looks[row["choice"]].colour, row["evidence"])
             lost += 1
-    axes.set_xlim(0, edge)
+    axes.set_xlim(0, edge * MARGIN)
     axes.set_ylim(0, float(facet["high"].max()) * 1.15)
     axes.grid()
     axes.set_xlabel(f"peak allocated memory per {noun} ({unit})")
     axes.set_ylabel(f"tokens/s per {noun}")
     note = CPU_NOTE if first["device"] == "cpu" else ""
-    title = f"Memory against throughput: {first['model']}, {first['precision']}, {ranks}"
+    title = f"Memory against throughput: {first['model']}, {first['among']}, {ranks}"
     detail = " · ".join(part for part in (first["workload"], first["limit"]) if part)
     header(figure, title, "\n".join(part for part in (detail, first["place"], note) if part))
     lanes.legend(figure, entries)
@@ -114,12 +130,12 @@ def _draw(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> Drawing:
     )
     choices = listing(list(dict.fromkeys(facet["choice"])), 20)
     alt = f"Scatter plot of tokens per second against peak memory for {choices}. {extremes}"
-    name = slug("trade", first["model"], first["precision"], first["world_size"], first["workload"], first["limit"])
+    name = slug("trade", first["model"], first["among"], first["world_size"], first["workload"], first["limit"])
     return Drawing(name, title, figure, f"{extremes} {note}".strip(), alt)
 
 
 def _marks(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> dict[str, style.Mark]:
-    """Every choice's own marker; choices of one strategy share its colour in different shades."""
+    """Every choice's own marker, or one of another colour's; choices of one strategy share its colour in shades."""
     found: dict[str, style.Mark] = {}
     shades: dict[str, int] = {}
     for row in facet.to_dict("records"):
@@ -127,7 +143,10 @@ def _marks(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> dict[str, sty
             shade = shades.get(row["variant"], 0)
             shades[row["variant"]] = shade + 1
             colour = style.lighter(palette[row["variant"]].colour, min(0.3 * shade, 0.6))
-            found[row["choice"]] = style.Mark(colour, style.MARKERS[len(found) % len(style.MARKERS)])
+            taken = {mark.marker for mark in found.values() if style.alike(mark.colour, colour)}
+            turn = len(found) % len(style.MARKERS)
+            markers = style.MARKERS[turn:] + style.MARKERS[:turn]
+            found[row["choice"]] = style.Mark(colour, next((free for free in markers if free not in taken), markers[0]))
     return found
 
 
