@@ -467,8 +467,10 @@ def by_configuration(rows):
     return times
 
 
-@pytest.mark.parametrize("store", REPEATS, ids=lambda store: store.name)
-def test_the_same_code_twice_raises_no_alarm_on_real_runs(store):
+@pytest.mark.parametrize(
+    ("store", "most"), [(REPEATS[0], 0.01), (REPEATS[1], 0.015)], ids=[store.name for store in REPEATS]
+)
+def test_the_same_code_twice_raises_no_alarm_on_real_runs(store, most):
     """Ten repetitions of eight configurations, split into five and five in all 252 ways."""
     rows = read_all(store).records
     assert len({row["repeat"] for row in rows}) == 10
@@ -480,7 +482,7 @@ def test_the_same_code_twice_raises_no_alarm_on_real_runs(store):
         for times in by_configuration(rows).values()
         for base, candidate in halves(times)
     ]
-    assert sum(alone) / len(alone) < 0.015  # a single configuration: up to 1.3 % at its worst spread, near 2 %
+    assert sum(alone) / len(alone) < most  # a single configuration: up to 1.3 % at its worst spread, near 2 %
 
 
 @pytest.mark.parametrize("store", REPEATS, ids=lambda store: store.name)

@@ -59,7 +59,7 @@ def close_to_predicted(record: dict[str, Any], asked: tuple[str, ...]) -> None:
 def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
     execute: Execute, model: Any, names: tuple[str, ...]
 ) -> None:
-    lora = (*model, *STEPS, "finetune=lora", "batch_size_per_gpu=2", "gpus=2")
+    lora = (*model, *STEPS, "finetune=lora", "batch_size_per_gpu=2", "gpus=4")
     asked = {
         "ddp": (*lora, "strategy=ddp"),
         "zero1": (*lora, "strategy=zero1"),
@@ -68,7 +68,7 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
         "alone": (*lora, "strategy=fsdp", "mode=rehearse"),
         "bf16": (*lora, "strategy=ddp", "precision=bf16"),
     }
-    whole = (*model, *STEPS, "strategy=single", "batch_size_per_gpu=4")
+    whole = (*model, *STEPS, "strategy=single", "batch_size_per_gpu=8")
     full, single, *others = execute(whole, (*whole, "finetune=lora"), *(asked[name] for name in names))
     runs = dict(zip(names, others, strict=True))
     close_to_predicted(single, (*whole, "finetune=lora"))
@@ -91,7 +91,7 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
 @needs_both
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "names"), [(WIDE_T5, ("4", "two")), (WIDE_GPT, ("4", "8", "bf16"))], ids=["t5", "gpt"]
+    ("model", "names"), [(WIDE_T5, ("4", "ranks")), (WIDE_GPT, ("4", "8", "bf16"))], ids=["t5", "gpt"]
 )
 def test_quantised_weights_train_as_predicted(execute: Execute, model: Any, names: tuple[str, ...]) -> None:
     qlora = (*model, *STEPS, "finetune=qlora", "batch_size_per_gpu=4", "strategy=single")
@@ -99,22 +99,24 @@ def test_quantised_weights_train_as_predicted(execute: Execute, model: Any, name
         "4": qlora,
         "8": (*qlora, "finetune.bits=8", "activation_checkpointing=full"),
         "bf16": (*qlora, "precision=bf16", "finetune.double_quantisation=false"),
-        "two": (*qlora, "strategy=ddp", "gpus=2", "batch_size_per_gpu=2"),
+        "ranks": (*qlora, "strategy=ddp", "gpus=4", "batch_size_per_gpu=1"),
     }
     lora, *found = execute((*qlora, "finetune=lora"), *(asked[name] for name in names))
     runs = dict(zip(names, found, strict=True))
     for name, record in runs.items():
         assert record["status"] == "ok", record["error"]
         close_to_predicted(record, asked[name])
-    first = {name: record["losses"][0] for name, record in runs.items()}
-    assert first["4"] != lora["losses"][0]
-    assert first["4"] == pytest.approx(lora["losses"][0], rel=0.05)
+        # Rounded weights give other losses, that fall all the same.
+        assert record["losses"] != lora["losses"]
+        assert record["losses"] == pytest.approx(lora["losses"], rel=0.03), name
+        assert record["losses"][-1] < record["losses"][0] - 0.4, name
+    losses = {name: record["losses"] for name, record in runs.items()}
     assert runs["4"]["peak_allocated_bytes"] < lora["peak_allocated_bytes"]
-    if "two" in runs:
-        assert runs["two"]["losses"] == pytest.approx(runs["4"]["losses"], rel=1e-6)
-        assert runs["two"]["effective_strategy"] == "ddp/qlora"
+    if "ranks" in runs:
+        assert losses["ranks"] == pytest.approx(losses["4"], rel=1e-6)
+        assert runs["ranks"]["effective_strategy"] == "ddp/qlora"
     else:
-        assert first["8"] == pytest.approx(lora["losses"][0], rel=1e-3)
+        assert losses["8"] == pytest.approx(lora["losses"], rel=1e-3)
 
 
 def filled(*asked: str) -> torch.nn.Module:

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from bench.errors import ImpossibleError, UsageError
 from bench.measure.environment import software
 from bench.measure.rehearsal import start_rehearsal
+from bench.planning.compose import CONF
 from bench.simulate.predict import predict
 from bench.strategies.accelerate import SETTINGS, _place
-from bench.strategies.framework import environment
+from bench.strategies.framework import KNOBS as OFFERED
+from bench.strategies.framework import NOT_OFFERED, PLAIN, environment
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -148,6 +151,14 @@ def test_a_knob_that_is_not_given_is_the_plain_strategys() -> None:
                 *SMALL_T5, f"strategy={framework}", f"strategy.backend={backend}", "gpus=4"
             ).strategy
             assert strategy.plain == plain
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_null_stands_for_is_in_the_plain_strategys_yaml(backend: str) -> None:
+    file = yaml.safe_load((CONF / "strategy" / f"{backend}.yaml").read_text())
+    knobs = {**OFFERED[backend], **NOT_OFFERED[backend]}
+    plain = PLAIN[backend](name=backend, sharding_factor=file["sharding_factor"], **knobs)
+    assert {name: getattr(plain, name) for name in file} == file
 
 
 def test_frameworks_read_nothing_of_how_to_train_from_the_environment_and_keep_the_threads(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from bench.advice.batches import BatchSearch
 from bench.config import RunConfig
 from bench.errors import ImpossibleError, UsageError
+from bench.measure.loop import Samples
+from bench.models import Batch
 from bench.models.materialize import Materializer
 from bench.models.stages import cut
 from bench.planning.plan import make_plan
@@ -24,9 +26,11 @@ from bench.records.reading import read_all
 from bench.reporting import style
 from bench.reporting.figures import idle
 from bench.reporting.table import prepare
+from bench.row import _idle_share
 from bench.simulate.pipeline_clock import StageSeconds, idle_share, run
 from bench.simulate.predict import predict, predict_all
-from bench.strategies.pipeline_model import Tie, tied
+from bench.strategies import stopwatch
+from bench.strategies.pipeline_model import PipelineStepper, Tie, WatchedStage, tied
 from bench.strategies.pipeline_schedule import (
     BACKWARD,
     FORWARD,
@@ -36,7 +40,7 @@ from bench.strategies.pipeline_schedule import (
     Timetable,
     bubble_share,
 )
-from bench.strategies.stopwatch import Stopwatch
+from bench.strategies.stepper import Stepper
 from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, configuration
 from tests.records_fixture import record
 
@@ -61,8 +65,10 @@ PARITY = {
     "gpt": (
         GPT,
         {
+            "pipeline/1f1b": (*PIPELINE, *FOUR),
             "pipeline/1f1b+ddp": (*PIPELINE, *PAIRS),
             "pipeline/interleaved_1f1b": (*PIPELINE, *TWO, "strategy.schedule=interleaved_1f1b"),
+            "naive_pipeline": ("strategy=naive_pipeline", *FOUR),
         },
     ),
 }
@@ -86,7 +92,7 @@ def test_stages_train_as_one_process_does_and_keep_what_is_predicted(execute: Ex
         assert row["peak_allocated_bytes"] == pytest.approx(predicted(*overrides), rel=0.02), kind
         assert 0.0 < row["bubble"] < 1.0
         assert all(sum(rank["busy_s"]) < sum(rank["step_times_s"]) for rank in row["ranks"])
-        if kind == "naive_pipeline":  # one of two stages computes at a time; their optimizers together
+        if kind == "naive_pipeline":  # one of the stages computes at a time; their optimizers together
             assert row["bubble"] > 0.3
 
 
@@ -159,6 +165,103 @@ def test_copies_on_one_rank_get_the_sum_of_their_gradients() -> None:
     assert all(copy.grad is not None and copy.grad.tolist() == [3.0] * 3 for copy in copies)
 
 
+# What is noted of waiting
+
+
+class Clock:
+    """Time that passes when it is told to, and CUDA events on it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        for name in ("current_stream", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, lambda device: None)
+
+    def passes(self, seconds: float) -> Callable[..., None]:
+        """Something that takes so long."""
+
+        def work(*args: Any, **kwargs: Any) -> None:
+            self.now_s += seconds
+
+        return work
+
+    def event(self, enable_timing: bool) -> Any:
+        """What torch has, in milliseconds."""
+        event = SimpleNamespace()
+        event.record = lambda stream: setattr(event, "at_s", self.now_s)
+        event.elapsed_time = lambda later: 1000 * (later.at_s - event.at_s)
+        return event
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_spans_are_those_of_timed_steps_from_the_first_ones_beginning(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    clock = Clock(monkeypatch)
+    watch = stopwatch.Stopwatch(torch.device(device))
+
+    def step(seconds: float) -> None:
+        watch.begin_step()
+        for _ in range(2):
+            clock.passes(0.5)()
+            with watch.running():
+                clock.passes(seconds)()
+        clock.passes(0.25)()
+
+    step(8)  # warm-up
+    watch.start()
+    step(1)
+    step(2)
+    assert watch.stop() == [[(0.5, 1.5), (2.0, 3.0)], [(3.75, 5.75), (6.25, 8.25)]]
+    step(8)  # of the profiler, say
+    watch.start()
+    step(2)
+    assert watch.stop() == [[(0.5, 2.5), (3.0, 5.0)]], "what was told once is told again"
+
+
+def test_stages_loss_and_optimizer_are_computation_and_what_is_exchanged_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    watch = stopwatch.Stopwatch(torch.device("cpu"))
+    monkeypatch.setattr(PipelineStage, "forward_one_chunk", clock.passes(1))
+    monkeypatch.setattr(PipelineStage, "backward_one_chunk", clock.passes(2))
+    monkeypatch.setattr(Stepper, "update", clock.passes(4))
+    exchange = clock.passes(0.5)
+    engine: Any = SimpleNamespace(enter_phase=lambda phase: None, autocast=nullcontext)
+    stage, stepper = WatchedStage.__new__(WatchedStage), PipelineStepper.__new__(PipelineStepper)
+    stage.engine, stage.stopwatch, stepper._stopwatch = engine, watch, watch
+    stepper._model = SimpleNamespace(ties=[SimpleNamespace(sum_gradients=exchange)])  # type: ignore[assignment]
+
+    def logits_loss(logits: Any, labels: Any) -> torch.Tensor:
+        clock.passes(0.25)()
+        return torch.tensor(6.0)
+
+    share = stepper._share_of(logits_loss, 2)
+
+    def step(losses: list[Any], **inputs: Any) -> None:
+        exchange()
+        stage.forward_one_chunk()
+        losses.append(share(torch.empty(0), torch.empty(0)))
+        exchange()
+        stage.backward_one_chunk()
+
+    stepper._schedule = SimpleNamespace(step=step)
+    stepper.start_timed_steps()
+    assert stepper.step(engine, [Batch({}, torch.empty(0))]) == 3.0
+    assert stepper.busy() == [[(0.5, 1.5), (1.5, 1.75), (2.25, 4.25), (4.75, 8.75)]]
+
+
+def test_the_idle_share_is_the_mean_over_ranks_that_took_note() -> None:
+    def rank(busy_s: list[float] | None) -> Samples:
+        peaks: Any = None
+        return Samples([1.0, 3.0], [], 0.0, 0, peaks, None, busy_s)
+
+    assert _idle_share([rank([0.5, 0.5]), rank([0.5, 1.5]), rank(None)]) == pytest.approx(1 - (1 / 4 + 2 / 4) / 2)
+    assert _idle_share([rank(None)]) is None
+
+
 # Timetables and bubbles
 
 
@@ -219,7 +322,7 @@ def test_interleaved_micro_batches_make_equal_rounds_where_torch_says_so(monkeyp
     own: Any = [SimpleNamespace(group_size=4, group_rank=0, stage_index=0, num_stages=8)] * 2
     accepted = []
     for micro_batches in range(4, 40):
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             ScheduleInterleaved1F1B(own, micro_batches)
             accepted.append(micro_batches)
     ours = [number for number in range(4, 40) if Timetable(INTERLEAVED, 4, 2, number).has_equal_rounds]
@@ -276,8 +379,8 @@ def test_the_predicted_bubble_is_near_the_formulas_and_naive_stages_mostly_wait(
         assert time is not None
         assert config.strategy.timetable is not None
         shares[schedule, micro_batches] = time.bubble_s / time.step_s.value
-        # Stages are not quite equal: the last one has the head.
-        assert shares[schedule, micro_batches] == pytest.approx(bubble_share(config.strategy.timetable), abs=0.15)
+        # Stages are not quite equal, the last one has the head, which can only make it larger.
+        assert 0 < shares[schedule, micro_batches] - bubble_share(config.strategy.timetable) < 0.08
     assert shares[ONE_F_ONE_B, 32] < shares[ONE_F_ONE_B, 8] - 0.1
     naive = predict(big("strategy=naive_pipeline"), timeline=True).time
     assert naive is not None
@@ -414,29 +517,6 @@ def test_a_family_that_does_not_say_how_it_is_cut_is_refused() -> None:
 
 
 # The figure
-
-
-def test_only_timed_steps_are_noted_and_they_are_forgotten_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    marks = iter(range(100))
-    monkeypatch.setattr("bench.strategies.stopwatch.time", SimpleNamespace(perf_counter=lambda: next(marks)))
-    stopwatch = Stopwatch(torch.device("cpu"))
-
-    def step(stages: int) -> None:
-        stopwatch.begin_step()
-        for _ in range(stages):
-            with stopwatch.running():
-                pass
-
-    step(1)
-    stopwatch.start()
-    step(2)
-    step(1)
-    assert stopwatch.stop() == [[(1, 2), (3, 4)], [(6, 7)]]
-    step(1)
-    stopwatch.start()
-    step(1)
-    assert stopwatch.stop() == [[(1, 2)]]
-    assert next(marks) == 8 + 3
 
 
 def test_a_profiled_pipeline_is_drawn_with_what_its_ranks_wait() -> None:

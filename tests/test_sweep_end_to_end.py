@@ -32,6 +32,7 @@ from bench.records.schema import COLUMNS, FORMAT_VERSION
 from bench.row import configured_row
 from tests.fake_model import CPU, FLOPS_PER_TOKEN, OVERRIDES, ROOT, Sweep, files, planned, rows, sweep
 from tests.records_fixture import record
+from tests.test_finetune import needs_both, needs_peft
 
 # Harness truth
 
@@ -307,10 +308,20 @@ def changed(value: Any) -> Any:
     return [*value, "x"] if isinstance(value, list) else {**value, "x": 1}
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp1"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "strategy=single",
+        *[f"strategy={name} gpus=2" for name in ("ddp", "zero1", "fsdp", "fsdp1", "accelerate", "lightning")],
+        *[f"strategy={name} gpus=2" for name in ("deepspeed", "tensor_parallel", "naive_pipeline", "pipeline")],
+        "strategy=data_parallel gpus=2 hardware=a100_40gb",
+        pytest.param("strategy=ddp finetune=lora", marks=needs_peft),
+        pytest.param("strategy=ddp finetune=qlora", marks=needs_both),
+    ],
+)
 @pytest.mark.parametrize("model", ["t5_tiny", "gpt_tiny"])
-def test_every_knob_is_part_of_a_runs_name(model, strategy):
-    (config,) = planned(f"model={model}", f"strategy={strategy}")
+def test_every_knob_is_part_of_a_runs_name(model, asked):
+    (config,) = planned(f"model={model}", *asked.split())
     seen = {config.run_id}
     paths = list(leaves(config))
     assert len(paths) > 35

@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         SMALL_T5,
         {
             "tensor_parallel/4+sequence": (),
+            "tensor_parallel/2x2+sequence+fsdp": TWO,
             "tensor_parallel/2x2+fsdp": (*TWO, *WHOLE, *BF16),
         },
     ),
@@ -41,6 +42,7 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         # The vocabulary is divisible by nothing: the last rank has less of it.
         (*SMALL_GPT, "model.vocabulary_size=127"),
         {
+            "tensor_parallel/4+sequence": (),
             "tensor_parallel/2x2+sequence+fsdp": (*TWO, "activation_checkpointing=full"),
             "tensor_parallel/2x2+ddp": (*TWO, *WHOLE, *DDP),
         },
