@@ -43,6 +43,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "gpus=8 strategy.sharding_factor=half": ("strategy.sharding_factor=half", "full, node"),
     "gpus=8 strategy=ddp strategy.sharding_factor=4": ("strategy.sharding_factor=4", "strategy=ddp"),
     "gpus=8 strategy=single": ("gpus=8", "strategy=single"),
+    "gpus=1 strategy=pipeline": ("strategy.stages=1", "gpus"),
+    "gpus=1 strategy=naive_pipeline": ("strategy.stages=1", "gpus"),
     "gpus=8 strategy.shard=4": ("strategy.shard ", "not a field"),
     "model=gpt_tiny sequence_length=513": ("sequence_length=513", "model.block_size=512"),
     "model=gpt_tiny model.d_model=4": ("model.d_model ", "model.hidden_size"),
