@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.advice.batches import search_batches
-from bench.advice.candidates import Candidate
+from bench.advice.candidates import Candidate, Candidates, last_resort
 from bench.config import RunConfig
 from bench.errors import UsageError
 from bench.planning.forecast import Untold, forecasts
@@ -121,6 +121,28 @@ class Ranking:
     def first(self) -> Row:
         """The best, or what is nearest to fitting."""
         return (self.possible or self.infeasible)[0]
+
+
+def ranked(section: Settings, knobs: Mapping[str, Sequence[str]], found: Candidates) -> Ranking:
+    """Everything to compare in order; where nothing of it fits, with what is a last resort.
+
+    Parameters
+    ----------
+    section, knobs
+        What `candidates` was asked.
+    found: Candidates
+        What it found.
+
+    Raises
+    ------
+    UsageError
+        If nothing can be predicted.
+    """
+    ranking = rank(found.to_predict)
+    if any(row.fits for row in ranking.possible):
+        return ranking
+    more = last_resort(section, knobs)
+    return rank([*found.to_predict, *more]) if more else ranking
 
 
 def rank(candidates: Sequence[Candidate]) -> Ranking:
