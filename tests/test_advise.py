@@ -222,6 +222,14 @@ def test_offload_says_what_the_cpu_must_hold(capsys):
     assert "does not compare" in found["agreement"]
 
 
+def test_a_way_that_the_cpu_does_not_hold_says_so(capsys):
+    typed = (*MODEL, *PATHS["one GPU that does not"][0], "hardware.host.memory_gib=0.1")
+    way = case(capsys, *typed)["leaf"]["ways"][0]
+    assert (way["settings"]["strategy.cpu_offload"], way["fits"]) == ("true", False)
+    assert "its machine's memory is 0.100 GiB" in way["best"]["reason"]
+    assert "its machine's memory" in " ".join(re.findall(r"[\w']+", asked(capsys, *typed)[1]))
+
+
 def test_it_says_why_not_where_the_ranking_contradicts_the_tree():
     """Of FSDP alone, whatever else the suite has: with slow links two shards send less than four."""
     typed = [*MODEL, *PATHS["one node with slow links"][0]]

@@ -285,6 +285,32 @@ def test_nothing_fits_says_why_and_what_would(capsys):
     assert "strategy=fsdp would fit from 4 GPUs on" in said
 
 
+def test_where_the_host_is_short_the_host_is_named(capsys):
+    """All there is to offload is 16 bytes per parameter of fp32; the device has room."""
+    offload = ("strategy=fsdp", "strategy.cpu_offload=true", "precision=fp32", "batch_size_per_gpu=1")
+    typed = (*GPT, "gpus=4", *offload, "activation_checkpointing=none", "hardware.host.memory_gib=0.01")
+    (section,) = data(capsys, *typed)["sections"]
+    assert not section["ranked"]
+    rows = {row["sharding_factor"]: row for row in reversed(section["infeasible"])}
+    assert section["infeasible"][0]["sharding_factor"] == 4, "what comes nearest to fitting, though not on the device"
+    for factor, row in rows.items():
+        needed, share = re.search(
+            r"offloads needs ([\d.]+) GiB, and its share .* is ([\d.]+) GiB", row["reason"]
+        ).groups()  # type: ignore[union-attr]
+        assert float(needed) == pytest.approx(16 * section["question"]["parameters"] / factor / 2**30, rel=0.05)
+        assert float(share) == pytest.approx(0.01 / 4)
+    assert section["infeasible"][0]["reason"] in section["advice"]
+    code, out, _ = asked(capsys, *typed, "details=true")
+    assert code == 1
+    assert "does not fit in the machine's memory" in " ".join(out.split())
+
+
+def test_a_copy_that_the_host_does_not_hold_is_no_matter_of_the_gpu(capsys):
+    offload = ("strategy=fsdp", "strategy.cpu_offload=true", "precision=fp32", "batch_size_per_gpu=1")
+    (section,) = data(capsys, *GPT, "gpus=4", *offload, "hardware.host.memory_gib=0.03")["sections"]
+    assert "a whole copy of the model for each GPU does not fit (what a rank offloads needs" in section["advice"]
+
+
 def test_the_table_can_be_read(capsys):
     code, out, err = asked(capsys, *GPT, "gpus=8", "tokens=1e9", "top=3")
     assert (code, err) == (0, "")

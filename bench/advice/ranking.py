@@ -113,7 +113,7 @@ class Ranking:
     possible: list[Row] = field(default_factory=list)
     """Those that may fit, fastest first; where speeds are unknown, smallest first."""
     infeasible: list[Row] = field(default_factory=list)
-    """Those that surely do not fit, those that need least first."""
+    """Those that surely do not fit, those nearest to fitting first."""
     untold: dict[str, int] = field(default_factory=dict)
     """Why there is no prediction of some, and of how many."""
 
@@ -172,7 +172,7 @@ def rank(candidates: Sequence[Candidate]) -> Ranking:
     if not (found.possible or found.infeasible):
         raise UsageError(next(iter(found.untold)))
     found.possible.sort(key=_worth)
-    found.infeasible.sort(key=_size)
+    found.infeasible.sort(key=_lack)
     return found
 
 
@@ -183,3 +183,10 @@ def _worth(row: Row) -> tuple[bool, float, float]:
 
 def _size(row: Row) -> float:
     return row.prediction.memory.reserved.value
+
+
+def _lack(row: Row) -> float:
+    """Bytes that are too few on the device, or around it where more are lacking there."""
+    memory = row.prediction.memory
+    pairs = ((memory.reserved.value, memory.capacity), (memory.host, memory.host_capacity))
+    return max(needed - available for needed, available in pairs if available is not None)

@@ -33,6 +33,10 @@ def hopeless(row: Row) -> bool:
 def why_not(row: Row) -> str:
     """Why a candidate does not fit, in a sentence part: what needs the memory."""
     memory = row.prediction.memory
+    if memory.host_is_short:
+        assert memory.host_capacity is not None
+        share = f"its share of its machine's memory is {gib(memory.host_capacity)} GiB"
+        return f"what a rank offloads needs {gib(memory.host)} GiB, and {share}"
     assert memory.capacity is not None
     if hopeless(row):
         present = [PARTS[name] for name in STATES if memory.parts.get(name)]

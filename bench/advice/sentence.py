@@ -60,12 +60,12 @@ def _alone(row: Row) -> str:
     return f"{row_name(row)} fits, {of_capacity(row)}, and reads {speed}: {share}limited by {time.limited_by}."
 
 
-def _nothing_fits(smallest: Row) -> str:
-    needed = gpus_needed(smallest)
+def _nothing_fits(nearest: Row) -> str:
+    needed = gpus_needed(nearest)
     more = (
         f"strategy={needed[0]} would fit from {needed[1]} GPUs on" if needed else "more GPUs of this kind do not help"
     )
-    return f"Nothing fits: what needs least is {row_name(smallest)}, and {why_not(smallest)}; {more}."
+    return f"Nothing fits: {row_name(nearest)} comes nearest, but {why_not(nearest)}; {more}."
 
 
 def _by_memory(rows: Sequence[Row]) -> str:
@@ -89,7 +89,10 @@ def _why(best: Row, possible: Sequence[Row], infeasible: Sequence[Row]) -> str:
     if copy is not None:
         reason = f"a whole copy of the model fits on each GPU too, but {row_name(copy)} is {compared(copy, best)}"
     elif too_large := [row for row in infeasible if row.config.strategy.factor == 1]:
-        reason = f"a whole copy of the model does not fit on one GPU ({why_not(too_large[0])})"
+        where = (
+            "for each GPU does not fit" if too_large[0].prediction.memory.host_is_short else "does not fit on one GPU"
+        )
+        reason = f"a whole copy of the model {where} ({why_not(too_large[0])})"
     else:
         reason = f"it is the fastest of those that fit ({of_capacity(best)})"
     return reason + _network(best, possible)
