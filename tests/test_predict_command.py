@@ -19,6 +19,8 @@ from bench.advice.candidates import candidates
 from bench.advice.data import CSV_COLUMNS
 from bench.advice.question import read_question
 from bench.planning import forecast
+from bench.planning.compose import composed
+from bench.planning.request import read_request
 from bench.simulate.prediction import PARTS
 from tests.conftest import CPU, ROOT, SMALL_GPT, run_command
 
@@ -334,6 +336,19 @@ def test_sharding_is_named_where_it_needs_as_few_gpus_as_tensor_parallelism(aske
     (section,) = data(capsys, *model, "hardware=a100_80gb", "sequence_length=64", *knobs)["sections"]
     assert section["infeasible"][0]["strategy"] == asked_for.split(",")[-1]
     assert section["advice"].endswith(f"; strategy={asked_for.split(',')[0]} would fit from 4 GPUs on.")
+
+
+@pytest.mark.parametrize(
+    ("name", "reshard"), [("zero2", False), ("zero2_fsdp1", False), ("accelerate", None), ("lightning", None)]
+)
+def test_when_to_reshard_is_not_varied_where_the_file_of_a_strategy_decides(name, reshard, capsys):
+    """ZeRO-2 is not compared with ZeRO-3, nor is a framework given a knob that its backend does not have."""
+    typed = (*GPT, "gpus=4", "batch_size_per_gpu=1", "activation_checkpointing=none", f"strategy={name}")
+    (section,) = data(capsys, *typed)["sections"]
+    assert section["ranked"]
+    for row in section["ranked"]:
+        (point,) = read_request(row["overrides"], multirun=False, device=CPU).points
+        assert composed(point)["strategy"]["reshard_after_forward"] is reshard
 
 
 def test_the_table_can_be_read(capsys):

@@ -114,7 +114,7 @@ def _points(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Iterator[S
             axes.setdefault("strategy.stages", several or [str(fields["stages"])])
         elif can_shard(fields) and "degree" not in fields:
             axes.setdefault(factor, [str(number) for number in sharding_factors(gpus, per_node)])
-        if "reshard_after_forward" in fields and "degree" not in fields:
+        if fields.get("reshard_after_forward") is True:  # not where the file says otherwise, or leaves it to a library
             axes.setdefault(reshard, ["true", "false"])
         for combination in itertools.product(*axes.values()):
             settings = dict(zip(axes, combination, strict=True))
