@@ -34,7 +34,9 @@ SMALL = ("hardware.memory_limit_gib=0.12",)
 SLOW_LINKS = ("hardware.speeds.links.gpu_gb_s=0.5", "batch_size_per_gpu=1")
 SLOW_NETWORK = ("hardware.speeds.links.node_gb_s=0.5", "batch_size_per_gpu=1")
 FAST_NETWORK = ("batch_size_per_gpu=512", "activation_checkpointing=full")
-HUGE_LAYER = ("activation_checkpointing=full", "model.vocabulary_size=400000", "hardware.memory_limit_gib=0.5")
+HUGE_LAYER = ("gpus=8", "model.num_heads=8", "model.vocabulary_size=400000", "activation_checkpointing=full")
+DIVIDED = ("hardware.memory_limit_gib=1.5",)
+"""Too little for that layer, enough for an eighth."""
 
 PATHS: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
     "one GPU that holds a copy": (("gpus=1",), {"gpus": "one GPU", "fits": "yes"}, "plain training"),
@@ -65,7 +67,12 @@ PATHS: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
         "too few GPUs",
     ),
     "one node, a layer larger than a GPU": (
-        ("gpus=4", *HUGE_LAYER),
+        (*HUGE_LAYER, *DIVIDED),
+        {"gpus": "one node", "fits": "no", "layer": "no"},
+        "tensor parallelism",
+    ),
+    "one node, a layer larger than a GPU even divided": (
+        (*HUGE_LAYER, *SHARDED),
         {"gpus": "one node", "fits": "no", "layer": "no"},
         "tensor parallelism",
     ),
@@ -142,7 +149,7 @@ def assert_agreement(found: dict[str, Any]) -> None:
     assert said.startswith("They agree" if found["agrees"] else "They do not agree")
     ways = [way["best"] for way in found["leaf"]["ways"] if way["fits"]]
     timed = sorted((row for row in ways if row["tokens_per_second"]), key=lambda row: -row["tokens_per_second"])
-    if best is None:
+    if best is None or best["memory"]["verdict"] == "too close to call":
         assert ("none is predicted to fit" in said, "the ranking does not compare" in said) == (True, bool(ways))
     elif said.startswith("They agree: "):
         assert best["strategy"] in {row["strategy"] for row in ways}
@@ -183,12 +190,20 @@ def test_numbers_are_those_of_the_predictions(capsys):
     assert step["threshold"]["value"] == pytest.approx(0.3)
 
 
-def test_the_ranking_is_that_of_predict(capsys):
-    arguments = PATHS["one node with fast links"][0]
+@pytest.mark.parametrize(
+    ("name", "best"), [("one node with fast links", "fsdp"), ("one node, a layer larger than a GPU", "tensor_parallel")]
+)
+def test_the_ranking_is_that_of_predict(name, best, capsys):
+    """Where nothing plain fits, too."""
+    arguments = PATHS[name][0]
     found = case(capsys, *MODEL, *arguments)
     predict.main([*MODEL, *arguments, "format=json"])
     (section,) = json.loads(capsys.readouterr().out)["sections"]
-    assert found["ranking"]["best"] == section["ranked"][0]
+    ours, theirs = (
+        {**row, "overrides": sorted(row["overrides"])} for row in (found["ranking"]["best"], section["ranked"][0])
+    )
+    assert ours == theirs
+    assert ours["strategy"] == best
     assert found["ranking"]["advice"] == section["advice"]
     assert found["ranking"]["infeasible"] == len(section["infeasible"])
 
@@ -205,6 +220,14 @@ def test_offload_says_what_the_cpu_must_hold(capsys):
     assert found["steps"][-1]["threshold"]["value"] > number["value"]
     assert "none is predicted to fit" in found["agreement"]
     assert "does not compare" in found["agreement"]
+
+
+def test_a_way_that_the_cpu_does_not_hold_says_so(capsys):
+    typed = (*MODEL, *PATHS["one GPU that does not"][0], "hardware.host.memory_gib=0.1")
+    way = case(capsys, *typed)["leaf"]["ways"][0]
+    assert (way["settings"]["strategy.cpu_offload"], way["fits"]) == ("true", False)
+    assert "its machine's memory is 0.100 GiB" in way["best"]["reason"]
+    assert "its machine's memory" in " ".join(re.findall(r"[\w']+", asked(capsys, *typed)[1]))
 
 
 def test_it_says_why_not_where_the_ranking_contradicts_the_tree():

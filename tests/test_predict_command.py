@@ -19,6 +19,8 @@ from bench.advice.candidates import candidates
 from bench.advice.data import CSV_COLUMNS
 from bench.advice.question import read_question
 from bench.planning import forecast
+from bench.planning.compose import composed
+from bench.planning.request import read_request
 from bench.simulate.prediction import PARTS
 from tests.conftest import CPU, ROOT, SMALL_GPT, run_command
 
@@ -43,6 +45,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "gpus=8 strategy.sharding_factor=half": ("strategy.sharding_factor=half", "full, node"),
     "gpus=8 strategy=ddp strategy.sharding_factor=4": ("strategy.sharding_factor=4", "strategy=ddp"),
     "gpus=8 strategy=single": ("gpus=8", "strategy=single"),
+    "gpus=1 strategy=pipeline": ("strategy.stages=1", "gpus"),
+    "gpus=1 strategy=naive_pipeline": ("strategy.stages=1", "gpus"),
     "gpus=8 strategy.shard=4": ("strategy.shard ", "not a field"),
     "model=gpt_tiny sequence_length=513": ("sequence_length=513", "model.block_size=512"),
     "model=gpt_tiny model.d_model=4": ("model.d_model ", "model.hidden_size"),
@@ -281,6 +285,70 @@ def test_nothing_fits_says_why_and_what_would(capsys):
     assert "Nothing fits" in said
     assert "DDP" in said
     assert "strategy=fsdp would fit from 4 GPUs on" in said
+
+
+def test_where_the_host_is_short_the_host_is_named(capsys):
+    """All there is to offload is 16 bytes per parameter of fp32; the device has room."""
+    offload = ("strategy=fsdp", "strategy.cpu_offload=true", "precision=fp32", "batch_size_per_gpu=1")
+    typed = (*GPT, "gpus=4", *offload, "activation_checkpointing=none", "hardware.host.memory_gib=0.01")
+    (section,) = data(capsys, *typed)["sections"]
+    assert not section["ranked"]
+    rows = {row["sharding_factor"]: row for row in reversed(section["infeasible"])}
+    assert section["infeasible"][0]["sharding_factor"] == 4, "what comes nearest to fitting, though not on the device"
+    for factor, row in rows.items():
+        needed, share = re.findall(r"[\d.]+(?= GiB)", row["reason"])
+        assert row["reason"].startswith(f"what a rank offloads needs {needed} GiB, and its share of its machine")
+        assert float(needed) == pytest.approx(16 * section["question"]["parameters"] / factor / 2**30, rel=0.05)
+        assert float(share) == pytest.approx(0.01 / 4)
+    assert section["infeasible"][0]["reason"] in section["advice"]
+    code, out, _ = asked(capsys, *typed, "details=true")
+    assert code == 1
+    assert "does not fit in the machine's memory" in " ".join(out.split())
+
+
+def test_a_copy_that_the_host_does_not_hold_is_no_matter_of_the_gpu(capsys):
+    offload = ("strategy=fsdp", "strategy.cpu_offload=true", "precision=fp32", "batch_size_per_gpu=1")
+    (section,) = data(capsys, *GPT, "gpus=4", *offload, "hardware.host.memory_gib=0.03")["sections"]
+    assert "a whole copy of the model for each GPU does not fit (what a rank offloads needs" in section["advice"]
+
+
+@pytest.mark.parametrize("asked_for", [(), ("strategy=fsdp",), ("strategy=ddp",)])
+def test_more_gpus_are_tried_with_tensor_parallelism_too(asked_for, capsys):
+    """Where the largest layer does not fit however thinly it is sharded, an eighth of it does."""
+    layer = ("model.vocabulary_size=400000", "model.num_heads=8", "activation_checkpointing=full")
+    wide = ("model=gpt_tiny", "model.hidden_size=512", "sequence_length=64", "hardware=a100_80gb", *layer)
+    typed = (*wide, *asked_for, "gpus=4", "hardware.memory_limit_gib=1.5")
+    (section,) = data(capsys, *typed)["sections"]
+    assert section["advice"].startswith("Nothing fits")
+    assert section["advice"].endswith("; strategy=tensor_parallel would fit from 8 GPUs on.")
+    eight = data(capsys, *wide, "gpus=8", "hardware.memory_limit_gib=1.5", "strategy=fsdp,tensor_parallel")["sections"]
+    assert {row["strategy"] for row in eight[0]["ranked"]} == {"tensor_parallel"}
+    (section,) = data(capsys, *typed, "precision=fp16")["sections"]  # which tensor parallelism refuses
+    assert section["advice"].endswith("; nor would strategy=fsdp fit on any number of GPUs tried, up to 16,384.")
+    (section,) = data(capsys, *typed, "hardware.memory_limit_gib=0.3")["sections"]
+    assert "; nor would strategy=fsdp or tensor_parallel fit on any" in section["advice"]
+
+
+@pytest.mark.parametrize("asked_for", ["fsdp", "tensor_parallel", "fsdp,tensor_parallel"])
+def test_sharding_is_named_where_it_needs_as_few_gpus_as_tensor_parallelism(asked_for, capsys):
+    knobs = ("hardware.memory_limit_gib=0.15", "gpus=2", "activation_checkpointing=none", f"strategy={asked_for}")
+    model = ("model=gpt_tiny", "model.hidden_size=512", "model.num_heads=8", "model.num_layers=8")
+    (section,) = data(capsys, *model, "hardware=a100_80gb", "sequence_length=64", *knobs)["sections"]
+    assert section["infeasible"][0]["strategy"] == asked_for.split(",")[-1]
+    assert section["advice"].endswith(f"; strategy={asked_for.split(',')[0]} would fit from 4 GPUs on.")
+
+
+@pytest.mark.parametrize(
+    ("name", "reshard"), [("zero2", False), ("zero2_fsdp1", False), ("accelerate", None), ("lightning", None)]
+)
+def test_when_to_reshard_is_not_varied_where_the_file_of_a_strategy_decides(name, reshard, capsys):
+    """ZeRO-2 is not compared with ZeRO-3, nor is a framework given a knob that its backend does not have."""
+    typed = (*GPT, "gpus=4", "batch_size_per_gpu=1", "activation_checkpointing=none", f"strategy={name}")
+    (section,) = data(capsys, *typed)["sections"]
+    assert section["ranked"]
+    for row in section["ranked"]:
+        (point,) = read_request(row["overrides"], multirun=False, device=CPU).points
+        assert composed(point)["strategy"]["reshard_after_forward"] is reshard
 
 
 def test_the_table_can_be_read(capsys):

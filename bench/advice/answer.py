@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.advice.candidates import Candidates, candidates, last_resort
+from bench.advice.candidates import Candidates, candidates
 from bench.advice.question import Question
-from bench.advice.ranking import Ranking, rank
+from bench.advice.ranking import Ranking, ranked
 from bench.advice.rules import Compared, compare_rules
 from bench.advice.sentence import advise
 from bench.errors import ImpossibleError, UsageError
@@ -65,10 +65,7 @@ def answer(question: Question, on_progress: Callable[[str], None] = lambda words
 
 
 def _section(settings: Settings, found: Candidates, question: Question) -> Section:
-    ranking = rank(found.to_predict)
-    if not any(row.fits for row in ranking.possible):
-        more = last_resort(settings, question.knobs)
-        ranking = rank([*found.to_predict, *more]) if more else ranking
+    ranking = ranked(settings, question.knobs, found)
     reasons = {**found.impossible, **ranking.untold}
     rules = compare_rules(ranking.first)
     return Section(settings, advise(ranking.possible, ranking.infeasible), ranking, reasons, rules)

@@ -110,12 +110,11 @@ def _points(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Iterator[S
         axes = {**common, "strategy": [strategy]}
         factor, reshard = "strategy.sharding_factor", "strategy.reshard_after_forward"
         if "stages" in fields:  # which decide the factor
-            axes.setdefault(
-                "strategy.stages", [str(number) for number in sharding_factors(gpus, per_node) if number > 1]
-            )
+            several = [str(number) for number in sharding_factors(gpus, per_node) if number > 1]
+            axes.setdefault("strategy.stages", several or [str(fields["stages"])])
         elif can_shard(fields) and "degree" not in fields:
             axes.setdefault(factor, [str(number) for number in sharding_factors(gpus, per_node)])
-        if "reshard_after_forward" in fields and "degree" not in fields:
+        if fields.get("reshard_after_forward") is True:  # not where the file says otherwise, or leaves it to a library
             axes.setdefault(reshard, ["true", "false"])
         for combination in itertools.product(*axes.values()):
             settings = dict(zip(axes, combination, strict=True))

@@ -83,7 +83,8 @@ def _memory(row: Row) -> list[RenderableType]:
         how = "left" if left >= 0 else "too little"
         free = f"{gib(abs(left))} GiB ({percent(abs(left) / memory.capacity)}) are {how}"
         largest = f"; the largest batch that fits is {row.largest_batch}" if row.largest_batch else ""
-        lines.append(Text(f"  Of {gib(memory.capacity)} GiB, {free}: {memory.verdict}{largest}."))
+        verdict = "does not fit in the machine's memory" if memory.host_is_short else memory.verdict
+        lines.append(Text(f"  Of {gib(memory.capacity)} GiB, {free}: {verdict}{largest}."))
     return lines
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.advice.batches import search_batches
-from bench.advice.candidates import Candidate
+from bench.advice.candidates import Candidate, Candidates, last_resort
 from bench.config import RunConfig
 from bench.errors import UsageError
 from bench.planning.forecast import Untold, forecasts
@@ -113,7 +113,7 @@ class Ranking:
     possible: list[Row] = field(default_factory=list)
     """Those that may fit, fastest first; where speeds are unknown, smallest first."""
     infeasible: list[Row] = field(default_factory=list)
-    """Those that surely do not fit, those that need least first."""
+    """Those that surely do not fit, those nearest to fitting first."""
     untold: dict[str, int] = field(default_factory=dict)
     """Why there is no prediction of some, and of how many."""
 
@@ -121,6 +121,28 @@ class Ranking:
     def first(self) -> Row:
         """The best, or what is nearest to fitting."""
         return (self.possible or self.infeasible)[0]
+
+
+def ranked(section: Settings, knobs: Mapping[str, Sequence[str]], found: Candidates) -> Ranking:
+    """Everything to compare in order; where nothing of it fits, with what is a last resort.
+
+    Parameters
+    ----------
+    section, knobs
+        What `candidates` was asked.
+    found: Candidates
+        What it found.
+
+    Raises
+    ------
+    UsageError
+        If nothing can be predicted.
+    """
+    ranking = rank(found.to_predict)
+    if any(row.fits for row in ranking.possible):
+        return ranking
+    more = last_resort(section, knobs)
+    return rank([*found.to_predict, *more]) if more else ranking
 
 
 def rank(candidates: Sequence[Candidate]) -> Ranking:
@@ -150,7 +172,7 @@ def rank(candidates: Sequence[Candidate]) -> Ranking:
     if not (found.possible or found.infeasible):
         raise UsageError(next(iter(found.untold)))
     found.possible.sort(key=_worth)
-    found.infeasible.sort(key=_size)
+    found.infeasible.sort(key=_lack)
     return found
 
 
@@ -161,3 +183,10 @@ def _worth(row: Row) -> tuple[bool, float, float]:
 
 def _size(row: Row) -> float:
     return row.prediction.memory.reserved.value
+
+
+def _lack(row: Row) -> float:
+    """Bytes that are too few on the device, or around it where more are lacking there."""
+    memory = row.prediction.memory
+    pairs = ((memory.reserved.value, memory.capacity), (memory.host, memory.host_capacity))
+    return max(needed - available for needed, available in pairs if available is not None)

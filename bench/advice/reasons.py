@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from bench.advice.candidates import can_shard
+from bench.advice.candidates import WHERE_NOTHING_FITS, can_shard
 from bench.advice.ranking import Row
 from bench.advice.words import PARTS, STATES, gib, listing, of_capacity
 from bench.config import RunConfig, run_config
@@ -16,7 +18,8 @@ from bench.simulate.prediction import FITS
 
 MOST_GPUS = 16_384
 SHARDING = "fsdp"
-"""What shards where the strategy asked for does not."""
+OTHERS = (SHARDING, *WHERE_NOTHING_FITS)
+"""What is spread where the strategies compared do not fit however far, or shard nothing."""
 
 
 def states_bytes(row: Row) -> int:
@@ -33,6 +36,10 @@ def hopeless(row: Row) -> bool:
 def why_not(row: Row) -> str:
     """Why a candidate does not fit, in a sentence part: what needs the memory."""
     memory = row.prediction.memory
+    if memory.host_is_short:
+        assert memory.host_capacity is not None
+        share = f"its share of its machine's memory is {gib(memory.host_capacity)} GiB"
+        return f"what a rank offloads needs {gib(memory.host)} GiB, and {share}"
     assert memory.capacity is not None
     if hopeless(row):
         present = [PARTS[name] for name in STATES if memory.parts.get(name)]
@@ -44,29 +51,56 @@ def why_not(row: Row) -> str:
     return f"batch {row.config.batch_size_per_gpu} needs {of_capacity(row)} {where}: {named}{still}"
 
 
-def gpus_needed(row: Row) -> tuple[str, int] | None:
-    """A strategy, and the number of GPUs from which on a candidate fits with it when spread over all of them.
+@dataclass(frozen=True)
+class Spread:
+    """What spreading over more GPUs comes to."""
 
-    The strategy is the candidate's own if it can shard. Doublings of the number of GPUs are tried; None if none does.
+    tried: tuple[str, ...]
+    """The strategies of which something was predicted."""
+    fits: tuple[str, int] | None
+    """The one that fits on the fewest GPUs, and on how many; None if none does."""
+
+
+def spread(infeasible: Sequence[Row]) -> Spread:
+    """Spread what comes nearest to fitting over more GPUs, doubling their number again and again.
+
+    With the strategies compared, as far as they can shard; where none of them fits, or none can, with `OTHERS`.
+
+    Parameters
+    ----------
+    infeasible: sequence of rows
+        What does not fit, nearest first.
     """
+    names = {row.config.strategy.name for row in infeasible}
+    compared = [name for name in names if can_shard(composed({"strategy": name})["strategy"])]
+    compared.sort(key=lambda name: (name in WHERE_NOTHING_FITS, name))
+    found = _spread(infeasible[0], compared)
+    if found.fits is not None:
+        return found
+    others = _spread(infeasible[0], [name for name in OTHERS if name not in compared])
+    return Spread((*found.tried, *others.tried), others.fits)
+
+
+def _spread(row: Row, names: Sequence[str]) -> Spread:
+    """The same with some strategies; of those that need equally few GPUs the first."""
     settings = {key: value for key, value in row.settings.items() if not key.lstrip("+").startswith("strategy")}
-    name = row.config.strategy.name
-    if not can_shard(composed({"strategy": name})["strategy"]):
-        name = SHARDING
     several = []
-    count = row.config.gpus
-    while (count := 2 * count) <= MOST_GPUS:
-        spread = {"strategy": name, "strategy.sharding_factor": "full", "gpus": str(count)}
-        try:
-            several.append(run_config(composed({**settings, **spread})))
-        except ImpossibleError:
-            continue
-    fitting = [
-        config.gpus
-        for config, forecast in zip(several, forecasts(several), strict=True)
-        if not isinstance(forecast, Untold) and forecast.memory.verdict == FITS
+    for name in names:
+        count = row.config.gpus
+        while (count := 2 * count) <= MOST_GPUS:
+            more = {"strategy": name, "strategy.sharding_factor": "full", "gpus": str(count)}
+            try:
+                several.append((name, run_config(composed({**settings, **more}))))
+            except ImpossibleError:
+                continue
+    told = [
+        (name, config.gpus, forecast.memory.verdict == FITS)
+        for (name, config), forecast in zip(several, forecasts([config for _, config in several]), strict=True)
+        if not isinstance(forecast, Untold)
     ]
-    return (name, min(fitting)) if fitting else None
+    fitting = [(name, count) for name, count, fits in told if fits]
+    fewest = min(fitting, key=lambda found: found[1], default=None)
+    return Spread(tuple(dict.fromkeys(name for name, *_ in told)), fewest)
 
 
 def notes(config: RunConfig) -> list[str]:

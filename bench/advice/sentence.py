@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.advice.ranking import Row
-from bench.advice.reasons import gpus_needed, why_not
+from bench.advice.reasons import MOST_GPUS, spread, why_not
 from bench.advice.words import CHECKPOINTING, of_capacity, percent, strategy, untimed
 from bench.planning.compose import composed, groups
 from bench.reporting import labels
@@ -30,7 +30,7 @@ def advise(possible: Sequence[Row], infeasible: Sequence[Row]) -> str:
     """
     fitting = [row for row in possible if row.fits]
     if not possible:
-        return _nothing_fits(infeasible[0])
+        return _nothing_fits(infeasible)
     if possible[0].prediction.time is None:
         return _by_memory(fitting or possible)
     if not fitting:
@@ -60,12 +60,18 @@ def _alone(row: Row) -> str:
     return f"{row_name(row)} fits, {of_capacity(row)}, and reads {speed}: {share}limited by {time.limited_by}."
 
 
-def _nothing_fits(smallest: Row) -> str:
-    needed = gpus_needed(smallest)
-    more = (
-        f"strategy={needed[0]} would fit from {needed[1]} GPUs on" if needed else "more GPUs of this kind do not help"
-    )
-    return f"Nothing fits: what needs least is {row_name(smallest)}, and {why_not(smallest)}; {more}."
+def _nothing_fits(infeasible: Sequence[Row]) -> str:
+    nearest = infeasible[0]
+    return f"Nothing fits: {row_name(nearest)} comes nearest, but {why_not(nearest)}; {_on_more_gpus(infeasible)}."
+
+
+def _on_more_gpus(infeasible: Sequence[Row]) -> str:
+    found = spread(infeasible)
+    if found.fits is not None:
+        return f"strategy={found.fits[0]} would fit from {found.fits[1]} GPUs on"
+    if not found.tried:
+        return "whether it would on more GPUs is not predicted"
+    return f"nor would strategy={' or '.join(found.tried)} fit on any number of GPUs tried, up to {MOST_GPUS:,}"
 
 
 def _by_memory(rows: Sequence[Row]) -> str:
@@ -89,7 +95,10 @@ def _why(best: Row, possible: Sequence[Row], infeasible: Sequence[Row]) -> str:
     if copy is not None:
         reason = f"a whole copy of the model fits on each GPU too, but {row_name(copy)} is {compared(copy, best)}"
     elif too_large := [row for row in infeasible if row.config.strategy.factor == 1]:
-        reason = f"a whole copy of the model does not fit on one GPU ({why_not(too_large[0])})"
+        where = (
+            "for each GPU does not fit" if too_large[0].prediction.memory.host_is_short else "does not fit on one GPU"
+        )
+        reason = f"a whole copy of the model {where} ({why_not(too_large[0])})"
     else:
         reason = f"it is the fastest of those that fit ({of_capacity(best)})"
     return reason + _network(best, possible)

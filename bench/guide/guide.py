@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bench.advice.candidates import Candidates, candidates, usual_precision
 from bench.advice.question import Question
-from bench.advice.ranking import rank
+from bench.advice.ranking import ranked
 from bench.advice.sentence import advise
 from bench.errors import UsageError, bad_value
 from bench.guide.agreement import agreement
@@ -68,7 +68,7 @@ def _guidance(
         settings=settings,
         checkpointing=question.knobs.get("activation_checkpointing", CHECKPOINTING),
         batch=int(batch[0]) if batch else None,
-        ranking=rank(found.to_predict),
+        ranking=ranked(settings, _knobs(settings, question), found),
     )
     path, leaf = walk(case)
     ways = weigh(case, leaf, on_progress)

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bench.advice.reasons import why_not
 from bench.advice.words import gib
 from bench.guide.guide import Guidance
 from bench.guide.names import NAMES
@@ -98,6 +99,7 @@ def _ways(ways: Sequence[Weighed], device: str) -> RenderableType:
         speed = number(row.tokens_per_second_per_gpu) if row.prediction.time is not None and row.possible else MISSING
         note = f"{verdict}, checkpointing {row.config.activation_checkpointing}"
         note += "" if row.prediction.time is not None else "; time not predicted"
+        note += f": {why_not(row)}" if memory.host_is_short else ""
         table.add_row(name, str(row.config.batch_size_per_gpu), gib(memory.reserved.value), speed, note)
     return table
 
