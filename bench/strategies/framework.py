@@ -94,7 +94,8 @@ class Framework(Strategy):
         if factor == "auto":
             factor = 1 if self.backend == "ddp" else "full"
         chosen = dataclasses.replace(self, sharding_factor=factor, **given)
-        plain = chosen.plain.resolve(world_size, ranks_per_node, accumulates=accumulates)
+        asked = dataclasses.replace(chosen.plain, name=f"{self.name} with strategy.backend={self.backend}")
+        plain = asked.resolve(world_size, ranks_per_node, accumulates=accumulates)
         values = {knob: getattr(plain, knob) for knob in ("sharding_factor", *offered)}
         resolved = dataclasses.replace(self, **values)
         resolved.check(world_size)
