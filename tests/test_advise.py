@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -36,6 +38,12 @@ SLOW_LINKS = ("hardware.speeds.links.gpu_gb_s=0.5", "batch_size_per_gpu=1")
 SLOW_NETWORK = ("hardware.speeds.links.node_gb_s=0.5", "batch_size_per_gpu=1")
 FAST_NETWORK = ("batch_size_per_gpu=512", "activation_checkpointing=full")
 HUGE_LAYER = ("activation_checkpointing=full", "model.vocabulary_size=400000", "hardware.memory_limit_gib=0.5")
+
+ADAPTERS = ("peft", "bitsandbytes")
+needs_adapters = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ADAPTERS) and os.environ.get("REQUIRE_PEFT") != "1",
+    reason=f"these must be installed to predict what needs them: {', '.join(ADAPTERS)}",
+)
 
 PATHS: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
     "one GPU that holds a copy": (("gpus=1",), {"gpus": "one GPU", "fits": "yes"}, "plain training"),
@@ -182,6 +190,40 @@ def test_numbers_are_those_of_the_predictions(capsys):
     expected = [rows[kind]["memory"]["reserved"]["value"] / 2**30 for kind in ("none", "full")]
     assert [each["value"] for each in step["numbers"]] == pytest.approx(expected)
     assert step["threshold"]["value"] == pytest.approx(0.3)
+
+
+def test_a_network_is_slow_though_the_allocator_takes_longer_still(capsys):
+    """The step is predicted where the allocator retries, and while it does, gathering goes on."""
+    typed = ("gpus=4", "batch_size_per_gpu=64", "activation_checkpointing=none", "hardware.speeds.links.gpu_gb_s=120")
+    found = case(capsys, *MODEL, *typed, "hardware.memory_limit_gib=0.73")
+    (step,) = (step for step in found["steps"] if step["key"] == "network")
+    assert "too close to call" in found["steps"][3]["because"]
+    assert (step["answer"], step["assumed"]) == ("slow", False)
+    assert "were there memory to spare" in step["because"]
+    predict.main([*MODEL, *typed, *step["source"].split()[1:], "format=json"])
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    time = section["ranked"][0]["time"]
+    time = section["ranked"][0]["time"]
+    assert time["degraded"] is False
+    waiting = 100 * time["exposed_communication_s"] / section["ranked"][0]["step_time_s"]["value"]
+    assert step["numbers"][0]["value"] == pytest.approx(waiting)
+
+
+@needs_adapters
+def test_what_cannot_be_sharded_is_not_held_by_all_gpus_together(capsys):
+    """The reason is the refusal, and of the network, which nothing that fits would use, nothing is said."""
+    found = case(capsys, *MODEL, "gpus=4", "finetune=qlora", "hardware.memory_limit_gib=0.03")
+    assert [step["key"] for step in found["steps"]] == ["gpus", "fits", "layer", "together", "host"]
+    *_, layer, together, host = found["steps"]
+    for step in (layer, together, host):
+        assert "finetune=qlora is not valid with strategy=fsdp" in step["because"]
+    assert [(step["answer"], step["assumed"]) for step in (layer, together, host)] == [
+        ("yes", True),
+        ("no", False),
+        ("unknown", True),
+    ]
+    assert found["leaf"]["name"] == "too few GPUs"
+    assert "LoRA" in [way["name"] for way in found["leaf"]["ways"]]
 
 
 def test_the_ranking_is_that_of_predict(capsys):
