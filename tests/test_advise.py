@@ -17,11 +17,13 @@ from bench import advise, predict
 from bench.advice.question import read_question
 from bench.advice.ranking import Ranking
 from bench.config import run_config
+from bench.finetune.base import LoRA, QLoRA
 from bench.guide.agreement import agreement
 from bench.guide.guide import guide
 from bench.guide.names import NAMES
 from bench.guide.steps import ANSWERS
 from bench.guide.tree import ANY, TREE, Leaf, Step
+from bench.guide.ways import PIPELINE
 from bench.planning.compose import composed, groups
 from bench.planning.request import read_request
 from bench.simulate.prediction import Range
@@ -209,10 +211,13 @@ def test_a_network_is_slow_though_the_allocator_takes_longer_still(capsys):
     assert step["numbers"][0]["value"] == pytest.approx(waiting)
 
 
+QUANTISED = ("gpus=4", "finetune=qlora", "finetune.bits=8", "finetune.rank=4", "hardware.memory_limit_gib=0.03")
+
+
 @needs_adapters
 def test_what_cannot_be_sharded_is_not_held_by_all_gpus_together(capsys):
     """The reason is the refusal, and of the network, which nothing that fits would use, nothing is said."""
-    found = case(capsys, *MODEL, "gpus=4", "finetune=qlora", "hardware.memory_limit_gib=0.03")
+    found = case(capsys, *MODEL, *QUANTISED)
     assert [step["key"] for step in found["steps"]] == ["gpus", "fits", "layer", "together", "host"]
     *_, layer, together, host = found["steps"]
     for step in (layer, together, host):
@@ -223,7 +228,43 @@ def test_what_cannot_be_sharded_is_not_held_by_all_gpus_together(capsys):
         ("unknown", True),
     ]
     assert found["leaf"]["name"] == "too few GPUs"
-    assert "LoRA" in [way["name"] for way in found["leaf"]["ways"]]
+
+
+@needs_adapters
+def test_a_way_to_train_adapters_keeps_what_it_has_of_what_was_asked(capsys):
+    ways = {way["name"]: way for way in case(capsys, *MODEL, *QUANTISED)["leaf"]["ways"]}
+    trained = {
+        name: run_config(composed({**read_request(way["run"].split()[3:], multirun=False, device=CPU).points[0]}))
+        for name, way in ways.items()
+        if way["best"] is not None
+    }
+    assert set(trained) == {"LoRA", "QLoRA"}
+    assert vars(trained["LoRA"].finetune) == {**vars(LoRA("lora")), "rank": 4}
+    assert vars(trained["QLoRA"].finetune) == {**vars(QLoRA("qlora")), "rank": 4, "bits": 4}
+    for way in (ways["LoRA"], ways["QLoRA"]):
+        read_question(way["predict"].split()[3:], {}, CPU)
+
+
+PRECISIONS = {
+    "bf16 throughout, where the weights are too large else": ("a100_80gb", (), 0.09, "LoRA", "bf16_pure"),
+    "the usual one where it fits": ("a100_80gb", (), 0.15, "LoRA", "bf16"),
+    "the one asked for": ("a100_80gb", ("precision=bf16",), 0.09, "LoRA", "bf16"),
+    "fp32, where a scaled loss is refused": ("v100_16gb", (), 0.15, "QLoRA", "fp32"),
+}
+
+
+@needs_adapters
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_precision_of_a_way(name, capsys, monkeypatch):
+    hardware, typed, limit, of, precision = PRECISIONS[name]
+    arguments = (*MODEL[:-1], f"hardware={hardware}", "gpus=1", f"hardware.memory_limit_gib={limit}", *typed)
+    (way,) = (way for way in case(capsys, *arguments)["leaf"]["ways"] if way["name"] == of)
+    assert way["best"]["precision"] == precision
+    assert way["fits"] is not bool(typed)
+    assert f"precision={precision} " in way["run"]
+    monkeypatch.setattr(advise, "output", lambda _: Console(width=250))
+    shown = asked(capsys, *arguments)[1]
+    assert (f"precision {precision}" in shown) is (precision in ("bf16_pure", "fp32"))
 
 
 def test_the_ranking_is_that_of_predict(capsys):
@@ -326,23 +367,30 @@ def leaves_and_steps(place: Step | Leaf) -> Iterator[Step | Leaf]:
 
 
 def test_the_tree_is_complete():
-    """Every step has what answers it; every way can be composed, or is one that this version does not have."""
+    """Every step has what answers it; every way can be composed."""
     places = list(leaves_and_steps(TREE))
     assert {place.key for place in places if isinstance(place, Step)} == set(ANSWERS)
     for way in {way.name: way for place in places if isinstance(place, Leaf) for way in place.ways}.values():
-        if way.missing() is None:
-            composed(way.filled(gpus=16, per_node=8))
-        else:
-            assert way.missing() in {f"{key}={value}" for key, value in way.settings.items()}
+        composed(way.filled(gpus=16, per_node=8, batch=None))
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batches"), [(None, 32), (1, 8), (2, 16), (3, 24), (4, 32), (5, 20), (7, 28), (8, 32)]
+)
+def test_a_pipeline_is_filled_by_what_divides_its_sequences(batch, micro_batches):
+    """About four micro-batches a stage, whatever the batch."""
+    settings = PIPELINE.filled(gpus=8, per_node=8, batch=batch)
+    assert settings["strategy.micro_batches"] == str(micro_batches)
+    typed = {**settings, "gpus": "8", "model": "gpt_125m", "hardware": "a100_80gb", "mode": "predict"}
+    run_config(composed({**typed, "batch_size_per_gpu": str(batch or 4)}))
 
 
 def test_every_strategy_has_its_line():
     typed = {word for name in NAMES for each in name.typed for word in each.split()}
     assert {f"strategy={name}" for name in groups()["strategy"]} <= typed
     assert all(name.here or name.instead for name in NAMES)
-    for name in NAMES:
-        absent = [each for each in name.typed if each.startswith("strategy=") and each[9:] not in groups()["strategy"]]
-        assert all(f"{each} (not in this version)" in name.here for each in absent if " " not in each)
+    for each in (each for name in NAMES for each in name.typed):
+        composed(dict(word.split("=", 1) for word in each.replace("=N", "=1").split()))
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -22,6 +22,8 @@ class Case:
 
     settings: Settings
     """What is typed, the strategy and checkpointing left open; precision is chosen."""
+    precision_asked: bool
+    """Whether the user chose it."""
     checkpointing: Sequence[str]
     """Kinds of activation checkpointing that may be used."""
     batch: int | None

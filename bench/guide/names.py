@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.guide.ways import Way
-
 
 @dataclass(frozen=True)
 class Name:
@@ -21,12 +19,8 @@ class Name:
 
     @property
     def here(self) -> str:
-        """What is typed, and whether this version of the suite knows it."""
-        return ", or ".join(typed + (" (not in this version)" if _missing(typed) else "") for typed in self.typed)
-
-
-def _missing(typed: str) -> bool:
-    return Way("", dict(word.split("=", 1) for word in typed.split())).missing() is not None
+        """What is typed."""
+        return ", or ".join(self.typed)
 
 
 NAMES = (

@@ -97,6 +97,7 @@ def _ways(ways: Sequence[Weighed], device: str) -> RenderableType:
         verdict = memory.verdict or "memory unknown"
         speed = number(row.tokens_per_second_per_gpu) if row.prediction.time is not None and row.possible else MISSING
         note = f"{verdict}, checkpointing {row.config.activation_checkpointing}"
+        note += f", precision {row.config.precision.name}" if "precision" in each.settings else ""
         note += "" if row.prediction.time is not None else "; time not predicted"
         table.add_row(name, str(row.config.batch_size_per_gpu), gib(memory.reserved.value), speed, note)
     return table
