@@ -27,7 +27,7 @@ from bench.guide.ways import PIPELINE
 from bench.planning.compose import composed, groups
 from bench.planning.request import read_request
 from bench.simulate.prediction import Range
-from tests.conftest import CPU
+from tests.conftest import CPU, ROOT
 
 MODEL = ("model=gpt_tiny", "model.hidden_size=512", "model.num_layers=8", "sequence_length=64", "hardware=a100_80gb")
 """26 million parameters, of which a block has 3: a copy under training takes 0.4 GiB, a block hundredths of one."""
@@ -393,6 +393,12 @@ def test_every_strategy_has_its_line():
         composed(dict(word.split("=", 1) for word in each.replace("=N", "=1").split()))
 
 
+def test_the_reason_for_what_is_not_offered_is_that_of_the_readme():
+    (int8,) = (name for name in NAMES if name.name == "INT8 training")
+    (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| INT8 training |"))
+    assert f"| {int8.here or int8.instead}. " in row
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_page(width, capsys, monkeypatch):
     monkeypatch.setattr(advise, "output", lambda _: Console(width=width))
@@ -401,6 +407,8 @@ def test_the_page(width, capsys, monkeypatch):
     assert (code, err) == (0, "")
     found = case(capsys, *MODEL, *arguments)
     flowing = " ".join(out.split())
+    changed = "model.hidden_size=512, model.num_layers=8 and hardware.memory_limit_gib=0.3"
+    assert f"64 tokens per sequence, the largest batch that fits; with {changed}. 1. How many" in flowing
     for step in found["steps"]:
         assert f"{step['number']}. {step['question']} → {step['answer']} {step['because']}." in flowing
     assert found["agreement"] in flowing
@@ -422,8 +430,19 @@ def test_on_a_processor_nothing_is_known_but_memory(capsys):
     assert (fits["answer"], fits["assumed"], fits["threshold"]["value"]) == ("yes", True, None)
     assert found["agrees"] is None
     assert "no time is predicted" in found["agreement"]
-    out = asked(capsys, *typed)[1]
+    out = " ".join(asked(capsys, *typed)[1].split())
     assert "Does one process hold a whole copy" in out
+    assert "with activation_checkpointing=none." in out
+
+
+def test_without_a_capacity_no_batch_is_the_largest(capsys):
+    """Nor is anything gained by computing activations again."""
+    typed = ("model=gpt_tiny", "gpus=2", "sequence_length=64", "hardware=cpu")
+    (default,) = {way["best"]["batch_size_per_gpu"] for way in case(capsys, *typed)["leaf"]["ways"]}
+    assert [way["best"]["activation_checkpointing"] for way in case(capsys, *typed)["leaf"]["ways"]] == ["none"] * 4
+    out = " ".join(asked(capsys, *typed)[1].split())
+    assert f"batch {default} per process, since nobody knows how much memory there is." in out
+    assert "largest batch" not in out.partition("1. How many")[0]
 
 
 MISTAKES = {

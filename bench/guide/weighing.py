@@ -83,9 +83,16 @@ def _attempt(case: Case, way: Way, settings: Settings) -> Weighed:
     except UsageError as error:
         return Weighed(way, settings, None, str(error), runs=_runs(case, settings))
     fitting = [row for row in ranking.possible if row.fits]
-    if fitting and fitting[0].prediction.time is None:  # ranked by memory: a larger batch moves less per token
-        fitting.sort(key=lambda row: -row.config.batch_size_per_gpu)
+    if fitting and fitting[0].prediction.time is None:
+        fitting.sort(key=_untimed_worth)
     return Weighed(way, settings, (fitting or [ranking.first])[0], "")
+
+
+def _untimed_worth(row: Row) -> tuple[int, float]:
+    """What comes first where no time is predicted: a larger batch moves less per token; then what computes least."""
+    config = row.config
+    flops = config.trained.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
+    return -config.batch_size_per_gpu, flops
 
 
 def _together(case: Case, settings: Settings) -> Settings:
