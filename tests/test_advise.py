@@ -178,7 +178,10 @@ def assert_decided(step: dict[str, Any]) -> None:
         assert (step["answer"] == "slow") == (waiting > threshold)
         assert exposed > 0
         assert f"waits {round(waiting) or '<1'} % of the step" in step["because"]
-    elif step["key"] != "host":
+    elif step["key"] == "host":
+        assert float(step["answer"].removesuffix(" GiB").replace(",", "")) == pytest.approx(values[0], rel=0.01)
+        assert ("too little" in step["because"]) == (values[0] > threshold)
+    else:
         assert (step["answer"] != "no") == (min(values) <= threshold)
         assert f"{min(values):.3g}" in step["because"].replace(",", "")
 
@@ -289,6 +292,14 @@ def test_offload_says_what_the_cpu_must_hold(capsys):
     assert found["steps"][-1]["threshold"]["value"] > number["value"]
     assert "none is predicted to fit" in found["agreement"]
     assert "does not compare" in found["agreement"]
+
+
+def test_a_cpu_with_too_little_memory_for_what_is_offloaded(capsys):
+    found = case(capsys, *MODEL, *PATHS["one GPU that does not"][0], "hardware.host.memory_gib=0.1")
+    step = found["steps"][-1]
+    assert_decided(step)
+    assert step["because"].endswith("has 0.1 GiB: too little, unless some of it goes to NVMe")
+    assert found["leaf"]["ways"][0]["fits"] is False
 
 
 def test_it_says_why_not_where_the_ranking_contradicts_the_tree():

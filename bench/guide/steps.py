@@ -209,7 +209,7 @@ def answer_host(case: Case) -> Answered:
     if host is None:
         has = f"hardware={case.config.hardware.name} does not say how much a node's CPU has"
     else:
-        has = f"a node with {case.config.hardware.name} has {host.memory_gib:,.0f} GiB"
+        has = f"a node with {case.config.hardware.name} has {host.memory_gib:,g} GiB"
         has += "" if size <= host.memory_gib * GIB else ": too little, unless some of it goes to NVMe"
     return Answered(
         f"{gib(size)} GiB",
