@@ -197,6 +197,92 @@ def test_numbers_are_those_of_the_predictions(capsys):
     assert step["threshold"]["value"] == pytest.approx(0.3)
 
 
+def test_the_ranking_is_that_of_predict(capsys):
+    arguments = PATHS["one node with fast links"][0]
+    found = case(capsys, *MODEL, *arguments)
+    predict.main([*MODEL, *arguments, "format=json"])
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    assert found["ranking"]["best"] == section["ranked"][0]
+    assert found["ranking"]["advice"] == section["advice"]
+    assert found["ranking"]["infeasible"] == len(section["infeasible"])
+
+
+def test_offload_says_what_the_cpu_must_hold(capsys):
+    found = case(capsys, *MODEL, *PATHS["one GPU that does not"][0])
+    (number,) = found["steps"][-1]["numbers"]
+    states = 16 * found["question"]["parameters"] / 2**30  # fp32: parameter, gradient, two moments
+    assert number["value"] == pytest.approx(states, rel=0.02)
+    way = found["leaf"]["ways"][0]
+    assert way["settings"]["strategy.cpu_offload"] == "true"
+    assert way["fits"]
+    assert way["best"]["tokens_per_second"] > 0
+    assert found["steps"][-1]["threshold"]["value"] > number["value"]
+    assert "none is predicted to fit" in found["agreement"]
+    assert "does not compare" in found["agreement"]
+
+
+def test_it_says_why_not_where_the_ranking_contradicts_the_tree():
+    """Of FSDP alone, whatever else the suite has: with slow links two shards send less than four."""
+    typed = [*MODEL, *PATHS["one node with slow links"][0]]
+    (found,) = guide(read_question(typed, {}, CPU))
+    rows = [row for row in found.case.ranking.possible if row.config.strategy.name == "fsdp"]
+    alone = dataclasses.replace(found.case, ranking=Ranking(rows, found.case.ranking.infeasible))
+    ways = [each for each in found.ways if each.row is not None and each.row.config.strategy.name == "fsdp"]
+    agrees, said = agreement(alone, found.path, ways)
+    assert agrees is False
+    assert "FSDP2 hybrid (F=2)" in said
+    pattern = r"general advice of step 5 \(slow\): it waits for the network ([\d.]+) s per .* rather than ([\d.]+) s\."
+    longer, shorter = re.search(pattern, said).groups()  # type: ignore[union-attr]
+    named = max((each.row for each in ways if each.row), key=lambda row: row.tokens_per_second or 0)
+    for row, shown in ((named, longer), (rows[0], shorter)):
+        time = row.prediction.time
+        assert time is not None
+        assert 1000 * time.exposed_communication_s / row.tokens_per_step == pytest.approx(float(shown), rel=0.01)
+
+
+VERDICTS = {
+    1.0: r"They agree: .*, is what the tree calls DDP\.",
+    1.05: r"They agree within the predictor's uncertainty: .* is 5 % slower, within .*: it waits for the network .*\.",
+    1.5: r"They do not agree: .*, and DDP, which the tree names, is 33 % slower, beyond .*: it waits for the net.*\.",
+}
+
+
+@pytest.mark.parametrize("longer", VERDICTS)
+def test_a_way_of_the_same_kind_agrees_if_it_is_as_fast(longer):
+    """What is ranked best may be a copy per GPU as well, and yet far faster than the way that the tree names."""
+    (found,) = guide(read_question([*MODEL, "gpus=4", "batch_size_per_gpu=64"], {}, CPU))
+    (row,) = (each.row for each in found.ways if each.way.name == "DDP")
+    assert row is not None
+    alone = dataclasses.replace(found.case, ranking=Ranking([row], []))
+    time = row.prediction.time
+    assert time is not None
+    step = time.step_s
+    slower = dataclasses.replace(
+        time,
+        step_s=Range(longer * step.value, longer * step.low, longer * step.high),
+        exposed_communication_s=time.exposed_communication_s + (longer - 1) * step.value,
+    )
+    row = dataclasses.replace(row, prediction=dataclasses.replace(row.prediction, time=slower))
+    ways = [dataclasses.replace(each, row=row) for each in found.ways if each.way.name == "DDP"]
+    agrees, said = agreement(alone, found.path, ways)
+    assert agrees is (longer < 1.5)
+    assert re.fullmatch(VERDICTS[longer], said), said
+
+
+def test_hybrid_sharding_stays_within_a_node(capsys):
+    found = case(capsys, *MODEL, *PATHS["nodes with a slow network, no copy fits"][0])
+    (hybrid,) = (way for way in found["leaf"]["ways"] if way["name"].startswith("hybrid"))
+    assert hybrid["best"]["sharding_factor"] == 8 == found["question"]["gpus_per_node"]
+
+
+def test_a_cpu_with_too_little_memory_for_what_is_offloaded(capsys):
+    found = case(capsys, *MODEL, *PATHS["one GPU that does not"][0], "hardware.host.memory_gib=0.1")
+    step = found["steps"][-1]
+    assert_decided(step)
+    assert step["because"].endswith("has 0.1 GiB: too little, unless some of it goes to NVMe")
+    assert found["leaf"]["ways"][0]["fits"] is False
+
+
 def test_a_network_is_slow_though_the_allocator_takes_longer_still(capsys):
     """The step is predicted where the allocator retries, and while it does, gathering goes on."""
     typed = ("gpus=4", "batch_size_per_gpu=64", "activation_checkpointing=none", "hardware.speeds.links.gpu_gb_s=120")
@@ -207,7 +293,6 @@ def test_a_network_is_slow_though_the_allocator_takes_longer_still(capsys):
     assert "were there memory to spare" in step["because"]
     predict.main([*MODEL, *typed, *step["source"].split()[1:], "format=json"])
     (section,) = json.loads(capsys.readouterr().out)["sections"]
-    time = section["ranked"][0]["time"]
     time = section["ranked"][0]["time"]
     assert time["degraded"] is False
     waiting = 100 * time["exposed_communication_s"] / section["ranked"][0]["step_time_s"]["value"]
@@ -268,92 +353,6 @@ def test_precision_of_a_way(name, capsys, monkeypatch):
     monkeypatch.setattr(advise, "output", lambda _: Console(width=250))
     shown = asked(capsys, *arguments)[1]
     assert (f"precision {precision}" in shown) is (precision in ("bf16_pure", "fp32"))
-
-
-def test_the_ranking_is_that_of_predict(capsys):
-    arguments = PATHS["one node with fast links"][0]
-    found = case(capsys, *MODEL, *arguments)
-    predict.main([*MODEL, *arguments, "format=json"])
-    (section,) = json.loads(capsys.readouterr().out)["sections"]
-    assert found["ranking"]["best"] == section["ranked"][0]
-    assert found["ranking"]["advice"] == section["advice"]
-    assert found["ranking"]["infeasible"] == len(section["infeasible"])
-
-
-def test_offload_says_what_the_cpu_must_hold(capsys):
-    found = case(capsys, *MODEL, *PATHS["one GPU that does not"][0])
-    (number,) = found["steps"][-1]["numbers"]
-    states = 16 * found["question"]["parameters"] / 2**30  # fp32: parameter, gradient, two moments
-    assert number["value"] == pytest.approx(states, rel=0.02)
-    way = found["leaf"]["ways"][0]
-    assert way["settings"]["strategy.cpu_offload"] == "true"
-    assert way["fits"]
-    assert way["best"]["tokens_per_second"] > 0
-    assert found["steps"][-1]["threshold"]["value"] > number["value"]
-    assert "none is predicted to fit" in found["agreement"]
-    assert "does not compare" in found["agreement"]
-
-
-def test_a_cpu_with_too_little_memory_for_what_is_offloaded(capsys):
-    found = case(capsys, *MODEL, *PATHS["one GPU that does not"][0], "hardware.host.memory_gib=0.1")
-    step = found["steps"][-1]
-    assert_decided(step)
-    assert step["because"].endswith("has 0.1 GiB: too little, unless some of it goes to NVMe")
-    assert found["leaf"]["ways"][0]["fits"] is False
-
-
-def test_it_says_why_not_where_the_ranking_contradicts_the_tree():
-    """Of FSDP alone, whatever else the suite has: with slow links two shards send less than four."""
-    typed = [*MODEL, *PATHS["one node with slow links"][0]]
-    (found,) = guide(read_question(typed, {}, CPU))
-    rows = [row for row in found.case.ranking.possible if row.config.strategy.name == "fsdp"]
-    alone = dataclasses.replace(found.case, ranking=Ranking(rows, found.case.ranking.infeasible))
-    ways = [each for each in found.ways if each.row is not None and each.row.config.strategy.name == "fsdp"]
-    agrees, said = agreement(alone, found.path, ways)
-    assert agrees is False
-    assert "FSDP2 hybrid (F=2)" in said
-    pattern = r"general advice of step 5 \(slow\): it waits for the network ([\d.]+) s per .* rather than ([\d.]+) s\."
-    longer, shorter = re.search(pattern, said).groups()  # type: ignore[union-attr]
-    named = max((each.row for each in ways if each.row), key=lambda row: row.tokens_per_second or 0)
-    for row, shown in ((named, longer), (rows[0], shorter)):
-        time = row.prediction.time
-        assert time is not None
-        assert 1000 * time.exposed_communication_s / row.tokens_per_step == pytest.approx(float(shown), rel=0.01)
-
-
-VERDICTS = {
-    1.0: r"They agree: .*, is what the tree calls DDP\.",
-    1.05: r"They agree within the predictor's uncertainty: .* is 5 % slower, within .*: it waits for the network .*\.",
-    1.5: r"They do not agree: .*, and DDP, which the tree names, is 33 % slower, beyond .*: it waits for the net.*\.",
-}
-
-
-@pytest.mark.parametrize("longer", VERDICTS)
-def test_a_way_of_the_same_kind_agrees_if_it_is_as_fast(longer):
-    """What is ranked best may be a copy per GPU as well, and yet far faster than the way that the tree names."""
-    (found,) = guide(read_question([*MODEL, "gpus=4", "batch_size_per_gpu=64"], {}, CPU))
-    (row,) = (each.row for each in found.ways if each.way.name == "DDP")
-    assert row is not None
-    alone = dataclasses.replace(found.case, ranking=Ranking([row], []))
-    time = row.prediction.time
-    assert time is not None
-    step = time.step_s
-    slower = dataclasses.replace(
-        time,
-        step_s=Range(longer * step.value, longer * step.low, longer * step.high),
-        exposed_communication_s=time.exposed_communication_s + (longer - 1) * step.value,
-    )
-    row = dataclasses.replace(row, prediction=dataclasses.replace(row.prediction, time=slower))
-    ways = [dataclasses.replace(each, row=row) for each in found.ways if each.way.name == "DDP"]
-    agrees, said = agreement(alone, found.path, ways)
-    assert agrees is (longer < 1.5)
-    assert re.fullmatch(VERDICTS[longer], said), said
-
-
-def test_hybrid_sharding_stays_within_a_node(capsys):
-    found = case(capsys, *MODEL, *PATHS["nodes with a slow network, no copy fits"][0])
-    (hybrid,) = (way for way in found["leaf"]["ways"] if way["name"].startswith("hybrid"))
-    assert hybrid["best"]["sharding_factor"] == 8 == found["question"]["gpus_per_node"]
 
 
 def test_a_page_for_every_number_of_gpus(capsys):

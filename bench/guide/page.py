@@ -8,18 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bench.advice.words import gib, listing, overrides
-from bench.guide.case import Case
+from bench.advice.words import gib
 from bench.guide.guide import Guidance
 from bench.guide.names import NAMES
+from bench.guide.title import title
 from bench.guide.tree import SOURCE, worded
 from bench.guide.weighing import Weighed
-from bench.models.blocks import CHECKPOINTING
-from bench.reporting import labels
 from bench.reporting.labels import MISSING, number
-
-SAID = ("model", "hardware", "gpus", "precision", "sequence_length")
-"""Settings that a heading always names."""
 
 
 def pages(found: Sequence[Guidance]) -> RenderableType:
@@ -34,7 +29,7 @@ def pages(found: Sequence[Guidance]) -> RenderableType:
 def page(guidance: Guidance) -> list[RenderableType]:
     """The page of one case."""
     return [
-        Text(_heading(guidance), style="bold"),
+        Text(title(guidance.case), style="bold"),
         Text(),
         _steps(guidance),
         Text(),
@@ -58,30 +53,6 @@ def names_table() -> RenderableType:
     for name in NAMES:
         table.add_row(Text(name.name, style="bold"), name.here or name.instead, name.when)
     return table
-
-
-def _heading(guidance: Guidance) -> str:
-    case = guidance.case
-    config, device = case.config, case.config.hardware.device
-    further = {key: value for key, value in case.settings.items() if key not in SAID}
-    if list(case.checkpointing) != list(CHECKPOINTING):
-        further["activation_checkpointing"] = ",".join(case.checkpointing)
-    changed = f"; with {listing(overrides(further))}" if further else ""
-    return (
-        f"Which strategy for {config.model.name} ({labels.count(config.model.num_parameters)} parameters) on "
-        f"{labels.ranks(config.gpus, device)} {config.hardware.name}? "
-        f"{config.precision.name}, {config.sequence_length} tokens per sequence, "
-        f"{worded(_batch(case), device)}{changed}."
-    )
-
-
-def _batch(case: Case) -> str:
-    if case.batch is not None:
-        return f"batch {case.batch} per GPU"
-    first = case.ranking.first
-    if first.prediction.memory.capacity is None:
-        return f"batch {first.config.batch_size_per_gpu} per GPU, since nobody knows how much memory there is"
-    return "the largest batch that fits"
 
 
 def _steps(guidance: Guidance) -> RenderableType:
