@@ -30,7 +30,7 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
   format, source, cases[]: question, steps[], leaf, ranking, agrees, agreement, may_fit
   steps[]: number, key, question, answer, because, numbers[]{name, value, unit}, threshold{name, value, unit}, source,
     assumed
-  leaf: name, advice, ways[]{name, remark, settings, in_this_version, fits, why_not_predicted, run, predict, best}
+  leaf: name, advice, ways[]{name, remark, settings, fits, why_not_predicted, run, predict, best}
   ranking: advice, best, possible, infeasible (rows as bench.predict's)
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.advice.ranking import Row
-from bench.advice.sentence import compared, overlap, recommended, row_name
+from bench.advice.sentence import UNSEEN, compared, overlap, recommended, row_name
 from bench.advice.words import listing
 from bench.guide.case import Case
 from bench.guide.path import Taken
@@ -56,18 +56,23 @@ def _compared(case: Case, path: Sequence[Taken], ways: Sequence[Weighed]) -> tup
     of = f"the best of {count}"
     timed = sorted((row for row in tree if row.tokens_per_second), key=lambda row: -(row.tokens_per_second or 0.0))
     if timed and not overlap(best, timed[0]) and (timed[0].tokens_per_second or 0) > (best.tokens_per_second or 0):
-        further = next(each.way for each in ways if each.row is timed[0])
         return False, (
-            f"They do not agree, since the ranking does not compare everything: {further.name}, which the tree names, "
-            f"is {compared(timed[0], best)}, than {of}, {row_name(best)}."
+            f"They do not agree, since the ranking does not compare everything: {_name_of(timed[0], ways)}, which the "
+            f"tree names, is {compared(timed[0], best)}, than {of}, {row_name(best)}."
         )
-    if named := next((each for each in ways if _is_of(best, each.way, case)), None):
-        said = f"They agree: {of}, {row_name(best)}, is what the tree calls {named.way.name}"
-        return True, said + _first_named(tree, best, best)
+    called = _called(best, ways, case)
+    if called is not None and as_fast(called, best):
+        said = f"They agree: {of}, {row_name(best)}, is what the tree calls {_name_of(called, ways)}"
+        return True, said + _first_named(tree, called, best)
     if timed and overlap(best, timed[0]):
         return True, (
             f"They agree within the predictor's uncertainty: {of} is {row_name(best)}; of what the tree names "
-            f"{row_name(timed[0])} is {compared(timed[0], best)}" + _first_named(tree, timed[0], best)
+            f"{row_name(timed[0])} is {_against(timed[0], best)}" + _first_named(tree, timed[0], best)
+        )
+    if called is not None:
+        return False, (
+            f"They do not agree: {of} is {row_name(best)}, and {_name_of(called, ways)}, which the tree names, is "
+            f"{_against(called, best)}" + _first_named(tree, called, best)
         )
     step = _contradicted(case, path, best)
     speaks = f"step {step.number} ({step.answered.answer})"
@@ -82,13 +87,33 @@ def _compared(case: Case, path: Sequence[Taken], ways: Sequence[Weighed]) -> tup
     )
 
 
+def _called(best: Row, ways: Sequence[Weighed], case: Case) -> Row | None:
+    """The fastest row of the ways of the same kind as what is ranked best, None if none is predicted to fit."""
+    alike = [each.row for each in ways if each.row is not None and each.fits and _is_of(best, each.way, case)]
+    return max(alike, key=lambda row: row.tokens_per_second or 0.0, default=None)
+
+
+def _name_of(row: Row, ways: Sequence[Weighed]) -> str:
+    return next(each.way.name for each in ways if each.row is row)
+
+
 def _first_named(tree: Sequence[Row], told: Row, best: Row) -> str:
     """How what the tree names first compares, if that is not what was told already; the end of the sentence."""
-    first = tree[0] if tree else told
-    if first is told or first.tokens_per_second is None or kind(first) == kind(best):
+    first = tree[0]
+    if first is told or first.tokens_per_second is None:
         return "."
-    how = f"; what the tree names first, {row_name(first)}, is {compared(first, best)}"
-    return how + ("." if overlap(first, best) else f": {_reason(first, best)}.")
+    return f"; what the tree names first, {row_name(first)}, is {_against(first, best)}."
+
+
+def _against(row: Row, best: Row) -> str:
+    """How it compares with what is ranked best, and where it is slower why."""
+    slower = (row.tokens_per_second or 0.0) < (best.tokens_per_second or 0.0) and not as_fast(row, best)
+    return compared(row, best) + (f": {_reason(row, best)}" if slower else "")
+
+
+def as_fast(row: Row, best: Row) -> bool:
+    """Whether no percentage shows a difference."""
+    return abs((row.tokens_per_second or 0.0) / (best.tokens_per_second or 1.0) - 1) < UNSEEN
 
 
 def kind(row: Row) -> Kind:
@@ -143,7 +168,7 @@ def _reason(row: Row, best: Row) -> str:
         "exposed_communication_s": "it waits for the network",
         "optimizer_s": f"at batch {row.config.batch_size_per_gpu} rather than {best.config.batch_size_per_gpu} per GPU "
         "its optimizer steps take",
-        "bubble_s": "it waits for kernels to be launched",
+        "bubble_s": f"it waits for {_awaited(row)}",
     }
 
     def spent(row: Row, part: str) -> float:
@@ -152,6 +177,13 @@ def _reason(row: Row, best: Row) -> str:
     part = max(words, key=lambda part: spent(row, part) - spent(best, part))
     slow, fast = (labels.seconds(1000 * spent(each, part)) for each in (row, best))
     return f"{words[part]} {slow} per 1,000 tokens of a GPU rather than {fast}"
+
+
+def _awaited(row: Row) -> str:
+    """What a device waits for that is no communication."""
+    if row.prediction.time is not None and row.prediction.time.degraded:
+        return "the allocator, its memory nearly exhausted,"
+    return "kernels to be launched" if row.config.strategy.timetable is None else "other stages"
 
 
 def _computing(row: Row, best: Row) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.advice.ranking import Ranking, Row
+from bench.advice.words import overrides
 from bench.config import RunConfig, run_config
 from bench.errors import ImpossibleError
 from bench.models.blocks import CHECKPOINTING
@@ -21,6 +22,8 @@ class Case:
 
     settings: Settings
     """What is typed, the strategy and checkpointing left open; precision is chosen."""
+    precision_asked: bool
+    """Whether the user chose it."""
     checkpointing: Sequence[str]
     """Kinds of activation checkpointing that may be used."""
     batch: int | None
@@ -64,26 +67,27 @@ class Case:
         except ImpossibleError as error:
             return Untold(str(error), refused=True)
         (forecast,) = forecasts([config])
-        return forecast if isinstance(forecast, Untold) else Probe(typed, config, forecast)
+        return forecast if isinstance(forecast, Untold) else self._probe(typed, config, forecast)
+
+    def probe(self, row: Row) -> Probe:
+        """A ranked candidate."""
+        return self._probe(row.settings, row.config, row.prediction)
+
+    def _probe(self, typed: Settings, config: RunConfig, prediction: Prediction) -> Probe:
+        apart = {key: value for key, value in typed.items() if self.settings.get(key) != value and key != "gpus"}
+        return Probe({"gpus": str(config.gpus), **apart}, config, prediction)
 
 
 @dataclass(frozen=True)
 class Probe:
     """A run that was predicted to answer a step."""
 
-    settings: Settings
+    apart: Settings
+    """The number of GPUs, and what sets it apart from other runs of the case."""
     config: RunConfig
     prediction: Prediction
 
-    @classmethod
-    def of(cls, row: Row) -> Probe:
-        """A ranked candidate."""
-        return cls(row.settings, row.config, row.prediction)
-
     @property
     def source(self) -> str:
-        """How it is asked for again."""
-        keys = ("strategy", "activation_checkpointing", "batch_size_per_gpu")
-        named = [f"{key}={value}" for key, value in self.settings.items() if key.partition(".")[0] in keys]
-        gpus = [f"gpus={self.config.gpus}"]
-        return "predicted: " + " ".join(gpus + named)
+        """Which run of the case it is."""
+        return "predicted: " + " ".join(overrides(self.apart))

@@ -70,7 +70,6 @@ def _way(each: Weighed, guidance: Guidance) -> dict[str, Any]:
         "name": each.way.name,
         "remark": each.way.remark,
         "settings": each.settings,
-        "in_this_version": each.way.missing() is None,
         "fits": None if each.row is None else each.fits,
         "why_not_predicted": each.why_none or None,
         "run": each.sweep(guidance.case),

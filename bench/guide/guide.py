@@ -66,6 +66,7 @@ def _guidance(
     batch = question.knobs.get("batch_size_per_gpu")
     case = Case(
         settings=settings,
+        precision_asked=any(key.lstrip("+").partition(".")[0] == "precision" for key in question.knobs),
         checkpointing=question.knobs.get("activation_checkpointing", CHECKPOINTING),
         batch=int(batch[0]) if batch else None,
         ranking=ranked(settings, _knobs(settings, question), found),

@@ -12,9 +12,9 @@ from bench.advice.reasons import why_not
 from bench.advice.words import gib
 from bench.guide.guide import Guidance
 from bench.guide.names import NAMES
+from bench.guide.title import title
 from bench.guide.tree import SOURCE, worded
 from bench.guide.weighing import Weighed
-from bench.reporting import labels
 from bench.reporting.labels import MISSING, number
 
 
@@ -30,7 +30,7 @@ def pages(found: Sequence[Guidance]) -> RenderableType:
 def page(guidance: Guidance) -> list[RenderableType]:
     """The page of one case."""
     return [
-        Text(_heading(guidance), style="bold"),
+        Text(title(guidance.case), style="bold"),
         Text(),
         _steps(guidance),
         Text(),
@@ -54,17 +54,6 @@ def names_table() -> RenderableType:
     for name in NAMES:
         table.add_row(Text(name.name, style="bold"), name.here or name.instead, name.when)
     return table
-
-
-def _heading(guidance: Guidance) -> str:
-    case = guidance.case
-    config = case.config
-    batch = "the largest batch that fits" if case.batch is None else f"batch {case.batch} per GPU"
-    return (
-        f"Which strategy for {config.model.name} ({labels.count(config.model.num_parameters)} parameters) on "
-        f"{labels.ranks(config.gpus, config.hardware.device)} {config.hardware.name}? "
-        f"{config.precision.name}, {config.sequence_length} tokens per sequence, {batch}."
-    )
 
 
 def _steps(guidance: Guidance) -> RenderableType:
@@ -98,6 +87,7 @@ def _ways(ways: Sequence[Weighed], device: str) -> RenderableType:
         verdict = memory.verdict or "memory unknown"
         speed = number(row.tokens_per_second_per_gpu) if row.prediction.time is not None and row.possible else MISSING
         note = f"{verdict}, checkpointing {row.config.activation_checkpointing}"
+        note += f", precision {row.config.precision.name}" if "precision" in each.settings else ""
         note += "" if row.prediction.time is not None else "; time not predicted"
         note += f": {why_not(row)}" if memory.host_is_short else ""
         table.add_row(name, str(row.config.batch_size_per_gpu), gib(memory.reserved.value), speed, note)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from bench.advice.ranking import Row
-from bench.advice.words import PARTS, STATES, gib, listing, percent
+from bench.advice.words import PARTS, STATES, gib, listing, percent, untimed
 from bench.guide.case import Case, Probe
-from bench.guide.tree import ANY, CHECKPOINTED, FAST, NO, ONE_GPU, ONE_NODE, SEVERAL_NODES, SLOW, YES
+from bench.guide.tree import CHECKPOINTED, FAST, NO, ONE_GPU, ONE_NODE, SEVERAL_NODES, SLOW, UNKNOWN, YES
 from bench.planning.forecast import Untold
 from bench.reporting import labels
 from bench.reporting.labels import number
@@ -136,7 +137,8 @@ def answer_together(case: Case) -> Answered:
     ]
     probes = [probe for probe in found if isinstance(probe, Probe)]
     if not probes:
-        return _untold(YES, found)
+        refusals = [each.reason for each in found if isinstance(each, Untold) and each.refused]
+        return Answered(NO, refusals[0].rstrip("."), (), None, "not predicted") if refusals else _untold(YES, found)
     probe = min(probes, key=_reserved)
     memory = probe.prediction.memory
     threshold, limit = _capacity(probe)
@@ -162,10 +164,12 @@ def answer_network(case: Case) -> Answered:
     copies = [row for row in rows if row.fits and row.config.strategy.name == "ddp"]
     sharded = [row for row in rows if row.config.strategy.name == "fsdp" and row.config.strategy.factor == gpus]
     row = next(iter(copies or sharded), None)
-    if row is None or row.prediction.time is None:
-        return _untold(FAST, [Untold(f"hardware={case.config.hardware.name} says nothing of speeds", refused=True)])
-    probe, time = Probe.of(row), row.prediction.time
-    share, one = _waiting(time), _at_one(case, row)
+    if row is None:
+        return _untold(FAST, [Untold(_no_time(case), refused=True)])
+    probe, spare = _with_memory_to_spare(case, case.probe(row))
+    time, one = probe.prediction.time, _at_one(case, row)
+    assert time is not None
+    share = _waiting(time)
     at_one = "" if one is None else f" (batch 1: {percent(_waiting(one))})"
     answer = SLOW if share > SLOW_FROM else FAST
     links = _links(case)
@@ -182,8 +186,8 @@ def answer_network(case: Case) -> Answered:
     return Answered(
         answer,
         f"{what} sends for {labels.seconds(time.communication_s)} beside {labels.seconds(time.compute_s)} of compute "
-        f"at batch {row.config.batch_size_per_gpu}, and waits {percent(share)} of the step{at_one}; slow from "
-        f"{percent(SLOW_FROM)} on. Links, per GPU: {speeds}",
+        f"at batch {row.config.batch_size_per_gpu}, and waits {percent(share)} of the step{at_one}{spare}; slow "
+        f"from {percent(SLOW_FROM)} on. Links, per GPU: {speeds}",
         numbers,
         Number("slow from", 100 * SLOW_FROM, "%"),
         probe.source,
@@ -199,13 +203,13 @@ def answer_host(case: Case) -> Answered:
         **({"strategy": "single"} if case.config.gpus == 1 else sharded),
     )
     if isinstance(probe, Untold):
-        return _untold(ANY, [probe])
+        return _untold(UNKNOWN, [probe])
     size = case.per_node * probe.prediction.memory.phase_peaks["optimizer"]
     host = case.config.hardware.host
     if host is None:
         has = f"hardware={case.config.hardware.name} does not say how much a node's CPU has"
     else:
-        has = f"a node with {case.config.hardware.name} has {host.memory_gib:,.0f} GiB"
+        has = f"a node with {case.config.hardware.name} has {host.memory_gib:,g} GiB"
         has += "" if size <= host.memory_gib * GIB else ": too little, unless some of it goes to NVMe"
     return Answered(
         f"{gib(size)} GiB",
@@ -227,13 +231,37 @@ ANSWERS: dict[str, Callable[[Case], Answered]] = {
 """By the key of a step."""
 
 
+def _no_time(case: Case) -> str:
+    """Why there is no time of what the network is asked about."""
+    if case.config.hardware.speeds is None:
+        return untimed(case.config)
+    if not case.ranking.possible:
+        return "nothing that is ranked may fit"
+    return "no time is predicted of DDP, nor of FSDP over all GPUs"
+
+
+def _with_memory_to_spare(case: Case, probe: Probe) -> tuple[Probe, str]:
+    """The same run, and words for it, as it would be if the allocator never had to retry.
+
+    What a GPU waits for the allocator hides communication, and says nothing of the network.
+    """
+    time = probe.prediction.time
+    if time is None or not time.degraded:
+        return probe, ""
+    typed = {**probe.apart, "hardware.memory_limit_gib": str(math.ceil(2 * _gib(probe)))}
+    found = case.predicted(**{key.replace(".", "__"): value for key, value in typed.items()})
+    if isinstance(found, Untold):
+        return probe, ""
+    return found, ", were there memory to spare, so that the allocator need not retry"
+
+
 def _at_one(case: Case, row: Row) -> TimePrediction | None:
     """The time of the same run at one sequence per GPU, where the batch was not asked for."""
     if case.batch is not None or row.config.batch_size_per_gpu == 1:
         return None
     typed = {key.replace(".", "__"): value for key, value in row.settings.items()}
     small = case.predicted(**{**typed, "batch_size_per_gpu": "1"})
-    return small.prediction.time if isinstance(small, Probe) else None
+    return None if isinstance(small, Untold) else _with_memory_to_spare(case, small)[0].prediction.time
 
 
 def _smaller(case: Case, **settings: str) -> str:

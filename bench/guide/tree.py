@@ -18,6 +18,7 @@ SOURCE = "https://huggingface.co/docs/transformers/v4.49.0/perf_train_gpu_many#s
 ONE_GPU, ONE_NODE, SEVERAL_NODES = "one GPU", "one node", "several nodes"
 YES, CHECKPOINTED, NO = "yes", "yes, with activation checkpointing", "no"
 FAST, SLOW = "fast", "slow"
+UNKNOWN = "unknown"
 ANY = "any"
 """Where a step states a number that nothing is compared with."""
 
@@ -79,7 +80,7 @@ def _offloaded(leaf: Leaf) -> Step:
 
 TOO_FEW = Leaf(
     "too few GPUs",
-    "The GPUs together are too small for the model at this batch. If the batch is what is large: a smaller one with "
+    "The GPUs together do not hold the model at this batch. If the batch is what is large: a smaller one with "
     "gradient_accumulation. Else more GPUs or larger ones, what is trained kept in the CPU's memory (offload), or "
     "fine-tuning of a small part of the model.",
     (ways.OFFLOAD_FSDP, ways.OFFLOAD_DEEPSPEED, ways.LORA, ways.QLORA),

@@ -1,16 +1,10 @@
-"""The ways to train that the tree ends at: what each is called and what is typed for it. All of them in one place.
-
-A way that this version of the suite does not have (no such file under conf/strategy, no such field) stays in the tree
-and says so, until it is there.
-"""
+"""The ways to train that the tree ends at: what each is called and what is typed for it. All of them in one place."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from bench.planning.compose import composed, groups
 from bench.planning.grid import Settings
 
 NODE, NODES, GPUS = "{node}", "{nodes}", "{gpus}"
@@ -34,27 +28,24 @@ class Way:
     remark: str = ""
     """What to know before taking it."""
 
-    def filled(self, gpus: int, per_node: int) -> Settings:
-        """The settings for some GPUs."""
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether it leaves the model's weights as they are."""
+        return "finetune" in self.settings
+
+    def filled(self, gpus: int, per_node: int, batch: int | None) -> Settings:
+        """The settings for some GPUs, and a batch of so many sequences per GPU; None for one that is to be searched."""
         nodes = -(-gpus // per_node)
         numbers = {NODE: min(gpus, per_node), NODES: nodes, GPUS: gpus}
-        numbers |= {FILL_GPUS: FILLING * gpus, FILL_NODES: FILLING * nodes}
+        numbers |= {FILL_GPUS: _filling(gpus, batch), FILL_NODES: _filling(nodes, batch)}
         values = {name: str(number) for name, number in numbers.items()}
         return {key: values.get(value, value) for key, value in self.settings.items()}
 
-    def missing(self) -> str | None:
-        """The setting that this version of the suite does not have, None if it has all."""
-        known = composed({})
-        fields: Mapping[str, Any] = {}
-        for key, value in self.settings.items():
-            group, _, name = key.partition(".")
-            if group in groups() and not name:
-                if value not in groups()[group]:
-                    return f"{key}={value}"
-                fields = composed({key: value})[group] if group == "strategy" else fields
-            elif (name not in fields) if group == "strategy" else (group not in known):
-                return f"{key}={value}"
-        return None
+
+def _filling(stages: int, batch: int | None) -> int:
+    """Micro-batches of a pipeline: `FILLING` per stage, or as near to it as divides the sequences of one copy."""
+    sequences = stages * (batch or FILLING)
+    return max(count for count in range(1, FILLING * stages + 1) if sequences % count == 0)
 
 
 def _fsdp(**knobs: str) -> dict[str, str]:
@@ -116,4 +107,4 @@ OFFLOAD_DEEPSPEED = Way(
     "offload_parameters=nvme and strategy.nvme_path=FOLDER where the CPU's memory is too small as well",
 )
 LORA = Way("LoRA", {"finetune": "lora"}, "for fine-tuning only: trains small adapters, the model's weights stay frozen")
-QLORA = Way("QLoRA", {"finetune": "qlora"}, "as LoRA, with frozen weights of 4 bits")
+QLORA = Way("QLoRA", {"finetune": "qlora", "finetune.bits": "4"}, "as LoRA, with frozen weights of 4 bits")
