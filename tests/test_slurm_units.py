@@ -175,7 +175,7 @@ def test_ranks_that_ended_alike_are_told_of_once():
     assert row["error"] == "rank 2 (and 3) on n5 has not been heard of again; rank 0 was killed by SIGKILL"
 
 
-def test_before_ranks_are_forked_is_imported_what_model_adapters_and_strategy_need():
+def test_before_ranks_are_forked_is_imported_what_model_and_strategy_need():
     t5 = "transformers.models.t5.modeling_t5"
     assert configuration("model=t5_tiny", "strategy=ddp").imports == (t5,)
     engine = configuration("model=t5_tiny", "strategy=deepspeed").imports
