@@ -121,6 +121,17 @@ class RunConfig:
         return self.finetune.of(self.model, self.precision)
 
     @property
+    def libraries(self) -> tuple[str, ...]:
+        """Optional ones whose operators are part of the model as it is trained."""
+        return (*self.finetune.packages, *(("torchao",) if self.precision.in_float8 else ()))
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """Modules worth importing once, before ranks are forked."""
+        device = self.hardware.device
+        return (*self.model.imports, *self.finetune.imports(device), *self.strategy.imports(device))
+
+    @property
     def nodes(self) -> int:
         """Machines the ranks are spread over."""
         return max(1, self.gpus // self.gpus_per_node)

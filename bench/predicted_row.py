@@ -21,7 +21,7 @@ def predicted_row(config: RunConfig, prediction: Prediction) -> Record:
         "fit": memory.verdict,
         **({} if fits else {"oom_phase": _oom_phase(memory), "error": shortage(memory)}),
         **(_speed(config, prediction.time) if fits and prediction.time else {}),
-        **(_bubble(prediction.time) if fits and prediction.time and config.strategy.timetable is not None else {}),
+        **(_bubble(prediction.time) if fits and prediction.time else {}),
         **_peaks(memory),
         "prediction": {"memory": _memory_parts(memory), "time": _time_parts(prediction.time)},
     }
@@ -55,8 +55,7 @@ def _speed(config: RunConfig, time: TimePrediction) -> Record:
 
 
 def _bubble(time: TimePrediction) -> Record:
-    """Whatever is not spent computing: waiting for other stages, and for what they send."""
-    return {"bubble": 1 - (time.compute_s + time.optimizer_s) / time.step_s.value}
+    return {} if time.idle_share is None else {"bubble": time.idle_share}
 
 
 def _peaks(memory: MemoryPrediction) -> Record:
@@ -94,7 +93,7 @@ def _whole(value: Range) -> dict[str, int]:
 def _time_parts(time: TimePrediction | None) -> Record | None:
     if time is None:
         return None
-    parts = {name: value for name, value in vars(time).items() if name != "timeline"}
+    parts = {name: value for name, value in vars(time).items() if name not in ("timeline", "idle_share")}
     return {**parts, "step_s": asdict(time.step_s)}
 
 

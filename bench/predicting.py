@@ -82,7 +82,7 @@ class Predictor:
         self._rows = dict(found)
         facts = environment_row([])
         del facts["environment"]["topology"], facts["environment"]["devices"]
-        self._facts = {**facts, "hosts": None, "launcher": "predict", "sweep": sweep, "predictor": predictor_version()}
+        self._facts = {**facts, "hosts": None, "launcher": "predict", "sweep": sweep}
 
     def rows(self, configs: Sequence[RunConfig]) -> list[Record]:
         """The rows of some runs. Each is predicted at most once."""
@@ -105,7 +105,8 @@ class Predictor:
             results: Record = {"status": "skipped" if forecast.refused else "error", "error": forecast.reason}
         else:
             results = predicted_row(config, forecast)
-        return {**configured_row(config), **self._facts, **results, "started_at": started, "finished_at": now()}
+        facts = {**self._facts, "predictor": predictor_version(config.libraries)}
+        return {**configured_row(config), **facts, **results, "started_at": started, "finished_at": now()}
 
     def _write(self, row: Record) -> Record:
         """Write a row as the next attempt; if somebody else writes at the same time, as the one after."""

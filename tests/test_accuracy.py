@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import re
+from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
 from bench.config import run_config
 from bench.planning.compose import composed
+from bench.records.published import PUBLISHED
 from bench.simulate.predict import predict_all
 from bench.simulate.prediction import DOES_NOT_FIT
+from bench.validation import runs
 from bench.validation.command import ACCURACY, accuracy, compare
 from bench.validation.runs import LEFT_OUT, SPEED, TUNED_AT, Case, cases
 from bench.validation.shapes import Shape
@@ -107,6 +112,50 @@ def test_what_the_zero_paper_fits_is_predicted_to_fit(of_strategies: list[Shape]
     (shape,) = [each for each in of_strategies if "what fits" in each.what]
     assert shape.predicted.startswith("fits, does not fit; ")
     assert not shape.predicted.endswith(DOES_NOT_FIT)
+
+
+def test_the_largest_models_of_the_zero_paper_are_about_as_large(of_strategies: list[Shape]) -> None:
+    """Without ZeRO and with ZeRO-1; the suite's ZeRO-1 in fp16, whose parameters and gradients are fp32, fits half."""
+    (shape,) = [each for each in of_strategies if "Table 2: the largest" in each.what]
+    published = [float(number) for number in re.findall(r"[\d.]+(?=B)", shape.published)]
+    assert published == [1.3, 6.2]
+    predicted = [float(number) for number in re.findall(r"[\d.]+(?=B)", shape.predicted)]
+    surely, at_most = predicted[::2], predicted[1::2]
+    assert surely[:2] == pytest.approx(published, rel=0.25)
+    assert all(low < high < 1.2 * low for low, high in zip(surely, at_most, strict=True))
+    assert at_most[2] < 0.5 * surely[1]
+
+
+def test_what_is_published_of_strategies_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = PUBLISHED.read_text(encoding="utf-8")
+    for old, new in (
+        ("120.29 s/it", "100.00 s/it"),
+        (",>40,", ",>41,"),
+        ("1.4B,DDP,", "1.5B,DDP,"),
+        ("20,yes,tflops_per_gpu,159", "20,yes,tflops_per_gpu,160"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    text = text.replace("max_model_parameters,6.2B", "max_model_parameters,6.3B")
+    (tmp_path / "changed.csv").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(runs, "PUBLISHED", tmp_path / "changed.csv")
+    one = predict_all([run_config(composed({"mode": "predict", "hardware": "a100_80gb", "precision": "bf16"}))])
+    said = [shape.published for shape in strategy_shapes(lambda configs: one * len(configs))]
+    assert said[2:] == [
+        "100.00 / 137.34 s = 0.73; 72 - 37 = 35 GB",
+        "1.3B, 6.3B",
+        "DDP up to 1.5B; ZeRO-2 up to 13B",
+        "more than 41",
+        "160",
+    ]
+
+
+def test_every_source_is_compared_or_has_a_reason_not_to_be(published: list[Case]) -> None:
+    with PUBLISHED.open(newline="", encoding="utf-8") as file:
+        sources = {line["source_key"] for line in csv.DictReader(file)}
+    compared = {case.source for case in published} | {"megatron_a100_readme"}
+    reasons = [name.strip() for key in LEFT_OUT for name in re.split("[;,]", key)]
+    assert not [each for each in sources - compared if not any(fnmatch(each, name) for name in reasons)]
 
 
 def test_the_committed_page_is_what_comes_out_today(results: list[Result]) -> None:

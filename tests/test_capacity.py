@@ -14,6 +14,7 @@ from bench.launch.capacity import model_state_bytes, refuse_what_exhausts_this_m
 from bench.launch.ranks import Ended, Rank
 from bench.launch.verdict import verdict
 from bench.records.schema import PHASES
+from bench.simulate.predict import predict
 from bench.sweep import main as sweep_main
 from tests.conftest import configuration
 
@@ -29,6 +30,16 @@ GIB = 2**30
         (("gpus=4", "strategy=ddp"), 64),
         (("gpus=1", "precision=bf16_pure"), 8),
         (("gpus=1", "optimizer=sgd"), 8),
+        (("gpus=4", "strategy=zero1"), 4 * 8 + 8),
+        (("gpus=4", "strategy=deepspeed", "strategy.stage=0"), 64),
+        (("gpus=4", "strategy=deepspeed", "strategy.stage=1"), 4 * 8 + 12),
+        (("gpus=4", "strategy=deepspeed", "strategy.stage=1", "precision=bf16"), 4 * 4 + 12),
+        (("gpus=4", "strategy=deepspeed", "strategy.stage=2"), 4 * 4 + 4 + 12),
+        (("gpus=4", "strategy=deepspeed", "strategy.stage=3", "precision=bf16"), 2 + 2 + 12),
+        (("gpus=4", "strategy=pipeline", "strategy.stages=2"), 32),
+        (("gpus=4", "strategy=tensor_parallel", "strategy.degree=4"), 16),
+        (("gpus=4", "mode=rehearse"), 4),
+        (("gpus=4", "mode=rehearse", "strategy=zero1"), 8 + 2),
     ],
 )
 def test_model_state_is_counted_as_the_strategies_keep_it(overrides: tuple[str, ...], bytes_per_parameter: int) -> None:
@@ -43,6 +54,24 @@ def test_what_exhausts_the_machine_is_refused() -> None:
     with pytest.raises(ImpossibleError, match=r"needs at least 168 GiB.*this machine has 24 GiB"):
         refuse_what_exhausts_this_machine(config, 24 * GIB)
     refuse_what_exhausts_this_machine(config, 512 * GIB)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", *(f"deepspeed strategy.stage={stage}" for stage in (1, 2, 3))])
+def test_no_run_is_refused_that_is_predicted_to_need_less(strategy: str, precision: str) -> None:
+    run = ("model=gpt_350m", "gpus=4", *f"strategy={strategy}".split(), f"precision={precision}", "sequence_length=8")
+    config = configuration(*run, "batch_size_per_gpu=1", "mode=predict")
+    one_rank = predict(config).memory.allocated.value
+    config = configuration(*run, "batch_size_per_gpu=1")
+    assert model_state_bytes(config) <= 4 * one_rank
+
+
+def test_of_adapters_the_frozen_weights_are_what_is_needed() -> None:
+    pytest.importorskip("peft")
+    config = configuration("model=t5_11b", "gpus=2", "strategy=ddp", "finetune=lora")
+    assert model_state_bytes(config) == pytest.approx(2 * 4 * config.model.num_parameters, rel=0.02)
+    with pytest.raises(ImpossibleError, match="needs at least 84 GiB for frozen weights, and this machine has 24 GiB"):
+        refuse_what_exhausts_this_machine(config, 24 * GIB)
 
 
 def test_a_memory_limit_lets_it_try() -> None:

@@ -15,7 +15,7 @@ from bench import records
 from bench.config import run_config
 from bench.errors import ImpossibleError
 from bench.simulate.cpu_memory import Sums
-from bench.simulate.full_trace import full_trace
+from bench.simulate.full_trace import TRACED, full_trace
 from bench.simulate.prediction import PARTS
 from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, configuration
 
@@ -31,7 +31,7 @@ def rows(folder: str) -> Iterator[dict[str, Any]]:
     """Rows that can be traced, in an order that mixes everything."""
     for run in sorted((MEASURED / folder).iterdir()):
         row = records.latest(run.parent, run.name) if run.is_dir() and not run.name.startswith(".") else None
-        if row and row.get("status") == "ok" and row["strategy"] != "ddp":
+        if row and row.get("status") == "ok" and row["strategy"] in TRACED:
             yield row
 
 
@@ -104,19 +104,29 @@ def test_the_module_at_the_peak_has_its_name_in_the_model() -> None:
 
 
 def test_it_leaves_no_process_group_and_no_mode_behind() -> None:
-    threads = torch.get_num_threads()
+    threads, excepthook = torch.get_num_threads(), sys.excepthook
     with pytest.raises(ImpossibleError, match="compile"):
         full_trace(configuration(*SMALL_GPT, "strategy=single", "compile=true"))
     full_trace(configuration(*SMALL_GPT, "strategy=single"))
     assert not torch.distributed.is_initialized()
     assert torch.get_num_threads() == threads
+    assert sys.excepthook is excepthook
     assert torch.empty(3).untyped_storage().data_ptr() > 0
     assert type(torch.ones(1) + 1) is torch.Tensor
 
 
-def test_ddp_is_refused() -> None:
-    with pytest.raises(ImpossibleError, match="ddp"):
-        full_trace(configuration(*SMALL_GPT, "strategy=ddp", "gpus=2"))
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "tensor_parallel", "pipeline", "naive_pipeline"])
+def test_what_was_never_held_against_measurements_is_refused(strategy: str) -> None:
+    with pytest.raises(ImpossibleError, match=f"strategy={strategy} .*: choose single, fsdp, fsdp1"):
+        full_trace(configuration(*SMALL_GPT, f"strategy={strategy}", "gpus=2", "mode=predict"))
+
+
+def test_what_lies_on_the_host_is_refused() -> None:
+    offloaded = configuration(
+        *SMALL_GPT, "strategy=fsdp", "strategy.cpu_offload=true", "gpus=2", "mode=predict", "hardware=a100_80gb"
+    )
+    with pytest.raises(ImpossibleError, match="offloads"):
+        full_trace(offloaded)
 
 
 def residual(x: torch.Tensor) -> torch.Tensor:

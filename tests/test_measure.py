@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
+import tomllib
 
 import pytest
 import torch
 
 from bench.measure.clock import CpuClock
+from bench.measure.environment import software
 from bench.measure.memory import Change, CpuProbe, peak_of_changes
 from bench.measure.oom import bytes_asked, is_out_of_memory
 from bench.measure.profiling import covered, exposed_communication, merged, overlap
 from bench.measure.statistics import median_interval, percentile, slowest_rank
+from tests.conftest import ROOT
 
 MIB = 2**20
 
@@ -149,3 +153,11 @@ def test_exposed_communication_is_what_no_kernel_hides() -> None:
     ]
     assert exposed_communication(events, on_gpu=True) == pytest.approx(0.4)
     assert exposed_communication([], on_gpu=True) == 0.0
+
+
+def test_versions_of_every_library_that_an_extra_brings_are_on_the_row() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    computing = [extra for extra in extras if extra not in ("notebooks", "dashboard", "test")]
+    brought = {re.split("[<>=]", package)[0] for extra in computing for package in extras[extra]}
+    assert "torchao" in brought
+    assert brought <= set(software()["packages"])

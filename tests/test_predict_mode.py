@@ -199,7 +199,7 @@ def test_what_is_predicted_stays_until_it_is_forced_or_the_predictor_changes(sto
     assert sweep.main([*typed, "force=true"]) == 0
     assert attempts(store) == [2, 2]
     for module in (plan, predicting):
-        monkeypatch.setattr(module, "predictor_version", lambda: "another")
+        monkeypatch.setattr(module, "predictor_version", lambda *_: "another")
     assert sweep.main([*typed, "dry_run=true"]) == 0
     assert "2 runs, 0 done, 2 to run" in capsys.readouterr().out
     assert sweep.main(typed) == 0
@@ -208,6 +208,15 @@ def test_what_is_predicted_stays_until_it_is_forced_or_the_predictor_changes(sto
     assert {path: path.read_bytes() for path in store.glob("*/0.json")} == before
     assert sweep.main(typed) == 0
     assert attempts(store) == [3, 3]
+
+
+def test_a_row_names_the_predictor_of_its_libraries(store, monkeypatch):
+    pytest.importorskip("peft")
+    told(monkeypatch, lambda config: told_so())
+    run = ("mode=predict", A100, "model=gpt_tiny", "gpus=1", "strategy=ddp", "finetune=lora")
+    assert sweep.main([*run, f"store={store}", "report=false"]) == 0
+    (named,) = records.load(store)["predictor"]
+    assert named == predicting.predictor_version(("peft",)) != predicting.predictor_version()
 
 
 def test_the_measured_run_is_another_run(store, monkeypatch, capsys):

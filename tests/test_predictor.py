@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import itertools
 import math
 import time
@@ -14,7 +15,8 @@ import pytest
 from bench.config import RunConfig, run_config
 from bench.errors import ImpossibleError
 from bench.planning.compose import composed
-from bench.simulate import cache, traces
+from bench.planning.plan import answers
+from bench.simulate import cache, traces, version
 from bench.simulate import predict as predictor
 from bench.simulate.predict import predict, predict_all
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, PARTS, Prediction, from_plain, to_plain
@@ -65,12 +67,33 @@ def test_a_prediction_is_made_once(empty_cache, monkeypatch):
 def test_a_change_of_the_predictor_forgets_everything(empty_cache, monkeypatch):
     run = config()
     predict(run)
-    monkeypatch.setattr(cache, "predictor_version", lambda: "another")
+    monkeypatch.setattr(cache, "predictor_version", lambda *_: "another")
     assert cache.read("prediction", [predictor.identity(run)]) == {}
     cache.write("prediction", {"x": 1})
     monkeypatch.undo()
     monkeypatch.setenv(cache.FOLDER_VARIABLE, str(empty_cache))
     assert cache.read("prediction", [predictor.identity(run)]) == {}
+
+
+def test_another_version_of_a_library_is_another_predictor_of_runs_that_need_it(monkeypatch):
+    pytest.importorskip("peft")
+    adapted = config(finetune="lora")
+    assert (config().libraries, adapted.libraries) == ((), ("peft",))
+    row = {"status": "ok", "predictor": version.predictor_version(adapted.libraries)}
+    assert answers(row, dataclasses.replace(adapted, mode="predict"))
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == "peft" else installed(name))
+    plain, before = version.predictor_version(), cache.predictor_version(version.LIBRARIES)
+    version.predictor_version.cache_clear()
+    assert version.predictor_version() == plain
+    assert cache.predictor_version(version.LIBRARIES) != before
+    assert not answers(row, dataclasses.replace(adapted, mode="predict"))
+    version.predictor_version.cache_clear()
+
+
+def test_what_fp8_is_made_of_is_part_of_its_predictor():
+    pytest.importorskip("torchao")
+    assert config(precision="fp8", hardware="h100_80gb", compile=True).libraries == ("torchao",)
 
 
 @pytest.mark.parametrize("folder", ["", "/proc/nowhere"])

@@ -268,3 +268,6 @@ def test_a_fused_kernel_reads_what_comes_in_and_writes_what_is_read_later():
     kernels, became = fused([add, add, mm], uses, {1: 0, 2: 1, 3: 1, 4: 2})
     assert kernels == [("fused", MEMORY, 0, (0,) * 5, 0, 8 + 8 + 8), mm]
     assert became == [0, 0, 1]
+    kernels, became = fused([add, add, mm], uses, {1: 0, 2: 1, 3: 1, 4: 2}, exchanges={1})
+    assert [kernel[5] for kernel in kernels] == [8 + 8 + 8, 8 + 8 + 8, 48]
+    assert became == [0, 1, 2]

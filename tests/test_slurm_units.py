@@ -173,3 +173,12 @@ def test_ranks_that_ended_alike_are_told_of_once():
     gone = "on n5 has not been heard of again"
     row = verdict(configuration(), [Ended(2, end=gone), Ended(3, end=gone), Ended(0, end="was killed by SIGKILL")])
     assert row["error"] == "rank 2 (and 3) on n5 has not been heard of again; rank 0 was killed by SIGKILL"
+
+
+def test_before_ranks_are_forked_is_imported_what_model_and_strategy_need():
+    t5 = "transformers.models.t5.modeling_t5"
+    assert configuration("model=t5_tiny", "strategy=ddp").imports == (t5,)
+    engine = configuration("model=t5_tiny", "strategy=deepspeed").imports
+    assert engine == (t5, "torch._inductor.compile_fx")
+    on_gpus = configuration("model=t5_tiny", "strategy=deepspeed", "mode=predict", "hardware=a100_80gb")
+    assert on_gpus.imports == (t5,)

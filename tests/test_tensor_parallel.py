@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from bench.simulate.layout import layout_of
 from bench.simulate.network import Group, collective_seconds
 from bench.simulate.pace import group_of
 from bench.simulate.predict import predict, tape_key
-from bench.simulate.tape import record
+from bench.simulate.tape import TapeKey, record
 from bench.strategies.plan import REPLICAS, SHARDS, TENSOR, WORLD
 from bench.strategies.split import Split
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
@@ -129,6 +131,20 @@ def test_each_block_sends_what_megatron_says() -> None:
         assert kinds.count("all-gather") == kinds.count("reduce-scatter") == 2 * blocks
 
 
+def test_kernels_are_not_fused_over_what_ranks_exchange() -> None:
+    """What is exchanged comes before the layer norm's backward, and after the sum of a bias's gradient: these stay
+    apart, others become one."""
+    sizes = (*SMALL_GPT, "sequence_length=16", "strategy=tensor_parallel", "gpus=4", "batch_size_per_gpu=1")
+    key = tape_key(configuration(*sizes, *WHOLE))
+
+    def kernels_before(key: TapeKey) -> list[list[int]]:
+        segments = [segment for segment in record(key, 4).segments if segment.place == (0, 0)]
+        return [[event.kernel for event in segment.collectives] for segment in segments]
+
+    assert kernels_before(key) == [[5, 11], [7, 17]]
+    assert kernels_before(dataclasses.replace(key, compile=True)) == [[5, 9], [6, 15]]
+
+
 def test_the_group_that_shares_layers_is_as_near_as_can_be() -> None:
     run = (*SMALL_GPT, "cluster.gpus_per_node=8", "strategy=tensor_parallel", "gpus=32", "mode=predict")
     config = configuration(*run, "strategy.degree=4", "strategy.sharding_factor=16", "hardware=h100_80gb")
@@ -223,8 +239,10 @@ def test_tied_parameters_stay_tied_when_they_are_divided() -> None:
 
 
 def test_a_model_is_as_it_was_after_it_has_been_traced() -> None:
-    """Splitting a model for a trace leaves nothing behind: no process group, no operators of divided losses."""
+    """Splitting a model for a trace leaves nothing: no process group, no hook, no operators of divided losses."""
     config = configuration(*SMALL_GPT, "strategy=tensor_parallel", "gpus=2", "batch_size_per_gpu=1")
+    excepthook = sys.excepthook
     record(tape_key(config), 2)
+    assert sys.excepthook is excepthook
     assert not torch.distributed.is_initialized()
     assert torch.ops.aten._log_softmax.default not in DTensor._op_dispatcher._custom_op_handlers

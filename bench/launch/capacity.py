@@ -11,16 +11,20 @@ GIB = 2**30
 
 
 def model_state_bytes(config: RunConfig) -> int:
-    """Least memory all ranks that run together keep from step to step: parameters, gradients and optimizer state.
+    """Least memory all ranks that run together have when a backward is over: parameters, gradients, optimizer state.
 
-    Only weights that multiply tokens are counted, from the FLOPs of a single token, so nothing has to be built.
+    Only weights that multiply tokens are counted, from the FLOPs of a single token, so nothing has to be built. Where
+    adapters are trained it is these weights alone, which are frozen.
     """
     count = config.model.flops_per_sequence(1)
     weights = (count.blocks_linear + count.outside) // 2
-    trains_all = config.finetune.name == "full"
-    copies = 2 + config.optimizer.states_per_parameter if trains_all else 1
-    bits = getattr(config.finetune, "bits", 8 * config.precision.parameter_dtype.itemsize)
-    return weights * copies * bits // 8 * config.processes // config.strategy.factor
+    if config.finetune.name == "full":
+        states = config.optimizer.states_per_parameter
+        size = config.strategy.state_bytes(config.precision, states, config.gpus)
+    else:
+        bits = getattr(config.finetune, "bits", 8 * config.precision.parameter_dtype.itemsize)
+        size = bits / 8 * config.gpus / config.strategy.factor
+    return round(weights * size * config.processes / config.gpus)
 
 
 def refuse_what_exhausts_this_machine(config: RunConfig, memory_bytes: int | None = None) -> None:
@@ -35,8 +39,9 @@ def refuse_what_exhausts_this_machine(config: RunConfig, memory_bytes: int | Non
         return
     needed = model_state_bytes(config)
     if needed > memory_bytes:
+        what = "parameters, gradients and optimizer state" if config.finetune.name == "full" else "frozen weights"
         raise ImpossibleError(
-            f"model={config.model.name} with gpus={config.gpus} needs at least {needed / GIB:.0f} GiB for parameters, "
-            f"gradients and optimizer state, and this machine has {memory_bytes / GIB:.0f} GiB: choose a smaller model "
-            f"or hardware.memory_limit_gib={share_gib:.1f} or less to see it run out of memory."
+            f"model={config.model.name} with gpus={config.gpus} needs at least {needed / GIB:.0f} GiB for {what}, and "
+            f"this machine has {memory_bytes / GIB:.0f} GiB: choose a smaller model or "
+            f"hardware.memory_limit_gib={share_gib:.1f} or less to see it run out of memory."
         )

@@ -73,13 +73,7 @@ def execute(
     OSError
         If the store cannot be written.
     """
-    preload(
-        (
-            *config.model.imports,
-            *config.finetune.imports(config.hardware.device),
-            *config.strategy.imports(config.hardware.device),
-        )
-    )
+    preload(config.imports)
     clear_away_dead(store, config.run_id)
     attempt = Attempt.begin(config, store, {"process": this_process()}, {"launcher": launcher, "sweep": sweep})
     places = [RankPlace(rank, rank % config.gpus_per_node, config.processes) for rank in range(config.processes)]

@@ -30,6 +30,7 @@ PACKAGES = (
     "bitsandbytes",
     "accelerate",
     "lightning",
+    "torchao",
 )
 
 CODE = ("bench", "conf", "pyproject.toml", "constraints.txt")

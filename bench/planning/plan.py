@@ -77,7 +77,7 @@ def answers(record: Record | None, config: RunConfig) -> bool:
     """Whether a row is the result of a run: an older predictor's prediction is none."""
     if record is None or record["status"] not in FINISHED:
         return False
-    return not config.predicted or record.get("predictor") == predictor_version()
+    return not config.predicted or record.get("predictor") == predictor_version(config.libraries)
 
 
 def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Callable[[RunConfig], None]) -> Plan:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.simulate.version import predictor_version
+from bench.simulate.version import LIBRARIES, predictor_version
 
 FOLDER_VARIABLE = "BENCH_CACHE"
 """Environment variable that names another folder; empty for none at all."""
@@ -43,7 +43,7 @@ def read(kind: str, keys: Iterable[str]) -> dict[str, Any]:
             marks = ",".join("?" * len(part))
             query = f"SELECT key, value FROM entries WHERE kind = ? AND version = ? AND key IN ({marks})"
             assert database is not None
-            for key, value in database.execute(query, (kind, predictor_version(), *part)):
+            for key, value in database.execute(query, (kind, predictor_version(LIBRARIES), *part)):
                 found[key] = json.loads(zlib.decompress(value))
     return found
 
@@ -53,7 +53,7 @@ def write(kind: str, values: Mapping[str, Any]) -> None:
     with contextlib.suppress(sqlite3.Error, OSError), _opened() as database:
         if database is None or not values:
             return
-        version = predictor_version()
+        version = predictor_version(LIBRARIES)
         rows = [
             (kind, version, key, zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1))
             for key, value in values.items()

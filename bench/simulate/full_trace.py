@@ -19,12 +19,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +31,7 @@ from bench.errors import ImpossibleError
 from bench.models import Batch
 from bench.simulate.cpu_memory import Sums, working_memory
 from bench.simulate.cuda_operators import operators_of
+from bench.simulate.lone import lone_rank
 from bench.simulate.prediction import PARTS
 from bench.strategies import Job
 from bench.strategies.sharding import ShardingStrategy
@@ -40,6 +39,10 @@ from bench.training.engine import Engine, build_engine, micro_batches
 
 STEPS = 2
 """Optimizer state first appears in step 1, so step 2 is the first like all others."""
+
+TRACED = ("single", "fsdp", "fsdp1")
+"""Strategies whose traces were held against what was measured. DDP's reducer, which others use as well, takes no fake
+tensors; other libraries' engines, split layers and stages were never tried."""
 
 BUILD, FORWARD, BACKWARD, OPTIMIZER = "build", "forward", "backward", "optimizer"
 
@@ -85,16 +88,19 @@ def full_trace(config: RunConfig) -> FullTrace:
     Raises
     ------
     ImpossibleError
-        For DDP, whose reducer lives in C++ and takes no fake tensors, for compiled blocks, and for split layers.
+        For strategies but those in `TRACED`, for offloading, and for compiled blocks.
+    RuntimeError
+        If the process is a rank already.
     """
-    if config.strategy.split() is not None:
-        raise ImpossibleError(f"strategy={config.strategy.name} cannot be traced in full: its layers are split.")
-    if config.strategy.name == "ddp":
-        raise ImpossibleError("strategy=ddp cannot be traced in full: its reducer takes no fake tensors.")
+    strategy = config.strategy
+    if strategy.name not in TRACED:
+        raise ImpossibleError(f"strategy={strategy.name} cannot be traced in full: choose {', '.join(TRACED)}.")
+    if strategy.uses_host:
+        raise ImpossibleError(
+            f"strategy={strategy.name} that offloads cannot be traced in full: keep all on the device."
+        )
     if config.compile:
         raise ImpossibleError("compile=true cannot be traced in full: compiled blocks take no fake tensors.")
-    if dist.is_initialized():
-        raise RuntimeError("a full trace needs a process group of its own, and there is one already")
     ledger, sums = _Ledger(), Sums()
     device = config.hardware.device
     with (
@@ -115,11 +121,10 @@ def _process_group(config: RunConfig) -> Iterator[None]:
     """Within, this process is rank 0 of a group that exchanges nothing, with the threads a rank has."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(config.hardware.cpu_threads)  # attention on a CPU has buffers for every thread
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.gpus)
     try:
-        yield
+        with lone_rank(config.gpus):
+            yield
     finally:
-        dist.destroy_process_group()
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
 

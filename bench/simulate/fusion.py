@@ -8,7 +8,7 @@ and is less in truth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.simulate.kernels import MEMORY
@@ -33,7 +33,11 @@ class Use:
 
 
 def fused(
-    kernels: Sequence[Kernel], uses: Sequence[Use], last_read: Mapping[int, int], first: int = 0
+    kernels: Sequence[Kernel],
+    uses: Sequence[Use],
+    last_read: Mapping[int, int],
+    first: int = 0,
+    exchanges: Collection[int] = (),
 ) -> tuple[list[Kernel], list[int]]:
     """Kernels after fusion, and for each of the original ones the position of the one it became part of.
 
@@ -43,6 +47,8 @@ def fused(
         Storage to the last kernel that reads it, counted over the whole trace.
     first: int
         The number of the first of `kernels` in that count.
+    exchanges: collection of int
+        Positions of `kernels` before which ranks exchange something, over which nothing is fused.
     """
     result: list[Kernel] = []
     became: list[int] = []
@@ -51,8 +57,9 @@ def fused(
         if _fuses(kernel):
             start = index if start is None else start
             became.append(len(result))
-            ends = index + 1 == len(kernels) or not _fuses(kernels[index + 1]) or _reduces_to_a_number(uses[index])
-            if ends:
+            after = index + 1
+            ends = after == len(kernels) or after in exchanges or not _fuses(kernels[after])
+            if ends or _reduces_to_a_number(uses[index]):
                 result.append(_together(kernels[start : index + 1], uses[start : index + 1], last_read, first + index))
                 start = None
         else:

@@ -1,8 +1,9 @@
-"""A process group that is there for its size alone, for models whose layers are split over ranks."""
+"""A process group that is there for its size alone, for what is traced as the first of several ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from unittest import mock
 
@@ -19,6 +20,26 @@ from bench.strategies.split import Split, localize
 
 
 @contextlib.contextmanager
+def lone_rank(world_size: int) -> Iterator[None]:
+    """Within, this process is the first of so many ranks, which exchange nothing; nothing of it is left behind.
+
+    Raises
+    ------
+    RuntimeError
+        If the process is a rank already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a trace needs a process group of its own, and there is one already")
+    excepthook = sys.excepthook  # torch puts one in its place that names the rank
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+@contextlib.contextmanager
 def split_over(split: Split | None, family: Family, model: nn.Module) -> Iterator[None]:
     """Split a model, which is on meta, as its first rank has it; within, it can be run with fake tensors.
 
@@ -32,17 +53,12 @@ def split_over(split: Split | None, family: Family, model: nn.Module) -> Iterato
     if split is None:
         yield
         return
-    if dist.is_initialized():
-        raise RuntimeError("a model that is split is traced in a process group of its own, and there is one already")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=split.degree)
-    try:
+    with lone_rank(split.degree):
         split.divide(family, model, init_device_mesh("cpu", (split.degree,)))
         if not split.keeps_dtensors:
             localize(model)
         with _shapes_unseen(), loss_parallel():
             yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,9 @@ from bench.strategies.plan import GRADIENTS, Setting, Unit
 
 ACTIVATIONS = "activations"
 
+STANDSTILL = Pace()
+"""Memory is the same at any pace."""
+
 
 def predicted(config: RunConfig, key: TapeKey, *, timeline: bool) -> Prediction:
     """Predict a run; memory is that of the rank that needs most."""
@@ -26,8 +29,13 @@ def predicted(config: RunConfig, key: TapeKey, *, timeline: bool) -> Prediction:
     ranks = range(timetable.ranks)
     plans = [_plan(config, [casts[stage] for stage in timetable.stages_of(rank)]) for rank in ranks]
     machines = [_played(config, timetable, casts, plans[rank], rank) for rank in ranks]
-    found = memory.memory_of(config, max(machines, key=lambda machine: machine.peak.size))
-    return Prediction(found, time_of(config, timetable, casts, plans, found, timeline=timeline))
+    memories = [memory.memory_of(config, machine) for machine in machines]
+    stalls = [
+        _stalled_s(config, timetable, casts, plans[rank], rank) if memory.is_degraded(memories[rank]) else 0.0
+        for rank in ranks
+    ]
+    found = memories[max(ranks, key=lambda rank: machines[rank].peak.size)]
+    return Prediction(found, time_of(config, timetable, casts, plans, found, stalls, timeline=timeline))
 
 
 def _plan(config: RunConfig, casts: Sequence[Cast]) -> RankPlan:
@@ -42,9 +50,21 @@ def _plan(config: RunConfig, casts: Sequence[Cast]) -> RankPlan:
     return config.strategy.rank_plan([cast.units for cast in casts], setting)
 
 
-def _played(config: RunConfig, timetable: Timetable, casts: Sequence[Cast], plan: RankPlan, rank: int) -> Machine:
+def _stalled_s(config: RunConfig, timetable: Timetable, casts: Sequence[Cast], plan: RankPlan, rank: int) -> float:
+    """Seconds of a step in which a rank's allocator retries: at no pace at all, nothing else holds up its kernels."""
+    return _played(config, timetable, casts, plan, rank, pace.retrying(STANDSTILL)).spent["launch"]
+
+
+def _played(
+    config: RunConfig,
+    timetable: Timetable,
+    casts: Sequence[Cast],
+    plan: RankPlan,
+    rank: int,
+    speed: Pace = STANDSTILL,
+) -> Machine:
     """Memory of one rank over a step."""
-    machine = Machine(Pace())
+    machine = Machine(speed)
     on_cpu = config.hardware.device == "cpu"
     # On a CPU each share is a view of the whole batch.
     sequences = config.batch_size_per_gpu * (config.gpus if on_cpu else timetable.ranks)

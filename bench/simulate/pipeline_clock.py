@@ -85,7 +85,15 @@ def _ready(action: Action, done: dict[Action, float], send_s: Sequence[float], l
     return None if behind is None else behind + send_s[stage]
 
 
-def idle_share(runs: Sequence[Run], step_s: float | None = None) -> float:
-    """Share of a step in which a rank computes nothing, on average over ranks."""
+def idle_share(runs: Sequence[Run], beside_s: Sequence[float] = (), step_s: float | None = None) -> float:
+    """Share of a step in which a rank is in no stage and in no optimizer, on average over ranks, as runs measure it.
+
+    Parameters
+    ----------
+    beside_s: sequence of float
+        Per rank: what it does beside its actions, such as the optimizer's step; nothing where it is not given.
+    step_s: float or None
+        Of the step; until the last action is over where it is not given.
+    """
     step = max(each.end_s for each in runs) if step_s is None else step_s
-    return 1 - sum(each.busy_s for each in runs) / (len(runs) * step)
+    return 1 - (sum(each.busy_s for each in runs) + sum(beside_s)) / (len(runs) * step)

@@ -6,7 +6,11 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from bench.config import RunConfig
+from bench.models import Family
+from bench.models.materialize import Materializer
 from bench.models.stages import cut
 from bench.simulate import pace
 from bench.simulate.layout import layout_of
@@ -14,7 +18,7 @@ from bench.simulate.reel import Piece, Scene, batches_for, kernels_at, merged, p
 from bench.simulate.stage_tape import Part, StageKey, handed_dtype, parts_of, small_stage, stage_names, traced
 from bench.simulate.tape import TRACED_BLOCKS, Place, TapeKey
 from bench.simulate.traces import Speed, reel_of
-from bench.strategies.pipeline_plan import RankPlan, StageUnits
+from bench.strategies.pipeline_plan import RankPlan, StageUnits, tied
 from bench.strategies.pipeline_schedule import FORWARD, Timetable
 from bench.strategies.plan import Parameter, Unit
 
@@ -113,6 +117,16 @@ def casts_of(config: RunConfig, key: TapeKey, timetable: Timetable) -> list[Cast
             )
         )
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def shared_by(family: Family, num_stages: int) -> dict[str, tuple[int, list[int]]]:
+    """Parameters that several stages have, by their names in the whole model: elements, and those stages."""
+    model = family.build()
+    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    materializer = Materializer(model, family, torch.device("meta"), seed=0)
+    names = [materializer.names(family.stage(model, blocks)) for blocks in cut(family.num_blocks or 0, num_stages)]
+    return {name: (numels[name], stages) for name, stages in tied(names).items()}
 
 
 def _logits_bytes(config: RunConfig, key: TapeKey, sequences: int) -> float:

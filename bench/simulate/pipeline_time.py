@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,8 @@ from bench.simulate import pace
 from bench.simulate.machine import Machine, Pace
 from bench.simulate.memory import is_degraded
 from bench.simulate.network import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Group, collective_seconds
-from bench.simulate.pipeline_clock import Run, StageSeconds, run
-from bench.simulate.pipeline_parts import Cast
+from bench.simulate.pipeline_clock import Run, StageSeconds, idle_share, run
+from bench.simulate.pipeline_parts import Cast, shared_by
 from bench.simulate.prediction import MemoryPrediction, Range, Span, TimePrediction
 from bench.simulate.step import Update
 from bench.strategies.pipeline_plan import RankPlan
@@ -36,10 +37,17 @@ def time_of(
     casts: Sequence[Cast],
     plans: Sequence[RankPlan],
     found: MemoryPrediction,
+    stalls: Sequence[float],
     *,
     timeline: bool,
 ) -> TimePrediction | None:
-    """The time of a step, its parts as means over ranks; None where the hardware's speeds are unknown."""
+    """The time of a step, its parts as means over ranks; None where the hardware's speeds are unknown.
+
+    Parameters
+    ----------
+    stalls: sequence of float
+        Per rank: seconds in which its allocator retries. All wait for the rank that stands still longest.
+    """
     if not pace.is_known(config.hardware, config.precision):
         return None
     speed = pace.pace_of(config)
@@ -51,24 +59,24 @@ def time_of(
     without_sending = run(timetable, seconds, [0.0] * len(send_s))
     updates = [pace.update_of(config, plan.updated) for plan in plans]
     reduced = [_reduction(config, timetable, casts, seconds, rank) for rank in range(timetable.ranks)]
-    tied = _tied_seconds(config, timetable, casts)
-    ends = [
-        each.end_s + exposed + tied + _seconds(update, speed)
-        for each, (exposed, _), update in zip(runs, reduced, updates, strict=True)
-    ]
-    step = max(ends)
+    tied = all_tied(config, timetable)
+    tied_s = _mean(sum(each.seconds for each in tied if rank in each.ranks) for rank in range(timetable.ranks))
+    stalled_s = max(stalls)
+    ends = with_tied([each.end_s + exposed for each, (exposed, _) in zip(runs, reduced, strict=True)], tied)
+    step = max(end + _seconds(update, speed) for end, update in zip(ends, updates, strict=True)) + stalled_s
     computed = _mean(sum(passes[each.stage][each.kind].computed for each in own.actions) for own in runs)
     busy = _mean(own.busy_s for own in runs)
     waited = max(each.end_s for each in runs) - max(each.end_s for each in without_sending)
-    exposed = max(0.0, waited) + _mean(hidden for hidden, _ in reduced) + tied
+    exposed = max(0.0, waited) + _mean(hidden for hidden, _ in reduced) + tied_s
     optimizer = _mean(update.seconds for update in updates)
-    idle = step - busy - exposed - _mean(_seconds(update, speed) for update in updates)
+    updating = [_seconds(update, speed) for update in updates]
+    idle = step - busy - exposed - _mean(updating) - stalled_s
     parts = {
         "compute": computed,
         "network": exposed,
         "memory bandwidth": optimizer,
         BUBBLE: idle,
-        "kernel launches": step - computed - exposed - optimizer - idle,
+        "kernel launches": step - computed - exposed - optimizer - idle - stalled_s,
     }
     degraded = is_degraded(found)
     return TimePrediction(
@@ -77,9 +85,10 @@ def time_of(
         exposed_communication_s=exposed,
         optimizer_s=optimizer,
         bubble_s=step - computed - exposed - optimizer,
-        communication_s=_sent_seconds(timetable, send_s) + _mean(total for _, total in reduced) + tied,
+        communication_s=_sent_seconds(timetable, send_s) + _mean(total for _, total in reduced) + tied_s,
         limited_by="allocator" if degraded else max(parts, key=lambda name: parts[name]),
         degraded=degraded,
+        idle_share=idle_share(runs, [a + b + c for (a, _), b, c in zip(reduced, updating, stalls, strict=True)], step),
         timeline=_timeline(runs, updates, step) if timeline else (),
     )
 
@@ -100,13 +109,6 @@ def _pass(cast: Cast, phase: str, speed: Pace, known: dict[tuple[tuple[int, ...]
         machine.synchronize()
         known[name] = Pass(machine.spent["compute"], machine.processor)
     return known[name]
-
-
-def _group(config: RunConfig, ranks: int, stride: int) -> Group:
-    """Ranks a stride apart, as every rank has such a group."""
-    per_node = min(config.gpus, config.gpus_per_node)
-    inside = max(1, min(ranks, per_node // stride))
-    return Group(ranks, inside, max(1, per_node // inside))
 
 
 def _copies(config: RunConfig, timetable: Timetable) -> int:
@@ -179,19 +181,41 @@ def _numel(parameters: Sequence[Parameter]) -> int:
     return sum(parameter.numel for parameter in parameters)
 
 
-def _tied_seconds(config: RunConfig, timetable: Timetable, casts: Sequence[Cast]) -> float:
-    """All-reduces of the gradients that several stages have: in the main those of the embedding and the head."""
-    first, last = casts[0].units.units[0].parameters, casts[-1].units.units[0].parameters
-    shared = {parameter.shape for parameter in first if len(parameter.shape) == 2} & {
-        parameter.shape for parameter in last if len(parameter.shape) == 2
-    }
-    copies = _copies(config, timetable)
+@dataclass(frozen=True)
+class Tied:
+    """The all-reduce of a gradient that several ranks of a pipeline have."""
+
+    ranks: tuple[int, ...]
+    """Of the pipeline."""
+    group: Group
+    seconds: float
+
+
+def all_tied(config: RunConfig, timetable: Timetable) -> list[Tied]:
+    """In the order of a step; the groups of all copies of the pipeline send at the same time."""
+    copies, per_node = _copies(config, timetable), min(config.gpus, config.gpus_per_node)
     shards = 1 if config.strategy.uses_autocast else copies
-    group = Group(2, 1 if config.gpus > config.gpus_per_node else 2)
-    return sum(
-        _collective(config, ALL_REDUCE, rows * columns / shards * config.precision.parameter_dtype.itemsize, group)
-        for rows, columns in shared
-    )
+    found = []
+    for numel, stages in shared_by(config.model, timetable.num_stages).values():
+        ranks = tuple(sorted({stage % timetable.ranks for stage in stages}))
+        if len(ranks) == 1:
+            continue
+        in_nodes = Counter(rank * copies // per_node for rank in ranks)
+        sharing = 1 if len(in_nodes) == 1 else min(per_node, copies)
+        group = Group(len(ranks), min(in_nodes.values()), sharing)
+        size = numel / shards * config.precision.parameter_dtype.itemsize
+        found.append(Tied(ranks, group, _collective(config, ALL_REDUCE, size, group)))
+    return found
+
+
+def with_tied(ends: Sequence[float], tied: Sequence[Tied]) -> list[float]:
+    """When each rank is done with the gradients it shares with others, having waited for them."""
+    found = list(ends)
+    for each in tied:
+        over = max(found[rank] for rank in each.ranks) + each.seconds
+        for rank in each.ranks:
+            found[rank] = over
+    return found
 
 
 def _timeline(runs: Sequence[Run], updates: Sequence[Update], step_s: float) -> tuple[Span, ...]:

@@ -92,6 +92,9 @@ class TimePrediction:
     out the optimizer's step)."""
     degraded: bool
     """Memory is so nearly exhausted that the allocator flushes and retries."""
+    idle_share: float | None = None
+    """Of a pipeline: share of the step in which a rank is in no stage and in no optimizer, mean over ranks, as a run
+    measures it: waiting for kernels or collectives within a stage does not count. None elsewhere."""
     timeline: tuple[Span, ...] = ()
     """Empty unless asked for."""
 

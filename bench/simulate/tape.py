@@ -324,9 +324,13 @@ class Recording:
             start, first = first, first + len(uses)
             if segment.place is None or segment.place == LOSS:
                 continue
-            segment.kernels, became = fused(segment.kernels, uses, last_read, start)
+            exchanges = {event.kernel for event in segment.collectives}
+            segment.kernels, became = fused(segment.kernels, uses, last_read, start, exchanges)
             ends = [*became, len(segment.kernels)]
             segment.gradients = [dataclasses.replace(event, kernel=ends[event.kernel]) for event in segment.gradients]
+            segment.collectives = [
+                dataclasses.replace(event, kernel=ends[event.kernel]) for event in segment.collectives
+            ]
 
 
 def fill(model: nn.Module, family: Family, key: TapeKey) -> None:

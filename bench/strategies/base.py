@@ -134,6 +134,11 @@ class Strategy(ABC):
         """
         return rank, world_size
 
+    def state_bytes(self, precision: Precision, states_per_parameter: int, world_size: int) -> float:
+        """Least bytes that all ranks of the resolved strategy together have when a backward is over, per parameter:
+        itself, its gradient and so many states of the optimizer."""
+        return precision.parameter_dtype.itemsize * (2 + states_per_parameter) * world_size / self.factor
+
     @property
     def settling_steps(self) -> int:
         """Steps of the resolved strategy until one is like all later: optimizer state appears in the first."""

@@ -158,6 +158,15 @@ class DeepSpeed(Strategy):
                 f"strategy=deepspeed with strategy.stage={self.stage}: choose {needed}, since {why}."
             )
 
+    def state_bytes(self, precision: Precision, states_per_parameter: int, world_size: int) -> float:
+        """As torch's in stage 0. Else one copy of the states and of the parameters that the optimizer updates; and, as
+        they are computed with, parameters (up to stage 2 every rank's) and gradients (in stage 1 every rank's)."""
+        if self.stage == 0:
+            return super().state_bytes(precision, states_per_parameter, world_size)
+        whole = precision.compute_dtype.itemsize * world_size
+        gradients = whole if self.stage == 1 else precision.compute_dtype.itemsize
+        return whole / self.factor + gradients + precision.parameter_dtype.itemsize * (1 + states_per_parameter)
+
     def check_installed(self) -> None:
         """The library is an optional extra."""
         if importlib.util.find_spec("deepspeed") is None:

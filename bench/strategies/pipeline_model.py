@@ -20,6 +20,7 @@ from bench.models import Batch, Family
 from bench.models.stages import Stage, cut
 from bench.precision import Precision
 from bench.strategies.base import Job
+from bench.strategies.pipeline_plan import tied
 from bench.strategies.pipeline_schedule import BACKWARD, FORWARD, GPIPE, INTERLEAVED, ONE_F_ONE_B, Timetable
 from bench.strategies.stepper import Passes, Spans, Stepper
 from bench.strategies.stopwatch import Stopwatch
@@ -132,15 +133,6 @@ def _replicated(stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank has filled its copy with the same values
     )
-
-
-def tied(names: Sequence[Sequence[str]]) -> dict[str, list[int]]:
-    """Parameters that several stages have, by their names in the whole model, and those stages."""
-    found: dict[str, list[int]] = {}
-    for index, stage in enumerate(names):
-        for name in stage:
-            found.setdefault(name, []).append(index)
-    return {name: stages for name, stages in found.items() if len(stages) > 1}
 
 
 def _ties(

@@ -43,6 +43,15 @@ class StageUnits:
         return sum(parameter.numel for parameter in self.parameters)
 
 
+def tied(names: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    """Parameters that several stages have, by their names in the whole model, and those stages."""
+    found: dict[str, list[int]] = {}
+    for index, stage in enumerate(names):
+        for name in stage:
+            found.setdefault(name, []).append(index)
+    return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+
 class RankPlan(ABC):
     """What the rank holds for its stages. Called in the order of a step."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from bench.precision import Precision
 from bench.strategies.base import BuildOptimizer
 from bench.strategies.ddp import DDP, DDPPlan
 from bench.strategies.plan import GATHER, WORLD, Device, Parameter, Plan, Setting
@@ -35,6 +36,10 @@ class ZeRO1(DDP):
             optimizer_class=build,  # type: ignore[arg-type]
             parameters_as_bucket_view=self.parameters_as_bucket_view,
         )
+
+    def state_bytes(self, precision: Precision, states_per_parameter: int, world_size: int) -> float:
+        """Every rank's parameters and gradients, and one copy of the optimizer's states."""
+        return precision.parameter_dtype.itemsize * (2 * world_size + states_per_parameter)
 
     def plan(self, setting: Setting) -> Plan:
         """As DDP, with the optimizer divided."""

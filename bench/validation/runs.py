@@ -120,10 +120,14 @@ LEFT_OUT = {
     "pytorch_blog_fsdp_aws_t5": "multipliers, and models or batches that are not stated",
     "pytorch_blog_ibm_t5": "scaling efficiency relative to a run that is not stated",
     "pytorch_blog_float8_fsdp2, torchtitan_asynctp_2025, torchtitan_405b_2024, torchtitan_h200_2025": (
-        "fp8, tensor parallelism, or a batch that was tuned and is not stated"
+        "models of the Llama 3 family, which the suite does not have; the first also with batches that were tuned and "
+        "are not stated"
     ),
     "ultrascale_dp_scaling": "the model is not stated",
-    "zero_paper": "arithmetic and bounds; no throughput of one configuration: what fits is compared (above)",
+    "zero_paper": (
+        "Table 1, section 7 and the theoretical sizes of Table 2 are arithmetic; all other rows divide layers as well, "
+        "but for those that are compared (above): what fits, and ZeRO-2's speed at 13B"
+    ),
     "ddp_paper, torchtitan_fsdp_doc": "claims without a configuration",
 }
 """Which rows are not compared, and why."""
@@ -162,9 +166,22 @@ def configured(settings: tuple[tuple[str, str], ...]) -> RunConfig:
 
 def cases(path: str | Path = PUBLISHED) -> list[Case]:
     """Every usable number, in the order of the file."""
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        found = [_case(line) for line in csv.DictReader(file)]
+    found = [_case(line) for line in _read(path)]
     return [case for case in found if case is not None]
+
+
+def lines(source: str, metric: str, where: str = "") -> list[Line]:
+    """What a source says, in one of its figures or tables, or in all of them."""
+    return [
+        line
+        for line in _read(PUBLISHED)
+        if (line["source_key"], line["metric"]) == (source, metric) and line["figure_or_table"].startswith(where)
+    ]
+
+
+def _read(path: str | Path) -> list[Line]:
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def _case(line: Line) -> Case | None:

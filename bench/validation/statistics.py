@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from bench.config import RunConfig
 from bench.simulate.prediction import DOES_NOT_FIT, Prediction
 from bench.validation.runs import ACTIVE, ALLOCATED, RESERVED, SPEED, Case, in_gigabytes
 
@@ -54,13 +55,17 @@ def result(case: Case, prediction: Prediction) -> Result:
 def _predicted(case: Case, prediction: Prediction) -> float:
     memory = prediction.memory
     if case.quantity == SPEED:
-        config = case.config
-        assert prediction.time is not None, f"{config.hardware.name} has no speeds"
-        flops = config.model.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
-        sequences = config.batch_size_per_gpu * config.gradient_accumulation
-        return flops * sequences / prediction.time.step_s.value / 1e12
+        return tflops(case.config, prediction)
     peaks = {ALLOCATED: memory.allocated, ACTIVE: memory.active, RESERVED: memory.reserved}
     return in_gigabytes(peaks[case.quantity].value + case.held_bytes)
+
+
+def tflops(config: RunConfig, prediction: Prediction) -> float:
+    """Per GPU, counting recomputation."""
+    assert prediction.time is not None, f"{config.hardware.name} has no speeds"
+    flops = config.model.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
+    sequences = config.batch_size_per_gpu * config.gradient_accumulation
+    return flops * sequences / prediction.time.step_s.value / 1e12
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ Nothing was tuned on these rows, but for one assumption that says so in its line
 
 from __future__ import annotations
 
-import csv
+import re
 
 from bench.config import RunConfig
-from bench.records.published import PUBLISHED
-from bench.simulate.prediction import DOES_NOT_FIT, Prediction
-from bench.validation.runs import FSDP_PAPER, SPEED, cases, configured
+from bench.simulate.prediction import Prediction
+from bench.validation.runs import FSDP_PAPER, SPEED, cases, configured, lines
 from bench.validation.shapes import Predict, Shape
+from bench.validation.statistics import tflops
+from bench.validation.zero_paper import zero_paper_shapes
 
 ONE_ADAPTER = {"hardware.speeds.links.node_gb_s": "25", "hardware.speeds.links.adapters": "1"}
 """One adapter of 200 Gb/s of the eight that a node of Megatron's cluster has."""
@@ -62,18 +63,6 @@ DIVIDED = {
 }
 """Before sequence parallelism was thought of."""
 
-ZERO_PAPER = {
-    "hardware": "v100_32gb",
-    "hardware.speeds.links.node_gb_s": "100",
-    "hardware.speeds.links.adapters": "8",
-    "gpus": "128",
-    "gpus_per_node": "16",
-    "precision": "fp16",
-    "sequence_length": "1024",
-    "activation_checkpointing": "full",
-}
-"""Its DGX-2 with 800 Gb/s between nodes. Batches are not in its text: a batch of 4 is assumed."""
-
 OFFLOADED = {
     **FSDP_PAPER,
     "model": "gpt_175b",
@@ -102,7 +91,7 @@ def strategy_shapes(predict: Predict) -> list[Shape]:
         _tensor_parallel(predict),
         _megatron(predict),
         _bigscience(predict),
-        *_zero_paper(predict),
+        *zero_paper_shapes(predict),
         _offloaded(predict),
     ]
 
@@ -114,13 +103,8 @@ def _tensor_parallel(predict: Predict) -> Shape:
         batch = {"batch_size_per_gpu": TOGETHER // degree, "gradient_accumulation": sequences // TOGETHER}
         numbers = {name: str(value) for name, value in {**shape, **batch, "gpus": 32 * degree}.items()}
         runs.append(_run(MEGATRON | numbers | (DIVIDED | {"strategy.degree": str(degree)} if degree > 1 else {})))
-    speeds = [_tflops(run, each) for run, each in zip(runs, predict(runs), strict=True)]
-    with PUBLISHED.open(newline="", encoding="utf-8") as file:
-        said = {
-            line["sharding"]: float(line["value"])
-            for line in csv.DictReader(file)
-            if line["source_key"] == "megatron_a100_readme" and line["metric"] == "tflops_per_gpu"
-        }
+    speeds = [tflops(run, each) for run, each in zip(runs, predict(runs), strict=True)]
+    said = {line["sharding"]: float(line["value"]) for line in lines("megatron_a100_readme", "tflops_per_gpu")}
     published = [said[f"model-parallel {degree}"] for degree in TENSOR_PARALLEL]
     return Shape(
         f"Megatron's Table 1: {SPEED} at a tensor parallel degree of 1, 2, 4 and 8 (no pipeline; micro-batches of "
@@ -136,7 +120,7 @@ def _megatron(predict: Predict) -> Shape:
     for words, more in (("as FSDP1", {}), ("with one of 8 adapters", ONE_ADAPTER)):
         runs = [configured(tuple({**dict(case.settings), **more}.items())) for case in found]
         predictions = predict(runs)
-        speeds = [_tflops(run, each) for run, each in zip(runs, predictions, strict=True)]
+        speeds = [tflops(run, each) for run, each in zip(runs, predictions, strict=True)]
         said.append(f"{words} {', '.join(f'{speed:.0f}' for speed in speeds)}")
     return Shape(
         f"Megatron's Table 2: {SPEED} of DeepSpeed's ZeRO-3 of 2021, GPT-175B on 384, 768 and 1536 GPUs (one adapter: "
@@ -149,43 +133,29 @@ def _megatron(predict: Predict) -> Shape:
 def _bigscience(predict: Predict) -> Shape:
     whole, divided = predict([_run({**BIGSCIENCE, "strategy": name}) for name in ("ddp", "zero1")])
     saved = whole.memory.allocated.value - divided.memory.allocated.value
+    notes = {line["sharding"][:6]: line["note"] for line in lines("bigscience_zero1", "tflops_per_gpu")}
+    took, gigabytes = (
+        {name: re.findall(rf"([\d.]+) {unit}", note)[0] for name, note in notes.items()} for unit in ("s/it", "GB")
+    )
+    ratio = float(took["ZeRO-1"]) / float(took["ZeRO-0"])
+    less = float(gigabytes["ZeRO-0"]) - float(gigabytes["ZeRO-1"])
     return Shape(
         "BigScience: ZeRO-1 against ZeRO-0, 4 replicas of 96 GPUs (predicted for one GPU's part): time, memory saved",
-        "120.29 / 137.34 s = 0.88; 72 - 37 = 35 GB",
+        f"{took['ZeRO-1']} / {took['ZeRO-0']} s = {ratio:.2f}; "
+        f"{gigabytes['ZeRO-0']} - {gigabytes['ZeRO-1']} = {less:.0f} GB",
         f"{_seconds(divided) / _seconds(whole):.2f}; {saved / 1e9:.0f} GB",
     )
 
 
-def _zero_paper(predict: Predict) -> list[Shape]:
-    models = (("gpt_1b3", "ddp"), ("gpt_2b7", "ddp"), ("gpt_13b", "zero2_fsdp1"))
-    runs = [
-        _run(
-            {**ZERO_PAPER, "model": model, "strategy": strategy, "model.block_size": "1024", "batch_size_per_gpu": "4"}
-        )
-        for model, strategy in models
-    ]
-    predictions = predict(runs)
-    fits = ["does not fit" if each.memory.verdict == DOES_NOT_FIT else "fits" for each in predictions]
-    return [
-        Shape(
-            "ZeRO's section 10.4: what fits V100 of 32 GB, DDP (predicted: 1.3B, 2.7B) and ZeRO-2 (13B)",
-            "DDP up to 1.4B; ZeRO-2 up to 13B",
-            f"{fits[0]}, {fits[1]}; {predictions[2].memory.verdict}",
-        ),
-        Shape(
-            f"ZeRO's section 10.4: {SPEED} of ZeRO-2 at 13B on 128 V100 (batch 4 assumed)",
-            "more than 40",
-            f"{_tflops(runs[2], predictions[2]):.0f}",
-        ),
-    ]
-
-
 def _offloaded(predict: Predict) -> Shape:
     runs = [_run({**OFFLOADED, "strategy.cpu_offload": offload}) for offload in ("true", "false")]
-    offloaded, plain = (_tflops(run, each) for run, each in zip(runs, predict(runs), strict=True))
+    offloaded, plain = (tflops(run, each) for run, each in zip(runs, predict(runs), strict=True))
+    published = next(
+        line for line in lines("pytorch_blog_fsdp_intro", "tflops_per_gpu") if line["parameters"] == "175B"
+    )
     return Shape(
         f"FSDP's introduction: {SPEED} of GPT-175B, parameters offloaded, 128 A100 (of 80 GB, predicted)",
-        "159",
+        published["value"],
         f"{offloaded:.0f} (not offloaded {plain:.0f})",
     )
 
@@ -197,8 +167,3 @@ def _run(settings: dict[str, str]) -> RunConfig:
 def _seconds(prediction: Prediction) -> float:
     assert prediction.time is not None
     return prediction.time.step_s.value
-
-
-def _tflops(config: RunConfig, prediction: Prediction) -> float:
-    flops = config.model.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
-    return flops * config.batch_size_per_gpu * config.gradient_accumulation / _seconds(prediction) / 1e12

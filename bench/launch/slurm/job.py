@@ -65,13 +65,7 @@ class SlurmJob:
         address = self.folder / f"meeting-{place.job_id}-{place.restart}.json"
         with JobSignal(place) as stop:
             config = self.task.config
-            preload(
-                (
-                    *config.model.imports,
-                    *config.finetune.imports(config.hardware.device),
-                    *config.strategy.imports(config.hardware.device),
-                )
-            )
+            preload(config.imports)
             if place.rank.rank == 0:
                 self._lead(place, address, stop, deadline)
             else:
