@@ -177,6 +177,11 @@ class Plan(ABC):
         """Bytes that come to the device for the optimizer's step, and those that go back, one after the other."""
         return 0.0
 
+    @property
+    def copied_on_host(self) -> float:
+        """Bytes read and written in the machine's memory once a step, beside what the optimizer does there."""
+        return 0.0
+
     @abstractmethod
     def begin(self, device: Device) -> None:
         """What is held from one step to the next: parameters, optimizer state, buckets."""
