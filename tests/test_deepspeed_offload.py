@@ -14,6 +14,7 @@ import pytest
 
 from bench import predict as command
 from bench.advice.words import strategy as words
+from bench.simulate.machine import Machine, Pace
 from bench.simulate.predict import predict
 from bench.simulate.prediction import DOES_NOT_FIT, Prediction
 from bench.strategies.plan import Parameter, Plan, Setting, Unit
@@ -149,6 +150,27 @@ def test_stage_3_moves_shards_for_every_gather_and_gradients_to_and_fro(precisio
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_step_leaves_behind_what_it_found(way: Any, precision: str, overlaps: str, micro_batches: int) -> None:
     walked(*by_hand(precision, micro_batches=micro_batches, **way, **{"strategy.overlap_comm": overlaps}))
+
+
+class Issued(Machine):
+    """Notes when the processor starts to reduce."""
+
+    at: tuple[float, ...] = ()
+
+    def send(self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None) -> None:
+        super().send(name, kind, size, group, stream, after=after)
+        if kind == "reduce-scatter":
+            self.at += (self.processor,)
+
+
+def test_the_processor_waits_until_the_link_has_done_all_but_two_of_the_reductions_before() -> None:
+    """Gradients of 4, 16, 4 and 40 elements; of each the half goes, comes and goes, at a byte per second."""
+    plan, setting = by_hand("fp32", bucket=4, **WAYS[2])
+    machine = Issued(Pace(transfer_s_per_byte=1.0))
+    plan.begin(machine)
+    step(plan, setting, machine)
+    assert machine.at == (0.0, 0.0, 0.0, 3 * 2 * 4)
+    assert machine.elapsed >= 3 * HALF * 4
 
 
 def predicted(**knobs: object) -> Prediction:

@@ -243,7 +243,10 @@ class Stage3Plan(Plan):
     _large: str | None = None
 
     def _reduce(self, device: Device) -> None:
-        """Put partitions in order in a buffer, reduce and scatter it, copy this rank's where they stay."""
+        """Put partitions in order in a buffer, reduce and scatter it, copy this rank's where they stay.
+
+        All of it is allocated for the stream that reduces, which uses it again at once.
+        """
         if not self._filled:
             return
         device.throttle(MOST_REDUCTIONS)
@@ -257,12 +260,12 @@ class Stage3Plan(Plan):
             device.hold(name, whole, REDUCED)
             device.copy(name, 2 * whole)
         device.send(name, "reduce-scatter", whole, WORLD, REDUCE, after="compute")
-        device.note_release()
         if not self._knobs.overlaps:
             device.wait(name)
         self._keep_partitions(device)
-        device.release(name, after=REDUCE)
-        device.release("cast", after=REDUCE)
+        device.note_release(after=REDUCE)
+        device.release(name)
+        device.release("cast")
         if self._large is not None:
             device.release(self._large, after=REDUCE)
             self._large = None
