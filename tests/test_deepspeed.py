@@ -156,8 +156,8 @@ def test_an_offloaded_run_says_so() -> None:
     [
         ("strategy.stage=3", "strategy.prefetch_bucket_size=0"),
         ("strategy.contiguous_gradients=false",),
-        ("strategy.stage=3", "strategy.offload_parameters=cpu", "hardware=a100_80gb"),
-        ("hardware=a100_80gb", "strategy.offload_optimizer=cpu"),
+        ("strategy.stage=3", "strategy.offload_parameters=nvme", "strategy.nvme_path=/n", "hardware=a100_80gb"),
+        ("strategy.stage=3", "strategy.offload_optimizer=nvme", "strategy.nvme_path=/n", "hardware=a100_80gb"),
     ],
 )
 def test_what_is_not_known_is_not_predicted(overrides: tuple[str, ...]) -> None:
@@ -257,3 +257,29 @@ def test_stage_3_gathers_what_it_frees_once_more(
     if not small:
         assert device.volume("all-gather", "world") == pytest.approx(size * gathered, rel=1e-3)
     assert device.parts()["gradients"] == pytest.approx(4 * whole / 8, rel=1e-3)
+
+
+class Reductions(Notebook):
+    """Notes what is whole while gradients are reduced."""
+
+    whole: tuple[str, ...] = ()
+
+    def send(self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None) -> None:
+        super().send(name, kind, size, group, stream, after=after)
+        if kind == "reduce-scatter":
+            self.whole = tuple(held for held in self.held if held.startswith("whole"))
+
+
+def test_stage_3_copies_gradients_once_a_step_and_reduces_the_last_when_parameters_are_gone() -> None:
+    most = []
+    for micro_batches in (1, 3):
+        accumulates = {"gradient_accumulation": micro_batches, "gradient_accumulation_sync": "true"}
+        sharded = {"strategy.stage": 3, "strategy.param_persistence_threshold": 0}
+        run = config(strategy="deepspeed", **sharded, **(accumulates if micro_batches > 1 else {}))
+        plan, setting = plan_of(run)
+        device = Reductions()
+        plan.begin(device)
+        step(plan, setting, device, micro_batches=micro_batches, every=True)
+        assert device.whole == ()
+        most.append(device.most)
+    assert most[0] == most[1]

@@ -88,7 +88,7 @@ class Notebook:
     def follow(self, stream: str, name: str) -> None:
         assert self.names[name], f"follows {name}, which was never marked"
 
-    def note_release(self) -> None:
+    def note_release(self, *, after: str | None = None) -> None:
         pass
 
     def throttle(self, most: int) -> None:

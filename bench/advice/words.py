@@ -36,7 +36,7 @@ UNSHARDED = " without resharding"
 
 def strategy(config: RunConfig) -> str:
     """A strategy at its sharding factor: ``DDP``, ``FSDP2 hybrid (F=8)``, ``FSDP2 full shard without resharding``."""
-    effective = config.strategy.effective(config.gpus)
+    effective = config.strategy.effective(config.gpus).removesuffix("_offload")
     resharded = effective.replace("hybrid_shard_grad_op", "hybrid_shard").replace("shard_grad_op", "full_shard")
     label = variant(config.strategy.name, resharded, config.strategy.factor, config.gpus).label
     offloaded = config.strategy.offloaded

@@ -30,16 +30,18 @@ def update_of(config: RunConfig, plan: Plan) -> Update:
     On the host it reads and writes as much as on a device, at the speed of the machine's memory, of which each rank has
     its share: all cores are taken to be at work on it, as many as it needs to be limited by memory. Where parameters
     alone are offloaded, one after the other comes to the device with its gradient, is updated and goes back; the
-    copies are not hidden.
+    copies are not hidden. What the processors copy beside it comes on top.
     """
     host = config.hardware.host
+    in_memory = 0.0 if host is None else host.memory_seconds_per_byte(ranks_per_machine(config))
+    copied = plan.copied_on_host * in_memory
     if plan.updates_on_host:
         size = sum(plan.updated) * config.precision.parameter_dtype.itemsize
-        each = 0.0 if host is None else host.memory_seconds_per_byte(ranks_per_machine(config))
-        return Update(pace.optimizer_passes(config.optimizer) * size * each, 0, 0.0, on_host=True)
-    if not plan.carried:
-        return pace.update_of(config, plan.updated)
+        moved = pace.optimizer_passes(config.optimizer) * size
+        return Update(copied + moved * in_memory, 0, 0.0, on_host=True)
     together = pace.update_of(config, plan.updated)
+    if not plan.carried:
+        return dataclasses.replace(together, seconds=together.seconds + copied)
     largest = max(plan.updated, default=0)
     one = pace.update_of(config, [largest])
     each = with_transfers(config, Pace()).transfer_s_per_byte

@@ -290,9 +290,9 @@ class Machine:
         """As `Device` says."""
         self.streams[stream] = max(self.streams[stream], self._done.get(name, 0.0))
 
-    def note_release(self) -> None:
+    def note_release(self, *, after: str | None = None) -> None:
         """As `Device` says."""
-        self._noted.append(self.streams[COMPUTE])
+        self._noted.append(self.streams[after or COMPUTE])
 
     def throttle(self, most: int) -> None:
         """As `Device` says."""

@@ -17,6 +17,11 @@ from torch import nn
 from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
 from bench.precision import Precision
 from bench.strategies.base import BuildOptimizer, Job, Step, Strategy, require_factor, require_stored_format
+from bench.strategies.deepspeed_offload import (
+    OffloadedBf16Stage1Plan,
+    OffloadedStage1And2Plan,
+    OffloadedStage3Plan,
+)
 from bench.strategies.deepspeed_plan import Bf16Stage1Plan, Stage0Plan, Stage1And2Plan
 from bench.strategies.deepspeed_stage3 import Knobs, Stage3Plan
 from bench.strategies.plan import Plan, Setting
@@ -179,10 +184,15 @@ class DeepSpeed(Strategy):
         """What DeepSpeed imports of torch on the way, with its first gradients. Beside GPUs the rank does that."""
         return ("torch._inductor.compile_fx",) if device == "cpu" else ()
 
+    @property
+    def offloaded(self) -> str:
+        """Parameters, the optimizer, or both."""
+        places = {"parameters": self.offload_parameters, "optimizer": self.offload_optimizer}
+        return " and ".join(what for what, place in places.items() if place != "none")
+
     def effective(self, world_size: int) -> str:
         """The stage, and whether anything is offloaded."""
-        offloads = "_offload" if (self.offload_optimizer, self.offload_parameters) != ("none", "none") else ""
-        return f"deepspeed/stage_{self.stage}{offloads}"
+        return f"deepspeed/stage_{self.stage}{'_offload' if self.uses_host else ''}"
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """DeepSpeed's engine, around model and optimizer. In stage 3 no rank ever holds the whole model."""
@@ -225,7 +235,9 @@ class DeepSpeed(Strategy):
             ("offload_param", self.offload_parameters),
         ):
             if place != "none":
-                zero[section] = {"device": place} | ({"nvme_path": self.nvme_path} if place == "nvme" else {})
+                zero[section] = {"device": place, "pin_memory": True}
+                if place == "nvme":
+                    zero[section]["nvme_path"] = self.nvme_path
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,  # for its log alone: batches come from outside
             "gradient_accumulation_steps": job.micro_batches,
@@ -244,7 +256,7 @@ class DeepSpeed(Strategy):
         return config
 
     def plan(self, setting: Setting) -> Plan:
-        """Without offloading: what has been read and measured.
+        """What has been read and measured: of offloading that to the CPU, since nothing says how fast drives are.
 
         Raises
         ------
@@ -252,39 +264,45 @@ class DeepSpeed(Strategy):
             For everything else.
         """
         unknown = {
-            f"strategy.offload_optimizer={self.offload_optimizer}": self.offload_optimizer != "none",
-            f"strategy.offload_parameters={self.offload_parameters}": self.offload_parameters != "none",
             "strategy.contiguous_gradients=false": not self.contiguous_gradients and self.stage > 0,
             "strategy.prefetch_bucket_size=0, which gathers module by module": self.stage == 3
             and self.prefetch_bucket_size == 0,
+            "strategy.offload_optimizer=nvme": self.offload_optimizer == "nvme",
+            "strategy.offload_parameters=nvme": self.offload_parameters == "nvme",
         }
         for what, is_unknown in unknown.items():
             if is_unknown:
                 raise ImpossibleError(
-                    f"strategy=deepspeed with {what} cannot be predicted: choose mode=measure or rehearse, or no "
-                    "offloading, contiguous gradients and a prefetch_bucket_size above 0."
+                    f"strategy=deepspeed with {what} cannot be predicted: choose mode=measure or rehearse, or "
+                    "contiguous gradients, a prefetch_bucket_size above 0 and cpu or none in place of nvme."
                 )
         if self.stage == 0:
             return Stage0Plan(setting)
-        if self.stage == 1 and setting.precision.mixed:
-            return Bf16Stage1Plan(setting)
         if self.stage == 3:
-            return Stage3Plan(
-                setting,
-                Knobs(
-                    bucket=self.reduce_bucket_size,
-                    prefetch=self.prefetch_bucket_size,
-                    persistent=self.param_persistence_threshold,
-                    live=self.max_live_parameters,
-                    reuse=self.max_reuse_distance,
-                    overlaps=bool(self.overlap_comm),
-                ),
+            return self._plan_of_stage_3(setting)
+        overlaps, bucket = bool(self.overlap_comm), self.reduce_bucket_size
+        if self.stage == 1 and setting.precision.mixed:
+            return (
+                OffloadedBf16Stage1Plan(setting, overlaps=overlaps, bucket=bucket)
+                if self.uses_host
+                else Bf16Stage1Plan(setting)
             )
-        return Stage1And2Plan(
-            setting,
-            partitions_gradients=self.stage == 2,
-            overlaps=bool(self.overlap_comm),
+        kind = OffloadedStage1And2Plan if self.uses_host else Stage1And2Plan
+        return kind(setting, partitions_gradients=self.stage == 2, overlaps=overlaps, bucket=bucket)
+
+    def _plan_of_stage_3(self, setting: Setting) -> Plan:
+        knobs = Knobs(
             bucket=self.reduce_bucket_size,
+            prefetch=self.prefetch_bucket_size,
+            persistent=self.param_persistence_threshold,
+            live=self.max_live_parameters,
+            reuse=self.max_reuse_distance,
+            overlaps=bool(self.overlap_comm),
+        )
+        if not self.uses_host:
+            return Stage3Plan(setting, knobs)
+        return OffloadedStage3Plan(
+            setting, knobs, optimizer=self.offload_optimizer != "none", parameters=self.offload_parameters != "none"
         )
 
     def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:

@@ -83,6 +83,7 @@ class Stage1And2Plan(Plan):
         self._bucket = bucket
         self._size = setting.precision.compute_dtype.itemsize
         self._reduce_size = setting.reduce_bytes
+        self._staged = self._size
         self._casts = self._size != self._reduce_size
         self._order = in_order(setting.units)
         parameters = [parameter for _, parameter in self._order]
@@ -130,7 +131,7 @@ class Stage1And2Plan(Plan):
 
     def _hold_buffers(self, device: Device) -> None:
         if not self._has_buffers:
-            device.hold("buffers", (2 if self._overlaps else 1) * self._bucket * self._size, REDUCED)
+            device.hold("buffers", (2 if self._overlaps else 1) * self._bucket * self._staged, REDUCED)
             self._has_buffers = True
 
     def gradient_bytes(self, parameter: Parameter) -> int:
@@ -156,7 +157,7 @@ class Stage1And2Plan(Plan):
             for unit in self.setting.units:
                 device.release(gradients_of(unit))
             for name, parameter in self._order:
-                device.hold(name, self.gradient_bytes(parameter), GRADIENTS)
+                device.hold(name, parameter.numel * self._staged, GRADIENTS)
             for name, parameter in self._order:
                 self._fill(device, parameter, name)
         self._reduce(device)
@@ -178,10 +179,10 @@ class Stage1And2Plan(Plan):
         self._filled += parameter.numel
         self._in_bucket.append(own)
         if parameter.numel <= self._bucket:
-            device.copy("into buffer", 2 * self.gradient_bytes(parameter))
+            device.copy("into buffer", 2 * parameter.numel * self._staged)
             device.release(own)
         elif self._reduces_in_backward:  # too large for the buffer: reduced as it is
-            device.hold(own, self.gradient_bytes(parameter), GRADIENTS)
+            device.hold(own, parameter.numel * self._staged, GRADIENTS)
 
     def _reduce(self, device: Device) -> None:
         if not self._filled:
@@ -233,6 +234,9 @@ class Stage1And2Plan(Plan):
 
     def after_optimizer(self, device: Device) -> None:
         """Gather all partitions; gradients have gone before the update, but for one flat tensor of them."""
+        self._gather_updated(device)
+
+    def _gather_updated(self, device: Device) -> None:
         device.send("updated", "all-gather", self._whole * self._size, WORLD, GATHER, after="compute")
         device.wait("updated")
         device.release("gradients")

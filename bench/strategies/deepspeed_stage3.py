@@ -33,8 +33,8 @@ from bench.strategies.plan import (
 MOST_REDUCTIONS = 3
 """Reductions the processor lets be unfinished before it starts another one (``max_param_reduce_events``, and one)."""
 
-NORM_BYTES = 5
-"""Per element of the partition, while gradients are searched for what is not finite: absolute values, and truth."""
+NORM_BYTES = 8
+"""Per element of a gradient, while DeepSpeed takes its norm: in fp64, one parameter's after the other."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Stage3Plan(Plan):
 
     Gradients go into a buffer of `bucket` elements, which is there all the time; when it is full, partitions are put
     one behind the other in a further one, reduced and scattered. A rank's partitions of all gradients lie in a tensor
-    of their own, in fp32, which is there all the time, too, and is copied once for the optimizer.
+    of their own, in fp32, which is there all the time, too, and is copied for the optimizer, once a step.
     """
 
     def __init__(self, setting: Setting, knobs: Knobs) -> None:
@@ -77,6 +77,7 @@ class Stage3Plan(Plan):
         self._partitions = {name: self._partition(parameter) for name, parameter in self._parameters.items()}
         self._uses = _uses(setting.units)
         self._numel = [sum(self._parameters[name].numel for name in use) for use in self._uses]
+        self._micro_batch = 0
         self._use = 0
         self._queue: deque[tuple[int, str]] = deque()
         self._whole: set[str] = set()
@@ -102,12 +103,17 @@ class Stage3Plan(Plan):
         device.hold("parameters", own * (self._size + 4), PARAMETERS)
         hold_optimizer(device, self.setting, self.updated)
         device.hold("gradient partitions", own * 4, GRADIENTS)
+        self._hold_buffers(device)
+
+    def _hold_buffers(self, device: Device) -> None:
+        """The bucket, and what is always whole."""
         device.hold("bucket", self._knobs.bucket * self._reduce_size, REDUCED)
         persistent = sum(self._parameters[name].numel for name in self._parameters if self._is_persistent(name))
         device.hold("persistent", persistent * self._size, PARAMETERS)
 
     def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
         """From the start of the order again."""
+        self._micro_batch += 1
         self._use = 0
         self._queue = deque((index, name) for index, use in enumerate(self._uses) for name in use)
 
@@ -237,7 +243,10 @@ class Stage3Plan(Plan):
     _large: str | None = None
 
     def _reduce(self, device: Device) -> None:
-        """Put partitions in order in a buffer, reduce and scatter it, copy this rank's where they stay."""
+        """Put partitions in order in a buffer, reduce and scatter it, copy this rank's where they stay.
+
+        All of it is allocated for the stream that reduces, which uses it again at once.
+        """
         if not self._filled:
             return
         device.throttle(MOST_REDUCTIONS)
@@ -251,36 +260,50 @@ class Stage3Plan(Plan):
             device.hold(name, whole, REDUCED)
             device.copy(name, 2 * whole)
         device.send(name, "reduce-scatter", whole, WORLD, REDUCE, after="compute")
-        device.note_release()
         if not self._knobs.overlaps:
             device.wait(name)
-        device.release(name, after=REDUCE)
-        device.release("cast", after=REDUCE)
+        self._keep_partitions(device)
+        device.note_release(after=REDUCE)
+        device.release(name)
+        device.release("cast")
         if self._large is not None:
             device.release(self._large, after=REDUCE)
             self._large = None
         self._sent.append(name)
         self._filled.clear()
 
+    def _keep_partitions(self, device: Device) -> None:
+        """Of what was just scattered: they are copied where they stay, on the device."""
+
     def after_step_backward(self, device: Device) -> None:
-        """What is left goes; then parameters are freed, and gradients looked at and copied for the optimizer."""
-        self._reduce(device)
-        for name in self._sent:
-            device.wait(name)
-        self._sent.clear()
+        """Parameters are freed; then what is left goes, and a step's gradients are copied for the optimizer."""
         for gathered in self._gathers.values():
             device.release(gathered.name)
         for name in self._whole:
             device.release(f"whole {name}")
         self._gathers.clear()
         self._whole.clear()
+        self._reduce(device)
+        for name in self._sent:
+            device.wait(name)
+        self._sent.clear()
+        if self._is_last:
+            self._prepare_update(device)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the micro-batch is the step's last."""
+        return self._micro_batch == self.setting.micro_batches
+
+    def _prepare_update(self, device: Device) -> None:
         (own,) = self.updated
-        device.hold("finite", own * NORM_BYTES, GRADIENTS)
-        device.release("finite")
+        device.hold("norm", NORM_BYTES * max(self._partitions.values()), GRADIENTS)
+        device.release("norm")
         device.hold("flat gradients", own * 4, GRADIENTS)
 
     def after_optimizer(self, device: Device) -> None:
         """The copy of the gradients is gone; persistent parameters are gathered, whose partitions have changed."""
+        self._micro_batch = 0
         device.release("flat gradients")
         persistent = [name for name in self._parameters if self._is_persistent(name)]
         if persistent and self.setting.world_size > 1:

@@ -152,8 +152,8 @@ class Device(Protocol):
     def follow(self, stream: str, name: str) -> None:
         """Let what is sent on a stream from now on start only when the computation has come to a mark."""
 
-    def note_release(self) -> None:
-        """Remember this point of the computation for `throttle`."""
+    def note_release(self, *, after: str | None = None) -> None:
+        """Remember this point of the work given to stream `after` (None: the one that computes) for `throttle`."""
 
     def throttle(self, most: int) -> None:
         """If `most` points noted by `note_release` have not been waited for, stop the processor until the device has
@@ -180,6 +180,11 @@ class Plan(ABC):
     @property
     def carried(self) -> float:
         """Bytes that come to the device for the optimizer's step, and those that go back, one after the other."""
+        return 0.0
+
+    @property
+    def copied_on_host(self) -> float:
+        """Bytes read and written in the machine's memory once a step, beside what the optimizer does there."""
         return 0.0
 
     @abstractmethod
