@@ -351,6 +351,16 @@ def test_when_to_reshard_is_not_varied_where_the_file_of_a_strategy_decides(name
         assert composed(point)["strategy"]["reshard_after_forward"] is reshard
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_sharding_factor_is_not_varied_where_the_stage_decides_it(stage, capsys):
+    code, out, err = asked(
+        capsys, *GPT, "gpus=4", "batch_size_per_gpu=1", "strategy=deepspeed", f"strategy.stage={stage}"
+    )
+    assert (code, err) == (0, "")
+    assert f"DeepSpeed stage {stage}" in out
+    assert "Not possible" not in out
+
+
 def test_the_table_can_be_read(capsys):
     code, out, err = asked(capsys, *GPT, "gpus=8", "tokens=1e9", "top=3")
     assert (code, err) == (0, "")

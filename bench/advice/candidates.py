@@ -112,7 +112,8 @@ def _points(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Iterator[S
         if "stages" in fields:  # which decide the factor
             several = [str(number) for number in sharding_factors(gpus, per_node) if number > 1]
             axes.setdefault("strategy.stages", several or [str(fields["stages"])])
-        elif can_shard(fields) and "degree" not in fields:
+        elif can_shard(fields) and "degree" not in fields and fields["sharding_factor"] not in fields:
+            # neither the degree nor a knob that the file names in the factor's place decides it
             axes.setdefault(factor, [str(number) for number in sharding_factors(gpus, per_node)])
         if fields.get("reshard_after_forward") is True:  # not where the file says otherwise, or leaves it to a library
             axes.setdefault(reshard, ["true", "false"])
