@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -28,6 +26,7 @@ from bench.planning.compose import composed, groups
 from bench.planning.request import read_request
 from bench.simulate.prediction import Range
 from tests.conftest import CPU, ROOT
+from tests.extras import needs
 
 MODEL = ("model=gpt_tiny", "model.hidden_size=512", "model.num_layers=8", "sequence_length=64", "hardware=a100_80gb")
 """26 million parameters, of which a block has 3: a copy under training takes 0.4 GiB, a block hundredths of one."""
@@ -43,11 +42,7 @@ HUGE_LAYER = ("gpus=8", "model.num_heads=8", "model.vocabulary_size=400000", "ac
 DIVIDED = ("hardware.memory_limit_gib=1.5",)
 """Too little for that layer, enough for an eighth."""
 
-ADAPTERS = ("peft", "bitsandbytes")
-needs_adapters = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ADAPTERS) and os.environ.get("REQUIRE_PEFT") != "1",
-    reason=f"these must be installed to predict what needs them: {', '.join(ADAPTERS)}",
-)
+needs_adapters = needs("peft", "bitsandbytes")
 
 PATHS: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
     "one GPU that holds a copy": (("gpus=1",), {"gpus": "one GPU", "fits": "yes"}, "plain training"),

@@ -17,6 +17,7 @@ from bench.records.schema import PHASES
 from bench.simulate.predict import predict
 from bench.sweep import main as sweep_main
 from tests.conftest import configuration
+from tests.extras import needs
 
 GIB = 2**30
 
@@ -66,8 +67,8 @@ def test_no_run_is_refused_that_is_predicted_to_need_less(strategy: str, precisi
     assert model_state_bytes(config) <= 4 * one_rank
 
 
+@needs("peft")
 def test_of_adapters_the_frozen_weights_are_what_is_needed() -> None:
-    pytest.importorskip("peft")
     config = configuration("model=t5_11b", "gpus=2", "strategy=ddp", "finetune=lora")
     assert model_state_bytes(config) == pytest.approx(2 * 4 * config.model.num_parameters, rel=0.02)
     with pytest.raises(ImpossibleError, match="needs at least 84 GiB for frozen weights, and this machine has 24 GiB"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from bench.strategies.deepspeed import BUCKETS, THRESHOLDS
 from bench.strategies.deepspeed_plan import touched
 from bench.strategies.plan import Parameter
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.extras import needs
 from tests.test_strategy_plans import Notebook, config, plan_of, step
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -28,10 +28,7 @@ STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=
 STAGES = (0, 1, 2, 3)
 BUCKET = "strategy.reduce_bucket_size=20000"
 
-needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None and os.environ.get("REQUIRE_DEEPSPEED") != "1",
-    reason="deepspeed is not installed",
-)
+needs_library = needs("deepspeed")
 
 
 def stage(number: int, *more: str) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from bench.reporting.again import overrides
 from bench.simulate.layout import layout_of
 from bench.simulate.predict import predict
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.extras import needs
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -31,13 +31,6 @@ WIDE_T5 = (*SMALL_T5, "model.d_model=64", "model.d_kv=16")
 WIDE_GPT = (*SMALL_GPT, "model.hidden_size=64")
 
 STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-2")
-
-
-def needs(*packages: str) -> pytest.MarkDecorator:
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    return pytest.mark.skipif(
-        bool(missing) and os.environ.get("REQUIRE_PEFT") != "1", reason=f"not installed: {', '.join(missing)}"
-    )
 
 
 needs_peft = needs("peft")

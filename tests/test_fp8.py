@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +22,11 @@ from bench.simulate.kernels import MEMORY
 from bench.simulate.predict import predict
 from bench.simulate.tape import TapeKey, record
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.extras import needs
 
 Execute = Callable[..., list[dict[str, Any]]]
 
-needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None and os.environ.get("REQUIRE_FP8") != "1",
-    reason="the extra fp8 is not installed",
-)
+needs_library = needs("torchao")
 
 EMULATED = ("precision=fp8", "precision.float8_emulated=true")
 STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")

@@ -22,21 +22,13 @@ from bench.strategies.accelerate import SETTINGS, _place
 from bench.strategies.framework import KNOBS as OFFERED
 from bench.strategies.framework import NOT_OFFERED, PLAIN, environment
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.extras import needs
 
 Execute = Callable[..., list[dict[str, Any]]]
 
 STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
 FRAMEWORKS = ("accelerate", "lightning")
 BACKENDS = ("ddp", "fsdp", "fsdp1")
-
-
-def require(framework: str) -> None:
-    """Skip where the library is missing, or fail where it must be there."""
-    if importlib.util.find_spec(framework) is None:
-        message = f"the package {framework} is not installed"
-        if os.environ.get("REQUIRE_FRAMEWORKS") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
 
 
 def predicted(*overrides: str) -> float:
@@ -67,11 +59,10 @@ KNOBS: dict[str, list[tuple[str, str, str]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in FRAMEWORKS])
 def test_a_framework_computes_what_the_plain_strategy_does_and_keeps_what_is_predicted(
     execute: Execute, framework: str
 ) -> None:
-    require(framework)
     parity = [(*model, *STEPS, *FOUR, f"strategy={framework}", *knobs) for model, knobs, _ in PARITY[framework]]
     run = (*SMALL_T5, *STEPS)
     knobs = [(*run, f"strategy={framework}", f"strategy.backend={name}", *rest) for name, *rest in KNOBS[framework]]
@@ -174,10 +165,10 @@ def test_frameworks_read_nothing_of_how_to_train_from_the_environment_and_keep_t
     assert torch.get_num_threads() == threads
 
 
+@needs("accelerate")
 def test_ranks_of_several_machines_need_no_address_where_a_process_group_exists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    require("accelerate")
     from accelerate import PartialState
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)

@@ -25,6 +25,7 @@ from bench.records import Record
 from bench.records.schema import validate
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, Prediction, Range, TimePrediction
 from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, configuration
+from tests.extras import needs
 
 MEASURED = ROOT / "results" / "measured" / "cpu_2core"
 A100 = "hardware=a100_80gb"
@@ -210,8 +211,8 @@ def test_what_is_predicted_stays_until_it_is_forced_or_the_predictor_changes(sto
     assert attempts(store) == [3, 3]
 
 
+@needs("peft")
 def test_a_row_names_the_predictor_of_its_libraries(store, monkeypatch):
-    pytest.importorskip("peft")
     told(monkeypatch, lambda config: told_so())
     run = ("mode=predict", A100, "model=gpt_tiny", "gpus=1", "strategy=ddp", "finetune=lora")
     assert sweep.main([*run, f"store={store}", "report=false"]) == 0

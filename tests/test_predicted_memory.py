@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from bench.simulate.full_trace import full_trace
 from bench.simulate.memory import WORKSPACE_BYTES
 from bench.simulate.predict import predict, predict_all
 from tests.conftest import ROOT, configuration
+from tests.extras import needs
 
 MEASURED = ROOT / "results" / "measured" / "cpu_memory"
 MEAN, WORST = 0.001, 0.01
@@ -82,14 +81,8 @@ def test_predictions_agree_with_the_full_trace_of_large_models(overrides: tuple[
     check_against_trace(configuration(*overrides, "hardware=a100_80gb"))
 
 
-LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "lightning", "peft", "torchao")
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(
-    any(find_spec(name) is None for name in LIBRARIES) and os.environ.get("REQUIRE_PEFT") != "1",
-    reason=f"these must be installed to predict what needs them: {', '.join(LIBRARIES)}",
-)
+@needs("accelerate", "bitsandbytes", "deepspeed", "lightning", "peft", "torchao")
 def test_every_strategy_side_by_side_needs_what_is_predicted() -> None:
     """Within 3 % of the rank that needs most, with DeepSpeed's stage 3, of which single ranks hold more at times, of
     the median rank."""

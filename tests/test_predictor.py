@@ -21,6 +21,7 @@ from bench.simulate import predict as predictor
 from bench.simulate.predict import predict, predict_all
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, PARTS, Prediction, from_plain, to_plain
 from tests.conftest import processor_s
+from tests.extras import needs
 
 PAPER_GPT = {
     "model": "gpt_175b",
@@ -75,8 +76,8 @@ def test_a_change_of_the_predictor_forgets_everything(empty_cache, monkeypatch):
     assert cache.read("prediction", [predictor.identity(run)]) == {}
 
 
+@needs("peft")
 def test_another_version_of_a_library_is_another_predictor_of_runs_that_need_it(monkeypatch):
-    pytest.importorskip("peft")
     adapted = config(finetune="lora")
     assert (config().libraries, adapted.libraries) == ((), ("peft",))
     row = {"status": "ok", "predictor": version.predictor_version(adapted.libraries)}
@@ -91,8 +92,8 @@ def test_another_version_of_a_library_is_another_predictor_of_runs_that_need_it(
     version.predictor_version.cache_clear()
 
 
+@needs("torchao")
 def test_what_fp8_is_made_of_is_part_of_its_predictor():
-    pytest.importorskip("torchao")
     assert config(precision="fp8", hardware="h100_80gb", compile=True).libraries == ("torchao",)
 
 
