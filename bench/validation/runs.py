@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -320,8 +320,3 @@ def held_by_masks(config: RunConfig) -> float:
 def in_gigabytes(size_bytes: float) -> float:
     """Bytes as the paper's memory axes count them."""
     return size_bytes / GB
-
-
-def paper_cases(found: list[Case], figure: str) -> Iterator[Case]:
-    """Those of one figure of the FSDP paper."""
-    return (case for case in found if case.source == "fsdp_paper" and case.where == figure)
