@@ -1,9 +1,16 @@
 # make install create the environment: .venv
 # make sweep   create the environment, run the default sweep, write the report
-# make test    create the environment, run the checks and all tests: two processes share most of them, a third has those
-#              with SLURM; the last lines of each part say which tests did not run, and why
+# make test    create the environment, run the checks and all tests: two processes share most of them, two more have those
+#              with SLURM, and when they are through come, one by one, those that hold processor time against a limit;
+#              the last lines of each part say which tests did not run, and why
 # make quick   the tests that start no process groups
 # make timing  the tests that compare step times, on a machine with nothing else to do; no part of make test
+# make scale   report 10,000 rows: a minute and 1 GB
+# make fuzz    generated command lines and damaged stores, others every time, for MINUTES=10 or SECONDS=600; what failed is
+#              kept in build/hypothesis and tried again first
+# make extras          install the optional extras: DeepSpeed, Accelerate, Lightning, peft, bitsandbytes, torchao
+# make test-extras     the tests that need them
+# make kills   100 kills at random moments of sweeps, here and on a SLURM of its own: nothing measured may be lost
 # make test-slurm      the tests that need SLURM, and fail without
 # make predictions     predict the sweeps of results/predicted anew, and their figures
 # make notebooks       execute the notebooks of analysis/ and render them to build/notebooks/*.html
@@ -13,10 +20,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 STORE  ?= runs
 BIN    := $(VENV)/bin
+# Tests start hundreds of processes: each finds its modules compiled.
+export PYTHONDONTWRITEBYTECODE :=
 PREDICTED := results/predicted
 PAPER  := model_scale prefetch rate_limiter gpt_175b_scale t5_11b_scale memory sharding_factor
 
-.PHONY: install sweep test quick test-slurm timing predictions notebooks cluster cluster-down lint types clean
+.PHONY: install sweep test quick fuzz scale kills test-slurm timing predictions notebooks cluster cluster-down lint types clean
 
 install: $(VENV)/.installed
 
@@ -24,22 +33,48 @@ sweep: $(VENV)/.installed
 	$(BIN)/python -m bench.sweep store=$(STORE)
 
 # Tests with SLURM mostly wait, which others can do beside them. Each process has a SLURM of its own.
-APART := tests/test_slurm_calibrate.py tests/test_slurm_cluster_script.py tests/test_slurm_faults.py tests/test_slurm_sweep.py \
-  tests/test_slurm_tracking.py
+APART := $(filter-out tests/test_slurm_units.py tests/test_slurm_profiles.py,$(wildcard tests/test_slurm_*.py))
 
 # Tests that compare times need a machine on which nothing else runs, and say so if it is not.
 TIMING := tests/test_cpu_times.py
 
 test: lint types
 	@log=$$(mktemp); status=0; \
-	$(BIN)/python -m pytest --durations=15 $(APART) >"$$log" 2>&1 & apart=$$!; \
+	$(BIN)/python -m pytest -m "not alone" --durations=15 --numprocesses=2 --dist=loadfile $(APART) >"$$log" 2>&1 & apart=$$!; \
 	trap 'kill $$apart 2>/dev/null; rm -f "$$log"' EXIT; \
-	$(BIN)/python -m pytest --durations=25 --numprocesses=2 --dist=loadfile $(APART:%=--ignore=%) $(TIMING:%=--ignore=%) || \
-	  status=$$?; \
-	wait $$apart || status=$$?; cat "$$log"; exit $$status
+	$(BIN)/python -m pytest -m "not alone" --durations=25 --numprocesses=2 --dist=loadfile \
+	  $(APART:%=--ignore=%) $(TIMING:%=--ignore=%) || status=$$?; \
+	wait $$apart || status=$$?; cat "$$log"; \
+	$(BIN)/python -m pytest -m alone --durations=15 $(TIMING:%=--ignore=%) || status=$$?; exit $$status
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow"
+
+MINUTES ?= 10
+SECONDS ?= $(shell expr 60 \* $(MINUTES))
+FUZZED  := tests/test_hostile_input.py tests/test_store_fuzz.py
+
+fuzz: $(VENV)/.installed
+	@end=$$(expr $$(date +%s) + $(SECONDS)); \
+	while [ $$(date +%s) -lt $$end ]; do \
+	  HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q -x --timeout=0 $(FUZZED) || exit; \
+	done
+
+scale: $(VENV)/.installed
+	SCALE=1 $(BIN)/python -m pytest -q tests/test_report_scale.py
+
+# DeepSpeed has no wheel, and what builds it needs torch.
+extras: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[accelerate,lightning,peft,bitsandbytes,fp8]"
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt deepspeed
+
+test-extras: $(VENV)/.installed
+	$(BIN)/python -m pytest --durations=10 --numprocesses=2 --dist=loadfile -m needs
+
+KILLS := 100
+
+kills: $(VENV)/.installed
+	$(BIN)/python -m tests.kills --kills $(KILLS)
 
 test-slurm: $(VENV)/.installed
 	REQUIRE_SLURM=1 $(BIN)/python -m pytest -k slurm
@@ -63,8 +98,8 @@ predictions: $(VENV)/.installed
 	$(BIN)/python -m bench.report $(PREDICTED)/a100_80gb --output build/predictions
 	$(BIN)/python -m bench.report $(PREDICTED)/oom_frontier --output build/predictions/frontier
 	mkdir -p $(PREDICTED)/figures
-	cp build/predictions/figures/paper-*.png build/predictions/figures/sharding-factor-t5-2b-bf16-64.png \
-	  build/predictions/figures/sharding-factor-t5-11b-bf16-64.png \
+	cp build/predictions/figures/paper-*.png build/predictions/figures/sharding-factor-t5-2b-bf16-parameters-64.png \
+	  build/predictions/figures/sharding-factor-t5-11b-bf16-parameters-64.png \
 	  build/predictions/frontier/figures/frontier-*.png $(PREDICTED)/figures/
 
 notebooks: $(VENV)/.installed

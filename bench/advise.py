@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 
+from bench import command
 from bench.advice.question import read_question
-from bench.advice.terminal import answered, output, question_parser
+from bench.advice.terminal import answered, question_parser
 from bench.errors import UsageError, require_choice
 from bench.guide.data import as_json
 from bench.guide.guide import guide
 from bench.guide.page import names_table, pages
 from bench.hardware import detect
+from bench.terminal import output
 
 EPILOG = """\
 examples:
@@ -79,4 +81,4 @@ def _form(overrides: list[str], option: str | None) -> tuple[list[str], str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

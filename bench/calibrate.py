@@ -8,8 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
+from bench import command
 from bench.calibration.facts import Facts
 from bench.calibration.fit_compute import fit_compute
 from bench.calibration.fit_links import fit_links
@@ -22,8 +21,10 @@ from bench.errors import UsageError, bad_value, require_choice
 from bench.hardware import Hardware, detect, refuse_unsupported
 from bench.hardware.detect import Device
 from bench.hardware.file import ENDING
+from bench.paths import require_path
 from bench.planning.compose import composed, parse, values_of
 from bench.planning.request import description_of
+from bench.terminal import output
 
 EPILOG = """\
 examples:
@@ -182,7 +183,7 @@ def _ranks(said: str | None, hardware: Hardware, device: Device) -> int:
     if said is None:
         return device.count if on_gpu else max(2, len(os.sched_getaffinity(0)) // hardware.cpu_threads)
     most = device.count if on_gpu else MOST_PROCESSES
-    if not said.isdecimal() or not 2 <= int(said) <= most:
+    if not said.isdecimal() or len(said) > 9 or not 2 <= int(said) <= most:
         valid = f"a whole number from 2 to {most}" if most > 1 else "nothing: a single GPU has nobody to talk to"
         raise bad_value("ranks", said or "''", valid)
     return int(said)
@@ -192,7 +193,7 @@ def _refuse_unwritable(output: Path) -> None:
     """Raise `UsageError` unless a new file can be written; its folder is made."""
     if output.suffix != ENDING:
         raise bad_value("output", output, f"a file that ends in {ENDING}")
-    if output.exists():
+    if require_path("output", str(output)).exists():
         raise bad_value("output", output, "a file that does not exist yet: none is overwritten")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -224,7 +225,7 @@ def _conclude(order: Order, found: Measured) -> None:
     hardware = calibrated(order.output.stem, order.known, compute, links, facts)
     timed = [*found.compute, *found.collectives]
     files = write_calibration(order.output, hardware, facts, timed)
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
+    console = output(WIDTH_WITHOUT_TERMINAL)
     residuals = {**(compute.residuals if compute else {}), **(links.residuals if links else {})}
     for part in found_tables(hardware, residuals):
         console.print(part, highlight=False)
@@ -238,4 +239,4 @@ def _conclude(order: Order, found: Measured) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

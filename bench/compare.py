@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich.console import Console
-
+from bench import command
 from bench.comparison import Settings, compare
 from bench.errors import UsageError
+from bench.paths import path
 from bench.planning.request import read_tracker
 from bench.reporting.labels import counted
 from bench.reporting.reading import read_store
@@ -19,6 +18,7 @@ from bench.reporting.regressions.files import write_all
 from bench.reporting.regressions.junit import junit
 from bench.reporting.regressions.markdown import markdown
 from bench.reporting.regressions.terminal import comparison_tables
+from bench.terminal import output
 
 EPILOG = """\
 BASE and CANDIDATE are stores, folders of stores, runs or row files. Runs match by configuration, whatever their
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 no regression, 1 regression, 2 nothing comparable or bad input.
     """
     options = _parser().parse_args(arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
+    console = output(WIDTH_WITHOUT_TERMINAL)
     try:
         given = {name: getattr(options, name) / 100 for name in PERCENT if getattr(options, name) is not None}
         settings = _settings(given, across_machines=options.across_machines)
@@ -110,20 +110,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("base", type=Path, metavar="BASE", help="rows from before")
-    parser.add_argument("candidate", type=Path, metavar="CANDIDATE", help="rows from after")
+    parser.add_argument("base", type=path, metavar="BASE", help="rows from before")
+    parser.add_argument("candidate", type=path, metavar="CANDIDATE", help="rows from after")
     for name, meaning in PERCENT.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="PERCENT", help=meaning)
     parser.add_argument("--across-machines", action="store_true", help="compare although the machines differ")
     parser.add_argument("--all", action="store_true", help="list everything that only one side has")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a comment for a pull request")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, for scripts")
+    parser.add_argument("--markdown", type=path, metavar="FILE", help="write a comment for a pull request")
+    parser.add_argument("--json", type=path, metavar="FILE", help="write everything, for scripts")
     parser.add_argument(
         "--alert", nargs="*", metavar="tracker.KEY=VALUE", help="tell Weights & Biases, which alerts of a regression"
     )
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write a test report, for a CI system")
+    parser.add_argument("--junit", type=path, metavar="FILE", help="write a test report, for a CI system")
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

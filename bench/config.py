@@ -8,75 +8,90 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from bench import identity
-from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
+from bench.errors import ImpossibleError, bad_value
 from bench.finetune import Finetune, Full, load_finetune
 from bench.hardware import Hardware
 from bench.models import Family, float8, load_family
+from bench.models.base import LENGTH
 from bench.models.blocks import CHECKPOINTING
 from bench.precision import Precision
 from bench.strategies import Step, Strategy, load_strategy, that_take_float8
 from bench.training.optimizer import OptimizerConfig
-from bench.typed import kind_of, type_hints, typed
+from bench.typed import OneOf, Within, checked, type_hints, typed
 
 MODES = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
+
+SECTIONS = ("model", "strategy", "precision", "optimizer", "hardware", "measurement", "finetune")
+"""Fields of `RunConfig` with fields of their own."""
+
+RANKS = Within(1, 2**17)
+"""More than any cluster has: beyond it a plan takes more than seconds."""
+
+MOST_TOKENS = 2**27
+"""Of one micro-batch in one process."""
+
+SETTLING_S = {"min_warmup_s": {"cuda": 3.0}, "min_timed_s": {"cuda": 5.0}}
+"""Seconds to warm up and to time where nothing is said: clocks and power of a GPU settle in seconds. A processor's step
+is timed by the number of steps alone."""
 
 
 @dataclass(frozen=True)
 class Measurement:
     """How a run is timed."""
 
-    warmup_steps: int
+    warmup_steps: Annotated[int, Within(2, 10**6)]
     """Optimizer steps before timing starts: at least 2, for the allocator and DDP's bucket rebuild."""
-    steps: int
+    steps: Annotated[int, Within(1, 10**6)]
     """Optimizer steps that are timed."""
     profile: bool
     """Add a profiled pass after the timed one: writes a trace and the share of exposed communication."""
+    min_warmup_s: Annotated[float | None, Within(0, 3600, unit="seconds")] = 0.0
+    """Seconds of steps before timing, at least, after the first `warmup_steps`; null for what the device needs."""
+    min_timed_s: Annotated[float | None, Within(0, 3600, unit="seconds")] = 0.0
+    """Seconds of steps that are timed, at least; null for what the device needs."""
 
-    def __post_init__(self) -> None:
-        require_at_least("measurement.warmup_steps", self.warmup_steps, 2)
-        require_at_least("measurement.steps", self.steps, 1)
+
+@functools.cache  # the same object for the same values, which `bench.identity` relies on to be quick
+def settled(measurement: Measurement, device: str) -> Measurement:
+    """The same with every null filled in for a kind of device."""
+    values = identity.fields(measurement)
+    empty = [name for name in SETTLING_S if values[name] is None]
+    return Measurement(**{**values, **{name: SETTLING_S[name].get(device, 0.0) for name in empty}})
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """One run, completely."""
 
-    mode: str
+    mode: Annotated[str, OneOf(*MODES)]
     model: Family
     strategy: Strategy
     precision: Precision
     optimizer: OptimizerConfig
     hardware: Hardware
     measurement: Measurement
-    gpus: int
+    gpus: Annotated[int, RANKS]
     """World size: ranks, one per GPU (or CPU process)."""
-    gpus_per_node: int
+    gpus_per_node: Annotated[int, RANKS]
     """Ranks per machine; at world sizes below it all ranks share one."""
-    batch_size_per_gpu: int
-    sequence_length: int
-    gradient_accumulation: int
+    batch_size_per_gpu: Annotated[int, Within(1, 10**6)]
+    sequence_length: Annotated[int, LENGTH]
+    gradient_accumulation: Annotated[int, Within(1, 1024)]
     gradient_accumulation_sync: bool
     """Communicate gradients after every micro-batch instead of after the last."""
-    activation_checkpointing: str
+    activation_checkpointing: Annotated[str, OneOf(*CHECKPOINTING)]
     compile: bool
-    seed: int
-    repeat: int
+    seed: Annotated[int, Within(0, 2**63 - 1)]
+    repeat: Annotated[int, Within(0, 10**6)]
     requested: dict[str, Any] = field(default_factory=dict, compare=False)
     """The strategy's knobs as they were asked for; no part of the run's identity."""
     finetune: Finetune = field(default_factory=lambda: Full("full"))
 
     def __post_init__(self) -> None:
-        require_choice("mode", self.mode, MODES)
-        for name in ("batch_size_per_gpu", "gradient_accumulation"):
-            require_at_least(name, getattr(self, name), 1)
-        if not 0 <= self.seed < 2**63:
-            raise bad_value("seed", self.seed, "a whole number from 0 to 2**63 - 1")
-        require_at_least("repeat", self.repeat, 0)
-        require_choice("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING)
         if self.rehearsed and self.devices_per_process > 1:
             raise ImpossibleError(
                 f"mode=rehearse is not valid for strategy={self.strategy.name}, which drives all devices from one "
@@ -89,6 +104,9 @@ class RunConfig:
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             valid = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
             raise bad_value("gpus", self.gpus, valid, ImpossibleError)
+        if self.sequences_per_rank * self.sequence_length > MOST_TOKENS:
+            valid = f"fewer sequences, or shorter ones: at most {MOST_TOKENS} tokens in one process"
+            raise bad_value("batch_size_per_gpu", self.batch_size_per_gpu, valid, ImpossibleError)
         self.model.check_sequence_length(self.sequence_length)
         self.strategy.check_model(self.model, self.batch_size_per_gpu, self.sequence_length)
         self.strategy.check_device(self.hardware.device)
@@ -105,7 +123,11 @@ class RunConfig:
         self.finetune.check(self.model, self.precision, self.hardware.device)
         self.strategy.check_step(
             Step(
-                self.gradient_accumulation, self.gradient_accumulation_sync, self.optimizer.keep_gradients, self.compile
+                self.gradient_accumulation,
+                self.gradient_accumulation_sync,
+                self.optimizer.keep_gradients,
+                self.compile,
+                self.precision,
             )
         )
 
@@ -173,6 +195,11 @@ class RunConfig:
         return 0 if self.predicted else 1 if self.rehearsed else self.gpus // self.devices_per_process
 
     @property
+    def processes_per_node(self) -> int:
+        """Processes that really run on each machine."""
+        return max(1, self.processes // self.machines)
+
+    @property
     def devices(self) -> int:
         """Devices that really work."""
         return self.processes * self.devices_per_process
@@ -231,15 +258,16 @@ def run_config(raw: dict[str, Any]) -> RunConfig:
         "measurement": Measurement,
         "finetune": load_finetune(str(raw["finetune"].get("name"))),
     }
-    built = {key: _section(key, cls, raw[key]) for key, cls in sections.items()}
+    raw["strategy"] = {**identity.done_before(raw["strategy"]), **raw["strategy"]}  # nor how its knobs of later were
+    built = {key: _section(key, sections[key], raw[key]) for key in SECTIONS}
+    built["measurement"] = settled(built["measurement"], built["hardware"].device)
     scalars = _scalars(raw)
-    for name in ("gpus", "gpus_per_node"):  # before anything divides by them
-        require_at_least(name, scalars[name], 1)
     built["strategy"] = built["strategy"].resolve(
         scalars["gpus"],
         scalars["gpus_per_node"],
         accumulates=scalars["gradient_accumulation"] > 1 and not scalars["gradient_accumulation_sync"],
     )
+    built["precision"] = built["strategy"].settled(built["precision"])
     return RunConfig(**built, **scalars, requested=raw["strategy"])
 
 
@@ -262,11 +290,6 @@ _SECTIONS: dict[tuple[type, str], Any] = {}
 
 
 def _scalars(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `RunConfig` that are no sections, each of exactly its type."""
-    checked: dict[str, Any] = {}
-    for name, kind in type_hints(RunConfig).items():
-        if kind in (bool, int, str):
-            if type(raw[name]) is not kind:
-                raise bad_value(name, raw[name], kind_of(kind))
-            checked[name] = raw[name]
-    return checked
+    """The fields of `RunConfig` that are no sections."""
+    hints = type_hints(RunConfig)
+    return {name: checked(name, hints[name], raw[name]) for name in hints if name not in (*SECTIONS, "requested")}

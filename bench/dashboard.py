@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bench import command
 from bench.comparison import compare
 from bench.errors import UsageError, bad_value, require_choice
 from bench.planning.request import read_tracker
@@ -166,4 +167,4 @@ def _alert(stores: Sequence[str], settings: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

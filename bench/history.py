@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
+from bench import command
 from bench.comparison import Series, Settings, history
 from bench.errors import UsageError
+from bench.paths import path
 from bench.records import read_attempts
 from bench.reporting import style
 from bench.reporting.drawing import save
@@ -20,6 +20,7 @@ from bench.reporting.reading import read_store
 from bench.reporting.regressions.data import history_json
 from bench.reporting.regressions.files import write_all
 from bench.reporting.regressions.terminal import history_tables
+from bench.terminal import output
 
 EPILOG = """\
 STORE is a store, a folder of stores, or both of several. All attempts count: a run that was forced again with another
@@ -42,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("stores", type=Path, nargs="+", metavar="STORE", help="a store, or a folder of stores")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for figures and history.json")
+    parser.add_argument("stores", type=path, nargs="+", metavar="STORE", help="a store, or a folder of stores")
+    parser.add_argument("--output", type=path, metavar="DIR", help="folder for figures and history.json")
     options = parser.parse_args(arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
+    console = output(WIDTH_WITHOUT_TERMINAL)
     try:
         contents = [read_store(store, read_attempts) for store in options.stores]
         found = history([row for each in contents for row in each.records], Settings())
@@ -74,4 +75,4 @@ def _draw(found: Sequence[Series], folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from bench.hardware import Hardware
@@ -27,7 +28,7 @@ how a run would be timed."""
 
 ADDED: dict[str, dict[str, object]] = {
     "optimizer": {"keep_gradients": False},
-    "precision": {"float8": "none", "float8_emulated": False},
+    "precision": {"float8": "none", "float8_emulated": False, "mixing": None},
     "model": {"activation": "gelu_new"},
     "strategy": {
         "communication_hook": "none",
@@ -36,9 +37,29 @@ ADDED: dict[str, dict[str, object]] = {
         "optimizer_on_device": False,
     },
     "finetune": {"name": "full"},
+    "measurement": {"min_warmup_s": 0.0, "min_timed_s": 0.0},
 }
 """Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
 that what was measured before is still the same run. A section of which nothing is left is left out as well."""
+
+
+def done_before(strategy: Mapping[str, Any]) -> dict[str, object]:
+    """The same where it depends on the strategy: its knobs that came later, at what it did before.
+
+    Parameters
+    ----------
+    strategy: mapping
+        The section of a configuration, its knobs as they are or as values were found for them.
+    """
+    kinds: dict[str, dict[str, object]] = {
+        "fsdp": {"mesh_2d": True},
+        "lightning": {"mesh_2d": True if strategy.get("backend") == "fsdp" else None},
+        "tensor_parallel": {
+            "mesh_2d": True if strategy.get("data_parallel") == "fsdp" else None,
+            "bucket_cap_mb": 25 if strategy.get("data_parallel") == "ddp" else None,
+        },
+    }
+    return kinds.get(str(strategy.get("name")), {})
 
 
 LATER_FORMATS = {"fp8"}
@@ -103,8 +124,9 @@ def _section_text(name: str, section: Any, mode: str, *, uses_host: bool) -> str
                 values.pop(path[-1], None)
         if name == "hardware" and not (uses_host and values.get("host")):
             values.pop("host", None)
-        for knob, before in ADDED.get(name, {}).items():
-            if values.get(knob) == before:
+        by_strategy = done_before(values) if name == "strategy" else {}
+        for knob, before in {**ADDED.get(name, {}), **by_strategy}.items():
+            if knob in values and values[knob] == before:
                 del values[knob]
         _SECTION_TEXTS[key] = section, _text(values)
     return _SECTION_TEXTS[key][1]

@@ -1,4 +1,4 @@
-"""``python -m bench.jobs watch|collect|cancel [STORE]``: follow what was submitted to a cluster, from any shell."""
+"""``python -m bench.jobs watch|collect|cancel|nodes [STORE]``: follow what was submitted; compare its nodes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bench import command, records
 from bench.errors import UsageError
 from bench.launch.slurm import ledger, queue
 from bench.launch.slurm.collect import (
@@ -23,6 +24,9 @@ from bench.launch.slurm.collect import (
     LOST,
     QUEUED,
     RUNNING,
+    UNDERWAY,
+    UNKNOWN,
+    UNSUBMITTED,
     Standing,
     collect,
     last_words,
@@ -31,26 +35,38 @@ from bench.launch.slurm.collect import (
 )
 from bench.launch.slurm.ledger import Submission
 from bench.launch.verdict import describe
+from bench.paths import path
+from bench.records import Record
+from bench.reporting.nodes import nodes_table
+from bench.terminal import output
 
 POLL_S = 5.0
 SILENCE_S = 600.0
 """How long a watch goes on without hearing from SLURM: controllers are restarted."""
 MOST_LINES = 20
-STATES = (QUEUED, RUNNING, DONE, FAILED, LOST)
-STYLES = {QUEUED: "dim", RUNNING: "cyan", DONE: "green", FAILED: "red", LOST: "red"}
+STATES = (QUEUED, RUNNING, UNKNOWN, DONE, FAILED, LOST, UNSUBMITTED)
+STYLES = {QUEUED: "dim", RUNNING: "cyan", UNKNOWN: "dim", DONE: "green", FAILED: "red", LOST: "red"}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Follow submissions. Exit code 0 if all runs are done, 1 if some are not (yet), 2 on bad input."""
     parser = argparse.ArgumentParser(prog="python -m bench.jobs", description=__doc__)
-    what = "follow until all is over; write down what is over and say how far the rest is; cancel the rest"
-    parser.add_argument("action", choices=("watch", "collect", "cancel"), help=what)
-    parser.add_argument("store", nargs="?", default="runs", help="the store of the sweep (default: runs)")
+    what = (
+        "follow until all is over; write down what is over and say how far the rest is; cancel the rest; compare the "
+    )
+    what += "nodes that rows were measured on"
+    parser.add_argument("action", choices=("watch", "collect", "cancel", "nodes"), help=what)
+    parser.add_argument(
+        "store", nargs="?", type=path, default=Path("runs"), help="the store of the sweep (default: runs)"
+    )
     parser.add_argument("--submission", metavar="NAME", help="only this one, as collect names it (default: all open)")
     options = parser.parse_args(arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console = output(140)
     try:
-        store = Path(options.store)
+        store = options.store
+        if options.action == "nodes":
+            console.print(nodes_table(_rows(store)), soft_wrap=True)
+            return 0
         submissions = _submissions(store, options.submission)
         if not submissions:
             print(f"Nothing submitted from {store} is open.")
@@ -72,9 +88,22 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("The jobs go on.")
-        return 1
+        return command.INTERRUPTED
     console.print(_report(store, found), soft_wrap=True)
     return 0 if all(standing.state == DONE for standing in found) else 1
+
+
+def _rows(store: Path) -> list[Record]:
+    """Every attempt of every run.
+
+    Raises
+    ------
+    UsageError
+        If there is no store.
+    """
+    if not store.is_dir():
+        raise UsageError(f"store={store} is not valid: choose a folder that a sweep wrote to.")
+    return records.read_attempts(store).records
 
 
 def _submissions(store: Path, name: str | None) -> list[Submission]:
@@ -90,6 +119,23 @@ def _submissions(store: Path, name: str | None) -> list[Submission]:
     return chosen
 
 
+def _refuse_others(submissions: Sequence[Submission]) -> list[Submission]:
+    """Those of some submissions that this account may cancel.
+
+    Raises
+    ------
+    UsageError
+        If there are none.
+    """
+    own = [submission for submission in submissions if submission.own]
+    others = ", ".join(f"{submission.name} of {submission.user}" for submission in submissions if not submission.own)
+    if not own:
+        raise UsageError(f"Only who submitted jobs can cancel them, and nothing here is yours: {others}.")
+    if others:
+        print(f"Left alone: {others}.")
+    return own
+
+
 def _collect(store: Path, submissions: Sequence[Submission]) -> list[Standing]:
     with ledger.submitting(store):  # not while a sweep is about to submit: its jobs would look lost
         return collect(store, submissions)
@@ -97,7 +143,13 @@ def _collect(store: Path, submissions: Sequence[Submission]) -> list[Standing]:
 
 def _cancel(store: Path, submissions: Sequence[Submission]) -> None:
     """Cancel what waits or runs, and wait until none of it is left."""
-    jobs = [s.job_id for s in standings(store, submissions, accounts=False) if s.live is not None and s.job_id]
+    found = standings(store, _refuse_others(submissions), accounts=False)
+    alive = [standing for standing in found if standing.live is not None and standing.job_id is not None]
+    for submission in submissions:
+        own = [standing.job_id for standing in alive if standing.submission is submission and standing.job_id]
+        if own:
+            submission.note_cancelled(own)
+    jobs = [standing.job_id for standing in alive if standing.job_id]
     queue.cancel(jobs)
     deadline = time.monotonic() + SILENCE_S
     while set(jobs) & set(queue.alive()) and time.monotonic() < deadline:
@@ -155,7 +207,14 @@ def _line(found: Sequence[Standing]) -> str:
     """How far the submissions are: ``3 queued, 1 running, 4 done, 0.2 GPU-hours so far``."""
     counts = Counter(standing.state for standing in found)
     parts = [f"{counts[state]} {state}" for state in STATES if counts[state] or state == DONE]
-    return ", ".join([*parts, f"{sum(standing.gpu_hours for standing in found):.2f} GPU-hours so far"])
+    hours = [standing.gpu_hours for standing in found]
+    known = [number for number in hours if number is not None]
+    spent = (
+        f"{sum(known):.2f} GPU-hours so far"
+        if len(known) == len(hours)
+        else "GPU-hours unknown (sacct does not answer)"
+    )
+    return ", ".join([*parts, spent])
 
 
 def _report(store: Path, found: Sequence[Standing]) -> RenderableType:
@@ -164,13 +223,14 @@ def _report(store: Path, found: Sequence[Standing]) -> RenderableType:
     for submission in dict.fromkeys(standing.submission.name for standing in found):
         own = [standing for standing in found if standing.submission.name == submission]
         over = "over" if all(standing.over for standing in own) else "open"
-        parts.append(Text(f"{submission} ({own[0].submission.sweep}), {over}: {_line(own)}"))
-    waiting = [s for s in found if s.state in (QUEUED, RUNNING)]
+        of = "" if own[0].submission.own else f" of {own[0].submission.user}"
+        parts.append(Text(f"{submission}{of} ({own[0].submission.sweep}), {over}: {_line(own)}"))
+    waiting = [s for s in found if s.state in UNDERWAY]
     failed = [s for s in found if s.state in (FAILED, LOST)]
     for title, chosen in (("Not over", waiting), ("Failed", failed)):
         if chosen:
             parts.append(_table(title, chosen))
-    if failed:
+    if failed or any(standing.state == UNSUBMITTED for standing in found):
         parts.append(Text("The same sweep command submits again what has no result."))
     if not waiting:
         parts.append(Text(f"Report: python -m bench.report {shlex.quote(str(store))}"))
@@ -182,9 +242,12 @@ def _table(title: str, standings: Sequence[Standing]) -> Table:
     for standing in standings[:MOST_LINES]:
         words = standing.state
         if standing.state == QUEUED and standing.live is not None:
-            words = f"waits: {standing.live.reason}"
+            held = queue.HELD.get(standing.live.reason, standing.live.reason)
+            words = f"waits: {held.format(job=standing.job_id)}"
         elif standing.state == RUNNING and standing.live is not None:
             words = f"on {standing.live.nodes} for {standing.live.elapsed_s} s"
+        elif standing.state == UNKNOWN:
+            words = f"unknown: SLURM does not show it; {standing.submission.user} can collect it"
         elif standing.record is not None:
             words = f"{standing.record['status']}: {describe(standing.record)}"
         elif standing.state == LOST:
@@ -196,4 +259,4 @@ def _table(title: str, standings: Sequence[Standing]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.errors import UsageError, bad_value, require_choice
+from bench import command
+from bench.errors import UsageError, bad_value, how_to_install, require_choice
 from bench.reporting.reading import read_store
 
 ANALYSIS = Path(__file__).resolve().parents[1] / "analysis"
@@ -74,8 +75,7 @@ def _require_libraries() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"Rendering notebooks needs {', '.join(missing)}: install the extra, pip install 'fsdp-bench[notebooks]' "
-            "(in a checkout: pip install -e '.[notebooks]')."
+            f"Rendering notebooks needs {', '.join(missing)}: install the extra, {how_to_install('notebooks')}."
         )
 
 
@@ -102,4 +102,4 @@ def render(names: Sequence[str], stores: Mapping[str, Path], output: Path) -> in
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

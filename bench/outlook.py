@@ -13,6 +13,7 @@ from bench.planning.forecast import Forecast, Untold, forecasts
 from bench.planning.plan import Plan
 from bench.planning.request import Request
 from bench.predicted_row import shortage
+from bench.row import configured_row
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction
 
 SKIPPED_BY = "skip_oom=true"
@@ -67,7 +68,7 @@ def write_skipped(request: Request, plan: Plan, launcher: str) -> None:
         record = records.latest(request.store, config.run_id)
         if record is None or (record["status"], record.get("error")) != ("skipped", reason):
             facts = {"launcher": launcher, "sweep": request.sweep}
-            write_unstarted_row(config, request.store, status="skipped", error=reason, facts=facts)
+            write_unstarted_row(configured_row(config), request.store, status="skipped", error=reason, facts=facts)
 
 
 def summary(request: Request, plan: Plan, expected: Mapping[str, Expectation]) -> list[str]:

@@ -29,10 +29,13 @@ def find(field: str, name: str, package: ModuleType, base: Any) -> Any:
     """
     path = name.lstrip(".") if "." in name else f"{package.__name__}.{name}"
     try:
+        if not all(part.isidentifier() for part in path.split(".")):
+            raise ModuleNotFoundError(name=path)
         module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not path.startswith(error.name):
-            raise  # the module is there; it is one that it imports that is missing
+    except Exception as error:  # whatever somebody's own module raises
+        if not isinstance(error, ModuleNotFoundError) or error.name is None or not path.startswith(error.name):
+            reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+            raise bad_value(field, name, f"a module that can be imported ({reason})") from error
         raise bad_value(field, name, [*names(package, base), "or a module path of your own"]) from None
     classes = _classes(module, base)
     if len(classes) != 1:

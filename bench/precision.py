@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from bench.errors import bad_value, require_choice
+from bench.errors import bad_value
+from bench.typed import OneOf
+
+AUTOCAST, PARAMETERS = MIXINGS = "autocast", "parameters"
+"""Ways of mixed precision."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -15,32 +20,32 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """Number formats of a run.
 
-    Mixed precision (`compute` narrower than `parameters`) is done the way each strategy's users do it: autocast
-    for one process and DDP, the mixed-precision policy of FSDP for both FSDPs. Which one is on the row.
+    Mixed precision is `compute` narrower than `parameters`. How it is done makes as much difference as sharding may:
+    strategies are compared in the same `mixing`.
     """
 
     name: str
-    parameters: str
+    parameters: Annotated[str, OneOf("fp32", "bf16")]
     """Format parameters, gradients and optimizer state are kept in: fp32 or bf16."""
-    compute: str
+    compute: Annotated[str, OneOf(*DTYPES)]
     """Format of matmul inputs: fp32, bf16 or fp16."""
-    reduce: str
+    reduce: Annotated[str, OneOf(*DTYPES)]
     """Format gradients are reduced in across ranks: fp32, bf16 or fp16."""
     tf32: bool = False
     """Whether fp32 matmuls may use TF32 tensor cores."""
-    peak: str = "fp32"
+    peak: Annotated[str, OneOf("fp32", "tf32", "bf16", "fp16", "fp8")] = "fp32"
     """Which of the hardware's peaks MFU divides by: fp32, tf32, bf16, fp16 or fp8."""
-    float8: str = "none"
+    float8: Annotated[str, OneOf("none", "tensorwise", "rowwise")] = "none"
     """Scaling of the blocks' linear layers in FP8: tensorwise, rowwise, or none to leave them in `compute`."""
     float8_emulated: bool = False
     """Round to 8 bits and multiply in fp32, on any device: for its accuracy, not its speed."""
 
+    mixing: Annotated[str | None, OneOf(*MIXINGS)] = None
+    """How mixed precision is done: autocast, over parameters that stay as they are stored; or parameters, that are cast
+    before they are used, as FSDP's mixed-precision policy does. null: as each strategy's users do it, autocast but for
+    FSDP and DeepSpeed. Without effect where nothing is mixed."""
+
     def __post_init__(self) -> None:
-        require_choice("precision.parameters", self.parameters, ("fp32", "bf16"))
-        require_choice("precision.compute", self.compute, DTYPES)
-        require_choice("precision.reduce", self.reduce, DTYPES)
-        require_choice("precision.peak", self.peak, ("fp32", "tf32", "bf16", "fp16", "fp8"))
-        require_choice("precision.float8", self.float8, ("none", "tensorwise", "rowwise"))
         if self.parameters == "bf16" and self.compute != "bf16":
             raise bad_value("precision.compute", self.compute, "bf16, since precision.parameters=bf16")
         if self.tf32 and self.compute != "fp32":

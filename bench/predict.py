@@ -7,14 +7,16 @@ import sys
 
 from rich.console import Group
 
+from bench import command
 from bench.advice.answer import Answer, answer
 from bench.advice.data import as_csv, as_json
 from bench.advice.details import row_details
 from bench.advice.question import Question, read_question
 from bench.advice.tables import answer_tables
-from bench.advice.terminal import answered, output, question_parser
+from bench.advice.terminal import answered, question_parser
 from bench.errors import UsageError
 from bench.hardware import detect
+from bench.terminal import output
 
 EPILOG = """\
 examples:
@@ -99,4 +101,4 @@ def _show(found: Answer, question: Question) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

@@ -98,18 +98,18 @@ def _time_parts(time: TimePrediction | None) -> Record | None:
 
 
 def _oom_phase(memory: MemoryPrediction) -> str:
-    """Where memory runs out: the first phase of the first step that needs more than there is.
+    """Where memory runs out: the first phase that needs more than there is.
 
-    In that step the optimizer has no state yet: it is made at its end.
+    In the first step the optimizer has no state yet: it is made at its end, and there from the second step on.
     """
     if memory.host_is_short:
         return "init"
     assert memory.capacity is not None
+    capacity = memory.capacity - memory.beside
     overhead = memory.reserved.value / memory.allocated.value
     state = memory.parts.get("optimizer", 0)
-    if memory.parts.get("parameters", 0) * overhead > memory.capacity:
-        return "init"
-    for phase in ("forward", "backward"):
-        if (memory.phase_peaks.get(phase, 0) - state) * overhead > memory.capacity:
-            return phase
-    return "optimizer"
+    peaks = memory.phase_peaks
+    needed = [("init", max(memory.initial, memory.parts.get("parameters", 0)))]
+    needed += [(phase, peaks.get(phase, 0) - state) for phase in ("forward", "backward")]
+    needed += [(phase, peaks.get(phase, 0)) for phase in ("optimizer", "forward", "backward")]
+    return next((phase for phase, size in needed if size * overhead > capacity), memory.phase)

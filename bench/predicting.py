@@ -21,7 +21,7 @@ from bench.predicted_row import predicted_row
 from bench.records import Record
 from bench.row import configured_row, environment_row
 from bench.simulate.prediction import FITS
-from bench.simulate.version import predictor_version
+from bench.simulate.version import outside_of, predictor_version
 
 MOST_GPUS = 16_384
 """Beyond it nothing was ever compared with a measurement."""
@@ -105,7 +105,10 @@ class Predictor:
             results: Record = {"status": "skipped" if forecast.refused else "error", "error": forecast.reason}
         else:
             results = predicted_row(config, forecast)
-        facts = {**self._facts, "predictor": predictor_version(config.libraries)}
+        facts = {
+            **self._facts,
+            "predictor": predictor_version(config.libraries, outside_of(config.model, config.strategy)),
+        }
         return {**configured_row(config), **facts, **results, "started_at": started, "finished_at": now()}
 
     def _write(self, row: Record) -> Record:
@@ -133,8 +136,15 @@ class BatchSearch:
     def next(self) -> RunConfig | None:
         """What to predict next, None when the answer is known."""
         start, unit = self.config.batch_size_per_gpu, self.config.strategy.batch_unit
-        size = None if self.cut_short else next_batch_size(self.tried, start, self.limit_bytes, unit)
-        return None if size is None else dataclasses.replace(self.config, batch_size_per_gpu=size)
+        while not self.cut_short:
+            size = next_batch_size(self.tried, start, self.limit_bytes, unit)
+            if size is None:
+                break
+            try:
+                return dataclasses.replace(self.config, batch_size_per_gpu=size)
+            except ImpossibleError:  # more tokens than a run may have
+                self.tried[size] = None
+        return None
 
     def note(self, row: Record, fits: Callable[[Record], bool]) -> None:
         """Take the row of what was to be predicted next."""

@@ -14,11 +14,11 @@ from rich.text import Text
 
 from bench.config import RunConfig
 from bench.outlook import Expectation, duration, summary
-from bench.planning.compose import as_text
 from bench.planning.plan import Plan
 from bench.planning.request import Request
 from bench.records import Record
 from bench.records.schema import FINISHED
+from bench.typed import as_typed
 
 STYLES = {
     "ok": "green",
@@ -171,7 +171,7 @@ def _differences(configs: Sequence[RunConfig]) -> dict[str, str]:
             values.setdefault((config.model.name, name), set()).add(value)
     return {
         config.run_id: " ".join(
-            f"{name.rpartition('.')[2].removeprefix('activation_')}={as_text(value)}"
+            f"{name.rpartition('.')[2].removeprefix('activation_')}={as_typed(value)}"
             for name, value in found.items()
             if len(values[config.model.name, name]) > 1
         )
@@ -183,7 +183,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     """Settings of the run and knobs of its strategy that `_identity` does not show."""
     scalars = {name: value for name, value in vars(config).items() if isinstance(value, (int, str))}
     told = ("mode", "gpus", "gpus_per_node", "batch_size_per_gpu", "run_id")
-    knobs = {name: value for name, value in vars(config.strategy).items() if name not in ("name", "sharding_factor")}
+    asked = {**vars(config.strategy), **config.requested}  # what follows from the rest of a run tells no runs apart
+    knobs = {name: value for name, value in asked.items() if name not in ("name", "sharding_factor")}
     return {
         **{name: value for name, value in scalars.items() if name not in told},
         **{f"{config.strategy.name}.{name}": value for name, value in knobs.items()},
@@ -212,13 +213,15 @@ def _figures(record: Record | None, factor: int) -> list[str]:
     if record is None or record["status"] not in FINISHED:
         return ["", "", ""]
     if record["status"] == "oom":
-        asked = record["oom_bytes"]
+        asked = record.get("oom_bytes")
         return ["in", record["oom_phase"], f"+{asked / 2**20:.1f}" if asked else ""]
-    return [
-        f"{record['step_time_median_s'] * 1000:.1f}",
-        f"{record['tflops_per_gpu'] * factor:,.1f}",
-        f"{record['peak_allocated_bytes'] / 2**20:,.1f}",
-    ]
+    numbers = (
+        ("step_time_median_s", 1000, ".1f"),
+        ("tflops_per_gpu", factor, ",.1f"),
+        ("peak_allocated_bytes", 2**-20, ",.1f"),
+    )
+    found = ((record.get(name), scale, digits) for name, scale, digits in numbers)
+    return ["" if value is None else format(value * scale, digits) for value, scale, digits in found]
 
 
 def prediction_table(configs: Sequence[RunConfig], found: Mapping[str, Record]) -> RenderableType:
@@ -314,6 +317,8 @@ class Progress:
             self._bar.advance(self._task)
         elif event["event"] == "taken":
             self._console.print(Text(f"left     {event['label']}: job {event['by']} is executing it"), soft_wrap=True)
-        elif event["event"] == "lost":
-            self._console.print(Text(f"lost     {event['label']}: {event['error']}", style="red"), soft_wrap=True)
+        elif event["event"] in ("lost", "stuck"):
+            self._console.print(
+                Text(f"{event['event']:8} {event['label']}: {event['error']}", style="red"), soft_wrap=True
+            )
             self._bar.advance(self._task)

@@ -5,29 +5,41 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from bench.errors import UsageError
+from bench import command
+from bench.errors import UsageError, require_at_least
+from bench.paths import path
 from bench.reporting import read_store, write_report
+from bench.reporting.builder import MOST_FIGURES
 from bench.reporting.labels import counted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, or 2 where the user must change something."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
-    parser.add_argument("store", type=Path, metavar="STORE", help="a store of rows, or a folder of stores")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report (default: STORE/report)")
+    parser.add_argument("store", type=path, metavar="STORE", help="a store of rows, or a folder of stores")
+    parser.add_argument("--output", type=path, metavar="DIR", help="folder for the report (default: STORE/report)")
     parser.add_argument(
         "--no-interactive",
         dest="interactive",
         action="store_false",
         help="leave out the figures to hover over, whose library makes the page 2 MB larger",
     )
+    parser.add_argument(
+        "--figures",
+        type=int,
+        default=MOST_FIGURES,
+        metavar="COUNT",
+        help=f"the most static figures to draw, of all sections together (default: {MOST_FIGURES})",
+    )
     options = parser.parse_args(arguments)
     output = options.output or (options.store if options.store.is_dir() else options.store.parent) / "report"
     try:
+        require_at_least("--figures", options.figures, 0)
         contents = read_store(options.store)
-        page = write_report(contents, str(options.store), output, interactive=options.interactive)
+        page = write_report(
+            contents, str(options.store), output, interactive=options.interactive, figures=options.figures
+        )
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -40,4 +52,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

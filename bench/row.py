@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 import torch
 
 from bench.config import RunConfig
 from bench.measure import environment
+from bench.measure.busyness import CpuLoad, cpu_doubts, others_share
+from bench.measure.gpu import Facts, gpu_doubts, others_on
+from bench.measure.health import health_columns
 from bench.measure.loop import Samples
+from bench.measure.processors import ranges
 from bench.measure.rehearsal import BACKEND as REHEARSAL
 from bench.measure.statistics import median, median_interval, percentile, slowest_rank
 from bench.rank import Outcome, backend
 from bench.records import Record
+from bench.records.schema import STEPS_FOR_P95
 
 KNOB_COLUMNS = {
     "bucket_cap_mb",
@@ -37,19 +43,27 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
     samples = [outcome.samples for outcome in sorted(outcomes, key=lambda outcome: outcome.rank) if outcome.samples]
     steps = slowest_rank([sample.step_times_s for sample in samples])
     step_time_s = median(steps)
-    low, high = median_interval(steps)
+    low, high = median_interval(steps) or (None, None)
     known = [sample.losses for sample in samples if sample.losses]  # of a pipeline, the ranks of the last stage
     losses = [sum(losses) / len(losses) for losses in zip(*known, strict=True)]
     retries = sum(sample.peaks.alloc_retries for sample in samples)
     skipped = max(sample.skipped_steps for sample in samples)
-    slowed_by_limit = config.hardware.device == "cpu" and config.hardware.memory_limit_gib is not None
+    on_cpu = config.hardware.device == "cpu"
+    others = others_share(_loads(outcomes))
+    reasons = {
+        "the allocator flushed its cache": retries > 0,
+        "fp16 skipped steps": skipped > 0,
+        "a memory limit slows a CPU": on_cpu and config.hardware.memory_limit_gib is not None,
+    }
+    doubts = [reason for reason, holds in reasons.items() if holds]
+    doubts += cpu_doubts(others) if on_cpu else _gpu_doubts(outcomes)
     device_used = [sample.peaks.device_used for sample in samples if sample.peaks.device_used is not None]
     exposed = [sample.exposed_communication for sample in samples if sample.exposed_communication is not None]
     if config.rehearsed:  # nothing was communicated
         exposed = []
     return {
         **speed_row(config, step_time_s),
-        "step_time_p95_s": percentile(steps, 0.95),
+        "step_time_p95_s": percentile(steps, 0.95) if len(steps) >= STEPS_FOR_P95 else None,
         "step_time_ci_low_s": low,
         "step_time_ci_high_s": high,
         "peak_allocated_bytes": max(sample.peaks.allocated for sample in samples),
@@ -59,12 +73,71 @@ def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
         "peak_device_used_bytes": max(device_used, default=None),
         "alloc_retries": retries,
         "skipped_steps": skipped,
-        "degraded": retries > 0 or skipped > 0 or slowed_by_limit,
+        "degraded": bool(doubts),
+        "degraded_by": "; ".join(doubts) or None,
+        "load_average": max((load.load_average for load in _all_loads(samples)), default=None),
+        "others_cpu_share": others,
+        **_gpu_columns(outcomes),
+        "warmup_steps": max(sample.warmup_steps for sample in samples),
+        "warmup_s": max(sample.warmup_s for sample in samples),
+        "timed_steps": len(steps),
+        "timed_s": sum(steps),
         "setup_s": max(sample.setup_s for sample in samples),
         "exposed_communication": max(exposed, default=None),
         "bubble": _idle_share(samples),
         "final_loss": losses[-1] if losses else None,
+        "first_nonfinite_loss_step": next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None),
         "losses": losses,
+    }
+
+
+def _all_loads(samples: Sequence[Samples]) -> list[CpuLoad]:
+    return [sample.cpu_load for sample in samples if sample.cpu_load is not None]
+
+
+def _loads(outcomes: Sequence[Outcome]) -> dict[str, list[CpuLoad]]:
+    """What was computed on the ranks' processors, by host."""
+    hosts = {outcome.host for outcome in outcomes}
+    return {
+        host: _all_loads([outcome.samples for outcome in outcomes if outcome.host == host and outcome.samples])
+        for host in hosts
+    }
+
+
+def _gpus(outcomes: Sequence[Outcome]) -> Iterator[tuple[Facts, list[Facts]]]:
+    """Every GPU of the run: who used it before, and how it was under load."""
+    for outcome in outcomes:
+        states = outcome.samples.gpu_states if outcome.samples else []
+        for number, before in enumerate(outcome.device.get("before", ())):
+            yield before, [state for state in states if state["gpu"] == number]
+
+
+def _gpu_doubts(outcomes: Sequence[Outcome]) -> list[str]:
+    return sorted({doubt for before, states in _gpus(outcomes) for doubt in gpu_doubts(before, states)})
+
+
+def _gpu_columns(outcomes: Sequence[Outcome]) -> Record:
+    """How the run's GPUs were used by others, and how they were under load: of each number the worst."""
+    gpus = list(_gpus(outcomes))
+    states = [state for _, states in gpus for state in states]
+
+    def known(name: str) -> list[float]:
+        return [state[name] for state in states if name in state]
+
+    reasons = {reason for state in states for reason in state.get("throttle_reasons", ())}
+    return {
+        "gpu_processes_of_others": max((others_on(before, states) for before, states in gpus), default=None),
+        "gpu_used_before_bytes": max(
+            (before["used_bytes"] for before, _ in gpus if "used_bytes" in before), default=None
+        ),
+        "gpu_utilization_before": max(
+            (float(before["utilization"]) for before, _ in gpus if "utilization" in before), default=None
+        ),
+        "sm_clock_mhz": min(known("sm_clock_mhz"), default=None),
+        "memory_clock_mhz": min(known("memory_clock_mhz"), default=None),
+        "gpu_power_w": max(known("power_w"), default=None),
+        "gpu_temperature_c": max(known("temperature_c"), default=None),
+        "throttle_reasons": ", ".join(sorted(reasons)) or None,
     }
 
 
@@ -131,7 +204,7 @@ def configured_row(config: RunConfig) -> Record:
         "seed": config.seed,
         "config": values,
         "requested": config.requested,
-        "effective": {**used, "backend": REHEARSAL if config.rehearsed else backend(config.hardware.device)},
+        "effective": {**used, "backend": REHEARSAL if config.rehearsed else backend(config)},
         **{name: value for name, value in used.items() if name in KNOB_COLUMNS},
         # FSDP2 knows it as a switch, FSDP1 as a choice: one column holds both.
         "backward_prefetch": str(used["backward_prefetch"]).lower() if "backward_prefetch" in used else None,
@@ -141,19 +214,20 @@ def configured_row(config: RunConfig) -> Record:
 def _mixed_precision(config: RunConfig) -> str:
     if not config.precision.mixed:
         return "none"
-    return config.strategy.mixed_precision
+    return config.strategy.mixed_precision(config.precision)
 
 
 def environment_row(outcomes: list[Outcome]) -> Record:
     """The columns that say what a run ran on."""
     devices = {f"rank {outcome.rank}": outcome.device for outcome in outcomes if outcome.device}
-    names = sorted({str(facts.get("name")) for facts in devices.values()})
+    names = sorted({str(facts["name"]) for facts in devices.values() if facts.get("name")})
     hosts = sorted({outcome.host for outcome in outcomes})
     return {
         **environment.commit(),
         "torch_version": torch.__version__,
         "gpu_name": ", ".join(names) or None,
         "hosts": ",".join(hosts) or environment.host(),
+        **health_columns(devices.values()),
         "environment": {**environment.software(), "topology": environment.topology(), "devices": devices},
     }
 
@@ -171,6 +245,12 @@ def rank_rows(outcomes: list[Outcome]) -> list[Record]:
             row |= {"step_times_s": outcome.samples.step_times_s, "setup_s": outcome.samples.setup_s, **peaks}
             noted = {"busy_s": outcome.samples.busy_s, "busy_spans_s": outcome.samples.busy_spans_s}
             row |= {name: value for name, value in noted.items() if value is not None}
+            if outcome.samples.cpu_load is not None:
+                row["cpu_load"] = asdict(outcome.samples.cpu_load) | {"cpus": ranges(outcome.samples.cpu_load.cpus)}
+            if outcome.samples.gpu_states:
+                row["gpu_states"] = outcome.samples.gpu_states
+        if "health" in outcome.device:
+            row["health"] = outcome.device["health"]
         if outcome.error is not None:
             row |= {"error": outcome.error, "phase": outcome.phase}
         rows.append(row)

@@ -13,6 +13,7 @@ from rich.text import Text
 from bench.launch.slurm.launcher import Batch, SlurmLauncher
 from bench.launch.slurm.ledger import Array, Submission
 from bench.launch.slurm.profile import SlurmProfile
+from bench.outlook import duration
 
 
 def arrays_table(launcher: SlurmLauncher, arrays: Sequence[Array]) -> RenderableType:
@@ -39,6 +40,12 @@ def arrays_table(launcher: SlurmLauncher, arrays: Sequence[Array]) -> Renderable
         f"{sum(len(array.entries) for array in arrays)} runs in {len(arrays)} arrays, {at_once}{shared}: "
         f"about {expected:,.2f} GPU-hours, at most {most:,.2f}.",
         "sbatch: " + " ".join(_options(profile)),
+    ]
+    lines += [
+        f"Too short: a run of array {array.name} is expected to take {duration(array.longest_s)}, its time limit is "
+        f"{array.time_limit_min} min. Choose cluster.time_limit_min."
+        for array in arrays
+        if array.longest_s > 60 * array.time_limit_min
     ]
     if launcher.unasked is not None:
         lines.append(f"Nothing of this was checked with the cluster: {launcher.unasked}.")

@@ -6,13 +6,14 @@ import argparse
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rich.console import Console
 
-from bench import records
+from bench import command, records
+from bench.checks.before_sweep import check_once
+from bench.checks.show import show_check
 from bench.config import RunConfig
 from bench.errors import ImpossibleError, UsageError, bad_value
 from bench.hardware import detect
@@ -26,6 +27,7 @@ from bench.launch.stop import StopSignal
 from bench.launch.task import Task, largest_batch
 from bench.launch.worker import Event
 from bench.outlook import look_ahead, write_skipped
+from bench.paths import require_writable
 from bench.planning.estimate import expected_s
 from bench.planning.forecast import Untold, forecasts
 from bench.planning.plan import Plan, make_plan
@@ -35,6 +37,7 @@ from bench.progress import Progress, batch_table, plan_table, prediction_table, 
 from bench.records import Record
 from bench.records.schema import FINISHED
 from bench.submitting import arrays_table, scripts, submitted_text
+from bench.terminal import output
 from bench.tracking import Courier
 from bench.tracking.attempts import report_run
 
@@ -50,9 +53,6 @@ WIDTH_WITHOUT_TERMINAL = 140
 MOST_REPORTED = 1000
 """Runs of a sweep up to which its report is drawn without being asked for."""
 
-ROW_BYTES = 256 * 1024
-"""Of the largest rows; a store with less space is refused."""
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a sweep.
@@ -66,28 +66,39 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-m", "--multirun", action="store_true", help="values with commas are axes of a grid")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example sweep=model_scale dry_run=true")
     options = parser.parse_intermixed_args(arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
+    console = output(WIDTH_WITHOUT_TERMINAL)
     try:
         device = detect()
         request = read_request(options.overrides, multirun=options.multirun, device=device)
         launcher = _launcher(request, device) if request.executes else None
+        if isinstance(launcher, SlurmLauncher) and (bad := launcher.leave_out_bad_nodes(request.store)):
+            console.print(f"Left out, since their last health check failed: {', '.join(bad)}", markup=False)
         # A search starts from what is recorded of it, not from whether its first try is.
         everything = request.force or request.search != "none"
         plan = make_plan(request.points, request.store, force=everything, check=_checks(request, launcher))
+        if isinstance(launcher, LocalLauncher):
+            for remark in device.remarks:
+                console.print(remark, soft_wrap=True, markup=False)
         if not request.dry_run:
             _refuse_the_impossible(plan)
-            _refuse_unwritable(request.store)
+            require_writable(request.store)
         predictor = _predict(request, plan, console)
         if isinstance(launcher, SlurmLauncher):
             return _submit(request, plan, launcher, console)
         if launcher is not None:
             _set_aside(request, plan)
+        if isinstance(launcher, LocalLauncher) and request.check and not request.dry_run:
+            check_once((task.config for task in _tasks(request, plan)), device, show_check)
         with _saying(console, "predicting"):
             expected = look_ahead(request, plan)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 1
     console.print(plan_table(request, plan, details=request.dry_run, expected=expected), soft_wrap=True)
+    _warn_of_variables(plan, console)
     if request.dry_run:
         return 0
     return _carry_out(request, plan, launcher, predictor, console)
@@ -154,11 +165,13 @@ def _submit(request: Request, plan: Plan, launcher: SlurmLauncher, console: Cons
         forecasts([task.config for task in _tasks(request, plan)])  # all at once: each array asks for its own
         batches = launcher.batches(_tasks(request, plan), request.store, name)
         console.print(plan_table(request, plan, details=request.dry_run, expected=expected), soft_wrap=True)
+        _warn_of_variables(plan, console)
         if batches:
             console.print(arrays_table(launcher, [batch.array for batch in batches]))
         if request.show_script:
             for text in scripts(launcher, batches, request.store, name):
                 print(text)
+        launcher.refuse_arrays([batch.array for batch in batches], request.store, name)
         if not request.dry_run:
             write_skipped(request, plan, "slurm")
         if not request.dry_run and batches:
@@ -196,7 +209,7 @@ def _carry_out(
             out_of_time = bool(tasks) and launcher.launch(
                 tasks, request.store, request.sweep, stop, _shown(progress, courier), budget_s, request.tracker
             )
-        stopped = stop.received or (f"time_budget_min={request.time_budget_min}" if out_of_time else None)
+        stopped = stop.received or (f"time_budget_min={request.time_budget_min:g}" if out_of_time else None)
     everything = plan.answered
     predicted = [config for config in everything if config.predicted]
     executed = [config for config in everything if not config.predicted]
@@ -312,6 +325,13 @@ def _unbounded(config: RunConfig) -> str:
     return "on a CPU" if config.hardware.device == "cpu" else f"with hardware={config.hardware.name}"
 
 
+def _warn_of_variables(plan: Plan, console: Console) -> None:
+    """Environment variables are no part of a run's identity: say where recorded runs were measured with others."""
+    for words in plan.changed_variables(os.environ):
+        text = f"Recorded with another environment: {words} are not measured again; force=true does."
+        console.print(text, soft_wrap=True, markup=False)
+
+
 def _refuse_the_impossible(plan: Plan) -> None:
     """Raise `UsageError` if nothing at all of what was asked for can run."""
     if plan.impossible and not plan.size:
@@ -325,16 +345,5 @@ def _none_can(runs: int, reasons: list[str]) -> str:
     return f"None of the {runs} run(s) asked for can run. {first}{more}"
 
 
-def _refuse_unwritable(store: Path) -> None:
-    """Raise `UsageError` unless the store can take a row: its folder, and some disk space."""
-    try:
-        store.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=store) as file:
-            os.posix_fallocate(file.fileno(), 0, ROW_BYTES)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(f"store={store} is not valid: choose a folder that can be written to ({reason}).") from None
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

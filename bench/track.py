@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich import progress as bars
-from rich.console import Console
 
+from bench import command
 from bench.errors import UsageError
+from bench.paths import path
 from bench.planning.request import read_tracker
+from bench.terminal import Terminal
 from bench.tracking import Courier, Tracker
 from bench.tracking.attempts import all_attempts, report_run
 
@@ -23,7 +25,7 @@ from bench.tracking.attempts import all_attempts, report_run
 def main(arguments: Sequence[str] | None = None) -> int:
     """Send a store. Exit code 0 if everything in it is there, 1 if something could not be sent, 2 on bad input."""
     parser = argparse.ArgumentParser(prog="python -m bench.track", description=__doc__)
-    parser.add_argument("store", metavar="STORE", help="a store of rows, or a folder of stores")
+    parser.add_argument("store", type=path, metavar="STORE", help="a store of rows, or a folder of stores")
     parser.add_argument("overrides", nargs="*", metavar="tracker.key=value", help="for example tracker.mode=offline")
     options = parser.parse_args(arguments)
     try:
@@ -38,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _send(store, rows, tracker)
 
 
-def _store(name: str) -> Path:
-    if not Path(name).is_dir():
-        raise UsageError(f"STORE={name} is not valid: choose a folder that a sweep wrote to.")
-    return Path(name)
+def _store(store: Path) -> Path:
+    if not store.is_dir():
+        raise UsageError(f"STORE={store} is not valid: choose a folder that a sweep wrote to.")
+    return store
 
 
 def _send(store: Path, rows: Sequence[Path], tracker: Tracker) -> int:
@@ -49,7 +51,7 @@ def _send(store: Path, rows: Sequence[Path], tracker: Tracker) -> int:
         print(f"{tracker.name} is turned off in this environment: nothing is sent.", file=sys.stderr)
         return 1
     report = report_run(store, store.resolve().name)
-    with bars.Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with bars.Progress(console=Terminal(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("sending", total=len(rows))
         courier = Courier(
             tracker,
@@ -69,4 +71,4 @@ def _send(store: Path, rows: Sequence[Path], tracker: Tracker) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

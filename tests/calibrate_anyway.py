@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 
-from bench import calibrate
+from bench import calibrate, command
 from bench.calibration import noise
 
 
@@ -18,4 +18,4 @@ def limits_off() -> None:
 
 if __name__ == "__main__":
     limits_off()
-    sys.exit(calibrate.main())
+    sys.exit(command.execute(calibrate.main))

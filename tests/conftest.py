@@ -21,6 +21,8 @@ from bench.launch.stop import StopSignal
 from bench.launch.task import Task
 from bench.planning.compose import composed
 from bench.planning.request import read_request
+from tests.extras import skip_what_needs_missing
+from tests.fakecuda.library import fake_cuda  # noqa: F401
 from tests.slurm_cluster import idle_slurm, slurm  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +75,25 @@ def execute(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         return [record for record in found if record is not None]
 
     return run
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis draws the same examples every time, or, for `make fuzz`, others every time: what failed then is tried
+    again first. Without Hypothesis the tests that need it fail, and only these."""
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import HealthCheck, settings
+        from hypothesis.database import DirectoryBasedExampleDatabase
+
+        common: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+        settings.register_profile("ci", derandomize=True, database=None, **common)
+        kept = DirectoryBasedExampleDatabase(ROOT / "build" / "hypothesis")
+        settings.register_profile("fuzz", derandomize=False, database=kept, **common)
+        settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what needs an optional extra that is not installed."""
+    skip_what_needs_missing(items)
 
 
 @pytest.hookimpl(trylast=True)

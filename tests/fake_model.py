@@ -34,8 +34,8 @@ from bench.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 
-HUGE_BYTES = 32 * 2**30
-"""Asked for by ``oom``: more than any memory limit of these tests."""
+HUGE_BYTES = 32 * 2**30 + 512
+"""Asked for by ``oom``: more than any memory limit of these tests, and no round number."""
 
 FLOPS_PER_TOKEN = 1_000_000
 """What the model claims of one token's forward pass."""
@@ -75,11 +75,12 @@ class Fault:
         parts = [fault.split(":") for fault in text.split("+") if fault != "none"]
         return [cls(kind, phase, int(rank), *(int(step) for step in rest)) for kind, phase, rank, *rest in parts]
 
-    def strike(self) -> None:
-        """Do it."""
+    def strike(self, device: torch.device) -> None:
+        """Do it, on the rank's device."""
         print(f"fault: {self}", flush=True)
         if self.kind == "oom":
-            torch.empty(HUGE_BYTES, dtype=torch.uint8)
+            here = "cuda" if torch.cuda.is_available() else "cpu"  # while the model is built its weights are on meta
+            torch.empty(HUGE_BYTES, dtype=torch.uint8, device=here if device.type == "meta" else device)
         elif self.kind == "raise":
             raise ArithmeticError("the fake model was told to fail")
         elif self.kind == "kill":
@@ -166,7 +167,7 @@ class Misbehaving(nn.Module):
         """Strike where a fault is due in this phase of this step on this rank."""
         for fault in self.faults:
             if (fault.phase, fault.rank, fault.step) == (phase, dist.get_rank(), max(self.step, 0)):
-                fault.strike()
+                fault.strike(self.head.weight.device)
 
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         self.step += 1
@@ -181,6 +182,26 @@ class Misbehaving(nn.Module):
         return {"logits": logits}
 
 
+def marked_environment(mark: str, **variables: str) -> dict[str, str]:
+    """Of a process that can be found by its mark, as can all that come of it, and that finds the tests."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, IDENTITY_VARIABLE: mark, "PYTHONPATH": path, **variables}
+
+
+def marked_processes(mark: str, containing: str = "") -> list[int]:
+    """The live processes with a mark in their environment and some text in their command line, oldest first."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # it has just ended, or is a zombie
+            if f"{IDENTITY_VARIABLE}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if containing in words:
+                    found.append(int(folder.name))
+    return sorted(found)
+
+
 class Sweep:
     """A ``python -m bench.sweep`` in a process of its own, whose every descendant can be found."""
 
@@ -189,12 +210,11 @@ class Sweep:
         self.mark = uuid.uuid4().hex
         store.parent.mkdir(parents=True, exist_ok=True)
         self._log = store.parent / f"sweep-{self.mark}.txt"
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "bench.sweep", *arguments, f"store={store}"],
                 cwd=ROOT,
-                env={**os.environ, IDENTITY_VARIABLE: self.mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env=marked_environment(self.mark, OMP_NUM_THREADS="1"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -216,16 +236,7 @@ class Sweep:
 
     def processes(self, containing: str = "") -> list[int]:
         """The live processes that come of it and whose command line contains some text, oldest first."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdecimal():
-                continue
-            with contextlib.suppress(OSError):  # it has just ended, or is a zombie
-                if f"{IDENTITY_VARIABLE}={self.mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if containing in words:
-                        found.append(int(folder.name))
-        return sorted(found)
+        return marked_processes(self.mark, containing)
 
     def left(self, within_s: float = 5) -> list[int]:
         """The processes that are still there after some time, which all of them have to end."""

@@ -131,7 +131,7 @@ class Cluster:
         Down alone would not do: SLURM takes an answer that the node gave before its end, and that is read seconds
         later, for its return, and starts jobs on it.
         """
-        killed = [self._daemon(f"slurmd.{name}")]
+        killed = [self.daemon(f"slurmd.{name}")]
         log = str(self.state / "log" / f"slurmd.{name}.log")
         killed += [pid for pid in processes() if _command(pid) == "slurmstepd" and log in _open_files(pid)]
         killed += descendants(killed[1:])
@@ -150,7 +150,7 @@ class Cluster:
 
     def stop_controller(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End slurmctld, cleanly or not; jobs go on. `restore` brings it back."""
-        pid = self._daemon("slurmctld")
+        pid = self.daemon("slurmctld")
         kill(pid, number)
         self.wait_for("the end of slurmctld", lambda: ended(pid))
 
@@ -168,7 +168,8 @@ class Cluster:
         """Whether every daemon runs and every node answers."""
         return cluster_script("status", self.state).returncode == 0
 
-    def _daemon(self, name: str) -> int:
+    def daemon(self, name: str) -> int:
+        """The process of slurmctld, or of a node's slurmd."""
         return int((self.state / "run" / f"{name}.pid").read_text())
 
 
@@ -250,6 +251,11 @@ def descendants(pids: list[int]) -> list[int]:
     while more := [pid for pid, parent in parents.items() if parent in (*pids, *found) and pid not in found]:
         found += more
     return found
+
+
+def started(pid: int) -> int:
+    """When a process started, in clock ticks since the machine did."""
+    return int(_status(pid)[19])
 
 
 def kill(pid: int, number: signal.Signals) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +52,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "~gpus": ("~gpus", "gpus=value"),
     "~model": ("~model", "model=value"),
     "~strategy.cpu_offload": ("~strategy.cpu_offload", "strategy.cpu_offload=value"),
+    "gpus=all cluster.gpus_per_node=abc": ("cluster.gpus_per_node=abc", AT_LEAST_1),
+    "gpus=all mode=predict hardware=h200 cluster.gpus_per_node=null": ("cluster.gpus_per_node=null", AT_LEAST_1),
+    "cluster=slurm cluster.hardware=5": ("hardware=5", "h200"),
+    "cluster=slurm cluster.hardware=true": ("cluster.hardware=true", "a name or null"),
+    "sweep=default mode=predict hardware=h200 hardware.memory_gb=much": ("hardware.memory_gb=much", "a number of GB"),
     "hydra.run.dir=x": ("hydra.run.dir ", "not a field", "gpus"),
     "hydra/launcher=basic": ("hydra/launcher ", "not a field"),
     "strategy.sharding_factr=2": ("strategy.sharding_factr ", "not a field", "strategy.sharding_factor"),
@@ -63,7 +71,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "hardware.peak_tflops.fp32=1": ("hardware.peak_tflops.fp32 ", "+hardware.peak_tflops.fp32"),
     "hardware.peak_tflops=3": ("hardware.peak_tflops=3", "+hardware.peak_tflops."),
     "+hardware.peak_tflops.fp64=1": ("fp64", "fp32, tf32, bf16, fp16"),
-    "+hardware.peak_tflops.fp32=-1": ("hardware.peak_tflops.fp32=-1", "above 0"),
+    "+hardware.peak_tflops.fp32=-1": ("hardware.peak_tflops.fp32=-1", "a number of TFLOP/s of at least 1e-06"),
     # not an override at all
     "gpus": ("'gpus'", WRITE),
     "default": ("'default'", WRITE),
@@ -114,6 +122,13 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "strategy.sharding_factor=1.5": ("strategy.sharding_factor=1.5", "a whole number"),
     "strategy=ddp strategy.sharding_factor=2 gpus=2": ("strategy.sharding_factor=2", "strategy=ddp", "fsdp"),
     "strategy=ddp strategy.bucket_cap_mb=0": ("strategy.bucket_cap_mb=0", "at least 1"),
+    "strategy=ddp strategy.static_graph=-5": ("strategy.static_graph=-5", "true or false or null"),
+    "strategy=ddp strategy.bucket_cap_mb=true": ("strategy.bucket_cap_mb=true", "a whole number"),
+    "strategy.name=..": ("strategy.name=..", "fsdp, fsdp1"),
+    "strategy.name=a/b": ("strategy.name=a/b", "fsdp, fsdp1"),
+    "tracker=wandb tracker.name=..": ("tracker.name=..", "wandb"),
+    "tracker=wandb tracker.tags=glob(*)": ("tracker.tags=glob(*)", "the values themselves"),
+    "-m gpus=interval(1,2)": ("gpus=interval(1,2)", "the values themselves"),
     "strategy=ddp strategy.static_graph=true gradient_accumulation=2": ("strategy.static_graph=true", "null"),
     "strategy=single gpus=2": ("gpus=2", "strategy=single", "ddp, fsdp or fsdp1"),
     "-m strategy=single gpus=2,4": ("gpus=2", "strategy=single", "ddp, fsdp or fsdp1"),
@@ -134,24 +149,45 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "model=gpt_tiny model.hidden_size=1e2": ("model.hidden_size=100.0", "a whole number"),
     "model=gpt_tiny model.num_heads=3": ("model.num_heads=3", "a divisor of model.hidden_size=128"),
     "model=gpt_tiny model.attention=flash": ("model.attention=flash", "sdpa, eager"),
-    "model=gpt_tiny model.dropout=2": ("model.dropout=2", "from 0 to"),
-    "model=t5_tiny model.dropout=-0.1": ("model.dropout=-0.1", "from 0 to"),
+    "model=gpt_tiny model.dropout=2": ("model.dropout=2", "at least 0 and below 1"),
+    "model=t5_tiny model.dropout=-0.1": ("model.dropout=-0.1", "at least 0 and below 1"),
     "model=gpt_tiny model.name=null": ("model.name=null", "a name"),
     "model=t5_tiny model.decoder_sequence_length=0": ("model.decoder_sequence_length=0", AT_LEAST_1),
     "model=gpt_tiny sequence_length=513": ("sequence_length=513", "2 to model.block_size=512"),
     "model=gpt_tiny sequence_length=1": ("sequence_length=1", "2 to model.block_size=512"),
     "model=t5_tiny sequence_length=0": ("sequence_length=0", AT_LEAST_1),
     "sequence_length=abc": ("sequence_length=abc", "a whole number"),
+    # too large to be planned in seconds
+    "model=gpt_tiny model.num_layers=1000000": ("model.num_layers=1000000", "at most 512"),
+    "model=t5_tiny model.num_encoder_layers=1000000": ("model.num_encoder_layers=1000000", "at most 512"),
+    "model=gpt_tiny model.hidden_size=999999999999": ("model.hidden_size=999999999999", "at most 1048576"),
+    "batch_size_per_gpu=99999999999": ("batch_size_per_gpu=99999999999", "at most 1000000"),
+    "batch_size_per_gpu=1000000 sequence_length=1000000 model=t5_tiny": ("batch_size_per_gpu=1000000", "tokens"),
+    "sequence_length=99999999999": ("sequence_length=99999999999", "at most 1048576"),
+    "gradient_accumulation=99999999999": ("gradient_accumulation=99999999999", "at most 1024"),
+    "gpus=99999999999": ("gpus=99999999999", "at most 131072"),
+    "gpus_per_node=99999999999": ("gpus_per_node=99999999999", "at most 131072"),
+    "measurement.steps=99999999999": ("measurement.steps=99999999999", "at most 1000000"),
+    "sweep.repeats=2147483648": ("sweep.repeats=2147483648", "at most 1000"),
+    "-m gpus=range(1,1000000000)": ("gpus=range(1,1000000000)", "at most 100000 values"),
+    "-m gpus=shuffle(range(1,1000000000))": ("gpus=shuffle(range(1,1000000000))", "at most 100000 values"),
+    "-m seed=range(1,1000) repeat=range(1,1000)": ("998001 runs", "at most 100000"),
+    "gpus=" + "9" * 400: ("gpus=999", "(400 characters)", "at most 131072"),
+    "gpus=" + "9" * 5000: ("gpus=999", WRITE),
+    "seed=" + "[" * 2000: ("seed=[", WRITE),
     # the rest of a run
     "batch_size_per_gpu=0": ("batch_size_per_gpu=0", AT_LEAST_1),
     "batch_size_per_gpu=1e3": ("batch_size_per_gpu=1000.0", "a whole number"),
     "gradient_accumulation=0": ("gradient_accumulation=0", AT_LEAST_1),
     "gradient_accumulation_sync=2": ("gradient_accumulation_sync=2", "true or false"),
     "activation_checkpointing=some": ("activation_checkpointing=some", "none, full, selective"),
-    "activation_checkpointing=true": ("activation_checkpointing=true", "a name"),
+    "activation_checkpointing=true": ("activation_checkpointing=true", "none, full, selective"),
     "compile=yes": ("compile=yes", "true or false"),
     "seed=-1": ("seed=-1", "a whole number"),
-    "seed=99999999999999999999": ("seed=99999999999999999999", "a whole number from 0 to"),
+    "seed=99999999999999999999": (
+        "seed=99999999999999999999",
+        "at least 0 and at most 9223372036854775807",
+    ),
     "repeat=-1": ("repeat=-1", "at least 0"),
     "mode=predct": ("mode=predct", "measure, rehearse, predict"),
     # predictions: of what could never be
@@ -197,6 +233,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "mode=rehearsal": ("mode=rehearsal", "measure, rehearse, predict"),
     "sweep=single_gpu": ("sweep=single_gpu", "is for cuda", "hardware=cpu"),
     "optimizer.learning_rate=0": ("optimizer.learning_rate=0", "above 0"),
+    "optimizer.learning_rate=nan": ("optimizer.learning_rate=nan", "above 0 and at most 1e+38"),
+    "optimizer.learning_rate=inf": ("optimizer.learning_rate=inf", "above 0 and at most 1e+38"),
+    "optimizer=sgd optimizer.momentum=nan": ("optimizer.momentum=nan", "at least 0 and below 1"),
+    "optimizer.keep_gradients=512": ("optimizer.keep_gradients=512", "true or false"),
     "optimizer.learning_rate=fast": ("optimizer.learning_rate=fast", "a number"),
     "optimizer.implementation=cuda": ("optimizer.implementation=cuda", "fused, foreach, for_loop"),
     "optimizer=adamw optimizer.momentum=0.9": ("optimizer.momentum=0.9", "choose 0"),
@@ -211,17 +251,26 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "measurement.warmup_steps=1": ("measurement.warmup_steps=1", "at least 2"),
     "hardware.device=tpu": ("hardware.device=tpu", "cpu, cuda"),
     "hardware.cpu_threads=0": ("hardware.cpu_threads=0", "at least 1"),
+    "hardware=a100_80gb mode=predict hardware.memory_bandwidth_gb_s=-84": ("memory_bandwidth_gb_s=-84", "at least"),
+    "hardware=a100_80gb mode=predict hardware.memory_bandwidth_gb_s=0": ("memory_bandwidth_gb_s=0", "at least"),
+    "hardware=a100_80gb mode=predict hardware.memory_gb=nan": ("hardware.memory_gb=nan", "a number of GB"),
+    "hardware=a100_80gb mode=predict hardware.memory_gb=inf": ("hardware.memory_gb=inf", "a number of GB"),
+    "hardware=a100_80gb mode=predict hardware.peak_tflops.bf16=inf": ("hardware.peak_tflops.bf16=inf", "TFLOP/s"),
+    "hardware=a100_80gb hardware.peak_tflops.bf16={1:2}": ("hardware.peak_tflops.bf16={1: 2}", "TFLOP/s"),
+    "hardware=a100_80gb hardware.speeds.matmul.efficiency.fp16=[1]": ("efficiency.fp16=[1]", "a number"),
+    "hardware=a100_80gb hardware.speeds.outside.communicator_gib=inf": ("communicator_gib=inf", "a number of GiB"),
+    "precision=fp32 precision.name=x": ("precision.name=x", "precision=NAME"),
     "hardware.memory_limit_gib=-1": ("hardware.memory_limit_gib=-1", "above 0", "null"),
     "hardware.memory_limit_gib=0": ("hardware.memory_limit_gib=0", "above 0", "null"),
-    "hardware.memory_limit_gib=lots": ("hardware.memory_limit_gib=lots", "a number or null"),
+    "hardware.memory_limit_gib=lots": ("hardware.memory_limit_gib=lots", "a number of GiB above 0", "null"),
     "hardware.memory_limit_gib=nan": ("hardware.memory_limit_gib=nan", "above 0", "null"),
     "hardware.memory_limit_gib=inf": ("hardware.memory_limit_gib=inf", "above 0", "null"),
     "hardware=h100_80gb": ("hardware=h100_80gb", "hardware=cpu or auto"),
     # how it is carried out
     "search=bogus": ("search=bogus", "none, largest_batch"),
     "search=true": ("search=true", "none, largest_batch"),
-    "dry_run=maybe": ("dry_run=maybe", "true or false"),
-    "dry_run=1": ("dry_run=1", "true or false"),
+    "dry_run=maybe": ("dry_run=maybe", "true, false, script"),
+    "dry_run=1": ("dry_run=1", "true, false, script"),
     "force=2": ("force=2", "true or false"),
     "report=html": ("report=html", "true or false"),
     "store=": ("store=", "a folder"),
@@ -385,3 +434,23 @@ def test_a_store_on_a_file_is_refused_without_touching_the_file(capsys, tmp_path
         sentence = refusal(capsys, "model=gpt_tiny", f"store={store}")
         assert sentence.startswith(f"store={store} is not valid: choose a folder that can be written to (")
     assert taken.read_text() == "a file"
+
+
+def test_a_store_one_may_not_look_into_is_refused(capsys, monkeypatch):
+    def exists(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    sentence = refusal(capsys, "model=gpt_tiny", "store=somewhere")
+    assert sentence == "store=somewhere is not valid: choose a folder that can be read (Permission denied)."
+
+
+@pytest.mark.parametrize("force", ["false", "true"])
+def test_a_run_of_the_store_one_may_not_look_into_is_refused(force, capsys, monkeypatch):
+    def listdir(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    sentence = refusal(capsys, "model=gpt_tiny", "store=somewhere", f"force={force}")
+    start = "store=somewhere is not valid: choose a folder that can be read (Permission denied: somewhere/"
+    assert sentence.startswith(start)

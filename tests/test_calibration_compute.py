@@ -287,7 +287,7 @@ def test_measured_rows_are_compared_with_a_hardware_file_or_refused(
     empty = tmp_path / "empty"
     empty.mkdir()
     assert command.main(["--measured", str(empty), "--hardware", str(file)]) == 2
-    assert "has no row" in capsys.readouterr().err
+    assert "holds no rows" in capsys.readouterr().err
     without = tmp_path / "without.yaml"
     without.write_text(as_yaml(CPU, "no speeds"))
     assert command.main(["--measured", str(tmp_path / "store"), "--hardware", str(without)]) == 2

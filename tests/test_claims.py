@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from bench import records
+from bench import processes, records, run
+from bench.launch import local, owners, worker
 from bench.records import TakenError, claims
 from bench.row import configured_row, environment_row
-from tests.conftest import configuration
+from tests.conftest import CPU, configuration
 
 fork = multiprocessing.get_context("fork")
 
@@ -42,6 +44,29 @@ def test_a_claim_leaves_nothing_but_the_row(tmp_path):
     take(tmp_path).write_row(END)
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert left == [f"{RUN.run_id}/0.json"]
+
+
+def test_who_was_taken_for_dead_leaves_the_claim_of_the_next_alone(tmp_path):
+    first = take(tmp_path)
+    assert claims.held(tmp_path, RUN.run_id).break_with(END)
+    second = take(tmp_path, owner=2)
+    assert first.write_row({**END, "error": "its own cause"}).name == "1.json"
+    with pytest.raises(TakenError):
+        take(tmp_path, owner=3)
+    assert second.write_row(END).name == "2.json"
+    assert claims.running(tmp_path) == []
+
+
+def test_a_job_that_dies_after_its_row_is_written_gives_the_run_no_other(tmp_path):
+    take(tmp_path).write_row({"status": "error", "error": "its own", "finished_at": END["finished_at"]})
+    said = local._write_down(RUN, tmp_path, "adhoc", "its job was killed or crashed.", attempt=0)
+    assert said == " Its row had been written."
+    assert records.latest(tmp_path, RUN.run_id)["error"] == "its own"
+    taken = take(tmp_path)
+    assert local._write_down(RUN, tmp_path, "adhoc", "its job was killed or crashed.", attempt=1).startswith(" A job")
+    taken.release()
+    assert local._write_down(RUN, tmp_path, "adhoc", "its job was killed or crashed.", attempt=1) == ""
+    assert records.latest(tmp_path, RUN.run_id)["attempt"] == 1
 
 
 def test_claims_are_no_records(tmp_path):
@@ -152,3 +177,52 @@ def test_a_disk_too_small_for_the_row_gives_the_claim_back(small_disk):
     with pytest.raises(OSError, match="No space left"):
         take(small_disk / "store", reserve_bytes=2**21)
     assert claims.running(small_disk / "store") == []
+
+
+# ---- bench.run
+
+
+@pytest.fixture
+def typed(tmp_path, monkeypatch) -> list[str]:
+    """What asks for `RUN`, on a machine without GPUs and in a process from which nothing is forked."""
+    monkeypatch.setattr(run, "detect", lambda: CPU)
+    monkeypatch.setattr(processes, "prepare", lambda imports: None)
+    return ["model=gpt_tiny", f"store={tmp_path}"]
+
+
+def test_a_run_that_a_job_executes_is_left_to_it(typed, tmp_path, capsys):
+    take(tmp_path, owner=12)
+    assert run.main(typed) == 1
+    assert capsys.readouterr().err == f"{RUN.label} is being executed by job 12.\n"
+
+
+def test_a_run_without_a_store_that_can_be_written_is_refused(typed, capsys):
+    assert run.main([*typed, "store=/proc/nope"]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("store=/proc/nope is not valid: choose a folder that can be written to (")
+
+
+def test_a_store_that_fails_later_is_one_sentence(typed, tmp_path, monkeypatch, capsys):
+    def take(*_args, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(claims, "take", take)
+    assert run.main(typed) == 1
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith(f"store={tmp_path} cannot take the row of {RUN.label}: [Errno 28]")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_waits_for_another_sweep_hears_signals(number, typed, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(worker.time, "sleep", lambda _seconds: os.kill(os.getpid(), number))
+    with records.lock(tmp_path, RUN.run_id):
+        assert run.main(typed) == 1
+    assert capsys.readouterr().err == f"Stopped by {number.name}.\n"
+    assert records.attempts(tmp_path, RUN.run_id) == []
+
+
+def test_what_describes_no_process_is_none_that_lives():
+    alive = owners.this_process()
+    assert owners.process_lives(alive)
+    assert not owners.process_lives({"host": alive["host"], "pid": 999999999})
+    assert not owners.process_lives({**alive, "started": None})

@@ -48,3 +48,24 @@ def test_tensors_are_the_callers_alone_when_a_collective_is_over(
             del work
             assert holders(tensor) == before
     assert dist.all_reduce is original
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("all_reduce", ("sum",)), ("all_gather_into_tensor", (1,)), ("reduce_scatter_tensor", ("sum", 1))],
+)
+def test_functional_collectives_are_done_when_they_return_and_stay_operators(
+    alone: None, name: str, arguments: tuple[object, ...]
+) -> None:
+    operator = getattr(torch.ops._c10d_functional, name)
+    given = (torch.arange(8.0), *arguments, dist.group.WORLD.group_name)
+    fresh = holders(torch.empty(0))
+    with letting_go():
+        assert getattr(torch.ops._c10d_functional, name) is operator  # inductor asks operators for their overloads
+        for _ in range(TIMES):
+            result = operator(*given)
+            assert holders(result) == fresh
+            assert torch.equal(result, given[0])
+    under_way = operator(*given)
+    assert holders(under_way) > fresh, "its own kernel is back, which returns before it is done"
+    assert torch.equal(torch.ops._c10d_functional.wait_tensor(under_way), given[0])

@@ -122,10 +122,14 @@ def test_a_rehearsal_slower_than_the_measurement_is_shown_as_it_is(tmp_path):
     assert "That contention is in the difference" in page.read_text()
 
 
-def test_a_row_without_an_interval_is_taken_for_exact():
+def test_where_a_side_has_no_interval_the_difference_has_none():
     bare = {**REHEARSED, "step_time_ci_low_s": None, "step_time_ci_high_s": None}
     (found,) = selected(MEASURED, bare)
-    assert (found["rehearsed_low_s"], found["rehearsed_high_s"]) == (0.08, 0.08)
+    assert found["exposed_s"] == pytest.approx(0.02)
+    assert all(math.isnan(found[name]) for name in ("rehearsed_low_s", "exposed_low_s", "share_high"))
+    drawn = section(MEASURED, bare)
+    assert len(drawn.drawings) == 1
+    assert drawn.listings[0].rows[0][3:6] == ["100 (96.0 to 107)", "80.0", "20.0"]
 
 
 @pytest.mark.slow
@@ -134,8 +138,9 @@ def test_measured_and_rehearsed_with_one_command_come_to_a_figure(tmp_path):
     asked = ["-m", "model=t5_tiny", "gpus=2", "mode=measure,rehearse", "measurement.profile=true", f"store={store}"]
     done = run_command("bench.sweep", *asked, "sequence_length=32", "measurement.steps=3")
     assert done.returncode == 0, done.stderr
-    (found,) = selected(*read_all(store).records)
+    rows = [{**each, "degraded": False} for each in read_all(store).records]  # other tests may run beside this one
+    (found,) = selected(*rows)
     assert found["measured_s"] > 0
     assert found["rehearsed_s"] > 0
     assert 0 < found["profiled"] < 1
-    assert list((store / "report" / "figures").glob("communication*.png"))
+    assert len(section(*rows).drawings) == 1

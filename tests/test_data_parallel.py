@@ -183,7 +183,7 @@ def test_a_step_leaves_what_it_found(micro_batches: int, batch: int) -> None:
     machine, plan = _played(config, pace.pace_of(config), False)
     kept = sum(size for size, part in machine._held.values() if part in ("parameters", "optimizer", "activations"))
     assert machine._allocated == pytest.approx(kept, abs=64)  # a loss per micro-batch is returned
-    assert set(machine._held) == {"parameters", "optimizer", "micro-batches"}
+    assert set(machine._held) == {"parameters", "optimizer", "micro-batches", "model's buffers"}
     assert sum(plan.updated) == config.model.num_parameters
 
 

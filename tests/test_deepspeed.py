@@ -15,7 +15,6 @@ import pytest
 from bench.errors import UsageError
 from bench.run import main
 from bench.simulate.predict import predict
-from bench.strategies.deepspeed import BUCKETS, THRESHOLDS
 from bench.strategies.deepspeed_plan import touched
 from bench.strategies.plan import Parameter
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
@@ -135,7 +134,9 @@ def test_the_stage_says_how_many_ranks_share_parameters() -> None:
 @pytest.mark.parametrize("number", [2, 3])
 def test_settings_that_nobody_gives_are_the_librarys_own(number: int) -> None:
     knobs = configuration(*SMALL_T5, "strategy=deepspeed", f"strategy.stage={number}", "gpus=4").to_dict()["strategy"]
-    names = ("overlap_comm", "contiguous_gradients", *BUCKETS, *THRESHOLDS)
+    buckets = ("reduce_bucket_size", "prefetch_bucket_size")
+    thresholds = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+    names = ("overlap_comm", "contiguous_gradients", *buckets, *thresholds)
     script = f"from deepspeed.runtime.zero.config import *; own = DeepSpeedZeroConfig(stage={number})\n"
     script += f"print([getattr(own, name) for name in {names}])"
     env = os.environ | {"DS_ACCELERATOR": "cpu"}
@@ -171,7 +172,7 @@ def test_without_the_library_nothing_starts(
     run = (*SMALL_T5, *stage(2), "gpus=2", f"store={tmp_path}")
     assert main([*run]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
-    assert 'pip install --no-build-isolation "fsdp-bench[deepspeed]"' in sentence
+    assert 'pip install --no-build-isolation -e ".[deepspeed]"' in sentence
     assert not list(tmp_path.iterdir())
     assert predict(configuration(*SMALL_T5, *stage(2), "gpus=2", "mode=predict")).memory.allocated.value > 0
 

@@ -271,6 +271,28 @@ def test_a_sweep_outlives_its_job_and_says_which_run_was_lost(interrupted, clean
     assert {path: after[path] for path in finished} == finished
 
 
+def test_a_killed_controller_leaves_its_job_at_work_alone(interrupted, cleaning):
+    process, current = interrupted.start_into(0)
+    cleaning.append(process)
+    attempts = len(rows(interrupted.store).get(current, []))
+    (controller,) = process.processes("submitit.local._local")
+    (job,) = [number for number in process.processes("submitit.core._submit") if parent_runs_job(number)]
+    ranks = {number for number in process.processes("submitit.core._submit") if number != job}
+    os.kill(controller, signal.SIGKILL)
+    beside: set[int] = set()
+
+    def ended() -> bool:
+        beside.update(set(process.processes("submitit.")) - ranks - {job, controller})
+        return process.process.poll() is not None
+
+    assert wait_until(ended, 180)
+    assert process.process.returncode == 0, process.output
+    assert not beside
+    assert len(rows(interrupted.store)[current]) == attempts + 1
+    assert rows(interrupted.store)[current][-1]["status"] == "ok"
+    assert not process.left(AT_ONCE_S)
+
+
 def parent_runs_job(number: int) -> bool:
     """Whether a process's parent is submitit's controller: of a job's processes that is the job, not its ranks."""
     status = Path(f"/proc/{number}/status").read_text()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench import processes
 from bench.config import run_config
 from bench.errors import UsageError
 from bench.finetune import flops
@@ -200,7 +201,7 @@ def test_what_makes_no_sense_is_refused(asked: tuple[str, ...], said: str) -> No
 
 def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r'peft and bitsandbytes, .*pip install "fsdp-bench\[peft,bitsandbytes\]"'):
+    with pytest.raises(UsageError, match=r"packages peft and bitsandbytes, .*pip install -e .\.\[peft,bitsandbytes\]"):
         configuration(*SMALL_GPT, "strategy=ddp", "finetune=qlora")
 
 
@@ -247,7 +248,7 @@ def test_frozen_weights_have_no_gradients_in_the_flops(monkeypatch: pytest.Monke
     assert quantised.model == count.model
     whole = config.model.flops_per_sequence(length)
     assert whole.model == 3 * (forward - blocks * adapter)
-    monkeypatch.setattr(flops, "_may_initialise_cuda", lambda: True)
+    monkeypatch.setattr(processes, "may_reach_gpus", lambda: True)
     flops.counted.cache_clear()
     assert count.model == forward + backward  # counted in another process
 

@@ -18,7 +18,7 @@ from bench.measure.environment import software
 from bench.measure.rehearsal import start_rehearsal
 from bench.planning.compose import CONF
 from bench.simulate.predict import predict
-from bench.strategies.accelerate import SETTINGS, _place
+from bench.strategies.accelerate import SETTINGS, _place, refuse_old_drivers
 from bench.strategies.framework import KNOBS as OFFERED
 from bench.strategies.framework import NOT_OFFERED, PLAIN, environment
 from tests.conftest import SMALL_GPT, SMALL_T5, configuration
@@ -127,9 +127,7 @@ def test_without_the_library_it_can_be_predicted_and_nothing_else(
     )
     run = (*SMALL_T5, f"strategy={framework}", "gpus=4")
     config = configuration(*run)
-    with pytest.raises(
-        ImpossibleError, match=rf'strategy={framework} needs .* pip install "fsdp-bench\[{framework}\]"'
-    ):
+    with pytest.raises(ImpossibleError, match=rf'strategy={framework} needs .* pip install -e "\.\[{framework}\]"'):
         config.strategy.check_installed()
     assert predicted(*run) == predicted(*SMALL_T5, "strategy=ddp", "gpus=4")
 
@@ -184,6 +182,19 @@ def test_ranks_of_several_machines_need_no_address_where_a_process_group_exists(
     finally:
         PartialState._reset_state()
         dist.destroy_process_group()
+
+
+def test_what_accelerate_refuses_is_said_with_the_ways_out() -> None:
+    refuse_old_drivers(supported=True)
+    with pytest.raises(ImpossibleError, match=r"NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1.*strategy ddp"):
+        refuse_old_drivers(supported=False)
+
+
+@needs("accelerate")
+def test_accelerate_still_says_which_gpus_it_refuses() -> None:
+    from accelerate.utils import check_cuda_p2p_ib_support
+
+    assert check_cuda_p2p_ib_support() is True  # without such GPUs
 
 
 def test_versions_are_recorded() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -10,10 +9,12 @@ from typing import Any
 import pytest
 
 from bench.errors import ImpossibleError, UsageError
-from bench.hardware import Hardware, refuse_unsupported
+from bench.hardware import refuse_unsupported
 from bench.hardware.detect import Device
 from bench.planning.compose import composed, groups
+from bench.planning.forecast import forecasts
 from bench.planning.request import description_of
+from bench.simulate.prediction import Prediction
 from tests.conftest import CPU, ROOT, configuration
 
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 2**30)
@@ -68,7 +69,7 @@ def test_auto_finds_the_description_by_the_drivers_name() -> None:
         (V100, ("hardware=a100_80gb",), "this machine has Tesla V100"),
         (CPU, ("precision=tf32",), "precision=tf32 needs an NVIDIA GPU of compute capability 8.0"),
         (V100, ("hardware=gpu", "precision=bf16"), "choose fp32 or fp16"),
-        (A100, ("hardware=a100_80gb", "hardware.memory_limit_gib=81"), "choose at most 80.0"),
+        (A100, ("hardware=a100_80gb", "hardware.memory_limit_gib=82"), "choose at most 80.0"),
     ],
 )
 def test_what_a_device_cannot_do_is_refused(device: Device, overrides: tuple[str, ...], sentence: str) -> None:
@@ -94,7 +95,7 @@ def test_compiling_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.Mo
     [
         (
             "hardware.speeds.links.node_gb_s=0",
-            "hardware.speeds.links.node_gb_s=0.0 is not valid: choose a number above 0",
+            "hardware.speeds.links.node_gb_s=0 is not valid: choose a number of GB/s of at least 1e-06",
         ),
         ("hardware.speeds.links.node_gb_s=fast", "hardware.speeds.links.node_gb_s=fast is not valid: choose a number"),
         ("hardware.speeds.links.node_gb=5", "hardware.speeds.links.node_gb is not a field: choose .*links.node_gb_s"),
@@ -103,10 +104,10 @@ def test_compiling_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.Mo
             "hardware.speeds.links.adapters=1.5",
             "hardware.speeds.links.adapters=1.5 is not valid: choose a whole number",
         ),
-        ("hardware.speeds.matmul.efficiency.bf16=1.2", "efficiency.bf16=1.2 is not valid: choose a share of the peak"),
+        ("hardware.speeds.matmul.efficiency.bf16=1.2", "efficiency.bf16=1.2 is not valid: choose a number .*at most 1"),
         ("hardware.speeds.matmul.efficiency.bf16=x", "efficiency.bf16=x is not valid: choose a number"),
         ("+hardware.speeds.matmul.efficiency.fp4=1", "efficiency=fp4 is not valid: choose fp32, tf32, bf16, fp16, fp8"),
-        ("hardware.speeds.overlap_loss=-1", "overlap_loss=-1.0 is not valid: choose a number from 0"),
+        ("hardware.speeds.overlap_loss=-1", "overlap_loss=-1 is not valid: choose a number of at least 0"),
         ("hardware.speeds=3", "hardware.speeds=3 is not valid: choose .*hardware.speeds.matmul"),
     ],
 )
@@ -135,13 +136,13 @@ def test_what_is_believed_about_speed_does_not_change_what_was_measured() -> Non
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_is_above_zero(limit: int) -> None:
     with pytest.raises(UsageError, match=r"hardware\.memory_limit_gib"):
-        dataclasses.replace(Hardware("cpu", "cpu"), memory_limit_gib=limit)
+        configuration("hardware=cpu", f"hardware.memory_limit_gib={limit}")
 
 
 LIMITED = """
 import torch
 from bench.hardware import MemoryLimit
-limit = MemoryLimit(256 * 2**20, torch.device("cpu"))
+limit = MemoryLimit(256 * 2**20, [torch.device("cpu")])
 held = torch.empty(200 * 2**20, dtype=torch.uint8)
 for round in range(50):                      # what is given back can be taken again
     again = torch.empty(32 * 2**20, dtype=torch.uint8); del again
@@ -167,3 +168,26 @@ def test_a_cpu_memory_limit_limits_to_within_some_mebibytes() -> None:
         [sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.split("\n")[:3] == ["refused", "refused again", "lifted"], done.stderr
+
+
+def test_the_memory_that_is_set_is_the_memory_there_is() -> None:
+    question = ("mode=predict", "hardware=a100_80gb", "model=t5_tiny")
+    outside = configuration(*question, "hardware.memory_gb=24").hardware.speeds.outside  # type: ignore[union-attr]
+    assert outside.device_gib == pytest.approx(79.35 * 24 / 80)
+    (whole, less) = (forecasts([configuration(*question, *more)])[0] for more in ((), ("hardware.memory_gb=24",)))
+    assert isinstance(whole, Prediction)
+    assert isinstance(less, Prediction)
+    assert whole.memory.capacity is not None
+    assert less.memory.capacity is not None
+    assert whole.memory.capacity - less.memory.capacity == pytest.approx(79.35 * 56 / 80 * 2**30, rel=1e-6)
+    both = configuration(*question, "hardware.speeds.outside.device_gib=20", "hardware.memory_gb=24")
+    assert both.hardware.speeds.outside.device_gib == 20  # type: ignore[union-attr]
+
+
+def test_a_run_is_refused_where_the_gpu_has_another_memory() -> None:
+    config = configuration("hardware=a100_80gb", "hardware.memory_gb=24")
+    device = Device("cuda", "NVIDIA A100-SXM4-80GB", 1, (8, 0), int(79.35 * 2**30))
+    with pytest.raises(ImpossibleError, match=r"memory_gb=24 is not what .* choose hardware\.memory_limit_gib=24"):
+        refuse_unsupported(config.hardware, device, config.precision, compile_blocks=False)
+    usual = configuration("hardware=a100_80gb").hardware
+    refuse_unsupported(usual, device, config.precision, compile_blocks=False)

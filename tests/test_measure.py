@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import random
 import re
 import statistics
 import time
 import tomllib
+import types
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bench.measure import loop, profiling
 from bench.measure.clock import CpuClock
-from bench.measure.environment import software
+from bench.measure.environment import changed_variables, recorded_variables, software
 from bench.measure.memory import Change, CpuProbe, peak_of_changes
-from bench.measure.oom import bytes_asked, is_out_of_memory
 from bench.measure.profiling import covered, exposed_communication, merged, overlap
 from bench.measure.statistics import median_interval, percentile, slowest_rank
+from bench.training.engine import Engine
 from tests.conftest import ROOT
 
 MIB = 2**20
@@ -46,9 +52,11 @@ def test_the_medians_interval_holds_the_median_as_often_as_it_says() -> None:
     assert 0.945 <= held / 2000 <= 0.985
 
 
-def test_too_few_samples_give_the_whole_range() -> None:
-    assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-    assert median_interval([1.0]) == (1.0, 1.0)
+def test_too_few_samples_give_no_interval() -> None:
+    assert median_interval([3.0, 1.0, 2.0]) is None
+    assert median_interval([1.0]) is None
+    assert median_interval([5.0, 4.0, 3.0, 2.0, 1.0]) is None
+    assert median_interval([6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == (1.0, 6.0)
 
 
 def test_the_clock_times_steps_not_what_lies_around_them() -> None:
@@ -100,40 +108,6 @@ def test_the_cpu_probe_sees_a_known_peak() -> None:
     assert peaks.allocated == pytest.approx(8 * MIB, rel=0.001)
 
 
-@pytest.mark.parametrize(
-    ("error", "size"),
-    [
-        (
-            RuntimeError(
-                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 12345 bytes."
-            ),
-            12345,
-        ),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total ..."), 20 * MIB),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB."), 1536 * MIB),
-        (MemoryError("std::bad_alloc"), None),
-        (RuntimeError("NCCL error: unhandled cuda error ... Cuda failure 2 'out of memory'"), None),
-    ],
-)
-def test_running_out_of_memory_is_recognised(error: Exception, size: int | None) -> None:
-    assert is_out_of_memory(error)
-    assert bytes_asked(error) == size
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("Connection closed by peer"), ValueError("out of range"), KeyError("x")]
-)
-def test_other_failures_are_not_out_of_memory(error: Exception) -> None:
-    assert not is_out_of_memory(error)
-
-
-def test_a_real_failed_allocation_is_recognised() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**60, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)
-    assert bytes_asked(caught.value) == 2**60
-
-
 def test_interval_arithmetic() -> None:
     assert merged([(3, 5), (1, 2), (4, 7)]) == [(1, 2), (3, 7)]
     assert covered([(0, 2), (1, 3), (5, 6)]) == 4
@@ -152,7 +126,76 @@ def test_exposed_communication_is_what_no_kernel_hides() -> None:
         event("aten::mm", 0, 100, category="cpu_op"),  # the host's side of it does not count
     ]
     assert exposed_communication(events, on_gpu=True) == pytest.approx(0.4)
-    assert exposed_communication([], on_gpu=True) == 0.0
+    assert exposed_communication(events[1:2], on_gpu=True) == 0.0
+
+
+def test_a_step_of_which_the_profiler_saw_no_kernel_is_unknown() -> None:
+    """CUPTI is missing, or somebody else has it: the host's side alone says nothing of what was exposed."""
+    host = [event("aten::mm", 0, 100, category="cpu_op"), event("Memset", 0, 5, category="gpu_memset")]
+    assert exposed_communication([], on_gpu=True) is None
+    assert exposed_communication(host, on_gpu=True) is None
+    assert exposed_communication(host, on_gpu=False) == 0.0
+
+
+def test_copies_count_for_what_they_are() -> None:
+    kernel = event("gemm", 0, 40)
+    between = event("Memcpy PtoP (Device -> Device)", 40, 20, category="gpu_memcpy")
+    within = event("Memcpy DtoD (Device -> Device)", 50, 10, category="gpu_memcpy")
+    to_host = event("Memcpy DtoH (Device -> Pinned)", 60, 40, category="gpu_memcpy")
+    alone = event("void oneRankReduce<__nv_bfloat16>", 40, 20)
+    assert exposed_communication([kernel, between, to_host], on_gpu=True) == pytest.approx(0.2)
+    assert exposed_communication([kernel, between, within, to_host], on_gpu=True) == pytest.approx(0.1)
+    assert exposed_communication([kernel, alone, to_host], on_gpu=True) == pytest.approx(0.2)
+
+
+FAILURES = {
+    "a full disk": ("gzip.compress", OSError(errno.ENOSPC, "No space left on device")),
+    "a trace too large for memory": ("json.loads", MemoryError()),
+    "a trace that is cut off": ("json.loads", ValueError("Unterminated string")),
+}
+
+
+@pytest.mark.parametrize(("place", "error"), FAILURES.values(), ids=FAILURES)
+def test_a_trace_that_cannot_be_written_loses_no_measurement(
+    place: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(profiling, "GLOO_ENDS_S", 0.0)
+    monkeypatch.setattr(place, fail)
+    assert profiling.profile_step(lambda: torch.ones(2) + 1, torch.device("cpu"), tmp_path / "trace.json.gz") is None
+    assert "no trace" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_is_skipped_under_the_profiler_is_no_timed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales = [2.0**16]
+    engine: Any = types.SimpleNamespace(
+        step=lambda micro_batches: torch.zeros(()),
+        strategy=types.SimpleNamespace(settling_steps=0),
+        scaler=types.SimpleNamespace(get_scale=lambda: scales[-1]),
+        stepper=types.SimpleNamespace(start_timed_steps=lambda: None, busy=lambda: None),
+        skipped_steps=lambda before: Engine.skipped_steps(engine, before),
+    )
+    monkeypatch.setattr(loop, "profile_step", lambda *_: scales.append(scales[-1] / 2))
+    samples = loop.measure(
+        lambda: (engine, []),
+        [torch.device("cpu")],
+        started=time.perf_counter(),
+        warmup_steps=1,
+        steps=2,
+        min_warmup_s=0,
+        min_timed_s=0,
+        profile=True,
+        trace=tmp_path / "trace.json.gz",
+        own_work=contextlib.nullcontext,
+        agree=lambda number: number,
+    )
+    assert len(scales) == 2
+    assert samples.skipped_steps == 0
 
 
 def test_versions_of_every_library_that_an_extra_brings_are_on_the_row() -> None:
@@ -161,3 +204,35 @@ def test_versions_of_every_library_that_an_extra_brings_are_on_the_row() -> None
     brought = {re.split("[<>=]", package)[0] for extra in computing for package in extras[extra]}
     assert "torchao" in brought
     assert brought <= set(software()["packages"])
+
+
+def test_variables_that_can_change_a_result_are_recorded_without_secrets():
+    told = {"NCCL_IB_PKEY": "1", "OMP_NUM_THREADS": "2", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    kept = ("TORCH_SECRET_TOKEN", "TORCH_HUB_TOKEN", "OMP_password", "NCCL_API_KEY", "GLOO_AUTH", "PYTORCH_CREDENTIALS")
+    others = {
+        "HOME": "/root",
+        "AWS_ACCESS_KEY_ID": "x",
+        "DATABASE_URL": "x",
+        "CUDA_HOME": "/x",
+        "TRITON_CACHE_DIR": "x",
+    }
+    assert recorded_variables({**told, **dict.fromkeys(kept, "x"), **others}) == told
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "CUDA_DEVICE_ORDER"),
+        *("NVIDIA_TF32_OVERRIDE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHDYNAMO_DISABLE", "TRITON_INTERPRET"),
+        *("CUDNN_FRONTEND_X", "FI_PROVIDER", "UCX_TLS", "OFI_NCCL_X", "DS_SKIP_CUDA_CHECK", "ACCELERATE_USE_FSDP"),
+        *("MKL_NUM_THREADS", "KMP_AFFINITY", "LD_PRELOAD", "PYTORCH_ALLOC_CONF", "CUBLASLT_WORKSPACE_SIZE"),
+    ],
+)
+def test_what_steers_any_of_the_libraries_is_recorded(name: str) -> None:
+    assert recorded_variables({name: "1"}) == {name: "1"}
+    assert changed_variables({}, {name: "1"}) == [f"{name} unset (here: 1)"]
+
+
+def test_variables_that_change_no_result_are_no_difference() -> None:
+    assert not changed_variables({"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0"}, {"HOME": "/elsewhere"})
+    assert changed_variables({"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "Tree"}) == ["NCCL_ALGO=Ring (here: Tree)"]

@@ -133,6 +133,31 @@ def test_weights_are_tied_finite_and_those_of_the_seed(option: str) -> None:
     assert loss.item() == pytest.approx(torch.log(torch.tensor(shape.vocabulary_size)).item(), rel=0.2)
 
 
+def test_weights_of_a_small_model_do_not_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cpu:0` stands for a GPU: another device than `cpu`, with a generator of its own."""
+    shape, drawn_on = family("gpt_tiny"), set()
+    generator = torch.Generator
+
+    def noted(device: torch.device) -> torch.Generator:
+        drawn_on.add(str(device))
+        return generator(device)
+
+    monkeypatch.setattr(torch, "Generator", noted)
+
+    def filled(device: torch.device) -> torch.nn.Module:
+        model = shape.build()
+        Materializer(model, shape, device, 0).model(model)
+        return model
+
+    elsewhere = filled(torch.device("cpu", 0))
+    assert drawn_on == {"cpu"}
+    for here, there in zip(filled(torch.device("cpu")).parameters(), elsewhere.parameters(), strict=True):
+        assert torch.equal(here, there)
+    monkeypatch.setattr("bench.models.materialize.SAME_EVERYWHERE_ELEMENTS", 2**10)
+    filled(torch.device("cpu", 0))
+    assert drawn_on == {"cpu", "cpu:0"}
+
+
 @pytest.mark.parametrize("option", ["t5_tiny", "gpt_tiny"])
 def test_grouped_blocks_compute_the_same(option: str) -> None:
     shape = family(option)

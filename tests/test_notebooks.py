@@ -279,7 +279,9 @@ def drawn(name: str = "a-figure") -> Drawing:
 
 
 def test_figures_have_alt_texts_captions_and_are_saved_where_asked(tmp_path):
-    shown = Notebook(shipped=tmp_path, figures=tmp_path / "figures").show(Section("s", "S", "Read <this>.", [drawn()]))
+    section = Section("s", "S", "Read <this>.")
+    section.plan(drawn)
+    shown = Notebook(shipped=tmp_path, figures=tmp_path / "figures").show(section)
     assert 'alt="An &quot;alt&quot; text"' in shown.html
     assert "A caption &lt;1 GiB." in shown.html
     assert "<p>Read &lt;this&gt;.</p>" in shown.html

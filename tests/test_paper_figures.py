@@ -125,9 +125,10 @@ def test_out_of_memory_is_a_mark_in_both_kinds():
         ("DDP", "predicted"),
         ("DDP", "published"),
         ("FSDP, full replication", "predicted"),
+        ("FSDP, full replication", "predicted"),
     ]
     (drawing,) = draw(predicted("model_scale")).drawings
-    assert words(drawing.figure).count("OOM") == 3
+    assert words(drawing.figure).count("OOM") == 4
     assert "out of memory" in drawing.alt
 
 
@@ -136,7 +137,7 @@ def test_what_the_paper_does_not_state_is_called_an_inference():
     assert "our inference: 64 GPUs, batch 8 × 512, checkpointing full" in " ".join(words(drawing.figure))
     assert "inference" in drawing.caption
     points = shown(predicted("model_scale"), "Figure 6(a)")
-    assert set(points["column"]) == {"", "bf16", "tf32"}
+    assert set(points["column"]) == {"", "bf16 autocast", "bf16 parameters", "tf32"}
     smaller = draw(predicted("model_scale", "gpus=16")).drawings
     assert [drawing.name for drawing in smaller] == ["paper-figure-6-a-16-gpus-batch-8-512-checkpointing-full"]
 

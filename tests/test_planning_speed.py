@@ -89,6 +89,8 @@ def test_parts_put_together_are_what_hydra_composes_whole(seed):
     for _ in range(20):
         settings = drawn(dice)
         expected = outcome(by_hydra, settings)
+        if any(key.endswith(".name") and value == "???" for key, value in settings.items()):
+            expected = "refused"  # it names the option in messages, where Hydra would have it be missing
         assert outcome(composed, settings) == expected, settings
         accepted += expected != "refused"
     assert accepted > 3
@@ -159,6 +161,7 @@ def planned(**axes: str) -> Plan:
     return make_plan(request.points, Path("/no/such/store"), force=False, check=lambda config: None)
 
 
+@pytest.mark.alone
 def test_four_thousand_runs_are_planned_in_seconds(monkeypatch):
     composing: list[str] = []
     hydra = compose.compose
@@ -173,6 +176,7 @@ def test_four_thousand_runs_are_planned_in_seconds(monkeypatch):
     )
 
 
+@pytest.mark.alone
 def test_four_thousand_shapes_of_a_model_are_planned_in_seconds():
     started = time.process_time()
     plan = planned(**{

@@ -331,7 +331,7 @@ def test_more_gpus_are_tried_with_tensor_parallelism_too(asked_for, capsys):
 
 @pytest.mark.parametrize("asked_for", ["fsdp", "tensor_parallel", "fsdp,tensor_parallel"])
 def test_sharding_is_named_where_it_needs_as_few_gpus_as_tensor_parallelism(asked_for, capsys):
-    knobs = ("hardware.memory_limit_gib=0.15", "gpus=2", "activation_checkpointing=none", f"strategy={asked_for}")
+    knobs = ("hardware.memory_limit_gib=0.175", "gpus=2", "activation_checkpointing=none", f"strategy={asked_for}")
     model = ("model=gpt_tiny", "model.hidden_size=512", "model.num_heads=8", "model.num_layers=8")
     (section,) = data(capsys, *model, "hardware=a100_80gb", "sequence_length=64", *knobs)["sections"]
     assert section["infeasible"][0]["strategy"] == asked_for.split(",")[-1]

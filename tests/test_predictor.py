@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import itertools
 import math
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -128,6 +131,7 @@ def test_processes_agree_with_one(empty_cache, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_thousands_of_runs_are_predicted_in_a_minute(empty_cache):
     """4,000 runs over the paper's models: a minute on two cores the first time, seconds afterwards.
 
@@ -305,3 +309,43 @@ def test_a_strategy_without_a_plan_is_impossible():
     unplanned = dataclasses.replace(run, strategy=Unplanned("unplanned", 1))
     with pytest.raises(ImpossibleError, match="strategy=unplanned states no plan"):
         predict(unplanned)
+
+
+FAMILY = """
+from dataclasses import dataclass
+
+from bench.models.gpt import GPT
+from {package}.width import WIDTH
+
+
+@dataclass(frozen=True)
+class Own(GPT):
+    @property
+    def _intermediate(self):
+        return WIDTH * self.hidden_size
+"""
+
+
+def test_changed_code_of_somebodys_own_family_is_another_predictor(empty_cache, tmp_path, monkeypatch):
+    package = "somebodys_package"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "family.py").write_text(FAMILY.format(package=package))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    peaks, versions = [], []
+    for width in (4, 64, 4):
+        (tmp_path / package / "width.py").write_text(f"WIDTH = {width}\n")
+        for name in [name for name in sys.modules if name.startswith(package)]:  # as a new process finds it
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / package / "__pycache__", ignore_errors=True)
+        version.predictor_version.cache_clear()
+        own = config(model="gpt_tiny", **{"model.family": f"{package}.family", "mode": "predict"})
+        versions.append(version.predictor_version(own.libraries, version.outside_of(own.model, own.strategy)))
+        row = {"status": "ok", "predictor": versions[-1]}
+        assert answers(row, own)
+        peaks.append(predict(own).memory.allocated.value)
+        assert not answers({**row, "predictor": versions[0]}, own) or versions[-1] == versions[0]
+    assert peaks[1] > 2 * peaks[0]
+    assert (peaks[2], versions[2]) == (peaks[0], versions[0])
+    assert versions[1] != versions[0]
+    assert version.outside_of(config().model, config().strategy) == ()

@@ -18,7 +18,7 @@ from bench.simulate.fusion import Use, fused
 from bench.simulate.kernels import ATTENTION, MATMUL, MEMORY
 from bench.simulate.layout import layout_of
 from bench.simulate.predict import tape_key
-from bench.simulate.recorder import Recorder
+from bench.simulate.recorder import Recorder, _is_causal
 from bench.simulate.reel import Scene, batches_for, kernels_at, make_reel, merged, pieces, running_order
 from bench.simulate.tape import LOSS, Place, Trace, record, trace_from_plain, trace_to_plain
 
@@ -27,6 +27,27 @@ DEEP = {
     "t5_tiny": {"model.num_encoder_layers": "6", "model.num_decoder_layers": "7"},
     "gpt_tiny": {"model.num_layers": "7"},
 }
+
+
+def test_attention_is_causal_by_the_argument_of_that_name_alone():
+    aten = torch.ops.aten
+    same = [torch.empty(1, 2, 8, 16)] * 3
+    efficient, cpu = (
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    )
+    assert not _is_causal(efficient, (*same, None, True), {})  # compute_log_sumexp
+    assert not _is_causal(efficient, (*same, None, True, 0.0, False), {})
+    assert _is_causal(efficient, (*same, None, True, 0.0, True), {})
+    assert _is_causal(cpu, same, {"is_causal": True})
+    assert not _is_causal(cpu, same, {})
+    cudnn = aten._scaled_dot_product_cudnn_attention.default
+    assert not _is_causal(cudnn, (*same, None, True, 0.0, False, True), {})  # return_debug_mask
+    traced = torch.ops.bench.attention_forward.default
+    assert _is_causal(traced, (*same, None, True), {})
+    assert not _is_causal(traced, (*same, None, False), {})
+    traced = torch.ops.bench.attention_backward.default
+    assert _is_causal(traced, (*same, None, None, None, None, True), {})
 
 
 def config(**settings: Any) -> RunConfig:

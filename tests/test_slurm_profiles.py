@@ -17,7 +17,7 @@ FIELDS = [
     *("name", "launcher", "hardware", "gpus_per_node", "partition", "account", "qos", "constraint", "reservation"),
     *("nodelist", "exclude", "time_limit_min", "gpu_request", "gpu_type", "cpus_per_gpu", "memory_gb_per_gpu"),
     *("exclusive", "parallelism", "requeue", "sbatch", "srun", "setup", "python", "comment", "wckey"),
-    "start_timeout_s",
+    *("check", "exclude_bad", "start_timeout_s"),
 ]
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from bench.errors import UsageError
+from bench.errors import ImpossibleError, UsageError
+from bench.launch import owners
 from bench.launch.ranks import Ended
-from bench.launch.slurm import queue
-from bench.launch.slurm.launcher import SlurmLauncher, script, shape_of
+from bench.launch.slurm import collect, ledger, queue
+from bench.launch.slurm.job import refuse_too_few_gpus
+from bench.launch.slurm.launcher import SlurmLauncher, shape_of
 from bench.launch.slurm.place import JobPlace
 from bench.launch.slurm.profile import SlurmProfile
+from bench.launch.slurm.script import script
+from bench.launch.task import Task
 from bench.launch.verdict import verdict
-from bench.planning.compose import composed, groups
+from bench.planning.compose import composed, groups, parse
 from bench.rank import RankPlace
+from bench.records import claims
+from bench.row import configured_row
 from bench.typed import typed
 from tests.conftest import ROOT, configuration
 
@@ -97,7 +104,7 @@ def test_what_a_profile_names_is_in_the_script():
 
 def test_all_memory_of_a_node_can_be_asked_for():
     assert "#SBATCH --mem=0M" in flags(memory_gb_per_gpu=0)
-    with pytest.raises(UsageError, match=r"cluster\.memory_gb_per_gpu=-1\.0 is not valid: choose a number of GB"):
+    with pytest.raises(UsageError, match=r"cluster\.memory_gb_per_gpu=-1 is not valid: choose a number of GB"):
         profile(memory_gb_per_gpu=-1)
 
 
@@ -129,13 +136,43 @@ def test_a_cluster_without_slurm_here_can_still_be_planned(monkeypatch, tmp_path
     ("clock", "seconds"), [("0:05", 5), ("12:34", 754), ("1:00:00", 3600), ("2-01:00:00", 176400), ("INVALID", 0)]
 )
 def test_slurms_clock_is_read(clock, seconds):
-    assert queue._seconds(clock) == seconds
+    assert queue.seconds(clock) == seconds
 
 
 def test_a_line_of_accounting_may_stand_for_many_jobs():
     assert queue.elements("12") == ["12"]
     assert queue.elements("12_3") == ["12_3"]
     assert queue.elements("12_[0,2-4,7%2]") == ["12_0", "12_2", "12_3", "12_4", "12_7"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "each", "tasks"),
+    [(1, 1, 8), (8, 1, 8), (8, 1, 2), (4, 2, 2), (2, 2, 4), (8, 8, 1)],
+)
+def test_a_task_may_see_its_own_gpus_or_all_of_its_node(visible, each, tasks):
+    """Of an exclusive node whose GPUs nobody asked for (gpu_request=none) it sees more than its job drives."""
+    refuse_too_few_gpus(visible, each, tasks)
+
+
+@pytest.mark.parametrize(("visible", "each", "tasks"), [(0, 1, 1), (4, 1, 8), (1, 2, 1), (3, 2, 2)])
+def test_too_few_gpus_are_refused(visible, each, tasks):
+    with pytest.raises(ImpossibleError, match=f"{visible} GPUs are visible to {tasks} tasks, each of which drives"):
+        refuse_too_few_gpus(visible, each, tasks)
+
+
+@pytest.mark.parametrize(
+    ("typed_as", "options"),
+    [
+        ("cluster.sbatch=[--mail-type=END]", ["--mail-type=END"]),
+        ("cluster.sbatch=[--mail-type=END,FAIL, --switches=1@1:00]", ["--mail-type=END,FAIL", "--switches=1@1:00"]),
+        ("cluster.srun=[--container-image=/a/b.sqsh,--overcommit]", ["--container-image=/a/b.sqsh", "--overcommit"]),
+        ("cluster.sbatch=['--mail-type=END']", ["--mail-type=END"]),
+        ("cluster.sbatch=[]", []),
+    ],
+)
+def test_options_can_be_typed_as_the_profiles_have_them(typed_as, options):
+    (override,) = parse([typed_as])
+    assert override.value() == options
 
 
 @pytest.mark.parametrize(("visible", "index"), [(8, 3), (4, 3), (1, 0)])
@@ -182,3 +219,82 @@ def test_before_ranks_are_forked_is_imported_what_model_and_strategy_need():
     assert engine == (t5, "torch._inductor.compile_fx")
     on_gpus = configuration("model=t5_tiny", "strategy=deepspeed", "mode=predict", "hardware=a100_80gb")
     assert on_gpus.imports == (t5,)
+
+
+# ---- stores that cannot be written, submissions that are stopped
+
+
+@pytest.fixture
+def launcher(monkeypatch, tmp_path) -> SlurmLauncher:
+    """One that has no SLURM to ask."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    queue.max_array_size.cache_clear()
+    return SlurmLauncher(composed({"cluster": "slurm"})["cluster"], dry_run=True)
+
+
+@pytest.mark.parametrize("folder", [".code", ledger.FOLDER])
+def test_a_store_that_cannot_take_a_submission_is_refused(folder, launcher, tmp_path):
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / folder).touch()
+    valid = r"store=\S+ is not valid: choose a folder that can be written to \(.*: nothing was submitted\)\."
+    with pytest.raises(UsageError, match=valid):
+        launcher.submit([], store, "adhoc", "name")
+
+
+def test_a_file_where_the_ledger_should_be_is_named(tmp_path):
+    (tmp_path / ledger.FOLDER).touch()
+    with pytest.raises(UsageError, match=r"choose a folder that can be read \(.*\.jobs: Not a directory\)"):
+        ledger.submissions(tmp_path)
+    with pytest.raises(UsageError, match=r"choose a folder that can be written to \(.*"), ledger.submitting(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_a_signal_leaves_in_the_queue_is_said(number, launcher, tmp_path, monkeypatch, capsys):
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+    def silent(*_args):
+        raise queue.SlurmError("it does not answer")
+
+    assert number == signal.SIGINT or signal.getsignal(number) is signal.SIG_DFL
+    monkeypatch.setattr(queue, "submit", lambda *_args: signal.raise_signal(number))
+    monkeypatch.setattr(queue, "by_name", silent)
+    batches = launcher.batches([Task(configuration("gpus=1"))], tmp_path, "name")
+    with pytest.raises(KeyboardInterrupt):
+        launcher.submit(batches, tmp_path, "adhoc", "name")
+    assert "could not be cancelled (it does not answer): bench.jobs cancel does it later" in capsys.readouterr().err
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+# ---- following submissions
+
+
+def standing(folder: Path, *, job_id: str | None, tracker: dict[str, object] | None = None) -> collect.Standing:
+    """A run of a submission that is over."""
+    config = configuration("gpus=1")
+    entry = ledger.Entry(config.run_id, config.label, False, 0, configured_row(config))
+    array = ledger.Array("0-1x1", "bench-0", 1, 1, 10, 1.0, [entry])
+    submission = ledger.Submission(folder, "adhoc", "2026-01-01T00:00:00Z", {}, "code", [array], tracker)
+    submission.folder.mkdir(parents=True)
+    submission.close()
+    state = collect.UNSUBMITTED if job_id is None else collect.DONE
+    return collect.Standing(submission, array, 0, entry, job_id, state, None, None, [])
+
+
+def test_a_tracker_this_version_does_not_know_leaves_the_other_submissions(tmp_path, monkeypatch, capsys):
+    sent = []
+    monkeypatch.setattr(collect.Courier, "send_runs", lambda courier, runs: sent.append(list(runs)))
+    foreign = standing(tmp_path / "foreign", job_id="1", tracker={"name": "none", "colour": "red"})
+    known = standing(tmp_path / "known", job_id="2", tracker=composed({"tracker": "none"})["tracker"])
+    collect.track(tmp_path, [foreign, known])
+    assert sent == [[known.entry.run_id]]
+    assert "submission foreign: tracker.colour is not a field" in "".join(capsys.readouterr())
+
+
+def test_a_local_sweep_keeps_the_run_that_was_never_submitted(tmp_path):
+    """Neither has a job's id."""
+    never = standing(tmp_path / "never", job_id=None)
+    row = {**configured_row(configuration("gpus=1"))}
+    claims.take(tmp_path, row, {"process": owners.this_process()}, 4096)
+    assert not collect._died_holding(tmp_path, never)

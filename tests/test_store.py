@@ -224,7 +224,7 @@ DAMAGE = {
     "torn": lambda whole, trap: whole[: len(whole) // 2],
     "a bit": lambda whole, trap: whole[:-500] + bytes([whole[-500] ^ 1]) + whole[-499:],
     "a header alone": lambda whole, trap: whole.partition(b"\n")[0] + b"\n",
-    "an older format": lambda whole, trap: whole.replace(b'"index": 1', b'"index": 0', 1),
+    "an older format": lambda whole, trap: whole.replace(b'"index": 2', b'"index": 1', 1),
     "other columns": lambda whole, trap: whole.replace(b'"run_id": "string"', b'"run_ID": "string"', 1),
     "text": lambda whole, trap: b"about these runs\n",
     "a pickle": lambda whole, trap: pickle.dumps(Trap(trap)),

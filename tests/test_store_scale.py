@@ -23,7 +23,7 @@ from bench.records import index
 from bench.records.schema import FORMAT_VERSION
 from tests.records_fixture import record
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 NUM_RUNS = 20_000
 

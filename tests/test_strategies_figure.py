@@ -29,7 +29,7 @@ def test_every_committed_strategy_is_a_point(committed: pd.DataFrame) -> None:
     selected = trade.select(committed)
     assert set(ran[identity].itertuples(index=False)) == set(selected[identity].itertuples(index=False))
     assert set(ran["effective_strategy"]) >= {"ddp", "ddp/lora", "ddp/qlora", "fsdp/full_shard_lora"}
-    assert set(ran["precision"]) == {"fp32", "fp8"}
+    assert set(ran["precision"]) == {"fp32", "fp8 autocast"}
     with style.context():
         drawings = trade.section(committed, style.palette(committed["variant_key"])).drawings
     assert len(drawings) == committed["model"].nunique() == 2
@@ -42,7 +42,10 @@ def test_committed_names_say_nothing_that_tells_nothing_apart(committed: pd.Data
     names = set(trade.select(committed)["choice"])
     assert not [name for name in names if "git_sha" in name or "torch_version" in name]
     hooks = {f"DDP · communication_hook={hook}" for hook in ("none", "bf16", "powersgd")}
-    assert {name for name in names if name.startswith("DDP ·")} == {*hooks, "DDP · communication_hook=none, fp8"}
+    assert {name for name in names if name.startswith("DDP ·")} == {
+        *hooks,
+        "DDP · communication_hook=none, fp8 autocast",
+    }
 
 
 def test_points_of_the_committed_strategies_can_be_told_apart(committed: pd.DataFrame) -> None:

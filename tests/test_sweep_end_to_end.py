@@ -21,15 +21,18 @@ import pytest
 
 from bench import records
 from bench import sweep as command
-from bench.config import RunConfig
+from bench.config import MOST_TOKENS, RunConfig
 from bench.launch.local import LocalLauncher
 from bench.launch.task import largest_batch
-from bench.planning.compose import as_text, composed, groups
+from bench.planning.compose import composed, groups
 from bench.planning.plan import make_plan
 from bench.planning.request import read_request
 from bench.planning.search import largest_fitting, next_batch_size
+from bench.predicting import BatchSearch
 from bench.records.schema import COLUMNS, FORMAT_VERSION
 from bench.row import configured_row
+from bench.simulate.prediction import FITS
+from bench.typed import as_typed
 from tests.fake_model import CPU, FLOPS_PER_TOKEN, OVERRIDES, ROOT, Sweep, files, planned, rows, sweep
 from tests.records_fixture import record
 from tests.test_finetune import needs_both, needs_peft
@@ -78,8 +81,7 @@ def test_a_known_step_time_comes_back_with_its_speed(known_times, gpus, accumula
     assert [len(times) for times in raw] == [STEPS] * gpus
     slowest = np.max(raw, axis=0)
     assert step_s == pytest.approx(np.median(slowest))
-    assert row["step_time_ci_low_s"] <= step_s <= row["step_time_ci_high_s"]
-    assert row["step_time_p95_s"] <= max(slowest)
+    assert row["step_time_ci_low_s"] is row["step_time_ci_high_s"] is row["step_time_p95_s"] is None  # 3 steps
     assert len(row["losses"]) == 2 + 2 + STEPS  # observed, warm-up, timed
     assert row["setup_s"] >= 4 * expected_s  # those steps are not timed
 
@@ -257,10 +259,10 @@ def command_lines(grid: dict[str, Any]) -> Iterator[list[str]]:
     axes = grid.get("axes") or {}
     plain = {key: values for key, values in axes.items() if not isinstance(values[0], dict)}
     linked = [values for key, values in axes.items() if key not in plain]
-    settings = {**(grid.get("fixed") or {}), **{key: ",".join(map(as_text, values)) for key, values in plain.items()}}
+    settings = {**(grid.get("fixed") or {}), **{key: ",".join(map(as_typed, values)) for key, values in plain.items()}}
     for alternatives in itertools.product(*linked):
         chosen = {key: value for alternative in alternatives for key, value in alternative.items()}
-        yield [f"{key}={value if key in plain else as_text(value)}" for key, value in {**settings, **chosen}.items()]
+        yield [f"{key}={value if key in plain else as_typed(value)}" for key, value in {**settings, **chosen}.items()]
 
 
 @pytest.mark.parametrize("name", sorted(set(groups()["sweep"]) - {"adhoc"}))
@@ -418,7 +420,7 @@ from bench import records
 def work(writer):
     refused = 0
     for number in range(20):
-        row = {"run_id": "0" * 16, "evidence": "measured", "status": "error", "started_at": "now",
+        row = {"run_id": "0" * 16, "evidence": "measured", "status": "error", "started_at": "2026-01-01T00:00:00+00:00",
                "error": f"{writer} {number} " + "x" * 20000}
         while True:
             try:
@@ -568,6 +570,20 @@ def test_a_search_without_an_answer_ends():
     assert largest_batch(config, attempt) is None
     assert len(tried) == 3
     assert largest_batch(config, lambda run: None) is None
+
+
+def test_a_search_ends_at_the_most_tokens_a_run_may_have():
+    """However much memory there is."""
+    (config,) = planned("model=gpt_tiny", "strategy=single", "sequence_length=64")
+    most = MOST_TOKENS // 64
+    assert largest_batch(config, lambda run: {"status": "ok", "peak_reserved_bytes": 10}) == most
+    search = BatchSearch(config)
+    memory = {"verdict": FITS, "capacity_bytes": 10**15}
+    while (tried := search.next) is not None:
+        size = tried.batch_size_per_gpu
+        row = {"batch_size_per_gpu": size, "peak_reserved_bytes": 1000 * size, "prediction": {"memory": memory}}
+        search.note(row, lambda row: True)
+    assert search.largest == most
 
 
 @pytest.mark.slow

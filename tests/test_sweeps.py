@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,25 +12,28 @@ import pytest
 import yaml
 
 from bench.config import RunConfig
+from bench.errors import UsageError
 from bench.hardware.detect import Device
 from bench.planning.compose import CONF
 from bench.planning.grid import read_grids
 from bench.planning.plan import Plan, make_plan
 from bench.planning.request import Request, read_request
+from bench.row import configured_row
 
 CLUSTER = Device("cuda", "NVIDIA A100-SXM4-80GB", 512)
 README = CONF / "sweep" / "README.md"
 FILES = sorted(CONF.glob("sweep/*.yaml"))
 PAPER = {"model_scale", "prefetch", "rate_limiter", "gpt_175b_scale", "t5_11b_scale", "memory"}
 SIZES = {
-    "model_scale": 105,
+    "model_scale": 159,
     "prefetch": 6,
     "rate_limiter": 24,
     "gpt_175b_scale": 10,
     "t5_11b_scale": 14,
     "memory": 24,
-    "oom_frontier": 97,
-    "sharding_factor": 45,
+    "oom_frontier": 123,
+    "sharding_factor": 87,
+    "mixing": 14,
 }
 
 
@@ -119,17 +123,14 @@ def test_model_scale_compares_every_strategy_on_every_model() -> None:
     configs = once("model_scale")
     seven = {"ddp", *(f"fsdp/{kind}" for kind in ("full_replication", "hybrid_shard", "full_shard"))}
     seven |= {"fsdp1/no_shard", "fsdp1/hybrid_shard", "fsdp1/full_shard"}
-    for model, precision in [
-        ("t5_611m", "bf16"),
-        ("t5_2b", "bf16"),
-        ("t5_11b", "bf16"),
-        ("t5_611m", "tf32"),
-        ("t5_2b", "tf32"),
-    ]:
-        same = [config for config in configs if (config.model.name, config.precision.name) == (model, precision)]
-        assert sorted(kinds(same)) == sorted(seven)
-        assert {(c.gpus, c.batch_size_per_gpu, c.activation_checkpointing) for c in same} == {(64, 8, "full")}
-    assert len(configs) == 5 * 7
+    ways = {("bf16", "autocast"): seven, ("bf16", "fsdp policy"): seven - {"ddp"}, ("tf32", "none"): seven}
+    for model, (precision, mixed) in itertools.product(("t5_611m", "t5_2b", "t5_11b"), ways):
+        asked = [config for config in configs if (config.model.name, config.precision.name) == (model, precision)]
+        same = [config for config in asked if configured_row(config)["mixed_precision"] == mixed]
+        expected = ways[precision, mixed] if (model, precision) != ("t5_11b", "tf32") else set()
+        assert sorted(kinds(same)) == sorted(expected)
+        assert all((c.gpus, c.batch_size_per_gpu, c.activation_checkpointing) == (64, 8, "full") for c in same)
+    assert len(configs) == 3 * 7 + 3 * 6 + 2 * 7
     assert {config.strategy.factor for config in configs if "hybrid" in kinds([config])[0]} == {8}
 
 
@@ -163,16 +164,19 @@ def test_sharding_factor_takes_every_factor_and_shares_runs_with_model_scale() -
     for config in configs:
         factors.setdefault(config.strategy.name, []).append(config.strategy.factor)
     powers = [1, 2, 4, 8, 16, 32, 64]
-    assert factors == {"ddp": [1], "fsdp": powers, "fsdp1": powers}
+    assert factors == {"ddp": [1], "fsdp": 2 * powers, "fsdp1": 2 * powers}
     shared = {config.run_id for config in configs} & {config.run_id for config in once("model_scale")}
-    assert len(shared) == 7
+    assert len(shared) == 7 + 6
 
 
 def test_oom_frontier_varies_what_decides_about_memory() -> None:
     configs = once("oom_frontier")
     assert len({config.model.name for config in configs}) == 9
     assert {config.gpus for config in configs} == {8, 64, 512}
-    assert set(kinds(configs)) == {"ddp", "fsdp/full_shard", "fsdp/hybrid_shard", "fsdp1/full_shard"}
+    sharded = {"fsdp/full_replication", "fsdp/full_shard", "fsdp/hybrid_shard", "fsdp1/full_shard"}
+    assert set(kinds(configs)) == {"ddp", *sharded}
+    ways = {(config.strategy.name, configured_row(config)["mixed_precision"]) for config in configs}
+    assert ways == {("ddp", "autocast"), ("fsdp", "fsdp policy"), ("fsdp1", "fsdp policy")}
     assert {config.activation_checkpointing for config in configs} == {"full", "none"}
     lengths = {config.model.family: config.sequence_length for config in configs}
     assert lengths == {"t5": 512, "gpt": 2048}
@@ -200,23 +204,32 @@ def test_the_command_line_replaces_fixed_values_and_plain_axes() -> None:
 
 
 def test_the_command_line_selects_from_linked_axes_or_replaces_their_key() -> None:
-    selected = once("model_scale", "strategy=fsdp", "model=t5_2b", "precision=bf16")
+    one_way = ("model=t5_2b", "precision=bf16", "precision.mixing=autocast")
+    selected = once("model_scale", "strategy=fsdp", *one_way)
     assert kinds(selected) == ["fsdp/full_replication", "fsdp/hybrid_shard", "fsdp/full_shard"]
-    several = once("model_scale", "strategy=ddp,fsdp1", "model=t5_2b", "precision=bf16")
+    several = once("model_scale", "strategy=ddp,fsdp1", *one_way)
     assert kinds(several) == ["ddp", "fsdp1/no_shard", "fsdp1/hybrid_shard", "fsdp1/full_shard"]
-    unknown = once("model_scale", "strategy=fsdp", "strategy.sharding_factor=4", "model=t5_2b", "precision=bf16")
+    unknown = once("model_scale", "strategy=fsdp", "strategy.sharding_factor=4", *one_way)
     assert [config.strategy.factor for config in unknown] == [4]
-    strategies = once("model_scale", "strategy=single", "gpus=1", "model=t5_611m", "precision=bf16")
+    strategies = once("model_scale", "strategy=single", "gpus=1", *one_way)
     assert kinds(strategies) == ["single"]
 
 
 def test_fewer_gpus_leave_out_the_factors_that_do_not_fit_and_say_why() -> None:
     made = plan("sweep=sharding_factor", "sweep.repeats=1", "gpus=16")
     assert sorted({config.strategy.factor for config in made.to_run}) == [1, 2, 4, 8, 16]
-    assert len(made.impossible) == 2
+    assert len(made.impossible) == 2 * 2
     assert all("strategy.sharding_factor=32 is not valid" in reason for _, reason in made.impossible)
 
 
 def test_node_follows_the_cluster() -> None:
     hybrid = once("model_scale", "cluster.gpus_per_node=4", "model=t5_2b", "precision=bf16")
     assert {config.strategy.factor for config in hybrid} == {1, 4, 64}
+
+
+@pytest.mark.parametrize(
+    "where", ["fixed: {store: elsewhere}", "axes: {how: [{gpus: 2}, {gpus: 4, store: elsewhere}]}"]
+)
+def test_a_sweep_file_sets_nothing_but_what_runs_have(where: str) -> None:
+    with pytest.raises(UsageError, match="sweep=adhoc sets store, which is no setting of a run"):
+        runs("sweep=adhoc", f"sweep.grids=[{{{where}}}]")

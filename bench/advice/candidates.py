@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.config import MODES, RunConfig, run_config
-from bench.errors import ImpossibleError, bad_value, require_at_least
+from bench.errors import ImpossibleError, bad_value
 from bench.hardware import Hardware
 from bench.models.blocks import CHECKPOINTING
 from bench.planning.compose import composed, groups
 from bench.planning.grid import Settings
 from bench.precision import Precision
+from bench.typed import checked, type_hints
 
 STRATEGIES = ("ddp", "fsdp")
 """Compared unless asked otherwise; `ON_ONE_GPU` where there is nothing to spread."""
@@ -101,7 +102,7 @@ def last_resort(section: Settings, knobs: Mapping[str, Sequence[str]]) -> list[C
 def _points(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Iterator[Settings]:
     """Settings of every combination."""
     values = composed(section)
-    gpus, per_node = (_whole(key, values[key]) for key in ("gpus", "gpus_per_node"))
+    gpus, per_node = (checked(key, type_hints(RunConfig)[key], values[key]) for key in ("gpus", "gpus_per_node"))
     common: dict[str, Sequence[str]] = {key: given for key, given in knobs.items() if key not in ("strategy",)}
     common.setdefault("precision", [usual_precision(values["hardware"])])
     common.setdefault("activation_checkpointing", CHECKPOINTING)
@@ -176,10 +177,3 @@ def _check_format(hardware: Hardware, precision: Precision) -> None:
             f"precision={precision.name} is not valid on hardware={hardware.name}, which has no peak for "
             f"{precision.peak}: choose {', '.join(able)}."
         )
-
-
-def _whole(key: str, value: Any) -> int:
-    if type(value) is not int:
-        raise bad_value(key, value, "a whole number of at least 1")
-    require_at_least(key, value, 1)
-    return value

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench.errors import UsageError, bad_value, require_choice
 from bench.hardware.detect import Device
+from bench.paths import require_path
 from bench.planning.compose import composed, parse, values_of
 from bench.planning.grid import Settings
 from bench.planning.request import EXECUTION, description_of
@@ -141,7 +142,7 @@ def _details(text: str | None) -> bool:
 def _timeline(text: str | None) -> Path | None:
     if text is None:
         return None
-    path = Path(text)
+    path = require_path("timeline", text)
     if path.suffix not in PICTURES:
         raise bad_value("timeline", text or "''", f"a file that ends in {', '.join(PICTURES)}")
     if not path.parent.is_dir():
@@ -159,6 +160,6 @@ def _top(text: str | None) -> int | None:
         return SHOWN
     if text == "all":
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise bad_value("top", text or "''", "a whole number of at least 1, or all")
     return int(text)

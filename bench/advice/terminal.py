@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from rich.console import Console
+from bench.terminal import Terminal
 
 Question = TypeVar("Question")
 Found = TypeVar("Found")
@@ -27,13 +26,8 @@ def question_parser(command: str, description: str | None, epilog: str) -> argpa
 
 def answered(answer: Callable[[Question, Callable[[str], None]], Found], question: Question) -> Found:
     """The answer, with a line on the terminal as long as it takes."""
-    errors = Console(stderr=True)
+    errors = Terminal(stderr=True)
     if not errors.is_terminal:
         return answer(question, lambda progress: None)
     with errors.status("predicting") as status:
         return answer(question, status.update)
-
-
-def output(width: int) -> Console:
-    """The standard output, as wide as its terminal, or `width` columns where it is none."""
-    return Console() if sys.stdout.isatty() else Console(width=width)

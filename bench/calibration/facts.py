@@ -26,7 +26,7 @@ class Facts:
     @classmethod
     def gathered(cls, device: torch.device, processes: str) -> Facts:
         """Of this process, here and now."""
-        software, commit, reported = environment.software(), environment.commit(), environment.device(device)
+        software, commit, reported = environment.software(), environment.commit(), environment.device([device])
         versions = {
             "torch": software["torch"],
             "transformers": software["packages"]["transformers"],

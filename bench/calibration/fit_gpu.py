@@ -55,7 +55,12 @@ def fit_gpu(samples: Sequence[Sample], base: Hardware) -> Parts:
     elementwise = max(sample.bytes_moved / sample.median_s for sample in by_kind[MEMORY] if sample.name == ELEMENTWISE)
     bandwidth = base.memory_bandwidth_gb_s * 1e9 if base.memory_bandwidth_gb_s else elementwise
     start = Parts(
-        matmul=Matmul(dict.fromkeys(_formats(products), START_SHARE), _multiprocessors(by_kind[LAUNCH], base), 64.0),
+        matmul=Matmul(
+            dict.fromkeys(_formats(products), START_SHARE),
+            _multiprocessors(by_kind[LAUNCH], base),
+            64.0,
+            _workspace_mib(base),
+        ),
         attention=Attention(START_SHARE, START_SHARE, START_WIDTH),
         memory_bandwidth_gb_s=bandwidth / 1e9,
         memory_efficiency=_rounded(min(1.0, elementwise / bandwidth)),
@@ -69,6 +74,12 @@ def fit_gpu(samples: Sequence[Sample], base: Hardware) -> Parts:
     return _fit_attention(timed, with_products, base) if timed else with_products
 
 
+def _workspace_mib(base: Hardware) -> float:
+    """Nothing that is timed shows it."""
+    known = base.speeds is not None and base.speeds.matmul is not None
+    return base.speeds.matmul.workspace_mib if known else Matmul.workspace_mib  # type: ignore[union-attr]
+
+
 def _fit_products(samples: Sequence[Sample], start: Parts, base: Hardware) -> Parts:
     """Efficiency of every format, and the inner dimension at which half of it is reached."""
     formats = _formats(samples)
@@ -78,7 +89,8 @@ def _fit_products(samples: Sequence[Sample], start: Parts, base: Hardware) -> Pa
 
     def parts(numbers: np.ndarray) -> Parts:
         shares = {name: _share(number) for name, number in zip(formats, numbers[:-1], strict=True)}
-        return dataclasses.replace(start, matmul=Matmul(shares, matmul.multiprocessors, float(numbers[-1])))
+        fitted_matmul = dataclasses.replace(matmul, efficiency=shares, half_depth=float(numbers[-1]))
+        return dataclasses.replace(start, matmul=fitted_matmul)
 
     def seconds(numbers: np.ndarray) -> np.ndarray:
         return _predicted_by_format(ordered, parts(numbers).device(base))

@@ -44,7 +44,7 @@ class Shift:
     @property
     def change(self) -> float:
         """Candidate over base, less 1."""
-        return math.expm1(self.log_change)
+        return _expm1(self.log_change)
 
     def error_spread(self, base_runs: int, candidate_runs: int) -> float:
         """The spread that belongs to the standard error, which may be informed by other configurations."""
@@ -55,7 +55,7 @@ class Shift:
         if not self.known:
             return float("nan"), float("nan")
         half = critical((1 - confidence) / 2, self.degrees) * self.standard_error
-        return math.expm1(self.log_change - half), math.expm1(self.log_change + half)
+        return _expm1(self.log_change - half), _expm1(self.log_change + half)
 
     def p_value(self, direction: int) -> float:
         """Probability of a shift at least as far in one direction (1 up, -1 down) if nothing changed; 1 if unknown."""
@@ -64,6 +64,11 @@ class Shift:
         if self.standard_error == 0:
             return 0.0 if direction * self.log_change > 0 else 1.0
         return float(special.stdtr(self.degrees, -direction * self.log_change / self.standard_error))
+
+
+def _expm1(exponent: float) -> float:
+    """The change that a difference of logarithms is; infinite where no number is so large."""
+    return math.expm1(exponent) if exponent < 700 else math.inf
 
 
 def shift(base: Sequence[float], candidate: Sequence[float], *, alike: bool = True) -> Shift:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
+from bench.errors import ImpossibleError, bad_value, how_to_install, require_choice
 from bench.finetune.shape import ALL_LINEAR, Shape
 from bench.models import Family
 from bench.precision import Precision
+from bench.typed import OneOf, Within
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns that it could be faster
 
@@ -46,9 +47,10 @@ class Finetune:
         """Raise `ImpossibleError` where a library is missing: without it no model can be built, nor predicted."""
         missing = [package for package in self.packages if importlib.util.find_spec(package) is None]
         if missing:
+            packages = "package {}, which is" if len(missing) == 1 else "packages {}, which are"
             raise ImpossibleError(
-                f"finetune={self.name} needs the package {' and '.join(missing)}, which is not installed: "
-                f'pip install "fsdp-bench[{",".join(self.packages)}]", or choose finetune=full.'
+                f"finetune={self.name} needs the {packages.format(' and '.join(missing))} not installed: "
+                f"{how_to_install(*self.packages)}, or choose finetune=full."
             )
 
 
@@ -61,19 +63,14 @@ class Full(Finetune):
 class LoRA(Finetune):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): beside a frozen matrix of out x in, B A of out x r x in."""
 
-    rank: int = 8
+    rank: Annotated[int, Within(1, 2**20)] = 8
     """r."""
-    alpha: float = 16.0
+    alpha: Annotated[float, Within(0, 1e6, above=True)] = 16.0
     """An adapter's product counts alpha / rank times."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Names of the linear layers that get an adapter, or `all-linear` alone."""
 
     packages: ClassVar[tuple[str, ...]] = ("peft",)
-
-    def __post_init__(self) -> None:
-        require_at_least("finetune.rank", self.rank, 1)
-        if not self.alpha > 0:
-            raise bad_value("finetune.alpha", self.alpha, "a number above 0")
 
     def of(self, family: Family, precision: Precision) -> Family:
         """With adapters."""
@@ -116,16 +113,12 @@ class LoRA(Finetune):
 class QLoRA(LoRA):
     """Adapters over quantised weights (Dettmers et al. 2023, arXiv:2305.14314)."""
 
-    bits: int = 4
+    bits: Annotated[int, OneOf(*BITS)] = 4
     """4: NF4 in blocks of 64 weights. 8: int8, a scale per row."""
     double_quantisation: bool = True
     """Of 4 bits: the scales of the blocks have 8 bits themselves."""
 
     packages: ClassVar[tuple[str, ...]] = ("peft", "bitsandbytes")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice("finetune.bits", self.bits, BITS)
 
     @property
     def shape(self) -> Shape:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from bench import processes
 from bench.models import Family, FlopCount
 from bench.models.blocks import checkpoint_blocks
 
@@ -55,18 +53,9 @@ class CountedFlops(FlopCount):
 def counted(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
     """FLOPs of the matrix products of one sequence's forward and backward pass, from a step of the model on meta.
 
-    Where there may be GPUs they are counted in a process of their own: peft imports bitsandbytes, which initialises
-    CUDA, and after that no process can fork ranks that use it.
+    Apart where there may be GPUs: there is a backward pass, and peft imports bitsandbytes, which starts CUDA.
     """
-    asked = (family, sequence_length, activation_checkpointing)
-    if not _may_initialise_cuda():
-        return _count(*asked)
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as apart:
-        return apart.submit(_count, *asked).result()
-
-
-def _may_initialise_cuda() -> bool:
-    return torch.version.cuda is not None and "bitsandbytes" not in sys.modules
+    return processes.apart(_count, family, sequence_length, activation_checkpointing)
 
 
 def _count(family: Family, sequence_length: int, activation_checkpointing: str) -> int:

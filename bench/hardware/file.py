@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from bench.errors import UsageError, bad_value
+from bench.described import read_plain_yaml
+from bench.errors import UsageError
 from bench.hardware.description import Hardware
 from bench.typed import typed
 
@@ -33,18 +33,9 @@ def read_hardware(path: Path) -> Hardware:
     UsageError
         If there is no such file, it is no YAML, or a field of it is unknown, missing or of the wrong kind.
     """
+    values = read_plain_yaml("hardware", path)
     try:
-        loaded = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise bad_value("hardware", path, f"a file that exists and ends in {ENDING}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split()).rstrip(".")
-        raise bad_value("hardware", path, f"a file that holds a description in YAML ({reason})") from None
-    values: Any = OmegaConf.to_container(loaded)
-    if not isinstance(values, dict):
-        raise bad_value("hardware", path, "a file that holds fields and their values, as those under conf/hardware do")
-    try:
-        hardware: Hardware = typed("hardware", Hardware, {str(key): value for key, value in values.items()})
+        hardware: Hardware = typed("hardware", Hardware, values)
     except UsageError as error:
         raise UsageError(f"hardware={path} cannot be used: {error}") from None
     return hardware
@@ -53,6 +44,15 @@ def read_hardware(path: Path) -> Hardware:
 def plain(hardware: Hardware) -> dict[str, Any]:
     """A description as plain values: every field, those that a file left out at what that means."""
     return dataclasses.asdict(hardware)
+
+
+def scale_device_memory(values: dict[str, Any], before_gb: Any) -> None:
+    """Have a description whose `memory_gb` was changed report as much more or less of it: the same share of another
+    memory. Values are as somebody typed them, so that some may be no numbers, of which nothing follows.
+    """
+    with contextlib.suppress(KeyError, TypeError, ArithmeticError):
+        outside = values["speeds"]["outside"]
+        outside["device_gib"] = outside["device_gib"] / before_gb * values["memory_gb"]
 
 
 def as_yaml(hardware: Hardware, heading: str) -> str:

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from bench.errors import bad_value, require_at_least
-
-PREFIX = "hardware.host"
+from bench.typed import Within
 
 
 @dataclass(frozen=True)
 class Host:
     """Processors, memory and links of one machine. GB are 10^9 bytes, GiB 2^30."""
 
-    memory_gib: float
+    memory_gib: Annotated[float, Within(1e-3, 1e9, unit="GiB")]
     """Of the whole machine."""
-    memory_gb_s: float
+    memory_gb_s: Annotated[float, Within(1e-6, 1e6, unit="GB/s")]
     """Bandwidth of that memory on paper, all its processors together."""
-    memory_efficiency: float
+    memory_efficiency: Annotated[float, Within(1e-6, 1)]
     """Share of it that an optimizer reaches whose ranks use all cores of the machine."""
-    link_gb_s: float
+    link_gb_s: Annotated[float, Within(1e-6, 1e6, unit="GB/s")]
     """Between the machine's memory and one GPU, in one direction, from page-locked memory, nobody else at it."""
-    gpus_per_link: int
+    gpus_per_link: Annotated[int, Within(1, 1024)]
     """GPUs that share the way to the machine's memory: each has so much less when all use it at once."""
-
-    def __post_init__(self) -> None:
-        for name in ("memory_gib", "memory_gb_s", "link_gb_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise bad_value(f"{PREFIX}.{name}", getattr(self, name), "a number above 0")
-        if not 0 < self.memory_efficiency <= 1:
-            valid = "a share of the peak: above 0 and at most 1"
-            raise bad_value(f"{PREFIX}.memory_efficiency", self.memory_efficiency, valid)
-        require_at_least(f"{PREFIX}.gpus_per_link", self.gpus_per_link, 1)
 
     def link_seconds_per_byte(self, gpus: int) -> float:
         """Of a transfer in one direction while `gpus` GPUs of the machine do the same."""

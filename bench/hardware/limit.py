@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from bench.hardware.heap import give_memory_back_at_once, keep_freed_memory
+from bench.hardware.description import SLACK
+from bench.hardware.heap import THREAD_STACK_BYTES, give_memory_back_at_once, keep_freed_memory
 
 
 class MemoryLimit:
     """Let this process allocate at most `limit_bytes` of device memory from now on.
 
-    CUDA: the caching allocator's share of the device. The context and NCCL's buffers lie outside it, as they lie
-    outside what the allocator reports.
+    CUDA: the caching allocator's share of each device: what it holds (reserved), blocks that it keeps for reuse and
+    cuBLAS's workspaces included. CUDA's context (0.3 to 0.6 GiB, with the code of kernels) and NCCL's buffers (0.3 to
+    2 GiB) lie outside of it, as they lie outside of what the allocator reports: on a real card of that size they would
+    have to fit beside it. A card's own size can be asked for as its vendor gives it: where that is up to `SLACK` more
+    than CUDA reports, the limit is all that CUDA reports.
 
     CPU: the process's data segment (RLIMIT_DATA), counted from what it uses when the limit is set, so that Python
     and the libraries do not count against the model; gloo's buffers and threads started later do. So that the
@@ -27,8 +31,8 @@ class MemoryLimit:
     ----------
     limit_bytes: int or None
         None limits nothing.
-    device: torch.device
-        The rank's device.
+    devices: sequence of torch.device
+        That the rank drives: each has this limit.
 
     Raises
     ------
@@ -36,29 +40,45 @@ class MemoryLimit:
         If the limit is larger than the GPU.
     """
 
-    def __init__(self, limit_bytes: int | None, device: torch.device) -> None:
+    def __init__(self, limit_bytes: int | None, devices: Sequence[torch.device]) -> None:
         self._original: tuple[int, int] | None = None
-        if limit_bytes is None:
-            if device.type == "cpu":
-                keep_freed_memory()
-            return
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            if limit_bytes > total:
-                raise ValueError(
-                    f"a limit of {limit_bytes / 2**30:.1f} GiB is more than the GPU has ({total / 2**30:.1f} GiB)"
-                )
-            torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
+        self.bytes = limit_bytes
+        """What a device may really hold: less than what was asked for where the device has a little less."""
+        if devices[0].type == "cuda":
+            for device in devices:
+                self._limit_gpu(device)
+        elif limit_bytes is None:
+            keep_freed_memory()
         else:
             give_memory_back_at_once()
             self._original = resource.getrlimit(resource.RLIMIT_DATA)
             self._allow(data_segment_bytes() + limit_bytes)
 
-    def lift(self) -> None:
-        """Give memory back to a process that has run out, so that it can say so."""
-        if self._original is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, self._original)
-            self._original = None
+    def _limit_gpu(self, device: torch.device) -> None:
+        if self.bytes is None:
+            return
+        total = torch.cuda.get_device_properties(device).total_memory
+        if self.bytes > (1 + SLACK) * total:
+            raise ValueError(
+                f"a limit of {self.bytes / 2**30:.1f} GiB is more than the GPU has ({total / 2**30:.1f} GiB)"
+            )
+        self.bytes = min(self.bytes, total)
+        torch.cuda.set_per_process_memory_fraction(self.bytes / total, device)
+
+    def lift(self) -> bool:
+        """Give memory back to a process that has run out, so that it can say so.
+
+        Returns
+        -------
+        bool
+            Whether so little of a CPU limit was left that no thread could be started, for lack of memory for its stack.
+        """
+        if self._original is None:
+            return False
+        allowed = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        resource.setrlimit(resource.RLIMIT_DATA, self._original)
+        self._original = None
+        return data_segment_bytes() + 2 * THREAD_STACK_BYTES > allowed
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

@@ -7,13 +7,13 @@ missing was not measured, and times in it are not predicted.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from bench.errors import bad_value
+from bench.typed import Within
 
-PREFIX = "hardware.speeds.processor"
+Times = dict[str, Annotated[float, Within(0, 1e7, unit="microseconds")]]
+Rates = dict[str, Annotated[float, Within(1e-6, 1e9)]]
 
 
 @dataclass(frozen=True)
@@ -23,51 +23,42 @@ class Products:
     Libraries copy one operand into an order of their own: the right one, or the left one if that is transposed.
     """
 
-    call_us: dict[str, float]
+    call_us: Times
     """Microseconds of a call, beyond what any operator takes."""
-    gflops: dict[str, float]
+    gflops: Rates
     """10^9 floating-point operations per second, a multiply-add counting 2."""
-    transposed_gflops: dict[str, float]
+    transposed_gflops: Rates
     """The same where the left operand is transposed, as in the gradient of a weight."""
-    copied_gb_s: dict[str, float]
+    copied_gb_s: Rates
     """10^9 bytes per second of the operand that is copied."""
-    other_gb_s: dict[str, float]
+    other_gb_s: Rates
     """10^9 bytes per second of the other operand."""
-    result_gb_s: dict[str, float]
+    result_gb_s: Rates
     """10^9 bytes per second of the result."""
-
-    def __post_init__(self) -> None:
-        _require_rates("products", self)
 
 
 @dataclass(frozen=True)
 class FusedAttention:
     """Fused attention: the sum of its blocks of queries and of their arithmetic over the whole square of scores."""
 
-    forward_gflops: dict[str, float]
+    forward_gflops: Rates
     """10^9 floating-point operations per second, forward (2 products over the scores)."""
-    backward_gflops: dict[str, float]
+    backward_gflops: Rates
     """The same backward (5 products)."""
-    forward_block_us: dict[str, float]
+    forward_block_us: Times
     """Microseconds that starting a block of queries and keys takes, forward."""
-    backward_block_us: dict[str, float]
+    backward_block_us: Times
     """The same backward."""
-
-    def __post_init__(self) -> None:
-        _require_rates("attention", self)
 
 
 @dataclass(frozen=True)
 class Updates:
     """Optimizers' steps; keys are an optimizer and its implementation, as ``adamw fused``."""
 
-    tensor_us: dict[str, float]
+    tensor_us: Times
     """Microseconds per tensor that is updated."""
-    gb_s: dict[str, float]
+    gb_s: Rates
     """10^9 bytes per second, of those that `bench.simulate.pace.OPTIMIZER_PASSES` counts."""
-
-    def __post_init__(self) -> None:
-        _require_rates("updates", self)
 
 
 @dataclass(frozen=True)
@@ -77,12 +68,3 @@ class Processor:
     products: Products
     attention: FusedAttention
     updates: Updates
-
-
-def _require_rates(section: str, values: Any) -> None:
-    """Microseconds may be 0; rates must be above it."""
-    for name, numbers in vars(values).items():
-        valid = "a number of at least 0" if name.endswith("_us") else "a number above 0"
-        for key, number in numbers.items():
-            if not 0 <= number < math.inf or (number == 0 and not name.endswith("_us")):
-                raise bad_value(f"{PREFIX}.{section}.{name}.{key}", number, valid)

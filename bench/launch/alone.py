@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import sys
 
-from bench import records
 from bench.config import RunConfig
-from bench.launch.host import execute
+from bench.launch.host import StuckError, execute
 from bench.launch.stop import StopSignal
+from bench.launch.worker import turn
 from bench.planning.request import Request
 from bench.records import Record
 from bench.tracking import Courier
 
 
-def run_alone(request: Request, config: RunConfig) -> Record:
-    """Execute one run here and now, whatever is recorded of it, as a new attempt."""
+def run_alone(request: Request, config: RunConfig) -> Record | None:
+    """Execute one run here, whatever is recorded of it, as a new attempt, once no other sweep executes it.
+
+    Returns
+    -------
+    Record or None
+        The row that was written; None if a signal came before the run began.
+
+    Raises
+    ------
+    TakenError
+        If a job of another launcher has the run.
+    OSError
+        If the store cannot be written.
+    """
     with StopSignal() as stop:
-        with records.lock(request.store, config.run_id):
-            record = execute(
-                config,
-                request.store,
-                launcher="alone",
-                sweep=request.sweep,
-                time_limit_s=float(request.cluster["time_limit_s"]),
-                stop=stop,
-                log=False,
-            )
+        with turn(request.store, config.run_id, stop):
+            if stop.received:
+                print(f"Stopped by {stop.received}.", file=sys.stderr)
+                return None
+            try:
+                record = execute(
+                    config,
+                    request.store,
+                    launcher="alone",
+                    sweep=request.sweep,
+                    time_limit_s=float(request.cluster["time_limit_s"]),
+                    stop=stop,
+                    log=False,
+                )
+            except StuckError as error:
+                print(error, file=sys.stderr)
+                record = error.record
         courier = Courier(
             request.tracker,
             request.store,

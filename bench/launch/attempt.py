@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +18,8 @@ from bench.launch.ranks import Ended
 from bench.launch.verdict import verdict
 from bench.measure import environment
 from bench.records import Claim, Record, TakenError, claims
+from bench.records.encoding import dumps
+from bench.records.schema import FORMAT_VERSION
 from bench.row import configured_row, environment_row, rank_rows
 
 LOOK_EVERY_S = 5.0
@@ -25,6 +27,9 @@ LOOK_EVERY_S = 5.0
 
 WRITE_AGAIN_S = (1, 5, 20, 60)
 """When the store cannot be written: how long to wait before each further try."""
+
+SHORT_STEP_S = 0.05
+"""Few runs that last for a time take shorter steps: for more, disk space is not claimed beforehand."""
 
 
 def now() -> str:
@@ -130,10 +135,17 @@ class Attempt:
         try:
             persistently(lambda: self.claim.write_row(results))
         except OSError as error:
-            kept = Path(tempfile.gettempdir()) / f"{self.claim.run_id}-{self.claim.attempt}.json"
-            kept.write_text(json.dumps(row, indent=1) + "\n")
+            kept = keep_elsewhere(row)
             raise OSError(error.errno, f"{error.strerror}; the row is kept in {kept} on {environment.host()}") from None
         return row
+
+
+def keep_elsewhere(row: Record) -> Path:
+    """Write a row that its store does not take to a new file that only its owner can read; returns where."""
+    descriptor, path = tempfile.mkstemp(prefix=f"{row['run_id']}-{row['attempt']}-", suffix=".json")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(dumps({"format": FORMAT_VERSION, **row}) + "\n")
+    return Path(path)
 
 
 def say(text: str) -> None:
@@ -148,8 +160,6 @@ def persistently(write: Callable[[], object]) -> None:
         try:
             write()
             return
-        except FileExistsError:
-            raise
         except OSError as error:
             if pause_s is None:
                 raise
@@ -162,16 +172,16 @@ def write_lost_row(claim: Claim, *, status: str, error: str) -> bool:
     return claim.break_with({"status": status, "error": error, "finished_at": now()})
 
 
-def write_unstarted_row(config: RunConfig, store: Path, *, status: str, error: str, facts: Record) -> None:
-    """Write the row of a run that never came to start."""
+def write_unstarted_row(known: Record, store: Path, *, status: str, error: str, facts: Record) -> None:
+    """Write the row of a run that never came to start; `known` is what `configured_row` says of it."""
     moment = now()
     row: Record = {
-        **configured_row(config),
+        **known,
         **environment_row([]),
         **facts,
         "status": status,
         "error": error,
-        "attempt": records.next_attempt(store, config.run_id),
+        "attempt": records.next_attempt(store, known["run_id"]),
         "started_at": moment,
         "finished_at": moment,
     }
@@ -180,8 +190,11 @@ def write_unstarted_row(config: RunConfig, store: Path, *, status: str, error: s
 
 
 def _row_bytes(config: RunConfig) -> int:
-    """Disk space a row may take: each rank has its facts and a number per step."""
-    return 64 * 1024 + config.processes * (4096 + 32 * config.measurement.steps)
+    """Disk space a row may take: each rank has its facts and a number per step, of which a GPU may take more than were
+    asked for."""
+    timing = config.measurement
+    lasting = ((timing.min_warmup_s or 0.0) + (timing.min_timed_s or 0.0)) / SHORT_STEP_S
+    return 64 * 1024 + config.processes * (8192 + 32 * (timing.steps + round(lasting)))
 
 
 __all__ = ["Attempt", "TakenError", "now", "persistently", "say", "write_lost_row", "write_unstarted_row"]

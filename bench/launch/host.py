@@ -1,17 +1,16 @@
-"""Execute one run on this machine alone: fork its ranks, watch over them, write its row.
+"""Execute one run on this machine alone: start its ranks, watch over them, write its row.
 
-The process that calls `execute` imports torch and the models once and never computes with them. Each run's ranks
-are forked from it: fresh processes with a fresh process group, without the seconds of importing. They die with it.
+The process that calls `execute` never computes. Each run's ranks are fresh processes with a fresh process group, which
+find torch, and where they are forked the models too, imported already. They die with it.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
-import importlib
 import time
 from pathlib import Path
 
+from bench import processes
 from bench.config import RunConfig
 from bench.launch.attempt import Attempt, write_lost_row
 from bench.launch.meeting import MeetingPoint, connect
@@ -25,20 +24,12 @@ RENDEZVOUS_TIMEOUT_S = 300.0
 """How long a rank may wait for the others at the process group's start."""
 
 
-@functools.cache
-def preload(modules: tuple[str, ...]) -> None:
-    """Import what ranks need, so that they find it there when they are forked.
+class StuckError(RuntimeError):
+    """A rank of a run that has its row could not be killed: it keeps its device, on which nothing can be measured."""
 
-    The garbage collector rests meanwhile, since imports leave nothing to collect, and then leaves the imported
-    objects alone for good: neither this process nor the ranks, which share their pages, walk through them again.
-    """
-    gc.disable()
-    try:
-        for module in ("torch.distributed.fsdp", "torch.profiler", *modules):
-            importlib.import_module(module)
-        gc.freeze()
-    finally:
-        gc.enable()
+    def __init__(self, label: str, record: Record) -> None:
+        super().__init__(f"{record['error']}. Nothing more can be measured on this machine until it is gone.")
+        self.label, self.record = label, record
 
 
 def execute(
@@ -70,37 +61,46 @@ def execute(
     ------
     TakenError
         If a job of another launcher has the run.
+    StuckError
+        If a rank could not be killed, the row being written.
     OSError
         If the store cannot be written.
     """
-    preload(config.imports)
+    processes.prepare(config.imports)
     clear_away_dead(store, config.run_id)
     attempt = Attempt.begin(config, store, {"process": this_process()}, {"launcher": launcher, "sweep": sweep})
     places = [RankPlace(rank, rank % config.gpus_per_node, config.processes) for rank in range(config.processes)]
     ranks: list[Rank] = []
     ended: list[Ended] = []
 
-    def look_around() -> bool:
-        attempt.look_around()
-        return False
-
     with MeetingPoint() as meeting:
+
+        def look_around() -> bool:
+            attempt.look_around()
+            return not meeting.is_open  # without it ranks would wait for each other for minutes
+
         try:
             ranks = start(
                 config,
                 places,
-                lambda: connect("127.0.0.1", meeting.port, RENDEZVOUS_TIMEOUT_S),
+                functools.partial(connect, meeting.host, meeting.port, RENDEZVOUS_TIMEOUT_S),
                 attempt.trace,
                 attempt.path.with_suffix(".log") if log else None,
+                on_one_machine=True,
             )
             ending = watch(ranks, time.monotonic() + time_limit_s, stop, look_around)
         finally:
             ended = kill(ranks)
     cut_short = {
         "stopped": {"status": "preempted", "error": f"stopped by {stop.received}"},
+        "called off": {"status": "error", "error": "the store in which its ranks find each other was killed"},
         "timeout": {"status": "timeout", "error": f"not finished after its time limit of {time_limit_s:g} s"},
     }
-    return attempt.finish(ended, cut_short.get(ending))
+    stuck = any(rank.stuck for rank in ended)
+    record = attempt.finish(ended, None if stuck else cut_short.get(ending))
+    if stuck:
+        raise StuckError(config.label, record)
+    return record
 
 
 def clear_away_dead(store: Path, run_id: str) -> None:

@@ -12,11 +12,13 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import submitit
 
+from bench import processes, records
 from bench.config import RunConfig
 from bench.errors import ImpossibleError, bad_value
 from bench.hardware import refuse_unsupported
@@ -25,9 +27,11 @@ from bench.launch.attempt import write_lost_row, write_unstarted_row
 from bench.launch.capacity import refuse_what_exhausts_this_machine
 from bench.launch.stop import StopSignal
 from bench.launch.task import Task
-from bench.launch.worker import Event, Worker
-from bench.records import claims
+from bench.launch.worker import Event, Worker, give_up
+from bench.records import claims, sharing
+from bench.row import configured_row
 from bench.tracking import NO_TRACKER, Tracker
+from bench.typed import Within, typed
 
 POLL_S = 0.1
 
@@ -36,6 +40,19 @@ ASK_AGAIN_S = 1.0
 
 FOREVER_MIN = 60 * 24 * 365
 """Each run has a time limit of its own, so the job needs none."""
+
+
+@dataclass(frozen=True)
+class LocalProfile:
+    """The fields of ``conf/cluster/local.yaml``."""
+
+    name: str
+    launcher: str
+    gpus_per_node: Annotated[int, Within(1, 2**17)]
+    max_cpu_processes: Annotated[int, Within(1, 4096)]
+    time_limit_s: Annotated[float, Within(1, 1e8, unit="seconds")]
+    hardware: str | None = None
+    """Option of conf/hardware that `hardware=auto` means; null for what this machine has."""
 
 
 class LocalLauncher:
@@ -50,14 +67,9 @@ class LocalLauncher:
     """
 
     def __init__(self, cluster: dict[str, Any], device: Device) -> None:
-        if cluster["launcher"] != "local":
-            raise bad_value("cluster.launcher", cluster["launcher"], ["local"])
-        for field in ("time_limit_s", "max_cpu_processes"):
-            if not isinstance(cluster[field], (int, float)) or isinstance(cluster[field], bool):
-                raise bad_value(f"cluster.{field}", cluster[field], "a number")
-            if not cluster[field] >= 1:  # nan is not
-                raise bad_value(f"cluster.{field}", cluster[field], "a number of at least 1")
-        self._cluster = cluster
+        if cluster.get("launcher") != "local":
+            raise bad_value("cluster.launcher", cluster.get("launcher"), ["local"])
+        self._cluster: LocalProfile = typed("cluster", LocalProfile, cluster)
         self._device = device
 
     def check(self, config: RunConfig) -> None:
@@ -74,9 +86,9 @@ class LocalLauncher:
                 f"gpus={config.gpus} is more than the {self._device.count} GPU(s) of this machine: "
                 f"choose at most {self._device.count}, or hardware=cpu."
             )
-        if config.hardware.device == "cpu" and config.processes > self._cluster["max_cpu_processes"]:
+        if config.hardware.device == "cpu" and config.processes > self._cluster.max_cpu_processes:
             raise ImpossibleError(
-                f"gpus={config.gpus} is more than the {self._cluster['max_cpu_processes']} processes this machine runs "
+                f"gpus={config.gpus} is more than the {self._cluster.max_cpu_processes} processes this machine runs "
                 "on its CPU: choose fewer, or raise cluster.max_cpu_processes."
             )
         if config.hardware.device == "cpu":
@@ -135,7 +147,7 @@ class LocalLauncher:
             How many tasks are over; None if the time does not suffice for the next one.
         """
         folder = store / ".jobs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{len(tasks)}"
-        folder.mkdir(parents=True)
+        sharing.make_folder(folder)
         events = folder / "events.jsonl"
         events.touch()
         executor = submitit.LocalExecutor(folder)
@@ -144,32 +156,36 @@ class LocalLauncher:
             tasks=tasks,
             store=store.resolve(),
             sweep=sweep,
-            time_limit_s=float(self._cluster["time_limit_s"]),
+            time_limit_s=self._cluster.time_limit_s,
             events=events.resolve(),
             visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
             deadline=deadline,
             tracker=tracker,
         )
-        finished, heard, out_of_time = 0, False, False
+        finished, heard, out_of_time, stuck = 0, False, False, False
         current: Event | None = None
-        with _hold(worker.alive_file), events.open() as stream:
-            with _deaf_to_interrupts():
+        with _hold(worker.alive_file), events.open() as stream, sharing.open_lock(worker.own_file) as own_file:
+            with processes.signals_held(signal.SIGINT):
                 job = executor.submit(worker)
             asked_to_stop = -math.inf
             while True:
-                over = job.done()
+                # submitit's controller may die before the process that works: the job is over when both are gone.
+                over = job.done() and give_up(own_file)
                 for event in _new_events(stream):
                     heard = True
                     current = event if event["event"] == "start" else None
                     finished += event["event"] == "task done"
                     out_of_time = out_of_time or event["event"] == "out of time"
+                    stuck = stuck or event["event"] == "stuck"
                     on_event(event)
-                if over:
+                if over or stuck:
                     break
                 if stop.received and time.monotonic() - asked_to_stop > ASK_AGAIN_S:
-                    _ask_to_stop(job)
+                    _ask_to_stop(job, worker.own_file)
                     asked_to_stop = time.monotonic()
                 time.sleep(POLL_S)
+        if stuck:
+            return len(tasks)
         if finished == len(tasks) or out_of_time:
             shutil.rmtree(folder)
             return None if out_of_time else finished
@@ -179,21 +195,33 @@ class LocalLauncher:
             config = tasks[finished].config
             if current is not None:  # in a search, runs have a batch size of their own
                 config = dataclasses.replace(config, batch_size_per_gpu=current["batch_size"])
-                error += _write_down(config, store, sweep, error)
+                error += _write_down(config, store, sweep, error, current["attempt"])
             on_event({"event": "lost", "label": config.label, "error": error})
             # A job that never came to a run would not do so with the next one either.
             finished = finished + 1 if heard else len(tasks)
         return finished
 
 
-def _write_down(config: RunConfig, store: Path, sweep: str, error: str) -> str:
-    """Write the row of a run whose job died; returns what to add to the message if that cannot be done."""
+def _write_down(config: RunConfig, store: Path, sweep: str, error: str, attempt: int) -> str:
+    """Write the row of a run whose job died; returns what to add to the message.
+
+    Parameters
+    ----------
+    attempt: int
+        Number of the attempt that the job had begun. If it has a row, the job died after it was written.
+    """
     try:
+        found = records.latest(store, config.run_id)
+        if found is not None and found["attempt"] >= attempt:
+            return " Its row had been written."
         claim = claims.held(store, config.run_id)
+        if claim is not None and "process" not in claim.owner:
+            return " A job has the run by now."
         if claim is not None:
             write_lost_row(claim, status="error", error=error)
         else:
-            write_unstarted_row(config, store, status="error", error=error, facts={"launcher": "local", "sweep": sweep})
+            facts = {"launcher": "local", "sweep": sweep}
+            write_unstarted_row(configured_row(config), store, status="error", error=error, facts=facts)
     except OSError as unwritable:
         return f" Its row could not be written: {unwritable}"
     return ""
@@ -209,30 +237,21 @@ def _new_events(stream: Any) -> Iterator[Event]:
         yield json.loads(line)
 
 
-@contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes started within ignore SIGINT, unless they say otherwise, as the worker does.
+def _ask_to_stop(job: submitit.Job[Any], own_file: Path) -> None:
+    """Send SIGTERM, which the controller passes on, or its process itself, which may outlive it.
 
-    Ctrl-C goes to every process of a terminal: submitit's controller would kill its task within a second of it, and
-    print a traceback.
+    `job.cancel` would have the task killed before it wrote its row.
     """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _ask_to_stop(job: submitit.Job[Any]) -> None:
-    """Send SIGTERM, which the controller passes on. `job.cancel` would have the task killed before it wrote its row."""
+    name = own_file.read_text() if job.done() else str(job.job_id)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(int(job.job_id), signal.SIGTERM)
+        if name.isdecimal():
+            os.kill(int(name), signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def _hold(path: Path) -> Iterator[None]:
     """Hold a file's lock, which is gone when this process is."""
-    with path.open("w") as file:
+    with sharing.open_lock(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
-import multiprocessing
-import os
 import signal
 from multiprocessing import connection
 from types import TracebackType
 
 import torch.distributed as dist
 
-PR_SET_PDEATHSIG = 1
-
-POLITE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-"""Signals that a terminal or SLURM sends to all processes of a run; only the one that watches over them acts."""
-
-_fork = multiprocessing.get_context("fork")
-
-
-def follow_parent(parent: int) -> None:
-    """Have this forked process die with its parent, and leave polite signals to it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked to die with it
-        os._exit(1)
-    for number in POLITE_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+from bench import processes
+from bench.rendezvous import LOOPBACK, listening_store
 
 
 class MeetingPoint:
@@ -34,13 +18,22 @@ class MeetingPoint:
 
     Whoever opens it has no threads because of it and can fork ranks afterwards, and no rank takes it along when it
     dies.
+
+    Parameters
+    ----------
+    host: str
+        The address of this machine that it listens on.
     """
 
     port: int
 
+    def __init__(self, host: str = LOOPBACK) -> None:
+        self.host = host
+
     def __enter__(self) -> MeetingPoint:
-        receiver, sender = _fork.Pipe(duplex=False)
-        self._server = _fork.Process(target=_serve, args=(sender, os.getpid()), name="meeting point", daemon=True)
+        context = processes.context()
+        receiver, sender = context.Pipe(duplex=False)
+        self._server = context.Process(target=_serve, args=(self.host, sender), name="meeting point", daemon=True)
         self._server.start()
         sender.close()
         try:
@@ -49,6 +42,11 @@ class MeetingPoint:
             raise RuntimeError("the store in which ranks find each other could not be opened") from None
         return self
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still there to be asked."""
+        return self._server.is_alive()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -56,9 +54,9 @@ class MeetingPoint:
         self._server.join()
 
 
-def _serve(port: connection.Connection, parent: int) -> None:
-    follow_parent(parent)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def _serve(host: str, port: connection.Connection) -> None:
+    processes.follow_parent()
+    store = listening_store(host)
     port.send(store.port)
     while True:
         signal.pause()

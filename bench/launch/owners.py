@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pwd
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,33 @@ def this_process() -> dict[str, Any]:
     return {"host": environment.host(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
-def process_lives(owner: dict[str, Any]) -> bool:
-    """Whether the process that `this_process` described still runs; one on another machine is taken to."""
-    return owner["host"] != environment.host() or _started(owner["pid"]) == owner["started"]
+def this_user() -> str:
+    """Name of the account that this process runs as, or its number if it has none."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def process_lives(owner: Any) -> bool:
+    """Whether the process that `this_process` described still runs; one on another machine is taken to.
+
+    What describes no process is none that lives.
+    """
+    if not isinstance(owner, dict):
+        return False
+    pid, started = owner.get("pid"), owner.get("started")
+    if type(pid) is not int or type(started) is not int:
+        return False
+    return owner.get("host") != environment.host() or _started(pid) == started
+
+
+def described(owner: Mapping[str, Any]) -> str:
+    """Who has a claim, for a sentence: ``job 12_3``, or ``process 7 on node1``."""
+    process = owner.get("process")
+    if isinstance(process, dict):
+        return f"process {process.get('pid')} on {process.get('host')}"
+    return f"job {owner.get('job')}"
 
 
 def _started(pid: int) -> int | None:

@@ -1,28 +1,28 @@
-"""The ranks of one run that live on this machine: fork them, watch over them, end them."""
+"""The ranks of one run that live on this machine: start them, watch over them, end them."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import mmap
-import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
-from multiprocessing.context import ForkProcess
+from multiprocessing.context import ForkProcess, ForkServerProcess
 from pathlib import Path
 
 import torch.distributed as dist
 
+from bench import processes
 from bench.config import RunConfig
-from bench.launch.meeting import follow_parent
 from bench.launch.stop import StopSignal
 from bench.rank import Outcome, RankPlace, run_rank
 from bench.records.schema import PHASES
+from bench.rendezvous import stay_on_this_machine
 
 GRACE_S = 2.0
 """After a rank failed, how long the others may take to say that they failed too, before they are killed."""
@@ -30,9 +30,10 @@ GRACE_S = 2.0
 POLL_S = 0.25
 """How often to look for a stop signal while ranks run."""
 
-CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
+KILLED_S = 60.0
+"""How long a killed rank may take to be gone, before it is left behind: one that hangs in a driver cannot be killed."""
 
-_fork = multiprocessing.get_context("fork")
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,18 @@ class Ended:
     last_phase: str = "init"
     end: str = ""
     """How the process ended, in words."""
+    stuck: bool = False
+    """It could not be killed."""
 
 
 @dataclass
 class Rank:
-    """A forked rank, the pipe its outcome comes through, and the outcome."""
+    """A started rank, the pipe its outcome comes through, and the outcome."""
 
     number: int
-    process: ForkProcess
+    process: ForkProcess | ForkServerProcess
     pipe: connection.Connection
-    last_phase: mmap.mmap
+    last_phase: MutableSequence[int]
     """One byte shared with the rank: number of the phase it last entered."""
     outcome: Outcome | None = None
     killed: bool = False
@@ -79,7 +82,10 @@ class Rank:
         return ended and not self.killed
 
     def ended(self) -> Ended:
-        """How it ended, which it must have."""
+        """How it ended, or that it cannot be ended."""
+        if self.process.is_alive():
+            stuck = "could not be killed: it hangs in the kernel or in a driver, see dmesg"
+            return Ended(self.number, self.outcome, stuck=True, last_phase=PHASES[self.last_phase[0]], end=stuck)
         code = self.process.exitcode or 0
         crashed = code in [-number for number in CRASHES]
         words = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -92,23 +98,31 @@ def start(
     rendezvous: Callable[[], dist.Store],
     trace: Path,
     log: Path | None,
+    *,
+    on_one_machine: bool,
+    check_nodes: bool = False,
 ) -> list[Rank]:
-    """Fork a rank for each place.
+    """Start a rank for each place.
 
     Parameters
     ----------
     rendezvous: callable
-        Called in each rank: gives the store in which all ranks of the run find each other.
+        Called in each rank, to which it is pickled: gives the store in which all ranks of the run find each other.
     trace, log: Path
         Where rank 0's profiler trace and the ranks' output go; without `log` it stays in this terminal.
+    on_one_machine: bool
+        All ranks of the run are on this one: nothing of them listens to any other.
+    check_nodes: bool
+        Have every rank check its node first.
     """
     ranks = []
+    context = processes.context()
     for place in places:
-        receiver, sender = _fork.Pipe(duplex=False)
-        last_phase = mmap.mmap(-1, 1)
-        process = _fork.Process(
+        receiver, sender = context.Pipe(duplex=False)
+        last_phase = context.RawArray("B", 1)
+        process = context.Process(
             target=_rank_main,
-            args=(config, place, rendezvous, sender, last_phase, trace, log, os.getpid()),
+            args=(config, place, rendezvous, sender, last_phase, trace, log, on_one_machine, check_nodes),
             name=f"rank {place.rank}",
             daemon=True,
         )
@@ -123,12 +137,15 @@ def _rank_main(
     place: RankPlace,
     rendezvous: Callable[[], dist.Store],
     outcome: connection.Connection,
-    last_phase: mmap.mmap,
+    last_phase: MutableSequence[int],
     trace: Path,
     log: Path | None,
-    parent: int,
+    on_one_machine: bool,
+    check_node: bool,
 ) -> None:
-    follow_parent(parent)
+    processes.follow_parent()
+    if on_one_machine:
+        stay_on_this_machine()
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
@@ -138,7 +155,8 @@ def _rank_main(
     def note_phase(phase: str) -> None:
         last_phase[0] = PHASES.index(phase)
 
-    result = run_rank(config, place, rendezvous, trace, note_phase)
+    processes.preload(config.imports)
+    result = run_rank(config, place, rendezvous, trace, note_phase, check_node=check_node)
     outcome.send(result)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -193,7 +211,10 @@ def kill(ranks: list[Rank]) -> list[Ended]:
         if rank.process.is_alive():
             rank.killed = True
             rank.process.kill()
+    deadline = time.monotonic() + KILLED_S
     for rank in ranks:
-        rank.process.join()
+        rank.process.join(max(0.0, deadline - time.monotonic()))
         rank.receive()
+        if rank.process.is_alive():
+            multiprocessing.process._children.discard(rank.process)  # type: ignore[attr-defined]  # waited for at exit
     return [rank.ended() for rank in ranks]

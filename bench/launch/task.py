@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.config import RunConfig
+from bench.errors import ImpossibleError
 from bench.planning.search import largest_fitting, next_batch_size
 from bench.records import Record
 from bench.records.schema import FINISHED
@@ -42,7 +43,12 @@ def largest_batch(config: RunConfig, attempt: Callable[[RunConfig], Record | Non
     tried: dict[int, int | None] = {}
     start, limit, unit = config.batch_size_per_gpu, config.hardware.memory_limit_bytes, config.strategy.batch_unit
     while (size := next_batch_size(tried, start, limit, unit)) is not None:
-        record = attempt(dataclasses.replace(config, batch_size_per_gpu=size))
+        try:
+            sized = dataclasses.replace(config, batch_size_per_gpu=size)
+        except ImpossibleError:  # more tokens than a run may have
+            tried[size] = None
+            continue
+        record = attempt(sized)
         if record is None or record["status"] not in FINISHED:
             return None
         tried[size] = None if record["status"] == "oom" else record["peak_reserved_bytes"]

@@ -6,19 +6,20 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from bench import records
 from bench.config import RunConfig
-from bench.launch.host import execute
+from bench.launch.host import StuckError, execute
 from bench.launch.stop import StopSignal
 from bench.launch.task import Task, largest_batch
 from bench.launch.verdict import describe
-from bench.records import Record, TakenError
+from bench.records import Record, TakenError, sharing
 from bench.records.schema import FINISHED
 from bench.tracking import NO_TRACKER, Courier, Tracker
 
@@ -50,12 +51,29 @@ class Worker:
         """Locked by the sweep for as long as it lives."""
         return self.events.with_name("sweep-alive")
 
+    @property
+    def own_file(self) -> Path:
+        """Locked by this job's process for as long as it or a rank of it lives; names it."""
+        return self.events.with_name("worker-alive")
+
     def __call__(self) -> None:
-        """Work through the tasks until they are done, a signal comes, or the sweep is gone."""
+        """Work through the tasks until they are done, a signal comes, or the sweep is gone.
+
+        Does nothing if the sweep has given this job up already.
+        """
+        with sharing.open_lock(self.own_file) as file:
+            if begin(file):
+                try:
+                    self._work()
+                except StuckError as error:
+                    self._tell(event="stuck", label=error.label, error=str(error))
+
+    def _work(self) -> None:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if self.visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_devices
         with StopSignal() as stop:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back since before this process began
             started, out_of_time = 0, False
             courier = Courier(
                 self.tracker,
@@ -96,7 +114,7 @@ class Worker:
 
     def _run(self, config: RunConfig, force: bool, stop: StopSignal) -> Record | None:
         """Execute a run unless it is recorded, or another sweep just executed it; None if a signal came first."""
-        with _turn(self.store, config.run_id, stop) as waited:
+        with turn(self.store, config.run_id, stop) as waited:
             if stop.received:
                 return None
             record = records.latest(self.store, config.run_id)
@@ -105,6 +123,7 @@ class Worker:
                     event="start",
                     label=config.label,
                     batch_size=config.batch_size_per_gpu,
+                    attempt=records.next_attempt(self.store, config.run_id),
                 )
                 try:
                     record = execute(
@@ -136,8 +155,38 @@ class Worker:
         return True
 
 
+GIVEN_UP = "given up"
+
+
+def begin(file: TextIO) -> bool:
+    """Take a job's lock and write down who has it, for as long as the file is open; False if it was given up."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if file.read() == GIVEN_UP:
+        return False
+    file.write(str(os.getpid()))
+    file.flush()
+    return True
+
+
+def give_up(file: TextIO) -> bool:
+    """See to it that a job's process does nothing any more; False if it lives and is at work."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    file.seek(0)
+    file.truncate()
+    file.write(GIVEN_UP)
+    file.flush()
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return True
+
+
 @contextlib.contextmanager
-def _turn(store: Path, run_id: str, stop: StopSignal) -> Iterator[bool]:
+def turn(store: Path, run_id: str, stop: StopSignal) -> Iterator[bool]:
     """Hold a run's lock, however long another sweep has it, unless a signal comes; tells whether it had to wait."""
     waited = False
     while True:

@@ -25,10 +25,7 @@ COLLECTIVES = (
 )
 """Of `torch.distributed`, those the strategies call; some were renamed from one version of torch to the next."""
 
-FUNCTIONAL = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-"""Of ``torch.ops._c10d_functional``, what DTensors call: they return before they are done."""
-
-PATIENCE_S = 0.5
+PATIENCE_S = 5.0
 """How long a collective may take to let go before it is left at that."""
 
 
@@ -39,20 +36,26 @@ def letting_go() -> Iterator[None]:
     It is over when it returns or, if it runs beside its caller, when it was waited for. The profiler sees what the
     calling thread releases. Where a thread of gloo holds a tensor a moment longer than its owner, that thread releases
     it, unseen, and the tensor would count as allocated for ever.
+
+    Operators have a kernel of ours meanwhile (`torch.library`). For functions of `torch.distributed` there is no such
+    hook: they are replaced, and put back at the end. Backends other than gloo have no such threads.
     """
-    watching = [True]  # for those who keep what they find here, as DeepSpeed does
-    operators = torch.ops._c10d_functional
-    originals = [(dist, name, getattr(dist, name)) for name in COLLECTIVES if hasattr(dist, name)]
-    originals += [(operators, name, getattr(operators, name)) for name in FUNCTIONAL]
-    try:
-        for where, name, original in originals:
-            collective = _Awaited(original) if where is operators else original
-            setattr(where, name, _letting_go(collective, watching))
+    if not dist.is_initialized() or dist.get_backend() != dist.Backend.GLOO:
         yield
-    finally:
-        watching[0] = False
-        for where, name, original in originals:
-            setattr(where, name, original)
+        return
+    watching = [True]  # for those who keep what they find here, as DeepSpeed does
+    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
+        for name, collective in FUNCTIONAL.items():
+            library.impl(name, _awaited(collective), "CPU")
+        try:
+            for name, original in originals.items():
+                setattr(dist, name, _letting_go(original, watching))
+            yield
+        finally:
+            watching[0] = False
+            for name, original in originals.items():
+                setattr(dist, name, original)
 
 
 def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callable[..., Any]:
@@ -110,18 +113,38 @@ class _LettingGo(dist.Work):
         return self._work.get_future()
 
 
-class _Awaited:
-    """A functional collective that returns when it is done: what it was given is then nobody's but the caller's."""
-
-    def __init__(self, collective: Callable[..., torch.Tensor]) -> None:
-        self._collective = collective
-        self.default = collective.default  # type: ignore[attr-defined]
-        """Its overload, which some compare operators with."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(self._collective(*args, **kwargs))
+def _awaited(collective: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    def call(*args: Any) -> torch.Tensor:
+        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(collective(*args))
         _wait_until_let_go([result], [holders(torch.empty(0))])
         return result
+
+    return call
+
+
+def _all_reduce(tensor: torch.Tensor, reduce_op: str, group: Any) -> torch.Tensor:
+    own = tensor.clone(memory_format=torch.contiguous_format)
+    return torch.ops._c10d_functional.all_reduce_(own, reduce_op, group)
+
+
+def _all_gather(tensor: torch.Tensor, group_size: int, group: Any) -> torch.Tensor:
+    out = tensor.new_empty((tensor.shape[0] * group_size, *tensor.shape[1:]))
+    return torch.ops._c10d_functional.all_gather_into_tensor_out(tensor, group_size, group, out=out)
+
+
+def _reduce_scatter(tensor: torch.Tensor, reduce_op: str, group_size: int, group: Any) -> torch.Tensor:
+    out = tensor.new_empty((tensor.shape[0] // group_size, *tensor.shape[1:]))
+    return torch.ops._c10d_functional.reduce_scatter_tensor_out(tensor, reduce_op, group_size, group, out=out)
+
+
+FUNCTIONAL: dict[str, Callable[..., Any]] = {
+    "all_reduce": _all_reduce,
+    "all_gather_into_tensor": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+}
+"""Of ``torch.ops._c10d_functional``, what DTensors call, which returns before it is done; and the same by its variant
+that writes into a given tensor. (`torch.library.get_kernel` gives the operator's own kernel, but calls it with Python's
+lock held, for which a thread of gloo waits that lets go of a tensor: both then wait for ever.)"""
 
 
 def holders(tensor: torch.Tensor) -> int:

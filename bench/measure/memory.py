@@ -12,7 +12,7 @@ import functools
 import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +67,12 @@ class MemoryProbe(ABC):
 
 
 class CudaProbe(MemoryProbe):
-    """Reads the caching allocator's own peaks, reset after warm-up."""
+    """Reads the caching allocator's own peaks, reset after warm-up: of several devices the largest."""
 
     observed_steps = 0
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
         self._overall_before = 0
         self._retries_before = 0
 
@@ -83,25 +83,30 @@ class CudaProbe(MemoryProbe):
 
     def start_timed_steps(self) -> None:
         """Remember the peak so far and reset it."""
-        torch.cuda.synchronize(self._device)
-        statistics = torch.cuda.memory_stats(self._device)
-        self._overall_before = statistics["allocated_bytes.all.peak"]
-        self._retries_before = statistics["num_alloc_retries"]
-        torch.cuda.reset_peak_memory_stats(self._device)
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        self._overall_before = self._largest("allocated_bytes.all.peak")
+        self._retries_before = self._retries()
+        for device in self._devices:
+            torch.cuda.reset_peak_memory_stats(device)
 
     def peaks(self) -> Peaks:
         """Peaks since the reset."""
-        statistics = torch.cuda.memory_stats(self._device)
-        free, total = torch.cuda.mem_get_info(self._device)
-        allocated = statistics["allocated_bytes.all.peak"]
+        allocated = self._largest("allocated_bytes.all.peak")
         return Peaks(
             allocated=allocated,
-            active=statistics["active_bytes.all.peak"],
-            reserved=statistics["reserved_bytes.all.peak"],
+            active=self._largest("active_bytes.all.peak"),
+            reserved=self._largest("reserved_bytes.all.peak"),
             allocated_overall=max(allocated, self._overall_before),
-            device_used=total - free,
-            alloc_retries=statistics["num_alloc_retries"] - self._retries_before,
+            device_used=max(total - free for free, total in map(torch.cuda.mem_get_info, self._devices)),
+            alloc_retries=self._retries() - self._retries_before,
         )
+
+    def _largest(self, name: str) -> int:
+        return max(int(torch.cuda.memory_stats(device)[name]) for device in self._devices)
+
+    def _retries(self) -> int:
+        return sum(int(torch.cuda.memory_stats(device)["num_alloc_retries"]) for device in self._devices)
 
 
 @dataclass(frozen=True)
@@ -226,9 +231,9 @@ def peak_of_changes(changes: Iterable[Change], steady_from_ns: int) -> tuple[int
     return overall, steady
 
 
-def memory_probe(device: torch.device, own_work: OwnWork) -> MemoryProbe:
-    """The probe for a device.
+def memory_probe(devices: Sequence[torch.device], own_work: OwnWork) -> MemoryProbe:
+    """The probe for a rank's devices.
 
     `own_work` gives a context for what the probe itself needs memory for, which is not the run's.
     """
-    return CudaProbe(device) if device.type == "cuda" else CpuProbe(own_work)
+    return CudaProbe(devices) if devices[0].type == "cuda" else CpuProbe(own_work)

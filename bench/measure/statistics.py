@@ -27,22 +27,29 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Confidence interval of the median from order statistics, whatever the distribution.
 
     The number of values below the true median is binomial(n, 1/2); the interval runs from the k-th smallest to the
     k-th largest value for the largest k that keeps the confidence (Conover, Practical Nonparametric Statistics,
-    section 3.2). Too few values for the confidence asked give the whole range.
+    section 3.2).
+
+    Returns
+    -------
+    tuple or None
+        None where there are too few values: even their whole range does not hold the median so often. For 95 % it
+        takes 6.
     """
     ordered = sorted(values)
     n = len(ordered)
+    if 2 * 0.5**n > 1 - confidence:
+        return None
     tail, k = 0.0, 0
     for below in range(n // 2):
         tail += math.comb(n, below) / 2**n
         if 2 * tail > 1 - confidence:
             break
         k = below + 1
-    k = max(k, 1)
     return ordered[k - 1], ordered[n - k]
 
 

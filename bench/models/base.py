@@ -7,15 +7,16 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import nn
 
 from bench import plugins
-from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
+from bench.errors import ImpossibleError
 from bench.models.division import Division
 from bench.models.stages import Stage
+from bench.typed import OneOf, Within
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,16 @@ IGNORED = -100
 """Label of a position without prediction."""
 
 ATTENTIONS = ("sdpa", "eager")
+
+Blocks = Annotated[int, Within(1, 512)]
+"""Number of blocks: each is built to be counted, which takes milliseconds."""
+Width = Annotated[int, Within(1, 2**20)]
+Heads = Annotated[int, Within(1, 4096)]
+Words = Annotated[int, Within(1, 10**7)]
+"""Size of a vocabulary, or number of positions."""
+LENGTH = Within(1, 2**20)
+"""Of sequences, in tokens."""
+Dropout = Annotated[float, Within(0, 1, below=True)]
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class Family(ABC):
     """Name of the configuration, for rows and figures."""
     family: str
     """File under bench/models, or module path, that defines the subclass."""
-    attention: str
+    attention: Annotated[str, OneOf(*ATTENTIONS)]
     """Attention implementation: sdpa (flash where the device and the model allow it) or eager."""
 
     imports: ClassVar[tuple[str, ...]] = ()
@@ -88,15 +99,6 @@ class Family(ABC):
 
     divides: ClassVar[bool] = False
     """Whether `division` says how tensor parallelism divides the layers."""
-
-    def __post_init__(self) -> None:
-        require_choice("model.attention", self.attention, ATTENTIONS)
-        for field, value in vars(self).items():
-            if isinstance(value, int) and not isinstance(value, bool):
-                require_at_least(f"model.{field}", value, 1)
-        dropout = getattr(self, "dropout", 0.0)
-        if not 0 <= dropout < 1:
-            raise bad_value("model.dropout", dropout, "a number from 0 to below 1")
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -153,6 +155,28 @@ class Family(ABC):
 
     def store(self, module: nn.Module) -> None:
         """A module's own parameters have just been drawn: for what is not stored as it was drawn."""
+
+    def buffer(self, module: nn.Module, name: str, device: torch.device) -> torch.Tensor:
+        """What a module's buffer holds, such as the frequencies of rotary embeddings: `build` leaves it on meta.
+
+        Called wherever the model is given its weights, and with fake tensors where it is traced.
+
+        Parameters
+        ----------
+        name: str
+            The buffer's name in the module.
+        device: torch.device
+            Where the result goes.
+
+        Raises
+        ------
+        ImpossibleError
+            If the family does not say.
+        """
+        raise ImpossibleError(
+            f"model.family={self.family} does not say what the buffer {name} of {type(module).__name__} holds, which "
+            "its model has on meta: give it a `buffer`, or choose a model without buffers."
+        )
 
     def stored_bytes(self, model: nn.Module) -> dict[int, int]:
         """Bytes of the parameters that are stored in a format of their own, by their identity."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.errors import ImpossibleError
+from bench.errors import ImpossibleError, how_to_install
 from bench.models.base import Family
 from bench.precision import Precision
 
@@ -30,7 +30,7 @@ def refuse_without_library(precision: Precision) -> None:
     if precision.in_float8 and importlib.util.find_spec("torchao") is None:
         raise ImpossibleError(
             f"precision={precision.name} needs torchao, which is not installed: choose bf16, or install the extra fp8 "
-            '(pip install -e ".[fp8]").'
+            f"({how_to_install('fp8')})."
         )
 
 

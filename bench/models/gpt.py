@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from bench.errors import ImpossibleError, bad_value, require_choice
-from bench.models.base import IGNORED, Batch, Family, FlopCount
+from bench.errors import ImpossibleError, bad_value
+from bench.models.base import IGNORED, Batch, Blocks, Dropout, Family, FlopCount, Heads, Width, Words
 from bench.models.division import (
     SEQUENCE,
     ColwiseConv1D,
@@ -23,6 +23,7 @@ from bench.models.division import (
     unwrapped,
 )
 from bench.models.stages import Stage
+from bench.typed import OneOf, Within
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 
@@ -31,16 +32,16 @@ ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 class GPT(Family):
     """Shape of a GPT."""
 
-    vocabulary_size: int
-    block_size: int
+    vocabulary_size: Words
+    block_size: Words
     """Longest sequence: number of learned positions."""
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int | None = None
+    hidden_size: Width
+    num_layers: Blocks
+    num_heads: Heads
+    intermediate_size: Annotated[int | None, Within(1, 2**22)] = None
     """Width of the feed-forward layer; null for 4 x hidden_size."""
-    dropout: float = 0.0
-    activation: str = "gelu_new"
+    dropout: Dropout = 0.0
+    activation: Annotated[str, OneOf(*ACTIVATIONS)] = "gelu_new"
     """Of the feed-forward layer, as transformers calls it: gelu, gelu_pytorch_tanh (each one kernel), or gelu_new, the
     same tanh approximation of elementary operators, eight kernels that read and write the widest tensor of a block."""
 
@@ -48,10 +49,8 @@ class GPT(Family):
     divides: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.hidden_size % self.num_heads:
             raise bad_value("model.num_heads", self.num_heads, f"a divisor of model.hidden_size={self.hidden_size}")
-        require_choice("model.activation", self.activation, ACTIVATIONS)
 
     def build(self) -> nn.Module:
         """`GPT2LMHeadModel` on meta."""
@@ -72,7 +71,7 @@ class GPT(Family):
             bos_token_id=0,
             eos_token_id=0,
             use_cache=False,
-            attn_implementation=_register_causal_sdpa() if self.attention == "sdpa" else self.attention,
+            attn_implementation=register_causal_sdpa() if self.attention == "sdpa" else self.attention,
         )
         with torch.device("meta"):
             model = GPT2LMHeadModel(config)
@@ -218,7 +217,7 @@ class GPTStage(Stage):
         return self.lm_head(self.ln_f(hidden)) if self._ends else (hidden,)
 
 
-def _register_causal_sdpa() -> str:
+def register_causal_sdpa() -> str:
     """Name of transformers' SDPA attention, registered once more without the function that prepares its mask.
 
     Preparing the mask looks for several sequences packed into one, which waits for the device in every forward pass

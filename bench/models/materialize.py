@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bench.models.base import Family
 
 USUAL_STD = 0.02
 """GPT-2's, for parameters that nobody draws at random otherwise."""
+
+SAME_EVERYWHERE_ELEMENTS = 2**20
+"""Up to this size parameters are drawn on the CPU: models of a few million parameters have equal losses on CPU and GPU
+(`bench.check`). Larger ones are drawn where they go, which takes a GPU no time."""
 
 
 class Materializer:
@@ -85,11 +91,7 @@ class Materializer:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 setattr(module, name, self._filled(self._names[id(module), name], parameter, constants=constants))
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                raise RuntimeError(
-                    f"buffer {name} of {type(module).__name__} is on meta, and nobody says what it holds"
-                )
+        fill_buffers(module, self._family, self._device)
         self._family.store(module)
 
     def _filled(self, name: str, meta: nn.Parameter, *, constants: bool) -> nn.Parameter:
@@ -103,7 +105,7 @@ class Materializer:
             elif std == 0:
                 whole.zero_()
             else:
-                whole.normal_(std=std, generator=self._generator(name))
+                self._draw(name, whole, std)
             value = whole
             if isinstance(meta, DTensor):
                 arranged = self.arrange(name, whole)
@@ -112,6 +114,37 @@ class Materializer:
             self._done[name] = nn.Parameter(value, requires_grad=meta.requires_grad)
         return self._done[name]
 
-    def _generator(self, name: str) -> torch.Generator:
+    def _draw(self, name: str, whole: torch.Tensor, std: float) -> None:
+        """Fill a parameter at random: a small one on the CPU, so that it is the same on every kind of device."""
         digest = hashlib.sha256(f"{self._seed}:{self._family.drawn_as(name)}".encode()).digest()
-        return torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "big"))
+        device = torch.device("cpu") if whole.numel() <= SAME_EVERYWHERE_ELEMENTS else self._device
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+        if device == self._device:
+            whole.normal_(std=std, generator=generator)
+        else:
+            whole.copy_(torch.empty(whole.shape, dtype=whole.dtype).normal_(std=std, generator=generator))
+
+
+def fill_buffers(module: nn.Module, family: Family, device: torch.device) -> None:
+    """Give a module its own buffers, not its children's, on a device: what is on meta gets what the family says.
+
+    Raises
+    ------
+    ImpossibleError
+        If the family does not say what a buffer holds.
+    """
+    for name, buffer in module.named_buffers(recurse=False):
+        value = family.buffer(module, name, device) if buffer.is_meta else buffer.to(device)
+        module.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)
+
+
+@functools.lru_cache(maxsize=64)
+def buffers_bytes(family: Family) -> int:
+    """Bytes of all buffers of a family's model, of which every device has a copy."""
+    model = family.build()
+    if not any(True for _ in model.buffers()):
+        return 0
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            fill_buffers(module, family, torch.device("cpu"))
+    return sum({id(each): each.nbytes for each in model.buffers()}.values())

@@ -8,17 +8,19 @@ embedding. (The causal mask that minGPT keeps in every block is not rebuilt.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import nn
 
-from bench.models.gpt import GPT
+from bench.models.gpt import ACTIVATIONS, GPT
+from bench.typed import OneOf
 
 
 @dataclass(frozen=True)
 class MinGPT(GPT):
     """Shape of a minGPT."""
 
-    activation: str = "gelu"
+    activation: Annotated[str, OneOf(*ACTIVATIONS)] = "gelu"
 
     def build(self) -> nn.Module:
         """On meta."""

@@ -7,19 +7,20 @@ entropy that makes no copy of the logits in fp32. Nothing else differs that take
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 from bench.models.base import IGNORED
-from bench.models.gpt import GPT
+from bench.models.gpt import ACTIVATIONS, GPT
+from bench.typed import OneOf
 
 
 @dataclass(frozen=True)
 class MPT(GPT):
     """Shape of an MPT."""
 
-    activation: str = "gelu"
+    activation: Annotated[str, OneOf(*ACTIVATIONS)] = "gelu"
 
     divides: ClassVar[bool] = False  # its cross entropy takes whole logits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,8 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from bench.errors import require_at_least
-from bench.models.base import Batch, Family, FlopCount
+from bench.models.base import LENGTH, Batch, Blocks, Dropout, Family, FlopCount, Heads, Width, Words
 from bench.models.division import SEQUENCE, Division, first_argument_divided
 from bench.models.stages import Stage, twin
 
@@ -31,16 +30,16 @@ DECODER_START = 0
 class T5(Family):
     """Shape of a T5 of version 1.0: ReLU feed-forward, no biases, tied embeddings."""
 
-    vocabulary_size: int
-    d_model: int
-    d_ff: int
-    d_kv: int
-    num_heads: int
-    num_encoder_layers: int
-    num_decoder_layers: int
-    decoder_sequence_length: int | None = None
+    vocabulary_size: Words
+    d_model: Width
+    d_ff: Width
+    d_kv: Width
+    num_heads: Heads
+    num_encoder_layers: Blocks
+    num_decoder_layers: Blocks
+    decoder_sequence_length: Annotated[int | None, LENGTH] = None
     """Tokens per sequence in the decoder; null for the encoder's length."""
-    dropout: float = 0.0
+    dropout: Dropout = 0.0
 
     imports: ClassVar[tuple[str, ...]] = ("transformers.models.t5.modeling_t5",)
     divides: ClassVar[bool] = True
@@ -151,7 +150,6 @@ class T5(Family):
 
     def check_sequence_length(self, sequence_length: int) -> None:
         """Relative positions have no upper limit."""
-        require_at_least("sequence_length", sequence_length, 1)
 
     def divisible(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
         """Heads, and the width of the feed-forward layer; the last rank's part of the vocabulary may be smaller."""

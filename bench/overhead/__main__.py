@@ -11,8 +11,8 @@ import argparse
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
+from bench import command
 from bench.config import RunConfig
 from bench.errors import UsageError, require_at_least, require_choice
 from bench.hardware import detect
@@ -20,6 +20,7 @@ from bench.launch.local import LocalLauncher
 from bench.measure.statistics import median
 from bench.overhead.compare import FIXED_LIMIT, STEP_LIMIT, Pair, judged, ours_first, verdict
 from bench.overhead.sides import FAMILIES, SideFailedError, run_bare, run_ours
+from bench.paths import path
 from bench.planning.plan import make_plan
 from bench.planning.request import read_request
 
@@ -108,9 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence-length", type=int, default=64, help="tokens per sequence (default 64)")
     parser.add_argument("--steps", type=int, default=40, help="timed steps per run (default 40)")
     parser.add_argument("--warmup-steps", type=int, default=3, help="warm-up steps per run (default 3)")
-    parser.add_argument("--output", type=Path, help="write every step time of every run here, as JSON")
+    parser.add_argument("--output", type=path, help="write every step time of every run here, as JSON")
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.execute(main))

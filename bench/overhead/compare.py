@@ -79,8 +79,8 @@ class Verdict:
     lowest: float
     median: float
     highest: float
-    interval: tuple[float, float]
-    """95 % confidence interval of the median; fewer than 6 pairs only give their range."""
+    interval: tuple[float, float] | None
+    """95 % confidence interval of the median; None of fewer than 6 pairs."""
 
     @property
     def within(self) -> bool:
@@ -90,15 +90,19 @@ class Verdict:
     @property
     def settled(self) -> bool:
         """Whether the whole interval lies on the median's side of the limit."""
+        if self.interval is None:
+            return False
         low, high = self.interval
         return high <= self.limit if self.within else low > self.limit
 
     def __str__(self) -> str:
-        low, high = self.interval
+        interval, doubt = f"too few for a 95 % interval, which takes {ENOUGH_PAIRS}", ""
+        if self.interval is not None:
+            interval = "95 % interval {:.4f} to {:.4f}".format(*self.interval)
+            doubt = "" if self.settled else ", but the interval holds the limit: more pairs would settle it"
         return (
-            f"{self.median:.4f} (95 % interval {low:.4f} to {high:.4f}, range {self.lowest:.4f} to {self.highest:.4f}):"
-            f" {'within' if self.within else 'NOT within'} {self.limit:g}"
-            + ("" if self.settled else ", but the interval holds the limit: more pairs would settle it")
+            f"{self.median:.4f} ({interval}, range {self.lowest:.4f} to {self.highest:.4f}):"
+            f" {'within' if self.within else 'NOT within'} {self.limit:g}{doubt}"
         )
 
 

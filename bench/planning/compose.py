@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,18 +14,25 @@ from typing import Any, NamedTuple
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bench.errors import ImpossibleError, UsageError, bad_value
-from bench.hardware.file import ENDING, plain, read_hardware
+from bench.described import read_plain_yaml
+from bench.errors import ImpossibleError, UsageError, bad_value, shortened
+from bench.hardware.file import ENDING, plain, read_hardware, scale_device_memory
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 HARDWARE = "hardware"
 """The group whose option may also be a file anywhere."""
+
+MEMORY, DEVICE_MEMORY = "hardware.memory_gb", "hardware.speeds.outside.device_gib"
+"""Set alone, the former changes the latter: memory as sold, and what of it a device reports."""
+
+FIXED = {"precision.name": "precision=NAME, or fields of it"}
+"""Fields that say which option was chosen, and so cannot say something else; what to choose instead."""
 
 NOT_OFFERED = {
     ("precision", "int8"): (
@@ -39,6 +47,14 @@ EXTENSIBLE = ("model", "strategy", "hardware")
 
 INTERPOLATION = re.compile(r"\$\{(?:([A-Za-z_]\w*)(?:\.\w+)*|(oc\.env):[^${}]*)\}")
 """Interpolations that say what they read: a field by its whole key, or the environment."""
+
+MOST_VALUES = 100_000
+"""Of one axis on a command line."""
+
+MOST_INTERPOLATIONS = 20
+"""Of all fields together: each may double what the others come to."""
+LIST_OF_OPTIONS = re.compile(r"""(cluster\.(?:sbatch|srun))=\[(-[^'"\\\[\]]*)\]""")
+"""A list of another command's options, none of them in quotes."""
 
 ANYTHING = "*"
 """What all other interpolations may read."""
@@ -66,16 +82,26 @@ def parse(arguments: list[str]) -> list[Override]:
     overrides = []
     for argument in arguments:
         try:
-            override = parser.parse_override(argument)
-        except (OverrideParseException, HydraException):
+            override = parser.parse_override(_with_options_quoted(argument))
+        except (OverrideParseException, HydraException, ValueError, RecursionError):
             override = None
         if override is None or not override.key_or_group or override.package is not None or override.is_force_add():
-            raise UsageError(f"cannot read {argument!r}: write key=value, for example gpus=4 or model=t5_small.")
+            read = shortened(repr(argument))
+            raise UsageError(f"cannot read {read}: write key=value, for example gpus=4 or model=t5_small.")
         overrides.append(override)
     for override in overrides:
         _check_change(override)
+        _check_values(override)
         _check_option(override)
     return overrides
+
+
+def _with_options_quoted(argument: str) -> str:
+    """An override with the options of ``cluster.sbatch=[--mail-type=END]`` in quotes: Hydra has no bare equals sign."""
+    match = LIST_OF_OPTIONS.fullmatch(argument)
+    if match is None:
+        return argument
+    return f"{match[1]}=[{','.join(repr(option) for option in re.split(r', *(?=-)', match[2]))}]"
 
 
 def _check_change(override: Override) -> None:
@@ -83,6 +109,8 @@ def _check_change(override: Override) -> None:
     key, (section, _, field) = override.key_or_group, override.key_or_group.partition(".")
     if override.is_delete():
         raise UsageError(f"~{key} is not valid: every field is needed, so choose a value with {key}=value.")
+    if key in FIXED:
+        raise bad_value(key, override.get_value_string(), FIXED[key])
     if override.is_add() and not (section in EXTENSIBLE and field):
         fields = list(composed({}))
         known = section in fields and not field
@@ -91,6 +119,24 @@ def _check_change(override: Override) -> None:
             if known
             else f"{key} is not a field: choose {', '.join(fields)}, or +group.field for a group of {EXTENSIBLE}."
         )
+
+
+def _check_values(override: Override) -> None:
+    """Refuse values that cannot be listed, or are too many."""
+    values = override.value()
+    if isinstance(values, Glob | IntervalSweep):
+        raise bad_value(override.key_or_group, override.get_value_string(), "the values themselves, with commas")
+    if isinstance(values, RangeSweep) and not _count(values) <= MOST_VALUES:
+        valid = f"a range of at most {MOST_VALUES} values"
+        raise bad_value(override.key_or_group, override.get_value_string(), valid)
+
+
+def _count(values: RangeSweep) -> float:
+    """About how many values a range has, infinity where that cannot be said."""
+    try:
+        return (float(values.stop or 0) - float(values.start or 0)) / float(values.step)
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
 
 
 def _check_option(override: Override) -> None:
@@ -104,7 +150,9 @@ def _require_option(group: str, value: str) -> None:
     file = _file(group, value)
     if file is not None:
         read_hardware(file)
-    elif value not in groups()[group]:
+    elif value in groups()[group]:
+        read_plain_yaml(group, CONF / group / f"{value}.yaml")
+    else:
         if (group, value) in NOT_OFFERED:
             raise UsageError(f"{NOT_OFFERED[group, value]}: choose {', '.join(groups()[group])}.")
         extra = f", or a file that ends in {ENDING}" if group == HARDWARE else ""
@@ -122,15 +170,6 @@ def values_of(override: Override) -> list[str]:
     if override.is_sweep_override():
         return [str(value) for value in override.sweep_string_iterator()]
     return [override.get_value_element_as_str()]
-
-
-def as_text(value: Any) -> str:
-    """A plain value as it would be typed after ``key=``."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
 
 
 class Part(NamedTuple):
@@ -242,7 +281,11 @@ def _value(part: Part) -> Any:
     if not part.fields:
         return _unset[part]
     values = {part.key: copy.deepcopy(_value(part._replace(fields=part.fields[:-1])))}
-    _set(values, _override(part.fields[-1]))
+    override = _override(part.fields[-1])
+    before = _get(values, MEMORY)
+    _set(values, override)
+    if override.key_or_group == MEMORY and not any(field.startswith(f"{DEVICE_MEMORY}=") for field in part.fields):
+        scale_device_memory(values[HARDWARE], before)
     return values[part.key]
 
 
@@ -257,12 +300,17 @@ def _set(values: dict[str, Any], override: Override) -> None:
     if isinstance(parent[name], dict) and not isinstance(override.value(), dict):
         fields = [f"{key}.{field!s}" for field in parent[name]] or [f"+{key}.name"]
         raise bad_value(key, override.get_value_element_as_str(), f"a value for a field of it: {', '.join(fields)}")
-    try:
-        config = OmegaConf.create({name: parent[name]}, flags={"struct": True})
-        OmegaConf.update(config, name, override.value(), merge=True)
-    except OmegaConfBaseException as error:
-        raise bad_value(key, override.get_value_element_as_str(), f"another value ({_first_line(error)})") from None
-    parent.update(_plain(config))
+    parent[name] = _merged(key, parent[name], override.value())
+
+
+def _merged(key: str, before: Any, value: Any) -> Any:
+    """A value, put over the one before it: of sections field by field."""
+    if not isinstance(before, dict) or not isinstance(value, dict):
+        return value
+    for name in value:
+        if name not in before:
+            raise bad_value(key, name, [f"{key}.{field!s}" for field in before] or "no field of it")
+    return {**before, **{name: _merged(f"{key}.{name}", before[name], inner) for name, inner in value.items()}}
 
 
 def _get(values: dict[str, Any], key: str) -> Any:
@@ -280,7 +328,7 @@ def _no_such_field(values: dict[str, Any], key: str) -> UsageError:
         section = section.rpartition(".")[0]
     parent = _get(values, section)
     fields = [f"{section}.{field!s}" for field in parent]
-    if any(name in composed({section: option})[section] for option in groups().get(section, [])):
+    if any(name in read_plain_yaml(section, CONF / section / f"{option}.yaml") for option in groups().get(section, [])):
         return ImpossibleError(f"{key} is not a field of {section}={parent.get('name')}: choose {', '.join(fields)}.")
     if not fields:
         return UsageError(f"{key} is not a field: choose +{key} to add it to {section}, which has none.")
@@ -289,6 +337,9 @@ def _no_such_field(values: dict[str, Any], key: str) -> UsageError:
 
 def _resolved_parts(parts: Mapping[str, Part]) -> dict[str, Any]:
     """The values of all parts that hold interpolations (and of those they read)."""
+    found = sum(_interpolations(part) for part in parts.values())
+    if found > MOST_INTERPOLATIONS:
+        raise UsageError(f"The settings hold {found} interpolations: choose at most {MOST_INTERPOLATIONS}.")
     reads: set[str] = set().union(*(_reads(part) for part in parts.values()))
     needed = tuple(part for part in parts.values() if ANYTHING in reads or part.key in reads or _reads(part))
     # What is read from elsewhere, the environment say, may change.
@@ -304,10 +355,17 @@ def _reads(part: Part) -> frozenset[str]:
 
 
 @functools.cache
+def _interpolations(part: Part) -> int:
+    return json.dumps(_value(part)).count("${")
+
+
+@functools.cache
 def _resolved(parts: tuple[Part, ...]) -> dict[str, Any]:
     """Parts, by key, with the interpolations in them resolved among each other."""
     try:
         return _plain(OmegaConf.create({part.key: _value(part) for part in parts}), resolve=True)
+    except RecursionError:
+        raise UsageError("The settings cannot be resolved: interpolations read one another in a circle.") from None
     except OmegaConfBaseException as error:
         raise UsageError(f"{error.full_key} cannot be resolved: {_first_line(error)}.") from None
 

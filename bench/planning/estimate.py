@@ -38,12 +38,15 @@ def expected_s(config: RunConfig, *, search: bool = False, launcher: str = "slur
     search: bool
         The run is the first of a search for the largest batch.
     """
-    steps = config.measurement.warmup_steps + config.measurement.steps + OBSERVED_STEPS
+    timing = config.measurement
     on_gpu = config.hardware.device != "cpu"
     made_per_s = GPU_BYTES_MADE_PER_S if on_gpu else CPU_BYTES_MADE_PER_S
     once = START_S[launcher] + weight_bytes(config) / made_per_s
     once += (COMPILE_S if config.compile else 0.0) + (GPU_START_S if on_gpu else 0.0)
-    return (once + steps * (predicted_step_s(config) or rough_step_s(config))) * (RUNS_OF_A_SEARCH if search else 1)
+    step_s = predicted_step_s(config) or rough_step_s(config)
+    warming_s = timing.warmup_steps * step_s + (timing.min_warmup_s or 0.0)
+    timed_s = max(timing.steps * step_s, timing.min_timed_s or 0.0)
+    return (once + warming_s + timed_s + OBSERVED_STEPS * step_s) * (RUNS_OF_A_SEARCH if search else 1)
 
 
 def predicted_step_s(config: RunConfig) -> float | None:

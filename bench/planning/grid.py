@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench.errors import UsageError
-from bench.planning.compose import as_text
+from bench.typed import as_typed
 
 Settings = dict[str, str]
 
@@ -24,6 +25,23 @@ class Grid:
     fixed: Settings = field(default_factory=dict)
     axes: tuple[tuple[Settings, ...], ...] = ()
     exclude: tuple[Settings, ...] = ()
+    memory_gb: tuple[float, float] = (0.0, math.inf)
+    """The grid is for devices with at least so much memory, and less than so much."""
+
+    def takes(self, memory_gb: float | None) -> bool:
+        """Whether the grid is for a device of so much memory; None if nobody knows how much that is."""
+        least, below = self.memory_gb
+        return least <= (memory_gb or 0.0) < below
+
+    @property
+    def keys(self) -> set[str]:
+        """Keys of everything that is set."""
+        return {*self.fixed, *(key for axis in self.axes for alternative in axis for key in alternative)}
+
+    @property
+    def size(self) -> int:
+        """Number of combinations, the excluded ones among them."""
+        return math.prod(len(axis) for axis in self.axes)
 
     def points(self) -> Iterator[Settings]:
         """Every combination, the last axis varying fastest, without the excluded ones."""
@@ -52,7 +70,7 @@ class Grid:
                 linked.add(key)
             kept.append(axis)
         given = [tuple({key: value} for value in values) for key, values in axes.items() if key not in linked]
-        return Grid(fixed, (*kept, *given), self.exclude)
+        return Grid(fixed, (*kept, *given), self.exclude, self.memory_gb)
 
 
 def _narrowed(axis: Sequence[Settings], key: str, values: Sequence[str]) -> tuple[Settings, ...]:
@@ -80,14 +98,14 @@ def read_grids(name: str, values: Mapping[str, Any]) -> list[Grid]:
 
 def _read_grid(name: str, values: Any) -> Grid:
     values = _mapping(name, "a grid", values)
-    unknown = set(values) - {"fixed", "axes", "exclude"}
+    unknown = set(values) - {"fixed", "axes", "exclude", "memory_gb"}
     if unknown:
-        raise UsageError(f"sweep={name}: a grid has no {sorted(unknown)[0]}: choose fixed, axes, exclude.")
+        raise UsageError(f"sweep={name}: a grid has no {sorted(unknown)[0]}: choose fixed, axes, exclude, memory_gb.")
     axes = []
     for key, alternatives in _mapping(name, "axes", values.get("axes") or {}).items():
         if not isinstance(alternatives, list) or not alternatives:
             raise UsageError(f"sweep={name}: axis {key} is not a list of values.")
-        axes.append(tuple(_settings(a) if isinstance(a, dict) else {key: as_text(a)} for a in alternatives))
+        axes.append(tuple(_settings(a) if isinstance(a, dict) else {key: as_typed(a)} for a in alternatives))
     exclude = values.get("exclude") or []
     if not isinstance(exclude, list):
         raise UsageError(f"sweep={name}: exclude={exclude} is not a list of combinations.")
@@ -95,14 +113,26 @@ def _read_grid(name: str, values: Any) -> Grid:
         _settings(_mapping(name, "fixed", values.get("fixed") or {})),
         tuple(axes),
         tuple(_settings(_mapping(name, "a combination to exclude", left_out)) for left_out in exclude),
+        _memory_gb(name, values.get("memory_gb") or {}),
     )
+
+
+def _memory_gb(name: str, values: Any) -> tuple[float, float]:
+    values = _mapping(name, "memory_gb", values)
+    bounds = (values.get("from", 0), values.get("below", math.inf))
+    numbers = all(isinstance(bound, (int, float)) and not isinstance(bound, bool) for bound in bounds)
+    if set(values) - {"from", "below"} or not numbers or not 0 <= bounds[0] < bounds[1]:
+        raise UsageError(
+            f"sweep={name}: memory_gb={values} is not valid: choose {{from: 20, below: 60}}, or one of them."
+        )
+    return bounds
 
 
 def _mapping(name: str, part: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"sweep={name}: {part} is not a mapping of keys to values, but {values}.")
-    return values
+    return {str(key): value for key, value in values.items()}
 
 
 def _settings(values: Mapping[str, Any]) -> Settings:
-    return {str(key): as_text(value) for key, value in values.items()}
+    return {str(key): as_typed(value) for key, value in values.items()}

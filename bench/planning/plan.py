@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench import collector, records
 from bench.config import RunConfig, run_config
-from bench.errors import ImpossibleError
+from bench.errors import ImpossibleError, bad_value
+from bench.measure.environment import changed_variables
 from bench.planning.compose import composed
 from bench.planning.grid import Settings
 from bench.records import Record
 from bench.records.schema import FINISHED
-from bench.simulate.version import predictor_version
+from bench.simulate.version import outside_of, predictor_version
 
 
 @dataclass
@@ -67,6 +69,18 @@ class Plan:
         elsewhere = {config.run_id for config, _ in (*self.underway, *self.skipped)}
         return [config for config in self.possible if config.run_id not in elsewhere]
 
+    def changed_variables(self, environment: Mapping[str, str]) -> list[str]:
+        """Variables that can change a result and are not as they were when runs that are done were measured, each with
+        the number of these runs."""
+        counts = Counter(
+            words
+            for config, _ in self.done
+            if not config.predicted
+            and (recorded := (self.found[config.run_id].get("environment") or {}).get("variables")) is not None
+            for words in changed_variables(recorded, environment)
+        )
+        return [f"{words}: {count} of {len(self.done)} runs" for words, count in sorted(counts.items())]
+
     def skip(self, reasons: Mapping[str, str]) -> None:
         """Take out of `to_run` the runs that have a reason, by run_id."""
         self.skipped = [(config, reasons[config.run_id]) for config in self.to_run if config.run_id in reasons]
@@ -77,7 +91,9 @@ def answers(record: Record | None, config: RunConfig) -> bool:
     """Whether a row is the result of a run: an older predictor's prediction is none."""
     if record is None or record["status"] not in FINISHED:
         return False
-    return not config.predicted or record.get("predictor") == predictor_version(config.libraries)
+    return not config.predicted or record.get("predictor") == predictor_version(
+        config.libraries, outside_of(config.model, config.strategy)
+    )
 
 
 def make_plan(points: Iterable[Settings], store: Path, *, force: bool, check: Callable[[RunConfig], None]) -> Plan:
@@ -119,9 +135,26 @@ def _place(
         return
     seen.add(config.run_id)
     plan.possible.append(config)
-    record = None if force else records.latest(store, config.run_id)
+    record = _recorded(store, config.run_id, force=force)
     if record is not None and answers(record, config):
         plan.done.append((config, record["status"]))
         plan.found[config.run_id] = record
     else:
         plan.to_run.append(config)
+
+
+def _recorded(store: Path, run_id: str, *, force: bool) -> Record | None:
+    """The latest row of a run; None where there is none, or the run is executed whatever it says.
+
+    Raises
+    ------
+    UsageError
+        If this account may not look into the run's folder.
+    """
+    try:
+        if force:
+            records.attempts(store, run_id)
+            return None
+        return records.latest(store, run_id)
+    except PermissionError as error:
+        raise bad_value("store", store, f"a folder that can be read ({error.strerror}: {error.filename})") from None

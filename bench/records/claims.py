@@ -6,22 +6,37 @@
 A claim is exclusive, on every machine that shares the store's file system: it appears whole under its name or not at
 all, by `link`, as rows do. It does not go away with its owner: whoever finds one whose owner is dead breaks it and
 writes down what became of that attempt, so no attempt vanishes. Who is dead only the launcher can tell.
+
+A claim that cannot be read (a disk lost its content, somebody else wrote it) says nothing of its owner. It is put aside
+as ``.unreadable-<run_id>-…``, and its run can be claimed again. Should its owner live all the same, its row gets the
+number of the next attempt.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.records.schema import Record
-from bench.records.store import RUN_ID, next_attempt, write
+from bench.records import sharing
+from bench.records.encoding import dumps, read_json
+from bench.records.schema import FORMAT_VERSION, Record
+from bench.records.store import RUN_ID, next_attempt, row_path, write
 
 FOLDER = ".running"
+
+BEING_WRITTEN_S = 10.0
+"""A claim appears whole, but a network file system may show its content later than its name. One that cannot be read
+and was changed longer ago than this is not being written."""
+
+POLL_S = 0.2
+
+JOB_ID = re.compile(r"^[0-9]{1,20}(_[0-9]{1,20})?\Z")
 
 
 class TakenError(Exception):
@@ -57,40 +72,81 @@ class Claim:
     def write_row(self, results: Record) -> Path:
         """Write the row of this attempt into the space reserved for it, and give the claim back.
 
+        If somebody else has written a row under the attempt's number (it was taken for dead), this one gets the next.
+
         Raises
         ------
         OSError
             If the store cannot be written; the claim stays.
         """
-        path = write(self.store, {**self.row, **results}, into=self.reserve)
+        row = {**self.row, **results}
+        while True:
+            try:
+                path = write(self.store, row, into=self.reserve)
+                break
+            except FileExistsError:
+                path = row_path(self.store, self.run_id, row["attempt"])
+                if path.read_text() == dumps({"format": FORMAT_VERSION, **row}) + "\n":
+                    break  # it was written by an earlier try, which could not say so
+                row["attempt"] = next_attempt(self.store, self.run_id)
         self.release()
         return path
 
     def release(self) -> None:
-        """Give the claim back."""
-        for path in (self.reserve, self.path):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        """Give the claim back, unless it was taken for that of a dead owner and is somebody else's by now."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.reserve)
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            now = _read(self.store, self.path, self.run_id)
+            if now is not None and (dumps(now.owner), now.attempt) == (dumps(self.owner), self.attempt):
+                os.unlink(self.path)
 
     def break_with(self, results: Record) -> bool:
-        """Write the row of an attempt whose owner is dead; False if somebody else was faster."""
+        """Write the row of an attempt whose owner is dead; False if somebody else was faster, or nothing can be told.
+
+        Raises
+        ------
+        OSError
+            If the store cannot be written; the claim stays.
+        """
         broken = self.path.with_name(f".broken-{self.run_id}-{os.getpid()}-{os.urandom(4).hex()}")
         try:
             self.path.rename(broken)
         except FileNotFoundError:
             return False
-        taken = _read(self.store, broken)
+        try:
+            taken = _read(self.store, broken, self.run_id)
+        except ValueError:
+            taken = None
         if taken is not None and (taken.owner, taken.attempt) != (self.owner, self.attempt):
-            with contextlib.suppress(FileExistsError):  # a new claim by now: put it back
-                os.link(broken, self.path)
-            os.unlink(broken)
+            self._put_back(broken)
             return False
-        with contextlib.suppress(FileExistsError):  # it had written its row, and died before it gave the claim back
-            write(self.store, {**self.row, **results}, into=self.reserve)
+        reserve = self.reserve if sharing.is_own(self.reserve) else None  # another account's cannot be written to
+        try:
+            with contextlib.suppress(FileExistsError):  # it had written its row, and died before giving the claim back
+                write(self.store, {**self.row, **results}, into=reserve)
+        except ValueError:  # what it says of its run is no row
+            _put_aside(broken, self.run_id)
+            return False
+        except OSError:
+            self._put_back(broken)
+            raise
         for path in (self.reserve, broken):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         return True
+
+    def _put_back(self, broken: Path) -> None:
+        """Give a claim its name again, unless there is a new one by now."""
+        try:
+            os.link(broken, self.path)
+        except FileExistsError:
+            pass
+        except PermissionError:  # another account's file, which Linux may not let be linked
+            if not self.path.exists():
+                broken.rename(self.path)
+                return
+        os.unlink(broken)
 
 
 def take(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: int) -> Claim:
@@ -109,8 +165,8 @@ def take(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: int) ->
         If the store cannot be written or has no space left for the row.
     """
     run_id = row["run_id"]
-    (store / FOLDER).mkdir(parents=True, exist_ok=True)
-    (store / run_id).mkdir(parents=True, exist_ok=True)
+    sharing.make_folder(store / FOLDER)
+    sharing.make_folder(store / run_id)
     while True:
         attempt = next_attempt(store, run_id)
         claim = Claim(store, run_id, attempt, owner, {**row, "attempt": attempt})
@@ -119,7 +175,9 @@ def take(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: int) ->
             break
         claim.release()  # between the two, its holder before us wrote a row
     try:
-        with claim.reserve.open("wb") as file:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(claim.reserve)
+        with claim.reserve.open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, reserve_bytes)
     except OSError:
         claim.release()
@@ -133,36 +191,85 @@ def _link_whole(claim: Claim) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=claim.path.parent, prefix=".claim-")
     try:
         with os.fdopen(descriptor, "w") as file:
-            json.dump(content, file)
+            sharing.make_readable(file.fileno())
+            file.write(dumps(content))
+            file.flush()
+            os.fsync(file.fileno())
         while True:
             try:
                 os.link(temporary, claim.path)
                 return
             except FileExistsError:
-                holder = held(claim.store, claim.run_id)
+                try:
+                    holder = _read(claim.store, claim.path, claim.run_id)
+                except ValueError:
+                    _wait_or_put_aside(claim)
+                    continue
                 if holder is not None:
                     raise TakenError(holder) from None
     finally:
         os.unlink(temporary)
 
 
+def _wait_or_put_aside(claim: Claim) -> None:
+    """Of a claim that cannot be read: give it time to be read, then put it aside."""
+    with contextlib.suppress(FileNotFoundError):
+        if abs(time.time() - claim.path.lstat().st_mtime) > BEING_WRITTEN_S:
+            _put_aside(claim.path, claim.run_id)
+        else:
+            time.sleep(POLL_S)
+
+
+def _put_aside(path: Path, run_id: str) -> None:
+    """Rename a claim to where it claims nothing and can be looked at."""
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(path.with_name(f".unreadable-{run_id}-{os.urandom(4).hex()}"))
+
+
 def held(store: Path, run_id: str) -> Claim | None:
-    """The claim on a run, if there is one."""
-    return _read(store, store / FOLDER / f"{run_id}.claim", run_id)
+    """The claim on a run, if there is one that can be read."""
+    with contextlib.suppress(ValueError):
+        return _read(store, store / FOLDER / f"{run_id}.claim", run_id)
+    return None
 
 
 def running(store: Path) -> list[str]:
     """Runs of a store that are claimed."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = [name.removesuffix(".claim") for name in os.listdir(store / FOLDER)]
         return sorted(name for name in names if RUN_ID.match(name))
     return []
 
 
-def _read(store: Path, path: Path, run_id: str | None = None) -> Claim | None:
+def _read(store: Path, path: Path, run_id: str) -> Claim | None:
+    """A claim; None where there is none.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be read, or is no claim on this run.
+    """
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
     except FileNotFoundError:
         return None
-    row = content["row"]
-    return Claim(store, run_id or row["run_id"], content["attempt"], content["owner"], row)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a claim")
+    attempt, owner, row = (content.get(name) for name in ("attempt", "owner", "row"))
+    if type(attempt) is not int or attempt < 0 or not isinstance(owner, dict) or not isinstance(row, dict):
+        raise ValueError(f"{path}: not a claim")
+    if not _is_owner(owner):
+        raise ValueError(f"{path}: not a claim of a process or a job")
+    if row.get("run_id") != run_id or row.get("attempt") != attempt:
+        raise ValueError(f"{path}: not a claim on this run")
+    return Claim(store, run_id, attempt, owner, row)
+
+
+def _is_owner(owner: dict[str, Any]) -> bool:
+    """Whether this is a process, or a SLURM job's start; a job's id becomes an argument of SLURM's commands."""
+    job, restart = owner.get("job"), owner.get("restart")
+    if isinstance(job, str) and JOB_ID.match(job) and type(restart) is int and restart >= 0:
+        return True
+    return isinstance(owner.get("process"), dict)

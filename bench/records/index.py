@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.records import sharing
 from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION
 from bench.records.store import read
 from bench.records.table import frame_of, pack, pack_texts, unpack, unpack_texts
@@ -52,10 +53,7 @@ class Index:
         self._path = folder / ".index"
         self._prefix = f"{folder}/"
         self._opened_ns = time.time_ns()
-        arrays = _read_arrays(self._path)
-        self._known = unpack(arrays) if arrays else None
-        self._files = unpack_texts(arrays["files"]) if arrays else []
-        self._stamps: list[list[int]] = arrays["stamps"].tolist() if arrays else []
+        self._known, self._files, self._stamps = _read_index(self._path)
         self._numbers = {file: number for number, file in enumerate(self._files)}
         self._new: list[list[Any]] = []
 
@@ -103,7 +101,7 @@ class Index:
 def _header(body: bytes) -> bytes:
     """First line of an index: who writes the same knows this format and these columns, and wrote this body."""
     about = {
-        "index": 1,
+        "index": 2,
         "format": FORMAT_VERSION,
         "columns": {column.name: column.dtype for column in COLUMNS},
         "sha256": hashlib.sha256(body).hexdigest(),
@@ -111,16 +109,21 @@ def _header(body: bytes) -> bytes:
     return json.dumps(about).encode() + b"\n"
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray] | None:
+def _read_index(path: Path) -> tuple[pd.DataFrame | None, list[str], list[list[int]]]:
+    """The table of an index, and file and stamp of each of its rows; nothing where it is none."""
     try:
         with path.open("rb") as file:
             header, body = file.readline(), file.read()
         if header != _header(body):
-            return None
-        with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
-            return dict(arrays)
-    except (OSError, ValueError):  # ValueError: somebody hid Python objects in it
-        return None
+            return None, [], []
+        with np.load(io.BytesIO(body), allow_pickle=False) as stored:
+            arrays = dict(stored)
+        known, files, stamps = unpack(arrays), unpack_texts(arrays["files"]), arrays["stamps"]
+        if not len(known) == len(files) == len(stamps) or stamps.shape[1:] != (3,):
+            return None, [], []
+        return known, files, stamps.tolist()
+    except Exception:  # whatever somebody else may have put there, it is only a cache
+        return None, [], []
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -129,7 +132,7 @@ def _write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".index-")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)
+            sharing.make_readable(file.fileno())
             file.write(_header(body.getvalue()))
             file.write(body.getvalue())
         Path(temporary).replace(path)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from bench.identity import done_before
 from bench.records.schema import Record
 
 Question = dict[str, Any]
@@ -22,6 +23,7 @@ ADDED = {
     "model.activation": "gelu_new",
     "precision.float8": "none",
     "precision.float8_emulated": False,
+    "precision.mixing": None,
     "strategy.communication_hook": "none",
     "strategy.optimizer_on_device": False,
     "finetune.name": "full",
@@ -127,4 +129,7 @@ def leaves(config: Mapping[str, Any], left_out: Collection[str] = ()) -> dict[st
 def _asked(record: Record) -> Question | None:
     """The configuration, without how the answer was found and without the hardware."""
     config = record.get("config")
-    return {**ADDED, **leaves(config, ONLY_HOW)} if config else None
+    if not config:
+        return None
+    before = {f"strategy.{knob}": value for knob, value in done_before(config.get("strategy") or {}).items()}
+    return {**ADDED, **before, **leaves(config, ONLY_HOW)}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from bench import collector
 from bench.records.index import Index
 from bench.records.schema import Record
 from bench.records.store import ATTEMPT_FILE, RUN_ID, read
@@ -92,19 +93,20 @@ def _read_rows(path: Path, read_row: Callable[[RowFile], Row], *, every: bool = 
     """The latest row of every run that can be read (or `every` row), and a sentence on each file that cannot."""
     rows: list[Row] = []
     problems: list[str] = []
-    for files, strangers in _folders(path):
-        for file in files:
-            try:
-                rows.append(read_row(file))
-                if not every:
-                    break
-            except FileNotFoundError:
-                continue  # deleted since its folder was listed
-            except OSError as error:
-                problems.append(f"{Path(file)}: {error.strerror}")
-            except ValueError as error:
-                problems.append(f"{Path(file)}: {error}")
-        problems += [f"{Path(file)}: not a file of this suite" for file in strangers]
+    with collector.at_rest():  # rows are trees without cycles, and thousands of them make it search them all again
+        for files, strangers in _folders(path):
+            for file in files:
+                try:
+                    rows.append(read_row(file))
+                    if not every:
+                        break
+                except FileNotFoundError:
+                    continue  # deleted since its folder was listed
+                except OSError as error:
+                    problems.append(f"{printable(file)}: {error.strerror}")
+                except ValueError as error:
+                    problems.append(f"{printable(file)}: {error}")
+            problems += [f"{printable(file)}: not a file of this suite" for file in strangers]
     return rows, problems
 
 
@@ -121,13 +123,25 @@ def _folders(path: Path) -> Iterator[tuple[Sequence[RowFile], list[str]]]:
         found: list[os.DirEntry[str]] = []
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             found += entries
-        below = [entry.path for entry in found if entry.is_dir() and not entry.is_symlink() and entry.name[0] != "."]
+        below = [entry.path for entry in found if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."]
         waiting += sorted(below, reverse=True)
-        files = [entry for entry in found if not entry.is_dir()]
+        files = [entry for entry in found if not _is_folder(entry)]
         rows = {int(match[1]): file for file in files if (match := ATTEMPT_FILE.match(file.name))}
         of_a_run = RUN_ID.match(os.path.basename(folder))
         strangers = sorted(file.path for file in files if of_a_run and not _belongs(file.name))
         yield [rows[attempt] for attempt in sorted(rows, reverse=True)], strangers
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def printable(path: RowFile | str) -> str:
+    """A path as a message shows it: file names are bytes, and need not be text."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _belongs(name: str) -> bool:

@@ -16,6 +16,9 @@ EVIDENCE = ("measured", "rehearsed", "predicted", "published")
 STATUSES = ("ok", "oom", "error", "timeout", "preempted", "skipped")
 FINISHED = ("ok", "oom")
 """Statuses that are results: such a run is not executed again unless forced."""
+STEPS_FOR_INTERVAL, STEPS_FOR_P95 = 6, 20
+"""Timed steps from which on there is a 95 % interval of their median (fewer do not hold it 19 times of 20, all of them
+together), and a 95th percentile (of fewer it is the slowest one, more or less)."""
 PHASES = ("init", "forward", "backward", "optimizer")
 
 Record = dict[str, Any]
@@ -81,8 +84,9 @@ COLUMNS: tuple[Column, ...] = (
         hfu="hardware_tflops_per_gpu / the same peak",
         tokens_per_second_per_gpu="tokens read per rank and second (T5: encoder and decoder tokens together)",
         step_time_median_s="median over the timed steps of the slowest rank's time, in seconds",
-        step_time_p95_s="95th percentile of the same, in seconds",
-        step_time_ci_low_s="lower end of the 95 % interval: of the median (order statistics), or of the prediction",
+        step_time_p95_s="95th percentile of the same, in seconds; from 20 timed steps on",
+        step_time_ci_low_s="lower end of the 95 % interval: of the median (order statistics; from 6 timed "
+        "steps on), or of the prediction",
         step_time_ci_high_s="upper end of the same interval",
     ),
     *_columns(
@@ -97,8 +101,40 @@ COLUMNS: tuple[Column, ...] = (
     ),
     *_columns(
         "boolean",
-        degraded="time not representative: allocator retries, skipped steps, or a CPU slowed by a memory limit",
+        degraded="time not representative, for a reason in degraded_by (older rows: allocator retries, skipped steps, "
+        "or a CPU slowed by a memory limit)",
     ),
+    *_columns(
+        "string",
+        degraded_by="why the time is not representative: allocator retries, skipped steps, a CPU slowed by a memory "
+        "limit, other processes on the processors (above 10 % of their time) or on the GPU, a GPU held back by heat or "
+        "its power supply",
+    ),
+    *_columns(
+        "Float64",
+        load_average="load average of the machine over the last minute when timing ended, highest of the machines",
+        others_cpu_share="share of the time of the processors the ranks may use that other processes used during the "
+        "timed steps (from warm-up on where these took under 0.5 s), of the machine where it was most",
+    ),
+    *_columns(
+        "Int64",
+        gpu_processes_of_others="other processes that computed on a GPU of the run, before it or beside it, most of "
+        "any; 0 within containers that hide them",
+        gpu_used_before_bytes="memory of a GPU that was in use before the run, most of any",
+    ),
+    *_columns(
+        "Float64",
+        gpu_utilization_before="percent of about a second before the run in which a GPU computed, most of any",
+        sm_clock_mhz="clock of the multiprocessors under load, lowest of the GPUs, in the middle and at the end",
+        memory_clock_mhz="clock of the memory under load, lowest of the same",
+        gpu_power_w="power drawn under load, highest of the same",
+        gpu_temperature_c="temperature under load, highest of the same",
+    ),
+    *_columns("string", throttle_reasons="what NVML names as holding a GPU's clocks down under load"),
+    *_columns("Int64", warmup_steps="steps before the timed ones, without those that only memory was observed in"),
+    *_columns("Float64", warmup_s="seconds that these took, on the host's clock"),
+    *_columns("Int64", timed_steps="steps that were timed: measurement.steps, or more to last measurement.min_timed_s"),
+    *_columns("Float64", timed_s="sum of their times, each that of its slowest rank"),
     *_columns(
         "string",
         fit="predicted: fits, too close to call (status ok) or does not fit (status oom); empty where nobody knows "
@@ -116,17 +152,23 @@ COLUMNS: tuple[Column, ...] = (
         limited_by="predicted: what a step waits for most: compute, memory bandwidth, network, kernel launches, "
         "allocator, pipeline bubble or, with offloading, host link or host memory",
     ),
-    *_columns("Int64", memory_limit_bytes="memory each rank was allowed; empty for no limit"),
+    *_columns(
+        "Int64",
+        memory_limit_bytes="memory each rank was allowed, on a GPU of what "
+        "its caching allocator holds, without CUDA's context and NCCL's buffers; empty for no limit",
+    ),
     *_columns("string", oom_phase="where memory ran out: init, forward, backward or optimizer"),
     *_columns(
         "Int64",
-        oom_bytes="bytes asked for when memory ran out",
+        oom_bytes="bytes asked for when memory ran out: on a CPU of the tensor, on a GPU of the segment that its "
+        "allocator asked the driver for (2 MiB, 20 MiB or a multiple of 2 MiB)",
         oom_rank="rank that ran out of memory first",
     ),
     *_columns("Float64", setup_s="seconds from the start of the ranks to the first timed step"),
     *_columns(
         "Float64",
-        exposed_communication="share of a profiled or predicted step in communication not hidden by compute",
+        exposed_communication="share of a profiled or predicted step in communication not hidden by compute, waiting "
+        "for slower ranks included; empty where the profiler saw no kernel",
         bubble="pipelines: share of a step in which a rank computes nothing, mean over ranks",
     ),
     *_columns("string", error="cause of a failure, one sentence"),
@@ -156,12 +198,15 @@ COLUMNS: tuple[Column, ...] = (
     ),
     *_columns(
         "string",
-        mixed_precision="how compute came to be narrower: autocast, fsdp policy, deepspeed bf16 or none",
+        mixed_precision="how compute came to be narrower (precision.mixing): autocast; fsdp policy or deepspeed bf16, "
+        "which cast parameters; or none",
     ),
     *_columns(
         "boolean", gradient_accumulation_sync="gradients communicated after every micro-batch, not only the last"
     ),
-    *_columns("Int64", bucket_cap_mb="DDP: size of a gradient bucket in MiB"),
+    *_columns(
+        "Int64", bucket_cap_mb="DDP: size of a gradient bucket in MiB; empty for torch's default: 25, the first one 1"
+    ),
     *_columns(
         "boolean",
         gradient_as_bucket_view="DDP: gradients are views into the buckets",
@@ -173,13 +218,24 @@ COLUMNS: tuple[Column, ...] = (
     *_columns("boolean", limit_all_gathers="FSDP1: at most two all-gathers in flight"),
     *_columns("Int64", blocks_per_unit="FSDP: transformer blocks gathered as one"),
     *_columns("boolean", cpu_offload="FSDP: shards on the CPU and, unless optimizer_on_device, the optimizer step"),
-    *_columns("Float64", final_loss="loss of the last step, mean over ranks"),
+    *_columns("Float64", final_loss="loss of the last step, mean over ranks; may be NaN or infinite"),
+    *_columns(
+        "Int64",
+        first_nonfinite_loss_step="first step (from 0, warm-up included) whose loss is NaN or infinite; empty if all "
+        "are finite",
+    ),
     *_columns("Int64", seed="seed of weights and data"),
     *_columns(
         "string",
         gpu_name="name the device reports; on CPU the processor's",
         hosts="host names, separated by commas",
         trace="file name of the profiler trace beside the row",
+        failed_nodes="hosts that failed the health check before the run, separated by commas",
+    ),
+    *_columns(
+        "Float64",
+        health_matmul_tflops="TFLOP/s of matrix products in the health check before the run, of the slowest rank",
+        health_all_reduce_gb_s="bus bandwidth in GB/s of an all-reduce among all ranks in the health check",
     ),
 )
 
@@ -190,12 +246,14 @@ NESTED: dict[str, str] = {
     "config": "the complete resolved configuration",
     "requested": "the strategy's knobs as they were asked for, before `full`, `node` and null were resolved",
     "effective": "the strategy's knobs as the run used them, and the backend of its process group",
-    "environment": "versions, device, power limit and clocks, topology, host names, commit",
+    "environment": "versions, variables, each rank's device (what it is, how it is set, who used it before, torch's "
+    "settings), topology",
     "flops": "FLOPs per rank and step: model and hardware",
-    "losses": "loss of every step from the first, mean over ranks",
+    "losses": "loss of every step from the first, mean over ranks; NaN and infinity as texts",
     "prediction": "predicted rows: memory (ranges and parts in bytes, phase and module of the peak, capacity, verdict) "
     "and time (range and parts in seconds, what limits it)",
-    "ranks": "per rank: host, raw step times in seconds, memory peaks in bytes, allocator retries; of a pipeline also "
+    "ranks": "per rank: host, raw step times in seconds, memory peaks in bytes, allocator retries, who computed how "
+    "long on its processors (cpu_load), how its GPUs were under load (gpu_states); of a pipeline also "
     "the seconds of each timed step in which the rank computed, and if profiled the spans of the first of them",
     "concurrent": "the other runs that were on at any time during this one: run_id, launcher, job and hosts",
     "source": "published rows: source, figure, provenance, uncertainty, note and the quantity as it was printed",
@@ -214,8 +272,8 @@ def upgrade(record: Record) -> Record:
         If the object is not a record, or was written by a later version of the suite.
     """
     version = record.get("format") if isinstance(record, dict) else None
-    if not isinstance(version, int):
-        raise ValueError("not a record: it has no whole number under 'format'")
+    if version.__class__ is not int or version < 1:
+        raise ValueError("not a record: it has no whole number of at least 1 under 'format'")
     if version > FORMAT_VERSION:
         raise ValueError(f"format {version} is newer than this suite reads ({FORMAT_VERSION})")
     while version < FORMAT_VERSION:

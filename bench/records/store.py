@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.records import sharing
+from bench.records.checking import RUN_ID, check
+from bench.records.encoding import dumps, read_json
 from bench.records.schema import FORMAT_VERSION, Record, upgrade, validate
 
-RUN_ID = re.compile(r"^[0-9a-f]{16}$")
-ATTEMPT_FILE = re.compile(r"^(\d+)\.json$")
+ATTEMPT_FILE = re.compile(r"^([0-9]{1,15})\.json\Z")
 
 
 def attempts(store: str | Path, run_id: str) -> list[int]:
@@ -50,7 +51,8 @@ def write(store: str | Path, record: Record, *, into: str | Path | None = None) 
     Parameters
     ----------
     into: Path, optional
-        A file in the run's folder to use as the temporary one: disk space that was taken beforehand.
+        A file in the run's folder to use as the temporary one: disk space that was taken beforehand. Links are not
+        followed.
 
     Returns
     -------
@@ -69,15 +71,16 @@ def write(store: str | Path, record: Record, *, into: str | Path | None = None) 
     record = {"format": FORMAT_VERSION, **record}
     validate(record)
     target = row_path(store, record["run_id"], record["attempt"])
-    target.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    if into is None:
+    sharing.make_folder(target.parent)
+    text = dumps(record) + "\n"
+    if into is None or Path(into).is_symlink():
+        into = None
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".row-")
     else:
-        descriptor, temporary = os.open(into, os.O_WRONLY | os.O_CREAT, 0o644), str(into)
+        descriptor, temporary = os.open(into, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), str(into)
     try:
         with os.fdopen(descriptor, "w") as file:
-            os.fchmod(file.fileno(), 0o644)
+            sharing.make_readable(file.fileno())
             file.write(text)
             file.truncate()
             file.flush()
@@ -104,8 +107,8 @@ def lock(store: str | Path, run_id: str, *, blocking: bool = True) -> Iterator[b
     always true when `blocking`.
     """
     folder = Path(store) / run_id
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    sharing.make_folder(folder)
+    with sharing.open_lock(folder / ".lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -115,24 +118,24 @@ def lock(store: str | Path, run_id: str, *, blocking: bool = True) -> Iterator[b
 
 
 def read(path: str | os.PathLike[str]) -> Record:
-    """Read one row file and bring it to the current format.
+    """Read one row file, bring it to the current format and check it.
 
     Raises
     ------
+    OSError
+        If the file cannot be read.
     ValueError
-        If it is not a record: torn, foreign, or of a later format.
+        If it is not a record: torn, foreign, of a later format, or with a value that no row has.
     """
-    try:
-        return upgrade(json.loads(Path(path).read_text()))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not text: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not whole JSON: {error}") from None
+    return check(upgrade(read_json(path)))
 
 
 def latest(store: str | Path, run_id: str) -> Record | None:
     """The row of a run's latest attempt, or None where there is none that can be read."""
     for attempt in reversed(attempts(store, run_id)):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OSError):
             return read(row_path(store, run_id, attempt))
     return None
+
+
+__all__ = ["ATTEMPT_FILE", "RUN_ID", "attempts", "latest", "lock", "next_attempt", "read", "row_path", "write"]

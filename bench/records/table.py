@@ -26,11 +26,20 @@ def frame_of(columns: Iterable[Any]) -> pd.DataFrame:
     import pandas as pd
 
     return pd.DataFrame(
-        {
-            column.name: pd.array(values, dtype=column.dtype)  # type: ignore[call-overload]
-            for column, values in zip(COLUMNS, columns, strict=True)
-        }
+        {column.name: _array(values, column.dtype) for column, values in zip(COLUMNS, columns, strict=True)}
     )
+
+
+def _array(values: Any, dtype: str) -> Any:
+    """A column's values with None for missing. NaN is a value: `pd.array` would take it for missing."""
+    import pandas as pd
+
+    if dtype == "Float64" and not isinstance(values, pd.api.extensions.ExtensionArray):
+        values = list(values)
+        missing = np.array([value is None or value is pd.NA for value in values], dtype=bool)
+        numbers = np.array([0.0 if gone else value for gone, value in zip(missing, values, strict=True)], dtype=float)
+        return pd.arrays.FloatingArray(numbers, missing)
+    return pd.array(values, dtype=dtype)  # type: ignore[call-overload]
 
 
 def pack(frame: pd.DataFrame) -> dict[str, np.ndarray]:
@@ -61,7 +70,7 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> pd.DataFrame:
             texts = np.array([*unpack_texts(arrays[f"{column.name}.texts"]), None], dtype=object)
             values = texts[values]  # code -1, for missing, is the last
         else:
-            values = pd.array(values, dtype=column.dtype)  # type: ignore[call-overload]
+            values = _array(values, column.dtype)
             values[arrays[f"{column.name}.missing"]] = pd.NA
         columns.append(values)
     return frame_of(columns)

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from bench.config import SETTLING_S
 from bench.records import Record
 from bench.records.matching import ADDED, leaves
 
@@ -25,6 +26,8 @@ NOT_TYPED = {"hardware": {"sources", "speeds", "gpu_names"}}
 
 PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 """A text that needs no quotes in Hydra's grammar."""
+OPTION = re.compile(r"[\w.-]{1,100}")
+"""The name of an option's file."""
 NOT_TEXT = {"true", "false", "null", "inf", "nan"}
 
 
@@ -65,9 +68,12 @@ def overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> list[s
             is_file = group == "hardware" and not _option(group, str(section["name"]))
             typed.append(f"{group}={section['name']}{'.yaml' if is_file else ''}")
     defaults = _option("", "config")
+    device = str((config.get("hardware") or {}).get("device"))
+    settling = {name: seconds.get(device, 0.0) for name, seconds in SETTLING_S.items()}  # what null stands for
+    defaults = {**defaults, "measurement": {**defaults.get("measurement", {}), **settling}}
     for key, value in sections.items():
         if key in GROUPS:
-            typed += _fields(key, value or {})
+            typed += _fields(key, json.dumps(value or {}))
         elif isinstance(value, Mapping):
             typed += [
                 f"{key}.{name}={text(inner)}"
@@ -81,8 +87,10 @@ def overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> list[s
     return typed
 
 
-def _fields(group: str, section: Mapping[str, Any]) -> list[str]:
-    """The fields of a section that its option's file says otherwise, or does not have."""
+@functools.lru_cache(maxsize=4096)
+def _fields(group: str, content: str) -> list[str]:
+    """The fields of a section, given as JSON, that its option's file says otherwise, or does not have."""
+    section = json.loads(content)
     option = _option(group, str(section.get("name")))
     left_out = {"name", *NOT_TYPED.get(group, ())}
     known, found = leaves(option, left_out), leaves(section, left_out)
@@ -100,6 +108,8 @@ def _fields(group: str, section: Mapping[str, Any]) -> list[str]:
 @functools.cache
 def _option(group: str, name: str) -> dict[str, Any]:
     """The option file of this name; empty where there is none."""
+    if not OPTION.fullmatch(name):  # a row may say anything
+        return {}
     file = CONF / group / f"{name}.yaml"
     return (yaml.safe_load(file.read_text(encoding="utf-8")) or {}) if file.is_file() else {}
 

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
+from bench.reporting.cells import first_known, known
 from bench.reporting.labels import TOO_CLOSE, listing, memory
 
 FITS, OOM, MIXED, FAILED, SKIPPED = "fits", "out of memory", "some repeats fit", "failed", "skipped"
 CLOSE = TOO_CLOSE
 
 
-def outcome_of(repeats: pd.DataFrame) -> str:
+Row = Mapping[str, Any]
+
+COLUMNS = (
+    *("status", "fit", "batch_size_per_gpu", "oom_phase", "degraded"),
+    *("peak_allocated_bytes", "peak_reserved_bytes"),
+)
+"""What of a row an answer is made of."""
+
+
+def outcome_of(repeats: Sequence[Row]) -> str:
     """What became of the repeats of one run, in a word."""
-    fitted, out_of_memory = repeats[repeats["status"] == "ok"], repeats[repeats["status"] == "oom"]
-    if len(fitted) and len(out_of_memory):
+    fitted, out_of_memory = ([row for row in repeats if row["status"] == status] for status in ("ok", "oom"))
+    if fitted and out_of_memory:
         return MIXED
-    if len(fitted):
-        return CLOSE if (fitted["fit"] == CLOSE).fillna(False).any() else FITS
-    if len(out_of_memory):
+    if fitted:
+        return CLOSE if CLOSE in known(fitted, "fit") else FITS
+    if out_of_memory:
         return OOM
-    return SKIPPED if (repeats["status"] == "skipped").all() else FAILED
+    return SKIPPED if all(row["status"] == "skipped" for row in repeats) else FAILED
 
 
 @dataclass(frozen=True)
@@ -88,18 +99,23 @@ class Answer:
         return ", ".join(parts)
 
 
-def answer(evidence: str, rows: pd.DataFrame) -> Answer:
-    """The answer of some rows (``ok`` or ``oom``) of one kind of evidence and one configuration but for the batch."""
-    sizes = sorted(set(rows["batch_size_per_gpu"].astype(int)))
-    outcomes = {size: outcome_of(rows[rows["batch_size_per_gpu"] == size]) for size in sizes}
+def answer(evidence: str, rows: Sequence[Row]) -> Answer:
+    """The answer of some rows (``ok`` or ``oom``, with `COLUMNS`) of one kind of evidence and one configuration but for
+    the batch."""
+    by_size: dict[int, list[Row]] = {}
+    for row in rows:
+        by_size.setdefault(int(row["batch_size_per_gpu"]), []).append(row)
+    sizes = sorted(by_size)
+    outcomes = {size: outcome_of(by_size[size]) for size in sizes}
     fits = [size for size, outcome in outcomes.items() if outcome in (FITS, MIXED)]
     close = [size for size, outcome in outcomes.items() if outcome == CLOSE]
     bursts = [size for size, outcome in outcomes.items() if outcome in (OOM, MIXED)]
     most, least = max(fits, default=None), min(bursts, default=None)
     perhaps = max((size for size in close if most is None or size > most), default=None)
-    ran = rows[(rows["status"] == "ok") & (rows["batch_size_per_gpu"] == (perhaps if most is None else most))]
-    burst = rows[(rows["status"] == "oom") & (rows["batch_size_per_gpu"] == least)]
-    phases = burst["oom_phase"].dropna()
+    largest = perhaps if most is None else most
+    ran = [row for row in by_size.get(largest or 0, []) if row["status"] == "ok"]
+    burst = [row for row in by_size.get(least or 0, []) if row["status"] == "oom"]
+    phases = known(burst, "oom_phase")
     return Answer(
         evidence=evidence,
         tried=tuple(sizes),
@@ -108,15 +124,15 @@ def answer(evidence: str, rows: pd.DataFrame) -> Answer:
         least=least,
         peak_bytes=_largest(ran),
         needed_bytes=_largest(burst),
-        phase=phases.iloc[0] if len(phases) else None,
-        degraded=bool(ran["degraded"].fillna(False).any()),
+        phase=phases[0] if phases else None,
+        degraded=any(known(ran, "degraded")),
     )
 
 
-def _largest(rows: pd.DataFrame) -> float:
+def _largest(rows: Sequence[Row]) -> float:
     """The largest memory reserved, or allocated where that is all that is known."""
-    peaks = rows["peak_reserved_bytes"].fillna(rows["peak_allocated_bytes"]).dropna()
-    return float(peaks.max()) if len(peaks) else float("nan")
+    peaks = first_known(rows, "peak_reserved_bytes", "peak_allocated_bytes")
+    return float(max(peaks)) if peaks else float("nan")
 
 
 def disagree(first: Answer, second: Answer) -> bool:

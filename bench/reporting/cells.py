@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,30 +38,60 @@ def cells(table: pd.DataFrame, value: str, *also: str) -> pd.DataFrame:
         ``oom_bytes`` of the first that ran out; ``degraded``, whether any was not representative.
     """
     done = table[table["status"].isin(["ok", "oom"])]
-    found = [_cell(group, value, also) for _, group in done.groupby(CELL, dropna=False, sort=False)]
+    needed = [*NUMBERS, "heading", "device", "variant_key", "status", "oom_phase", "oom_bytes", "degraded"]
+    found = [_cell(rows, value, also) for rows in grouped(done, CELL, [*needed, value, *also])]
     if not found:
         return pd.DataFrame(columns=[*CELL, "heading", "median", "out_of_memory"])
     return in_order(pd.DataFrame(found)).reset_index(drop=True)
 
 
-def _cell(group: pd.DataFrame, value: str, also: tuple[str, ...]) -> dict[str, Any]:
-    first = group.iloc[0]
-    fitted, out_of_memory = group[group["status"] == "ok"], group[group["status"] == "oom"]
-    points = sorted(float(point) for point in fitted[value].dropna())
-    oom = out_of_memory.iloc[0] if len(out_of_memory) else None
+def grouped(frame: pd.DataFrame, keys: Sequence[str], columns: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """Some columns of the rows of every group, as dictionaries, in the order of the groups' first rows.
+
+    Missing values are equal as keys. Slicing a frame of a hundred columns for each of thousands of groups would take
+    a hundred times as long.
+    """
+    names = list(dict.fromkeys((*keys, *columns)))
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for values in zip(*(frame[name].astype(object) for name in names), strict=True):
+        key = tuple(None if pd.isna(value) else value for value in values[: len(keys)])
+        groups.setdefault(key, []).append(dict(zip(names, values, strict=True)))
+    return list(groups.values())
+
+
+def known(rows: Iterable[Mapping[Any, Any]], name: str) -> list[Any]:
+    """The values of a column that are there."""
+    return [row[name] for row in rows if not pd.isna(row[name])]
+
+
+def first_known(rows: Iterable[Mapping[Any, Any]], *names: str) -> list[Any]:
+    """Of every row the first of some columns that is there, where one is."""
+    return [values[0] for row in rows if (values := [row[name] for name in names if not pd.isna(row[name])])]
+
+
+def _cell(rows: list[dict[str, Any]], value: str, also: tuple[str, ...]) -> dict[str, Any]:
+    first = rows[0]
+    fitted, out_of_memory = ([row for row in rows if row["status"] == status] for status in ("ok", "oom"))
+    points = sorted(float(point) for point in known(fitted, value))
+    oom = out_of_memory[0] if out_of_memory else None
     return {
         **{name: first[name] for name in dict.fromkeys((*CELL, *NUMBERS, "heading", "device", "variant_key"))},
-        "median": float(np.median(points)) if points else float("nan"),
+        "median": median(points),
         "low": points[0] if points else float("nan"),
         "high": points[-1] if points else float("nan"),
         "points": points,
-        **{name: float(fitted[name].dropna().astype(float).median()) for name in also},
+        **{name: median(known(fitted, name)) for name in also},
         "fitted": len(fitted),
         "out_of_memory": len(out_of_memory),
         "oom_phase": None if oom is None else oom["oom_phase"],
         "oom_bytes": None if oom is None or pd.isna(oom["oom_bytes"]) else int(oom["oom_bytes"]),
-        "degraded": bool(fitted["degraded"].fillna(False).any()),
+        "degraded": any(known(fitted, "degraded")),
     }
+
+
+def median(values: Sequence[float]) -> float:
+    """The median; NaN of nothing."""
+    return float(np.median(np.asarray(values, dtype=float))) if len(values) else float("nan")
 
 
 def drawable(found: pd.DataFrame) -> pd.DataFrame:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from bench.records import Record
+from bench.records.schema import STEPS_FOR_P95
 from bench.reporting import labels
 from bench.reporting.again import command
 from bench.reporting.table import step_times_s
@@ -104,12 +106,17 @@ def _outcome(record: Record, heading: str) -> Block | None:
             "Evidence": record["evidence"],
             "Fits": record.get("fit"),
             "Degraded": degraded,
+            "Loss": _loss_text(record.get("first_nonfinite_loss_step")),
             "Ran out of memory in": record.get("oom_phase"),
             "Asked for": _memory_text(record.get("oom_bytes")),
             "First rank": record.get("oom_rank"),
             "Cause": record.get("error"),
         },
     )
+
+
+def _loss_text(step: int | None) -> str | None:
+    return None if step is None else f"NaN or infinite from step {step}: the run trained nothing from there on"
 
 
 def _where(record: Record, file: str) -> Block | None:
@@ -142,10 +149,11 @@ def _again(record: Record) -> Block | None:
 def _step_times(record: Record) -> Block | None:
     steps = step_times_s(record)
     if len(steps):
-        quantiles = dict(
-            zip(("min", "5 %", "median", "95 %", "max"), np.percentile(steps, (0, 5, 50, 95, 100)), strict=True)
-        )
-        facts = [[name, labels.seconds(float(value))] for name, value in quantiles.items()]
+        shares = {"min": 0, "5 %": 5, "median": 50, "95 %": 95, "max": 100}
+        if len(steps) < STEPS_FOR_P95:
+            del shares["5 %"], shares["95 %"]
+        found = np.percentile(steps, list(shares.values()))
+        facts = [[name, labels.seconds(float(value))] for name, value in zip(shares, found, strict=True)]
         interval = _interval(record, "step_time_ci_low_s", "step_time_ci_high_s", labels.seconds)
         facts += [["95 % interval of the median", interval]] if interval else []
         shown = [float(f"{1000 * step:.4g}") for step in steps]
@@ -224,7 +232,7 @@ def _rank(rank: Mapping[str, Any]) -> list[str]:
     for column in RANK_COLUMNS:
         value = rank.get(column)
         if isinstance(value, Sequence) and not isinstance(value, str):
-            value = float(np.median(value)) if len(value) else None
+            value = statistics.median(value) if len(value) else None
         if value is None:
             texts.append(labels.MISSING)
         elif column.endswith("_bytes"):

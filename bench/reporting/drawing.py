@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -44,15 +47,39 @@ class Listing:
 
 @dataclass
 class Section:
-    """What one figure module contributes to the page."""
+    """What one figure module contributes to the page.
+
+    Figures are planned first and drawn when they are asked for: one takes half a second and megabytes, and a large
+    store has thousands.
+    """
 
     name: str
     title: str
     how_to_read: str
-    drawings: list[Drawing] = field(default_factory=list)
     listings: list[Listing] = field(default_factory=list)
     nothing: str = ""
     """Why there is nothing to draw, or what was left out; empty if there is nothing to say."""
+    planned: list[Callable[[], Drawing | None]] = field(default_factory=list)
+    _drawn: list[Drawing] | None = None
+
+    def plan(self, draw: Callable[..., Drawing | None], *arguments: Any) -> None:
+        """Have a figure drawn later by a function, which may find that there is none to draw."""
+        self.planned.append(functools.partial(draw, *arguments))
+
+    def draw(self, most: int | None = None) -> Iterator[Drawing]:
+        """Draw the planned figures, or the first `most` of them; they are `drawings` from then on."""
+        self._drawn = []
+        for planned in self.planned[:most]:
+            with style.context():
+                drawing = planned()
+            if drawing is not None:
+                self._drawn.append(drawing)
+                yield drawing
+
+    @property
+    def drawings(self) -> list[Drawing]:
+        """The figures; all that are planned, unless `draw` drew fewer."""
+        return list(self.draw()) if self._drawn is None else self._drawn
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:

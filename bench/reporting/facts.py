@@ -16,7 +16,7 @@ import pandas as pd
 from bench.records import Record
 from bench.records.published import load_published
 from bench.reporting.labels import FAMILIES, GIB, MISSING, Variant, count, number, variant
-from bench.reporting.paper import COMPARISONS, SHARDING, SIZES, compare
+from bench.reporting.paper import BF16, COMPARISONS, SHARDING, SIZES, compare
 from bench.reporting.style import evidence_in_order
 
 # ---- the paper's text beside its own figures
@@ -192,7 +192,7 @@ def flops_counted(table: pd.DataFrame, figures: Sequence[str] = ("Figure 7(b)", 
         for _, points in compare(comparison, table):
             fastest = points[points["evidence"] == "published"]["value"].max()
             same = table[table["model"].isin(comparison.where["model"]) & table["mfu"].notna()]
-            same = same[(same["activation_checkpointing"] == "full") & (same["precision"] == "bf16")]
+            same = same[(same["activation_checkpointing"] == "full") & (same["precision"] == BF16)]
             again = float((same["hardware_tflops_per_gpu"] / same["tflops_per_gpu"]).median())
             peak = float((same["tflops_per_gpu"] / same["mfu"]).median())
             rows.append(

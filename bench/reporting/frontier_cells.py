@@ -9,7 +9,9 @@ import pandas as pd
 
 from bench.records.matching import identity
 from bench.reporting import labels
+from bench.reporting.answers import COLUMNS as ANSWERED
 from bench.reporting.answers import answer
+from bench.reporting.cells import grouped, known
 from bench.reporting.style import evidence_in_order
 from bench.reporting.table import SETTINGS
 
@@ -79,13 +81,11 @@ def without_tries(table: pd.DataFrame) -> pd.DataFrame:
     """
     asked = table[table["fit_question"].notna() & table["status"].isin(["ok", "oom"])]
     tries: list[Any] = []
-    for _, rows in asked.groupby(
-        [asked["evidence"], [identity(question, BATCH) for question in asked["fit_question"]]]
-    ):
-        one = answer(str(rows["evidence"].iloc[0]), rows)
+    for rows in grouped(_identified(asked), ("evidence", "_cell"), (*ANSWERED, "_index")):
+        one = answer(str(rows[0]["evidence"]), rows)
         largest = max((size for size in (one.most, one.perhaps) if size is not None), default=None)
         if len(one.tried) > 2 and largest is not None and one.least == largest + 1:
-            tries += list(rows.index[rows[BATCH] != (one.perhaps if one.most is None else one.most)])
+            tries += [row["_index"] for row in rows if row[BATCH] != (one.perhaps if one.most is None else one.most)]
     return table.drop(index=tries)
 
 
@@ -103,7 +103,9 @@ def frontier_cells(table: pd.DataFrame) -> pd.DataFrame:
     rows = table[on_the_frontier(table)]
     if not len(rows):
         return pd.DataFrame(columns=COLUMNS)
-    found = [_cell(group) for _, group in rows.groupby([identity(q, BATCH) for q in rows["fit_question"]], sort=False)]
+    named = ("strategy", "effective_strategy", "sharding_factor", "world_size", "model", "parameters", "precision")
+    needed = ("fit_question", "evidence", *named, *ANSWERED)
+    found = [_cell(group) for group in grouped(_identified(rows), ("_cell",), needed)]
     figures: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in found:
         figures.setdefault((cell["device"], cell["memory_gib"], cell["precision"]), []).append(cell)
@@ -114,13 +116,18 @@ def frontier_cells(table: pd.DataFrame) -> pd.DataFrame:
     return frame.sort_values(order, kind="stable").reset_index(drop=True)[COLUMNS]
 
 
-def _cell(rows: pd.DataFrame) -> dict[str, Any]:
-    first = rows.iloc[0]
+def _identified(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with their index, and the identity of their question but for the batch."""
+    return rows.assign(_cell=[identity(question, BATCH) for question in rows["fit_question"]], _index=rows.index)
+
+
+def _cell(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    first = rows[0]
     question = first["fit_question"]
     strategy = [first[name] for name in ("strategy", "effective_strategy", "sharding_factor", "world_size")]
     if first["world_size"] == 1 and first["strategy"] in ("fsdp", "fsdp1"):  # where what shards fully begins
         strategy = [first["strategy"], f"{first['strategy']}/full_shard", None, None]
-    parameters = rows["parameters"].dropna()
+    parameters = known(rows, "parameters")
     return {
         "question": question,
         "device": question["device"],
@@ -129,9 +136,12 @@ def _cell(rows: pd.DataFrame) -> dict[str, Any]:
         "variant_key": labels.variant(*(None if pd.isna(value) else value for value in strategy)),
         "world_size": int(first["world_size"]),
         "model": first["model"],
-        "parameters": int(parameters.iloc[0]) if len(parameters) else 0,
-        "batches": set(rows[BATCH]),
-        "answers": [answer(kind, rows[rows["evidence"] == kind]) for kind in evidence_in_order(rows["evidence"])],
+        "parameters": int(parameters[0]) if parameters else 0,
+        "batches": {row[BATCH] for row in rows},
+        "answers": [
+            answer(kind, [row for row in rows if row["evidence"] == kind])
+            for kind in evidence_in_order({row["evidence"] for row in rows})
+        ],
     }
 
 

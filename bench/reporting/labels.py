@@ -55,6 +55,9 @@ KINDS = {
     "+fsdp": "+ FSDP2",
 }
 
+MIXINGS = {"autocast": "autocast", "fsdp policy": "parameters", "deepspeed bf16": "parameters"}
+"""Ways of mixed precision, by what rows call them."""
+
 FINETUNES = {"lora": "LoRA", "qlora": "QLoRA"}
 
 
@@ -90,6 +93,11 @@ def variant(
     return Variant(order, " ".join(word for word in words if word), kind)
 
 
+def precision(name: str, mixed_precision: str | None) -> str:
+    """A precision with its way of mixing, where something is mixed: ``bf16 autocast``."""
+    return f"{name} {MIXINGS.get(mixed_precision or '', '')}".strip()
+
+
 def without_finetune(how: str) -> tuple[str, str]:
     """What of a kind says how a model is spread, and what says which part of it is trained."""
     spread, _, last = how.rpartition("_")
@@ -114,8 +122,8 @@ def number(value: float | None, digits: int = 3) -> str:
     """`value` to so many significant digits, without an exponent where that can be read."""
     if value is None or math.isnan(value):
         return MISSING
-    if value == 0:
-        return "0"
+    if value == 0 or math.isinf(value):
+        return f"{value:g}"
     rounded = float(f"{value:.{digits - 1}e}")  # 0.0998 to 2 digits is 0.10, not 0.100
     magnitude = math.floor(math.log10(abs(rounded)))
     if magnitude < -4 or magnitude >= 7:

@@ -6,11 +6,13 @@ readable on a phone and without colour.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 from matplotlib.artist import Artist
@@ -34,7 +36,7 @@ LEGEND_COLUMNS = 2
 class Lane:
     """One row of the table that a figure is drawn from, at its height in the axes (inches, downwards)."""
 
-    row: pd.Series
+    row: Mapping[Any, Any]
     label: str
     y: float
 
@@ -58,6 +60,7 @@ class Group:
         return max(self.lane_in, LANE_IN + 0.13 * label.count("\n"))
 
 
+@functools.cache
 def wrap(label: str, chars: int) -> str:
     """`label` in lines of at most `chars` characters, broken at spaces and within names after ``_ - / =``."""
     lines = [""]
@@ -81,7 +84,7 @@ def wrap_parts(text: str, chars: int) -> list[str]:
 
 def paginate(
     frame: pd.DataFrame,
-    label: Callable[[pd.Series], str],
+    label: Callable[[Mapping[Any, Any]], str],
     *,
     lane_in: float = LANE_IN,
     max_height_in: float = style.MAX_HEIGHT_IN - FRAME_IN,
@@ -92,9 +95,12 @@ def paginate(
     heading.
     """
     page: list[Group] = []
-    for heading, rows in frame.groupby("heading", sort=False):
-        lines = wrap_parts(str(heading), HEADING_CHARS)
-        pairs = [(row, wrap(label(row), LABEL_CHARS)) for _, row in rows.iterrows()]
+    headings: dict[str, list[Mapping[Any, Any]]] = {}
+    for record in frame.to_dict("records"):
+        headings.setdefault(str(record["heading"]), []).append(record)
+    for heading, rows in headings.items():
+        lines = wrap_parts(heading, HEADING_CHARS)
+        pairs = [(each, wrap(label(each), LABEL_CHARS)) for each in rows]
         group = Group(lines, page[-1].bottom + GAP_IN if page else 0.0, lane_in)
         needed = sum(group.lane_height(text) for _, text in pairs)
         if page and group.bottom + needed > max_height_in:
@@ -112,7 +118,7 @@ def paginate(
         yield page
 
 
-def pages(frame: pd.DataFrame, label: Callable[[pd.Series], str]) -> Iterator[tuple[str, list[Group]]]:
+def pages(frame: pd.DataFrame, label: Callable[[Mapping[Any, Any]], str]) -> Iterator[tuple[str, list[Group]]]:
     """Groups figure by figure, with what each shows in words: ``bf16, limit 0.5 GiB (1 of 2)``."""
     for (precision, limit), rows in by(frame, "precision", "limit"):
         layouts = list(paginate(rows, label))

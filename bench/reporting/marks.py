@@ -22,9 +22,9 @@ DEGRADED: tuple[Artist, str] = (
 """The legend's entry for runs whose time does not represent the speed."""
 
 
-def label(row: pd.Series) -> str:
+def label(row: Mapping[Any, Any] | pd.Series) -> str:
     """A lane's label: the variant, and what kind of evidence it is unless it was measured."""
-    return row["variant"] if row["evidence"] == "measured" else f"{row['variant']} ({row['evidence']})"
+    return str(row["variant"]) if row["evidence"] == "measured" else f"{row['variant']} ({row['evidence']})"
 
 
 def bar(axes: Axes, lane: Lane, value: float, mark: style.Mark, *, left: float = 0.0) -> None:
@@ -81,12 +81,12 @@ def out_of_memory(axes: Axes, lane: Lane, asked_for: bool = False) -> None:
     annotation.set_in_layout(False)
 
 
-def oom_words(row: pd.Series) -> str:
+def oom_words(row: Mapping[Any, Any] | pd.Series) -> str:
     """``OOM in forward``."""
     return f"OOM in {row['oom_phase']}" if pd.notna(row["oom_phase"]) else "OOM"
 
 
-def partly_oom(row: pd.Series) -> str:
+def partly_oom(row: Mapping[Any, Any] | pd.Series) -> str:
     """What to say beside a value when some repeats ran out of memory: ``(1 of 3 repeats OOM)``; else nothing."""
     runs = row["fitted"] + row["out_of_memory"]
     return f" ({row['out_of_memory']} of {runs} repeats OOM)" if row["out_of_memory"] else ""

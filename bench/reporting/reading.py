@@ -22,6 +22,8 @@ def read_store(path: str | Path, read: Callable[[Path], Contents] = read_all) ->
         contents = read(Path(path))
     except FileNotFoundError:
         raise UsageError(f"There is no store at {path}: choose a store, a folder of stores or a row file.") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from None
     if not contents.records:
         left_out = f" ({counted(len(contents.unreadable), 'file')} left out)" if contents.unreadable else ""
         raise UsageError(f"{path} holds no rows{left_out}: choose a store, a folder of stores or a row file.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,9 +45,11 @@ def changes(base: Sequence[Record], candidate: Sequence[Record], settings: Setti
     said = f"{found.sentence} " + (f"What differs between the two: {different}. " if different else "")
     result = Section("changes", "Candidate against base", said + (CHANGES if found.rows else ""))
     with style.context():
-        result.drawings += change_drawings(found, TIME)
+        drawings = change_drawings(found, TIME)
         if any(change.change for row in found.rows if (change := row.get(ALLOCATED.column)) is not None):
-            result.drawings += change_drawings(found, ALLOCATED)
+            drawings += change_drawings(found, ALLOCATED)
+    for drawing in drawings:
+        result.plan(lambda done: done, drawing)
     if found.rows:
         result.listings.append(_listing(found))
     return result
@@ -65,9 +68,7 @@ def _listing(found: Comparison) -> Listing:
                 f"{time.base_runs}, {time.candidate_runs}" if time else MISSING,
                 _percent(time.spread if time else None),
                 _percent(time.change if time else None, signed=True),
-                f"{_percent(time.low, signed=True)} to {_percent(time.high, signed=True)}"
-                if time and known
-                else MISSING,
+                _interval(time) if time and known and time.low is not None else MISSING,
                 _percent(time.detectable if time else None),
                 row.verdict,
                 "; ".join(row.reasons),
@@ -110,7 +111,8 @@ def over_time(store: str | Path | None, settings: Settings | None = None) -> Sec
         return Section("history", "Over commits", "", nothing=NO_STORE)
     found = history(read_store(store, read_attempts).records, settings)
     with style.context():
-        result.drawings += history_drawings(found)
+        for drawing in history_drawings(found):
+            result.plan(lambda done: done, drawing)
     if not found:
         result.nothing = "No configuration of this store was run at more than one commit, version or day."
     return result
@@ -119,8 +121,7 @@ def over_time(store: str | Path | None, settings: Settings | None = None) -> Sec
 def detectable(configurations: int = 1, settings: Settings | None = None) -> Section:
     """The curves of detectable change against repeats and spread, and their numbers."""
     result = Section("detectable", "What can be found", DETECTABLE)
-    with style.context():
-        result.drawings.append(detectable_drawing(configurations=configurations, settings=settings))
+    result.plan(functools.partial(detectable_drawing, configurations=configurations, settings=settings))
     table = detectable_table(configurations=configurations, settings=settings)
     columns = ["Runs of each side", *(f"spread {percent(float(spread), signed=False)}" for spread in table.columns)]
     rows = [

@@ -71,6 +71,8 @@ def _status(row: Row) -> str:
 
 
 def _outcome(row: Row) -> str:
+    if row["first_nonfinite_loss_step"] is not None:
+        return f"{_status(row)}: loss not finite from step {row['first_nonfinite_loss_step']}"
     return f"{_status(row)}: {row['fit']}" if row["fit"] else _status(row)
 
 

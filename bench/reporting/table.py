@@ -62,6 +62,7 @@ VERSIONS = ("torch_version", "git_sha")
 def prepare(records: Sequence[Record]) -> pd.DataFrame:
     """One row per record with the schema's columns and, beside them, the ones figures group by.
 
+    ``precision`` says how what is mixed is mixed, so that figures, each of one precision, compare one way of it.
     Added: ``place`` (device and hardware: rows of two places never share axes), ``workload`` (batch and sequence),
     ``limit`` (memory limit, "" for none), ``settings`` (other settings that differ), ``variant`` (label),
     ``variant_key`` (`labels.Variant`), ``heading`` (all of a group in words), ``steps`` (seconds per timed step,
@@ -72,6 +73,7 @@ def prepare(records: Sequence[Record]) -> pd.DataFrame:
     frame = to_frame(list(records))
     for column in ("model", "precision"):
         frame[column] = frame[column].fillna(f"{column} not stated")
+    frame["precision"] = [labels.precision(*pair) for pair in _rows(frame, "precision", "mixed_precision")]
     frame["place"] = _places(frame)
     frame["device"] = frame["device"].fillna("")
     frame["parameters"] = _parameters(frame, records)
@@ -91,7 +93,7 @@ def prepare(records: Sequence[Record]) -> pd.DataFrame:
     ]
     frame["variant"] = [key.label for key in keys]
     frame["variant_key"] = pd.Series(keys, index=frame.index, dtype=object)
-    frame["heading"] = [_heading(row) for _, row in frame.iterrows()]
+    frame["heading"] = [_heading(row) for row in frame[HEADING].to_dict("records")]
     frame["link"] = _links(frame["run_id"])
     for name, of in NESTED.items():
         frame[name] = pd.Series([of(record) for record in records], index=frame.index, dtype=object)
@@ -194,6 +196,8 @@ def _knobs(frame: pd.DataFrame, records: Sequence[Record]) -> list[str]:
     others = [knob for knob in knobs.columns if knob not in (*own, *versions)]
     suffixes = pd.Series("", index=frame.index)
     for knob in (*own, *others, *versions):
+        if knobs[knob].nunique() < 2:
+            continue
         so_far = pd.Series("", index=frame.index) if knob in own else suffixes
         scope = ["place", "model", "variant"] if knob in own else CELL
         groups = [*(frame[column] for column in scope), so_far]
@@ -214,7 +218,10 @@ def _leaves(record: Record) -> dict[str, str]:
     return versions | {path: value if isinstance(value, str) else json.dumps(value) for path, value in config.items()}
 
 
-def _heading(row: pd.Series) -> str:
+HEADING = ["model", "parameters", "world_size", "device", "workload", "limit", "settings"]
+
+
+def _heading(row: dict[Any, Any]) -> str:
     size = "" if pd.isna(row["parameters"]) else f"{labels.count(row['parameters'])} params"
     world_size = None if pd.isna(row["world_size"]) else int(row["world_size"])
     parts = [

@@ -6,6 +6,8 @@ gradients of a tensor that was used several times in place, except where a trace
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 FP32_BYTES = 4
+
+HALVES = (torch.bfloat16, torch.float16)
 
 ENGINE = "_engine_run_backward"
 """The last Python function before autograd's engine."""
@@ -87,6 +91,24 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def noting_random_states(track: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Within, `track` is told of the states of the random number generator that checkpointing keeps of a block that
+    drops something out, and of the one that computing it again keeps for a while: 5 KB each, made by no operator."""
+    get = torch.get_rng_state
+
+    def noted() -> torch.Tensor:
+        state = get()
+        track(state)
+        return state
+
+    torch.get_rng_state = noted
+    try:
+        yield
+    finally:
+        torch.get_rng_state = get
+
+
 def working_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Bytes an operator allocates on a CPU while it runs, besides its results.
 
@@ -101,6 +123,10 @@ def working_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
         return args[0].numel() + args[0].numel() // args[0].shape[args[1]]
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         return _attention_blocks(name, args)
+    if name in ("scatter_add", "scatter_add_") and args[0].dtype in HALVES:
+        return args[0].numel() * FP32_BYTES  # sums up in fp32 (aten/src/ATen/native/cpu/ScatterGatherKernel.cpp)
+    if name == "chunk_cat":  # FSDP2's
+        return _copied_in(args[0], args[2] if len(args) > 2 else kwargs["num_chunks"], kwargs["out"])
     if torch.Tag.pointwise in func.tags:
         return _promoted(func, args, kwargs)
     return 0
@@ -124,6 +150,15 @@ def _attention_blocks(name: str, args: tuple[Any, ...]) -> int:
 def query_rows(queries: int) -> int:
     """Queries that the CPU's attention takes at once (the same file)."""
     return min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries)
+
+
+def _copied_in(tensors: list[torch.Tensor], chunks: int, into: torch.Tensor) -> int:
+    """Copies of tensors whose rows cannot be cut into so many equal chunks, and where the format changes one of each
+    in turn (``_chunk_cat`` in aten/src/ATen/native/TensorShape.cpp)."""
+    sizes = [-(-each.shape[0] // chunks) * chunks * (each.nbytes // each.shape[0]) for each in tensors]
+    padded = sum(size for size, each in zip(sizes, tensors, strict=True) if size != each.nbytes)
+    in_turn = max((size for size, each in zip(sizes, tensors, strict=True) if each.dtype != into.dtype), default=0)
+    return padded + in_turn
 
 
 def _promoted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -26,18 +26,18 @@ from torch.nn import functional
 # What they are called and what they return is all there is of these operators: fake tensors need no more.
 torch.library.define(
     "bench::attention_forward",
-    "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool causal) -> (Tensor output, Tensor log_sum_exp)",
+    "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool is_causal) -> (Tensor output, Tensor log_sum_exp)",
 )
 torch.library.define(
     "bench::attention_backward",
     "(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor output, Tensor log_sum_exp,"
-    " bool causal) -> (Tensor, Tensor, Tensor)",
+    " bool is_causal) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @torch.library.register_fake("bench::attention_forward")
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output of the query's shape (batch, heads, queries, head dimension), and the log-sum-exp of every row."""
     batch, heads, queries, _ = query.shape
@@ -56,10 +56,10 @@ class _FusedAttention(torch.autograd.Function):
     """What a fused kernel keeps from forward to backward, and what backward needs for a while."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any, causal: bool) -> torch.Tensor:
-        output, log_sum_exp = torch.ops.bench.attention_forward(query, key, value, bias, causal)
+    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any, is_causal: bool) -> torch.Tensor:
+        output, log_sum_exp = torch.ops.bench.attention_forward(query, key, value, bias, is_causal)
         ctx.save_for_backward(query, key, value, bias, output, log_sum_exp)
-        ctx.causal = causal
+        ctx.causal = is_causal
         return output
 
     @staticmethod

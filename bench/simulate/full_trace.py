@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from bench.config import RunConfig
 from bench.errors import ImpossibleError
 from bench.models import Batch
-from bench.simulate.cpu_memory import Sums, working_memory
+from bench.simulate.cpu_memory import Sums, noting_random_states, working_memory
 from bench.simulate.cuda_operators import operators_of
 from bench.simulate.lone import lone_rank
 from bench.simulate.prediction import PARTS
@@ -109,7 +109,8 @@ def full_trace(config: RunConfig) -> FullTrace:
         _storages_as_real(ledger),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        with _Follower(ledger, sums, on_cpu=device == "cpu"):
+        kept = noting_random_states(ledger.follow) if device == "cpu" else contextlib.nullcontext()
+        with _Follower(ledger, sums, on_cpu=device == "cpu"), kept:
             engine, losses = _train(config, ledger)
         ledger.note_storages_of(engine)
         del losses
@@ -396,7 +397,12 @@ class _Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._sums.in_place(func, args, sys._getframe(1)):
             return torch.ops.aten.add_.Tensor(*args, **kwargs)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return 0.0  # a loss scaler asks for the number of gradients that overflowed
         for value in tree_leaves(out):
             if isinstance(value, torch.Tensor) and value.device.type != "meta":
                 self._ledger.follow(value)

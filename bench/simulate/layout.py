@@ -30,10 +30,14 @@ class Layout:
     lengths: tuple[int, ...]
     """Blocks per list."""
     names: dict[Place, str]
+    layers: dict[Place, dict[str, Unit]]
+    """Per block, the units that some of its layers are by themselves, by the name within the block."""
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(family: Family, blocks_per_unit: int, scales_loss: bool, split: Split | None = None) -> Layout:
+def layout_of(
+    family: Family, blocks_per_unit: int, scales_loss: bool, split: Split | None = None, *, fp32_apart: bool = False
+) -> Layout:
     """The layout of a model.
 
     Parameters
@@ -44,13 +48,15 @@ def layout_of(family: Family, blocks_per_unit: int, scales_loss: bool, split: Sp
         Whether the family's modules that overflow in fp16 keep fp32.
     split: Split or None
         Over how many ranks layers are split: parameters are then the first rank's.
+    fp32_apart: bool
+        Whether each of these modules is a unit of its own.
     """
     model = (family.shortened(TRACED_BLOCKS) or family).build()
     with split_over(split, family, model):
-        return _layout(family, model, blocks_per_unit, scales_loss)
+        return _layout(family, model, blocks_per_unit, scales_loss, fp32_apart)
 
 
-def _layout(family: Family, model: nn.Module, blocks_per_unit: int, scales_loss: bool) -> Layout:
+def _layout(family: Family, model: nn.Module, blocks_per_unit: int, scales_loss: bool, fp32_apart: bool) -> Layout:
     kept = {id(p) for module in family.fp32_modules(model) for p in module.parameters()} if scales_loss else set()
     fixed = family.stored_bytes(model)
     traced: dict[Place, dict[str, Parameter]] = {None: {}}
@@ -70,20 +76,41 @@ def _layout(family: Family, model: nn.Module, blocks_per_unit: int, scales_loss:
     units = [Unit(-1, ROOT, tuple(traced[None].values()))]
     unit_of: dict[Place, Unit] = {}
     labels: dict[Place, str] = {None: ROOT, LOSS: OUTPUT}
-    members = {place: tuple(each.values()) for place, each in traced.items()}
+    apart = _layers(family, model) if fp32_apart else {}
+    layers: dict[Place, dict[str, Unit]] = {}
+    members = {
+        place: tuple(each for each in found.values() if each.name.rpartition(".")[0] not in apart.get(place, []))
+        for place, found in traced.items()
+    }
     for index, length in enumerate(lengths):
         for start in range(0, length, blocks_per_unit):
             places = [(index, position) for position in range(start, min(start + blocks_per_unit, length))]
             stand_ins = [_stand_in(place, length) for place in places]
             parameters |= {place: traced[stand_in] for place, stand_in in zip(places, stand_ins, strict=True)}
             labels |= {place: f"{paths[index]}.{place[1]}" for place in places}
+            for place, stand_in in zip(places, stand_ins, strict=True):
+                for layer in apart.get(stand_in, []):
+                    own = [each for each in traced[stand_in].values() if each.name.rpartition(".")[0] == layer]
+                    unit = Unit(len(units) - 1, f"{labels[place]}.{layer}", tuple(own), within_next=True)
+                    units.append(unit)
+                    layers.setdefault(place, {})[layer] = unit
             together = members[stand_ins[0]]
             if len(places) > 1:
                 together = tuple(parameter for stand_in in stand_ins for parameter in members[stand_in])
             unit = Unit(len(units) - 1, labels[places[0]], together)
             units.append(unit)
             unit_of |= dict.fromkeys(places, unit)
-    return Layout(tuple(units), unit_of, parameters, lengths, labels)
+    return Layout(tuple(units), unit_of, parameters, lengths, labels, layers)
+
+
+def _layers(family: Family, model: nn.Module) -> dict[Place, list[str]]:
+    """Names within each block of the layers that stay in fp32 in fp16 runs."""
+    kept = set(family.fp32_modules(model))
+    return {
+        (index, position): [name for name, layer in block.named_modules() if layer in kept]
+        for index, blocks in enumerate(family.block_lists(model))
+        for position, block in enumerate(blocks)
+    }
 
 
 def _stand_in(place: tuple[int, int], length: int) -> tuple[int, int]:

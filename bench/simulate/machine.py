@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from bench.simulate.prediction import PARTS, Span
 from bench.simulate.reel import Piece
-from bench.strategies.plan import GATHER, GATHERED, GRADIENTS, REDUCE, REDUCED, REPLICATE
+from bench.strategies.plan import GATHER, GATHERED, GRADIENTS, OPTIMIZER, REDUCE, REDUCED, REPLICATE
 
 COMPUTE = "compute"
 STREAMS = (COMPUTE, GATHER, REDUCE, REPLICATE)
@@ -22,6 +22,9 @@ OWN_SEGMENT_BYTES = 10 * 2**20
 """From this size on the caching allocator gives a block a segment of its own (``kMinLargeAlloc``)."""
 
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+
+GRADIENT_NAMES = ("gradients ", "gradient shard ")
+"""Beginnings of the names under which plans keep gradients from step to step; their buckets have others."""
 
 Seconds = Callable[[str, float, str], float]
 """Time of a collective: kind, bytes, group."""
@@ -71,6 +74,8 @@ class Machine:
         self._inactive_soon = 0.0
         self.peak = Peak()
         self.phase_peaks: dict[str, float] = {}
+        self.initial = 0.0
+        """Allocated before the first step, which is not the one that is played."""
         self.active = 0.0
         self.phase, self.module = "forward", ""
         self.processor = 0.0
@@ -147,6 +152,14 @@ class Machine:
         return self.streams[COMPUTE]
 
     # Time
+
+    def note_initial(self) -> None:
+        """What is held now is there before the first step, too, but for optimizer state and gradients that are kept."""
+        self.initial = sum(
+            size
+            for name, (size, part) in self._held.items()
+            if part != OPTIMIZER and not name.startswith(GRADIENT_NAMES)
+        )
 
     def grow(self, name: str, size: float, part: str) -> None:
         """Hold more under a name, without a look at the peak: whoever calls has taken it into account."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.config import RunConfig
+from bench.hardware.speeds import Matmul
 from bench.simulate.machine import Machine, rounded
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, Range
 from bench.simulate.reel import Reel
@@ -44,9 +45,8 @@ GAPS = Spread(0.7, 0.95, 1.3)
 """Reserved beyond that, over what is active but not allocated: what comes back too late leaves as much again in gaps.
 In Figure 8(b) this is 0.7 to 0.95."""
 
-WORKSPACE_BYTES = 8_519_680
-"""cuBLAS takes this from the caching allocator (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``, PyTorch's default; 32 MiB on
-Hopper, which is as little)."""
+CUBLAS_HANDLES = 2
+"""The thread that runs forward and the one that runs backward have one each, and each handle has a workspace."""
 
 LIBRARIES_ON_CPU_BYTES = 40 * 2**20
 """At most, what a process takes beside tensors once its limit is set (threads' stacks, what libraries work in). The
@@ -75,8 +75,9 @@ def memory_of(config: RunConfig, machine: Machine, host_bytes: float = 0.0) -> M
         allocated = active = reserved = ON_CPU.of(machine.peak.size)
     else:
         late = ACROSS_STREAMS * max(0.0, machine.active - machine.peak.size)
-        allocated = ON_CUDA.of(machine.peak.size + WORKSPACE_BYTES)
-        active = ON_CUDA.of(machine.peak.size + WORKSPACE_BYTES + late)
+        size = machine.peak.size + workspace_bytes(config)
+        allocated = ON_CUDA.of(size)
+        active = ON_CUDA.of(size + late)
         reserved = _reserved(active.value, late)
         outside = _outside(config)
     beside = LIBRARIES_ON_CPU_BYTES if config.hardware.device == "cpu" else 0
@@ -91,7 +92,7 @@ def memory_of(config: RunConfig, machine: Machine, host_bytes: float = 0.0) -> M
         active=active,
         reserved=reserved,
         device_used=used,
-        parts=rounded(_with_workspace(machine.peak.parts, on_cuda=config.hardware.device != "cpu")),
+        parts=rounded(_with_workspace(machine.peak.parts, workspace_bytes(config))),
         phase=machine.peak.phase,
         module=machine.peak.module,
         capacity=capacity,
@@ -99,11 +100,22 @@ def memory_of(config: RunConfig, machine: Machine, host_bytes: float = 0.0) -> M
         phase_peaks=rounded(machine.phase_peaks),
         host=round(host_bytes),
         host_capacity=None if host_capacity is None else round(host_capacity),
+        initial=round(machine.initial),
+        beside=beside,
     )
 
 
-def _with_workspace(parts: dict[str, float], *, on_cuda: bool) -> dict[str, float]:
-    return {**parts, "temporaries": parts["temporaries"] + WORKSPACE_BYTES} if on_cuda else parts
+def workspace_bytes(config: RunConfig) -> float:
+    """What cuBLAS has of the caching allocator; nothing on a CPU."""
+    if config.hardware.device == "cpu":
+        return 0.0
+    speeds = config.hardware.speeds
+    mib = Matmul.workspace_mib if speeds is None or speeds.matmul is None else speeds.matmul.workspace_mib
+    return CUBLAS_HANDLES * mib * 2**20
+
+
+def _with_workspace(parts: dict[str, float], workspace: float) -> dict[str, float]:
+    return {**parts, "temporaries": parts["temporaries"] + workspace}
 
 
 def _reserved(active: float, late: float) -> Range:

@@ -55,19 +55,33 @@ def pace_of(config: RunConfig) -> Pace:
     if speeds is None or hardware.memory_bandwidth_gb_s is None or not is_known(hardware, config.precision):
         return Pace()
 
+    copy_s_per_byte = 1 / (hardware.memory_bandwidth_gb_s * 1e9 * speeds.memory_efficiency)
+
     @functools.cache
-    def collective(kind: str, size: float, group: str) -> float:
-        return collective_seconds(kind, size, group_of(config, group), speeds.links)
+    def collective(kind: str, size: float, name: str) -> float:
+        group = group_of(config, name)
+        if group.ranks == 1 and name in (SHARDS, REPLICAS):
+            return _moved_alone(kind, size, config.gpus) * copy_s_per_byte
+        return collective_seconds(kind, size, group, speeds.links)
 
     return Pace(
         collective=collective,
-        copy_s_per_byte=1 / (hardware.memory_bandwidth_gb_s * 1e9 * speeds.memory_efficiency),
+        copy_s_per_byte=copy_s_per_byte,
         launch_s=speeds.launch.operator_us * 1e-6,
         launches_itself=speeds.processor is not None,
         hooks_s=speeds.launch.unit_us * 1e-6,
         kernel_s=speeds.launch.kernel_us * 1e-6,
         overlap_loss=speeds.overlap_loss,
     )
+
+
+def _moved_alone(kind: str, size: float, world_size: int) -> float:
+    """Bytes that a rank reads and writes in a collective of FSDP2 in which it is alone.
+
+    Its reduce-scatter copies. An all-reduce that averages is a kernel over everything (NCCL's ``oneRankReduce``); one
+    that sums, as in a world of one rank, is nothing (``_get_gradient_divide_factors`` in torch 2.13).
+    """
+    return 0.0 if kind == "all-reduce" and world_size == 1 else 2 * size
 
 
 def is_known(hardware: Hardware, precision: Precision) -> bool:

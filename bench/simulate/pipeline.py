@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bench.config import RunConfig
+from bench.models.materialize import buffers_bytes
 from bench.simulate import memory, pace
 from bench.simulate.machine import Machine, Pace
 from bench.simulate.pipeline_parts import Cast, casts_of
@@ -13,7 +14,7 @@ from bench.simulate.prediction import Prediction
 from bench.simulate.tape import TapeKey
 from bench.strategies.pipeline_plan import RankPlan, gradients_of_stage
 from bench.strategies.pipeline_schedule import FORWARD, ONE_F_ONE_B, Action, Timetable
-from bench.strategies.plan import GRADIENTS, Setting, Unit
+from bench.strategies.plan import GRADIENTS, PARAMETERS, Setting, Unit
 
 ACTIVATIONS = "activations"
 
@@ -46,6 +47,7 @@ def _plan(config: RunConfig, casts: Sequence[Cast]) -> RankPlan:
         states_per_parameter=config.optimizer.states_per_parameter,
         micro_batches=1,
         keep_gradients=config.optimizer.keep_gradients,
+        on_cpu=config.hardware.device == "cpu",
     )
     return config.strategy.rank_plan([cast.units for cast in casts], setting)
 
@@ -69,7 +71,9 @@ def _played(
     # On a CPU each share is a view of the whole batch.
     sequences = config.batch_size_per_gpu * (config.gpus if on_cpu else timetable.ranks)
     machine.hold("micro-batches", casts[0].inputs_bytes * sequences, ACTIVATIONS)
+    machine.hold("model's buffers", buffers_bytes(config.model), PARAMETERS)
     plan.begin(machine)
+    machine.note_initial()
     own = [casts[stage] for stage in timetable.stages_of(rank)]
     plan.begin_step(machine, ahead=timetable.virtual_stages > 1)
     exchanged = sum(cast.received_bytes + cast.sent_bytes for cast in own)

@@ -153,7 +153,7 @@ def _reduction(
     exposed = total = 0.0
     for stage in timetable.stages_of(rank):
         units = casts[stage].units
-        if config.strategy.uses_autocast:
+        if not _is_sharded(config):
             size = units.numel * config.precision.parameter_dtype.itemsize
             buckets = max(1.0, size / BUCKET_BYTES)
             reduced = buckets * _collective(config, ALL_REDUCE, size / buckets, group)
@@ -171,6 +171,11 @@ def _reduction(
         exposed += gathers[0] + max(0.0, sum(gathers[1:]) - seconds[stage].forward) + sum(scatters)
         total += sum(gathers) + sum(scatters)
     return exposed, total
+
+
+def _is_sharded(config: RunConfig) -> bool:
+    """Whether copies of a stage share it, by FSDP."""
+    return getattr(config.strategy, "data_parallel", None) == "fsdp"
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -194,7 +199,7 @@ class Tied:
 def all_tied(config: RunConfig, timetable: Timetable) -> list[Tied]:
     """In the order of a step; the groups of all copies of the pipeline send at the same time."""
     copies, per_node = _copies(config, timetable), min(config.gpus, config.gpus_per_node)
-    shards = 1 if config.strategy.uses_autocast else copies
+    shards = copies if _is_sharded(config) else 1
     found = []
     for numel, stages in shared_by(config.model, timetable.num_stages).values():
         ranks = tuple(sorted({stage % timetable.ranks for stage in stages}))

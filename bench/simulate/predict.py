@@ -7,7 +7,9 @@ import functools
 import os
 from collections.abc import Sequence
 
+from bench import processes
 from bench.config import RunConfig
+from bench.models.materialize import buffers_bytes
 from bench.simulate import cache, host, memory, one_process, pace, pipeline, pipeline_parts
 from bench.simulate.layout import Layout, layout_of
 from bench.simulate.machine import Machine
@@ -17,8 +19,9 @@ from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, pieces
 from bench.simulate.stage_tape import StageKey
 from bench.simulate.step import play_step
 from bench.simulate.tape import TapeKey
-from bench.simulate.traces import Speed, prepare_traces, reel_of, worker_pool
-from bench.strategies.plan import TENSOR, Plan, Setting
+from bench.simulate.traces import Speed, prepare_traces, reel_of, remember_traces, traces_in_memory
+from bench.simulate.version import remembered_as
+from bench.strategies.plan import PARAMETERS, TENSOR, Plan, Setting
 
 WORTH_SHARING = 40
 """Runs from which on it pays to share the work among processes."""
@@ -53,7 +56,7 @@ def predict_all(configs: Sequence[RunConfig]) -> list[Prediction]:
     ImpossibleError
         If a strategy states no plan.
     """
-    keys = [identity(config) for config in configs]
+    keys = [remembered_as(identity(config), config.model, config.strategy) for config in configs]
     known = {key: from_plain(value) for key, value in cache.read("prediction", dict.fromkeys(keys)).items()}
     missing = {key: config for key, config in zip(keys, configs, strict=True) if key not in known}
     if missing:
@@ -74,7 +77,7 @@ def _predict_new(configs: list[RunConfig]) -> list[Prediction]:
     if workers == 1 or len(configs) < WORTH_SHARING:
         return [_predicted(config) for config in configs]
     order = sorted(range(len(configs)), key=lambda index: repr((tape_key(configs[index]), configs[index].hardware)))
-    with worker_pool(workers) as pool:  # forked now, with all traces in memory
+    with processes.worker_pool(workers, remember_traces, (traces_in_memory(),)) as pool:
         made = pool.map(_predicted, [configs[index] for index in order], chunksize=CHUNK)
         return [prediction for _, prediction in sorted(zip(order, made, strict=True), key=lambda pair: pair[0])]
 
@@ -109,6 +112,7 @@ def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machin
     plan = config.strategy.plan(_setting(config, reel))
     machine = Machine(host.with_transfers(config, speed), timeline=timeline)
     machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
+    machine.hold("model's buffers", buffers_bytes(config.trained), PARAMETERS)
     group = _tensor_group(config)
     scenes = _scenes(key, config.sequences_per_device, Speed(config.hardware), group)
     if config.devices_per_process > 1:
@@ -136,22 +140,31 @@ def _setting(config: RunConfig, reel: Reel) -> Setting:
     return Setting(
         units=_layout(config).units,
         precision=config.precision,
+        casts=not config.strategy.uses_autocast(config.precision),
         world_size=config.gpus,
         states_per_parameter=config.optimizer.states_per_parameter,
         micro_batches=config.gradient_accumulation,
         keep_gradients=config.optimizer.keep_gradients,
         outputs_bytes=reel.outputs[0] + weight * reel.outputs[1],
         logits_bytes=reel.logits[0] + weight * reel.logits[1],
+        on_cpu=config.hardware.device == "cpu",
     )
 
 
 def _layout(config: RunConfig) -> Layout:
     blocks_per_unit = getattr(config.strategy, "blocks_per_unit", None) or 1
-    return layout_of(config.trained, blocks_per_unit, config.precision.scales_loss, config.strategy.split())
+    return layout_of(
+        config.trained,
+        blocks_per_unit,
+        config.precision.scales_loss,
+        config.strategy.split(),
+        fp32_apart=tape_key(config).fp32_apart,
+    )
 
 
 def _play(config: RunConfig, machine: Machine, plan: Plan, scenes: Sequence[Scene]) -> None:
     plan.begin(machine)
+    machine.note_initial()
     play_step(
         machine,
         plan,
@@ -168,14 +181,18 @@ def tape_key(config: RunConfig) -> TapeKey:
     return TapeKey(
         family=config.trained,
         sequence_length=config.sequence_length,
-        precision=config.precision,
-        autocast=config.strategy.uses_autocast,
+        precision=dataclasses.replace(config.precision, mixing=None),
+        autocast=config.strategy.uses_autocast(config.precision),
         activation_checkpointing=config.activation_checkpointing,
         micro_batches=min(config.gradient_accumulation, 2),
         device=config.hardware.device,
         compile=config.compile,
         widens_outputs=config.strategy.widens_outputs(config.precision),
         split=config.strategy.split(),
+        autocast_caches=config.strategy.autocast_caches,
+        fp32_apart=config.precision.scales_loss
+        and not config.strategy.uses_autocast(config.precision)
+        and config.strategy.shards_fp32_apart,
     )
 
 

@@ -51,6 +51,11 @@ class MemoryPrediction:
     host_capacity: int | None = None
     """Its share of that memory, None where nobody knows."""
 
+    initial: int = 0
+    """Bytes that are allocated before the first step: parameters, buckets, micro-batches."""
+    beside: int = 0
+    """Bytes of the capacity that go to something else."""
+
     @property
     def host_is_short(self) -> bool:
         """Whether what is offloaded does not fit where it goes."""

@@ -122,6 +122,14 @@ class Recorder(TorchDispatchMode):
             weakref.finalize(storage, self._release, key)
             self._changed(size, self._count)
 
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """What names the tensor's storage (of a tensor of several ranks, its part here), if it was tracked and has
+        nothing else in it; else 0."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        size, number = self._live.get(tensor.untyped_storage()._cdata, (0, 0))
+        return number if size == tensor.nbytes else 0
+
     def _uses(self, value: Any) -> Uses:
         """Of tensors whose storages were tracked: number and bytes."""
         found = ((tensor.untyped_storage()._cdata, tensor) for tensor in _tensors(value))
@@ -162,7 +170,7 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Kernel:
         query, key = operands[1:3] if "backward" in name else operands[:2]
         dimensions = (*query.shape[:3], key.shape[2], query.shape[3])
         products = BACKWARD_PRODUCTS if "backward" in name else FORWARD_PRODUCTS
-        flops = 2 * products * math.prod(dimensions) // (2 if _is_causal(args, kwargs) else 1)
+        flops = 2 * products * math.prod(dimensions) // (2 if _is_causal(func, args, kwargs) else 1)
         return name, ATTENTION, format_, dimensions, flops, moved
     if func._overloadpacket in flop_registry:
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
@@ -174,9 +182,12 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any) -> Kernel:
     return name, MEMORY, format_, (0, 0, 0, 0, 0), 0, moved
 
 
-def _is_causal(args: Any, kwargs: Any) -> bool:
-    """Whether the one boolean argument that is true in any call of ours is: the others ask for debug output."""
-    return any(value is True for value in (*args, *kwargs.values()))
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an attention operator is called to leave out the pairs above the diagonal."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[index] if index < len(args) else kwargs.get("is_causal", argument.default_value))
+    return False
 
 
 def _is_transposed(matrix: torch.Tensor) -> bool:

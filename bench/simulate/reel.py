@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.simulate.kernels import Floats, Ints, Kernels
-from bench.simulate.tape import LOSS, TRACED_BLOCKS, Place, Segment, Trace
+from bench.simulate.tape import LOSS, TRACED_BLOCKS, GradientEvent, Place, Segment, Trace, Visit
 
 BATCHES = (2, 3)
 """Batch sizes that are traced to foretell all but 1."""
@@ -30,10 +30,10 @@ class Strip:
     micro_batch: int
     place: Place
     bounds: tuple[int, ...]
-    """Where the pieces end, as indices into the changes: at each gradient, and at the end."""
+    """Where the pieces end, as indices into the changes: at each event, and at the end."""
     kernel_bounds: tuple[int, ...]
-    parameters: tuple[str, ...]
-    """Whose gradient ends each piece but the last."""
+    events: tuple[GradientEvent | Visit, ...]
+    """What ends each piece but the last."""
     changes: tuple[Floats, Floats]
     """Bytes allocated (negative: released), base and slope."""
     lasting: tuple[Floats, Floats]
@@ -66,7 +66,8 @@ class Piece:
     """What happens between two gradients of a segment."""
 
     peak: float
-    """Highest memory within the piece, above that at its beginning, in bytes."""
+    """Highest memory after any change within the piece, above that at its beginning, in bytes. Negative where a piece
+    begins with a release, as of the gradient that ended the piece before it, and never comes up to that again."""
     lasting_at_peak: float
     """Of `peak`, storages that outlive their segment."""
     net: float
@@ -80,6 +81,8 @@ class Piece:
     """Of `peak`, gradients that were completed before it within the piece."""
     communication: float = 0.0
     """Seconds in which nothing is computed, since ranks that share a layer exchange something; not in `seconds`."""
+    visit: Visit | None = None
+    """What begins or ends at the end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +150,7 @@ def _aligned(first: Trace, second: Trace) -> Iterator[tuple[Segment, Segment]]:
         alike = (
             len(a.changes) == len(b.changes)
             and [kernel[0] for kernel in a.kernels] == [kernel[0] for kernel in b.kernels]
-            and a.gradients == b.gradients
+            and a.events == b.events
             and [(event.kernel, event.kind) for event in a.collectives]
             == [(event.kernel, event.kind) for event in b.collectives]
         )
@@ -161,15 +164,13 @@ def _strip(a: Segment, b: Segment, shared: Ints) -> Strip:
     sizes = np.array([size for size, _ in a.changes], dtype=float)
     slopes = np.array([size for size, _ in b.changes], dtype=float) - sizes
     lasting = ~temporary
-    ends = [event.position for event in a.gradients]
-    kernel_ends = [event.kernel for event in a.gradients]
     return Strip(
         phase=a.phase,
         micro_batch=a.micro_batch,
         place=a.place,
-        bounds=(*ends, len(a.changes)),
-        kernel_bounds=(*kernel_ends, len(a.kernels)),
-        parameters=tuple(event.parameter for event in a.gradients),
+        bounds=(*(event.position for event in a.events), len(a.changes)),
+        kernel_bounds=(*(event.kernel for event in a.events), len(a.kernels)),
+        events=tuple(a.events),
         changes=(sizes, slopes),
         lasting=(sizes * lasting, slopes * lasting),
         shared=shared,
@@ -280,19 +281,20 @@ def pieces(
     result = []
     start = kernel_start = 0
     for number, (end, kernel_end) in enumerate(zip(strip.bounds, strip.kernel_bounds, strict=True)):
+        event = strip.events[number] if number < len(strip.events) else None
         level, lasting_level = np.cumsum(changes[start:end]), np.cumsum(lasting[start:end])
         highest = int(np.argmax(level)) if end > start else 0
-        has_peak = end > start and level[highest] > 0
         is_last = number == len(strip.bounds) - 1
         result.append(
             Piece(
-                peak=float(level[highest]) if has_peak else 0.0,
-                lasting_at_peak=float(lasting_level[highest]) if has_peak else 0.0,
+                peak=float(level[highest]) if end > start else 0.0,
+                lasting_at_peak=float(lasting_level[highest]) if end > start else 0.0,
                 net=float(level[-1]) if end > start else 0.0,
                 lasting_net=float(lasting_level[-1]) if end > start else 0.0,
                 seconds=0.0 if seconds is None else float(seconds[kernel_start:kernel_end].sum()),
                 kernels=kernel_end - kernel_start,
-                gradient=strip.parameters[number] if number < len(strip.parameters) else None,
+                gradient=event.parameter if isinstance(event, GradientEvent) else None,
+                visit=event if isinstance(event, Visit) else None,
                 communication=sum(
                     exchange(each.kind, each.at(weight))
                     for each in strip.collectives
@@ -305,7 +307,7 @@ def pieces(
 
 
 def merged(pieces: Sequence[Piece], gradient_bytes: Sequence[float]) -> Piece:
-    """Several pieces as one, whose gradients, of these sizes, stay as they are completed.
+    """Several pieces as one; what stays at the end of each but the last are gradients of these sizes.
 
     What stays is in `peak`, not in `net`: it is for the caller to hold.
     """
@@ -315,9 +317,8 @@ def merged(pieces: Sequence[Piece], gradient_bytes: Sequence[float]) -> Piece:
         if level + kept + piece.peak > peak:
             peak = level + kept + piece.peak
             lasting_at_peak, gradients_at_peak = lasting + piece.lasting_at_peak, kept
+        # What stays is on the tape until its next change, too: there is no looking in between.
         level, lasting, kept = level + piece.net, lasting + piece.lasting_net, kept + size
-        if level + kept > peak:
-            peak, lasting_at_peak, gradients_at_peak = level + kept, lasting, kept
     return Piece(
         peak=peak,
         lasting_at_peak=lasting_at_peak,
@@ -326,6 +327,7 @@ def merged(pieces: Sequence[Piece], gradient_bytes: Sequence[float]) -> Piece:
         seconds=sum(piece.seconds for piece in pieces),
         kernels=sum(piece.kernels for piece in pieces),
         gradient=None,
+        visit=pieces[-1].visit,
         gradients_at_peak=gradients_at_peak,
         communication=sum(piece.communication for piece in pieces),
     )

@@ -135,7 +135,13 @@ def record_stage(key: StageKey, batch_size: int) -> Trace:
         return tuple(torch.empty(batch_size, *shape, **make) for shape in shapes)
 
     recording = Recording(on_cpu=tape.device == "cpu")
-    with collector.at_rest(), FakeTensorMode(), operators_of(tape.device), recording.recorder:
+    with (
+        collector.at_rest(),
+        FakeTensorMode(),
+        operators_of(tape.device),
+        recording.recorder,
+        recording.noting_random_states(),
+    ):
         fill(stage, family, tape)
         _watch(recording, stage)
         received = () if is_first else handed(first_block, True)

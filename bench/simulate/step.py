@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bench.simulate.layout import Layout
 from bench.simulate.machine import Machine
 from bench.simulate.reel import Piece, Scene, merged, running_order
-from bench.simulate.tape import LOSS
+from bench.simulate.tape import END, LOSS
 from bench.strategies.plan import GRADIENTS, STAY, TOLD, Parameter, Plan, Unit, gradients_of
 
 
@@ -71,7 +72,7 @@ def _play_micro_batch(machine: Machine, plan: Plan, layout: Layout, scenes: tupl
     machine.phase, machine.module = "forward", root.name
     plan.before_forward(machine, root)
     for scene, place in running_order(scenes, layout.lengths):
-        if scene.phase == "optimizer":
+        if scene.phase in (END, "optimizer"):
             continue
         following = layout.unit_of.get(place)
         if before is not None:
@@ -87,49 +88,78 @@ def _play_micro_batch(machine: Machine, plan: Plan, layout: Layout, scenes: tupl
             inside = following
             enter = plan.before_forward if scene.phase == "forward" else plan.before_backward
             enter(machine, inside)
-        _play(machine, plan, joined, scene, layout.parameters.get(place, outside), inside or root)
+        parameters = layout.parameters.get(place, outside)
+        _play(machine, plan, joined, scene, parameters, inside or root, layout.layers.get(place, {}))
         before = scene
     if inside is not None:
         _leave(machine, plan, inside, "backward")
     machine.module = root.name
     plan.after_backward(machine, root)
     plan.after_step_backward(machine)
+    for piece in (piece for scene in scenes if scene.phase == END for piece in scene.pieces):
+        machine.play(piece, "backward")
 
 
 class Merged:
-    """Scenes whose gradients stay, or are added to others, as one piece each: made when first asked for."""
+    """Pieces whose gradients stay, or are added to others, as one piece: made when first asked for."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._made: dict[tuple[int, int, str], tuple[Piece, float]] = {}
 
-    def get(self, scene: Scene, parameters: dict[str, Parameter], fate: str) -> tuple[Piece, float]:
+    def get(self, pieces: Sequence[Piece], parameters: dict[str, Parameter], fate: str) -> tuple[Piece, float]:
         """The piece, and the bytes that stay after it."""
-        key = (id(scene), id(parameters), fate)
+        key = (id(pieces[0]), id(parameters), fate)
         if key not in self._made:
             sizes = [
-                float(self._plan.gradient_bytes(parameters[piece.gradient])) if fate == STAY else 0.0
-                for piece in scene.pieces
-                if piece.gradient is not None
+                float(self._plan.gradient_bytes(parameters[piece.gradient])) if fate == STAY and piece.gradient else 0.0
+                for piece in pieces[:-1]
             ]
-            self._made[key] = merged(scene.pieces, sizes), sum(sizes)
+            self._made[key] = merged(pieces, sizes), sum(sizes)
         return self._made[key]
 
 
 def _play(
-    machine: Machine, plan: Plan, joined: Merged, scene: Scene, parameters: dict[str, Parameter], owner: Unit
+    machine: Machine,
+    plan: Plan,
+    joined: Merged,
+    scene: Scene,
+    parameters: dict[str, Parameter],
+    unit: Unit,
+    layers: dict[str, Unit],
 ) -> None:
-    fate = plan.gradients(owner)
-    if fate != TOLD:
-        piece, stays = joined.get(scene, parameters, fate)
-        machine.play(piece, scene.phase)
-        if stays:
-            machine.grow(gradients_of(owner), stays, GRADIENTS)
-        return
-    for piece in scene.pieces:
-        machine.play(piece, scene.phase)
-        if piece.gradient is not None:
-            plan.gradient(machine, owner, parameters[piece.gradient])
+    """A scene of a unit, in which layers may have units of their own."""
+    owner = unit
+    for pieces in _between_visits(scene.pieces):
+        fate = plan.gradients(owner)
+        if fate == TOLD:
+            for piece in pieces:
+                machine.play(piece, scene.phase)
+                if piece.gradient is not None:
+                    plan.gradient(machine, owner, parameters[piece.gradient])
+        else:
+            piece, stays = joined.get(pieces, parameters, fate)
+            machine.play(piece, scene.phase)
+            if stays:
+                machine.grow(gradients_of(owner), stays, GRADIENTS)
+        visit = pieces[-1].visit
+        if visit is not None:
+            layer = layers[visit.layer]
+            again = scene.phase == "backward" and visit.kind == "after_forward"
+            if again or (owner is layer and visit.kind != "after_backward"):
+                continue  # computed again within its own backward pass it has what it needs, and keeps it
+            getattr(plan, visit.kind)(machine, layer)
+            if visit.kind == "before_backward":
+                owner = layer
+            elif visit.kind == "after_backward":
+                owner = unit
+
+
+def _between_visits(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+    """Up to each visit, and up to the end."""
+    ends = [number for number, piece in enumerate(pieces, start=1) if piece.visit is not None]
+    for start, end in pairwise([0, *ends, len(pieces)]):
+        yield pieces[start:end]
 
 
 def _leave(machine: Machine, plan: Plan, unit: Unit, phase: str) -> None:

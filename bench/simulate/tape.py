@@ -20,14 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench import collector
 from bench.models import Batch, Family, float8
 from bench.models.blocks import checkpoint_blocks
+from bench.models.division import unwrapped
+from bench.models.materialize import fill_buffers
 from bench.precision import Precision
+from bench.simulate.cpu_memory import noting_random_states
 from bench.simulate.cuda_operators import operators_of
 from bench.simulate.fusion import Use, fused
 from bench.simulate.lone import split_over
 from bench.simulate.recorder import Kernel, Recorder, Uses
 from bench.strategies import Stepper
 from bench.strategies.split import Split, as_part_of, own_shape
-from bench.training.engine import Engine
+from bench.training.engine import Engine, keep_out_of_autocast
 
 TRACED_BLOCKS = 4
 """Blocks per list that are traced: the first, two inner ones, which must be alike, and the last."""
@@ -37,6 +40,10 @@ Place = tuple[int, int] | None
 
 LOSS = (-1, 0)
 """The place of what the step does with the model's output, outside the model."""
+
+
+END = "end"
+"""The phase between a backward pass and what comes next, in which logits and loss are let go."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,10 @@ class TapeKey:
     """The model's outputs are converted to fp32."""
     split: Split | None = None
     """Over how many ranks every layer is split."""
+    autocast_caches: bool = True
+    """Autocast keeps what it casts of parameters until the forward pass is over."""
+    fp32_apart: bool = False
+    """Layers that stay in fp32 in fp16 runs are sharded by themselves, within their blocks."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +96,28 @@ class GradientEvent:
     """Name within the block, or in the model for what lies outside."""
 
 
+@dataclass(frozen=True)
+class Visit:
+    """The pass of a layer that is sharded by itself begins or ends, within its block's."""
+
+    position: int
+    """Changes of the segment before it happens."""
+    kernel: int
+    """Kernels of the segment started by then."""
+    turn: int
+    """Gradients of the segment that are complete by then."""
+    layer: str
+    """Name within the block."""
+    kind: str
+    """before_forward, after_forward, before_backward or after_backward: what of `Plan` is called."""
+
+
 @dataclass
 class Segment:
     """What happens from one cut of the tape to the next."""
 
     phase: str
-    """forward or backward."""
+    """forward, backward, end (of a micro-batch) or optimizer."""
     micro_batch: int
     place: Place
     changes: list[tuple[int, int]] = field(default_factory=list)
@@ -98,6 +125,16 @@ class Segment:
     kernels: list[Kernel] = field(default_factory=list)
     gradients: list[GradientEvent] = field(default_factory=list)
     collectives: list[CollectiveEvent] = field(default_factory=list)
+    visits: list[Visit] = field(default_factory=list)
+
+    @property
+    def events(self) -> list[GradientEvent | Visit]:
+        """Complete gradients and visits in the order they happen."""
+        found: list[GradientEvent | Visit] = []
+        for number in range(len(self.gradients) + 1):
+            found += [visit for visit in self.visits if visit.turn == number]
+            found += self.gradients[number : number + 1]
+        return found
 
 
 @dataclass(frozen=True)
@@ -129,6 +166,8 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
     model = family.build()
     model.train()
     float8.convert(family, model, key.precision)
+    if key.precision.scales_loss and key.autocast:
+        keep_out_of_autocast(family.fp32_modules(model), torch.device("cpu"))
     checkpoint_blocks(family, model, key.activation_checkpointing)
     recording = Recording(on_cpu=key.device == "cpu")
     with (
@@ -137,16 +176,19 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         FakeTensorMode(),
         operators_of(key.device),
         recording.recorder,
+        recording.noting_random_states(),
     ):
         fill(model, family, key)
         names = local_names(family, model)
         recording.watch(family, model, names)
+        if key.fp32_apart:
+            recording.watch_layers(family, model)
         if key.widens_outputs:
             model.register_forward_hook(_widen)
         engine = Engine(
             module=model,
-            stepper=Stepper(_NoOptimizer(), torch.amp.GradScaler(enabled=False), keep_gradients=False),  # type: ignore[arg-type]
-            strategy=_Casting(key.autocast),  # type: ignore[arg-type]
+            stepper=_Stepper(recording),
+            strategy=_Casting(key.autocast, key.autocast_caches),  # type: ignore[arg-type]
             precision=key.precision,
             device=torch.device("cpu"),
             synchronize_every_micro_batch=False,
@@ -163,6 +205,7 @@ def record(key: TapeKey, batch_size: int, blocks: int | None = TRACED_BLOCKS) ->
         recording.fuse()
     for segment in recording.segments:
         order_releases(segment)
+    recording.release_gradients()
     return Trace(recording.segments, recording.inputs_bytes, recording.outputs_bytes, recording.logits_bytes)
 
 
@@ -179,7 +222,7 @@ def order_releases(segment: Segment) -> None:
     Autocast drops its copies of the weights in an order that differs from one trace to the next. Traces at two batch
     sizes are compared position by position.
     """
-    breaks = {event.position for event in segment.gradients}
+    breaks = {event.position for event in segment.events}
     ordered: list[tuple[int, int]] = []
     run: list[tuple[int, int]] = []
     for position, change in enumerate([*segment.changes, (1, 0)]):
@@ -209,6 +252,7 @@ def trace_from_plain(plain: dict[str, Any]) -> Trace:
             ],
             gradients=[GradientEvent(**event) for event in each["gradients"]],
             collectives=[CollectiveEvent(**event) for event in each["collectives"]],
+            visits=[Visit(**event) for event in each["visits"]],
         )
         for each in plain["segments"]
     ]
@@ -234,9 +278,16 @@ class Recording:
         self.segments: list[Segment] = []
         self._uses: list[list[Use]] = []
         self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
+        self._on_cpu = on_cpu
         self.recorder = Recorder(self._changed, self._launched, self._sent, on_cpu=on_cpu)
         self._micro_batch = -1
         self._counting_inputs = False
+        self._completed: dict[tuple[int, str], int] = {}
+        """Number of each complete gradient's storage, by the segment and the parameter."""
+
+    def noting_random_states(self) -> contextlib.AbstractContextManager[None]:
+        """Around what is recorded: on a CPU, what keeps the state of random numbers does so in the same memory."""
+        return noting_random_states(self.recorder.track) if self._on_cpu else contextlib.nullcontext()
 
     def inputs(self, make: list[Callable[[], Batch]]) -> list[Batch]:
         """Make the micro-batches, counting what they take."""
@@ -278,6 +329,33 @@ class Recording:
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
 
+    def watch_layers(self, family: Family, model: nn.Module) -> None:
+        """Note where the passes of layers that are sharded by themselves begin and end."""
+        kept = set(family.fp32_modules(model))
+        for block in (block for blocks in family.block_lists(model) for block in blocks):
+            for name, layer in block.named_modules():
+                if layer in kept:
+                    self._watch_layer(layer, unwrapped(name))
+
+    def _watch_layer(self, layer: nn.Module, name: str) -> None:
+        def visit(kind: str) -> None:
+            segment = self.segments[-1]
+            place = len(segment.changes), len(segment.kernels), len(segment.gradients)
+            segment.visits.append(Visit(*place, name, kind))
+
+        def before(_layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            visit("before_forward")
+            if inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _gradient: visit("after_backward"))
+
+        def after(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            visit("after_forward")
+            if output.requires_grad:
+                output.register_hook(lambda _gradient: visit("before_backward"))
+
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
+
     def _after_model(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self.cut("forward", LOSS)
         self.outputs_bytes = sum(each.nbytes for each in output.values() if isinstance(each, torch.Tensor))
@@ -290,6 +368,8 @@ class Recording:
         def complete(parameter: torch.Tensor) -> None:
             segment = self.segments[-1]
             segment.gradients.append(GradientEvent(len(segment.changes), len(segment.kernels), name))
+            if parameter.grad is not None:
+                self._completed[id(segment), name] = self.recorder.number_of(parameter.grad)
             parameter.grad = None
 
         return complete
@@ -315,6 +395,29 @@ class Recording:
             segment = self.segments[-1]
             segment.collectives.append(CollectiveEvent(len(segment.kernels), kind, size))
 
+    def release_gradients(self) -> None:
+        """Let every gradient leave the tape right behind the event that completes it.
+
+        Autograd lets go of it a moment later, when the next block's backward may have begun. By then it is the
+        strategy's, which would count it a second time.
+        """
+        numbers = set(self._completed.values())
+        late = {change for each in self.segments for change in each.changes if change[0] < 0 and change[1] in numbers}
+        releases = {number: [(size, number)] for size, number in late}
+        for segment in self.segments:
+            changes: list[tuple[int, int]] = []
+            moved: list[GradientEvent | Visit] = []
+            start = 0
+            for event in segment.events:
+                changes += [change for change in segment.changes[start : event.position] if change not in late]
+                start = event.position
+                moved.append(dataclasses.replace(event, position=len(changes)))
+                if isinstance(event, GradientEvent):
+                    changes += releases.get(self._completed.get((id(segment), event.parameter), 0), [])
+            segment.changes = changes + [change for change in segment.changes[start:] if change not in late]
+            segment.gradients = [event for event in moved if isinstance(event, GradientEvent)]
+            segment.visits = [event for event in moved if isinstance(event, Visit)]
+
     def fuse(self) -> None:
         """Put the kernels of every block together as a compiler does."""
         everything = (use for uses in self._uses for use in uses)
@@ -328,13 +431,14 @@ class Recording:
             segment.kernels, became = fused(segment.kernels, uses, last_read, start, exchanges)
             ends = [*became, len(segment.kernels)]
             segment.gradients = [dataclasses.replace(event, kernel=ends[event.kernel]) for event in segment.gradients]
+            segment.visits = [dataclasses.replace(event, kernel=ends[event.kernel]) for event in segment.visits]
             segment.collectives = [
                 dataclasses.replace(event, kernel=ends[event.kernel]) for event in segment.collectives
             ]
 
 
 def fill(model: nn.Module, family: Family, key: TapeKey) -> None:
-    """Give the model, which is on meta, fake parameters of the format it computes with."""
+    """Give the model, which is on meta, fake buffers, and fake parameters of the format it computes with."""
     kept = family.fp32_modules(model) if key.precision.scales_loss else ()
     keep_fp32 = {inner for module in kept for inner in module.modules()}
     cast = key.precision.parameter_dtype if key.autocast else key.precision.compute_dtype
@@ -346,6 +450,10 @@ def fill(model: nn.Module, family: Family, key: TapeKey) -> None:
                 fake = torch.empty(own_shape(parameter), dtype=dtype, device="cpu")
                 made[id(parameter)] = nn.Parameter(as_part_of(parameter, fake), requires_grad=parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta:
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+        fill_buffers(module, family, torch.device("cpu"))
         family.store(module)
 
 
@@ -359,12 +467,30 @@ def _widen(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
 class _Casting:
     """Stands for a strategy in the engine: all a strategy does apart from wrapping and communicating."""
 
-    uses_autocast: bool
+    autocast: bool
+    autocast_caches: bool
+
+    def uses_autocast(self, _precision: Precision) -> bool:
+        """As the strategy does."""
+        return self.autocast
 
     @contextlib.contextmanager
     def accumulate(self, _module: nn.Module, synchronize: bool) -> Iterator[None]:
         """Gradients leave the tape as soon as they are complete."""
         yield
+
+
+class _Stepper(Stepper):
+    """Cuts where the backward pass is over: what strategies do last of all they do before logits and loss are gone."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__(_NoOptimizer(), torch.amp.GradScaler(enabled=False), keep_gradients=False)  # type: ignore[arg-type]
+        self._recording = recording
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of a micro-batch."""
+        super().backward(loss)
+        self._recording.cut(END, None)
 
 
 class _NoOptimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -83,8 +84,10 @@ class Accelerate(Framework):
         with environment(SETTINGS, **_place(job.device)):
             from accelerate import Accelerator, DistributedType, PartialState
             from accelerate.state import AcceleratorState
-            from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+            from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin, check_cuda_p2p_ib_support
 
+            if not on_cpu and not {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} <= {*os.environ}:
+                refuse_old_drivers(check_cuda_p2p_ib_support())
             if self.backend == "ddp":
                 accelerator = Accelerator(
                     device_placement=False,
@@ -195,6 +198,15 @@ def _formats(precision: Precision) -> dict[str, Any]:
 def _inner(unit: nn.Module) -> str:
     """Class of a block, which Accelerate looks for below the wrapper of its checkpointing."""
     return type(getattr(unit, "_checkpoint_wrapped_module", unit)).__name__
+
+
+def refuse_old_drivers(supported: bool) -> None:
+    """Say in one sentence what Accelerate would refuse: transfers between GPUs that an old driver does not have."""
+    if not supported:
+        raise ImpossibleError(
+            "strategy=accelerate refuses several GPUs of the RTX 40 series with a driver older than 550.40.07: set "
+            "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1, update the driver, or choose strategy ddp, fsdp or fsdp1."
+        )
 
 
 def _place(device: torch.device) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +20,7 @@ from bench import plugins
 from bench.errors import ImpossibleError, bad_value
 from bench.models import Family
 from bench.models.materialize import Materializer
-from bench.precision import Precision
+from bench.precision import AUTOCAST, Precision
 from bench.strategies.pipeline_plan import RankPlan, StageUnits
 from bench.strategies.pipeline_schedule import Timetable
 from bench.strategies.plan import Plan, Setting
@@ -57,6 +59,7 @@ class Step:
     keep_gradients: bool
     """Gradients are filled with zeros after a step, not freed."""
     compile: bool
+    precision: Precision
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,48 @@ class Strategy(ABC):
     finetunes: ClassVar[tuple[str, ...]] = ("full",)
     """What of a model the strategy can train: full, lora (frozen weights beside others), qlora (quantised ones)."""
 
-    uses_autocast = True
-    """Whether mixed precision is autocast's (else the strategy casts parameters itself)."""
+    mixings: ClassVar[tuple[str, ...]] = (AUTOCAST,)
+    """Ways of mixed precision that the strategy has, of `bench.precision.MIXINGS`: its users' usual one first."""
+
+    other_mixing: ClassVar[str] = "which computes with parameters as they are stored"
+    """Why the strategy has no other way of mixed precision than its usual one, as a relative clause."""
+
+    autocast_caches = True
+    """Whether autocast keeps what it casts of parameters until the forward pass is over: not of views of others."""
+
+    shards_fp32_apart = False
+    """Whether layers that stay in fp32 in fp16 runs are sharded by themselves, where autocast does not see to them."""
 
     takes_float8 = False
     """Whether it was shown to train a model whose linear layers compute in FP8."""
 
-    @property
-    def mixed_precision(self) -> str:
+    def uses_autocast(self, precision: Precision) -> bool:
+        """Whether mixed precision is autocast's (else the strategy casts parameters itself)."""
+        return (precision.mixing or self.mixings[0]) == AUTOCAST
+
+    def mixed_precision(self, precision: Precision) -> str:
         """Who makes computation narrower than stored parameters, for the row."""
-        return "autocast" if self.uses_autocast else "fsdp policy"
+        return AUTOCAST if self.uses_autocast(precision) else "fsdp policy"
+
+    def settled(self, precision: Precision) -> Precision:
+        """The precision with one name for each thing: `mixing` is null where nothing is mixed, or in the usual way.
+
+        Raises
+        ------
+        ImpossibleError
+            If the strategy does not have the way of mixed precision that was asked for.
+        """
+        asked = precision.mixing
+        if asked is None:
+            return precision
+        if precision.mixed and asked not in self.mixings:
+            others = _those(lambda each: isinstance(each.mixings, tuple) and asked in each.mixings)
+            raise ImpossibleError(
+                f"precision.mixing={asked} is not valid for strategy={self.name}, {self.other_mixing}: choose "
+                f"{self.mixings[0]}, or strategy {others}."
+            )
+        usual = asked == self.mixings[0] or not precision.mixed
+        return _unasked(precision) if usual else precision
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """The same strategy with every knob that depends on the run as a value, the sharding factor as a number.
@@ -121,6 +156,11 @@ class Strategy(ABC):
     def uses_host(self) -> bool:
         """Whether something is."""
         return bool(self.offloaded)
+
+    @property
+    def reduces_on_host(self) -> bool:
+        """Whether ranks exchange tensors that lie in the memory of the machine around their devices, too."""
+        return False
 
     def split(self) -> Split | None:
         """Over how many ranks every layer of the resolved strategy's model is split; None where layers are whole."""
@@ -248,6 +288,12 @@ class Strategy(ABC):
         return torch.amp.GradScaler(device.type)
 
 
+@functools.cache
+def _unasked(precision: Precision) -> Precision:
+    """Without a way of mixing: the same object every time."""
+    return dataclasses.replace(precision, mixing=None)
+
+
 def ranks_asked_for(field: str, asked: int | str, world_size: int, ranks_per_node: int, least: int = 1) -> int:
     """Ranks that a knob means: a divisor of the world size, ``node`` (the ranks of one machine) or ``full`` (all).
 
@@ -262,9 +308,9 @@ def ranks_asked_for(field: str, asked: int | str, world_size: int, ranks_per_nod
     if not isinstance(number, int) or number < 1:
         raise bad_value(field, number, f"full, node, or a whole number of at least {least}")
     if world_size % number:
-        divisors = [str(n) for n in range(least, world_size + 1) if world_size % n == 0]
-        valid = f"a divisor of the world size, gpus={world_size}: {', '.join(divisors)}"
-        if not divisors:
+        possible = [str(n) for n in divisors(world_size) if n >= least]
+        valid = f"a divisor of the world size, gpus={world_size}: {', '.join(possible)}"
+        if not possible:
             valid = f"gpus={number} or a multiple of it, instead of gpus={world_size}"
         raise bad_value(field, number, valid, ImpossibleError)
     if number < least:
@@ -274,6 +320,12 @@ def ranks_asked_for(field: str, asked: int | str, world_size: int, ranks_per_nod
             f"fewer than {least} ranks: choose {others}, or another strategy."
         )
     return number
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, in order: of 10^9 in a millisecond."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def require_factor(strategy: Strategy, word: str, factor: int, world_size: int, because: str) -> None:

@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
 
-from bench.errors import ImpossibleError, require_at_least, require_choice
+from bench.errors import ImpossibleError
 from bench.precision import Precision
 from bench.strategies import powersgd
 from bench.strategies.base import Job, Strategy, require_replicas, require_stored_format
@@ -29,10 +31,17 @@ from bench.strategies.plan import (
     gradients_of,
 )
 from bench.strategies.powersgd import FIRST_START, Compression
+from bench.typed import OneOf, Within
 
 MIB = 2**20
 
+BUCKET_MB = Within(1, 10**6)
+
 POWERSGD = "powersgd"
+
+SETTLING_STEPS = 3
+"""Steps until one is like all later: in the second DDP makes its buckets again, in the order of the first's gradients,
+while the old ones are there."""
 
 COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Hooks that compress gradients, and to what."""
@@ -43,21 +52,26 @@ class DDP(Strategy):
     """DDP with the settings of a fair baseline."""
 
     takes_float8 = True
+    other_mixing = (
+        "since torch 2.13's DistributedDataParallel(mixed_precision=...) computes wrong gradients: its first steps "
+        "reduce buckets that no gradient was put into (fsdp with strategy.sharding_factor=1 replicates as DDP does)"
+    )
 
-    bucket_cap_mb: int
-    """Size of a gradient bucket in MiB: smaller overlaps earlier, larger sends more at once."""
+    bucket_cap_mb: Annotated[int | None, BUCKET_MB]
+    """Size of a gradient bucket in MiB: smaller overlaps earlier, larger sends more at once. null: torch's default, 25
+    and the first one 1; a number holds for the first one, too."""
     gradient_as_bucket_view: bool
     """Gradients are views into the buckets, which saves one copy of them."""
     static_graph: bool | None
     """Promise that every step uses the same parameters in the same order. null: yes, unless micro-batches
     accumulate without communication, which DDP cannot combine with it."""
-    communication_hook: str = "none"
+    communication_hook: Annotated[str, OneOf("none", *COMPRESSED, POWERSGD)] = "none"
     """fp16 or bf16: gradients are compressed to half their size for the all-reduce. powersgd: matrices go as two narrow
     factors, which loses more, and keeps for the next step what it lost. none: they go in the precision's format of
     reductions."""
-    matrix_approximation_rank: int = 1
+    matrix_approximation_rank: Annotated[int, Within(1, 2**20)] = 1
     """Of powersgd: columns of the factors."""
-    start_powerSGD_iter: int = FIRST_START  # noqa: N815 (torch's name)
+    start_powerSGD_iter: Annotated[int, Within(FIRST_START, 10**6)] = FIRST_START  # noqa: N815 (torch's name)
     """Of powersgd: backward passes that are reduced in full before. With gradient_accumulation_sync=true a step has as
     many as micro-batches, otherwise one."""
 
@@ -77,10 +91,6 @@ class DDP(Strategy):
     def check(self, world_size: int) -> None:
         """Any world size; nothing is sharded."""
         require_replicas(self)
-        require_at_least("strategy.bucket_cap_mb", self.bucket_cap_mb, 1)
-        require_choice("strategy.communication_hook", self.communication_hook, ("none", *COMPRESSED, POWERSGD))
-        require_at_least("strategy.matrix_approximation_rank", self.matrix_approximation_rank, 1)
-        require_at_least("strategy.start_powerSGD_iter", self.start_powerSGD_iter, FIRST_START)
         for name, usual in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", FIRST_START)):
             if self.communication_hook != POWERSGD and getattr(self, name) != usual:
                 raise ImpossibleError(
@@ -96,7 +106,7 @@ class DDP(Strategy):
         buckets."""
         if self.communication_hook == POWERSGD:
             return self.start_powerSGD_iter + 2
-        return 3 if self.communication_hook in COMPRESSED else super().settling_steps
+        return SETTLING_STEPS
 
     def check_precision(self, precision: Precision) -> None:
         """What is in 16 bits already is not compressed to as many."""
@@ -155,14 +165,14 @@ class DDP(Strategy):
 class DDPPlan(WholePlan):
     """Gradients are copied into buckets in the order they are computed; a full bucket is sent while backward goes on.
 
-    The buckets are there from construction on. Gradients are views of them, or are kept beside them. The first bucket
-    is as large as the others: DDP makes it smaller only where nobody says how large buckets are
-    (``_BucketCapacityConfig`` in torch/nn/parallel/distributed.py of torch 2.13).
+    The buckets are there from construction on. Gradients are views of them, or are kept beside them. DDP makes the
+    first bucket smaller than the others only where nobody says how large buckets are (``_BucketCapacityConfig`` in
+    torch/nn/parallel/distributed.py of torch 2.13).
     """
 
     def __init__(self, strategy: DDP, setting: Setting) -> None:
         super().__init__(setting)
-        self._capacity = strategy.bucket_cap_mb * MIB
+        self._first_capacity, self._capacity = bucket_capacities(strategy.bucket_cap_mb)
         self._views = strategy.gradient_as_bucket_view
         sent = strategy.sent_dtype(setting.precision)
         self._recast = sent != setting.precision.parameter_dtype
@@ -208,7 +218,7 @@ class DDPPlan(WholePlan):
                 device.release(own)
             self._filled += size
             self._members.append(parameter)
-            if self._filled >= self._capacity:
+            if self._filled >= (self._capacity if self._sent else self._first_capacity):
                 self._send(device)
         if not self.setting.keep_gradients and not (self._views and self._synchronize):
             device.hold(own, size, GRADIENTS)
@@ -250,6 +260,12 @@ class DDPPlan(WholePlan):
         device.release(name, after=REDUCE)
         self._sent.append(name)
         self._members, self._filled = [], 0.0
+
+
+def bucket_capacities(bucket_cap_mb: int | None) -> tuple[int, int]:
+    """Bytes from which on the first bucket, and any other, is sent (null: torch's default)."""
+    capacity = (_DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB
+    return (dist._DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else capacity), capacity
 
 
 def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

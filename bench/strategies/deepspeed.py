@@ -9,13 +9,13 @@ import os
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
-from bench.precision import Precision
+from bench.errors import ImpossibleError, bad_value, how_to_install
+from bench.precision import PARAMETERS, Precision
 from bench.strategies.base import BuildOptimizer, Job, Step, Strategy, require_factor, require_stored_format
 from bench.strategies.deepspeed_offload import (
     OffloadedBf16Stage1Plan,
@@ -26,15 +26,14 @@ from bench.strategies.deepspeed_plan import Bf16Stage1Plan, Stage0Plan, Stage1An
 from bench.strategies.deepspeed_stage3 import Knobs, Stage3Plan
 from bench.strategies.plan import Plan, Setting
 from bench.strategies.stepper import Stepper
+from bench.typed import OneOf, Within
 
 STAGES = (0, 1, 2, 3)
 OFFLOADS = ("none", "cpu", "nvme")
+ELEMENTS = Within(0, 10**15)
 
 BY_STAGE = "stage"
 """The sharding factor that follows from the stage."""
-
-BUCKETS = ("reduce_bucket_size", "prefetch_bucket_size")
-THRESHOLDS = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,11 @@ class DeepSpeed(Strategy):
     rehearsed, the partitions that stages 1 and 2 gather after the update repeat the first rank's.
     """
 
-    stage: int
+    stage: Annotated[int, OneOf(*STAGES)]
     """0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too."""
-    offload_optimizer: str
+    offload_optimizer: Annotated[str, OneOf(*OFFLOADS)]
     """Where optimizer state and fp32 parameters are kept and updated: none (on the device), cpu or nvme."""
-    offload_parameters: str
+    offload_parameters: Annotated[str, OneOf(*OFFLOADS)]
     """Where the shards of parameters are kept."""
     nvme_path: str | None
     """Folder for what is offloaded to NVMe."""
@@ -58,27 +57,26 @@ class DeepSpeed(Strategy):
     """Reduce gradients while backward runs. null: DeepSpeed's choice, which is true for stage 3 alone."""
     contiguous_gradients: bool
     """Copy gradients into one buffer as they are produced."""
-    reduce_bucket_size: int
+    reduce_bucket_size: Annotated[int, Within(1, 10**15)]
     """Elements reduced at a time, and of the buffer for them."""
-    prefetch_bucket_size: int
+    prefetch_bucket_size: Annotated[int, ELEMENTS]
     """Elements gathered ahead of use in stage 3."""
-    param_persistence_threshold: int
+    param_persistence_threshold: Annotated[int, ELEMENTS]
     """Parameters smaller than this stay whole in stage 3."""
-    max_live_parameters: int
+    max_live_parameters: Annotated[int, ELEMENTS]
     """Elements that may be whole at a time in stage 3."""
-    max_reuse_distance: int
+    max_reuse_distance: Annotated[int, ELEMENTS]
     """Parameters used again within so many elements stay whole in stage 3."""
 
-    uses_autocast = False
+    mixings = (PARAMETERS,)
+    other_mixing = "whose optimizer keeps narrow parameters in fp32 as well"
 
-    @property
-    def mixed_precision(self) -> str:
+    def mixed_precision(self, precision: Precision) -> str:
         """Parameters are narrow, DeepSpeed's optimizer keeps them in fp32 as well."""
         return "deepspeed bf16"
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy; the stage decides how many ranks share parameters, and whether reduction overlaps."""
-        require_choice("strategy.stage", self.stage, STAGES)
         factor = world_size if self.stage == 3 else 1
         because = f"strategy.stage={self.stage} of deepspeed spreads parameters"
         require_factor(self, BY_STAGE, factor, world_size, because)
@@ -88,10 +86,6 @@ class DeepSpeed(Strategy):
 
     def check(self, world_size: int) -> None:
         """Any world size; offloading where the stage has something to offload."""
-        for name in (*BUCKETS, *THRESHOLDS):
-            require_at_least(f"strategy.{name}", getattr(self, name), 1 if name == "reduce_bucket_size" else 0)
-        for name in ("offload_optimizer", "offload_parameters"):
-            require_choice(f"strategy.{name}", getattr(self, name), OFFLOADS)
         if self.offload_parameters != "none" and self.stage != 3:
             raise self._offload_needs("offload_parameters", "3: only there each rank has just a part of the parameters")
         if self.offload_optimizer == "cpu" and self.stage == 0:
@@ -177,7 +171,7 @@ class DeepSpeed(Strategy):
         if importlib.util.find_spec("deepspeed") is None:
             raise ImpossibleError(
                 "strategy=deepspeed needs the library deepspeed, which is not installed: choose another strategy, or "
-                'install it with pip install --no-build-isolation "fsdp-bench[deepspeed]".'
+                f"install it with {how_to_install('deepspeed', options='--no-build-isolation ')}."
             )
 
     def imports(self, device: str) -> tuple[str, ...]:
@@ -341,6 +335,8 @@ def _library(device: torch.device) -> ModuleType:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # of the device, among those this process sees
     deepspeed = importlib.import_module("deepspeed")
-    # All collectives of CPU processes go through gloo: its kernels for shared memory would be compiled first.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device.type == "cpu":
+        # All collectives of CPU processes go through gloo: its kernels for shared memory would be compiled first. (To
+        # look at this table is to look for compilers and libraries for every kernel that DeepSpeed has.)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -9,24 +9,26 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import nn
 
-from bench.errors import ImpossibleError, bad_value, require_choice
+from bench.errors import ImpossibleError, bad_value, how_to_install
 from bench.precision import Precision
 from bench.strategies.base import Strategy, require_stored_format
-from bench.strategies.ddp import DDP
+from bench.strategies.ddp import BUCKET_MB, DDP
 from bench.strategies.fsdp import FSDP2
-from bench.strategies.fsdp1 import FSDP1
+from bench.strategies.fsdp1 import BACKWARD_PREFETCH, FSDP1
 from bench.strategies.plan import Plan, Setting
+from bench.strategies.sharding import BLOCKS_PER_UNIT
+from bench.typed import OneOf
 
 PLAIN: dict[str, type[Strategy]] = {"ddp": DDP, "fsdp": FSDP2, "fsdp1": FSDP1}
 """What a framework may wrap a model in, by the name of the plain strategy."""
 
 KNOBS: dict[str, dict[str, Any]] = {
-    "ddp": {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "static_graph": None},
+    "ddp": {"bucket_cap_mb": None, "gradient_as_bucket_view": True, "static_graph": None},
     "fsdp": {"reshard_after_forward": True, "blocks_per_unit": 1},
     "fsdp1": {
         "reshard_after_forward": True,
@@ -53,21 +55,21 @@ class Framework(Strategy):
     A knob that `backend` has no use for is null, and refused if it is not.
     """
 
-    backend: str
+    backend: Annotated[str, OneOf(*PLAIN)]
     """ddp, fsdp (FSDP2) or fsdp1."""
-    bucket_cap_mb: int | None
-    """Of ddp: size of a gradient bucket in MiB."""
+    bucket_cap_mb: Annotated[int | None, BUCKET_MB]
+    """Of ddp: size of a gradient bucket in MiB; null: torch's default."""
     gradient_as_bucket_view: bool | None
     """Of ddp: gradients are views into the buckets."""
     static_graph: bool | None
     """Of ddp: promise that every step uses the same parameters in the same order."""
     reshard_after_forward: bool | None
     """Of fsdp and fsdp1: free a unit's gathered parameters after its forward (ZeRO-3), or keep them (ZeRO-2)."""
-    blocks_per_unit: int | None
+    blocks_per_unit: Annotated[int | None, BLOCKS_PER_UNIT]
     """Of fsdp and fsdp1: transformer blocks whose parameters are gathered as one."""
     forward_prefetch: bool | None
     """Of fsdp1: issue the next unit's all-gather before the current unit's forward."""
-    backward_prefetch: str | None
+    backward_prefetch: Annotated[str | None, OneOf(*BACKWARD_PREFETCH)]
     """Of fsdp1: when to gather the next unit in backward: pre, post or none."""
     limit_all_gathers: bool | None
     """Of fsdp1: at most two all-gathers in flight."""
@@ -77,7 +79,6 @@ class Framework(Strategy):
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As the plain strategy does, every knob that the backend has as a value."""
-        require_choice("strategy.backend", self.backend, PLAIN)
         offered = KNOBS[self.backend]
         for knob in sorted({knob for knobs in KNOBS.values() for knob in knobs} - set(offered)):
             if getattr(self, knob) is not None:
@@ -105,12 +106,19 @@ class Framework(Strategy):
     def plain(self) -> Any:
         """The plain strategy with the same knobs."""
         knobs = {knob: getattr(self, knob) for knob in ("sharding_factor", *KNOBS[self.backend])}
-        return PLAIN[self.backend](name=self.backend, **knobs, **NOT_OFFERED[self.backend])
+        return PLAIN[self.backend](name=self.backend, **knobs, **NOT_OFFERED[self.backend], **self.plain_mesh)
 
     @property
-    def uses_autocast(self) -> bool:  # type: ignore[override]
-        """Mixed precision of ddp; the others cast parameters."""
-        return bool(self.plain.uses_autocast)
+    def plain_mesh(self) -> dict[str, bool]:
+        """How the plain strategy's mesh is asked for, where the framework leaves that to its user."""
+        return {}
+
+    other_mixing = "whose framework does it in its own way"
+
+    @property
+    def mixings(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The plain strategy's usual one."""
+        return PLAIN[self.backend].mixings[:1]
 
     def check_precision(self, precision: Precision) -> None:
         """Losses are not scaled here, and gradients are reduced as they are stored."""
@@ -126,12 +134,17 @@ class Framework(Strategy):
         """As the plain strategy."""
         self.plain.check_optimizer(name, implementation)
 
+    @property
+    def settling_steps(self) -> int:
+        """As the plain strategy's."""
+        return int(self.plain.settling_steps)
+
     def check_installed(self) -> None:
         """The framework is an optional extra."""
         if importlib.util.find_spec(self.library) is None:
             raise ImpossibleError(
                 f"strategy={self.name} needs the package {self.library}, which is not installed: "
-                f'pip install "fsdp-bench[{self.library}]", or choose strategy {self.backend}.'
+                f"{how_to_install(self.library)}, or choose strategy {self.backend}."
             )
 
     def effective(self, world_size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.errors import ImpossibleError
 from bench.models.blocks import group_blocks
-from bench.precision import Precision
-from bench.strategies.base import BuildOptimizer, Job
+from bench.strategies.base import BuildOptimizer, Job, Strategy
 from bench.strategies.plan import (
     ADDED,
     GATHER,
@@ -31,6 +31,7 @@ from bench.strategies.plan import (
     Setting,
     Unit,
     gradients_of,
+    hold_copied_in,
 )
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy
 from bench.strategies.uploading import UploadingOptimizer
@@ -44,11 +45,29 @@ class FSDP2(ShardingStrategy):
     """Issue the next unit's all-gather before the current unit's backward."""
     optimizer_on_device: bool = False
     """With `cpu_offload`: keep optimizer state and the optimizer's step on the device."""
+    mesh_2d: bool = False
+    """Shard on a mesh of two dimensions, replicas and shards, even where there is one replica: each gradient is then
+    all-reduced within a group of one rank. With several replicas the mesh always has both."""
+
+    def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
+        """As every strategy, and `mesh_2d` as the mesh will be."""
+        resolved = super().resolve(world_size, ranks_per_node, accumulates=accumulates)
+        assert isinstance(resolved, FSDP2)
+        return dataclasses.replace(resolved, mesh_2d=resolved.has_replicas(world_size))
+
+    def has_replicas(self, world_size: int) -> bool:
+        """Where there are several, or it was asked for."""
+        return self.mesh_2d or super().has_replicas(world_size)
 
     @property
     def updates_on_host(self) -> bool:
         """Unless the optimizer stays on the device."""
         return self.cpu_offload and not self.optimizer_on_device
+
+    @property
+    def reduces_on_host(self) -> bool:
+        """Of gradients that were offloaded: whether one is no finite number anywhere, which loss scaling asks for."""
+        return self.cpu_offload
 
     def check(self, world_size: int) -> None:
         """As every sharding strategy; the optimizer can stay alone only where something has left."""
@@ -69,33 +88,41 @@ class FSDP2(ShardingStrategy):
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Shard each unit, then the root with what is left (the shared embedding among it), then fill the shards."""
-        keep_fp32 = list(job.family.fp32_modules(model)) if job.precision.scales_loss else []
+        casts = job.precision.mixed and not self.uses_autocast(job.precision)
+        keep_fp32 = list(job.family.fp32_modules(model)) if job.precision.scales_loss and casts else []
         options: dict[str, Any] = {
             "mesh": self.mesh(job),
             "offload_policy": CPUOffloadPolicy(pin_memory=job.device.type != "cpu")
             if self.cpu_offload
             else OffloadPolicy(),
         }
-        policy = _policy(job.precision, cast_inputs=not keep_fp32)
-        for module in keep_fp32:
-            full = MixedPrecisionPolicy(reduce_dtype=job.precision.reduce_dtype)
-            fully_shard(module, mp_policy=full, reshard_after_forward=self.reshard_after_forward, **options)
+        policy = MixedPrecisionPolicy(
+            param_dtype=job.precision.compute_dtype if casts else None,
+            reduce_dtype=job.precision.reduce_dtype,
+            cast_forward_inputs=not keep_fp32,
+        )
+        full = MixedPrecisionPolicy(reduce_dtype=job.precision.reduce_dtype)
+        layers: list[FSDPModule] = [
+            fully_shard(layer, mp_policy=full, reshard_after_forward=self.reshard_after_forward, **options)
+            for layer in keep_fp32
+        ]
         units: list[FSDPModule] = [
             fully_shard(unit, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
             for unit in group_blocks(job.family, model, self.blocks_per_unit)
         ]
         # The root is needed again as soon as backward starts, so it is never resharded after forward.
         fully_shard(model, mp_policy=policy, reshard_after_forward=False, **options)
-        self._set_prefetch(units)
+        self._set_prefetch(units, layers)
         job.materializer.model(model, keep_on_cpu=self.cpu_offload)
         return model
 
-    def _set_prefetch(self, units: Sequence[FSDPModule]) -> None:
+    def _set_prefetch(self, units: Sequence[FSDPModule], layers: Sequence[FSDPModule]) -> None:
+        """Between units; layers within them, which are sharded by themselves, are gathered as they are needed."""
         if self.forward_prefetch:
             for unit, following in pairwise(units):
                 unit.set_modules_to_forward_prefetch([following])
         if not self.backward_prefetch:
-            for unit in units:
+            for unit in (*units, *layers):
                 # FSDP2 prefetches by itself unless it is told what to prefetch; a unit is already there for itself.
                 unit.set_modules_to_backward_prefetch([unit])
 
@@ -124,14 +151,13 @@ class FSDP2Plan(ShardedPlan):
 
     Each parameter is cut along its first dimension into F shards of equal size, the last ones padded. An all-gather
     arrives in one buffer and is then copied out into whole parameters. Gradients are copied into one buffer, in the
-    format they are reduced in, and reduce-scattered; the mesh always has two dimensions here, so that an all-reduce
-    among replicas follows.
+    format they are reduced in, and reduce-scattered. Where the mesh has replicas an all-reduce among them follows, and
+    what it reduced is kept until backward is over.
     """
 
     def __init__(self, strategy: FSDP2, setting: Setting) -> None:
         super().__init__(strategy, setting)
         self._strategy = strategy
-        self._recasts = setting.reduce_bytes != setting.precision.compute_dtype.itemsize
         self._accumulated: set[int] = set()
         self._gathering: set[int] = set()
         self._buffer: str | None = None
@@ -149,7 +175,7 @@ class FSDP2Plan(ShardedPlan):
         return _Sizes(
             sum(local),
             sum(computed),
-            _cast_in_turn(computed) if self._cast else 0,
+            _cast_in_turn(computed) if self._casts(unit) else 0,
             sum(numel for numel, _ in trained),
             sum(numel * size for numel, size in trained),
         )
@@ -171,8 +197,20 @@ class FSDP2Plan(ShardedPlan):
         """Gather the unit; its buffer stays until the next one's parameters are copied out."""
         self._gather(device, unit)
         self._copy_out(device, unit, forward=True)
-        if self._strategy.forward_prefetch and not unit.is_root and unit.index < self._last:
-            self._gather(device, self._units[unit.index + 1])
+        following = self._following(unit)
+        if self._strategy.forward_prefetch and following is not None:
+            self._gather(device, following)
+
+    def _following(self, unit: Unit) -> Unit | None:
+        """The unit after one of blocks: layers within one are not prefetched, and prefetch nothing."""
+        if unit.is_root or unit.within_next:
+            return None
+        after = (self._units[index] for index in range(unit.index + 1, self._last + 1))
+        return next((each for each in after if not each.within_next), None)
+
+    def _recasts(self, unit: Unit) -> bool:
+        """Whether gradients are reduced in another format than they are computed in."""
+        return self.setting.reduce_bytes != self._compute_bytes(unit)
 
     def after_forward(self, device: Device, unit: Unit) -> None:
         """Free the whole parameters, but not the root's, which backward needs at once."""
@@ -196,14 +234,19 @@ class FSDP2Plan(ShardedPlan):
 
     def gradients(self, unit: Unit) -> str:
         """Whole until the unit's backward is over."""
-        return ADDED if unit.index in self._accumulated and not self._recasts else STAY
+        return ADDED if unit.index in self._accumulated and not self._recasts(unit) else STAY
 
     def after_backward(self, device: Device, unit: Unit) -> None:
         """Free the whole parameters, then reduce the gradients or keep them for the next micro-batch."""
         device.hooks()
+        summed = unit.index in self._accumulated and self._recasts(unit)
+        if summed:
+            self._add(device, unit)
         self._reshard(device, unit)
         if not self._synchronize:
-            self._accumulate(device, unit)
+            if self._recasts(unit) and not summed:
+                self._recast(device, unit)
+            self._accumulated.add(unit.index)
             return
         self._accumulated.discard(unit.index)
         sizes = self._sizes[unit.index]
@@ -215,6 +258,9 @@ class FSDP2Plan(ShardedPlan):
             device.release(f"reduce input {self._reduce_input}")
         whole = sizes.trained * self._factor * self.setting.reduce_bytes
         device.hold(f"reduce input {unit.index}", whole, REDUCED)
+        if self.setting.on_cpu:
+            itemsize = self.setting.reduce_bytes if summed else self._compute_bytes(unit)
+            hold_copied_in(device, unit, self._factor, itemsize, self.setting.reduce_bytes)
         device.copy("reduce input", sizes.gradients * self._factor + whole)
         self._release_gradients(device, unit)
         self._reduce(device, unit, whole)
@@ -236,15 +282,27 @@ class FSDP2Plan(ShardedPlan):
             device.hold(name, numel * self.setting.parameter_bytes, GRADIENTS)
             if accumulated:
                 device.release(name)
+        if output != shard and not self._replicates:
+            device.release(output)
         self._shards.add(shard)
 
-    def _accumulate(self, device: Device, unit: Unit) -> None:
-        """Without communication whole gradients stay, in the format they will be reduced in."""
-        self._accumulated.add(unit.index)
-        if self._recasts:
-            numel = sum(parameter.numel for parameter in unit.trained)
-            device.hold(f"accumulated {unit.index}", numel * self.setting.reduce_bytes, GRADIENTS)
-            device.release(gradients_of(unit))
+    def _recast(self, device: Device, unit: Unit) -> None:
+        """Without communication whole gradients stay, in the format they will be reduced in: one after the other."""
+        recast = 0
+        for parameter in unit.trained:
+            recast += parameter.numel * self.setting.reduce_bytes
+            device.hold(f"accumulated {unit.index}", recast, GRADIENTS)
+            device.grow(gradients_of(unit), -self.gradient_bytes(parameter), GRADIENTS)
+        device.release(gradients_of(unit))
+
+    def _add(self, device: Device, unit: Unit) -> None:
+        """Gradients are added to those that stayed, one after the other, which a CPU converts first."""
+        for parameter in unit.trained:
+            if self.setting.on_cpu:
+                device.hold("converted", parameter.numel * self.setting.reduce_bytes, GRADIENTS)
+                device.release("converted")
+            device.grow(gradients_of(unit), -self.gradient_bytes(parameter), GRADIENTS)
+        device.release(gradients_of(unit))
 
     def _release_gradients(self, device: Device, unit: Unit) -> None:
         device.release(gradients_of(unit))
@@ -267,11 +325,11 @@ class FSDP2Plan(ShardedPlan):
         device.hooks()
         # What is cast comes one parameter after the other, each gone when it is cast.
         stored = [each.first_shard(self._factor) * self.setting.parameter_bytes for each in unit.parameters]
-        self._upload(device, unit, max(stored) if self._cast else sum(stored))
+        self._upload(device, unit, max(stored) if self._casts(unit) else sum(stored))
         if self._factor == 1:
             return
         local = self._sizes[unit.index].computed
-        if self._cast:
+        if self._casts(unit):
             device.hold("cast", local, GATHERED)
             device.release(f"upload {unit.index}")
         device.hold(f"buffer {unit.index}", local * self._factor, GATHERED)
@@ -340,11 +398,3 @@ def _cast_in_turn(sizes: Sequence[int]) -> int:
         highest = max(highest, held + 2 * size)
         held += size
     return highest - held
-
-
-def _policy(precision: Precision, *, cast_inputs: bool) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(
-        param_dtype=precision.compute_dtype if precision.mixed else None,
-        reduce_dtype=precision.reduce_dtype,
-        cast_forward_inputs=cast_inputs,
-    )

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -20,9 +21,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from bench.errors import ImpossibleError, require_choice
+from bench.errors import ImpossibleError
 from bench.models.blocks import group_blocks
-from bench.strategies.base import Job, that_train
+from bench.strategies.base import Job, Step, that_train
 from bench.strategies.plan import (
     GATHER,
     GATHERED,
@@ -40,6 +41,7 @@ from bench.strategies.plan import (
     gradients_of,
 )
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy
+from bench.typed import OneOf
 
 BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
@@ -48,17 +50,13 @@ BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefe
 class FSDP1(ShardingStrategy):
     """FSDP1. At factor 1 it is NO_SHARD, the paper's full replication."""
 
-    backward_prefetch: str
+    backward_prefetch: Annotated[str, OneOf(*BACKWARD_PREFETCH)]
     """When to gather the next unit in backward: pre (before the current unit's computation), post or none."""
     limit_all_gathers: bool
     """The rate limiter: at most two all-gathers in flight."""
 
     finetunes = ("full",)
-
-    def check(self, world_size: int) -> None:
-        """As every sharding strategy, and the knobs of its own."""
-        super().check(world_size)
-        require_choice("strategy.backward_prefetch", self.backward_prefetch, BACKWARD_PREFETCH)
+    autocast_caches = False
 
     def check_finetune(self, name: str) -> None:
         """The parameters of a unit are views of one flat parameter: autograd computes gradients of all or of none."""
@@ -70,13 +68,26 @@ class FSDP1(ShardingStrategy):
             )
         super().check_finetune(name)
 
+    def check_step(self, step: Step) -> None:
+        """What is not sharded cannot accumulate gradients of parameters that were cast: torch 2.13 puts the first
+        micro-batch's, in 16 bits, in the place of those of the parameters in fp32, and fails."""
+        casts = step.precision.mixed and not self.uses_autocast(step.precision)
+        if self.factor == 1 and casts and step.micro_batches > 1 and not step.synchronize_every_micro_batch:
+            raise ImpossibleError(
+                f"gradient_accumulation_sync=false is not valid for strategy={self.name}, where nothing is sharded, "
+                f"with precision={step.precision.name} and precision.mixing=parameters, whose gradients torch's FSDP1 "
+                "cannot keep from one micro-batch to the next: choose true, or strategy fsdp1 with "
+                "precision.mixing=autocast, or strategy fsdp."
+            )
+
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Wrap each unit, then the root; every unit is filled just before it is sharded."""
-        keep_fp32 = set(job.family.fp32_modules(model)) if job.precision.scales_loss else set()
+        casts = job.precision.mixed and not self.uses_autocast(job.precision)
+        keep_fp32 = set(job.family.fp32_modules(model)) if job.precision.scales_loss and casts else set()
         mixed = MixedPrecision(
-            param_dtype=job.precision.compute_dtype if job.precision.mixed else None,
+            param_dtype=job.precision.compute_dtype if casts else None,
             reduce_dtype=job.precision.reduce_dtype,
-            cast_forward_inputs=job.precision.mixed and not keep_fp32,
+            cast_forward_inputs=casts and not keep_fp32,
         )
         unmixed = MixedPrecision(reduce_dtype=job.precision.reduce_dtype, cast_forward_inputs=False)
         options: dict[str, Any] = {
@@ -150,14 +161,17 @@ class FSDP1Plan(ShardedPlan):
     def __init__(self, strategy: FSDP1, setting: Setting) -> None:
         super().__init__(strategy, setting)
         self._strategy = strategy
-        self._compute_bytes = setting.precision.compute_dtype.itemsize
         self._flat = {index: self._numel(unit) for index, unit in self._units.items()}
+        self._forward_order = self._in_forward_order()
+        prefetched = self._forward_order if strategy.forward_prefetch else {}
+        self._prefetched_by = {following: index for index, following in prefetched.items()}
+        self._late: dict[int, Unit] = {}
         self._waiting: set[int] = set()
         self._kept: set[str] = set()
 
     def _numel(self, unit: Unit) -> int:
         """Elements of the flat parameter."""
-        aligned = ALIGNMENT_BYTES // self._compute_bytes
+        aligned = ALIGNMENT_BYTES // self._compute_bytes(unit)
         total = 0
         for parameter in unit.parameters:
             total = -(-total // aligned) * aligned + parameter.numel
@@ -175,8 +189,8 @@ class FSDP1Plan(ShardedPlan):
     def updated(self) -> Sequence[int]:
         """The first rank's part of every parameter: those at the beginning of each unit, wholly or not at all."""
         parts = []
-        aligned = ALIGNMENT_BYTES // self._compute_bytes
         for index, unit in self._units.items():
+            aligned = ALIGNMENT_BYTES // self._compute_bytes(unit)
             shard, offset = self._flat[index] // self._factor, 0
             for parameter in unit.parameters:
                 offset = -(-offset // aligned) * aligned
@@ -188,8 +202,9 @@ class FSDP1Plan(ShardedPlan):
         """Gather the unit, with prefetching the next one too."""
         self._gather(device, unit)
         self._await(device, unit)
-        if self._strategy.forward_prefetch and unit.index < self._last:
-            self._gather(device, self._units[unit.index + 1])
+        following = self._forward_order.get(unit.index)
+        if self._strategy.forward_prefetch and following is not None:
+            self._gather(device, self._units[following])
 
     def after_forward(self, device: Device, unit: Unit) -> None:
         """Free the flat parameter, but not the root's, which backward needs at once."""
@@ -206,17 +221,32 @@ class FSDP1Plan(ShardedPlan):
 
     def gradient_bytes(self, parameter: Parameter) -> int:
         """In the format it is computed in."""
-        return parameter.numel * self._compute_bytes
+        return parameter.numel * self.setting.compute_bytes(parameter)
 
     def gradients(self, unit: Unit) -> str:
         """By themselves, until all of the unit's are there."""
         return STAY
 
     def after_backward(self, device: Device, unit: Unit) -> None:
-        """Put the gradients together, free the flat parameter, then reduce or keep the flat gradient."""
+        """Its gradients are put together; with forward prefetching only when the unit that prefetched it is done.
+
+        Its parameters became views of the flat one when they were prefetched, before that unit ran, and autograd goes
+        backward in the opposite order.
+        """
+        late = self._late.pop(unit.index, None)
+        if late is not None:
+            self._put_together(device, late)
+        prefetched_by = self._prefetched_by.get(unit.index)
+        if prefetched_by is None:
+            self._put_together(device, unit)
+        else:
+            self._late[prefetched_by] = unit
+
+    def _put_together(self, device: Device, unit: Unit) -> None:
+        """Free the flat parameter, then reduce or keep the flat gradient."""
         device.hooks()
         index, flat = unit.index, self._flat[unit.index]
-        size = flat * self._compute_bytes
+        size = flat * self._compute_bytes(unit)
         accumulated = f"flat gradient {index}" in self._kept
         name = "added gradient" if accumulated else f"flat gradient {index}"
         device.hold(name, size, GRADIENTS)
@@ -233,13 +263,13 @@ class FSDP1Plan(ShardedPlan):
             device.release(name)
 
     def _reduce(self, device: Device, unit: Unit) -> None:
-        index, flat = unit.index, self._flat[unit.index]
+        index, flat, compute_bytes = unit.index, self._flat[unit.index], self._compute_bytes(unit)
         reduce_bytes, parameter_bytes = self.setting.reduce_bytes, self.setting.parameter_bytes
         source, whole = f"flat gradient {index}", flat * reduce_bytes
-        if reduce_bytes != self._compute_bytes:
+        if reduce_bytes != compute_bytes:
             source = f"reduce input {index}"
             device.hold(source, whole, REDUCED)
-            device.copy("to the format that is reduced", flat * (reduce_bytes + self._compute_bytes))
+            device.copy("to the format that is reduced", flat * (reduce_bytes + compute_bytes))
         if self._factor > 1:
             result = f"reduced {index}"
             device.hold(result, whole / self._factor, REDUCED)
@@ -273,13 +303,24 @@ class FSDP1Plan(ShardedPlan):
         for name in self._sent:
             device.wait(name)
 
+    def _in_forward_order(self) -> dict[int, int]:
+        """Per unit the one whose forward pass begins after its own: layers within a unit begin after it."""
+        order, within = [-1], []
+        for index, unit in self._units.items():
+            if unit.within_next:
+                within.append(index)
+            elif not unit.is_root:
+                order += [index, *within]
+                within = []
+        return dict(pairwise(order))
+
     def _prefetch_previous(self, device: Device, unit: Unit) -> None:
         previous = self._previous(unit)
         if previous is not None:
             self._gather(device, previous)
 
     def _gather(self, device: Device, unit: Unit) -> None:
-        index, size = unit.index, self._flat[unit.index] * self._compute_bytes
+        index, size = unit.index, self._flat[unit.index] * self._compute_bytes(unit)
         if index in self._whole:
             return
         self._whole.add(index)
@@ -288,11 +329,11 @@ class FSDP1Plan(ShardedPlan):
         if self._factor == 1:
             if self._offloads:
                 self._waiting.add(index)
-            if self._cast:
+            if self._casts(unit):
                 device.hold(f"whole {index}", size, GATHERED)
                 device.copy("cast", size + self._flat[index] * self.setting.parameter_bytes)
             return
-        if self._cast:
+        if self._casts(unit):
             device.hold(f"cast {index}", size / self._factor, GATHERED)
         if self._strategy.limit_all_gathers:
             device.throttle(MOST_GATHERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.errors import ImpossibleError, bad_value
 from bench.precision import Precision
-from bench.strategies.base import BuildOptimizer, Job
+from bench.strategies.base import BuildOptimizer, Job, Step, Strategy
 from bench.strategies.framework import Framework, Prepared, environment
 from bench.strategies.stepper import FrameworkStepper, Stepper
 
@@ -27,6 +29,29 @@ class Lightning(Framework):
     """`Fabric.setup_module`, `Fabric.setup_optimizers`, `Fabric.backward`."""
 
     library = "lightning"
+
+    mesh_2d: bool | None = None
+    """Of fsdp: replicas are a dimension of the mesh even where there is one. null: only where there are several."""
+
+    def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
+        """As every framework, and `mesh_2d` as the mesh will be."""
+        resolved = super().resolve(world_size, ranks_per_node, accumulates=accumulates)
+        assert isinstance(resolved, Lightning)
+        if self.backend != "fsdp":
+            if self.mesh_2d is not None:
+                valid = f"null: strategy.backend={self.backend} of strategy={self.name} has no such knob"
+                raise bad_value("strategy.mesh_2d", self.mesh_2d, valid, ImpossibleError)
+            return resolved
+        return dataclasses.replace(resolved, mesh_2d=resolved.plain.has_replicas(world_size))
+
+    def check_step(self, step: Step) -> None:
+        """As the plain strategy."""
+        dataclasses.replace(self.plain, name=f"{self.name} with strategy.backend={self.backend}").check_step(step)
+
+    @property
+    def plain_mesh(self) -> dict[str, bool]:
+        """Its users shard the model themselves, on the mesh they like."""
+        return {"mesh_2d": bool(self.mesh_2d)} if self.backend == "fsdp" else {}
 
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """Let Fabric wrap the model; what shards fills it by the way."""

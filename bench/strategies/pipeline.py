@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated
 
-from bench.errors import ImpossibleError, bad_value, require_at_least, require_choice
+from bench.errors import ImpossibleError, bad_value
 from bench.strategies.base import Strategy
 from bench.strategies.pipeline_schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, Timetable
 from bench.strategies.staged import StagedStrategy, beside
+from bench.typed import OneOf, Within
 
 
 @dataclass(frozen=True)
@@ -18,17 +20,16 @@ class Pipeline(StagedStrategy):
     An idle share of a step remains, the bubble: the more micro-batches, the smaller.
     """
 
-    micro_batches: int | None
+    micro_batches: Annotated[int | None, Within(1, 1024)]
     """Parts that a pipeline's share of the batch (stages x batch_size_per_gpu sequences) is split into. null: as many
     as ranks in the pipeline, each of batch_size_per_gpu sequences."""
-    schedule: str
+    schedule: Annotated[str, OneOf(*SCHEDULES)]
     """gpipe (all forward, then all backward), 1f1b (one forward, one backward) or interleaved_1f1b."""
-    virtual_stages: int | None
+    virtual_stages: Annotated[int | None, Within(1, 512)]
     """Stages per rank. null: 2 for interleaved_1f1b, else 1."""
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy with stages, and micro-batches and virtual stages as numbers."""
-        require_choice("strategy.schedule", self.schedule, SCHEDULES)
         virtual = (2 if self.schedule == INTERLEAVED else 1) if self.virtual_stages is None else self.virtual_stages
         stages = self.ranks_of_a_copy(world_size, ranks_per_node)
         micro_batches = stages if self.micro_batches is None else self.micro_batches
@@ -45,8 +46,6 @@ class Pipeline(StagedStrategy):
     def check(self, world_size: int) -> None:
         """What the schedules can be asked for."""
         timetable = self.timetable
-        require_at_least("strategy.micro_batches", timetable.micro_batches, 1)
-        require_at_least("strategy.virtual_stages", timetable.virtual_stages, 1)
         if (timetable.virtual_stages > 1) != (self.schedule == INTERLEAVED):
             valid = "2 or more, or null" if self.schedule == INTERLEAVED else f"1, or strategy.schedule={INTERLEAVED}"
             raise bad_value(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +165,7 @@ def _own_group(ranks: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup | 
 
 
 class WatchedStage(PipelineStage):
-    """A stage that says when it computes, and raises what went wrong as it was raised."""
+    """A stage that says when it computes."""
 
     engine: Passes
     stopwatch: Stopwatch
@@ -174,7 +173,7 @@ class WatchedStage(PipelineStage):
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch forward, its input being there."""
         self.engine.enter_phase(FORWARD)
-        with self.stopwatch.running(), self.engine.autocast(), _unwrapped():
+        with self.stopwatch.running(), self.engine.autocast():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,15 +181,6 @@ class WatchedStage(PipelineStage):
         self.engine.enter_phase(BACKWARD)
         with self.stopwatch.running():
             return super().backward_one_chunk(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _unwrapped() -> Any:
-    """Raise the cause of an error that torch's pipelining raises in its place: memory may have run out."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise error.__cause__ or error from None
 
 
 class PipelineStepper(Stepper):
@@ -213,14 +203,16 @@ class PipelineStepper(Stepper):
         (batch,) = micro_batches
         if self._schedule is None:
             self._schedule = self._build(engine, batch)
+        engine.enter_phase(FORWARD)
         self._stopwatch.begin_step()
         losses: list[torch.Tensor] = []
         self._schedule.step(target=batch.labels, losses=losses, return_outputs=False, **batch.inputs)
         for tie in self._model.ties:
             tie.sum_gradients()
+        losses = [loss.detach() for loss in losses]  # without their graphs
         engine.enter_phase("optimizer")
         self.update()
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+        return torch.stack(losses).sum() if losses else None
 
     def update(self) -> None:
         """As everywhere."""

@@ -21,6 +21,7 @@ from bench.strategies.plan import (
     Parameter,
     Setting,
     Unit,
+    hold_copied_in,
     hold_optimizer,
 )
 
@@ -245,6 +246,8 @@ class ShardedStagePlan(RankPlan):
             device.release(f"whole {stage.index} {unit.index}")
             device.release("reduce input")
             device.hold("reduce input", self._whole(unit) * self._reduced, REDUCED)
+            if self.setting.on_cpu:
+                hold_copied_in(device, unit, self._copies, self._reduced, self._reduced)
             if self._converts:
                 device.release(f"accumulated {stage.index} {unit.index}")
             else:

@@ -61,20 +61,32 @@ class Parameter:
         rows = self.shape[0] if self.shape else 1
         return -(-rows // ranks) * (self.numel // rows)
 
+    def padded(self, ranks: int) -> int:
+        """Elements of all shards, the last ones padded, where they are not all of one size; else 0."""
+        whole = self.first_shard(ranks) * ranks
+        return whole if whole != self.numel else 0
+
 
 @dataclass(frozen=True)
 class Unit:
     """Parameters that a sharding strategy gathers as one: a group of blocks, or the root with what is left."""
 
     index: int
-    """In the order of forward; the root, which is needed first and last, has -1."""
+    """In the order in which forward passes end; the root, which is needed first and last, has -1."""
     name: str
     parameters: tuple[Parameter, ...]
+    within_next: bool = False
+    """It is a layer within the next unit that is none."""
 
     @functools.cached_property
     def trained(self) -> tuple[Parameter, ...]:
         """Those that have gradients."""
         return tuple(parameter for parameter in self.parameters if parameter.is_trained)
+
+    @property
+    def keeps_fp32(self) -> bool:
+        """Whether it is computed in fp32 even where the rest is in 16 bits."""
+        return all(parameter.keeps_fp32 for parameter in self.parameters) and bool(self.parameters)
 
     @property
     def is_root(self) -> bool:
@@ -87,7 +99,7 @@ class Setting:
     """What a plan must know of the run."""
 
     units: tuple[Unit, ...]
-    """The root first, then the others in the order of forward."""
+    """The root first, then the others in the order in which their forward passes end."""
     precision: Precision
     world_size: int
     states_per_parameter: int
@@ -99,6 +111,10 @@ class Setting:
     """Of everything the model returns for a micro-batch."""
     logits_bytes: float = 0.0
     """Of its logits alone."""
+    casts: bool = True
+    """Parameters are cast to the format that is computed in; else autocast does what is mixed."""
+    on_cpu: bool = False
+    """The device is a CPU, where some of torch's operators need memory that a GPU's kernels do not."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -115,9 +131,14 @@ class Setting:
         """Of one element of a gradient that is reduced."""
         return self.precision.reduce_dtype.itemsize
 
+    @property
+    def cast_bytes(self) -> int:
+        """Of one element of a parameter as the strategy hands it to the model, and of its gradient."""
+        return self.precision.compute_dtype.itemsize if self.casts else self.parameter_bytes
+
     def compute_bytes(self, parameter: Parameter) -> int:
-        """Of one element of a parameter as it is computed with, where the strategy casts it."""
-        return 4 if parameter.keeps_fp32 else self.precision.compute_dtype.itemsize
+        """The same of a parameter that may stay in fp32."""
+        return 4 if parameter.keeps_fp32 else self.cast_bytes
 
 
 class Device(Protocol):
@@ -290,3 +311,19 @@ STEP_BYTES = 4
 def hold_optimizer(device: Device, setting: Setting, updated: Sequence[int]) -> None:
     """Hold the optimizer's states of tensors with these numbers of elements."""
     device.hold("optimizer", optimizer_bytes(setting, updated), OPTIMIZER)
+
+
+def hold_copied_in(device: Device, unit: Unit, ranks: int, itemsize: int, into: int) -> None:
+    """Hold for a moment what a CPU needs to copy gradients into the buffer that is reduced (``_chunk_cat`` in
+    aten/src/ATen/native/TensorShape.cpp): copies, of all of a unit's at once, of those whose rows the ranks do not
+    divide; and where the buffer has another format a copy of each in turn.
+
+    Parameters
+    ----------
+    itemsize, into: int
+        Bytes of an element of a gradient, and of the buffer.
+    """
+    padded = sum(parameter.padded(ranks) for parameter in unit.trained)
+    in_turn = max((parameter.padded(ranks) or parameter.numel for parameter in unit.trained), default=0)
+    device.hold("copied in", (padded + (in_turn if itemsize != into else 0)) * itemsize, REDUCED)
+    device.release("copied in")

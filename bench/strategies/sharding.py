@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench.errors import ImpossibleError, require_at_least
+from bench.errors import ImpossibleError
+from bench.precision import AUTOCAST
+from bench.precision import PARAMETERS as MIXED_PARAMETERS
 from bench.strategies.base import Job, Strategy, that_train
 from bench.strategies.plan import (
     GATHER,
@@ -26,14 +28,17 @@ from bench.strategies.plan import (
     hold_optimizer,
     optimizer_bytes,
 )
+from bench.typed import Within
+
+BLOCKS_PER_UNIT = Within(1, 10**6)
 
 
 @dataclass(frozen=True)
 class ShardingStrategy(Strategy):
     """Fully sharded data parallelism: parameters, gradients and optimizer state spread over `sharding_factor` ranks.
 
-    The world is a mesh of W / F replicas by F shards. F = 1 is full replication, F = W full sharding, what lies
-    between is hybrid: gather and scatter among the F, all-reduce across the replicas.
+    The world is a mesh of W / F replicas by F shards, or of shards alone. F = 1 is full replication, F = W full
+    sharding, what lies between is hybrid: gather and scatter among the F, all-reduce across the replicas.
     """
 
     reshard_after_forward: bool
@@ -41,18 +46,15 @@ class ShardingStrategy(Strategy):
     until its backward is done (ZeRO-2)."""
     forward_prefetch: bool
     """Issue the next unit's all-gather before the current unit's forward."""
-    blocks_per_unit: int
+    blocks_per_unit: Annotated[int, BLOCKS_PER_UNIT]
     """Transformer blocks whose parameters are gathered as one."""
     cpu_offload: bool
     """Keep the shards and the optimizer step on the CPU."""
 
     finetunes: ClassVar[tuple[str, ...]] = ("full", "lora")
-    uses_autocast = False
+    mixings: ClassVar[tuple[str, ...]] = (MIXED_PARAMETERS, AUTOCAST)
+    shards_fp32_apart = True
     takes_float8 = True
-
-    def check(self, world_size: int) -> None:
-        """Any world size the factor divides."""
-        require_at_least("strategy.blocks_per_unit", self.blocks_per_unit, 1)
 
     @property
     def offloaded(self) -> str:
@@ -92,11 +94,18 @@ class ShardingStrategy(Strategy):
         return f"{self.name}/{'' if kind == 'full' else 'hybrid_'}shard_grad_op"
 
     def mesh(self, job: Job) -> DeviceMesh:
-        """The mesh (W / F replicas, F shards), its dimensions named as hybrid sharding requires."""
+        """The mesh (W / F replicas, F shards), its dimensions named as hybrid sharding requires; (W shards) for one
+        replica, unless two dimensions were asked for."""
         if job.mesh is not None:
             return job.mesh
+        if not self.has_replicas(job.world_size):
+            return init_device_mesh(job.device.type, (job.world_size,), mesh_dim_names=("shard",))
         shape = (job.world_size // self.factor, self.factor)
         return init_device_mesh(job.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def has_replicas(self, world_size: int) -> bool:
+        """Whether the mesh has a dimension of replicas."""
+        return self.factor < world_size
 
 
 class ShardedPlan(Plan):
@@ -107,9 +116,9 @@ class ShardedPlan(Plan):
         self._offloads = strategy.cpu_offload
         self.updates_on_host = strategy.updates_on_host
         self._factor = strategy.factor
+        self._replicates = strategy.has_replicas(setting.world_size)
         self._units = {unit.index: unit for unit in setting.units}
         self._last = max(self._units)
-        self._cast = setting.precision.mixed
         self._whole: set[int] = set()
         self._synchronize = True
         self._shards: set[str] = set()
@@ -172,15 +181,25 @@ class ShardedPlan(Plan):
             device.hold(f"upload {unit.index}", size, GATHERED)
             device.transfer(f"upload {unit.index}", self.shard_numel(unit) * self.setting.parameter_bytes, GATHER)
 
+    def _casts(self, unit: Unit) -> bool:
+        """Whether a unit is computed in another format than it is stored in."""
+        return self.setting.precision.mixed and self.setting.casts and not unit.keeps_fp32
+
+    def _compute_bytes(self, unit: Unit) -> int:
+        """Of one element of the unit as it is computed with."""
+        return 4 if unit.keeps_fp32 else self.setting.cast_bytes
+
     def _previous(self, unit: Unit) -> Unit | None:
         """The unit whose backward comes next, as far as units run one after the other."""
         return self._units.get(self._last if unit.is_root else unit.index - 1) if unit.index != 0 else None
 
     def _send_gradients(self, device: Device, unit: Unit, whole: float) -> None:
-        """Reduce-scatter among those that share a copy, then all-reduce among the copies."""
-        self._sent = [f"reduce-scatter {unit.index}", f"all-reduce {unit.index}"]
+        """Reduce-scatter among those that share a copy, then all-reduce among the copies, if the mesh has these."""
+        self._sent = [f"reduce-scatter {unit.index}"]
         device.send(self._sent[0], "reduce-scatter", whole, SHARDS, REDUCE, after="compute")
-        device.send(self._sent[1], "all-reduce", whole / self._factor, REPLICAS, REPLICATE, after=REDUCE)
+        if self._replicates:
+            self._sent.append(f"all-reduce {unit.index}")
+            device.send(self._sent[1], "all-reduce", whole / self._factor, REPLICAS, REPLICATE, after=REDUCE)
         self._send_out(device, unit)
 
     def _send_out(self, device: Device, unit: Unit) -> None:

@@ -7,19 +7,22 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import nn
 
-from bench.errors import ImpossibleError, bad_value, require_choice
+from bench.errors import ImpossibleError, bad_value
 from bench.models import Family
-from bench.precision import Precision
-from bench.strategies.base import Job, Step, Strategy, ranks_asked_for, require_factor, require_stored_format
+from bench.precision import AUTOCAST, PARAMETERS, Precision
+from bench.strategies.base import Job, Step, Strategy, divisors, ranks_asked_for, require_factor, require_stored_format
+from bench.strategies.ddp import SETTLING_STEPS
 from bench.strategies.pipeline_model import PipelinedModel, PipelineStepper, build_pipeline
 from bench.strategies.pipeline_plan import AlonePlan, RankPlan, ReplicatedPlan, ShardedStagePlan, StageUnits
 from bench.strategies.pipeline_schedule import Timetable
 from bench.strategies.plan import Setting
 from bench.strategies.stepper import Stepper
+from bench.typed import OneOf
 
 BY_STAGES = "stages"
 """The sharding factor that follows from the number of stages."""
@@ -42,7 +45,7 @@ class StagedStrategy(Strategy):
     stages: int | str
     """Ranks that the layers of one copy are spread over: a whole number, ``node`` for as many as one machine has,
     ``full`` for all."""
-    data_parallel: str | None
+    data_parallel: Annotated[str | None, OneOf(*DATA_PARALLEL, ALONE)]
     """What reduces gradients among copies: ddp or fsdp, which also shards each stage among them. null: ddp, or none
     where there is one copy."""
 
@@ -51,10 +54,12 @@ class StagedStrategy(Strategy):
     def timetable(self) -> Timetable:
         """Of the resolved strategy."""
 
+    other_mixing = "which does it as its data parallelism does"
+
     @property
-    def uses_autocast(self) -> bool:  # type: ignore[override]
+    def mixings(self) -> tuple[str, ...]:  # type: ignore[override]
         """FSDP casts parameters itself."""
-        return self.data_parallel != "fsdp"
+        return (PARAMETERS,) if self.data_parallel == "fsdp" else (AUTOCAST,)
 
     @property
     def ranks(self) -> int:
@@ -71,7 +76,6 @@ class StagedStrategy(Strategy):
         stages = self.ranks_of_a_copy(world_size, ranks_per_node)
         copies = world_size // stages
         if self.data_parallel not in (None, ALONE):
-            require_choice("strategy.data_parallel", self.data_parallel, DATA_PARALLEL)
             if copies == 1:
                 raise ImpossibleError(
                     f"strategy.data_parallel={self.data_parallel} is not valid with strategy.stages={stages} on "
@@ -114,12 +118,12 @@ class StagedStrategy(Strategy):
             )
         sequences = self.ranks * batch_size_per_gpu
         if sequences % timetable.micro_batches:
-            divisors = [str(n) for n in range(1, sequences + 1) if sequences % n == 0]
             raise bad_value(
                 "strategy.micro_batches",
                 timetable.micro_batches,
                 f"a divisor of the {sequences} sequences that one copy of the model reads (batch_size_per_gpu="
-                f"{batch_size_per_gpu} on each of {self.ranks} ranks): {', '.join(divisors)}",
+                f"{batch_size_per_gpu} on each of {self.ranks} ranks): "
+                f"{', '.join(map(str, divisors(sequences)))}",
                 ImpossibleError,
             )
 
@@ -141,6 +145,11 @@ class StagedStrategy(Strategy):
                 "parameters are DTensors: choose foreach or for_loop, or ddp."
             )
 
+    @property
+    def settling_steps(self) -> int:
+        """As DDP's, if stages are in it."""
+        return SETTLING_STEPS if self.data_parallel == "ddp" else super().settling_steps
+
     def check_step(self, step: Step) -> None:
         """Micro-batches of the schedule accumulate gradients; there are none beside them."""
         if step.micro_batches > 1:
@@ -158,7 +167,9 @@ class StagedStrategy(Strategy):
     def wrap(self, model: nn.Module, job: Job) -> nn.Module:
         """The stages of this rank."""
         assert self.data_parallel is not None
-        return build_pipeline(model, job, self.timetable, self.data_parallel, uses_autocast=self.uses_autocast)
+        return build_pipeline(
+            model, job, self.timetable, self.data_parallel, uses_autocast=self.uses_autocast(job.precision)
+        )
 
     def stepper(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool

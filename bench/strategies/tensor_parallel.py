@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -18,15 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.errors import ImpossibleError, bad_value, require_choice
+from bench.errors import ImpossibleError, bad_value
 from bench.models import Family
 from bench.models.base import dividing_families
-from bench.precision import Precision
+from bench.precision import AUTOCAST, PARAMETERS, Precision
 from bench.strategies.base import BuildOptimizer, Job, Step, Strategy, ranks_asked_for, require_stored_format
-from bench.strategies.ddp import DDP
+from bench.strategies.ddp import BUCKET_MB, DDP
 from bench.strategies.fsdp import FSDP2
 from bench.strategies.plan import Plan, Setting, WholePlan
 from bench.strategies.split import Split, localize
+from bench.typed import OneOf
 
 FSDP, DATA, NONE = "fsdp", "ddp", "none"
 
@@ -46,30 +47,37 @@ class TensorParallel(Strategy):
     """Ranks a layer is split over: a whole number, `node` for the ranks of one machine, `full` for all."""
     sequence_parallel: bool
     """Divide what lies between the layers over the sequence (Korthikanti et al. 2022, arXiv:2205.05198)."""
-    data_parallel: str
+    data_parallel: Annotated[str, OneOf(FSDP, DATA, NONE)]
     """Among groups that share layers: fsdp or ddp; none, whatever was asked for, where there is one group alone."""
     reshard_after_forward: bool | None
     """With fsdp: free gathered parameters after forward (ZeRO-3, also if null), or keep them until backward is done
     (ZeRO-2)."""
+    mesh_2d: bool | None = None
+    """With fsdp: replicas are a dimension of its mesh even where there is one. null: only where there are several."""
+    bucket_cap_mb: Annotated[int | None, BUCKET_MB] = None
+    """With ddp: size of a gradient bucket in MiB. null: torch's default, 25 and the first one 1."""
+
+    other_mixing = "which does it as its data parallelism does"
 
     @property
-    def uses_autocast(self) -> bool:  # type: ignore[override]
+    def mixings(self) -> tuple[str, ...]:  # type: ignore[override]
         """FSDP casts parameters by its policy. Without it autocast does, and what layer norms hand out is fp32: the
         gathers of sequence parallelism are then twice as large."""
-        return self.data_parallel != FSDP
+        return (PARAMETERS,) if self.data_parallel == FSDP else (AUTOCAST,)
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy, with degree and data parallelism as they come to at this world size."""
-        require_choice("strategy.data_parallel", self.data_parallel, (FSDP, DATA, NONE))
         degree = ranks_asked_for("strategy.degree", self.degree, world_size, ranks_per_node, least=2)
         kind = self.data_parallel if degree < world_size else NONE
         if degree < world_size and kind == NONE:
             valid = f"fsdp or ddp with strategy.degree={degree} of gpus={world_size}"
             raise bad_value("strategy.data_parallel", NONE, valid, ImpossibleError)
         reshard = self.reshard_after_forward
-        if self.data_parallel == DATA and reshard is not None:
-            valid = "null with strategy.data_parallel=ddp"
-            raise bad_value("strategy.reshard_after_forward", reshard, valid, ImpossibleError)
+        of_the_other = {DATA: ("reshard_after_forward", "mesh_2d"), FSDP: ("bucket_cap_mb",)}
+        for knob in of_the_other.get(self.data_parallel, ()):
+            if getattr(self, knob) is not None:
+                valid = f"null with strategy.data_parallel={self.data_parallel}"
+                raise bad_value(f"strategy.{knob}", getattr(self, knob), valid, ImpossibleError)
         factor: int | str = self.sharding_factor
         if factor == "auto":
             factor = world_size if kind == FSDP else degree
@@ -79,8 +87,12 @@ class TensorParallel(Strategy):
             data_parallel=kind,
             sharding_factor=factor,
             reshard_after_forward=None if kind != FSDP else True if reshard is None else reshard,
+            bucket_cap_mb=self.bucket_cap_mb if kind == DATA else None,
         )
-        return super(TensorParallel, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
+        resolved = super(TensorParallel, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
+        assert isinstance(resolved, TensorParallel)
+        mesh_2d = bool(self.mesh_2d) or resolved.factor < world_size
+        return dataclasses.replace(resolved, mesh_2d=mesh_2d if kind == FSDP else None)
 
     def check(self, world_size: int) -> None:
         """A copy of the model is spread over whole groups, and DDP spreads it no further."""
@@ -138,6 +150,11 @@ class TensorParallel(Strategy):
         if self.data_parallel == FSDP:
             self._fsdp().check_optimizer(name, implementation)
 
+    @property
+    def settling_steps(self) -> int:
+        """As the data parallelism's."""
+        return self._ddp().settling_steps if self.data_parallel == DATA else super().settling_steps
+
     def check_step(self, step: Step) -> None:
         """Blocks are not compiled: torch 2.13 compiled a small GPT's, but not a small T5's within two minutes."""
         if step.compile:
@@ -178,7 +195,8 @@ class TensorParallel(Strategy):
         if self.data_parallel == FSDP:
             # T5's position biases leave their block as views, to which nobody adds in place.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-            return self._fsdp().wrap(model, dataclasses.replace(job, mesh=mesh[REPLICATE, SHARD]))
+            own = mesh[REPLICATE, SHARD] if self.mesh_2d else mesh[SHARD]
+            return self._fsdp().wrap(model, dataclasses.replace(job, mesh=own))
         job.materializer.model(model)
         localize(model)
         if self.data_parallel == NONE:
@@ -195,11 +213,18 @@ class TensorParallel(Strategy):
             blocks_per_unit=1,
             cpu_offload=False,
             backward_prefetch=True,
+            mesh_2d=bool(self.mesh_2d),
         )
 
     def _ddp(self) -> DDP:
         """What averages the gradients of each rank's part of the model."""
-        return DDP(name=DATA, sharding_factor=1, bucket_cap_mb=25, gradient_as_bucket_view=True, static_graph=False)
+        return DDP(
+            name=DATA,
+            sharding_factor=1,
+            bucket_cap_mb=self.bucket_cap_mb,
+            gradient_as_bucket_view=True,
+            static_graph=False,
+        )
 
     def _mesh(self, job: Job) -> DeviceMesh:
         shape = (job.world_size // self.factor, self.factor // self.split().degree, self.split().degree)
@@ -215,7 +240,8 @@ class TensorParallel(Strategy):
     def plan(self, setting: Setting) -> Plan:
         """That of the data parallelism, over what each rank has of the layers."""
         if self.data_parallel == FSDP:
-            return self._fsdp().plan(setting)
+            groups = setting.world_size // self.split().degree
+            return self._fsdp().plan(dataclasses.replace(setting, world_size=groups))
         return self._ddp().plan(setting) if self.data_parallel == DATA else WholePlan(setting)
 
     @contextlib.contextmanager

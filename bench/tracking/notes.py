@@ -14,6 +14,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from bench.records import sharing
 from bench.tracking.base import Session
 from bench.tracking.tracked import TrackedRun
 
@@ -38,10 +39,11 @@ def note_sent(folder: Path, session: Session, run: TrackedRun, where: str) -> No
         If the note cannot be written.
     """
     path = _path(folder, session.destination, run)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    sharing.make_folder(path.parent)
     note = {"destination": session.destination, "where": where, "content": _content(run)}
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".note-")
     with os.fdopen(descriptor, "w") as file:
+        sharing.make_readable(file.fileno())
         file.write(json.dumps(note) + "\n")
     Path(temporary).replace(path)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from bench.errors import bad_value, require_choice
+from bench.errors import bad_value
+from bench.paths import require_path
 from bench.tracking.base import Session, Tracker
 from bench.tracking.tracked import LONGEST_TAG
 from bench.tracking.wandb_session import Destination, WandbSession
+from bench.typed import OneOf, Within
 
 MODES = ("auto", "online", "offline")
 DEFAULT_PROJECT = "fsdp-bench"
@@ -33,31 +35,28 @@ OF_ONE_RUN = (
 class WandbTracker(Tracker):
     """The fields of ``conf/tracker/wandb.yaml``."""
 
-    mode: str
+    mode: Annotated[str, OneOf(*MODES)]
     project: str | None
     entity: str | None
     base_url: str | None
     folder: str | None
     tags: list[str]
-    time_limit_s: float
+    time_limit_s: Annotated[float, Within(1, 86_400, unit="seconds")]
 
     def __post_init__(self) -> None:
-        require_choice("tracker.mode", self.mode, MODES)
         for name in ("project", "entity"):
             value = getattr(self, name)
             if value is not None and (not 0 < len(value.strip()) <= 128 or re.search(REFUSED_IN_NAMES, value)):
                 raise bad_value(f"tracker.{name}", value, r"a name of 1 to 128 characters without / \ # ? % :, or null")
         if self.base_url is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.base_url):
             raise bad_value("tracker.base_url", self.base_url, "an address such as https://wandb.example.org, or null")
-        if self.folder is not None and (not self.folder or Path(self.folder).is_file()):
+        if self.folder is not None and require_path("tracker.folder", self.folder).is_file():
             raise bad_value("tracker.folder", self.folder, "the path of a folder, or null")
         if self.folder is not None:  # jobs run elsewhere
             object.__setattr__(self, "folder", str(Path(self.folder).absolute()))
         for tag in self.tags:
             if not 0 < len(tag) <= LONGEST_TAG:
                 raise bad_value("tracker.tags", tag, f"tags of 1 to {LONGEST_TAG} characters")
-        if not 1 <= self.time_limit_s < math.inf:
-            raise bad_value("tracker.time_limit_s", self.time_limit_s, "a number of seconds of at least 1")
 
     @property
     def active(self) -> bool:

@@ -64,17 +64,21 @@ class Engine:
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with self.strategy.accumulate(self.module, synchronize=last or self.synchronize_every_micro_batch):
-                self.enter_phase("forward")
-                with self.autocast():
-                    logits = self.module(**batch.inputs)["logits"]
-                loss = self.loss(logits, batch.labels)
-                loss = loss / len(micro_batches)
-                self.enter_phase("backward")
-                self.stepper.backward(loss)
-            losses.append(loss.detach())
+                losses.append(self._forward_backward(batch, len(micro_batches)))
         self.enter_phase("optimizer")
         self.stepper.update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _forward_backward(self, batch: Batch, micro_batches: int) -> torch.Tensor:
+        """Both passes of one of several micro-batches. Returns its share of the loss alone, so that neither the logits
+        nor the loss's graph live on while the next one is computed or parameters are updated."""
+        self.enter_phase("forward")
+        with self.autocast():
+            logits = self.module(**batch.inputs)["logits"]
+        loss = self.loss(logits, batch.labels) / micro_batches
+        self.enter_phase("backward")
+        self.stepper.backward(loss)
+        return loss.detach()
 
     def skipped_steps(self, scale_before: float) -> int:
         """Steps since the loss scale was `scale_before` in which gradients overflowed, each of which halves it."""
@@ -83,8 +87,9 @@ class Engine:
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Around what computes narrower than parameters are stored, where that is autocast's task."""
-        if self.precision.mixed and self.strategy.uses_autocast:
-            return torch.autocast(self.device.type, self.precision.compute_dtype)
+        if self.precision.mixed and self.strategy.uses_autocast(self.precision):
+            kept = self.strategy.autocast_caches
+            return torch.autocast(self.device.type, self.precision.compute_dtype, cache_enabled=kept)
         return contextlib.nullcontext()
 
 
@@ -112,8 +117,8 @@ def build_engine(
     model.train()
     float8.convert(family, model, precision)
     materializer = Materializer(model, family, device, seed)
-    if precision.scales_loss and strategy.uses_autocast:
-        _keep_out_of_autocast(family.fp32_modules(model), device)
+    if precision.scales_loss and strategy.uses_autocast(precision):
+        keep_out_of_autocast(family.fp32_modules(model), device)
     checkpoint_blocks(family, model, activation_checkpointing)
     if compile:
         compile_blocks(family, model)
@@ -156,7 +161,7 @@ def micro_batches(
     return parts
 
 
-def _keep_out_of_autocast(modules: Sequence[nn.Module], device: torch.device) -> None:
+def keep_out_of_autocast(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Make each linear layer compute in its weights' fp32 even under autocast."""
     for module in modules:
         compute = module.forward

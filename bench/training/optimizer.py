@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from bench.errors import bad_value, require_choice
+from bench.errors import bad_value
+from bench.typed import OneOf, Within
 
 IMPLEMENTATIONS = ("fused", "foreach", "for_loop")
 
@@ -18,23 +19,17 @@ IMPLEMENTATIONS = ("fused", "foreach", "for_loop")
 class OptimizerConfig:
     """Which optimizer, and which of torch's implementations of it."""
 
-    name: str
+    name: Annotated[str, OneOf("adamw", "sgd")]
     """adamw (two states per parameter) or sgd (none without momentum)."""
-    implementation: str
+    implementation: Annotated[str, OneOf(*IMPLEMENTATIONS)]
     """fused (one kernel), foreach (one kernel per operation) or for_loop (one kernel per operation and parameter)."""
-    learning_rate: float
-    momentum: float = 0.0
+    learning_rate: Annotated[float, Within(0, 1e38, above=True)]
+    momentum: Annotated[float, Within(0, 1, below=True)] = 0.0
     """Of SGD: above 0 it keeps one state per parameter."""
     keep_gradients: bool = False
     """Fill gradients with zeros between steps (torch's default before 2.0) instead of freeing them."""
 
     def __post_init__(self) -> None:
-        require_choice("optimizer.name", self.name, ("adamw", "sgd"))
-        require_choice("optimizer.implementation", self.implementation, IMPLEMENTATIONS)
-        if self.learning_rate <= 0:
-            raise bad_value("optimizer.learning_rate", self.learning_rate, "a number above 0")
-        if not 0 <= self.momentum < 1:
-            raise bad_value("optimizer.momentum", self.momentum, "a number from 0 to below 1")
         if self.momentum and self.name != "sgd":
             raise bad_value("optimizer.momentum", self.momentum, f"0, since optimizer.name={self.name} has its own")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench.config import RunConfig
 from bench.errors import UsageError
+from bench.paths import path
 from bench.simulate.predict import predict_all
 from bench.simulate.prediction import Prediction
 from bench.validation.figure import draw
@@ -34,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0.
     """
     parser = argparse.ArgumentParser(prog="python -m bench.predict validate", description=__doc__)
-    parser.add_argument("--output", type=Path, default=ACCURACY, help="the page to write; its figure lies beside it")
-    parser.add_argument("--measured", type=Path, metavar="STORE", help="compare with these rows' step times instead")
+    parser.add_argument("--output", type=path, default=ACCURACY, help="the page to write; its figure lies beside it")
+    parser.add_argument("--measured", type=path, metavar="STORE", help="compare with these rows' step times instead")
     parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="what --measured ran on, as bench.calibrate wrote it"
+        "--hardware", type=path, metavar="FILE", help="what --measured ran on, as bench.calibrate wrote it"
     )
     options = parser.parse_args(arguments)
     if options.measured is not None or options.hardware is not None:

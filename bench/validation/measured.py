@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import records
 from bench.config import RunConfig, run_config
 from bench.errors import UsageError, bad_value
 from bench.hardware import Hardware
 from bench.hardware.file import read_hardware
+from bench.records import Record
+from bench.records.encoding import shown
+from bench.reporting.reading import read_store
 from bench.simulate.predict import predict_all
 
 WITHIN = 0.10
 """The goal."""
+
+PLUGINS = (("model", "family"), ("strategy", "name"))
+"""Fields of a configuration that name a module."""
 
 HEAD = """# Step times on a calibrated machine
 
@@ -72,11 +80,19 @@ def compared(store: Path, hardware: Hardware) -> list[Compared]:
     if hardware.speeds is None:
         raise bad_value("hardware", hardware.name, "a file with speeds, as python -m bench.calibrate writes it")
     runs: dict[str, list[tuple[RunConfig, float]]] = defaultdict(list)
-    for row in records.read_all(store).records:
-        if row["status"] == "ok" and row["evidence"] == "measured" and row["device"] == hardware.device:
-            config = dataclasses.replace(run_config(row["config"]), hardware=hardware, repeat=0)
-            if config.gpus == 1:
+    contents = read_store(store)
+    problems = list(contents.unreadable)
+    for file, row in zip(contents.files, contents.records, strict=True):
+        if row["status"] == "ok" and row["evidence"] == "measured" and row.get("device") == hardware.device:
+            try:
+                config = dataclasses.replace(recorded_config(row), hardware=hardware, repeat=0)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                problems.append(f"{file}: {error}")
+                continue
+            if config.gpus == 1 and row.get("step_time_median_s") is not None:
                 runs[config.run_id].append((config, row["step_time_median_s"]))
+    for problem in problems:
+        print(f"left out: {problem}", file=sys.stderr)
     if not runs:
         raise UsageError(f"{store} has no row of one process on {hardware.device} that ended well.")
     configs = [several[0][0] for several in runs.values()]
@@ -86,6 +102,26 @@ def compared(store: Path, hardware: Hardware) -> list[Compared]:
             raise bad_value("hardware", hardware.name, f"one that was calibrated in {config.precision.name}")
         found.append(Compared(config, tuple(sorted(time for _, time in several)), prediction.time.step_s.value))
     return sorted(found, key=lambda each: (each.config.model.num_parameters, statistics.median(each.measured_s)))
+
+
+def recorded_config(row: Record) -> RunConfig:
+    """The configuration of a row, of what the suite has.
+
+    A model or strategy of one's own is a module, and who can write to a store does not choose what is imported here.
+
+    Raises
+    ------
+    ValueError, TypeError, KeyError, AttributeError
+        If the row holds no such configuration.
+    """
+    config = row.get("config") or {}
+    for section, field in PLUGINS:
+        name = (config.get(section) or {}).get(field)
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise bad_value(f"{section}.{field}", shown(name), "the name of one that comes with the suite")
+    if "${" in json.dumps(config):
+        raise UsageError("its configuration holds an interpolation (${...}).")
+    return run_config(config)
 
 
 def page(found: Sequence[Compared], hardware: Hardware) -> str:

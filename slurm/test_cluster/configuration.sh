@@ -104,7 +104,7 @@ AccountingStoragePort=$((port + 1))
 AccountingStoragePass=$S/munge/munge.socket
 AccountingStorageTRES=gres/gpu
 AccountingStoreFlags=job_comment
-AccountingStorageEnforce=associations,qos
+AccountingStorageEnforce=associations,limits,qos
 TrackWCKey=yes
 CONF
   [ "${knob[GPUS]}" = 0 ] || gres=" Gres=gpu:fake:${knob[GPUS]}"

@@ -1,6 +1,6 @@
 """The processes of one SLURM job, one per GPU, working as one.
 
-Each watches over one rank, which it forks. The first of them leads: it says what to run, hears how every rank ended,
+Each watches over one rank, which it starts. The first of them leads: it says what to run, hears how every rank ended,
 notices who has gone silent, and alone writes the row. They talk through the job's key-value store, as JSON, so that
 nothing that arrives over the network is executed.
 """
@@ -8,6 +8,7 @@ nothing that arrives over the network is executed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -24,9 +25,11 @@ from bench.launch.meeting import connect
 from bench.launch.ranks import Ended, kill, start, watch
 from bench.launch.stop import StopSignal
 from bench.measure import environment
+from bench.measure.busyness import CpuLoad
 from bench.measure.loop import Samples
 from bench.measure.memory import Peaks
 from bench.rank import Outcome, RankPlace
+from bench.rendezvous import LOOPBACK
 
 POLL_S = 0.25
 BEAT_S = 2.0
@@ -67,11 +70,15 @@ class Crew:
         Whose rank it watches over.
     host, port
         Where the job's store is.
+    check_nodes: bool
+        Have every rank check its node before a run.
     """
 
-    def __init__(self, place: RankPlace, host: str, port: int) -> None:
+    def __init__(self, place: RankPlace, host: str, port: int, *, check_nodes: bool = False) -> None:
         self.place = place
+        self._check_nodes = check_nodes
         self._address = (host, port)
+        self._alone = host == LOOPBACK
         self._store = self._ask(connect, host, port, ANSWER_S)
         self._beats = 0
         self._beat_at = -math.inf
@@ -104,7 +111,16 @@ class Crew:
             Called now and then meanwhile.
         """
         number, self._runs = self._runs, self._runs + 1
-        ranks = start(config, [self.place], lambda: self._rendezvous(number), trace, log)
+        rendezvous = functools.partial(_rendezvous, *self._address, number)
+        ranks = start(
+            config,
+            [self.place],
+            rendezvous,
+            trace,
+            log,
+            on_one_machine=self._alone,
+            check_nodes=self._check_nodes,
+        )
         off: list[str] = []
 
         def called_off() -> bool:
@@ -129,9 +145,6 @@ class Crew:
         self._put(f"{number}/ended/{self.place.rank}", json.dumps(dataclasses.asdict(ended)))
         self._count(f"{number}/reports", 1)
         return self._gather(number, stop, deadline, look_around) if self.place.rank == 0 else None
-
-    def _rendezvous(self, number: int) -> dist.Store:
-        return dist.PrefixStore(f"run{number}", connect(*self._address, RENDEZVOUS_S))
 
     def _called_off(self, number: int) -> str | None:
         """Why a run is not to go on, if it is not."""
@@ -207,7 +220,7 @@ class Crew:
         if now - self._listened_at < 2 * BEAT_S:
             return bool(self._lost)
         self._listened_at = now
-        beats = self._store.multi_get([f"beat/{rank}" for rank in range(self.place.world_size)])
+        beats = self._ask(self._store.multi_get, [f"beat/{rank}" for rank in range(self.place.world_size)])
         for rank, beat in enumerate(beats):
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = (beat, now)
@@ -261,10 +274,15 @@ class Crew:
             raise LeaderLostError(f"the job's first process does not answer: {error}") from None
 
 
-def publish_address(path: Path, port: int) -> None:
+def _rendezvous(host: str, port: int, number: int) -> dist.Store:
+    """Where the ranks of the job's run of this number find each other."""
+    return dist.PrefixStore(f"run{number}", connect(host, port, RENDEZVOUS_S))
+
+
+def publish_address(path: Path, host: str, port: int) -> None:
     """Write down where the job's store is, whole at once, for the other processes to find."""
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps({"host": environment.host(), "port": port}))
+    temporary.write_text(json.dumps({"host": host, "port": port}))
     temporary.replace(path)
 
 
@@ -290,6 +308,8 @@ def _ended(values: dict[str, Any]) -> Ended:
     if outcome is not None:
         samples = outcome.pop("samples")
         if samples is not None:
+            load = samples["cpu_load"]
+            samples["cpu_load"] = None if load is None else CpuLoad(**{**load, "cpus": tuple(load["cpus"])})
             samples = Samples(**{**samples, "peaks": Peaks(**samples["peaks"])})
         outcome = Outcome(**outcome, samples=samples)
     return Ended(**values, outcome=outcome)

@@ -11,17 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import records
+from bench import processes, records
 from bench.config import RunConfig
 from bench.errors import ImpossibleError
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import detect
 from bench.launch.attempt import Attempt, persistently, say, write_lost_row
-from bench.launch.host import preload
 from bench.launch.meeting import MeetingPoint
-from bench.launch.owners import process_lives
+from bench.launch.owners import process_lives, this_user
 from bench.launch.ranks import Ended
-from bench.launch.slurm import queue
+from bench.launch.slurm import endings, queue
 from bench.launch.slurm.crew import Crew, LeaderLostError, find_address, publish_address
 from bench.launch.slurm.place import JobPlace, JobSignal
 from bench.launch.stop import StopSignal
@@ -29,13 +28,16 @@ from bench.launch.task import Task, largest_batch
 from bench.launch.verdict import describe
 from bench.records import Claim, Record, TakenError
 from bench.records.schema import FINISHED
+from bench.rendezvous import address_towards
 from bench.tracking import NO_TRACKER, Courier, Tracker
 
 RESERVE_S = 60.0
 """Of a job's time limit, kept for starting and for writing the row; of short limits a quarter."""
 
-STATUS_OF_CAUSE = {"time limit": "timeout", "node failure": "error"}
+STATUS_OF_CAUSE = {"time limit": "timeout", "node failure": "error", "unknown": "error"}
 """Statuses of runs that a signal ended, by its cause; `preempted` for all others."""
+
+STORE_LOST = "the store in which its ranks find each other was killed"
 
 
 @dataclass(frozen=True)
@@ -54,38 +56,45 @@ class SlurmJob:
     requeue: bool
     facts: dict[str, Any]
     """What the row says of the submission."""
+    check_nodes: bool = False
+    """Check every node before a run."""
     tracker: Tracker = NO_TRACKER
     """Where attempts are sent when the job is done."""
 
     def __call__(self) -> None:
         """Take part in the job until it is done."""
         place = JobPlace.from_environment()
-        deadline = time.monotonic() + self.time_limit_s - min(RESERVE_S, self.time_limit_s / 4)
+        ends_at = time.monotonic() + self.time_limit_s
+        deadline = ends_at - min(RESERVE_S, self.time_limit_s / 4)
         # Every start of a job has a file of its own, for processes of an earlier one may linger.
         address = self.folder / f"meeting-{place.job_id}-{place.restart}.json"
-        with JobSignal(place) as stop:
+        with JobSignal(place, ends_at) as stop:
             config = self.task.config
-            preload(config.imports)
+            processes.prepare(config.imports)
             if place.rank.rank == 0:
                 self._lead(place, address, stop, deadline)
             else:
                 self._follow(place, address)
 
     def _lead(self, place: JobPlace, address: Path, stop: JobSignal, deadline: float) -> None:
-        with MeetingPoint() as meeting:
-            crew = Crew(place.rank, "127.0.0.1", meeting.port)
-            leader = Leader(self, place, crew, stop, deadline)
+        with MeetingPoint(address_towards(place.nodes[1:])) as meeting:
             try:
-                publish_address(address, meeting.port)
-                leader.lead()
-            except OSError as error:
-                say(f"the store cannot be written: {error}")
-                leader.dismiss()
-                os._exit(queue.UNWRITABLE)
+                crew = Crew(place.rank, meeting.host, meeting.port, check_nodes=self.check_nodes)
+                leader = Leader(self, place, crew, stop, deadline)
+                try:
+                    publish_address(address, meeting.host, meeting.port)
+                    leader.lead()
+                except OSError as error:
+                    say(f"the store cannot be written: {error}")
+                    leader.dismiss()
+                    os._exit(endings.UNWRITABLE)
+            except LeaderLostError:
+                sys.exit(STORE_LOST)
 
     def _follow(self, place: JobPlace, address: Path) -> None:
         try:
-            crew = Crew(place.rank, *find_address(address, self.start_timeout_s))
+            leader = find_address(address, self.start_timeout_s)
+            crew = Crew(place.rank, *leader, check_nodes=self.check_nodes)
             while (order := crew.next_order()) is not None:
                 config = dataclasses.replace(self.task.config, batch_size_per_gpu=order["batch_size"])
                 row = records.row_path(self.store, config.run_id, order["attempt"])
@@ -121,6 +130,8 @@ class Leader:
         ------
         OSError
             If the store cannot be written.
+        LeaderLostError
+            If the key-value store is gone; the run's row is written.
         """
         task = self.job.task
         if task.search:
@@ -151,7 +162,14 @@ class Leader:
         if attempt is None:
             return None
         attempt.look_around(at_once=True)
-        record = self._execute(config, attempt)
+        try:
+            record = self._execute(config, attempt)
+        except LeaderLostError:
+            if self.stop.received:
+                self._finish_stopped(attempt, [])
+            else:
+                attempt.finish([], {"status": "error", "error": STORE_LOST})
+            raise
         self.run_ids.append(config.run_id)
         say(f"{config.label}: {record['status']}, {describe(record)}")
         return record
@@ -179,10 +197,10 @@ class Leader:
         try:
             device = detect()
             refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
-            on_gpus = config.hardware.device == "cuda"
-            each = config.devices_per_process
-            if on_gpus and device.count not in (each, each * self.place.tasks_per_node):  # its own, or all for each
-                raise ImpossibleError(f"{device.count} GPUs are visible to {self.place.tasks_per_node} tasks.")
+            for remark in device.remarks:
+                say(f"{self.place.nodes[0]}: {remark}")
+            if config.hardware.device == "cuda":
+                refuse_too_few_gpus(device.count, config.devices_per_process, self.place.tasks_per_node)
         except ImpossibleError as error:
             return attempt.finish([], {"status": "error", "error": f"{self.place.nodes[0]}: {error}"})
         missing = self.crew.missing(self.job.start_timeout_s, self.stop)
@@ -220,9 +238,9 @@ class Leader:
         if "process" in claim.owner:
             return process_lives(claim.owner["process"])
         if claim.owner["job"] == self.place.job_id:
-            return claim.owner["restart"] == self.place.restart
+            return bool(claim.owner["restart"] == self.place.restart)
         try:
-            return claim.owner["job"] in queue.alive()
+            return endings.lives(claim.owner["job"], own=claim.owner.get("user", this_user()) == this_user())
         except queue.SlurmError:
             return True
 
@@ -231,7 +249,7 @@ class Leader:
         if "process" in claim.owner:
             write_lost_row(claim, status="error", error="its job was killed or crashed")
         else:
-            write_lost_row(claim, **queue.obituary(claim.owner))
+            write_lost_row(claim, **endings.obituary(claim.owner))
 
     def _start_anew(self) -> None:
         """Ask SLURM for another start of this job: with its signal handled, it would count as completed."""
@@ -250,3 +268,12 @@ class Leader:
             **{name.lower(): os.environ.get(f"SLURM_JOB_{name}") for name in variables},
             "on_the_same_nodes": queue.neighbours(self.place.job_id, self.place.nodes),
         }
+
+
+def refuse_too_few_gpus(visible: int, each: int, tasks: int) -> None:
+    """Raise `ImpossibleError` unless a task sees just the GPUs that it drives, or enough for all tasks of its node.
+
+    It may see more than these: all of a node's, where nothing is asked for and the node is its job's alone.
+    """
+    if visible != each and visible < each * tasks:
+        raise ImpossibleError(f"{visible} GPUs are visible to {tasks} tasks, each of which drives {each}.")

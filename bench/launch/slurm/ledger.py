@@ -1,8 +1,9 @@
 """The ledger: what was submitted from a store, so that any shell can follow it later.
 
 <store>/.jobs/<submission>/submission.json     what was asked for; written before anything is submitted
+<store>/.jobs/<submission>/cancelled           ids of the jobs that were cancelled from here
 <store>/.jobs/<submission>/<array>/job_id      SLURM's id of the array, written as soon as there is one
-<store>/.jobs/<submission>/<array>/...         submitit's files and the processes' output
+<store>/.jobs/<submission>/<array>/...         the job script, what each task executes (<index>.pkl), their output
 <store>/.jobs/<submission>/closed              everything in it is over and written down
 """
 
@@ -11,15 +12,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
+import re
 import time
-from collections.abc import Iterator
+import types
+import typing
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from bench.errors import bad_value
+from bench.launch.owners import this_user
+from bench.records import UnreadableRecordWarning, sharing
+from bench.records.encoding import dumps, read_json, shown
+from bench.records.store import RUN_ID
 
 FOLDER = ".jobs"
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,8 @@ class Entry:
     search: bool
     attempts_before: int
     """Attempts of the run recorded when it was submitted."""
+    row: dict[str, Any] | None = None
+    """What is known of the run's row before it starts; None in submissions of earlier versions, and of searches."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,8 @@ class Array:
     """Of all tasks together."""
     entries: list[Entry]
     gpus_per_task: int = 1
+    longest_s: float = 0.0
+    """Expected of the longest task."""
 
     @property
     def gpus(self) -> int:
@@ -80,6 +96,13 @@ class Submission:
     arrays: list[Array]
     tracker: dict[str, Any] | None = None
     """Where attempts are sent, as composed."""
+    user: str | None = None
+    """Whose account submitted it; None in stores of before that was noted."""
+
+    @property
+    def own(self) -> bool:
+        """Whether this account submitted it."""
+        return self.user in (None, this_user())
 
     @property
     def name(self) -> str:
@@ -98,12 +121,24 @@ class Submission:
     def job_id(self, array: Array) -> str | None:
         """SLURM's id of an array; None if it was not submitted, or is about to be."""
         with contextlib.suppress(FileNotFoundError):
-            return (self.folder / array.name / "job_id").read_text().strip()
+            job_id = (self.folder / array.name / "job_id").read_text(errors="replace").strip()
+            return job_id if re.fullmatch("[0-9]{1,20}", job_id) else None
         return None
 
     def note_job_id(self, array: Array, job_id: str) -> None:
         """Write down SLURM's id of an array."""
         _write_whole(self.folder / array.name / "job_id", job_id)
+
+    def note_cancelled(self, jobs: Iterable[str]) -> None:
+        """Write down which jobs are about to be cancelled: SLURM forgets those that never ran."""
+        _write_whole(self.folder / "cancelled", "\n".join(sorted({*self.cancelled, *jobs})))
+
+    @property
+    def cancelled(self) -> set[str]:
+        """Ids of the jobs that were cancelled from here."""
+        with contextlib.suppress(FileNotFoundError):
+            return set((self.folder / "cancelled").read_text(errors="replace").split())
+        return set()
 
 
 def enter(
@@ -118,12 +153,12 @@ def enter(
     """Write down a submission that is about to happen."""
     folder = store / FOLDER / name
     for array in arrays:
-        (folder / array.name).mkdir(parents=True)
+        sharing.make_folder(folder / array.name)
     submitted_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    submission = Submission(folder, sweep, submitted_at, cluster, code, arrays, tracker)
+    submission = Submission(folder, sweep, submitted_at, cluster, code, arrays, tracker, this_user())
     values = dataclasses.asdict(submission)
     del values["folder"]
-    _write_whole(folder / "submission.json", json.dumps(values, indent=1))
+    _write_whole(folder / "submission.json", dumps(values))
     return submission
 
 
@@ -133,32 +168,93 @@ def new_name() -> str:
 
 
 def submissions(store: Path, *, closed: bool = False) -> list[Submission]:
-    """A store's submissions, the oldest first: those that are not over yet, or all."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for name in sorted(os.listdir(store / FOLDER)):
-            submission = _read(store / FOLDER / name)
-            if submission is not None and (closed or not submission.closed):
-                found.append(submission)
-    return found
+    """A store's submissions, the oldest first: those that are not over yet, or all.
+
+    Raises
+    ------
+    UsageError
+        If they cannot be listed.
+    """
+    try:
+        names = sorted(os.listdir(store / FOLDER))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}"
+        raise bad_value("store", store, f"a folder that can be read ({reason})") from None
+    found = [submission for name in names if (submission := _read(store / FOLDER / name)) is not None]
+    return [submission for submission in found if closed or not submission.closed]
 
 
 def _read(folder: Path) -> Submission | None:
+    """A submission; None where there is none, or it cannot be read, which is said."""
+    file = folder / "submission.json"
     try:
-        values = json.loads((folder / "submission.json").read_text())
+        values = read_json(file)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    arrays = [
-        Array(**{**array, "entries": [Entry(**entry) for entry in array["entries"]]}) for array in values["arrays"]
-    ]
-    return Submission(**{**values, "folder": folder, "arrays": arrays})
+    except (OSError, ValueError) as error:
+        warnings.warn(f"left out: {file}: {error}", UnreadableRecordWarning, stacklevel=2)
+        return None
+    try:
+        return _submission(folder, values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        warnings.warn(f"left out: {file}: not a submission ({error})", UnreadableRecordWarning, stacklevel=2)
+        return None
+
+
+def _submission(folder: Path, values: Any) -> Submission:
+    """A submission from what its file says.
+
+    Names become parts of paths and of SLURM's commands, so they are checked: a store is data.
+
+    Raises
+    ------
+    ValueError, TypeError, KeyError, AttributeError
+        If it says something else.
+    """
+    arrays = []
+    for array in values["arrays"]:
+        entries = [_checked(Entry(**entry)) for entry in array["entries"]]
+        arrays.append(_checked(Array(**{**array, "entries": entries})))
+        if not entries or not all(RUN_ID.match(entry.run_id) for entry in entries):
+            raise ValueError("an array without runs, or with a wrong run_id")
+        if any(entry.row is not None and entry.row.get("run_id") != entry.run_id for entry in entries):
+            raise ValueError("the row of another run")
+        for name in (arrays[-1].name, arrays[-1].job_name):
+            if not re.fullmatch(r"[\w-][\w.-]*", name):
+                raise ValueError(f"{name!r} is not the name of an array")
+    return _checked(Submission(**{**values, "folder": folder, "arrays": arrays}))
+
+
+def _checked(part: Part) -> Part:
+    """A dataclass whose fields have the types it declares."""
+    for name, kind in typing.get_type_hints(type(part)).items():
+        kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+        value = getattr(part, name)
+        if not isinstance(value, tuple(typing.get_origin(each) or each for each in kinds)) or (
+            isinstance(value, bool) and bool not in kinds
+        ):
+            raise ValueError(f"{name}={shown(value)}")
+    return part
 
 
 @contextlib.contextmanager
 def submitting(store: Path) -> Iterator[None]:
-    """One command at a time looks at what is queued and submits the rest."""
-    (store / FOLDER).mkdir(parents=True, exist_ok=True)
-    with (store / FOLDER / ".lock").open("w") as file:
+    """One command at a time looks at what is queued and submits the rest.
+
+    Raises
+    ------
+    UsageError
+        If this account may not write to the store's ledger.
+    """
+    path = store / FOLDER / ".lock"
+    try:
+        sharing.make_folder(path.parent)
+        opened = sharing.open_lock(path)
+    except OSError as error:
+        raise bad_value("store", store, f"a folder that can be written to ({path}: {error.strerror})") from None
+    with opened as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -166,4 +262,5 @@ def submitting(store: Path) -> Iterator[None]:
 def _write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text + "\n")
+    temporary.chmod(sharing.READABLE)
     temporary.replace(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from signal import SIGINT, SIGTERM, SIGUSR2
 from types import FrameType
@@ -10,7 +11,8 @@ from typing import Any
 
 import submitit
 
-from bench.launch.slurm import queue
+from bench.launch.owners import this_user
+from bench.launch.slurm import endings
 from bench.launch.stop import StopSignal
 from bench.rank import RankPlace
 
@@ -49,19 +51,26 @@ class JobPlace:
     @property
     def owner(self) -> dict[str, Any]:
         """The job as the owner of a claim."""
-        return {"job": self.job_id, "restart": self.restart}
+        return {"job": self.job_id, "restart": self.restart, "user": this_user()}
 
 
 class JobSignal(StopSignal):
     """A signal of SLURM's that means the run must end.
 
     SIGUSR2 comes at preemption, but also as a warning up to minutes before the time limit, by which the job will have
-    ended by itself: SLURM is asked which it is, and a warning is forgotten.
+    ended by itself: SLURM is asked which it is, and a warning is forgotten. Where it cannot be asked, in a container
+    without its commands, a signal that comes too early to be a warning is none.
+
+    Parameters
+    ----------
+    ends_at: float
+        When the job comes to its time limit, on `time.monotonic`.
     """
 
-    def __init__(self, place: JobPlace) -> None:
+    def __init__(self, place: JobPlace, ends_at: float) -> None:
         super().__init__(SIGINT, SIGTERM, SIGUSR2)
         self._place = place
+        self._ends_at = ends_at
         self._warned = False
 
     @property
@@ -69,7 +78,8 @@ class JobSignal(StopSignal):
         """Name of the signal, if one came and means the end."""
         if self._warned and self._received is None:
             self._warned = False
-            if self.cause()[0] not in ("time limit", "unknown"):
+            cause, early = self.cause()[0], time.monotonic() < self._ends_at - endings.STOPPED_BY_LIMIT_S
+            if early if cause == "unknown" else cause not in ("time limit", "none"):
                 self._received = SIGUSR2.name
         return self._received
 
@@ -80,5 +90,5 @@ class JobSignal(StopSignal):
             super()._receive(number, frame)
 
     def cause(self) -> tuple[str, str]:
-        """Why the signal came, as `queue.why_stopped` says it."""
-        return queue.why_stopped(self._place.job_id, self._place.restart, self._place.nodes)
+        """Why the signal came, as `endings.why_stopped` says it."""
+        return endings.why_stopped(self._place.job_id, self._place.restart, self._place.nodes)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from bench.errors import UsageError, bad_value, require_at_least, require_choice
+from bench.errors import UsageError, bad_value
+from bench.typed import OneOf, Text, Within
 
 GPU_REQUESTS = ("gpus-per-node", "gres", "none")
 
@@ -38,10 +38,10 @@ class SlurmProfile:
     """One SLURM cluster, and how this suite uses it."""
 
     name: str
-    launcher: str
+    launcher: Annotated[str, OneOf("slurm")]
     hardware: str
     """Option of conf/hardware that `hardware=auto` means: a login node cannot ask a GPU."""
-    gpus_per_node: int
+    gpus_per_node: Annotated[int, Within(1, 2**17)]
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -49,17 +49,17 @@ class SlurmProfile:
     reservation: str | None = None
     nodelist: str | None = None
     exclude: str | None = None
-    time_limit_min: int | None = None
+    time_limit_min: Annotated[int | None, Within(1, 525_600, unit="minutes")] = None
     """Of each job; None takes the plan's estimate."""
-    gpu_request: str = "gpus-per-node"
+    gpu_request: Annotated[str, OneOf(*GPU_REQUESTS)] = "gpus-per-node"
     """Which option asks for GPUs: gpus-per-node, gres, or none."""
     gpu_type: str | None = None
-    cpus_per_gpu: int | None = None
-    memory_gb_per_gpu: float | None = None
+    cpus_per_gpu: Annotated[int | None, Within(1, 4096)] = None
+    memory_gb_per_gpu: Annotated[float | None, Within(0, 1e6, unit="GB")] = None
     """Host memory; None for what the partition gives, 0 for all that a node has."""
     exclusive: bool = False
     """Share nodes with no other job."""
-    parallelism: int = 1
+    parallelism: Annotated[int, Within(1, 10**5)] = 1
     """Runs of one sweep at once, over all its arrays."""
     requeue: bool = True
     """Let SLURM start a job anew after preemption or a node's failure."""
@@ -67,26 +67,20 @@ class SlurmProfile:
     """Further options of sbatch, as typed: --mail-type=END."""
     srun: list[str] = field(default_factory=list)
     """Further options of srun: a container's, for example."""
-    setup: list[str] = field(default_factory=list)
+    setup: list[Annotated[str, Text("shell lines", lines=True, empty=True)]] = field(default_factory=list)
     """Shell lines before srun: modules, activation of an environment, exports."""
     python: str | None = None
     """Shell command that starts Python on a node; None for the interpreter that submits."""
     comment: str | None = None
     wckey: str | None = None
-    start_timeout_s: int = 300
+    check: Annotated[str, OneOf("quick", "none")] = "quick"
+    """Check every node before a run: quick, some matrix products and an all-reduce; or none."""
+    exclude_bad: bool = False
+    """Leave out nodes whose last check failed when runs are submitted again."""
+    start_timeout_s: Annotated[int, Within(1, 86_400, unit="seconds")] = 300
     """How long the processes of a job may take to find each other."""
 
     def __post_init__(self) -> None:
-        require_choice("cluster.gpu_request", self.gpu_request, GPU_REQUESTS)
-        for name in ("gpus_per_node", "parallelism", "start_timeout_s"):
-            require_at_least(f"cluster.{name}", getattr(self, name), 1)
-        for name in ("time_limit_min", "cpus_per_gpu"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise bad_value(f"cluster.{name}", value, "a whole number above 0, or null")
-        memory_gb = self.memory_gb_per_gpu
-        if memory_gb is not None and not 0 <= memory_gb < math.inf:
-            raise bad_value("cluster.memory_gb_per_gpu", memory_gb, "a number of GB, 0 for all of a node's, or null")
         for name in sorted({*FIELDS_OF_OPTIONS.values(), "gpu_type"}):
             if isinstance(getattr(self, name), str):
                 _refuse_unprintable(f"cluster.{name}", getattr(self, name))

@@ -10,16 +10,24 @@ import functools
 import re
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 ANSWER_S = 60
 """How long a command may take: a busy controller is slow."""
 
-STOPPED_BY_LIMIT_S = 150
-"""SLURM looks at time limits every minute or so, and may send the warning signal a minute early."""
+SILENCE_S = 5
+"""After how long it is said that one has not answered."""
+
+PASSING = ("timed out", "Unable to contact slurm controller", "Zero Bytes", "temporarily un", "standby", "connection")
+"""Parts of what SLURM says when the same command may succeed a moment later."""
+
+SUBMIT_AGAIN_S = (2, 5, 15)
+"""How long to wait before each further try to submit."""
 
 NEVER_STARTS = {
     "AccountNotAllowed",
@@ -44,22 +52,23 @@ UNDECIDED = {"None", "PartitionConfig"}
 """Reasons of a job that the scheduler has not looked at yet."""
 
 
-STATUSES = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "PREEMPTED": "preempted", "CANCELLED": "preempted"}
-"""Statuses of runs by what SLURM calls the end of their job; `error` for all others."""
+UNKNOWN_JOB = "Invalid job id"
+"""Part of what squeue says of a job that the controller does not remember."""
 
-UNWRITABLE = 73
-"""Exit code of a job that could not write its row (EX_CANTCREAT of sysexits.h)."""
-
-
-LIVE = {"PENDING", "RUNNING", "RESIZING", "SUSPENDED", "COMPLETING", "CONFIGURING"}
+LIVE = {"PENDING", "RUNNING", "RESIZING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"}
 """States in which a job has not ended."""
 
-ACCOUNTS_LAG_S = 15.0
-"""How far accounting may be behind the queue."""
+HELD = {"JobHeldUser": "held: scontrol release {job}", "JobHeldAdmin": "held by an administrator"}
+"""What to do about jobs that wait for these reasons."""
 
 
 class SlurmError(RuntimeError):
     """One of SLURM's commands failed; the text is what it said."""
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same command may succeed a moment later."""
+        return any(part.lower() in str(self).lower() for part in PASSING)
 
 
 @dataclass(frozen=True)
@@ -80,56 +89,80 @@ def installed() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def ask(*command: str, text: str | None = None) -> str:
-    """Run one of SLURM's commands, with some text as its input.
+def ask(*command: str, text: str | None = None, folder: Path | None = None) -> str:
+    """Run one of SLURM's commands, with some text as its input, in a folder or in this one.
 
     Raises
     ------
     SlurmError
         If it is not there, fails or does not answer.
     """
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        process = subprocess.Popen(command, text=True, cwd=folder, **pipes)
     except FileNotFoundError:
         raise SlurmError(f"{command[0]} is not on this machine's PATH") from None
-    except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} did not answer within {ANSWER_S} s") from None
-    if done.returncode != 0:
-        words = " ".join((done.stderr or done.stdout).split())
-        raise SlurmError(words or f"{command[0]} failed with exit code {done.returncode}")
-    return done.stdout
+    with process:
+        try:
+            try:
+                output, errors = process.communicate(text, timeout=SILENCE_S)
+            except subprocess.TimeoutExpired:
+                said = f"SLURM has not answered {command[0]} for {SILENCE_S} s; waiting up to {ANSWER_S} s."
+                print(said, file=sys.stderr, flush=True)
+                output, errors = process.communicate(timeout=ANSWER_S - SILENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise SlurmError(f"{command[0]} did not answer within {ANSWER_S} s") from None
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        words = " ".join((errors or output).split())
+        raise SlurmError(words or f"{command[0]} failed with exit code {process.returncode}")
+    return output
 
 
-def alive() -> dict[str, JobState]:
-    """The user's own jobs that wait or run, array elements one by one.
+def alive(*, everybody: bool = False) -> dict[str, JobState]:
+    """Jobs that wait or run, array elements one by one: one's own, or those of everybody as far as SLURM shows them.
 
     Raises
     ------
     SlurmError
         If the controller cannot be asked.
     """
-    found = {}
-    for line in ask("squeue", "--me", "--noheader", "--array", "--format=%i|%T|%r|%M|%N").splitlines():
+    return {state.job_id: state for state in squeue("--all" if everybody else "--me")}
+
+
+def squeue(*options: str) -> list[JobState]:
+    """Jobs in the queue that some options of squeue choose, array elements one by one.
+
+    Raises
+    ------
+    SlurmError
+        If the controller cannot be asked, or knows none of the jobs that were named.
+    """
+    found = []
+    for line in ask("squeue", "--noheader", "--array", "--format=%i|%T|%r|%M|%N", *options).splitlines():
         job_id, state, reason, elapsed, nodes = line.split("|", 4)
-        found[job_id] = JobState(job_id, state, reason, _seconds(elapsed), nodes)
+        found.append(JobState(job_id, state, reason, seconds(elapsed), nodes))
     return found
 
 
-def history(jobs: Iterable[str]) -> dict[str, list[JobState]]:
+def history(jobs: Iterable[str]) -> dict[str, list[JobState]] | None:
     """What accounting knows of jobs, arrays whole: for each element its incarnations, the first start first.
 
-    Empty where the cluster keeps no accounts.
+    None where the cluster keeps no accounts, or they cannot be asked.
     """
-    arrays = sorted({job.partition("_")[0] for job in jobs})
+    arrays = arrays_of(jobs)
     if not arrays:
         return {}
     try:
         text = ask(
-            *("sacct", "--allocations", "--noheader", "--parsable2", "--duplicates", f"--jobs={','.join(arrays)}"),
-            "--format=JobID,State,ExitCode,ElapsedRaw,NodeList",
+            *("sacct", "--allusers", "--allocations", "--noheader", "--parsable2", "--duplicates"),
+            *(f"--jobs={','.join(arrays)}", "--format=JobID,State,ExitCode,ElapsedRaw,NodeList"),
         )
     except SlurmError:
-        return {}
+        return None
     found: dict[str, list[JobState]] = {}
     for line in text.splitlines():
         ids, state, code, elapsed, nodes = line.split("|", 4)
@@ -138,6 +171,21 @@ def history(jobs: Iterable[str]) -> dict[str, list[JobState]]:
             entry = JobState(job_id, words[0], code, int(elapsed or 0), "" if nodes == "None assigned" else nodes)
             found.setdefault(job_id, []).append(entry)
     return found
+
+
+def remembered(jobs: Iterable[str]) -> tuple[dict[str, JobState], bool]:
+    """What the controller remembers of jobs and the rest of their arrays, and whether it answered."""
+    arrays = arrays_of(jobs)
+    try:
+        states = squeue("--all", "--states=all", f"--jobs={','.join(arrays)}") if arrays else []
+    except SlurmError as error:
+        return {}, UNKNOWN_JOB in str(error)
+    return {state.job_id: state for state in states}, True
+
+
+def arrays_of(jobs: Iterable[str]) -> list[str]:
+    """Ids of the arrays that some jobs are elements of, and of those that are of none."""
+    return sorted({job.partition("_")[0] for job in jobs})
 
 
 def elements(job_ids: str) -> list[str]:
@@ -152,21 +200,17 @@ def elements(job_ids: str) -> list[str]:
     return found
 
 
-def settled_history(jobs: Iterable[str]) -> dict[str, list[JobState]]:
-    """The same for jobs that have ended, as soon as accounting knows so of each: it is some seconds behind."""
-    wanted, deadline = set(jobs), time.monotonic() + ACCOUNTS_LAG_S
-    while True:
-        found = history(wanted)
-        ends = {job: states[-1].state for job, states in found.items()}
-        if all(ends.get(job, "PENDING") not in LIVE for job in wanted) or time.monotonic() > deadline:
-            return found
-        time.sleep(1)
+def over(incarnations: Sequence[JobState]) -> bool:
+    """Whether SLURM says that a job has ended, for all that it says of it."""
+    return bool(incarnations) and incarnations[-1].state not in LIVE
 
 
-def by_name() -> dict[str, str]:
-    """Ids of the user's queued jobs by their name, arrays whole."""
-    lines = ask("squeue", "--me", "--noheader", "--format=%F|%j").splitlines()
-    return {name: job for job, _, name in (line.partition("|") for line in lines)}
+def by_name(names: Collection[str]) -> dict[str, str]:
+    """Ids of queued jobs of some names, anybody's, arrays whole."""
+    if not names:
+        return {}
+    lines = ask("squeue", "--all", "--noheader", "--format=%F|%j").splitlines()
+    return {name: job for job, _, name in (line.partition("|") for line in lines) if name in names}
 
 
 def cancel(jobs: Iterable[str]) -> None:
@@ -184,65 +228,59 @@ def test(script: str) -> None:
     SlurmError
         If it would not, with its reason.
     """
-    ask("sbatch", "--test-only", text=script)
+    _patiently(lambda: ask("sbatch", "--test-only", text=script))
+
+
+def submit(script: Path, folder: Path, job_name: str) -> str:
+    """Submit a job script, to run in a folder; returns the id of the job.
+
+    A controller that does not answer in time may have taken the job all the same: its name, which no other job has,
+    is looked for before it is submitted again.
+
+    Raises
+    ------
+    SlurmError
+        If it is refused, with the reason.
+    """
+    tried = False
+
+    def try_once() -> str:
+        nonlocal tried
+        taken = by_name([job_name]) if tried else {}
+        tried = True
+        return taken.get(job_name) or ask("sbatch", "--parsable", str(script), folder=folder)
+
+    job_id = _patiently(try_once).strip().partition(";")[0]
+    if not job_id.isdecimal():
+        raise SlurmError(f"sbatch said {job_id!r}, not the id of a job")
+    return job_id
+
+
+def _patiently(request: Callable[[], str]) -> str:
+    """Ask again, for a while, after what passes."""
+    deadline = time.monotonic() + 2 * ANSWER_S
+    for pause_s in (*SUBMIT_AGAIN_S, None):
+        try:
+            return request()
+        except SlurmError as error:
+            if not error.passing or pause_s is None or time.monotonic() > deadline:
+                raise
+            print(f"{error}; trying again in {pause_s} s.", file=sys.stderr, flush=True)
+            time.sleep(pause_s)
+    raise AssertionError
+
+
+def has_gpus() -> bool:
+    """Whether any node of the cluster has GPUs as SLURM sees it; true where it cannot be asked."""
+    try:
+        return any("gpu" in line for line in ask("sinfo", "--noheader", "--format=%G").splitlines())
+    except SlurmError:
+        return True
 
 
 def requeue(job_id: str) -> None:
     """Have SLURM start a running job anew."""
     ask("scontrol", "requeue", job_id)
-
-
-def why_stopped(job_id: str, restart: int, nodes: Iterable[str]) -> tuple[str, str]:
-    """Why a running job was sent a signal.
-
-    Parameters
-    ----------
-    restart: int
-        How often the job had been started before, when it began to run.
-    nodes: iterable of str
-        The job's nodes.
-
-    Returns
-    -------
-    str, str
-        `cancelled`, `preempted`, `time limit`, `node failure`, `requeued` or `unknown`; and the same for people.
-    """
-    try:
-        facts = dict(re.findall(r"(\w+)=(\S+)", ask("scontrol", "show", "job", "--oneliner", job_id)))
-        down = ask("sinfo", "--noheader", "--Node", "--states=down,fail", f"--nodes={','.join(nodes)}", "--format=%N")
-    except SlurmError as error:
-        return "unknown", f"SLURM could not be asked why: {error}"
-    if down.strip():
-        return "node failure", f"{', '.join(sorted(set(down.split())))} went down"
-    if facts.get("PreemptTime", "None") != "None" or facts.get("JobState") == "PREEMPTED":
-        return "preempted", "a job of higher priority took its nodes"
-    if int(facts.get("Restarts", 0)) > restart or facts.get("JobState") == "PENDING":
-        return "requeued", "the job was taken off its nodes to start anew"
-    run, limit = _seconds(facts.get("RunTime", "")), _seconds(facts.get("TimeLimit", ""))
-    if limit and run > limit - STOPPED_BY_LIMIT_S and run > limit / 4:
-        return "time limit", "the job came to its time limit"
-    if facts.get("JobState") in ("CANCELLED", "COMPLETING"):
-        return "cancelled", "the job was cancelled"
-    return "unknown", f"the job's state is {facts.get('JobState')}"
-
-
-def obituary(owner: dict[str, Any]) -> dict[str, str]:
-    """Status and error of an attempt that a job began and did not finish, by what accounting says of its end."""
-    job_id, restart = owner["job"], owner["restart"]
-    deadline = time.monotonic() + ACCOUNTS_LAG_S
-    while True:
-        incarnations = history([job_id]).get(job_id, [])[restart:]
-        if len(incarnations) > 1 or (incarnations and incarnations[0].state not in LIVE):
-            break
-        if time.monotonic() > deadline:
-            return {"status": "error", "error": f"job {job_id} ended without a word"}
-        time.sleep(1)
-    end = incarnations[0]
-    where = f" on {end.nodes}" if end.nodes else ""
-    words = f"SLURM ended job {job_id}: {end.state}{where}, exit code {end.reason}"
-    if end.state == "FAILED" and end.reason.startswith(f"{UNWRITABLE}:"):
-        words = f"job {job_id} could not write its row: the store was full or read-only"
-    return {"status": STATUSES.get(end.state, "error"), "error": words}
 
 
 def neighbours(job_id: str, nodes: Iterable[str]) -> list[str] | None:
@@ -261,7 +299,7 @@ def max_array_size() -> int:
     return int(match[1]) if match else 1001
 
 
-def _seconds(clock: str) -> int:
+def seconds(clock: str) -> int:
     """``1-02:03:04`` or ``3:04`` in seconds."""
     days, _, rest = clock.rpartition("-")
     if not re.fullmatch(r"[\d:]+", rest):

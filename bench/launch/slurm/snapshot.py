@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench.config import RunConfig
 from bench.measure import environment
+from bench.records import sharing
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN = ("bench", "conf", "pyproject.toml", "constraints.txt")
@@ -46,14 +47,15 @@ def take(store: Path, configs: Iterable[RunConfig]) -> Path:
     target = store / ".code" / digest.hexdigest()[:16]
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    sharing.make_folder(target.parent)
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=".new-"))
     try:
         for relative, path in files.items():
             (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, temporary / relative)
         (temporary / environment.COMMIT_FILE).write_text(commit)
-        temporary.chmod(0o755)
+        for path in (temporary, *temporary.rglob("*")):  # another account submits equal code by this copy
+            path.chmod(0o755 if path.is_dir() else sharing.READABLE)
         try:
             temporary.rename(target)
         except OSError:

@@ -49,7 +49,7 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
     for quantity in (SPEED, MEMORY):
         found = selected[selected["quantity"] == quantity]
         if len(found):
-            result.drawings.append(_draw(quantity, found))
+            result.plan(_draw, quantity, found)
     result.listings.append(_listing(selected))
     return result
 

@@ -42,7 +42,7 @@ SHARES = ["share", "share_low", "share_high", "profiled", "predicted"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95 % interval."""
+    """A value with its 95 % interval; NaN at its ends where there is none."""
 
     value: float
     low: float
@@ -70,12 +70,15 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     DataFrame
         ``place``, ``precision``, ``limit``, ``heading`` and ``variant`` name it. ``measured_s``, ``rehearsed_s`` and
         their difference ``exposed_s``, each with ``_low_s`` and ``_high_s``: medians over repeats of the median step,
-        with the widest of the repeats' intervals. ``share`` (with ``_low``, ``_high``) is the difference over the
+        with the widest of the repeats' intervals (NaN where one has too few steps for it). ``share`` (with ``_low``,
+        ``_high``) is the difference over the
         measured median, ``profiled`` the share the profiler saw and ``predicted`` the predicted one (NaN for none).
     """
     usable = (table["status"] == "ok") & table["time_question"].notna() & ~table["degraded"].fillna(False)
     rows = in_order(table[usable & table["step_time_median_s"].notna()])
-    keys = [identity(question) for question in rows["time_question"]]
+    keys = pd.Series([identity(question) for question in rows["time_question"]], index=rows.index, dtype=object)
+    both = set.intersection(*(set(keys[rows["evidence"] == kind]) for kind in ("measured", "rehearsed")))
+    rows, keys = rows[keys.isin(both)], keys[keys.isin(both)]
     found = [_pair(group) for _, group in rows.groupby(keys, sort=False)]
     return pd.DataFrame([pair for pair in found if pair is not None], columns=[*NAMES, *VALUES, *SHARES])
 
@@ -106,9 +109,11 @@ def _ends(estimate: Estimate, unit: str) -> list[tuple[str, float]]:
 
 
 def _step(rows: pd.DataFrame) -> Estimate:
-    """The median step of the repeats; a row without an interval is taken for exact."""
+    """The median step of the repeats, with the widest of their intervals; none where one has none."""
     medians = rows["step_time_median_s"].astype(float)
-    lows, highs = (rows[f"step_time_ci_{end}_s"].fillna(rows["step_time_median_s"]) for end in ("low", "high"))
+    lows, highs = (rows[f"step_time_ci_{end}_s"] for end in ("low", "high"))
+    if lows.isna().any() or highs.isna().any():
+        return Estimate(float(np.median(medians)), math.nan, math.nan)
     return Estimate(float(np.median(medians)), float(lows.min()), float(highs.max()))
 
 
@@ -125,7 +130,7 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
         result.nothing = NOTHING
     for (place,), here in by(selected, "place"):
         for subject, groups in lanes.pages(here, lambda row: row["variant"]):
-            result.drawings.append(_draw(groups, str(place), subject, palette))
+            result.plan(_draw, groups, str(place), subject, palette)
         result.listings.append(_listing(str(place), here))
     return result
 
@@ -136,7 +141,7 @@ def _draw(groups: list[lanes.Group], place: str, subject: str, palette: dict[str
     title = f"Exposed communication, {subject}"
     note = CPU_NOTE if on_cpu else ""
     figure, axes = lanes.axes_for(groups, title, f"{place}\n{note}", _key(shown))
-    values = shown[["share_low", "share_high", "profiled", "predicted"]].to_numpy(float)
+    values = shown[["share", "share_low", "share_high", "profiled", "predicted"]].to_numpy(float)
     low, high = min(0.0, float(np.nanmin(values))), max(0.1, float(np.nanmax(values)))
     if low < 0:
         axes.axvspan(100 * low - 100, 0, color="#efefef", zorder=0)
@@ -176,7 +181,7 @@ def _lane(axes: Axes, lane: lanes.Lane, mark: style.Mark) -> None:
             markersize=6,
             zorder=3,
         )
-    end = np.nanmax([row["share_high"], row["profiled"], row["predicted"]])
+    end = np.nanmax([row["share"], row["share_high"], row["profiled"], row["predicted"]])
     text = f"{seconds(row['exposed_s']).replace('-', '−')} of {seconds(row['measured_s'])}"
     axes.annotate(text, (100 * end, lane.y), xytext=(8, 0), textcoords="offset points", va="center", fontsize=7.5)
 
@@ -213,7 +218,7 @@ def _listing(place: str, pairs: pd.DataFrame) -> Listing:
 
 def _interval(row: dict[Any, Any], name: str) -> str:
     value, low, high = (number(1000 * row[f"{name}{end}_s"]) for end in ("", "_low", "_high"))
-    return f"{value} ({low} to {high})"
+    return value if MISSING in (low, high) else f"{value} ({low} to {high})"
 
 
 def _percent(share: float) -> str:

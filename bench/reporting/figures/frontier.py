@@ -72,9 +72,7 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
         ]
         for number_, (columns, groups) in enumerate(parts, 1):
             part = f" ({number_} of {len(parts)})" if len(parts) > 1 else ""
-            drawing = _draw(groups, cells, columns, part)
-            if drawing is not None:
-                result.drawings.append(drawing)
+            result.plan(_draw, groups, cells, columns, part)
         result.listings.append(_listing(cells))
     return result
 

@@ -35,7 +35,7 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
     result = Section("idle", TITLE, HOW_TO_READ)
     for (place, model), here in by(select(table), "place", "model"):
         for start in range(0, len(here), MOST_RUNS):
-            result.drawings.append(_draw(here.iloc[start : start + MOST_RUNS], str(place), str(model), palette))
+            result.plan(_draw, here.iloc[start : start + MOST_RUNS], str(place), str(model), palette)
     return result
 
 

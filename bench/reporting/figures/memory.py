@@ -44,7 +44,7 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
             largest = comparable[["high", "peak_reserved_bytes", "memory_limit_bytes"]].max().max()
             largest_bytes = 0.0 if pd.isna(largest) else float(largest)
             for subject, groups in lanes.pages(comparable, marks.label):
-                result.drawings.append(_draw(groups, str(place), subject, largest_bytes, palette))
+                result.plan(_draw, groups, str(place), subject, largest_bytes, palette)
     return result
 
 

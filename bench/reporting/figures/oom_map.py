@@ -13,7 +13,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from bench.reporting import lanes, marks, style
 from bench.reporting.answers import CLOSE, FAILED, FITS, MIXED, OOM, SKIPPED, outcome_of
-from bench.reporting.cells import by, in_order
+from bench.reporting.answers import COLUMNS as ANSWERED
+from bench.reporting.cells import by, first_known, grouped, in_order, known
 from bench.reporting.drawing import Drawing, Section
 from bench.reporting.frontier_cells import on_the_frontier
 from bench.reporting.labels import listing, memory_unit, number, rank_noun, ranks, slug
@@ -30,6 +31,8 @@ HOW_TO_READ = (
 FEWEST_COLUMNS, MOST_COLUMNS = 3, 12
 
 NOT_RUN = "not run"
+OUTCOME = (*ANSWERED, "peak_allocated_overall_bytes")
+"""What of a row its cell tells."""
 LOOKS: dict[str, dict[str, Any]] = {
     FITS: {"facecolor": "#cfe3f3", "edgecolor": "#4a7ba6"},
     OOM: {"facecolor": style.OOM_COLOUR, "edgecolor": style.OOM_COLOUR},
@@ -67,7 +70,8 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
         ordered = rows.assign(_order=[variant.order for variant in rows["variant_key"]])
         ordered = ordered.sort_values(["precision", "world_size", "_order"], kind="stable")
         down = ordered.drop_duplicates(["heading", "variant"])[["heading", "variant", "device"]]
-        cells = dict(iter(rows.groupby(["heading", "variant", "column"])))
+        lines_ = ("heading", "variant", "column")
+        cells = {tuple(runs[0][name] for name in lines_): runs for runs in grouped(rows, lines_, OUTCOME)}
         for line, (position, column) in itertools.product(down.to_dict("records"), enumerate(across)):
             runs = cells.get((line["heading"], line["variant"], column))
             place = dict(zip(("place", "evidence", "limit", "settings"), key, strict=True))
@@ -75,17 +79,17 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _outcome(runs: pd.DataFrame | None) -> dict[str, object]:
+def _outcome(runs: list[dict[str, Any]] | None) -> dict[str, object]:
     if runs is None:
         return {"outcome": NOT_RUN, "peak_bytes": float("nan"), "phase": None, "degraded": False}
-    fitted, out_of_memory = runs[runs["status"] == "ok"], runs[runs["status"] == "oom"]
-    peaks = fitted["peak_allocated_overall_bytes"].fillna(fitted["peak_allocated_bytes"]).dropna()
-    phases = out_of_memory["oom_phase"].dropna()
+    fitted, out_of_memory = ([run for run in runs if run["status"] == status] for status in ("ok", "oom"))
+    peaks = first_known(fitted, "peak_allocated_overall_bytes", "peak_allocated_bytes")
+    phases = known(out_of_memory, "oom_phase")
     return {
         "outcome": outcome_of(runs),
-        "peak_bytes": float(peaks.max()) if len(peaks) else float("nan"),
-        "phase": phases.iloc[0] if len(phases) else None,
-        "degraded": bool(fitted["degraded"].fillna(False).any()),
+        "peak_bytes": float(max(peaks)) if peaks else float("nan"),
+        "phase": phases[0] if phases else None,
+        "degraded": any(known(fitted, "degraded")),
     }
 
 
@@ -109,7 +113,7 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
         subject = " · ".join(word for word in words if word)
         for number_, (page, columns) in enumerate(parts, 1):
             part = f" ({number_} of {len(parts)})" if len(parts) > 1 else ""
-            result.drawings.append(_draw(page, rows, columns, str(place), str(evidence), subject, part))
+            result.plan(_draw, page, rows, columns, str(place), str(evidence), subject, part)
     return result
 
 

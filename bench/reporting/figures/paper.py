@@ -25,7 +25,7 @@ HOW_TO_READ = (
     "activation checkpointing computes again is counted, as the paper very probably does."
 )
 SOURCES = "A100 80 GB · FSDP paper (arXiv:2304.11277) and this store"
-COLOURS = ("#004c78", "#d55e00", "#009e73", "#cc79a7")
+COLOURS = ("#004c78", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#8c564b")
 """The first two, which lines have, differ in darkness too."""
 LANE_IN, VALUE_IN = 0.3, 0.62
 PANEL_IN = 1.75
@@ -37,7 +37,9 @@ ALL = tuple(comparison.figure for comparison in COMPARISONS)
 MARKERS = {"published": "D", "measured": "o", "predicted": "o"}
 
 
-_SYMBOLS = (("○", "●"), ("□", "■"))
+_SYMBOLS = (("○", "●"), ("□", "■"), ("△", "▲"))
+_SHAPES = ("o", "s", "^")
+"""Of the columns of a figure with lanes, and the last of them for all others."""
 
 
 def select(table: pd.DataFrame, figures: Collection[str] = ALL) -> pd.DataFrame:
@@ -57,8 +59,8 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark], figures: Collec
     selected = select(table, figures)
     by_figure = {comparison.figure: comparison for comparison in COMPARISONS}
     for (figure, setting), points in selected.groupby(["figure", "setting"], sort=False):
-        result.drawings.append(_draw(by_figure[str(figure)], str(setting), points))
-    if not result.drawings:
+        result.plan(_draw, by_figure[str(figure)], str(setting), points)
+    if not result.planned:
         result.nothing = "No runs in this store are those of a figure of the FSDP paper."
     return result
 
@@ -245,7 +247,7 @@ def _lanes(
         )  # fmt: skip
     for position, name in enumerate(columns):
         x_in = 0.12 + VALUE_IN * (position + 1)
-        symbol = "◇" if name.startswith("published") else _SYMBOLS[position > 1][name.startswith("measured")]
+        symbol = "◇" if name.startswith("published") else _SYMBOLS[_shape(position)][name.startswith("measured")]
         words = f"{symbol} " + name.replace("checkpointing ", "checkp. ").replace(" ", "\n")
         axes.annotate(
             words, (most * 1.06, -head_in), xytext=(x_in * 72, 0), textcoords="offset points", ha="right", va="top",
@@ -257,7 +259,7 @@ def _lanes(
             column = _column_name(row)
             place = columns.index(column)
             dodge = at + (place - (len(columns) - 1) / 2) * 0.075
-            _mark(axes, row, dodge, colours[column], square=place > 1)
+            _mark(axes, row, dodge, colours[column], _SHAPES[_shape(place)])
             words = "OOM" if row["out_of_memory"] else number(row["value"])
             axes.annotate(
                 words, (most * 1.06, at), xytext=((0.12 + VALUE_IN * (place + 1)) * 72, 0), ha="right", va="center",
@@ -272,14 +274,19 @@ def _column_name(row: pd.Series) -> str:
     return f"{row['evidence']} {row['column']}".strip()
 
 
-def _mark(axes: Axes, row: pd.Series, y: float, colour: str, *, square: bool) -> None:
+def _shape(place: int) -> int:
+    """Which shape the marks of a column have: the first is that of what was published, which has its own."""
+    return min(max(place - 1, 0), len(_SHAPES) - 1)
+
+
+def _mark(axes: Axes, row: pd.Series, y: float, colour: str, shape: str) -> None:
     kind = row["evidence"]
     if row["out_of_memory"]:
         look = style.marker_style(colour, kind)
         axes.plot(0, y, "X", markersize=7, clip_on=False, zorder=5, **look)
         return
     filled = style.EVIDENCE_STYLES[kind].filled
-    marker = "s" if square and kind != "published" else MARKERS[kind]
+    marker = MARKERS[kind] if kind == "published" else shape
     axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=1, zorder=2)
     axes.plot(
         row["value"], y, marker, color=colour, markersize=4.5, markerfacecolor=colour if filled else "white", zorder=3

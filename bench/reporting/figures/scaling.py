@@ -61,7 +61,7 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
         which = f" (all have {listing([str(size) for size in sizes])})" if len(sizes) == 1 else ""
         result.nothing = f"No model was run on more than one number of ranks{which}, so there is no scaling to show."
     for _, facet in by(selected, *FACET):
-        result.drawings.append(_draw(facet, palette))
+        result.plan(_draw, facet, palette)
     return result
 
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from bench.reporting import lanes, marks, style
-from bench.reporting.cells import by
+from bench.reporting.cells import by, first_known, grouped, known, median
 from bench.reporting.drawing import Drawing, Listing, Section, header, header_height_in, new_figure
 from bench.reporting.labels import CPU_NOTE, FAMILIES, MISSING, listing, memory_unit, number, rank_noun, ranks, slug
 from bench.reporting.table import CELL
@@ -42,6 +42,14 @@ PANELS_IN = {"memory": 1.85, "tflops": 1.7, "exposed": 1.25}
 VALUES = ["tflops", "tflops_low", "tflops_high", "memory", "memory_low", "memory_high", "exposed"]
 
 
+USED = (
+    *("tflops_per_gpu", "exposed_communication", "peak_reserved_bytes", "peak_allocated_bytes"),
+    *("step_time_median_s", "step_time_ci_low_s", "step_time_ci_high_s"),
+    *("peak_reserved_low_bytes", "peak_reserved_high_bytes"),
+)
+"""Columns that a point is made of."""
+
+
 def select(table: pd.DataFrame) -> pd.DataFrame:
     """A row per configuration and sharding factor, of groups (`FACET`) with at least three factors of one strategy.
 
@@ -58,7 +66,8 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     usable = table["status"].isin(["ok", "oom"]) & table["strategy"].isin(list(COLOURS))
     rows = table[usable & table["sharding_factor"].notna() & table["world_size"].notna()]
     keys = [*CELL, "strategy", "sharding_factor"]
-    points = [_point(group) for _, group in rows.groupby(keys, dropna=False, sort=False)]
+    needed = ["status", "device", "fit_question", "optimizer", "parameter_dtype", "nodes", "degraded", *USED]
+    points = [_point(group) for group in grouped(rows, keys, [*FACET, *needed])]
     if not points:
         return pd.DataFrame(columns=[*FACET, "sharding_factor"])
     found = pd.DataFrame(points)
@@ -73,17 +82,17 @@ def _factors(facet: pd.DataFrame) -> int:
     return int(facet.groupby(["series", "evidence"])["sharding_factor"].nunique().max())
 
 
-def _point(rows: pd.DataFrame) -> dict[str, Any]:
-    fitted = rows[rows["status"] == "ok"]
-    row = (rows if fitted.empty else fitted).iloc[0]
+def _point(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    fitted = [row for row in rows if row["status"] == "ok"]
+    row = (fitted or rows)[0]
     predicted = row["evidence"] == "predicted"
     question = row["fit_question"]
-    known = row["optimizer"] == "adamw" and row["parameter_dtype"] == "fp32" and pd.notna(row["parameters"])
-    tflops = _spread(fitted["tflops_per_gpu"])
+    adam = row["optimizer"] == "adamw" and row["parameter_dtype"] == "fp32" and pd.notna(row["parameters"])
+    tflops = _spread(known(fitted, "tflops_per_gpu"))
     if predicted and pd.notna(row["step_time_ci_high_s"]):
         step = row["step_time_median_s"]
         tflops = (tflops[0], *(tflops[0] * step / row[f"step_time_ci_{end}_s"] for end in ("high", "low")))
-    memory = _spread(rows["peak_reserved_bytes"].fillna(rows["peak_allocated_bytes"]))
+    memory = _spread(first_known(rows, "peak_reserved_bytes", "peak_allocated_bytes"))
     if predicted and pd.notna(row["peak_reserved_low_bytes"]):
         memory = (memory[0], float(row["peak_reserved_low_bytes"]), float(row["peak_reserved_high_bytes"]))
     return {
@@ -91,20 +100,19 @@ def _point(rows: pd.DataFrame) -> dict[str, Any]:
         "series": FAMILIES[row["strategy"]] + row["variant"].partition(" · ")[1] + row["variant"].partition(" · ")[2],
         "sharding_factor": int(row["sharding_factor"]),
         "nodes": float("nan") if pd.isna(row["nodes"]) else float(row["nodes"]),
-        **dict(zip(VALUES, [*tflops, *memory, _spread(fitted["exposed_communication"])[0]], strict=True)),
-        "out_of_memory": bool((rows["status"] == "oom").any()),
-        "degraded": bool(fitted["degraded"].fillna(False).any()),
-        "states": float(ADAM_BYTES * row["parameters"]) if known else float("nan"),
+        **dict(zip(VALUES, [*tflops, *memory, _spread(known(fitted, "exposed_communication"))[0]], strict=True)),
+        "out_of_memory": len(fitted) < len(rows),
+        "degraded": any(known(fitted, "degraded")),
+        "states": float(ADAM_BYTES * row["parameters"]) if adam else float("nan"),
         "capacity": float("nan") if question is None else question["memory_gib"] * 2**30,
     }
 
 
-def _spread(values: pd.Series) -> tuple[float, float, float]:
+def _spread(values: list[Any]) -> tuple[float, float, float]:
     """Median, least and most."""
-    known = values.dropna().astype(float)
-    if known.empty:
+    if not values:
         return (float("nan"),) * 3
-    return float(known.median()), float(known.min()), float(known.max())
+    return median(values), float(min(values)), float(max(values))
 
 
 def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
@@ -114,7 +122,7 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
     if selected.empty:
         result.nothing = NOTHING
     for _, facet in by(selected, *FACET):
-        result.drawings.append(_draw(facet))
+        result.plan(_draw, facet)
         result.listings.append(_listing(facet))
     return result
 

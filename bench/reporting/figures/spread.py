@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
@@ -70,11 +73,11 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
         every = np.concatenate(list(here["deviations"]))
         limits = (max(every.min() * 1.1 - 1, -WIDEST_PERCENT), min(every.max() * 1.1 + 1, WIDEST_PERCENT))
         for subject, groups in lanes.pages(here, _label):
-            result.drawings.append(_draw(groups, str(place), subject, limits, palette))
+            result.plan(_draw, groups, str(place), subject, limits, palette)
     return result
 
 
-def _label(row: pd.Series) -> str:
+def _label(row: Mapping[Any, Any] | pd.Series) -> str:
     numbered = row["repeats"] > 1 and not pd.isna(row["repeat"])
     return marks.label(row) + (f" #{row['repeat']}" if numbered else "")
 

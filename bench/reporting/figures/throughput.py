@@ -36,7 +36,7 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
     for (place,), here in by(selected, "place"):
         limit = max(here["high"].max() * 1.3, 0) if here["high"].notna().any() else 1.0
         for subject, groups in lanes.pages(here, marks.label):
-            result.drawings.append(_draw(groups, str(place), subject, limit, palette))
+            result.plan(_draw, groups, str(place), subject, limit, palette)
     return result
 
 

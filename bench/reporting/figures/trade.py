@@ -51,6 +51,8 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     drawn = found[found["median"].notna() & found[MEMORY].notna() | (found["out_of_memory"] > 0)]
     kept = [drawn.iloc[:0].assign(among="", choice="")]
     for _, group in by(drawn, *GROUP):
+        if len(group) < LEAST:
+            continue
         for _, facet in by(group.assign(among=_among(group)), "among"):
             usual = _usual([str(text) for text in facet["settings"]])
             choices = [_choice(row, usual) for _, row in facet.iterrows()]
@@ -88,8 +90,8 @@ def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
     """A figure per place, model, precision, world size and workload."""
     result = Section("trade", TITLE, HOW_TO_READ)
     for _, facet in by(select(table), *FACET):
-        result.drawings.append(_draw(facet, palette))
-    if not result.drawings:
+        result.plan(_draw, facet, palette)
+    if not result.planned:
         result.nothing = f"No model was run with {LEAST} strategies on one number of ranks."
     return result
 

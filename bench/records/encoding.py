@@ -1,0 +1,99 @@
+"""A row as JSON text and back, whatever its numbers and texts are.
+
+JSON has no NaN and no infinity. Such a number is written as the text ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``, as
+protobuf's JSON mapping does (https://protobuf.dev/programming-guides/json), and read as the number again where a
+number stands (`bench.records.checking`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Texts that stand for numbers."""
+
+MOST_BYTES = 2**28
+"""A file larger than this is no row and is not read into memory."""
+
+SHOWN = 60
+"""Characters of a value that a message shows."""
+
+
+def dumps(record: Mapping[str, Any]) -> str:
+    """The row as JSON text, ASCII only. Never raises because of a value: what JSON cannot hold is written as text."""
+    try:
+        text = json.dumps(record, indent=1, allow_nan=False)
+    except (ValueError, TypeError):
+        text = json.dumps(_plain(record), indent=1, allow_nan=False)
+    if "\\ud" in text and not _is_unicode(json.loads(text)):
+        text = json.dumps(_plain(record), indent=1, allow_nan=False)
+    return text
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The content of a JSON file.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError
+        If it is not a regular file, too large, not text, not whole JSON, or nested too deeply.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would be waited for
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a regular file")
+        if status.st_size > MOST_BYTES:
+            raise ValueError(f"larger than {MOST_BYTES >> 20} MiB")
+        data = b"".join(iter(lambda: os.read(descriptor, status.st_size + 1), b""))
+    finally:
+        os.close(descriptor)
+    try:
+        content = json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not text: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not whole JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if b"\\u" in data and b"\\ud" in data.lower() and not _is_unicode(content):
+        raise ValueError("a text in it is not Unicode (half of a surrogate pair)")
+    return content
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: JSON, printable, cut where it is long."""
+    try:
+        text = json.dumps(value)
+    except (ValueError, TypeError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def _is_unicode(content: Any) -> bool:
+    """Whether every text of a JSON value can be encoded."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """The value with everything that JSON cannot hold as text."""
+    if isinstance(value, Mapping):
+        return {str(_plain(key)): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return str(value).encode(errors="backslashreplace").decode()

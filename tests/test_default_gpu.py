@@ -1,0 +1,79 @@
+"""The sweep that runs on a machine with GPUs if none is named: what it comes to, as predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.config import RunConfig, run_config
+from bench.errors import ImpossibleError
+from bench.hardware.detect import Device
+from bench.planning.compose import composed
+from bench.planning.estimate import expected_s
+from bench.planning.request import read_request
+from bench.simulate.predict import predict_all
+from tests.conftest import CPU
+
+GPUS = {
+    "a100_80gb": Device("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 2**30),
+    "h100_80gb": Device("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80 * 2**30),
+    "rtx_4090": Device("cuda", "NVIDIA GeForce RTX 4090", 8, (8, 9), 24 * 2**30),
+}
+
+TEN_MINUTES_S = 600
+
+
+def possible(points: list[dict[str, str]]) -> list[RunConfig]:
+    configs: dict[str, RunConfig] = {}
+    for point in points:
+        try:
+            config = run_config(composed(point))
+        except ImpossibleError:
+            continue
+        configs[config.run_id] = config
+    return list(configs.values())
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.parametrize("hardware", GPUS)
+def test_it_fills_the_gpus_runs_out_of_memory_with_ddp_and_takes_ten_minutes(hardware: str, count: int) -> None:
+    device = Device(*[count if name == "count" else value for name, value in vars(GPUS[hardware]).items()])
+    request = read_request([], multirun=False, device=device)
+    assert request.sweep == "default_gpu"
+    configs = possible(request.points)
+    assert {config.gpus for config in configs} == {1, count}
+    assert {config.hardware.name for config in configs} == {hardware}
+    verdicts = {}
+    for config, prediction in zip(configs, predict_all(configs), strict=True):
+        kind = (config.model.name, config.strategy.name, config.strategy.factor, config.gpus)
+        verdicts[*kind, config.activation_checkpointing] = prediction.memory.verdict
+    compared = [verdict for (model, *_), verdict in verdicts.items() if model in ("gpt_350m", "t5_611m", "t5_2b")]
+    assert compared.count("fits") >= len(compared) - 1
+    large = [config for config in configs if config.batch_size_per_gpu == 1]
+    assert large, "models that are too large for DDP"
+    for config in large:
+        kind = (config.model.name, config.strategy.name, config.strategy.factor, config.gpus, "full")
+        sharded = config.strategy.factor == count > 1
+        assert verdicts[kind] == ("fits" if sharded else "does not fit"), kind
+    if count > 1:
+        assert any(config.strategy.factor == count for config in large)
+    assert sum(expected_s(config, launcher="local") for config in configs) < TEN_MINUTES_S
+
+
+def test_a_sweep_by_default_is_that_of_the_hardware_it_is_for() -> None:
+    def sweep(*arguments: str, device: Device = CPU) -> str:
+        return read_request(list(arguments), multirun=False, device=device).sweep
+
+    assert sweep() == "default"
+    assert sweep("hardware=a100_80gb", "mode=predict") == "default_gpu"
+    assert sweep("sweep=default", device=GPUS["rtx_4090"]) == "default_gpu"
+    assert sweep("hardware=cpu", device=GPUS["rtx_4090"]) == "default"
+    points = read_request(["mode=predict", "hardware=a100_80gb", "cluster.gpus_per_node=4"], multirun=False, device=CPU)
+    assert {point["gpus"] for point in points.points} == {"1", "4"}
+
+
+def test_the_memory_that_is_set_decides_what_the_default_sweep_holds() -> None:
+    def models(*arguments: str) -> set[str]:
+        asked = ["sweep=default", "mode=predict", *arguments]
+        return {point["model"] for point in read_request(asked, multirun=False, device=CPU).points}
+
+    assert models("hardware=h200", "hardware.memory_gb=24") == models("hardware=rtx_4090") != models("hardware=h200")

@@ -1,0 +1,112 @@
+"""One optimizer step: what is still in memory when parameters are updated."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bench.config import RunConfig
+from bench.measure.memory import CpuProbe
+from bench.models import Family
+from bench.rank import RankPlace, run_rank
+from bench.training.engine import build_engine, micro_batches
+from tests.conftest import SMALL_GPT, configuration
+from tests.extras import needs
+
+SHORT = ("batch_size_per_gpu=4", "sequence_length=32", "measurement.warmup_steps=2", "measurement.steps=1")
+
+STEPS = 5
+"""Two are observed, two warm up, one is timed."""
+
+STRATEGIES = [
+    ("single",),
+    ("ddp", "gradient_accumulation=3"),
+    ("ddp", "precision=bf16"),
+    ("zero1",),
+    ("fsdp",),
+    ("fsdp", "precision=fp16"),
+    ("fsdp1",),
+    ("tensor_parallel",),
+    ("pipeline",),
+    ("pipeline", "strategy.schedule=gpipe"),
+    ("naive_pipeline",),
+    pytest.param(("deepspeed",), marks=needs("deepspeed")),
+    pytest.param(("accelerate",), marks=needs("accelerate")),
+    pytest.param(("lightning",), marks=needs("lightning")),
+]
+
+
+def rehearse(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[int, list[str]]:
+    """Run rank 0 alone. Returns how often a loss was computed, and per optimizer phase whose logits were there."""
+    logits: list[StorageWeakRef] = []
+    alive: list[str] = []
+    computed: list[None] = []
+    kind: Any = type(config.trained)
+    loss = kind.loss
+
+    def watched(self: Family, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits.append(StorageWeakRef(outputs.untyped_storage()))
+        computed.append(None)
+        result: torch.Tensor = loss(self, outputs, labels)
+        return result
+
+    def note_phase(phase: str) -> None:
+        if phase == "optimizer":
+            alive.append("".join("." if reference.expired() else "L" for reference in logits))
+            logits.clear()
+
+    monkeypatch.setattr(kind, "loss", watched)
+    try:
+        outcome = run_rank(config, RankPlace(0, 0, config.gpus), dist.HashStore, tmp_path / "trace.json.gz", note_phase)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert outcome.status == "ok", outcome.error
+    return len(computed), alive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", STRATEGIES, ids=lambda run: " ".join(run))
+def test_no_logits_are_in_memory_when_parameters_are_updated(
+    run: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    strategy, *rest = run
+    gpus = () if strategy == "single" else ("gpus=2",)
+    config = configuration(*SMALL_GPT, f"strategy={strategy}", *gpus, *rest, "mode=rehearse", *SHORT)
+    computed, alive = rehearse(config, monkeypatch, tmp_path)
+    assert len(alive) == STEPS
+    assert "L" not in "".join(alive)
+    if "pipeline" not in strategy:  # of a pipeline, the first rank has no loss
+        assert computed == STEPS * config.gradient_accumulation
+
+
+def test_the_optimizers_peak_is_without_logits() -> None:
+    """Parameters, gradients and states are all there is, however large the batch."""
+    config = configuration(*SMALL_GPT, "strategy=single", "model.vocabulary_size=4096", "optimizer.name=sgd", *SHORT)
+    device = torch.device("cpu")
+    probe = CpuProbe(contextlib.nullcontext)
+    updates: list[None] = []
+
+    def enter_phase(phase: str) -> None:
+        if phase == "optimizer":
+            updates.append(None)
+            if len(updates) == 2:
+                probe.start_steady_step()
+
+    with probe.observe():
+        engine = build_engine(
+            config.trained, config.strategy, config.precision, config.optimizer, device=device, enter_phase=enter_phase
+        )
+        batches = micro_batches(config.model, batch_size=4, sequence_length=32, device=device)
+        for _ in range(2):
+            engine.step(batches)
+    logits_bytes = 4 * 32 * 4096 * 4
+    kept = 2 * 4 * config.model.num_parameters  # parameters and gradients
+    assert logits_bytes > 0.5 * kept
+    assert probe.peaks().allocated == pytest.approx(kept, rel=0.02)

@@ -1,0 +1,266 @@
+"""Where ranks, traces and other children come from on a machine with GPUs: a forkserver that has touched no device."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import processes, records
+from bench.launch import host, ranks
+from bench.launch.host import execute
+from bench.launch.ranks import Ended
+from bench.launch.stop import StopSignal
+from bench.launch.task import Task
+from bench.launch.verdict import verdict
+from bench.launch.worker import Worker
+from bench.rank import Outcome
+from bench.simulate import traces
+from bench.simulate.predict import predict
+from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, configuration
+from tests.extras import needs
+from tests.fake_model import marked_environment, marked_processes, wait_until
+from tests.fakecuda.library import environment
+
+RUN = (*SMALL_T5, "hardware=cpu", "gpus=2", "measurement.warmup_steps=2", "measurement.steps=1", "sequence_length=16")
+
+OF_EXTRAS = {
+    "nothing": (("strategy=ddp",), ()),
+    "torchao": (("strategy=fsdp",), ("torchao",)),
+    "peft": (("strategy=ddp", "finetune=lora"), ("peft",)),
+    "bitsandbytes": (("strategy=ddp", "finetune=qlora", "finetune.bits=8"), ("peft", "bitsandbytes")),
+    "accelerate": (("strategy=accelerate",), ("accelerate",)),
+    "lightning": (("strategy=lightning",), ("lightning",)),
+    "deepspeed": (("strategy=deepspeed",), ("deepspeed",)),
+}
+
+STARTER = """
+import json, sys
+from pathlib import Path
+import tests.pretend_cuda as cuda
+from bench import processes
+from bench.launch.host import execute
+from bench.launch.stop import StopSignal
+from tests.conftest import configuration
+
+method, store = sys.argv[1], Path(sys.argv[2])
+processes.may_reach_gpus = lambda: method == "forkserver"
+processes.CLEAN_MODULES = ("tests.pretend_cuda", *processes.CLEAN_MODULES)
+with StopSignal() as stop:
+    for line in sys.stdin:
+        config = configuration(*json.loads(line))
+        row = execute(config, store, launcher="local", sweep="test", time_limit_s=200, stop=stop, log=True)
+        print(json.dumps([row["status"], row.get("error"), cuda.touched]), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def starter(method: str, store: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that executes the runs it is sent, as a worker does, and would be spoilt by touching CUDA."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTER, method, str(store)],
+        cwd=ROOT,
+        env=marked_environment(store.name, OMP_NUM_THREADS="1"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def send(process: subprocess.Popen[str], *overrides: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(overrides) + "\n")
+    process.stdin.flush()
+
+
+def answer(process: subprocess.Popen[str]) -> tuple[str, str | None, list[str]]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("["):
+            return tuple(json.loads(line))
+    raise AssertionError("the starter ended")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[subprocess.Popen[str]]:
+    with starter("forkserver", tmp_path_factory.mktemp("served")) as process:
+        yield process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [pytest.param(name, marks=needs(*of[1])) for name, of in OF_EXTRAS.items()])
+def test_whatever_is_installed_ranks_can_use_cuda(served, extra):
+    send(served, *RUN, *OF_EXTRAS[extra][0])
+    status, error, _ = answer(served)
+    assert (status, error) == ("ok", None)
+
+
+@pytest.mark.slow
+@needs("torchao")
+def test_a_rank_forked_after_cuda_was_touched_says_so(tmp_path):
+    with starter("fork", tmp_path / "store") as process:
+        send(process, *RUN, "strategy=ddp")
+        status, error, touched = answer(process)
+    assert any("torchao" in place for place in touched)
+    assert status == "error"
+    assert "forked from a process that had started CUDA" in error
+
+
+@pytest.mark.slow
+def test_a_forked_rank_refuses_what_it_cannot_use(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(processes, "may_reach_gpus", lambda: False)
+    with StopSignal() as stop:
+        asked = {"launcher": "local", "sweep": "test", "time_limit_s": 100, "stop": stop, "log": True}
+        row = execute(configuration(*RUN, "strategy=ddp"), tmp_path, **asked)
+    assert row["status"] == "error"
+    assert row["error"].startswith("rank 0, init: RuntimeError: this rank was forked from a process that had started")
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_killed_starter(tmp_path):
+    hanging = ("model=gpt_tiny", "model.family=tests.fake_model", "+model.fault=hang:forward:0", "hardware=cpu")
+    with starter("forkserver", tmp_path / "killed") as process:
+        send(process, *hanging, "strategy=ddp", "gpus=2")
+        logs = tmp_path / "killed"
+        assert wait_until(lambda: any("fault" in log.read_text() for log in logs.glob("*/*.log")), 120)
+        assert len(marked_processes("killed")) >= 5  # itself, the forkserver, the store of the ranks, and these
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert wait_until(lambda: not marked_processes("killed"), 20), marked_processes("killed")
+
+
+def test_no_module_forks_but_as_the_machine_allows():
+    texts = {path.as_posix(): path.read_text() for path in (ROOT / "bench").rglob("*.py")}
+    others = "\n".join(text for name, text in texts.items() if not name.endswith("bench/processes.py"))
+    assert set(re.findall(r"get_context\((.*?)\)", others)) == {'"spawn"'}
+    assert "os.fork(" not in others
+
+
+@pytest.mark.slow
+def test_where_gpus_may_be_reached_even_one_trace_is_made_apart(monkeypatch):
+    monkeypatch.setenv("BENCH_CACHE", "")
+    monkeypatch.setattr(processes, "may_reach_gpus", lambda: True)
+    monkeypatch.setattr(traces, "_traces", {})
+    traces.reel_of.cache_clear()
+    for name in ("record", "record_stage"):
+        monkeypatch.setattr(traces, name, lambda *_: pytest.fail("traced in this process"))
+    config = configuration(*SMALL_GPT, "mode=predict", "strategy=fsdp", "gpus=2", "hardware=a100_80gb")
+    assert predict(config).memory.allocated.value > 0
+    assert 0 < len(traces._traces) < traces.WORTH_SHARING
+
+
+ONE_AFTER_THE_OTHER = """
+import json
+from bench import processes
+from bench.planning.forecast import forecasts
+from tests.conftest import configuration
+
+processes.may_reach_gpus = lambda: True
+asked = ("model=gpt_tiny", "mode=predict", "hardware=h100_80gb", "precision=bf16")
+for run in (("strategy=fsdp", "gpus=8"), ("strategy=pipeline", "gpus=4"), ("strategy=ddp", "gpus=8")):
+    (told,) = forecasts([configuration(*asked, *run)])
+    print(json.dumps([run[0], getattr(told, "reason", "ok")]))
+"""
+
+
+@pytest.mark.slow
+def test_predictions_follow_each_other_where_autograd_has_threads_for_gpus(fake_cuda):
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER],
+        cwd=ROOT,
+        env=environment(fake_cuda, BENCH_CACHE=""),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert said == dict.fromkeys(("strategy=fsdp", "strategy=pipeline", "strategy=ddp"), "ok")
+
+
+@pytest.mark.slow
+def test_a_run_whose_store_is_killed_is_an_error_at_once(tmp_path):
+    hanging = ("model=gpt_tiny", "model.family=tests.fake_model", "+model.fault=hang:init:0", "hardware=cpu", "gpus=2")
+
+    def kill_store() -> None:
+        def found() -> list[multiprocessing.process.BaseProcess]:
+            return [each for each in multiprocessing.active_children() if each.name == "meeting point"]
+
+        wait_until(lambda: any("fault" in log.read_text() for log in tmp_path.glob("*/*.log")), 60)
+        found()[0].kill()
+
+    killer = threading.Thread(target=kill_store)
+    killer.start()
+    with StopSignal() as stop:
+        asked = {"launcher": "local", "sweep": "test", "time_limit_s": 250, "stop": stop, "log": True}
+        row = execute(configuration(*hanging, "strategy=ddp"), tmp_path, **asked)
+    killer.join()
+    assert (row["status"], row["error"]) == ("error", "the store in which its ranks find each other was killed")
+
+
+class Unkillable:
+    """A rank that hangs where no signal reaches it; the real thing needs a driver that hangs."""
+
+    exitcode = None
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.sentinel, self._other = os.pipe()
+
+    def start(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def join(self, timeout: float) -> None:
+        assert timeout <= ranks.KILLED_S
+
+    def is_alive(self) -> bool:
+        return True
+
+
+def test_a_rank_that_cannot_be_killed_ends_the_sweep_with_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "KILLED_S", 0.1)
+    receiver, sender = processes.context().Pipe(duplex=False)
+    started = [ranks.Rank(0, Unkillable(), receiver, [1])]  # type: ignore[arg-type]
+    monkeypatch.setattr(host, "start", lambda *_, **__: started)
+    config = configuration(*RUN, "strategy=ddp")
+    tasks = [Task(config), Task(configuration(*RUN, "strategy=fsdp"))]
+    folder = tmp_path / "job"
+    folder.mkdir()
+    worker = Worker(tasks, tmp_path, "test", 0.2, folder / "events.jsonl", None)
+    with worker.alive_file.open("w") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        worker()
+    row = records.latest(tmp_path, config.run_id)
+    assert row["status"] == "error"  # not timeout: the machine is not what it was
+    assert row["error"] == "rank 0 could not be killed: it hangs in the kernel or in a driver, see dmesg"
+    sender.close()
+    events = [json.loads(line) for line in worker.events.read_text().splitlines()]
+    assert [event["event"] for event in events] == ["start", "stuck"]
+    assert "Nothing more can be measured on this machine" in events[-1]["error"]
+    assert records.latest(tmp_path, tasks[1].config.run_id) is None
+
+
+def test_a_killed_ranks_message_keeps_what_failed_first():
+    first = Outcome(1, "here", status="error", error="RuntimeError: NCCL error", phase="forward", failed_at=1.0)
+    ended = [Ended(0, end="was killed by SIGABRT"), Ended(1, first)]
+    row = verdict(configuration(*RUN, "strategy=ddp"), ended)
+    assert row == {
+        "status": "error",
+        "error": "rank 0 was killed by SIGABRT; rank 1, forward: RuntimeError: NCCL error",
+    }

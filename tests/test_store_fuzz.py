@@ -1,0 +1,244 @@
+"""Whatever happens to the files of a store: no traceback, exit code 0, 1 or 2, and what is whole is read.
+
+Damage is made to real rows, claims and submissions: any value anywhere becomes another one, or goes, or bytes do.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import compare, history, records, report
+from bench.comparison import compare as compare_rows
+from bench.comparison import history as history_of
+from bench.launch.host import clear_away_dead
+from bench.launch.owners import this_process
+from bench.launch.slurm import ledger
+from bench.launch.slurm.ledger import Array, Entry
+from bench.launch.verdict import describe
+from bench.records import claims
+from bench.records.encoding import dumps
+from bench.reporting.details import details
+from bench.reporting.table import prepare
+from bench.row import configured_row, environment_row
+from bench.tracking.tracked import tracked_run
+from tests.conftest import ROOT, configuration
+from tests.records_fixture import record
+
+RUN = configuration("model=gpt_tiny")
+ROW = {**configured_row(RUN), **environment_row([]), "started_at": "2026-01-01T00:00:00+00:00"}
+
+
+def examples(count: int) -> settings:
+    """So many examples, or, for `make fuzz`, four times as many each time."""
+    return settings(max_examples=4 * count if os.environ.get("HYPOTHESIS_PROFILE") == "fuzz" else count)
+
+
+def shortest(folder: str, **values: object) -> dict[str, Any]:
+    """The shortest committed row of a folder with some values."""
+    rows = sorted((ROOT / "results" / folder).rglob("0.json"), key=lambda path: (path.stat().st_size, path))
+    found = (json.loads(path.read_text()) for path in rows)
+    return next(row for row in found if values.items() <= row.items())
+
+
+REAL = [
+    shortest("measured", status="ok", world_size=2),
+    shortest("measured", status="oom"),
+    shortest("measured", strategy="pipeline", status="ok"),
+    shortest("predicted", status="ok"),
+    {"format": 1, **record(repeat=3)},
+]
+
+TEXTS = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["", "NaN", "Infinity", "\ud800", "\0", "[/a]", "$\\frac$", "../..", "<script>", "ok", "x" * 5000]),
+)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, 10**30, 10**400]),
+    st.floats(),
+    st.sampled_from([1e308, -1e308, 5e-324, 1e-300, 1e15, 0.0, -0.0]),
+    TEXTS,
+)
+DEEP = st.sampled_from([10, 100, 400]).map(lambda depth: json.loads("[" * depth + "]" * depth))
+VALUES = st.one_of(
+    SCALARS,
+    st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)),
+    DEEP,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value of a JSON value, the first of a list standing for all of it."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    return [path, *(place for key, each in inner for place in places(each, (*path, key)))]
+
+
+@st.composite
+def changed(draw: st.DrawFn, whole: Any) -> Any:
+    """A JSON value of which some parts are other ones, or gone."""
+    value = copy.deepcopy(whole)
+    for place in draw(st.lists(st.sampled_from(places(whole)[1:]), min_size=1, max_size=3)):
+        container = value
+        for key in place[:-1]:
+            container = _inner(container, key)
+        if isinstance(container, dict):
+            container[place[-1]] = draw(VALUES)
+            if not draw(st.integers(0, 3)):
+                del container[place[-1]]
+        elif isinstance(container, list) and container:
+            container[0] = draw(VALUES)
+    return value
+
+
+def _inner(container: Any, key: Any) -> Any:
+    """A part of a value, which an earlier change may have taken away."""
+    if isinstance(container, dict):
+        return container.get(key)
+    return container[0] if isinstance(container, list) and container else None
+
+
+def as_text(value: Any) -> bytes:
+    """As a foreign tool might write it: NaN, infinity and halves of surrogate pairs included."""
+    return json.dumps(value).encode()
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: Any) -> bytes:
+    """A file that was changed as JSON, or as bytes."""
+    if draw(st.integers(0, 3)):
+        return as_text(draw(changed(whole)))
+    content = as_text(whole)
+    at = draw(st.integers(0, len(content)))
+    match draw(st.integers(0, 3)):
+        case 0:
+            return content[:at]
+        case 1:
+            return content[:at] + draw(st.binary(min_size=1, max_size=8)) + content[at + 1 :]
+        case 2:
+            return draw(st.binary(max_size=64))
+        case _:
+            return content[:at] + draw(st.sampled_from([b"[", b"{", b'"', b"\0"])) * draw(st.sampled_from([1, 100_000]))
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory) -> Path:
+    """A store of one configuration, run three times with one commit and three times with the next."""
+    store = tmp_path_factory.mktemp("healthy")
+    for repeat in range(6):
+        at = f"2026-05-0{1 + repeat // 3}T10:0{repeat}:00+00:00"
+        records.write(store, record(repeat=repeat, git_sha="ab"[repeat // 3] * 40, started_at=at))
+    return store
+
+
+@pytest.fixture(scope="module")
+def healthy_rows(healthy) -> list[dict[str, Any]]:
+    return records.read_all(healthy).records
+
+
+ROWS = st.sampled_from(range(len(REAL))).flatmap(lambda number: damaged(REAL[number]))
+
+
+def put(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+@examples(500)
+@given(content=ROWS)
+def test_a_damaged_row_is_left_out_or_harmless(content, tmp_path_factory, healthy_rows):
+    path = put(tmp_path_factory.getbasetemp() / "row" / "0.json", content)
+    try:
+        row = records.read(path)
+    except ValueError:
+        return
+    records.to_frame([row])
+    prepare([row, *healthy_rows])
+    describe(row)
+    details(row, "0.json", "a run")
+    if row["evidence"] != "published":
+        json.dumps(tracked_run(row, path).plain())
+    compare_rows([row, *healthy_rows], healthy_rows)
+    history_of([row, *healthy_rows])
+    assert json.loads(dumps(row))
+
+
+@examples(8)
+@given(contents=st.lists(ROWS, min_size=30, max_size=30), most=st.integers(2, 6))
+def test_commands_read_a_store_with_damaged_rows(contents, most, tmp_path_factory, healthy, capsys):
+    root = tmp_path_factory.mktemp("damaged")
+    for number, content in enumerate(contents):
+        put(root / f"{number:016x}" / "0.json", content)
+    for run in healthy.iterdir():
+        put(root / run.name / "0.json", (run / "0.json").read_bytes())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", records.UnreadableRecordWarning)
+        assert len(records.load(root)) >= 6
+    assert compare.main([str(healthy), str(root)]) in (0, 1, 2)
+    assert history.main([str(root)]) in (0, 2)
+    page = root / "page"
+    assert report.main([str(root), "--output", str(page), "--figures", str(most), "--no-interactive"]) == 0
+    capsys.readouterr()
+
+
+CLAIM = {"attempt": 0, "owner": {"process": this_process()}, "row": {**ROW, "attempt": 0}}
+
+
+@examples(250)
+@given(content=damaged(CLAIM))
+def test_a_damaged_claim_blocks_nothing(content, tmp_path_factory):
+    store = tmp_path_factory.mktemp("store")
+    path = put(store / claims.FOLDER / f"{RUN.run_id}.claim", content)
+    os.utime(path, (0, 0))
+    claims.held(store, RUN.run_id)
+    assert claims.running(store) == [RUN.run_id]
+    clear_away_dead(store, RUN.run_id)
+    try:
+        claim = claims.take(store, ROW, {"process": this_process()}, 4096)
+    except records.TakenError as taken:
+        claim = taken.claim
+        assert "process" not in claim.owner
+        claim.break_with({"status": "error", "error": "its job is gone", "finished_at": ROW["started_at"]})
+        claim = claims.take(store, ROW, {"process": this_process()}, 4096)
+    claim.write_row({"status": "error", "error": "the next", "finished_at": ROW["started_at"]})
+    newest = records.latest(store, RUN.run_id)
+    assert newest is not None
+    assert newest["error"] == "the next"
+    assert claims.running(store) == []
+
+
+def submitted() -> dict[str, Any]:
+    """What `submission.json` says."""
+    entry = Entry(RUN.run_id, RUN.label, False, 0, configured_row(RUN))
+    array = Array("0-1x1", "fsdp-bench-0", 1, 1, 10, 60.0, [entry, entry])
+    values = asdict(ledger.Submission(Path(), "test", "2026-01-01T00:00:00Z", {"name": "slurm"}, "code", [array]))
+    del values["folder"]
+    return values
+
+
+@examples(250)
+@given(content=damaged(submitted()))
+def test_a_damaged_submission_blocks_nothing(content, tmp_path_factory):
+    store = tmp_path_factory.mktemp("store")
+    put(store / ledger.FOLDER / "20260101-000000-abcdef" / "submission.json", content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", records.UnreadableRecordWarning)
+        found = ledger.submissions(store)
+    for submission in found:
+        for array in submission.arrays:
+            assert (submission.folder / array.name).parent == submission.folder
+            assert submission.job_id(array) is None
+            assert array.most_gpu_hours is not None
+            assert [array.element("7", index) for index in range(len(array.entries))]
