@@ -48,14 +48,15 @@ def cells(table: pd.DataFrame, value: str, *also: str) -> pd.DataFrame:
 def grouped(frame: pd.DataFrame, keys: Sequence[str], columns: Sequence[str]) -> list[list[dict[str, Any]]]:
     """Some columns of the rows of every group, as dictionaries, in the order of the groups' first rows.
 
-    Missing values are equal as keys. Slicing a frame of a hundred columns for each of thousands of groups would take
-    a hundred times as long.
+    Missing values (pandas' NA) are None, and equal as keys. Slicing a frame of a hundred columns for each of thousands
+    of groups would take a hundred times as long.
     """
     names = list(dict.fromkeys((*keys, *columns)))
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for values in zip(*(frame[name].astype(object) for name in names), strict=True):
         key = tuple(None if pd.isna(value) else value for value in values[: len(keys)])
-        groups.setdefault(key, []).append(dict(zip(names, values, strict=True)))
+        row = {name: None if value is pd.NA else value for name, value in zip(names, values, strict=True)}
+        groups.setdefault(key, []).append(row)
     return list(groups.values())
 
 

@@ -7,9 +7,10 @@ Colour says how a variant shards, fill and line style say what kind of evidence 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,9 +59,15 @@ RC: dict[str, Any] = {
 }
 
 
-def context() -> AbstractContextManager[None]:
-    """Draw and save inside this, and nothing of the style leaks into the caller's figures."""
-    return mpl.rc_context(RC)  # type: ignore[arg-type]
+@contextmanager
+def context() -> Iterator[None]:
+    """Draw and save inside this, and nothing of the style leaks into the caller's figures.
+
+    Rows may name a model or a device in characters that the font lacks: they are drawn as boxes, without a warning.
+    """
+    with mpl.rc_context(RC), warnings.catch_warnings():  # type: ignore[arg-type]
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
 
 
 # Okabe & Ito (2008), "Color Universal Design": distinct under protanopia, deuteranopia and tritanopia.
