@@ -45,7 +45,12 @@ def may_reach_gpus() -> bool:
     import torch
 
     built = torch.version.cuda is not None or torch.version.hip is not None
-    return built and any(Path("/dev", name).exists() for name in DRIVERS)
+    return built and has_gpu_driver()
+
+
+def has_gpu_driver() -> bool:
+    """Whether this machine has a driver for GPUs, whatever torch was built for."""
+    return any(Path("/dev", name).exists() for name in DRIVERS)
 
 
 def context() -> ForkContext | ForkServerContext:

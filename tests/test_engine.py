@@ -15,7 +15,7 @@ from bench.config import RunConfig
 from bench.measure.memory import CpuProbe
 from bench.models import Family
 from bench.rank import RankPlace, run_rank
-from bench.training.engine import build_engine, micro_batches
+from bench.training.engine import Engine, EnterPhase, build_engine, micro_batches
 from tests.conftest import SMALL_GPT, configuration
 from tests.extras import needs
 
@@ -42,6 +42,16 @@ STRATEGIES = [
 ]
 
 
+def run_alone(config: RunConfig, folder: Path, enter_phase: EnterPhase) -> None:
+    """Run rank 0 in this process."""
+    try:
+        outcome = run_rank(config, RankPlace(0, 0, config.gpus), dist.HashStore, folder / "trace.json.gz", enter_phase)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert outcome.status == "ok", outcome.error
+
+
 def rehearse(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[int, list[str]]:
     """Run rank 0 alone. Returns how often a loss was computed, and per optimizer phase whose logits were there."""
     logits: list[StorageWeakRef] = []
@@ -62,12 +72,7 @@ def rehearse(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
             logits.clear()
 
     monkeypatch.setattr(kind, "loss", watched)
-    try:
-        outcome = run_rank(config, RankPlace(0, 0, config.gpus), dist.HashStore, tmp_path / "trace.json.gz", note_phase)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    assert outcome.status == "ok", outcome.error
+    run_alone(config, tmp_path, note_phase)
     return len(computed), alive
 
 
@@ -110,3 +115,23 @@ def test_the_optimizers_peak_is_without_logits() -> None:
     kept = 2 * 4 * config.model.num_parameters  # parameters and gradients
     assert logits_bytes > 0.5 * kept
     assert probe.peaks().allocated == pytest.approx(kept, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp1"])
+def test_a_loss_scale_that_could_double_hides_no_skipped_step(
+    strategy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch doubles it after 2,000 steps: here after every one of them."""
+    monkeypatch.setattr(torch.amp.GradScaler.__init__, "__defaults__", ("cuda", 2.0**10, 2.0, 0.5, 1, True))
+    config = configuration(*SMALL_GPT, f"strategy={strategy}", "precision=fp16", "gpus=1", *SHORT)
+    scales: list[float] = []
+    step = Engine.step
+
+    def noted(engine: Engine, batches: Any) -> torch.Tensor | None:
+        loss = step(engine, batches)
+        scales.append(engine.scaler.get_scale())
+        return loss
+
+    monkeypatch.setattr(Engine, "step", noted)
+    run_alone(config, tmp_path, lambda phase: None)
+    assert len(set(scales)) == 1

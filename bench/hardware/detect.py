@@ -68,7 +68,7 @@ def detect() -> Device:
         if processes.may_reach_gpus():
             with processes.worker_pool(1) as pool:
                 found = pool.submit(facts.gather).result(ANSWER_S)
-        elif Path("/dev/nvidia0").exists():
+        elif processes.has_gpu_driver():
             found = facts.gather()
         else:
             found = GpuFacts(torch.__version__, torch.version.cuda)

@@ -19,6 +19,9 @@ from bench.training.optimizer import OptimizerConfig
 
 EnterPhase = Callable[[str], None]
 
+NO_GROWTH = 2**31 - 1
+"""Steps until a loss scale doubles, which would hide a step that was skipped: torch's default is 2,000."""
+
 
 @dataclass
 class Engine:
@@ -125,6 +128,7 @@ def build_engine(
     job = Job(family, precision, device, world_size, materializer, rehearsed, optimizer.build, micro_batches)
     module = strategy.wrap(model, job)
     scaler = strategy.grad_scaler(device) if precision.scales_loss else torch.amp.GradScaler(device.type, enabled=False)
+    scaler.set_growth_interval(NO_GROWTH)
     built = strategy.optimizer(module, optimizer.build)
     return Engine(
         module,
