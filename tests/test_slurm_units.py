@@ -250,21 +250,30 @@ def test_a_file_where_the_ledger_should_be_is_named(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_what_a_signal_leaves_in_the_queue_is_said(number, launcher, tmp_path, monkeypatch, capsys):
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+STOPPING = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 
+
+@pytest.fixture
+def usual_handlers():
+    """A shell has what it starts in the background ignore some of them."""
+    before = {number: signal.signal(number, handler) for number, handler in STOPPING.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_what_a_signal_leaves_in_the_queue_is_said(number, launcher, tmp_path, monkeypatch, capsys, usual_handlers):
     def silent(*_args):
         raise queue.SlurmError("it does not answer")
 
-    assert number == signal.SIGINT or signal.getsignal(number) is signal.SIG_DFL
     monkeypatch.setattr(queue, "submit", lambda *_args: signal.raise_signal(number))
     monkeypatch.setattr(queue, "by_name", silent)
     batches = launcher.batches([Task(configuration("gpus=1"))], tmp_path, "name")
     with pytest.raises(KeyboardInterrupt):
         launcher.submit(batches, tmp_path, "adhoc", "name")
     assert "could not be cancelled (it does not answer): bench.jobs cancel does it later" in capsys.readouterr().err
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert {number: signal.getsignal(number) for number in STOPPING} == STOPPING
 
 
 # ---- following submissions
