@@ -77,7 +77,7 @@ class Fault:
 
     def strike(self, device: torch.device) -> None:
         """Do it, on the rank's device."""
-        print(f"fault: {self}", flush=True)
+        print(f"fault: {self}", file=sys.__stdout__, flush=True)  # pytest has another in place of sys.stdout
         if self.kind == "oom":
             here = "cuda" if torch.cuda.is_available() else "cpu"  # while the model is built its weights are on meta
             torch.empty(HUGE_BYTES, dtype=torch.uint8, device=here if device.type == "meta" else device)
