@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from bench.measure import collectives
 from bench.measure.collectives import holders, letting_go
 
 TIMES = 2000
@@ -48,6 +50,22 @@ def test_tensors_are_the_callers_alone_when_a_collective_is_over(
             del work
             assert holders(tensor) == before
     assert dist.all_reduce is original
+
+
+def test_a_caller_that_holds_on_to_what_is_gathered_is_not_waited_for_every_time(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSpeed does, of a hundred tensors in a step."""
+    monkeypatch.setattr(collectives, "PATIENCE_S", 0.4)
+    tensor, views = torch.ones(8), []
+    begun = time.monotonic()
+    with letting_go():
+        for _ in range(100):
+            work = gather(tensor, async_op=True)
+            assert work is not None
+            views.append(tensor.view(2, 4))
+            work.wait()
+    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize(

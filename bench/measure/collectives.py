@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,30 @@ COLLECTIVES = (
 """Of `torch.distributed`, those the strategies call; some were renamed from one version of torch to the next."""
 
 PATIENCE_S = 5.0
-"""How long a collective may take to let go before it is left at that."""
+"""How long a collective may take to let go before it is left at that: on a busy machine a thread of gloo can be."""
+
+LEAST_PATIENCE_S = 0.02
+
+
+@dataclasses.dataclass
+class _Watch:
+    """Whether collectives are watched, and how long each may take to let go.
+
+    Who holds a tensor for as long as that is rather its caller, as DeepSpeed makes views of what is being gathered:
+    after every such wait the next may take a quarter as long.
+    """
+
+    on: bool = True
+    patience_s: float = dataclasses.field(default_factory=lambda: PATIENCE_S)
+
+    def wait(self, tensors: list[torch.Tensor], counts: list[int]) -> None:
+        """Wait until no more than so many hold each of the tensors."""
+        deadline = time.monotonic() + self.patience_s
+        while time.monotonic() < deadline:
+            if all(holders(tensor) <= count for tensor, count in zip(tensors, counts, strict=True)):
+                return
+            time.sleep(0)
+        self.patience_s = max(self.patience_s / 4, LEAST_PATIENCE_S)
 
 
 @contextlib.contextmanager
@@ -43,44 +67,35 @@ def letting_go() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_backend() != dist.Backend.GLOO:
         yield
         return
-    watching = [True]  # for those who keep what they find here, as DeepSpeed does
+    watch = _Watch()  # switched off for those who keep what they find here, as DeepSpeed does
     originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
         for name, collective in FUNCTIONAL.items():
-            library.impl(name, _awaited(collective), "CPU")
+            library.impl(name, _awaited(collective, watch), "CPU")
         try:
             for name, original in originals.items():
-                setattr(dist, name, _letting_go(original, watching))
+                setattr(dist, name, _letting_go(original, watch))
             yield
         finally:
-            watching[0] = False
+            watch.on = False
             for name, original in originals.items():
                 setattr(dist, name, original)
 
 
-def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callable[..., Any]:
+def _letting_go(collective: Callable[..., Any], watch: _Watch) -> Callable[..., Any]:
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not watching[0]:
+        if not watch.on:
             return collective(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = [holders(tensor) for tensor in tensors]
         work = collective(*args, **kwargs)
         if isinstance(work, dist.Work):
-            return _LettingGo(work, tensors, before)
-        _wait_until_let_go(tensors, before)
+            return _LettingGo(work, tensors, before, watch)
+        watch.wait(tensors, before)
         return work
 
     return call
-
-
-def _wait_until_let_go(tensors: list[torch.Tensor], counts: list[int]) -> None:
-    """Wait until no more than so many hold each of the tensors."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if all(holders(tensor) <= count for tensor, count in zip(tensors, counts, strict=True)):
-            break
-        time.sleep(0)
 
 
 class _LettingGo(dist.Work):
@@ -89,17 +104,18 @@ class _LettingGo(dist.Work):
     As the work itself does, it keeps its tensors for as long as it is kept.
     """
 
-    def __init__(self, work: dist.Work, tensors: list[torch.Tensor], before: list[int]) -> None:
+    def __init__(self, work: dist.Work, tensors: list[torch.Tensor], before: list[int], watch: _Watch) -> None:
         super().__init__()
         self._work: dist.Work | None = work
         self._tensors = tensors
         self._before = before
+        self._watch = watch
 
     def wait(self, *args: Any) -> bool:
         if self._work is not None:
             self._work.wait(*args)
             self._work = None
-            _wait_until_let_go(self._tensors, self._before)
+            self._watch.wait(self._tensors, self._before)
         return True
 
     def is_completed(self) -> bool:
@@ -113,10 +129,10 @@ class _LettingGo(dist.Work):
         return self._work.get_future()
 
 
-def _awaited(collective: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+def _awaited(collective: Callable[..., Any], watch: _Watch) -> Callable[..., torch.Tensor]:
     def call(*args: Any) -> torch.Tensor:
         result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(collective(*args))
-        _wait_until_let_go([result], [holders(torch.empty(0))])
+        watch.wait([result], [holders(torch.empty(0))])
         return result
 
     return call
