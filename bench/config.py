@@ -34,10 +34,6 @@ RANKS = Within(1, 2**17)
 MOST_TOKENS = 2**27
 """Of one micro-batch in one process."""
 
-SETTLING_S = {"min_warmup_s": {"cuda": 3.0}, "min_timed_s": {"cuda": 5.0}}
-"""Seconds to warm up and to time where nothing is said: clocks and power of a GPU settle in seconds. A processor's step
-is timed by the number of steps alone."""
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -59,8 +55,8 @@ class Measurement:
 def settled(measurement: Measurement, device: str) -> Measurement:
     """The same with every null filled in for a kind of device."""
     values = identity.fields(measurement)
-    empty = [name for name in SETTLING_S if values[name] is None]
-    return Measurement(**{**values, **{name: SETTLING_S[name].get(device, 0.0) for name in empty}})
+    empty = [name for name in identity.SETTLING_S if values[name] is None]
+    return Measurement(**{**values, **{name: identity.SETTLING_S[name].get(device, 0.0) for name in empty}})
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ CANNOT_CHANGE = {
 """What cannot change the result either: of what really runs what is believed of the hardware's speed, of a prediction
 how a run would be timed."""
 
+SETTLING_S = {"min_warmup_s": {"cuda": 3.0}, "min_timed_s": {"cuda": 5.0}}
+"""Seconds to warm up and to time where nothing is said: clocks and power of a GPU settle in seconds. A processor's step
+is timed by the number of steps alone."""
 
 ADDED: dict[str, dict[str, object]] = {
     "optimizer": {"keep_gradients": False},

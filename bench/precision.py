@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
-
-import torch
+from typing import TYPE_CHECKING, Annotated
 
 from bench.errors import bad_value
 from bench.typed import OneOf
 
+if TYPE_CHECKING:
+    import torch
+
 AUTOCAST, PARAMETERS = MIXINGS = "autocast", "parameters"
 """Ways of mixed precision."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""torch's names of number formats. Whoever reads rows needs no torch, whose import takes seconds and 200 MB."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's type of a format: fp32, bf16 or fp16."""
+    import torch
+
+    found: torch.dtype = getattr(torch, DTYPES[name])
+    return found
 
 
 @dataclass(frozen=True)
@@ -58,17 +68,17 @@ class Precision:
     @property
     def parameter_dtype(self) -> torch.dtype:
         """Dtype of the stored parameters."""
-        return DTYPES[self.parameters]
+        return dtype_of(self.parameters)
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of matmul inputs."""
-        return DTYPES[self.compute]
+        return dtype_of(self.compute)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """Dtype of the gradient reduction."""
-        return DTYPES[self.reduce]
+        return dtype_of(self.reduce)
 
     @property
     def in_float8(self) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from bench.calibration.formats import computing_in, dtype_of, formats_of
+from bench.calibration.formats import computing_in, formats_of, operand_dtype
 from bench.calibration.sample import ATTENTION, Sample
 from bench.calibration.timer import timer_of
 from bench.simulate.kernels import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
@@ -45,7 +45,7 @@ def measure_attention(device: torch.device, *, quick: bool, progress: Callable[[
 
 def _passes(shape: tuple[int, int, int, int], format_: str, device: torch.device, repetitions: int) -> Iterator[Sample]:
     batch, heads, length, width = shape
-    dtype, timer = dtype_of(format_), timer_of(device)
+    dtype, timer = operand_dtype(format_), timer_of(device)
 
     def operands() -> list[torch.Tensor]:
         made = (torch.randn(batch, heads, length, width, device=device) for _ in range(3))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.precision import DTYPES, Precision
+from bench.precision import DTYPES, Precision, dtype_of
 
 
 def formats_of(device: torch.device) -> tuple[str, ...]:
@@ -18,9 +18,9 @@ def formats_of(device: torch.device) -> tuple[str, ...]:
     return ("fp32", "tf32", "bf16", "fp16") if capability >= (8, 0) else ("fp32", "fp16")
 
 
-def dtype_of(format_: str) -> torch.dtype:
+def operand_dtype(format_: str) -> torch.dtype:
     """How operands are stored: in fp32 for TF32."""
-    return DTYPES.get(format_, torch.float32)
+    return dtype_of(format_) if format_ in DTYPES else torch.float32
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from bench.calibration.formats import computing_in, dtype_of, formats_of
+from bench.calibration.formats import computing_in, formats_of, operand_dtype
 from bench.calibration.sample import MATMUL, Sample
 from bench.calibration.timer import timer_of
 
@@ -44,7 +44,7 @@ def measure_matmul(device: torch.device, *, quick: bool, progress: Callable[[str
 def _products(shape: Sequence[int], format_: str, device: torch.device, repetitions: int) -> Iterator[Sample]:
     """The three products of a linear layer: of these tokens, from one width to another."""
     tokens, width, made = shape
-    dtype = dtype_of(format_)
+    dtype = operand_dtype(format_)
     bytes_moved = float(dtype.itemsize * (tokens * width + width * made + tokens * made))
     count = min(MOST_OPERANDS, max(2, round(ROTATED_BYTES / bytes_moved)))
     hidden, weights, gradients = (

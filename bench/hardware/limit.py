@@ -6,11 +6,13 @@ import contextlib
 import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from bench.hardware.description import SLACK
 from bench.hardware.heap import THREAD_STACK_BYTES, give_memory_back_at_once, keep_freed_memory
+
+if TYPE_CHECKING:
+    import torch
 
 
 class MemoryLimit:
@@ -57,6 +59,8 @@ class MemoryLimit:
     def _limit_gpu(self, device: torch.device) -> None:
         if self.bytes is None:
             return
+        import torch
+
         total = torch.cuda.get_device_properties(device).total_memory
         if self.bytes > (1 + SLACK) * total:
             raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from bench.config import SETTLING_S
+from bench.identity import SETTLING_S
 from bench.records import Record
 from bench.records.matching import ADDED, leaves
 

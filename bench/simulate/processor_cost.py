@@ -6,7 +6,7 @@ import numpy as np
 
 from bench.hardware import Hardware
 from bench.hardware.processor import Processor
-from bench.precision import DTYPES, Precision
+from bench.precision import Precision, dtype_of
 from bench.simulate.cpu_memory import query_rows
 from bench.simulate.kernels import ATTENTION, BACKWARD_PRODUCTS, FORMATS, FORWARD_PRODUCTS, MATMUL, Floats, Kernels
 
@@ -57,7 +57,7 @@ def product_seconds(dims: Floats, flops: Floats, format_: str, processor: Proces
 def product_bytes(dims: Floats, format_: str) -> Floats:
     """Bytes of the operand that is copied, of the other one and of the result: shape (products, 3)."""
     batch, m, n, k, transposed = dims.T
-    left, right, result = (DTYPES[format_].itemsize * batch * size for size in (m * k, k * n, m * n))
+    left, right, result = (dtype_of(format_).itemsize * batch * size for size in (m * k, k * n, m * n))
     copied, other = np.where(transposed > 0, left, right), np.where(transposed > 0, right, left)
     return np.stack([copied, other, result], axis=1)
 
