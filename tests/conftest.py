@@ -27,6 +27,9 @@ from tests.slurm_cluster import idle_slurm, slurm  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 
+SCALE = bool(os.environ.get("SCALE"))
+"""Whether tests of how long many runs or rows take are of all of them: `make scale`."""
+
 CPU = Device("cpu", "test processor", 0)
 
 SMALL_T5 = ("model=t5_tiny", "model.d_model=32", "model.d_ff=64", "model.d_kv=8", "model.vocabulary_size=128")

@@ -23,7 +23,7 @@ from bench.simulate import cache, traces, version
 from bench.simulate import predict as predictor
 from bench.simulate.predict import predict, predict_all
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, PARTS, Prediction, from_plain, to_plain
-from tests.conftest import processor_s
+from tests.conftest import SCALE, processor_s
 from tests.extras import needs
 
 PAPER_GPT = {
@@ -133,14 +133,15 @@ def test_processes_agree_with_one(empty_cache, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.alone
 def test_thousands_of_runs_are_predicted_in_a_minute(empty_cache):
-    """4,000 runs over the paper's models: a minute on two cores the first time, seconds afterwards.
+    """4,000 runs over the paper's models: a minute on two cores the first time, seconds afterwards. A sixth of them
+    where it is not `make scale`.
 
     Processor time is what is held against two minutes, since others may use the cores as well.
     """
+    batches, sizes = ((1, 2, 4, 8, 16), (8, 16, 32, 64, 128, 256, 512)) if SCALE else ((2, 16), (8, 64, 512))
     runs = []
     for model, precision, checkpointing, batch, gpus in itertools.product(
-        ("t5_611m", "t5_2b", "t5_11b", "gpt_175b"), ("bf16", "tf32"), ("none", "full"), (1, 2, 4, 8, 16),
-        (8, 16, 32, 64, 128, 256, 512),
+        ("t5_611m", "t5_2b", "t5_11b", "gpt_175b"), ("bf16", "tf32"), ("none", "full"), batches, sizes
     ):  # fmt: skip
         common = {
             "model": model,
@@ -153,10 +154,10 @@ def test_thousands_of_runs_are_predicted_in_a_minute(empty_cache):
         runs.append(config(**common, strategy="ddp"))
         for strategy, factor in itertools.product(("fsdp", "fsdp1"), ("1", "node", "full")):
             runs.append(config(**common, strategy=strategy, **{"strategy.sharding_factor": factor}))
-    assert len(runs) == 3920
+    assert len(runs) == (3920 if SCALE else 672)
     before = processor_s()
     first = predict_all(runs)
-    assert processor_s() - before < 2 * 120
+    assert processor_s() - before < 2 * 120 * (1 if SCALE else 0.5)  # traces are as many for few
     started = time.monotonic()
     assert predict_all(runs) == first
     assert time.monotonic() - started < 15

@@ -4,7 +4,6 @@ a machine that is busy; `make scale` reports all of them, CI a tenth."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -13,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SCALE
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-ALL = bool(os.environ.get("SCALE"))
+
 NUM_ROWS = 10_000
-REPORTED = NUM_ROWS if ALL else NUM_ROWS // 10
+REPORTED = NUM_ROWS if SCALE else NUM_ROWS // 10
 
 MOST_MIB = 1e9 / 2**20
 
@@ -90,9 +89,9 @@ def test_ten_thousand_rows_are_loaded_in_about_a_second(store):
 def test_a_report_takes_a_minute_and_a_gigabyte_for_ten_thousand_rows(store):
     """The time of a tenth of the rows, less that of the figures, of which there are no more however many rows."""
     page = store / "page"
-    options = f"interactive=True, figures={60 if ALL else 0}"
+    options = f"interactive=True, figures={60 if SCALE else 0}"
     work = f"found = read_store({str(store / 'part')!r}); rows = len(found.records)\n"
     found = measured(work + f"write_report(found, 'a large store', {str(page)!r}, {options})")
     assert found["rows"] == REPORTED
-    assert found["seconds"] < (180 if ALL else 25), found  # 6 for a tenth
-    assert found["mib"] < (MOST_MIB if ALL else 400), found
+    assert found["seconds"] < (180 if SCALE else 25), found  # 6 for a tenth
+    assert found["mib"] < (MOST_MIB if SCALE else 400), found
