@@ -175,7 +175,7 @@ def test_a_step_that_is_skipped_under_the_profiler_is_no_timed_one(
     scales = [2.0**16]
     engine: Any = types.SimpleNamespace(
         step=lambda micro_batches: torch.zeros(()),
-        strategy=types.SimpleNamespace(settling_steps=0),
+        strategy=types.SimpleNamespace(steps_before_steady=0),
         scaler=types.SimpleNamespace(get_scale=lambda: scales[-1]),
         stepper=types.SimpleNamespace(start_timed_steps=lambda: None, busy=lambda: None),
         skipped_steps=lambda before: Engine.skipped_steps(engine, before),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 
@@ -13,7 +14,7 @@ from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.models.stages import cut
 from bench.simulate import pace
-from bench.simulate.layout import layout_of
+from bench.simulate.layout import Turn, layout_of, turn_in, turns_of
 from bench.simulate.reel import Piece, Scene, batches_for, kernels_at, merged, pieces, running_order
 from bench.simulate.stage_tape import Part, StageKey, handed_dtype, parts_of, small_stage, stage_names, traced
 from bench.simulate.tape import TRACED_BLOCKS, Place, TapeKey
@@ -162,24 +163,35 @@ def _members(key: StageKey) -> dict[Place, dict[str, Parameter]]:
     return found
 
 
+@functools.lru_cache(maxsize=256)
+def _turns(key: StageKey) -> dict[tuple[Place, str], Turn]:
+    _, stage = small_stage(key.tape.family, key.parts)
+    names = stage_names(stage)
+    return turns_of([names[id(parameter)] for parameter in stage.parameters()])
+
+
 def _arranged(
     index: int, key: StageKey, counts: tuple[int, ...], scenes: tuple[Scene, ...]
 ) -> tuple[StageUnits, tuple[tuple[Scene, Unit, dict[str, Parameter]], ...]]:
     """A stage at its true depth."""
-    members = _members(key)
+    members, turns = _members(key), _turns(key)
     root = Unit(-1, f"stage {index}", tuple(members[None].values()))
     units: dict[Place, Unit] = {}
     parameters: dict[Place, dict[str, Parameter]] = {}
+    in_order = [(turns[None, name], parameter) for name, parameter in members[None].items()]
     for part, count in enumerate(counts):
         for position in range(count):
             place = (part, position)
-            parameters[place] = members[_stand_in(place, count)]
+            like = _stand_in(place, count)
+            parameters[place] = members[like]
+            in_order += [(turn_in(turns, place, like, each), each) for each in members[like].values()]
             units[place] = Unit(len(units), f"stage {index}", tuple(parameters[place].values()))
     ordered = tuple(
         (scene, units.get(place, root), parameters.get(place, members[None]))
         for scene, place in running_order(scenes, counts)
     )
-    return StageUnits(index, (root, *units.values())), ordered
+    own = tuple(parameter for _, parameter in sorted(in_order, key=itemgetter(0)))
+    return StageUnits(index, (root, *units.values()), own), ordered
 
 
 def _stand_in(place: tuple[int, int], length: int) -> tuple[int, int]:
