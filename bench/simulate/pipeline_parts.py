@@ -104,7 +104,7 @@ def casts_of(config: RunConfig, key: TapeKey, timetable: Timetable) -> list[Cast
         stage_key = StageKey(key, traced(parts))
         counts = tuple(part.count for part in parts)
         scenes = _scenes(stage_key, size, Speed(config.hardware), counts)
-        units, ordered = _arranged(index, stage_key, counts, scenes)
+        units, ordered = arranged(index, stage_key, counts, scenes)
         inputs = reel_of(stage_key, batches_for(size)).inputs
         is_last = index == timetable.num_stages - 1
         found.append(
@@ -170,7 +170,7 @@ def _turns(key: StageKey) -> dict[tuple[Place, str], Turn]:
     return turns_of([names[id(parameter)] for parameter in stage.parameters()])
 
 
-def _arranged(
+def arranged(
     index: int, key: StageKey, counts: tuple[int, ...], scenes: tuple[Scene, ...]
 ) -> tuple[StageUnits, tuple[tuple[Scene, Unit, dict[str, Parameter]], ...]]:
     """A stage at its true depth."""
