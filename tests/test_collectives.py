@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.measure import collectives
 from bench.measure.collectives import holders, letting_go
 
 TIMES = 2000
@@ -20,6 +21,10 @@ def alone(tmp_path) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def functional(tensor: torch.Tensor, *, async_op: bool) -> None:
+    torch.ops._c10d_functional.all_gather_into_tensor(tensor, 1, dist.group.WORLD.group_name)
 
 
 def gather(tensor: torch.Tensor, *, async_op: bool) -> dist.Work | None:
@@ -48,6 +53,22 @@ def test_tensors_are_the_callers_alone_when_a_collective_is_over(
             del work
             assert holders(tensor) == before
     assert dist.all_reduce is original
+
+
+@pytest.mark.parametrize("collective", [functional, gather, reduce])
+def test_while_the_backend_may_hold_tensors_python_is_never_left_alone_with_them(
+    alone: None, collective: Callable[..., dist.Work | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who leaves Python as the only holder gives up a reference of Python's a moment later, which nobody sees: until
+    the last look at who holds a tensor, someone else must."""
+    seen: list[int] = []
+    monkeypatch.setattr(collectives, "holders", lambda tensor: seen.append(holders(tensor)) or seen[-1])
+    tensor = torch.ones(8)
+    with letting_go():
+        work = collective(tensor, async_op=collective is gather)
+        if work is not None:
+            work.wait()
+    assert seen[-1] == holders(tensor) + 1
 
 
 @pytest.mark.parametrize(

@@ -63,24 +63,38 @@ def _letting_go(collective: Callable[..., Any], watching: list[bool]) -> Callabl
     def call(*args: Any, **kwargs: Any) -> Any:
         if not watching[0]:
             return collective(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        before = [holders(tensor) for tensor in tensors]
+        tensors = _Held([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
         work = collective(*args, **kwargs)
         if isinstance(work, dist.Work):
-            return _LettingGo(work, tensors, before)
-        _wait_until_let_go(tensors, before)
+            return _LettingGo(work, tensors)
+        tensors.wait_until_let_go()
         return work
 
     return call
 
 
-def _wait_until_let_go(tensors: list[torch.Tensor], counts: list[int]) -> None:
-    """Wait until no more than so many hold each of the tensors."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if all(holders(tensor) <= count for tensor, count in zip(tensors, counts, strict=True)):
-            break
-        time.sleep(0)
+class _Held:
+    """Tensors of a collective, and how many hold them without its backend.
+
+    They are held in C++, too, until the backend has let go of them. Where Python is left as the only holder of a
+    tensor, whoever was the last one beside it gives up a reference of Python's (``intrusive_ptr`` in c10/util of torch
+    2.13), for which a thread of gloo waits until it has Python's lock: it could then be the last of all, although
+    nobody sees that it still holds the tensor.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], counts: list[int] | None = None) -> None:
+        self.tensors = tensors
+        self._in_cpp = torch._C.ScriptList(tensors) if tensors else None
+        self._counts = counts or [holders(tensor) for tensor in tensors]
+
+    def wait_until_let_go(self) -> None:
+        """Wait until no more hold each of the tensors than before."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if all(holders(tensor) <= count for tensor, count in zip(self.tensors, self._counts, strict=True)):
+                break
+            time.sleep(0)
+        self._in_cpp = None
 
 
 class _LettingGo(dist.Work):
@@ -89,17 +103,16 @@ class _LettingGo(dist.Work):
     As the work itself does, it keeps its tensors for as long as it is kept.
     """
 
-    def __init__(self, work: dist.Work, tensors: list[torch.Tensor], before: list[int]) -> None:
+    def __init__(self, work: dist.Work, tensors: _Held) -> None:
         super().__init__()
         self._work: dist.Work | None = work
         self._tensors = tensors
-        self._before = before
 
     def wait(self, *args: Any) -> bool:
         if self._work is not None:
             self._work.wait(*args)
             self._work = None
-            _wait_until_let_go(self._tensors, self._before)
+            self._tensors.wait_until_let_go()
         return True
 
     def is_completed(self) -> bool:
@@ -108,15 +121,19 @@ class _LettingGo(dist.Work):
     def get_future(self) -> Any:
         if self._work is None:
             done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            done.set_result(self._tensors)
+            done.set_result(self._tensors.tensors)
             return done
         return self._work.get_future()
 
 
 def _awaited(collective: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     def call(*args: Any) -> torch.Tensor:
-        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(collective(*args))
-        _wait_until_let_go([result], [holders(torch.empty(0))])
+        given = _Held([argument for argument in args if isinstance(argument, torch.Tensor)])
+        started = collective(*args)
+        made = _Held([started], [holders(torch.empty(0)) + 1])
+        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
+        given.wait_until_let_go()
+        made.wait_until_let_go()
         return result
 
     return call
