@@ -98,13 +98,13 @@ def _played(
 
 
 def _after_backward(machine: Machine, timetable: Timetable, cast: Cast) -> None:
-    """What the schedules of torch 2.13 still hold: GPipe and interleaved ones all that they sent, until the step is
-    over; 1F1B what it sent last, and the last stage's logits until the next micro-batch's are there."""
+    """What the schedules of torch 2.13 still hold: GPipe and interleaved ones all that they made and sent, until the
+    step is over; 1F1B what it sent last, and the last stage's logits until the next micro-batch's are there."""
     if timetable.schedule == ONE_F_ONE_B:
         machine.hold("sent", cast.received_bytes, ACTIVATIONS)
         machine.hold("logits", cast.logits_bytes, ACTIVATIONS)
     else:
-        machine.grow("sent", cast.received_bytes + cast.sent_bytes, ACTIVATIONS)
+        machine.grow("sent", cast.received_bytes + cast.made_bytes, ACTIVATIONS)
 
 
 def _numbered(timetable: Timetable, rank: int) -> Iterator[tuple[Action, int, bool]]:

@@ -35,6 +35,8 @@ class Cast:
     """Of one micro-batch, from the stage before it; as many gradients go back."""
     sent_bytes: float
     """To the stage behind it."""
+    made_bytes: float
+    """Of what it sends, that which it made: decoders of T5 hand on the encoder's output as they got it."""
     logits_bytes: float
     """Of the last stage."""
     inputs_bytes: float
@@ -105,7 +107,7 @@ def casts_of(config: RunConfig, key: TapeKey, timetable: Timetable) -> list[Cast
         counts = tuple(part.count for part in parts)
         scenes = _scenes(stage_key, size, Speed(config.hardware), counts)
         units, ordered = arranged(index, stage_key, counts, scenes)
-        inputs = reel_of(stage_key, batches_for(size)).inputs
+        reel = reel_of(stage_key, batches_for(size))
         is_last = index == timetable.num_stages - 1
         found.append(
             Cast(
@@ -113,8 +115,9 @@ def casts_of(config: RunConfig, key: TapeKey, timetable: Timetable) -> list[Cast
                 ordered,
                 received_bytes=0.0 if index == 0 else handed(blocks[index].start),
                 sent_bytes=0.0 if is_last else handed(blocks[index].stop),
+                made_bytes=0.0 if is_last else reel.outputs[0] + reel.weight(size) * reel.outputs[1],
                 logits_bytes=_logits_bytes(config, key, size) if is_last else 0.0,
-                inputs_bytes=inputs[1] or inputs[0],
+                inputs_bytes=reel.inputs[1] or reel.inputs[0],
             )
         )
     return found

@@ -304,9 +304,11 @@ class FSDP1Plan(ShardedPlan):
             device.hold(f"cast {index}", size, GRADIENTS)
             device.release(result)
             result = f"cast {index}"
-        if result != shard:
-            device.release(result)
-        if shard not in self._shards:
+        if result == shard:  # reduced where it is
+            return
+        device.release(result)
+        if shard not in self._shards or self._factor == 1:  # what was added to is replaced
+            device.release(shard, after=REDUCE)
             device.hold(shard, size, GRADIENTS)
             self._shards.add(shard)
 
