@@ -24,6 +24,10 @@ def alone(tmp_path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def functional(tensor: torch.Tensor, *, async_op: bool) -> None:
+    torch.ops._c10d_functional.all_gather_into_tensor(tensor, 1, dist.group.WORLD.group_name)
+
+
 def gather(tensor: torch.Tensor, *, async_op: bool) -> dist.Work | None:
     return dist.all_gather_into_tensor(torch.empty_like(tensor), tensor, async_op=async_op)
 
@@ -66,6 +70,22 @@ def test_a_caller_that_holds_on_to_what_is_gathered_is_not_waited_for_every_time
             views.append(tensor.view(2, 4))
             work.wait()
     assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("collective", [functional, gather, reduce])
+def test_while_the_backend_may_hold_tensors_python_is_never_left_alone_with_them(
+    alone: None, collective: Callable[..., dist.Work | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who leaves Python as the only holder gives up a reference of Python's a moment later, which nobody sees: until
+    the last look at who holds a tensor, someone else must."""
+    seen: list[int] = []
+    monkeypatch.setattr(collectives, "holders", lambda tensor: seen.append(holders(tensor)) or seen[-1])
+    tensor = torch.ones(8)
+    with letting_go():
+        work = collective(tensor, async_op=collective is gather)
+        if work is not None:
+            work.wait()
+    assert seen[-1] == holders(tensor) + 1
 
 
 @pytest.mark.parametrize(

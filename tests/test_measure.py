@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from bench.measure import loop, profiling
 from bench.measure.clock import CpuClock
 from bench.measure.environment import changed_variables, recorded_variables, software
-from bench.measure.memory import Change, CpuProbe, peak_of_changes
+from bench.measure.memory import Change, CpuProbe, _within_product, peak_of_changes
 from bench.measure.profiling import covered, exposed_communication, merged, overlap
 from bench.measure.statistics import median_interval, percentile, slowest_rank
 from bench.training.engine import Engine
-from tests.conftest import ROOT
+from tests.conftest import ROOT, configuration
 
 MIB = 2**20
 
@@ -92,9 +94,30 @@ def test_peak_leaves_the_backends_buffers_out_and_survives_releases_it_did_not_s
     assert peak_of_changes(changes, steady_from_ns=0) == (100, 100)
 
 
-def test_the_cpu_probe_sees_a_known_peak() -> None:
-    import contextlib
+def test_what_a_library_takes_within_a_product_is_told_from_the_result() -> None:
+    def event(when: int, ptr: int, size: int) -> Any:
+        return types.SimpleNamespace(
+            name="[memory]", start_time_ns=when, id=when, extra_fields=types.SimpleNamespace(ptr=ptr, alloc_size=size)
+        )
 
+    inner = types.SimpleNamespace(name="aten::clone", start_time_ns=4, id=4, children=[event(5, 0xC, 10)])
+    before, result, packed, again = event(1, 0xE, -30), event(2, 0xA, 100), event(3, 0xB, 50), event(7, 0xB, 60)
+    children = [result, inner, packed, event(6, 0xB, -50), again, event(8, 0xB, -60), event(9, 0xC, -10), before]
+    assert _within_product(types.SimpleNamespace(children=children)) == {packed.id, again.id}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_cpu_probe_counts_of_a_product_its_result_alone(dtype: torch.dtype) -> None:
+    probe = CpuProbe(contextlib.nullcontext)
+    with probe.observe():
+        left, right = torch.zeros(27, 834, dtype=dtype), torch.zeros(834, 24, dtype=dtype)
+        probe.start_steady_step()
+        product = left @ right
+        probe_bytes = left.nbytes + right.nbytes + product.nbytes
+    assert probe.peaks().allocated == probe_bytes
+
+
+def test_the_cpu_probe_sees_a_known_peak() -> None:
     probe = CpuProbe(contextlib.nullcontext)
     with probe.observe():
         kept = torch.ones(MIB)  # 4 MiB
@@ -169,13 +192,72 @@ def test_a_trace_that_cannot_be_written_loses_no_measurement(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("observed", "asked", "steady", "untimed"),
+    [(2, 2, 4, 4), (2, 5, 4, 7), (0, 2, None, 3), (0, 5, None, 5)],
+    ids=["cpu", "cpu, longer", "gpu", "gpu, longer"],
+)
+def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
+    observed: int, asked: int, steady: int | None, untimed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[torch.Tensor] = []
+    seen: dict[str, int] = {}
+    probe = types.SimpleNamespace(
+        observed_steps=observed,
+        observe=contextlib.nullcontext,
+        start_steady_step=lambda: seen.update(steady=len(steps) + 1),
+        start_timed_steps=lambda: seen.update(untimed=len(steps)),
+        peaks=lambda: None,
+    )
+    engine: Any = types.SimpleNamespace(
+        step=lambda micro_batches: steps.append(torch.zeros(())) or steps[-1],
+        strategy=types.SimpleNamespace(steps_before_steady=3),
+        scaler=types.SimpleNamespace(get_scale=lambda: 1.0),
+        stepper=types.SimpleNamespace(start_timed_steps=lambda: None, busy=lambda: None),
+        skipped_steps=lambda before: 0,
+    )
+    monkeypatch.setattr(loop, "memory_probe", lambda devices, own_work: probe)
+    loop.measure(
+        lambda: (engine, []),
+        [torch.device("cpu")],
+        started=time.perf_counter(),
+        warmup_steps=asked,
+        steps=2,
+        min_warmup_s=0,
+        min_timed_s=0,
+        profile=False,
+        trace=None,
+        own_work=contextlib.nullcontext,
+        agree=lambda number: number,
+    )
+    assert seen == ({} if steady is None else {"steady": steady}) | {"untimed": untimed}
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_ddp_makes_its_last_buckets_in_the_last_step_unlike_the_later_ones(static: bool, tmp_path: Path) -> None:
+    model = torch.nn.Linear(30, 10)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(model, static_graph=static, gradient_as_bucket_view=True)
+        buckets = []
+        for _ in range(6):
+            model.zero_grad()
+            wrapped(torch.ones(2, 30)).sum().backward()
+            assert model.weight.grad is not None
+            buckets.append(model.weight.grad.untyped_storage().data_ptr())
+    finally:
+        dist.destroy_process_group()
+    unlike = configuration("strategy=ddp", f"strategy.static_graph={static}", "gpus=2").strategy.steps_before_steady
+    assert buckets[unlike - 2] != buckets[unlike - 1] == buckets[unlike] == buckets[-1]
+
+
 def test_a_step_that_is_skipped_under_the_profiler_is_no_timed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scales = [2.0**16]
     engine: Any = types.SimpleNamespace(
         step=lambda micro_batches: torch.zeros(()),
-        strategy=types.SimpleNamespace(settling_steps=0),
+        strategy=types.SimpleNamespace(steps_before_steady=0),
         scaler=types.SimpleNamespace(get_scale=lambda: scales[-1]),
         stepper=types.SimpleNamespace(start_timed_steps=lambda: None, busy=lambda: None),
         skipped_steps=lambda before: Engine.skipped_steps(engine, before),

@@ -28,7 +28,8 @@ from bench.reporting.figures import idle
 from bench.reporting.table import prepare
 from bench.row import _idle_share
 from bench.simulate.pipeline_clock import StageSeconds, idle_share, run
-from bench.simulate.predict import predict, predict_all
+from bench.simulate.pipeline_parts import casts_of
+from bench.simulate.predict import predict, predict_all, tape_key
 from bench.strategies import stopwatch
 from bench.strategies.pipeline_model import PipelineStepper, Tie, WatchedStage
 from bench.strategies.pipeline_plan import tied
@@ -430,6 +431,15 @@ def test_what_a_stage_receives_is_cast_as_often_when_it_is_computed_again() -> N
     # A received tensor is a leaf, whose cast autocast would keep; selective checkpointing counts them.
     run = (*SMALL_T5, *PIPELINE, "mode=predict", "gpus=2", "precision=bf16")
     assert predicted(*run, "activation_checkpointing=selective") < predicted(*run)
+
+
+def test_a_decoder_makes_half_of_what_it_sends() -> None:
+    """It hands on the encoder's output, which lies where it was received and is not held a second time."""
+    config = configuration(*SMALL_T5, *PIPELINE, "mode=predict", "gpus=4")
+    assert config.strategy.timetable is not None
+    *stages, last = casts_of(config, tape_key(config), config.strategy.timetable)
+    assert [stage.made_bytes / stage.sent_bytes for stage in stages] == [1, 1, 0.5]
+    assert last.made_bytes == 0
 
 
 def test_batches_are_searched_in_steps_that_make_equal_micro_batches() -> None:

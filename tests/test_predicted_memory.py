@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable
@@ -10,15 +11,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from bench import records
 from bench.config import RunConfig, run_config
 from bench.errors import ImpossibleError
+from bench.measure.memory import CpuProbe
 from bench.models import Family
 from bench.models.materialize import buffers_bytes
 from bench.records.reading import read_all
 from bench.simulate.full_trace import full_trace
 from bench.simulate.memory import workspace_bytes
+from bench.simulate.pace import update_of
 from bench.simulate.predict import predict, predict_all
 from tests.conftest import ROOT, configuration
 from tests.extras import needs
@@ -115,6 +119,21 @@ def test_cublas_has_a_workspace_of_each_of_two_threads() -> None:
     assert sizes == {"a100_80gb": 2 * 8_519_680, "h100_80gb": 2 * 32 * 2**20, "cpu": 0}
     with_it, without = (predict(configuration(*run, f"hardware={name}")).memory for name in ("h100_80gb", "a100_80gb"))
     assert with_it.allocated.value - without.allocated.value == sizes["h100_80gb"] - sizes["a100_80gb"]
+
+
+@pytest.mark.parametrize("sizes", [(50_000, 40_000, 30), (50_000, 30, 40_000), (30, 20_000, 50_000)], ids=str)
+def test_adamw_in_a_loop_needs_what_is_predicted(sizes: tuple[int, ...]) -> None:
+    config = configuration("strategy=single", "gpus=1", "hardware=cpu", "optimizer.implementation=for_loop")
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = config.optimizer.build(parameters)
+    optimizer.step()
+    probe = CpuProbe(contextlib.nullcontext)
+    with probe.observe():
+        probe.start_steady_step()
+        optimizer.step()
+    assert probe.peaks().allocated == pytest.approx(update_of(config, sizes).temporaries, abs=100)
 
 
 def check_against_trace(config: RunConfig) -> None:

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from bench.config import run_config
+from bench.config import RunConfig, run_config
 from bench.records.reading import read_all
 from bench.simulate.predict import predict_all
-from tests.conftest import ROOT
-from tests.random_runs import STRATEGIES
+from tests.conftest import ROOT, configuration
+from tests.random_runs import STRATEGIES, draw, errors, measure
 
 STORE = ROOT / "results" / "measured" / "cpu_random"
 
+COMMITTED = 200
+
 MEAN, WORST = 0.001, 0.01
 
-EVERY = 4
+EVERY = 8
 """Of the committed rows, one in so many is predicted here."""
 
-OPEN = {
-    "0de55f6169ee6228": -0.0218,  # naive pipeline of 4 stages, MPT, in the optimizer's step
-    "4f69dfaf1864e19f": -0.0434,  # FSDP1 that shards nothing, fp16, two micro-batches that both communicate
+ONCE_WRONG = {
+    "0de55f6169ee6228",  # AdamW's loop over parameters holds a quotient of the one before
+    "4f69dfaf1864e19f",  # FSDP1 that shards nothing adds fp16 gradients to reduced ones in fp32
+    "aac0889a8cef4686",  # FSDP1 that shards nothing adds to gradients that are kept, without communication
+    "ccd53f7416d8b22c",  # DDP with a static graph makes its buckets again in the third step
 }
-"""Runs whose predictions are further off than `WORST`, by how much: causes that were not found yet."""
+"""Runs whose predictions, or measurements, were further off than `WORST`."""
+
+FRESH, FRESH_SEED = 60, 2014
 
 
 def check(found: Sequence[tuple[float, str]]) -> None:
@@ -33,10 +40,23 @@ def check(found: Sequence[tuple[float, str]]) -> None:
     assert statistics.fmean(abs(error) for error, _ in found) <= MEAN
 
 
+def check_every_kind(configs: Sequence[RunConfig]) -> None:
+    """GPT, MPT and T5 have a head that is tied to the embedding, minGPT one of its own."""
+    assert {config.strategy.name for config in configs} == {"single", "ddp", "zero1", "fsdp", "fsdp1"} | {
+        "tensor_parallel",
+        "pipeline",
+        "naive_pipeline",
+    }
+    assert {config.precision.name for config in configs} == {"fp32", "bf16", "bf16_pure", "fp16"}
+    assert {config.model.family for config in configs} == {"t5", "gpt", "mingpt", "mpt"}
+    assert {config.gpus for config in configs} == {1, 2, 3, 4}
+    assert len({config.effective_strategy for config in configs}) > len(STRATEGIES)
+    assert sum(config.model.num_parameters % 2 for config in configs) > len(configs) / 8
+
+
 def test_committed_random_runs_need_what_is_predicted() -> None:
     rows = sorted(read_all(STORE).records, key=lambda row: str(row["run_id"]))
-    assert all(row["status"] == "ok" and row["git_clean"] for row in rows)
-    sample = [row for row in rows if row["run_id"] not in OPEN][::EVERY]
+    sample = [row for index, row in enumerate(rows) if index % EVERY == 0 or row["run_id"] in ONCE_WRONG]
     predictions = predict_all([run_config(row["config"]) for row in sample])
     check(
         [
@@ -46,18 +66,18 @@ def test_committed_random_runs_need_what_is_predicted() -> None:
     )
 
 
-def test_open_runs_are_still_as_far_off() -> None:
-    """Whoever finds a cause takes its run from the list."""
-    rows = [row for row in read_all(STORE).records if row["run_id"] in OPEN]
-    for row, prediction in zip(rows, predict_all([run_config(row["config"]) for row in rows]), strict=True):
-        error = prediction.memory.allocated.value / row["peak_allocated_bytes"] - 1
-        assert error == pytest.approx(OPEN[row["run_id"]], abs=0.0005)
+def test_committed_random_runs_are_those_of_the_seed_and_of_every_kind() -> None:
+    rows = {str(row["run_id"]): row for row in read_all(STORE).records}
+    assert len(rows) == COMMITTED
+    assert all(row["status"] == "ok" and row["git_clean"] for row in rows.values())
+    assert {configuration(*draw(number)).run_id for number in range(0, COMMITTED, 9)} | ONCE_WRONG <= set(rows)
+    check_every_kind([run_config(row["config"]) for row in rows.values()])
 
 
-def test_random_runs_are_of_every_kind() -> None:
-    configs = [run_config(row["config"]) for row in read_all(STORE).records]
-    assert {config.strategy.name for config in configs} >= {"single", "ddp", "zero1", "fsdp", "fsdp1"}
-    assert {config.precision.name for config in configs} == {"fp32", "bf16", "bf16_pure", "fp16"}
-    assert {config.model.family for config in configs} == {"t5", "gpt", "mingpt", "mpt"}
-    assert {config.gpus for config in configs} == {1, 2, 3, 4}
-    assert len({config.effective_strategy for config in configs}) > len(STRATEGIES)
+@pytest.mark.slow
+def test_fresh_random_runs_need_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_CACHE", str(tmp_path / "cache"))
+    runs = [configuration(*draw(number, FRESH_SEED)) for number in range(FRESH)]
+    check_every_kind(runs)
+    measure(runs, tmp_path / "store")
+    check(errors(runs, tmp_path / "store"))

@@ -10,8 +10,12 @@ import torch
 
 from bench.config import RunConfig, run_config
 from bench.errors import ImpossibleError
+from bench.models.stages import cut
 from bench.planning.compose import composed
 from bench.simulate.layout import layout_of
+from bench.simulate.pipeline_parts import arranged
+from bench.simulate.predict import tape_key
+from bench.simulate.stage_tape import StageKey, parts_of, traced
 from bench.strategies.base import Strategy
 from bench.strategies.plan import (
     PARAMETERS,
@@ -23,6 +27,7 @@ from bench.strategies.plan import (
     Parameter,
     Plan,
     Setting,
+    Unit,
     gradients_of,
 )
 
@@ -203,6 +208,51 @@ def test_gradients_that_are_kept_are_there_from_the_start(variant, precision):
         assert kept == 0
     elif run.strategy.name != "ddp" or not run.strategy.gradient_as_bucket_view:  # there buckets keep them anyway
         assert kept == pytest.approx(device.parts()["parameters"], rel=0.01)
+
+
+DEEP = {"t5_tiny": {"model.num_encoder_layers": 9}, "gpt_tiny": {"model.num_layers": 7}}
+"""Models some of whose blocks are like others that are traced."""
+
+
+@pytest.mark.parametrize(("together", "apart"), [(1, False), (3, False), (1, True), (3, True)])
+@pytest.mark.parametrize("model", DEEP)
+def test_parameters_are_known_in_the_order_of_the_model(model, together, apart):
+    family = config(model=model, **DEEP[model]).model
+    layout = layout_of(family, together, True, fp32_apart=apart)
+    found = [layout.units[unit].parameters[own].shape for unit, own in layout.order]
+    assert found == [tuple(parameter.shape) for parameter in family.build().parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("model", DEEP)
+def test_a_stages_parameters_are_known_in_the_order_of_its_module(model, stage):
+    run = config(model=model, strategy="pipeline", gpus=2, **DEEP[model])
+    cuts = cut(run.model.num_blocks or 0, 2)
+    parts = parts_of(layout_of(run.model, 1, False).lengths, cuts[stage])
+    units, _ = arranged(stage, StageKey(tape_key(run), traced(parts)), tuple(part.count for part in parts), ())
+    module = run.model.stage(run.model.build(), cuts[stage])
+    assert [each.shape for each in units.parameters] == [tuple(parameter.shape) for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("precision", "keeps", "every", "on_cpu", "expected"),
+    [
+        # 4 stored, 8 of the optimizer, 4 of the gradient that is there; beside them
+        ("bf16", False, True, True, 16 + 2 + 2 + 4),  # to compute with, the new gradient, its copy
+        ("bf16", False, True, False, 16 + 2 + 2 + 2),  # no copy, but the gradients in pieces
+        ("fp32", True, False, True, 16 + 4 + 4),  # the new gradient, and its pieces
+    ],
+)
+def test_without_shards_fsdp1_adds_to_gradients_that_are_there(precision, keeps, every, on_cpu, expected):
+    """Bytes per parameter of a model of one, and 4 of AdamW's count of steps."""
+    settings = {"strategy": "fsdp1", "strategy.sharding_factor": 1, "optimizer.keep_gradients": keeps}
+    run = config(**settings, precision=precision)
+    unit = Unit(-1, "model", (Parameter("weight", (100, 40)),))
+    setting = Setting((unit,), run.precision, 8, 2, 2, keeps, on_cpu=on_cpu)
+    plan, device = run.strategy.plan(setting), Notebook()
+    plan.begin(device)
+    step(plan, setting, device, micro_batches=2, every=every)
+    assert device.most == expected * 4000 + 4
 
 
 def state_bytes(run: RunConfig) -> float:

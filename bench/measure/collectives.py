@@ -43,15 +43,6 @@ class _Watch:
     on: bool = True
     patience_s: float = dataclasses.field(default_factory=lambda: PATIENCE_S)
 
-    def wait(self, tensors: list[torch.Tensor], counts: list[int]) -> None:
-        """Wait until no more than so many hold each of the tensors."""
-        deadline = time.monotonic() + self.patience_s
-        while time.monotonic() < deadline:
-            if all(holders(tensor) <= count for tensor, count in zip(tensors, counts, strict=True)):
-                return
-            time.sleep(0)
-        self.patience_s = max(self.patience_s / 4, LEAST_PATIENCE_S)
-
 
 @contextlib.contextmanager
 def letting_go() -> Iterator[None]:
@@ -87,15 +78,40 @@ def _letting_go(collective: Callable[..., Any], watch: _Watch) -> Callable[..., 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not watch.on:
             return collective(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        before = [holders(tensor) for tensor in tensors]
+        tensors = _Held(watch, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
         work = collective(*args, **kwargs)
         if isinstance(work, dist.Work):
-            return _LettingGo(work, tensors, before, watch)
-        watch.wait(tensors, before)
+            return _LettingGo(work, tensors)
+        tensors.wait_until_let_go()
         return work
 
     return call
+
+
+class _Held:
+    """Tensors of a collective, and how many hold them without its backend.
+
+    They are held in C++, too, until the backend has let go of them. Where Python is left as the only holder of a
+    tensor, whoever was the last one beside it gives up a reference of Python's (``intrusive_ptr`` in c10/util of torch
+    2.13), for which a thread of gloo waits until it has Python's lock: it could then be the last of all, although
+    nobody sees that it still holds the tensor.
+    """
+
+    def __init__(self, watch: _Watch, tensors: list[torch.Tensor], counts: list[int] | None = None) -> None:
+        self._watch = watch
+        self.tensors = tensors
+        self._in_cpp = torch._C.ScriptList(tensors) if tensors else None
+        self._counts = counts or [holders(tensor) for tensor in tensors]
+
+    def wait_until_let_go(self) -> None:
+        """Wait until no more hold each of the tensors than before."""
+        deadline = time.monotonic() + self._watch.patience_s
+        while any(holders(tensor) > count for tensor, count in zip(self.tensors, self._counts, strict=True)):
+            if time.monotonic() > deadline:
+                self._watch.patience_s = max(self._watch.patience_s / 4, LEAST_PATIENCE_S)
+                break
+            time.sleep(0)
+        self._in_cpp = None
 
 
 class _LettingGo(dist.Work):
@@ -104,18 +120,16 @@ class _LettingGo(dist.Work):
     As the work itself does, it keeps its tensors for as long as it is kept.
     """
 
-    def __init__(self, work: dist.Work, tensors: list[torch.Tensor], before: list[int], watch: _Watch) -> None:
+    def __init__(self, work: dist.Work, tensors: _Held) -> None:
         super().__init__()
         self._work: dist.Work | None = work
         self._tensors = tensors
-        self._before = before
-        self._watch = watch
 
     def wait(self, *args: Any) -> bool:
         if self._work is not None:
             self._work.wait(*args)
             self._work = None
-            self._watch.wait(self._tensors, self._before)
+            self._tensors.wait_until_let_go()
         return True
 
     def is_completed(self) -> bool:
@@ -124,15 +138,19 @@ class _LettingGo(dist.Work):
     def get_future(self) -> Any:
         if self._work is None:
             done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            done.set_result(self._tensors)
+            done.set_result(self._tensors.tensors)
             return done
         return self._work.get_future()
 
 
 def _awaited(collective: Callable[..., Any], watch: _Watch) -> Callable[..., torch.Tensor]:
     def call(*args: Any) -> torch.Tensor:
-        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(collective(*args))
-        watch.wait([result], [holders(torch.empty(0))])
+        given = _Held(watch, [argument for argument in args if isinstance(argument, torch.Tensor)])
+        started = collective(*args)
+        made = _Held(watch, [started], [holders(torch.empty(0)) + 1])
+        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
+        given.wait_until_let_go()
+        made.wait_until_let_go()
         return result
 
     return call

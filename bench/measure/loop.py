@@ -99,8 +99,9 @@ def measure(
             losses.append(engine.step(micro_batches))
 
         # A strategy that has to be observed for longer warms up for as many steps less: all take the same number.
-        observed = max(probe.observed_steps, engine.strategy.settling_steps) if probe.observed_steps else 0
-        warmup_steps -= observed - probe.observed_steps
+        unlike = engine.strategy.steps_before_steady
+        observed = max(probe.observed_steps, unlike + 1) if probe.observed_steps else 0
+        warmup_steps = max(warmup_steps - (observed - probe.observed_steps), unlike - observed)
         for number in range(observed):
             if number == observed - 1:
                 probe.start_steady_step()

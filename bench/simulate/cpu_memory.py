@@ -113,10 +113,8 @@ def working_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
     """Bytes an operator allocates on a CPU while it runs, besides its results.
 
     Left out is what comes to a few kilobytes: numbers wrapped as tensors, partial sums of layer norms. And what oneDNN
-    takes for a product in bf16, into which it packs parts of the operands: how much depends on the processor's
-    instructions and on the library's choice of blocks, and not smoothly on the shape. With AMX it was 5 to 38 KB for
-    products of a model 32 wide (6 % of the peak of such a model, which is why the interval is missed there), and about
-    1 MB for those of 1024 x 1024, whose peaks are hundreds of times as large.
+    takes for a product in 16 bits, which is not counted where memory is measured either (`CpuProbe`): how much depends
+    on the processor's instructions and on the library's choice of blocks, and not smoothly on the shape.
     """
     name = func._schema.name.partition("::")[2]
     if name == "_safe_softmax":  # which scores are masked, and which rows are masked altogether

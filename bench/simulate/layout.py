@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -32,6 +33,8 @@ class Layout:
     names: dict[Place, str]
     layers: dict[Place, dict[str, Unit]]
     """Per block, the units that some of its layers are by themselves, by the name within the block."""
+    order: tuple[tuple[int, int], ...]
+    """As `Setting.order`."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -74,6 +77,8 @@ def _layout(family: Family, model: nn.Module, blocks_per_unit: int, scales_loss:
     paths = _paths(family, model)
     parameters: dict[Place, dict[str, Parameter]] = {None: traced[None]}
     units = [Unit(-1, ROOT, tuple(traced[None].values()))]
+    turns = turns_of([names[id(parameter)] for parameter in model.parameters()])
+    ordered = [(turns[None, each.name], (0, own)) for own, each in enumerate(traced[None].values())]
     unit_of: dict[Place, Unit] = {}
     labels: dict[Place, str] = {None: ROOT, LOSS: OUTPUT}
     apart = _layers(family, model) if fp32_apart else {}
@@ -92,15 +97,42 @@ def _layout(family: Family, model: nn.Module, blocks_per_unit: int, scales_loss:
                 for layer in apart.get(stand_in, []):
                     own = [each for each in traced[stand_in].values() if each.name.rpartition(".")[0] == layer]
                     unit = Unit(len(units) - 1, f"{labels[place]}.{layer}", tuple(own), within_next=True)
+                    ordered += [(turn_in(turns, place, stand_in, each), (len(units), n)) for n, each in enumerate(own)]
                     units.append(unit)
                     layers.setdefault(place, {})[layer] = unit
             together = members[stand_ins[0]]
             if len(places) > 1:
                 together = tuple(parameter for stand_in in stand_ins for parameter in members[stand_in])
             unit = Unit(len(units) - 1, labels[places[0]], together)
+            inside = [
+                turn_in(turns, place, stand_in, each)
+                for place, stand_in in zip(places, stand_ins, strict=True)
+                for each in members[stand_in]
+            ]
+            ordered += [(turn, (len(units), own)) for own, turn in enumerate(inside)]
             units.append(unit)
             unit_of |= dict.fromkeys(places, unit)
-    return Layout(tuple(units), unit_of, parameters, lengths, labels, layers)
+    order = tuple(place for _, place in sorted(ordered))
+    return Layout(tuple(units), unit_of, parameters, lengths, labels, layers, order)
+
+
+Turn = tuple[int, int, int]
+"""What tells which of two parameters of a model comes first."""
+
+
+def turns_of(names: Sequence[tuple[Place, str]]) -> dict[tuple[Place, str], Turn]:
+    """Of all parameters of a model with few blocks, which are given in its order, by their places and names."""
+    turns: dict[tuple[Place, str], Turn] = {}
+    lists = 0
+    for number, (place, name) in enumerate(names):
+        lists = lists if place is None else place[0] + 1
+        turns[place, name] = (lists, -1, number) if place is None else (*place, number)
+    return turns
+
+
+def turn_in(turns: dict[tuple[Place, str], Turn], place: tuple[int, int], like: Place, parameter: Parameter) -> Turn:
+    """Of a block's parameter in the whole model, where a block of the small one is like it."""
+    return (*place, turns[like, parameter.name][2])
 
 
 def _layers(family: Family, model: nn.Module) -> dict[Place, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -127,7 +128,7 @@ def kernel_times(hardware: Hardware, precision: Precision, kernels: Sequence[Ker
 
 
 def update_of(config: RunConfig, updated: Sequence[int]) -> Update:
-    """The optimizer's step over tensors with these numbers of elements."""
+    """The optimizer's step over tensors with these numbers of elements, in its order."""
     optimizer, itemsize = config.optimizer, config.precision.parameter_dtype.itemsize
     size = sum(updated) * itemsize
     passes = optimizer_passes(optimizer)
@@ -137,7 +138,9 @@ def update_of(config: RunConfig, updated: Sequence[int]) -> Update:
     if optimizer.name == "adamw" and optimizer.implementation == "foreach":
         temporaries = size  # the square roots of all second moments at once
     elif optimizer.name == "adamw" and optimizer.implementation == "for_loop":
-        temporaries = 2 * max(updated, default=0) * itemsize  # a square root, and its quotient
+        # A square root and its quotient; until that is there its variable, `denom` in torch/optim/adam.py of torch
+        # 2.13, has the quotient of the tensor before.
+        temporaries = max((before + 2 * now for before, now in pairwise((0, *updated))), default=0) * itemsize
     processor = config.hardware.speeds.processor if config.hardware.speeds is not None else None
     if processor is not None:
         return Update(_on_processor(processor.updates, optimizer, size, len(updated)), 0, temporaries)

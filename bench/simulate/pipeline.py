@@ -87,6 +87,8 @@ def _played(
         else:
             _play_backward(machine, plan, cast, number, last=is_last, on_cpu=on_cpu)
             _after_backward(machine, timetable, cast)
+            if on_cpu:
+                _hold_first_sent(machine, timetable, cast, timetable.warm_up(rank), number)
     machine.release("sent")
     machine.release("logits")
     machine.phase, machine.module = "optimizer", "optimizer"
@@ -98,13 +100,21 @@ def _played(
 
 
 def _after_backward(machine: Machine, timetable: Timetable, cast: Cast) -> None:
-    """What the schedules of torch 2.13 still hold: GPipe and interleaved ones all that they sent, until the step is
-    over; 1F1B what it sent last, and the last stage's logits until the next micro-batch's are there."""
+    """What the schedules of torch 2.13 still hold: GPipe and interleaved ones all that they made and sent, until the
+    step is over; 1F1B what it sent last, and the last stage's logits until the next micro-batch's are there."""
     if timetable.schedule == ONE_F_ONE_B:
         machine.hold("sent", cast.received_bytes, ACTIVATIONS)
         machine.hold("logits", cast.logits_bytes, ACTIVATIONS)
     else:
-        machine.grow("sent", cast.received_bytes + cast.sent_bytes, ACTIVATIONS)
+        machine.grow("sent", cast.received_bytes + cast.made_bytes, ACTIVATIONS)
+
+
+def _hold_first_sent(machine: Machine, timetable: Timetable, cast: Cast, ahead: int, number: int) -> None:
+    """After backward `number`: what 1F1B sent before its steady state, but for the last that it computed there, is held
+    by gloo's work, and that by `Schedule1F1B` (``send_work``) until the steady state is over."""
+    if timetable.schedule == ONE_F_ONE_B:
+        steady = timetable.micro_batches - ahead
+        machine.hold("first sent", cast.made_bytes if ahead - 2 <= number < steady else 0.0, ACTIVATIONS)
 
 
 def _numbered(timetable: Timetable, rank: int) -> Iterator[tuple[Action, int, bool]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 
@@ -13,7 +14,7 @@ from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.models.stages import cut
 from bench.simulate import pace
-from bench.simulate.layout import layout_of
+from bench.simulate.layout import Turn, layout_of, turn_in, turns_of
 from bench.simulate.reel import Piece, Scene, batches_for, kernels_at, merged, pieces, running_order
 from bench.simulate.stage_tape import Part, StageKey, handed_dtype, parts_of, small_stage, stage_names, traced
 from bench.simulate.tape import TRACED_BLOCKS, Place, TapeKey
@@ -34,6 +35,8 @@ class Cast:
     """Of one micro-batch, from the stage before it; as many gradients go back."""
     sent_bytes: float
     """To the stage behind it."""
+    made_bytes: float
+    """Of what it sends, that which it made: decoders of T5 hand on the encoder's output as they got it."""
     logits_bytes: float
     """Of the last stage."""
     inputs_bytes: float
@@ -103,8 +106,8 @@ def casts_of(config: RunConfig, key: TapeKey, timetable: Timetable) -> list[Cast
         stage_key = StageKey(key, traced(parts))
         counts = tuple(part.count for part in parts)
         scenes = _scenes(stage_key, size, Speed(config.hardware), counts)
-        units, ordered = _arranged(index, stage_key, counts, scenes)
-        inputs = reel_of(stage_key, batches_for(size)).inputs
+        units, ordered = arranged(index, stage_key, counts, scenes)
+        reel = reel_of(stage_key, batches_for(size))
         is_last = index == timetable.num_stages - 1
         found.append(
             Cast(
@@ -112,8 +115,9 @@ def casts_of(config: RunConfig, key: TapeKey, timetable: Timetable) -> list[Cast
                 ordered,
                 received_bytes=0.0 if index == 0 else handed(blocks[index].start),
                 sent_bytes=0.0 if is_last else handed(blocks[index].stop),
+                made_bytes=0.0 if is_last else reel.outputs[0] + reel.weight(size) * reel.outputs[1],
                 logits_bytes=_logits_bytes(config, key, size) if is_last else 0.0,
-                inputs_bytes=inputs[1] or inputs[0],
+                inputs_bytes=reel.inputs[1] or reel.inputs[0],
             )
         )
     return found
@@ -162,24 +166,35 @@ def _members(key: StageKey) -> dict[Place, dict[str, Parameter]]:
     return found
 
 
-def _arranged(
+@functools.lru_cache(maxsize=256)
+def _turns(key: StageKey) -> dict[tuple[Place, str], Turn]:
+    _, stage = small_stage(key.tape.family, key.parts)
+    names = stage_names(stage)
+    return turns_of([names[id(parameter)] for parameter in stage.parameters()])
+
+
+def arranged(
     index: int, key: StageKey, counts: tuple[int, ...], scenes: tuple[Scene, ...]
 ) -> tuple[StageUnits, tuple[tuple[Scene, Unit, dict[str, Parameter]], ...]]:
     """A stage at its true depth."""
-    members = _members(key)
+    members, turns = _members(key), _turns(key)
     root = Unit(-1, f"stage {index}", tuple(members[None].values()))
     units: dict[Place, Unit] = {}
     parameters: dict[Place, dict[str, Parameter]] = {}
+    in_order = [(turns[None, name], parameter) for name, parameter in members[None].items()]
     for part, count in enumerate(counts):
         for position in range(count):
             place = (part, position)
-            parameters[place] = members[_stand_in(place, count)]
+            like = _stand_in(place, count)
+            parameters[place] = members[like]
+            in_order += [(turn_in(turns, place, like, each), each) for each in members[like].values()]
             units[place] = Unit(len(units), f"stage {index}", tuple(parameters[place].values()))
     ordered = tuple(
         (scene, units.get(place, root), parameters.get(place, members[None]))
         for scene, place in running_order(scenes, counts)
     )
-    return StageUnits(index, (root, *units.values())), ordered
+    own = tuple(parameter for _, parameter in sorted(in_order, key=itemgetter(0)))
+    return StageUnits(index, (root, *units.values()), own), ordered
 
 
 def _stand_in(place: tuple[int, int], length: int) -> tuple[int, int]:

@@ -139,6 +139,7 @@ def _setting(config: RunConfig, reel: Reel) -> Setting:
     weight = reel.weight(config.sequences_per_device)
     return Setting(
         units=_layout(config).units,
+        order=_layout(config).order,
         precision=config.precision,
         casts=not config.strategy.uses_autocast(config.precision),
         world_size=config.gpus,

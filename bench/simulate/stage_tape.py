@@ -151,6 +151,8 @@ def record_stage(key: StageKey, batch_size: int) -> Trace:
         with _autocast(tape):
             result = stage(*received, **batch.inputs)
         outputs = result if isinstance(result, tuple) else (result,)
+        theirs = {tensor.untyped_storage()._cdata for tensor in received}
+        own_bytes = sum(each.nbytes for each in outputs if each.untyped_storage()._cdata not in theirs)
         loss = None
         if is_last:
             recording.cut("forward", LOSS)
@@ -168,7 +170,7 @@ def record_stage(key: StageKey, batch_size: int) -> Trace:
     for segment in recording.segments:
         segment.gradients = [_when_released(segment, event, sizes[event.parameter]) for event in segment.gradients]
         order_releases(segment)
-    return Trace(recording.segments, recording.inputs_bytes)
+    return Trace(recording.segments, recording.inputs_bytes, own_bytes)
 
 
 def _when_released(segment: Segment, event: GradientEvent, size: int) -> GradientEvent:

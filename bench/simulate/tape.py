@@ -145,7 +145,7 @@ class Trace:
     inputs_bytes: int
     """The micro-batches, which live as long as the run."""
     outputs_bytes: int = 0
-    """Everything the model returns for one micro-batch."""
+    """Everything the model returns for one micro-batch; a stage, what it does not hand on as it got it."""
     logits_bytes: int = 0
     """Its logits alone."""
 

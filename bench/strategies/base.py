@@ -184,6 +184,12 @@ class Strategy(ABC):
         """Steps of the resolved strategy until one is like all later: optimizer state appears in the first."""
         return 2
 
+    @property
+    def steps_before_steady(self) -> int:
+        """Steps of the resolved strategy that are not like the later ones. They are taken before any is timed, and
+        before memory counts, however few warm-up steps are asked for."""
+        return self.settling_steps - 1
+
     def devices_per_process(self, world_size: int) -> int:
         """Devices that one process of the resolved strategy drives: 1, unless a single process drives them all."""
         return 1

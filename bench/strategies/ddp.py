@@ -41,7 +41,7 @@ POWERSGD = "powersgd"
 
 SETTLING_STEPS = 3
 """Steps until one is like all later: in the second DDP makes its buckets again, in the order of the first's gradients,
-while the old ones are there."""
+while the old ones are there (where the graph is static in the third: `DDP.steps_before_steady`)."""
 
 COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Hooks that compress gradients, and to what."""
@@ -107,6 +107,12 @@ class DDP(Strategy):
         if self.communication_hook == POWERSGD:
             return self.start_powerSGD_iter + 2
         return SETTLING_STEPS
+
+    @property
+    def steps_before_steady(self) -> int:
+        """One more where the graph is static: DDP counts gradients in the first step, sees their order in the second,
+        and makes its buckets again in the third."""
+        return max(super().steps_before_steady, SETTLING_STEPS if self.static_graph else 0)
 
     def check_precision(self, precision: Precision) -> None:
         """What is in 16 bits already is not compressed to as many."""

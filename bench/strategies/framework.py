@@ -139,6 +139,11 @@ class Framework(Strategy):
         """As the plain strategy's."""
         return int(self.plain.settling_steps)
 
+    @property
+    def steps_before_steady(self) -> int:
+        """As the plain strategy's."""
+        return int(self.plain.steps_before_steady)
+
     def check_installed(self) -> None:
         """The framework is an optional extra."""
         if importlib.util.find_spec(self.library) is None:

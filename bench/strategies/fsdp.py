@@ -191,7 +191,7 @@ class FSDP2Plan(ShardedPlan):
     @property
     def updated(self) -> Sequence[int]:
         """The first rank's shards, which are never smaller than the others'."""
-        return [parameter.first_shard(self._factor) for unit in self._units.values() for parameter in unit.trained]
+        return [parameter.first_shard(self._factor) for parameter in self.setting.trained]
 
     def before_forward(self, device: Device, unit: Unit) -> None:
         """Gather the unit; its buffer stays until the next one's parameters are copied out."""

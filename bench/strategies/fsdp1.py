@@ -188,15 +188,15 @@ class FSDP1Plan(ShardedPlan):
     @property
     def updated(self) -> Sequence[int]:
         """The first rank's part of every parameter: those at the beginning of each unit, wholly or not at all."""
-        parts = []
-        for index, unit in self._units.items():
+        parts = {}
+        for position, (index, unit) in enumerate(self._units.items()):
             aligned = ALIGNMENT_BYTES // self._compute_bytes(unit)
             shard, offset = self._flat[index] // self._factor, 0
-            for parameter in unit.parameters:
+            for own, parameter in enumerate(unit.parameters):
                 offset = -(-offset // aligned) * aligned
-                parts.append(max(0, min(shard, offset + parameter.numel) - offset))
+                parts[position, own] = max(0, min(shard, offset + parameter.numel) - offset)
                 offset += parameter.numel
-        return parts
+        return [parts[place] for place in self.setting.in_model_order]
 
     def before_forward(self, device: Device, unit: Unit) -> None:
         """Gather the unit, with prefetching the next one too."""
@@ -245,31 +245,42 @@ class FSDP1Plan(ShardedPlan):
     def _put_together(self, device: Device, unit: Unit) -> None:
         """Free the flat parameter, then reduce or keep the flat gradient."""
         device.hooks()
-        index, flat = unit.index, self._flat[unit.index]
+        index, flat, parameter_bytes = unit.index, self._flat[unit.index], self.setting.parameter_bytes
         size = flat * self._compute_bytes(unit)
-        accumulated = f"flat gradient {index}" in self._kept
+        accumulated = f"flat gradient {index}" in self._kept or self._adds_to_shard(unit)
         name = "added gradient" if accumulated else f"flat gradient {index}"
         device.hold(name, size, GRADIENTS)
         device.copy("flat gradient", 2 * size)
         device.release(gradients_of(unit))
+        if self._adds_to_shard(unit) and self.setting.on_cpu and self._compute_bytes(unit) != parameter_bytes:
+            device.hold("converted gradient", flat * parameter_bytes, GRADIENTS)  # to the format of what it is added to
+            device.release("converted gradient")
         self._reshard(device, unit)
         if self._strategy.backward_prefetch == "post" and not unit.is_root:
             self._prefetch_previous(device, unit)
-        self._kept.add(f"flat gradient {index}")
         if self._synchronize:
             self._kept.discard(f"flat gradient {index}")
             self._reduce(device, unit)
+        elif not accumulated:
+            self._kept.add(f"flat gradient {index}")
         if accumulated:  # autograd holds it until its hooks have run
             device.release(name)
 
+    def _adds_to_shard(self, unit: Unit) -> bool:
+        """At factor 1 autograd adds a gradient to the one that was reduced before, or kept, and the sum is reduced
+        (``_reduce_grad_no_shard`` in torch/distributed/fsdp/_runtime_utils.py)."""
+        return self._factor == 1 and f"gradient shard {unit.index}" in self._shards
+
     def _reduce(self, device: Device, unit: Unit) -> None:
-        index, flat, compute_bytes = unit.index, self._flat[unit.index], self._compute_bytes(unit)
+        index, flat, added_bytes = unit.index, self._flat[unit.index], self._compute_bytes(unit)
         reduce_bytes, parameter_bytes = self.setting.reduce_bytes, self.setting.parameter_bytes
         source, whole = f"flat gradient {index}", flat * reduce_bytes
-        if reduce_bytes != compute_bytes:
+        if self._adds_to_shard(unit):
+            source, added_bytes = f"gradient shard {index}", parameter_bytes
+        if reduce_bytes != added_bytes:
             source = f"reduce input {index}"
             device.hold(source, whole, REDUCED)
-            device.copy("to the format that is reduced", flat * (reduce_bytes + compute_bytes))
+            device.copy("to the format that is reduced", flat * (reduce_bytes + added_bytes))
         if self._factor > 1:
             result = f"reduced {index}"
             device.hold(result, whole / self._factor, REDUCED)
@@ -293,8 +304,11 @@ class FSDP1Plan(ShardedPlan):
             device.hold(f"cast {index}", size, GRADIENTS)
             device.release(result)
             result = f"cast {index}"
+        if result == shard:  # reduced where it is
+            return
         device.release(result)
-        if shard not in self._shards:
+        if shard not in self._shards or self._factor == 1:  # what was added to is replaced
+            device.release(shard, after=REDUCE)
             device.hold(shard, size, GRADIENTS)
             self._shards.add(shard)
 

@@ -32,11 +32,8 @@ class StageUnits:
 
     index: int
     units: tuple[Unit, ...]
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """All of them."""
-        return [parameter for unit in self.units for parameter in unit.parameters]
+    parameters: tuple[Parameter, ...]
+    """All of them, in the order of the stage's module."""
 
     @property
     def numel(self) -> int:

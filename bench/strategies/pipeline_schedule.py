@@ -63,7 +63,7 @@ class Timetable:
         """Everything a rank computes in a step, in its order."""
         forward, backward = self._forward(rank), self._backward(rank)
         count = self.virtual_stages * self.micro_batches
-        ahead = min(count, self._warm_up(rank))
+        ahead = min(count, self.warm_up(rank))
         found = [next(forward) for _ in range(ahead)]
         for _ in range(count - ahead):
             # Where one forward goes ahead of each backward, the steady state of 1F1B begins with the backward.
@@ -71,7 +71,7 @@ class Timetable:
             found += pair
         return found + list(backward)
 
-    def _warm_up(self, rank: int) -> int:
+    def warm_up(self, rank: int) -> int:
         """Forward passes before the first backward."""
         if self.schedule == GPIPE:
             return self.micro_batches

@@ -115,6 +115,21 @@ class Setting:
     """Parameters are cast to the format that is computed in; else autocast does what is mixed."""
     on_cpu: bool = False
     """The device is a CPU, where some of torch's operators need memory that a GPU's kernels do not."""
+    order: tuple[tuple[int, int], ...] = ()
+    """All parameters in the order of the model, which is the optimizer's: each as the position of its unit in `units`,
+    and its own there. Empty: as the units have them."""
+
+    @functools.cached_property
+    def in_model_order(self) -> tuple[tuple[int, int], ...]:
+        """As `order`, never empty."""
+        units = enumerate(self.units)
+        return self.order or tuple((index, own) for index, unit in units for own in range(len(unit.parameters)))
+
+    @functools.cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """All that have gradients, in the order of the model."""
+        ordered = (self.units[unit].parameters[own] for unit, own in self.in_model_order)
+        return tuple(parameter for parameter in ordered if parameter.is_trained)
 
     @property
     def parameter_bytes(self) -> int:
@@ -244,7 +259,7 @@ class Plan(ABC):
     @property
     @abstractmethod
     def updated(self) -> Sequence[int]:
-        """Elements of each tensor that this rank's optimizer updates."""
+        """Elements of each tensor that this rank's optimizer updates, in its order."""
 
     @abstractmethod
     def after_optimizer(self, device: Device) -> None:
@@ -273,7 +288,7 @@ class WholePlan(Plan):
     @property
     def updated(self) -> Sequence[int]:
         """All parameters that are trained."""
-        return [parameter.numel for unit in self.setting.units for parameter in unit.trained]
+        return [parameter.numel for parameter in self.setting.trained]
 
     def gradient_bytes(self, parameter: Parameter) -> int:
         """In the format of the parameter."""

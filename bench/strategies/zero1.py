@@ -52,7 +52,7 @@ class ZeRO1Plan(DDPPlan):
     def __init__(self, strategy: ZeRO1, setting: Setting) -> None:
         super().__init__(strategy, setting)
         self._together = strategy.parameters_as_bucket_view
-        self._parts = partition([parameter for unit in setting.units for parameter in unit.trained], setting.world_size)
+        self._parts = partition(setting.trained, setting.world_size)
 
     @property
     def updated(self) -> Sequence[int]:
