@@ -19,6 +19,10 @@ STORE = ROOT / "results" / "measured" / "cpu_random"
 COMMITTED = 200
 
 MEAN, WORST = 0.001, 0.01
+"""Of runs that were never measured before."""
+
+KNOWN_WORST = 0.0005
+"""Of the committed rows; the worst was 0.023 %."""
 
 EVERY = 8
 """Of the committed rows, one in so many is predicted here."""
@@ -28,25 +32,18 @@ ONCE_WRONG = {
     "4f69dfaf1864e19f",  # FSDP1 that shards nothing adds fp16 gradients to reduced ones in fp32
     "aac0889a8cef4686",  # FSDP1 that shards nothing adds to gradients that are kept, without communication
     "ccd53f7416d8b22c",  # DDP with a static graph makes its buckets again in the third step
+    "975abf458cbd9529",  # gloo's work holds what 1F1B sent before its steady state
 }
-"""Runs whose predictions, or measurements, were further off than `WORST`."""
+"""Runs whose predictions, or measurements, were further off."""
 
 FRESH, FRESH_SEED = 60, 2014
 
 
-def check(found: Sequence[tuple[float, str]]) -> None:
-    worst, run = max(found, key=lambda pair: abs(pair[0]))
-    assert abs(worst) <= WORST, f"{worst:+.2%}: {run}"
-    assert statistics.fmean(abs(error) for error, _ in found) <= MEAN
-
-
 def check_every_kind(configs: Sequence[RunConfig]) -> None:
     """GPT, MPT and T5 have a head that is tied to the embedding, minGPT one of its own."""
-    assert {config.strategy.name for config in configs} == {"single", "ddp", "zero1", "fsdp", "fsdp1"} | {
-        "tensor_parallel",
-        "pipeline",
-        "naive_pipeline",
-    }
+    sharded = {"fsdp", "fsdp1"}  # zero2 and zero2_fsdp1 are these as well
+    whole, split = {"single", "ddp", "zero1"}, {"tensor_parallel", "pipeline", "naive_pipeline"}
+    assert {config.strategy.name for config in configs} == sharded | whole | split
     assert {config.precision.name for config in configs} == {"fp32", "bf16", "bf16_pure", "fp16"}
     assert {config.model.family for config in configs} == {"t5", "gpt", "mingpt", "mpt"}
     assert {config.gpus for config in configs} == {1, 2, 3, 4}
@@ -58,12 +55,9 @@ def test_committed_random_runs_need_what_is_predicted() -> None:
     rows = sorted(read_all(STORE).records, key=lambda row: str(row["run_id"]))
     sample = [row for index, row in enumerate(rows) if index % EVERY == 0 or row["run_id"] in ONCE_WRONG]
     predictions = predict_all([run_config(row["config"]) for row in sample])
-    check(
-        [
-            (prediction.memory.allocated.value / row["peak_allocated_bytes"] - 1, row["run_id"])
-            for prediction, row in zip(predictions, sample, strict=True)
-        ]
-    )
+    for prediction, row in zip(predictions, sample, strict=True):
+        error = prediction.memory.allocated.value / row["peak_allocated_bytes"] - 1
+        assert abs(error) <= KNOWN_WORST, f"{error:+.3%}: {row['run_id']}"
 
 
 def test_committed_random_runs_are_those_of_the_seed_and_of_every_kind() -> None:
@@ -80,4 +74,6 @@ def test_fresh_random_runs_need_what_is_predicted(tmp_path: Path, monkeypatch: p
     runs = [configuration(*draw(number, FRESH_SEED)) for number in range(FRESH)]
     check_every_kind(runs)
     measure(runs, tmp_path / "store")
-    check(errors(runs, tmp_path / "store"))
+    (worst, run), *others = errors(runs, tmp_path / "store")
+    assert abs(worst) < WORST, f"{worst:+.2%}: {run}"
+    assert statistics.fmean(abs(error) for error, _ in [(worst, run), *others]) < MEAN
