@@ -239,11 +239,12 @@ def test_ddp_makes_its_last_buckets_in_the_last_step_unlike_the_later_ones(stati
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         wrapped = DistributedDataParallel(model, static_graph=static, gradient_as_bucket_view=True)
-        buckets = []
+        buckets, held = [], []
         for _ in range(6):
             model.zero_grad()
             wrapped(torch.ones(2, 30)).sum().backward()
             assert model.weight.grad is not None
+            held.append(model.weight.grad)  # so that no other bucket is given its memory
             buckets.append(model.weight.grad.untyped_storage().data_ptr())
     finally:
         dist.destroy_process_group()
