@@ -307,8 +307,8 @@ class FSDP1Plan(ShardedPlan):
         if result == shard:  # reduced where it is
             return
         device.release(result)
-        if shard not in self._shards or self._factor == 1:  # what was added to is replaced
-            device.release(shard, after=REDUCE)
+        if shard not in self._shards or self._factor == 1:  # what was added to is replaced, by the stream that made it
+            device.release(shard)
             device.hold(shard, size, GRADIENTS)
             self._shards.add(shard)
 
