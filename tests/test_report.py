@@ -19,6 +19,7 @@ from bench.reporting import build, labels, style, write_report
 from bench.reporting.drawing import Section
 from bench.reporting.figures import FIGURES, memory, oom_map, scaling, spread, throughput
 from bench.reporting.table import prepare, step_times_s
+from tests.conftest import ROOT
 from tests.records_fixture import default_sweep, record, write_store
 
 CUDA = {"device": "cuda", "hardware": "h100_80gb", "gpu_name": "NVIDIA H100 80GB HBM3", "precision": "bf16"}
@@ -498,3 +499,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
         assert err.count("\n") == 1
     with pytest.raises(UsageError):
         build(tmp_path / "missing", tmp_path / "report")
+
+
+def test_no_label_of_the_committed_predictions_covers_another():
+    rows = read_all(ROOT / "results" / "predicted" / "a100_80gb").records
+    for figure in FIGURES:
+        for drawing in draw(figure, rows).drawings:
+            assert overlaps(drawing.figure) == [], drawing.name

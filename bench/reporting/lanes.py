@@ -29,7 +29,8 @@ LANE_IN, HEADING_IN, GAP_IN = 0.21, 0.165, 0.1
 HEADING_CHARS, LABEL_CHARS = 56, 26
 AXIS_IN, FRAME_IN = 0.55, 1.6
 """Inches of the x axis with its label, and of all a figure may need besides its lanes."""
-LEGEND_COLUMNS = 2
+LEGEND_COLUMNS, LEGEND_CHARS = 2, 60
+"""Columns of a legend, and characters that fit beside each other in all of them."""
 
 
 @dataclass
@@ -171,11 +172,26 @@ def axes_for(
 
 def legend_in(key: Sequence[tuple[Artist, str]]) -> float:
     """Inches that `legend` takes."""
-    return 0.17 + 0.175 * math.ceil(len(key) / LEGEND_COLUMNS) if key else 0.0
+    lines = [name.count("\n") + 1 for name in _legend_names(key)]
+    return 0.17 + 0.175 * max(map(sum, _in_columns(lines))) if key else 0.0
 
 
 def legend(figure: Figure, key: Sequence[tuple[Artist, str]]) -> None:
     """A legend below the axes, if there is anything to explain."""
     if key:
-        handles, names = zip(*key, strict=True)
-        figure.legend(handles, names, loc="outside lower center", ncols=LEGEND_COLUMNS)
+        handles = [handle for handle, _ in key]
+        figure.legend(handles, _legend_names(key), loc="outside lower center", ncols=LEGEND_COLUMNS)
+
+
+def _legend_names(key: Sequence[tuple[Artist, str]]) -> list[str]:
+    """In several lines where the columns would be wider than the figure."""
+    names = [name for _, name in key]
+    if sum(max(map(len, column), default=0) for column in _in_columns(names)) <= LEGEND_CHARS:
+        return names
+    return ["\n".join(wrap_parts(name, LEGEND_CHARS // LEGEND_COLUMNS)) for name in names]
+
+
+def _in_columns(entries: Sequence[Any]) -> list[Sequence[Any]]:
+    """As matplotlib fills the columns of a legend."""
+    most = math.ceil(len(entries) / LEGEND_COLUMNS)
+    return [entries[:most], entries[most:]]

@@ -14,6 +14,9 @@ from matplotlib.patches import Patch
 from bench.reporting import labels, style
 from bench.reporting.lanes import Lane
 
+SHORT_NOTE = 20
+"""Characters that fit behind every bar."""
+
 BAR_IN = 0.13
 DEGRADED: tuple[Artist, str] = (
     Line2D([], [], color=style.INK, marker="<", linestyle="", markerfacecolor="white", markersize=7),
@@ -41,9 +44,11 @@ def repeats(axes: Axes, lane: Lane, size: float = 1.0) -> None:
 
 
 def note(axes: Axes, lane: Lane, x: float, text: str) -> None:
-    """Words beside the end of a lane's bar."""
+    """Words beside the end of a lane's bar: before it where nothing would fit behind it, within the limits of x."""
+    before = x > 0.55 * axes.get_xlim()[1] and len(text) > SHORT_NOTE
     axes.annotate(
-        text, (x, lane.y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=7.5, zorder=5,
+        text, (x, lane.y), xytext=(-5 if before else 5, 0), textcoords="offset points", va="center",
+        ha="right" if before else "left", fontsize=7.5, zorder=5,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.85},
     )  # fmt: skip
 

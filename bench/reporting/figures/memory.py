@@ -57,6 +57,7 @@ def _draw(
     unit, size = memory_unit(largest)
     title = f"Peak memory per {noun}, {subject}"
     figure, axes = lanes.axes_for(groups, title, place, marks.key(shown, _key(shown)))
+    axes.set_xlim(0, largest / size * 1.25 or 1.0)
     for group in groups:
         for lane in group.lanes:
             _lane(axes, lane, palette[lane.row["variant"]], size)
@@ -64,7 +65,6 @@ def _draw(
         if not pd.isna(limit):
             top = group.top + len(group.lines) * lanes.HEADING_IN
             axes.plot([limit / size] * 2, [top, group.bottom], color=style.LIMIT_COLOUR, linestyle="--", linewidth=1.5)
-    axes.set_xlim(0, largest / size * 1.25 or 1.0)
     axes.set_xlabel(f"peak memory per {noun} ({unit})")
     alt = (
         f"Bar chart of peak allocated and reserved memory per {noun} for {len(shown)} configurations in {subject} on "

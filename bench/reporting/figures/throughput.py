@@ -47,10 +47,10 @@ def _draw(groups: list[lanes.Group], place: str, subject: str, limit: float, pal
     note = CPU_NOTE if device == "cpu" else ""
     title = f"TFLOP/s per {noun}, {subject}"
     figure, axes = lanes.axes_for(groups, title, f"{place}\n{note}", marks.key(shown))
+    axes.set_xlim(0, limit)
     for group in groups:
         for lane in group.lanes:
             _lane(axes, lane, palette[lane.row["variant"]])
-    axes.set_xlim(0, limit)
     axes.set_xlabel(f"model TFLOP/s per {noun}")
     fastest = shown.sort_values("median", na_position="first").iloc[-1] if shown["median"].notna().any() else None
     alt = f"Bar chart of model TFLOP/s per {noun} for {len(shown)} configurations in {subject} on {place}."
