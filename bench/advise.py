@@ -7,13 +7,13 @@ import sys
 
 from bench import command
 from bench.advice.question import read_question
-from bench.advice.terminal import answered, question_parser
+from bench.advice.terminal import answer_with_progress, build_question_parser
 from bench.errors import UsageError, require_choice
-from bench.guide.data import as_json
-from bench.guide.guide import guide
-from bench.guide.page import names_table, pages
-from bench.hardware import detect
-from bench.terminal import output
+from bench.guide.data import format_guidance_json
+from bench.guide.guide import build_guidance
+from bench.guide.page import build_pages, build_terms_table
+from bench.hardware import detect_device
+from bench.terminal import open_stdout_console
 
 EPILOG = """\
 examples:
@@ -36,7 +36,7 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
   ranking: advice, best, possible, infeasible (rows as bench.predict's)
 """
 
-FORMATS = ("text", "json")
+OUTPUT_FORMATS = ("text", "json")
 WIDTH_WITHOUT_TERMINAL = 120
 
 
@@ -49,36 +49,36 @@ def main(arguments: list[str] | None = None) -> int:
         0 if something may fit, 1 if nothing does, 2 on bad input.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_intermixed_args(arguments)
+    options = _build_parser().parse_intermixed_args(arguments)
     if options.overrides == ["names"]:
-        output(WIDTH_WITHOUT_TERMINAL).print(names_table(), highlight=False)
+        open_stdout_console(WIDTH_WITHOUT_TERMINAL).print(build_terms_table(), highlight=False)
         return 0
     try:
-        overrides, form = _form(options.overrides, options.format)
-        found = answered(guide, read_question(overrides, {}, detect()))
+        overrides, output_format = _extract_format(options.overrides, options.format)
+        guidances = answer_with_progress(build_guidance, read_question(overrides, {}, detect_device()))
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    if form == "json":
-        print(as_json(found))
+    if output_format == "json":
+        print(format_guidance_json(guidances))
     else:
-        output(WIDTH_WITHOUT_TERMINAL).print(pages(found), highlight=False, crop=False)
-    return 0 if any(guidance.may_fit for guidance in found) else 1
+        open_stdout_console(WIDTH_WITHOUT_TERMINAL).print(build_pages(guidances), highlight=False, crop=False)
+    return 0 if any(guidance.can_fit for guidance in guidances) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = question_parser("bench.advise", __doc__, EPILOG)
-    parser.add_argument("--format", metavar="|".join(FORMATS), help="default: text; also format=json")
+def _build_parser() -> argparse.ArgumentParser:
+    parser = build_question_parser("bench.advise", __doc__, EPILOG)
+    parser.add_argument("--format", metavar="|".join(OUTPUT_FORMATS), help="default: text; also format=json")
     return parser
 
 
-def _form(overrides: list[str], option: str | None) -> tuple[list[str], str]:
+def _extract_format(overrides: list[str], format_option: str | None) -> tuple[list[str], str]:
     """The overrides without ``format=``, and the format."""
-    said = [word.partition("=")[2] for word in overrides if word.startswith("format=")]
-    form = (said or [option or FORMATS[0]])[-1]
-    require_choice("format", form, FORMATS)
-    return [word for word in overrides if not word.startswith("format=")], form
+    given_formats = [override.partition("=")[2] for override in overrides if override.startswith("format=")]
+    output_format = (given_formats or [format_option or OUTPUT_FORMATS[0]])[-1]
+    require_choice("format", output_format, OUTPUT_FORMATS)
+    return [override for override in overrides if not override.startswith("format=")], output_format
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import command
-from bench.calibration.facts import Facts
+from bench.calibration.facts import CalibrationProvenance
 from bench.calibration.fit_compute import fit_compute
 from bench.calibration.fit_links import fit_links
-from bench.calibration.hardware_file import Known, calibrated
-from bench.calibration.noise import Disturbance, disturbances
-from bench.calibration.session import Extent, Measured, measured
-from bench.calibration.world import started_process
-from bench.config import run_config
-from bench.errors import UsageError, bad_value, require_choice
-from bench.hardware import Hardware, detect, refuse_unsupported
-from bench.hardware.detect import Device
-from bench.hardware.file import ENDING
+from bench.calibration.hardware_file import BaselineHardware, build_calibrated_hardware
+from bench.calibration.noise import Disturbance, find_disturbances
+from bench.calibration.session import CalibrationMeasurements, CalibrationSettings, run_calibration
+from bench.calibration.world import find_launched_process
+from bench.config import build_run_config
+from bench.errors import UsageError, invalid_value_error, require_choice
+from bench.hardware import Hardware, detect_device, refuse_unsupported
+from bench.hardware.detect import DetectedDevice
+from bench.hardware.file import YAML_SUFFIX
 from bench.paths import require_path
-from bench.planning.compose import composed, parse, values_of
-from bench.planning.request import description_of
-from bench.terminal import output
+from bench.planning.compose import compose_config, list_override_values, parse_overrides
+from bench.planning.request import find_hardware_description
+from bench.terminal import open_stdout_console
 
 EPILOG = """\
 examples:
@@ -42,24 +42,24 @@ exit code: 0 a hardware file was written, 1 the machine was not quiet and none w
 """
 
 COMPUTE, COLLECTIVES = "compute", "collectives"
-OWN = ("output", "only", "ranks", "quick")
+OPTION_KEYS = ("output", "only", "ranks", "quick")
 
-OTHER_GPU = "h200"
+FALLBACK_HARDWARE = "h200"
 """The description that says what is not measured of a GPU that nobody has described."""
 
-MOST_PROCESSES = 64
+MAX_CPU_PROCESSES = 64
 """On a CPU."""
 
 WIDTH_WITHOUT_TERMINAL = 140
 
 
 @dataclass(frozen=True)
-class Order:
+class CalibrationRequest:
     """A command line, read."""
 
-    known: Known
-    extent: Extent
-    output: Path
+    baseline: BaselineHardware
+    settings: CalibrationSettings
+    output_path: Path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,27 +70,31 @@ def main(arguments: list[str] | None = None) -> int:
     int
         0 if a hardware file was written, 1 if the machine was too busy for one, 2 on bad input.
     """
-    options = _parser().parse_intermixed_args(arguments)
+    options = _build_parser().parse_intermixed_args(arguments)
     try:
-        process = started_process()
-        order = read_order(options.overrides, {key: getattr(options, key) for key in OWN}, detect())
-        if process is not None and not order.extent.collectives:
-            raise bad_value("only", COMPUTE, f"{COLLECTIVES} where several processes were started, or start one")
-        found = measured(order.extent, process)
+        process = find_launched_process()
+        request = parse_calibration_request(
+            options.overrides, {key: getattr(options, key) for key in OPTION_KEYS}, detect_device()
+        )
+        if process is not None and not request.settings.times_collectives:
+            raise invalid_value_error(
+                "only", COMPUTE, f"{COLLECTIVES} where several processes were started, or start one"
+            )
+        measurements = run_calibration(request.settings, process)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    if found is None:
+    if measurements is None:
         return 0
-    noise = disturbances(found.samples, found.waiting)
-    if noise:
-        _refuse(noise)
+    disturbances = find_disturbances(measurements.samples, measurements.wait_share)
+    if disturbances:
+        _print_disturbances(disturbances)
         return 1
-    _conclude(order, found)
+    _write_results(request, measurements)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.calibrate",
         description=__doc__,
@@ -107,14 +111,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_order(arguments: list[str], own: dict[str, str | None], device: Device) -> Order:
+def parse_calibration_request(
+    arguments: list[str], option_values: dict[str, str | None], device: DetectedDevice
+) -> CalibrationRequest:
     """Read a command line.
 
     Parameters
     ----------
     arguments: list of str
-        ``key=value`` for the hardware, its fields, and any key of `own`.
-    own: dict
+        ``key=value`` for the hardware, its fields, and any key of `option_values`.
+    option_values: dict
         What was said as options, None for what was not.
     device: Device
         This machine's.
@@ -124,119 +130,135 @@ def read_order(arguments: list[str], own: dict[str, str | None], device: Device)
     UsageError
         On anything that cannot be measured, or written.
     """
-    said, settings = dict(own), {}
+    chosen_options, settings = dict(option_values), {}
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and key in own:
-            said[key] = value
+        key, separator, value = argument.partition("=")
+        if separator and key in option_values:
+            chosen_options[key] = value
             continue
-        (override,) = parse([argument])
+        (override,) = parse_overrides([argument])
         name = ("+" if override.is_add() else "") + override.key_or_group
         if name.lstrip("+").partition(".")[0] != "hardware":
-            raise UsageError(f"{name} is no part of a calibration: choose hardware, hardware.FIELD, {', '.join(OWN)}.")
-        if len(values_of(override)) != 1:
-            raise bad_value(name, ",".join(values_of(override)), "one value")
-        (settings[name],) = values_of(override)
+            raise UsageError(
+                f"{name} is no part of a calibration: choose hardware, hardware.FIELD, {', '.join(OPTION_KEYS)}."
+            )
+        if len(list_override_values(override)) != 1:
+            raise invalid_value_error(name, ",".join(list_override_values(override)), "one value")
+        (settings[name],) = list_override_values(override)
     if settings.get("hardware", "auto") == "auto":
-        settings["hardware"] = description_of(device)
-    config = run_config(composed(settings))
-    hardware, only = config.hardware, said["only"]
+        settings["hardware"] = find_hardware_description(device)
+    config = build_run_config(compose_config(settings))
+    hardware, only = config.hardware, chosen_options["only"]
     refuse_unsupported(hardware, device, config.precision, compile_blocks=False)
-    require_choice("quick", said["quick"] or "false", ("true", "false"))
+    require_choice("quick", chosen_options["quick"] or "false", ("true", "false"))
     if only is not None:
         require_choice("only", only, (COMPUTE, COLLECTIVES))
     if hardware.device == "cuda" and only != COLLECTIVES and not hardware.peak_tflops:
-        valid = "a description that knows the GPU's peaks, or add them: +hardware.peak_tflops.bf16=989 for each format"
-        raise bad_value("hardware", settings["hardware"], valid)
-    extent = Extent(
-        device=hardware.device,
-        threads=hardware.cpu_threads,
-        compute=only != COLLECTIVES,
-        collectives=only != COMPUTE,
-        ranks=_ranks(said["ranks"], hardware, device),
-        quick=said["quick"] == "true",
+        valid_text = (
+            "a description that knows the GPU's peaks, or add them: +hardware.peak_tflops.bf16=989 for each format"
+        )
+        raise invalid_value_error("hardware", settings["hardware"], valid_text)
+    calibration_settings = CalibrationSettings(
+        device_type=hardware.device,
+        cpu_threads=hardware.cpu_threads,
+        times_compute=only != COLLECTIVES,
+        times_collectives=only != COMPUTE,
+        local_ranks=_parse_ranks(chosen_options["ranks"], hardware, device),
+        is_quick=chosen_options["quick"] == "true",
     )
     name = hardware.name.removesuffix("_calibrated")
-    output = Path(said["output"] or f"hardware/{name}_calibrated{ENDING}")
-    known = _known(hardware, settings["hardware"], only)
-    _refuse_unwritable(output)
-    return Order(known, extent, output)
+    output_path = Path(chosen_options["output"] or f"hardware/{name}_calibrated{YAML_SUFFIX}")
+    baseline = _choose_baseline(hardware, settings["hardware"], only)
+    _refuse_unwritable(output_path)
+    return CalibrationRequest(baseline, calibration_settings, output_path)
 
 
-def _known(hardware: Hardware, option: str, only: str | None) -> Known:
+def _choose_baseline(hardware: Hardware, hardware_option: str, only: str | None) -> BaselineHardware:
     """What is taken for what is not measured."""
-    name = option if option.endswith(ENDING) else f"conf/hardware/{option}{ENDING}"
+    name = hardware_option if hardware_option.endswith(YAML_SUFFIX) else f"conf/hardware/{hardware_option}{YAML_SUFFIX}"
     if hardware.speeds is not None:
-        return Known(hardware, hardware.speeds, name)
+        return BaselineHardware(hardware, hardware.speeds, name)
     if only is not None:
-        rest = COLLECTIVES if only == COMPUTE else COMPUTE
-        raise bad_value("only", only, f"a hardware=FILE that knows the rest, or measure {rest} too ({name} does not)")
+        missing_part = COLLECTIVES if only == COMPUTE else COMPUTE
+        raise invalid_value_error(
+            "only", only, f"a hardware=FILE that knows the rest, or measure {missing_part} too ({name} does not)"
+        )
     if hardware.device == "cpu":
-        return Known(hardware, None, name)
-    other = run_config(composed({"hardware": OTHER_GPU})).hardware
-    return Known(hardware, other.speeds, f"conf/hardware/{OTHER_GPU}{ENDING}")
+        return BaselineHardware(hardware, None, name)
+    fallback_hardware = build_run_config(compose_config({"hardware": FALLBACK_HARDWARE})).hardware
+    return BaselineHardware(hardware, fallback_hardware.speeds, f"conf/hardware/{FALLBACK_HARDWARE}{YAML_SUFFIX}")
 
 
-def _ranks(said: str | None, hardware: Hardware, device: Device) -> int:
+def _parse_ranks(ranks_text: str | None, hardware: Hardware, device: DetectedDevice) -> int:
     """Processes to start for collectives."""
-    on_gpu = hardware.device == "cuda"
-    if said is None:
-        return device.count if on_gpu else max(2, len(os.sched_getaffinity(0)) // hardware.cpu_threads)
-    most = device.count if on_gpu else MOST_PROCESSES
-    if not said.isdecimal() or len(said) > 9 or not 2 <= int(said) <= most:
-        valid = f"a whole number from 2 to {most}" if most > 1 else "nothing: a single GPU has nobody to talk to"
-        raise bad_value("ranks", said or "''", valid)
-    return int(said)
+    is_gpu = hardware.device == "cuda"
+    if ranks_text is None:
+        return device.count if is_gpu else max(2, len(os.sched_getaffinity(0)) // hardware.cpu_threads)
+    max_ranks = device.count if is_gpu else MAX_CPU_PROCESSES
+    if not ranks_text.isdecimal() or len(ranks_text) > 9 or not 2 <= int(ranks_text) <= max_ranks:
+        valid_text = (
+            f"a whole number from 2 to {max_ranks}" if max_ranks > 1 else "nothing: a single GPU has nobody to talk to"
+        )
+        raise invalid_value_error("ranks", ranks_text or "''", valid_text)
+    return int(ranks_text)
 
 
-def _refuse_unwritable(output: Path) -> None:
+def _refuse_unwritable(output_path: Path) -> None:
     """Raise `UsageError` unless a new file can be written; its folder is made."""
-    if output.suffix != ENDING:
-        raise bad_value("output", output, f"a file that ends in {ENDING}")
-    if require_path("output", str(output)).exists():
-        raise bad_value("output", output, "a file that does not exist yet: none is overwritten")
+    if output_path.suffix != YAML_SUFFIX:
+        raise invalid_value_error("output", output_path, f"a file that ends in {YAML_SUFFIX}")
+    if require_path("output", str(output_path)).exists():
+        raise invalid_value_error("output", output_path, "a file that does not exist yet: none is overwritten")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        writable = os.access(output.parent, os.W_OK)
+        output_path.parent.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(output_path.parent, os.W_OK)
     except OSError:
-        writable = False
-    if not writable:
-        raise bad_value("output", output, "a file in a folder that can be written to")
+        is_writable = False
+    if not is_writable:
+        raise invalid_value_error("output", output_path, "a file in a folder that can be written to")
 
 
-def _refuse(noise: list[Disturbance]) -> None:
+def _print_disturbances(disturbances: list[Disturbance]) -> None:
     """Say why there is no hardware file."""
     print("This machine was not quiet: what was timed is not what it can do, and no hardware file was written.")
-    for disturbance in noise:
+    for disturbance in disturbances:
         print(f"  {disturbance}.")
     print("Stop what else runs on it, and type the same command again.")
 
 
-def _conclude(order: Order, found: Measured) -> None:
+def _write_results(request: CalibrationRequest, measurements: CalibrationMeasurements) -> None:
     """Fit, write everything, and say what was found."""
-    from bench.reporting.calibration import found_tables, write_calibration  # takes matplotlib
+    from bench.reporting.calibration import build_calibration_tables, write_calibration  # takes matplotlib
 
-    compute = fit_compute(found.compute, order.known.hardware) if found.compute else None
-    links = None
-    if found.collectives:
-        before = order.known.speeds.links if order.known.speeds else None
-        links = fit_links(found.collectives, before, gloo=order.extent.device == "cpu", base_name=order.known.name)
-    facts = Facts.gathered(found.device, found.processes)
-    hardware = calibrated(order.output.stem, order.known, compute, links, facts)
-    timed = [*found.compute, *found.collectives]
-    files = write_calibration(order.output, hardware, facts, timed)
-    console = output(WIDTH_WITHOUT_TERMINAL)
-    residuals = {**(compute.residuals if compute else {}), **(links.residuals if links else {})}
-    for part in found_tables(hardware, residuals):
-        console.print(part, highlight=False)
-    console.print()
-    file, timings, *_ = files
-    console.print(
-        f"Hardware file: {file}\nTimings: {timings}\nCurves: {file.with_suffix('')}-*.png and .svg", soft_wrap=True
+    compute_fit = (
+        fit_compute(measurements.compute_samples, request.baseline.hardware) if measurements.compute_samples else None
     )
-    ranks = max(order.extent.ranks, 1)
-    console.print(f"Next: python -m bench.predict model=gpt_125m gpus={ranks} hardware={file}", soft_wrap=True)
+    links_fit = None
+    if measurements.collective_samples:
+        base_links = request.baseline.speeds.links if request.baseline.speeds else None
+        links_fit = fit_links(
+            measurements.collective_samples,
+            base_links,
+            uses_gloo=request.settings.device_type == "cpu",
+            base_name=request.baseline.name,
+        )
+    provenance = CalibrationProvenance.from_environment(measurements.device, measurements.processes_text)
+    hardware = build_calibrated_hardware(request.output_path.stem, request.baseline, compute_fit, links_fit, provenance)
+    samples = [*measurements.compute_samples, *measurements.collective_samples]
+    written_paths = write_calibration(request.output_path, hardware, provenance, samples)
+    console = open_stdout_console(WIDTH_WITHOUT_TERMINAL)
+    residuals = {**(compute_fit.residuals if compute_fit else {}), **(links_fit.residuals if links_fit else {})}
+    for renderable in build_calibration_tables(hardware, residuals):
+        console.print(renderable, highlight=False)
+    console.print()
+    hardware_path, timings_path, *_ = written_paths
+    console.print(
+        f"Hardware file: {hardware_path}\nTimings: {timings_path}\nCurves: {hardware_path.with_suffix('')}-*.png and .svg",
+        soft_wrap=True,
+    )
+    ranks = max(request.settings.local_ranks, 1)
+    console.print(f"Next: python -m bench.predict model=gpt_125m gpus={ranks} hardware={hardware_path}", soft_wrap=True)
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

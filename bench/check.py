@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from bench import command
-from bench.checks.session import write_file
+from bench.checks.session import write_report
 from bench.checks.show import show_check
-from bench.errors import UsageError, bad_value
-from bench.hardware import detect
+from bench.errors import UsageError, invalid_value_error
+from bench.hardware import detect_device
 
 EPILOG = """\
 Trains small T5 and GPT models with every strategy on this machine's GPUs (without any: on its CPU) and compares their
@@ -34,20 +34,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="output=FILE", help="default: check-HOST-DATE.json")
     options = parser.parse_args(arguments)
     try:
-        file = _read_output(options.overrides)
-        device = detect()
+        report_path = _parse_output(options.overrides)
+        device = detect_device()
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    for remark in device.remarks:
-        print(remark)
-    checked = show_check(device)
-    write_file(checked, file)
-    print(f"Everything in one file: {file}")
-    return 0 if checked.passed else 1
+    for message in device.messages:
+        print(message)
+    report = show_check(device)
+    write_report(report, report_path)
+    print(f"Everything in one file: {report_path}")
+    return 0 if report.has_passed else 1
 
 
-def _read_output(overrides: list[str]) -> Path:
+def _parse_output(overrides: list[str]) -> Path:
     """The file to write.
 
     Raises
@@ -55,20 +55,20 @@ def _read_output(overrides: list[str]) -> Path:
     UsageError
         On anything but ``output=FILE``, or a file that is there already or cannot be written.
     """
-    given = f"check-{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path_text = f"check-{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     for override in overrides:
         key, _, value = override.partition("=")
         if key != "output" or not value:
             raise UsageError(f"{override!r} is not valid: choose output=FILE.")
-        given = value
-    file = Path(given)
+        path_text = value
+    report_path = Path(path_text)
     try:
-        with file.open("x"):
+        with report_path.open("x"):
             pass
     except OSError as error:
-        raise bad_value("output", given, f"a new file that can be written ({error.strerror})") from None
-    return file
+        raise invalid_value_error("output", path_text, f"a new file that can be written ({error.strerror})") from None
+    return report_path
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

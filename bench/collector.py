@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def at_rest() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Within, objects are released when nothing refers to them, and at no other time."""
-    enabled = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
+        if was_enabled:
             gc.enable()

@@ -6,11 +6,11 @@ import signal
 import sys
 from collections.abc import Callable
 
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 """Exit code of what Ctrl-C ended, as shells have it."""
 
 
-def listen_from_the_start() -> None:
+def end_silently_on_interrupt() -> None:
     """Have Ctrl-C end this process silently, while it has nothing to clean up yet: for the seconds of imports.
 
     KeyboardInterrupt would be printed, and lost where an import happens to run a callback.
@@ -19,7 +19,7 @@ def listen_from_the_start() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def execute(main: Callable[[], int]) -> int:
+def run_main(main: Callable[[], int]) -> int:
     """Run a command's `main`; Ctrl-C ends it in order, with no traceback."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,4 +28,4 @@ def execute(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end takes a moment, and a second Ctrl-C would be printed
         print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE

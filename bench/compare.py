@@ -7,18 +7,18 @@ import sys
 from collections.abc import Sequence
 
 from bench import command
-from bench.comparison import Settings, compare
+from bench.comparison import ComparisonSettings, compare_records
 from bench.errors import UsageError
-from bench.paths import path
-from bench.planning.request import read_tracker
-from bench.reporting.labels import counted
+from bench.paths import parse_path_argument
+from bench.planning.request import parse_tracker
+from bench.reporting.labels import format_plural
 from bench.reporting.reading import read_store
-from bench.reporting.regressions.data import comparison_json
-from bench.reporting.regressions.files import write_all
-from bench.reporting.regressions.junit import junit
-from bench.reporting.regressions.markdown import markdown
-from bench.reporting.regressions.terminal import comparison_tables
-from bench.terminal import output
+from bench.reporting.regressions.data import format_comparison_json
+from bench.reporting.regressions.files import write_texts
+from bench.reporting.regressions.junit import format_junit_xml
+from bench.reporting.regressions.markdown import format_markdown
+from bench.reporting.regressions.terminal import build_comparison_tables
+from bench.terminal import open_stdout_console
 
 EPILOG = """\
 BASE and CANDIDATE are stores, folders of stores, runs or row files. Runs match by configuration, whatever their
@@ -36,7 +36,7 @@ exit code: 0 no regression, 1 regression, 2 nothing comparable, or bad input.
 
 WIDTH_WITHOUT_TERMINAL = 160
 
-PERCENT = {
+PERCENT_OPTIONS = {
     "threshold": "smallest change of the step time that counts (default 1.5)",
     "margin": "change of the time that 'no change' excludes (default 3)",
     "memory_threshold": "smallest change of allocated memory that counts (default 1)",
@@ -54,32 +54,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         0 no regression, 1 regression, 2 nothing comparable or bad input.
     """
-    options = _parser().parse_args(arguments)
-    console = output(WIDTH_WITHOUT_TERMINAL)
+    options = _build_parser().parse_args(arguments)
+    console = open_stdout_console(WIDTH_WITHOUT_TERMINAL)
     try:
-        given = {name: getattr(options, name) / 100 for name in PERCENT if getattr(options, name) is not None}
-        settings = _settings(given, across_machines=options.across_machines)
-        tracker = read_tracker(options.alert) if options.alert is not None else None
+        fractions = {
+            name: getattr(options, name) / 100 for name in PERCENT_OPTIONS if getattr(options, name) is not None
+        }
+        settings = _build_settings(fractions, across_machines=options.across_machines)
+        tracker = parse_tracker(options.alert) if options.alert is not None else None
         base, candidate = read_store(options.base), read_store(options.candidate)
-        found = compare(base.records, candidate.records, settings)
-        names = str(options.base), str(options.candidate)
-        makers = ((options.markdown, markdown), (options.json, comparison_json), (options.junit, junit))
-        write_all({file: make(found, *names) for file, make in makers if file is not None})
+        comparison = compare_records(base.records, candidate.records, settings)
+        store_names = str(options.base), str(options.candidate)
+        formatters = (
+            (options.markdown, format_markdown),
+            (options.json, format_comparison_json),
+            (options.junit, format_junit_xml),
+        )
+        write_texts(
+            {file: format_text(comparison, *store_names) for file, format_text in formatters if file is not None}
+        )
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
     for name, contents in zip(("base", "candidate"), (base, candidate), strict=True):
         if contents.unreadable:
-            print(f"{counted(len(contents.unreadable), 'file')} of {name} left out: {contents.unreadable[0]}")
-    console.print(comparison_tables(found, everything=options.all), highlight=False, soft_wrap=not found.rows)
-    if tracker is not None and found.comparable:
-        from bench.dashboards.alerts import tell
+            print(f"{format_plural(len(contents.unreadable), 'file')} of {name} left out: {contents.unreadable[0]}")
+    console.print(
+        build_comparison_tables(comparison, show_all=options.all), highlight=False, soft_wrap=not comparison.rows
+    )
+    if tracker is not None and comparison.comparable:
+        from bench.dashboards.alerts import send_alert
 
-        tell(found, *names, [*base.records, *candidate.records], tracker, lambda line: print(line, file=sys.stderr))
-    return found.exit_code
+        send_alert(
+            comparison,
+            *store_names,
+            [*base.records, *candidate.records],
+            tracker,
+            lambda line: print(line, file=sys.stderr),
+        )
+    return comparison.exit_code
 
 
-def _settings(given: dict[str, float], *, across_machines: bool) -> Settings:
+def _build_settings(fractions: dict[str, float], *, across_machines: bool) -> ComparisonSettings:
     """The settings, in whose messages an option is called as it was typed and in percent.
 
     Raises
@@ -87,43 +103,47 @@ def _settings(given: dict[str, float], *, across_machines: bool) -> Settings:
     UsageError
         If a percentage is out of range.
     """
-    for name, value in given.items():
-        least = 0.0 if name != "false_alarms" else 1e-9
-        if not least <= value < 1:
+    for name, value in fractions.items():
+        min_value = 0.0 if name != "false_alarms" else 1e-9
+        if not min_value <= value < 1:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option}={100 * value:g} is not valid: choose a percentage from 0 to below 100.")
-    defaults = Settings()
-    threshold, margin = given.get("threshold", defaults.threshold), given.get("margin", defaults.margin)
-    if "margin" not in given:
-        given["margin"] = margin = max(margin, threshold)
+    defaults = ComparisonSettings()
+    threshold, margin = fractions.get("threshold", defaults.threshold), fractions.get("margin", defaults.margin)
+    if "margin" not in fractions:
+        fractions["margin"] = margin = max(margin, threshold)
     if margin < threshold:
         raise UsageError(
             f"--margin={100 * margin:g} is not valid: choose a percentage of at least --threshold={100 * threshold:g}."
         )
-    return Settings(**given, across_machines=across_machines)
+    return ComparisonSettings(**fractions, across_machines=across_machines)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.compare",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("base", type=path, metavar="BASE", help="rows from before")
-    parser.add_argument("candidate", type=path, metavar="CANDIDATE", help="rows from after")
-    for name, meaning in PERCENT.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="PERCENT", help=meaning)
+    parser.add_argument("base", type=parse_path_argument, metavar="BASE", help="rows from before")
+    parser.add_argument("candidate", type=parse_path_argument, metavar="CANDIDATE", help="rows from after")
+    for name, help_text in PERCENT_OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="PERCENT", help=help_text)
     parser.add_argument("--across-machines", action="store_true", help="compare although the machines differ")
     parser.add_argument("--all", action="store_true", help="list everything that only one side has")
-    parser.add_argument("--markdown", type=path, metavar="FILE", help="write a comment for a pull request")
-    parser.add_argument("--json", type=path, metavar="FILE", help="write everything, for scripts")
+    parser.add_argument(
+        "--markdown", type=parse_path_argument, metavar="FILE", help="write a comment for a pull request"
+    )
+    parser.add_argument("--json", type=parse_path_argument, metavar="FILE", help="write everything, for scripts")
     parser.add_argument(
         "--alert", nargs="*", metavar="tracker.KEY=VALUE", help="tell Weights & Biases, which alerts of a regression"
     )
-    parser.add_argument("--junit", type=path, metavar="FILE", help="write a test report, for a CI system")
+    parser.add_argument(
+        "--junit", type=parse_path_argument, metavar="FILE", help="write a test report, for a CI system"
+    )
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-LONGEST_VALUE = 200
+MAX_SHOWN_LENGTH = 200
 """Characters of a value that are repeated in a sentence."""
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Text in one line that a terminal shows as it is: control characters and lone surrogates as their escapes."""
     if text.isprintable():
         return text
@@ -18,21 +18,21 @@ def printable(text: str) -> str:
 class UsageError(ValueError):
     """Something the user typed cannot be done; commands print it alone and exit with code 2."""
 
-    def __init__(self, sentence: str) -> None:
-        super().__init__(printable(sentence))
+    def __init__(self, message: str) -> None:
+        super().__init__(escape_unprintable(message))
 
 
 class ImpossibleError(UsageError):
     """Settings that are valid each but cannot go together, or not on this machine: a sweep leaves such a run out."""
 
 
-def how_to_install(*extras: str, options: str = "") -> str:
+def format_install_command(*extras: str, options: str = "") -> str:
     """What to type, in the folder of this project, for some of its optional extras."""
     return f'pip install {options}-e ".[{",".join(extras)}]"'
 
 
-def bad_value(
-    field: str, value: object, choices: Iterable[object] | str, kind: type[UsageError] = UsageError
+def invalid_value_error(
+    field: str, value: object, choices: Iterable[object] | str, error_class: type[UsageError] = UsageError
 ) -> UsageError:
     """A `UsageError` for `field=value`, saying what would have been valid.
 
@@ -44,37 +44,37 @@ def bad_value(
         What was given.
     choices: iterable or str
         The valid values, or a sentence part that describes them ("a whole number of at least 1").
-    kind: type
+    error_class: type
         `ImpossibleError` where the value is valid elsewhere.
     """
-    valid = choices if isinstance(choices, str) else ", ".join(str(choice) for choice in choices)
-    return kind(f"{shortened(field)}={_shown(value)} is not valid: choose {valid}.")
+    valid_values = choices if isinstance(choices, str) else ", ".join(str(choice) for choice in choices)
+    return error_class(f"{shorten_text(field)}={_format_value(value)} is not valid: choose {valid_values}.")
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     try:
-        return shortened(str(value))
+        return shorten_text(str(value))
     except ValueError:  # more digits than Python writes
         return "a number of more than 4300 digits"
 
 
-def shortened(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Text that may be a whole file, for a sentence."""
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}… ({len(text)} characters)"
+    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}… ({len(text)} characters)"
 
 
 def require_choice(field: str, value: object, choices: Iterable[object]) -> None:
     """Raise `UsageError` unless `value` is one of `choices`."""
     choices = list(choices)
     if value not in choices:
-        raise bad_value(field, value, choices)
+        raise invalid_value_error(field, value, choices)
 
 
-def require_at_least(field: str, value: float, minimum: float, *, whole: bool = True) -> None:
+def require_at_least(field: str, value: float, minimum: float, *, is_whole: bool = True) -> None:
     """Raise `UsageError` unless ``value >= minimum``."""
     if value < minimum:
-        raise bad_value(field, value, f"{'a whole number' if whole else 'a number'} of at least {minimum}")
+        raise invalid_value_error(field, value, f"{'a whole number' if is_whole else 'a number'} of at least {minimum}")

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import command
-from bench.comparison import Series, Settings, history
+from bench.comparison import ComparisonSettings, HistorySeries, build_histories
 from bench.errors import UsageError
-from bench.paths import path
-from bench.records import read_attempts
+from bench.paths import parse_path_argument
+from bench.records import read_all_attempts
 from bench.reporting import style
-from bench.reporting.drawing import save
-from bench.reporting.figures.regression import history_drawings
-from bench.reporting.labels import counted
+from bench.reporting.drawing import save_drawing
+from bench.reporting.figures.regression import draw_histories
+from bench.reporting.labels import format_plural
 from bench.reporting.reading import read_store
-from bench.reporting.regressions.data import history_json
-from bench.reporting.regressions.files import write_all
-from bench.reporting.regressions.terminal import history_tables
-from bench.terminal import output
+from bench.reporting.regressions.data import format_history_json
+from bench.reporting.regressions.files import write_texts
+from bench.reporting.regressions.terminal import build_history_tables
+from bench.terminal import open_stdout_console
 
 EPILOG = """\
 STORE is a store, a folder of stores, or both of several. All attempts count: a run that was forced again with another
@@ -43,36 +43,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("stores", type=path, nargs="+", metavar="STORE", help="a store, or a folder of stores")
-    parser.add_argument("--output", type=path, metavar="DIR", help="folder for figures and history.json")
+    parser.add_argument(
+        "stores", type=parse_path_argument, nargs="+", metavar="STORE", help="a store, or a folder of stores"
+    )
+    parser.add_argument("--output", type=parse_path_argument, metavar="DIR", help="folder for figures and history.json")
     options = parser.parse_args(arguments)
-    console = output(WIDTH_WITHOUT_TERMINAL)
+    console = open_stdout_console(WIDTH_WITHOUT_TERMINAL)
     try:
-        contents = [read_store(store, read_attempts) for store in options.stores]
-        found = history([row for each in contents for row in each.records], Settings())
-        if not found:
+        contents = [read_store(store, read_all_attempts) for store in options.stores]
+        all_series = build_histories(
+            [row for store_contents in contents for row in store_contents.records], ComparisonSettings()
+        )
+        if not all_series:
             raise UsageError("No configuration was run with two commits, or on two days: there is no history to show.")
         if options.output is not None:
-            print(f"{counted(_draw(found, options.output), 'figure')} in {options.output}")
+            print(f"{format_plural(_write_history(all_series, options.output), 'figure')} in {options.output}")
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    unreadable = [problem for each in contents for problem in each.unreadable]
+    unreadable = [problem for store_contents in contents for problem in store_contents.unreadable]
     if unreadable:
-        print(f"{counted(len(unreadable), 'file')} left out: {unreadable[0]}")
-    console.print(history_tables(found), highlight=False)
+        print(f"{format_plural(len(unreadable), 'file')} left out: {unreadable[0]}")
+    console.print(build_history_tables(all_series), highlight=False)
     return 0
 
 
-def _draw(found: Sequence[Series], folder: Path) -> int:
+def _write_history(all_series: Sequence[HistorySeries], folder: Path) -> int:
     """Write the figures and the data; how many figures there are."""
-    write_all({folder / "history.json": history_json(found)})
-    with style.context():
-        drawings = history_drawings(found)
+    write_texts({folder / "history.json": format_history_json(all_series)})
+    with style.apply_report_style():
+        drawings = draw_histories(all_series)
     for drawing in drawings:
-        save(drawing, folder)
+        save_drawing(drawing, folder)
     return len(drawings)
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

@@ -14,10 +14,10 @@ from typing import Any
 
 from bench.hardware import Hardware
 
-NO_IDENTITY = (("requested",), ("hardware", "sources"))
+FIELDS_NOT_HASHED = (("requested",), ("hardware", "sources"))
 """What is no part of a run's identity: how its strategy's knobs were asked for, where its numbers were read."""
 
-CANNOT_CHANGE = {
+IRRELEVANT_FIELDS_BY_MODE = {
     "measure": (("hardware", "speeds"), ("hardware", "host")),
     "rehearse": (("hardware", "speeds"), ("hardware", "host")),
     "predict": (("measurement",), ("seed",), ("repeat",)),
@@ -25,11 +25,11 @@ CANNOT_CHANGE = {
 """What cannot change the result either: of what really runs what is believed of the hardware's speed, of a prediction
 how a run would be timed."""
 
-SETTLING_S = {"min_warmup_s": {"cuda": 3.0}, "min_timed_s": {"cuda": 5.0}}
+DEFAULT_SETTLING_S = {"min_warmup_s": {"cuda": 3.0}, "min_timed_s": {"cuda": 5.0}}
 """Seconds to warm up and to time where nothing is said: clocks and power of a GPU settle in seconds. A processor's step
 is timed by the number of steps alone."""
 
-ADDED: dict[str, dict[str, object]] = {
+ADDED_KNOB_DEFAULTS: dict[str, dict[str, object]] = {
     "optimizer": {"keep_gradients": False},
     "precision": {"float8": "none", "float8_emulated": False, "mixing": None},
     "model": {"activation": "gelu_new"},
@@ -46,7 +46,7 @@ ADDED: dict[str, dict[str, object]] = {
 that what was measured before is still the same run. A section of which nothing is left is left out as well."""
 
 
-def done_before(strategy: Mapping[str, Any]) -> dict[str, object]:
+def get_added_strategy_knobs(strategy: Mapping[str, Any]) -> dict[str, object]:
     """The same where it depends on the strategy: its knobs that came later, at what it did before.
 
     Parameters
@@ -54,7 +54,7 @@ def done_before(strategy: Mapping[str, Any]) -> dict[str, object]:
     strategy: mapping
         The section of a configuration, its knobs as they are or as values were found for them.
     """
-    kinds: dict[str, dict[str, object]] = {
+    knobs_by_strategy: dict[str, dict[str, object]] = {
         "fsdp": {"mesh_2d": True},
         "lightning": {"mesh_2d": True if strategy.get("backend") == "fsdp" else None},
         "tensor_parallel": {
@@ -62,15 +62,15 @@ def done_before(strategy: Mapping[str, Any]) -> dict[str, object]:
             "bucket_cap_mb": 25 if strategy.get("data_parallel") == "ddp" else None,
         },
     }
-    return kinds.get(str(strategy.get("name")), {})
+    return knobs_by_strategy.get(str(strategy.get("name")), {})
 
 
-LATER_FORMATS = {"fp8"}
+FORMATS_ADDED_LATER = {"fp8"}
 """Formats that GPUs were described for later: what is known of them is part of the identity of runs that compute in
 them alone."""
 
 
-def run_id(config: Any, mode: str, peak: str, *, uses_host: bool) -> str:
+def compute_run_id(config: Any, mode: str, peak: str, *, uses_host: bool) -> str:
     """Hash of a resolved configuration: 16 hexadecimal digits.
 
     Parameters
@@ -82,85 +82,91 @@ def run_id(config: Any, mode: str, peak: str, *, uses_host: bool) -> str:
     uses_host: bool
         Whether something is kept in the memory of the machine around the device.
     """
-    left_out = {path[0] for path in (*NO_IDENTITY, *CANNOT_CHANGE.get(mode, ())) if len(path) == 1}
-    values = fields(config)
-    values["hardware"] = _as_computed_with(values["hardware"], peak)
-    texts = {
-        name: _text(value) if type(value) in (int, str, bool) else _section_text(name, value, mode, uses_host=uses_host)
-        for name, value in values.items()
-        if name not in left_out
+    excluded_names = {
+        path[0] for path in (*FIELDS_NOT_HASHED, *IRRELEVANT_FIELDS_BY_MODE.get(mode, ())) if len(path) == 1
     }
-    said = sorted(name for name, text in texts.items() if text != "{}")
-    text = "{" + ",".join(f'"{name}":{texts[name]}' for name in said) + "}"
+    values = get_fields(config)
+    values["hardware"] = _drop_unused_formats(values["hardware"], peak)
+    texts = {
+        name: _encode_json(value)
+        if type(value) in (int, str, bool)
+        else _encode_section(name, value, mode, uses_host=uses_host)
+        for name, value in values.items()
+        if name not in excluded_names
+    }
+    included_names = sorted(name for name, text in texts.items() if text != "{}")
+    text = "{" + ",".join(f'"{name}":{texts[name]}' for name in included_names) + "}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _as_computed_with(hardware: Hardware, peak: str) -> Hardware:
+def _drop_unused_formats(hardware: Hardware, peak: str) -> Hardware:
     """Hardware without what is known of later formats, unless a run computes in one: the same object every time."""
-    if peak in LATER_FORMATS or not LATER_FORMATS & hardware.peak_tflops.keys():
+    if peak in FORMATS_ADDED_LATER or not FORMATS_ADDED_LATER & hardware.peak_tflops.keys():
         return hardware
-    if id(hardware) not in _WITHOUT_LATER_FORMATS:
-        peaks = {name: value for name, value in hardware.peak_tflops.items() if name not in LATER_FORMATS}
+    if id(hardware) not in _reduced_hardware_cache:
+        peaks = {name: value for name, value in hardware.peak_tflops.items() if name not in FORMATS_ADDED_LATER}
         speeds = hardware.speeds
         if speeds is not None and speeds.matmul is not None:
-            shares = {name: value for name, value in speeds.matmul.efficiency.items() if name not in LATER_FORMATS}
-            speeds = dataclasses.replace(speeds, matmul=dataclasses.replace(speeds.matmul, efficiency=shares))
-        without = dataclasses.replace(hardware, peak_tflops=peaks, speeds=speeds)
-        _WITHOUT_LATER_FORMATS[id(hardware)] = hardware, without
-    return _WITHOUT_LATER_FORMATS[id(hardware)][1]
+            efficiencies = {
+                name: value for name, value in speeds.matmul.efficiency.items() if name not in FORMATS_ADDED_LATER
+            }
+            speeds = dataclasses.replace(speeds, matmul=dataclasses.replace(speeds.matmul, efficiency=efficiencies))
+        reduced_hardware = dataclasses.replace(hardware, peak_tflops=peaks, speeds=speeds)
+        _reduced_hardware_cache[id(hardware)] = hardware, reduced_hardware
+    return _reduced_hardware_cache[id(hardware)][1]
 
 
-_WITHOUT_LATER_FORMATS: dict[int, tuple[Hardware, Hardware]] = {}
+_reduced_hardware_cache: dict[int, tuple[Hardware, Hardware]] = {}
 """By identity, which the hardware that is kept here cannot lose to another one."""
 
 
-def _section_text(name: str, section: Any, mode: str, *, uses_host: bool) -> str:
+def _encode_section(name: str, section: Any, mode: str, *, uses_host: bool) -> str:
     """A section as JSON, without what is no part of a run's identity; sections repeat over a sweep, so each once.
 
     The machine around the device is such a part only where something is kept there, and described.
     """
     key = (id(section), mode, uses_host)
-    if key not in _SECTION_TEXTS:
-        values = fields(section)
-        for path in (*NO_IDENTITY, *CANNOT_CHANGE.get(mode, ())):
+    if key not in _encoded_section_cache:
+        values = get_fields(section)
+        for path in (*FIELDS_NOT_HASHED, *IRRELEVANT_FIELDS_BY_MODE.get(mode, ())):
             if path[0] == name:
                 values.pop(path[-1], None)
         if name == "hardware" and not (uses_host and values.get("host")):
             values.pop("host", None)
-        by_strategy = done_before(values) if name == "strategy" else {}
-        for knob, before in {**ADDED.get(name, {}), **by_strategy}.items():
-            if knob in values and values[knob] == before:
+        added_strategy_knobs = get_added_strategy_knobs(values) if name == "strategy" else {}
+        for knob, default_value in {**ADDED_KNOB_DEFAULTS.get(name, {}), **added_strategy_knobs}.items():
+            if knob in values and values[knob] == default_value:
                 del values[knob]
-        _SECTION_TEXTS[key] = section, _text(values)
-    return _SECTION_TEXTS[key][1]
+        _encoded_section_cache[key] = section, _encode_json(values)
+    return _encoded_section_cache[key][1]
 
 
-_SECTION_TEXTS: dict[tuple[int, str, bool], tuple[Any, str]] = {}
+_encoded_section_cache: dict[tuple[int, str, bool], tuple[Any, str]] = {}
 """By identity, which the section that is kept here cannot lose to another one."""
 
 
-def _text(value: Any) -> str:
+def _encode_json(value: Any) -> str:
     """As JSON, in one way only."""
     if type(value) is int:
         return str(value)
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_set_fields)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_get_non_default_fields)
 
 
-def _set_fields(section: Any) -> dict[str, Any]:
+def _get_non_default_fields(section: Any) -> dict[str, Any]:
     """Fields of a dataclass inside a section that are not at their default: one that has a default came later."""
     defaults = {field.name: field.default for field in dataclasses.fields(section)}
-    return {name: value for name, value in fields(section).items() if value != defaults[name]}
+    return {name: value for name, value in get_fields(section).items() if value != defaults[name]}
 
 
-def fields(section: Any) -> dict[str, Any]:
+def get_fields(section: Any) -> dict[str, Any]:
     """Fields of a dataclass as they are: `dataclasses.asdict` copies every value, which takes as long as all else."""
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
-def plain(value: Any) -> Any:
+def to_plain_value(value: Any) -> Any:
     """What `dataclasses.asdict` comes to, in a third of its time: only containers are copied."""
     if dataclasses.is_dataclass(value):
-        return {name: plain(inner) for name, inner in fields(value).items()}
+        return {name: to_plain_value(inner) for name, inner in get_fields(value).items()}
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: to_plain_value(inner) for key, inner in value.items()}
+    return [to_plain_value(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench import command
-from bench.errors import UsageError, bad_value, how_to_install, require_choice
+from bench.errors import UsageError, format_install_command, invalid_value_error, require_choice
 from bench.reporting.reading import read_store
 
-ANALYSIS = Path(__file__).resolve().parents[1] / "analysis"
-OUTPUT = Path("build/notebooks")
-OPTIONS = ("store", "base", "output")
-NEEDED = ("nbformat", "nbclient", "nbconvert", "ipykernel")
+NOTEBOOKS_DIR = Path(__file__).resolve().parents[1] / "analysis"
+DEFAULT_OUTPUT_DIR = Path("build/notebooks")
+STORE_OPTIONS = ("store", "base", "output")
+REQUIRED_LIBRARIES = ("nbformat", "nbclient", "nbconvert", "ipykernel")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,24 +30,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__doc__.replace("``", ""))
         return 0
     try:
-        names, stores, output = read(arguments)
+        names, stores, output_dir = parse_arguments(arguments)
         _require_libraries()
-        output.mkdir(parents=True, exist_ok=True)
+        output_dir.mkdir(parents=True, exist_ok=True)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"Cannot write to {output} ({error.strerror}): choose another folder with output=DIR.", file=sys.stderr)
+        print(
+            f"Cannot write to {output_dir} ({error.strerror}): choose another folder with output=DIR.", file=sys.stderr
+        )
         return 2
-    return render(names, stores, output)
+    return render_notebooks(names, stores, output_dir)
 
 
-def available() -> list[str]:
+def list_notebooks() -> list[str]:
     """Names of the notebooks, in the order of their questions' files."""
-    return sorted(path.stem for path in ANALYSIS.glob("*.ipynb"))
+    return sorted(path.stem for path in NOTEBOOKS_DIR.glob("*.ipynb"))
 
 
-def read(arguments: Sequence[str]) -> tuple[list[str], dict[str, Path], Path]:
+def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Path], Path]:
     """Names, stores by option and output folder that were asked for.
 
     Raises
@@ -57,49 +59,55 @@ def read(arguments: Sequence[str]) -> tuple[list[str], dict[str, Path], Path]:
     """
     values = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     for option in values:
-        require_choice("option", option, OPTIONS)
+        require_choice("option", option, STORE_OPTIONS)
     names = [argument.removesuffix(".ipynb") for argument in arguments if "=" not in argument]
     for name in names:
-        if name not in available():
-            raise bad_value("notebook", name, available())
+        if name not in list_notebooks():
+            raise invalid_value_error("notebook", name, list_notebooks())
     stores: dict[str, Path] = {}
     for option in ("store", "base"):
         if option in values:
             stores[option] = Path(values[option]).resolve()
     for store in stores.values():
         read_store(store)
-    return list(dict.fromkeys(names)) or available(), stores, Path(values.get("output", OUTPUT)).resolve()
+    return (
+        list(dict.fromkeys(names)) or list_notebooks(),
+        stores,
+        Path(values.get("output", DEFAULT_OUTPUT_DIR)).resolve(),
+    )
 
 
 def _require_libraries() -> None:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    missing_libraries = [name for name in REQUIRED_LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing_libraries:
         raise UsageError(
-            f"Rendering notebooks needs {', '.join(missing)}: install the extra, {how_to_install('notebooks')}."
+            f"Rendering notebooks needs {', '.join(missing_libraries)}: install the extra, {format_install_command('notebooks')}."
         )
 
 
-def render(names: Sequence[str], stores: Mapping[str, Path], output: Path) -> int:
+def render_notebooks(names: Sequence[str], stores: Mapping[str, Path], output_dir: Path) -> int:
     """Carry out notebooks one after the other and write their pages; 1 if one failed, else 0."""
     import nbformat
 
     from bench.reporting import execution
 
-    failed = 0
+    exit_code = 0
     for name in names:
-        notebook = nbformat.read(ANALYSIS / f"{name}.ipynb", as_version=4)
-        values = {option.upper(): str(store) for option, store in stores.items()} | {"FIGURES": str(output / "figures")}
+        notebook = nbformat.read(NOTEBOOKS_DIR / f"{name}.ipynb", as_version=4)
+        values = {option.upper(): str(store) for option, store in stores.items()} | {
+            "FIGURES": str(output_dir / "figures")
+        }
         try:
-            execution.execute(execution.with_parameters(notebook, values), ANALYSIS)
+            execution.execute_notebook(execution.set_parameters(notebook, values), NOTEBOOKS_DIR)
         except execution.NotebookFailedError as error:
             print(f"{name}: {error}", file=sys.stderr)
-            failed = 1
+            exit_code = 1
             continue
-        page = output / f"{name}.html"
-        page.write_text(execution.page(notebook, name), encoding="utf-8")
-        print(page, flush=True)
-    return failed
+        page_path = output_dir / f"{name}.html"
+        page_path.write_text(execution.render_page(notebook, name), encoding="utf-8")
+        print(page_path, flush=True)
+    return exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

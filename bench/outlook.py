@@ -8,94 +8,109 @@ from dataclasses import dataclass
 from bench import records
 from bench.config import RunConfig
 from bench.launch.attempt import write_unstarted_row
-from bench.planning.estimate import expected_s
-from bench.planning.forecast import Forecast, Untold, forecasts
-from bench.planning.plan import Plan
-from bench.planning.request import Request
-from bench.predicted_row import shortage
-from bench.row import configured_row
+from bench.planning.estimate import predict_duration_s
+from bench.planning.forecast import RunPrediction, Unpredictable, predict_configs
+from bench.planning.plan import SweepPlan
+from bench.planning.request import SweepRequest
+from bench.predicted_row import describe_shortage
+from bench.row import build_configured_columns
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction
 
-SKIPPED_BY = "skip_oom=true"
+SKIP_OPTION = "skip_oom=true"
 
 
 @dataclass(frozen=True)
-class Expectation:
+class PlannedRunPrediction:
     """What a run will probably come to."""
 
     memory: MemoryPrediction | None
     """None where the predictor cannot tell."""
-    untold: str
+    reason: str
     """Why it cannot."""
     seconds: float
     gpu_hours: float
 
 
-def look_ahead(request: Request, plan: Plan) -> dict[str, Expectation]:
+def predict_planned_runs(request: SweepRequest, plan: SweepPlan) -> dict[str, PlannedRunPrediction]:
     """Expectations of the runs that are to be executed, by run_id: for a dry run, or to leave out what does not fit.
 
     With `skip_oom` those that surely do not fit are taken out of the plan.
     """
     if request.search != "none" or not (request.dry_run or request.skip_oom):
         return {}
-    executed = [config for config in plan.to_run if not config.predicted]
-    expected = {
-        config.run_id: _expectation(config, told, request.cluster["launcher"])
-        for config, told in zip(executed, forecasts(executed), strict=True)
+    executed_configs = [config for config in plan.to_run if not config.is_predicted]
+    predictions_by_run_id = {
+        config.run_id: _predict_planned_run(config, prediction, request.cluster["launcher"])
+        for config, prediction in zip(executed_configs, predict_configs(executed_configs), strict=True)
     }
     if request.skip_oom:
-        plan.skip(
+        plan.skip_runs(
             {
-                run_id: f"{shortage(expectation.memory)} ({SKIPPED_BY})"
-                for run_id, expectation in expected.items()
-                if expectation.memory is not None and expectation.memory.verdict == DOES_NOT_FIT
+                run_id: f"{describe_shortage(run_prediction.memory)} ({SKIP_OPTION})"
+                for run_id, run_prediction in predictions_by_run_id.items()
+                if run_prediction.memory is not None and run_prediction.memory.verdict == DOES_NOT_FIT
             }
         )
-    return expected
+    return predictions_by_run_id
 
 
-def _expectation(config: RunConfig, told: Forecast, launcher: str) -> Expectation:
-    seconds = expected_s(config, launcher=launcher)
-    hours = seconds * config.devices / 3600
-    if isinstance(told, Untold):
-        return Expectation(None, told.reason, seconds, hours)
-    return Expectation(told.memory, "", seconds, hours)
+def _predict_planned_run(config: RunConfig, prediction: RunPrediction, launcher: str) -> PlannedRunPrediction:
+    seconds = predict_duration_s(config, launcher=launcher)
+    hours = seconds * config.active_devices / 3600
+    if isinstance(prediction, Unpredictable):
+        return PlannedRunPrediction(None, prediction.reason, seconds, hours)
+    return PlannedRunPrediction(prediction.memory, "", seconds, hours)
 
 
-def write_skipped(request: Request, plan: Plan, launcher: str) -> None:
+def write_skipped_rows(request: SweepRequest, plan: SweepPlan, launcher: str) -> None:
     """Give the runs that were left out rows that say so, unless they have them."""
     for config, reason in plan.skipped:
-        record = records.latest(request.store, config.run_id)
+        record = records.read_latest_row(request.store, config.run_id)
         if record is None or (record["status"], record.get("error")) != ("skipped", reason):
-            facts = {"launcher": launcher, "sweep": request.sweep}
-            write_unstarted_row(configured_row(config), request.store, status="skipped", error=reason, facts=facts)
+            columns = {"launcher": launcher, "sweep": request.sweep}
+            write_unstarted_row(
+                build_configured_columns(config), request.store, status="skipped", error=reason, launch_columns=columns
+            )
 
 
-def summary(request: Request, plan: Plan, expected: Mapping[str, Expectation]) -> list[str]:
+def describe_predictions(
+    request: SweepRequest, plan: SweepPlan, predictions_by_run_id: Mapping[str, PlannedRunPrediction]
+) -> list[str]:
     """What all runs together are expected to come to, in sentences."""
-    told = [expected[config.run_id] for config in plan.to_run if config.run_id in expected]
-    left = [expected[config.run_id] for config, _ in plan.skipped if config.run_id in expected]
+    run_predictions = [
+        predictions_by_run_id[config.run_id] for config in plan.to_run if config.run_id in predictions_by_run_id
+    ]
+    skipped_predictions = [
+        predictions_by_run_id[config.run_id] for config, _ in plan.skipped if config.run_id in predictions_by_run_id
+    ]
     lines = []
-    if told:
-        seconds, hours = sum(one.seconds for one in told), sum(one.gpu_hours for one in told)
+    if run_predictions:
+        seconds, hours = (
+            sum(prediction.seconds for prediction in run_predictions),
+            sum(prediction.gpu_hours for prediction in run_predictions),
+        )
         on_gpus = any(config.hardware.device != "cpu" for config in plan.to_run)
         cost = f", {hours:,.1f} GPU-hours" if on_gpus else ""
-        lines.append(f"Expected: {duration(seconds)} one after the other{cost}.")
-    verdicts = [one.memory.verdict for one in (*told, *left) if one.memory is not None]
-    if any(verdicts):
+        lines.append(f"Expected: {format_duration(seconds)} one after the other{cost}.")
+    fits = [
+        prediction.memory.verdict
+        for prediction in (*run_predictions, *skipped_predictions)
+        if prediction.memory is not None
+    ]
+    if any(fits):
         lines.append(
-            f"Memory: {verdicts.count(FITS)} fit, {verdicts.count(TOO_CLOSE)} are too close to call, "
-            f"{verdicts.count(DOES_NOT_FIT)} will surely not fit"
-            + (" (skip_oom=true leaves them out)." if DOES_NOT_FIT in verdicts and not request.skip_oom else ".")
+            f"Memory: {fits.count(FITS)} fit, {fits.count(TOO_CLOSE)} are too close to call, "
+            f"{fits.count(DOES_NOT_FIT)} will surely not fit"
+            + (" (skip_oom=true leaves them out)." if DOES_NOT_FIT in fits and not request.skip_oom else ".")
         )
-    reasons: dict[str, int] = {}
-    for one in told:
-        if one.untold:
-            reasons[one.untold] = reasons.get(one.untold, 0) + 1
-    return lines + [f"Not predicted ({count}): {reason}" for reason, count in reasons.items()]
+    reason_counts: dict[str, int] = {}
+    for prediction in run_predictions:
+        if prediction.reason:
+            reason_counts[prediction.reason] = reason_counts.get(prediction.reason, 0) + 1
+    return lines + [f"Not predicted ({count}): {reason}" for reason, count in reason_counts.items()]
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds in the unit that suits them: ``40 s``, ``12 min``, ``3.5 h``."""
     if seconds < 100:
         return f"{seconds:.0f} s"

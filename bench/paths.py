@@ -7,9 +7,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from bench.errors import UsageError, bad_value
+from bench.errors import UsageError, invalid_value_error
 
-ROW_BYTES = 256 * 1024
+MIN_FREE_BYTES = 256 * 1024
 """Of the largest rows; a store with less space is refused."""
 
 
@@ -26,22 +26,22 @@ def require_path(field: str, text: str) -> Path:
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         pass
     except (OSError, ValueError) as error:
-        raise bad_value(field, text, f"another path ({getattr(error, 'strerror', None) or error})") from None
+        raise invalid_value_error(field, text, f"another path ({getattr(error, 'strerror', None) or error})") from None
     return Path(text)
 
 
-def require_writable(store: Path) -> None:
+def require_writable_store(store: Path) -> None:
     """Raise `UsageError` unless the store can take a row: its folder, and some disk space."""
     try:
         store.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store) as file:
-            os.posix_fallocate(file.fileno(), 0, ROW_BYTES)
+            os.posix_fallocate(file.fileno(), 0, MIN_FREE_BYTES)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise bad_value("store", store, f"a folder that can be written to ({reason})") from None
+        raise invalid_value_error("store", store, f"a folder that can be written to ({reason})") from None
 
 
-def path(text: str) -> Path:
+def parse_path_argument(text: str) -> Path:
     """For argparse: an argument that is a path."""
     try:
         return require_path("path", text)

@@ -8,17 +8,21 @@ import pkgutil
 from types import ModuleType
 from typing import Any
 
-from bench.errors import bad_value
+from bench.errors import invalid_value_error
 
 
-def names(package: ModuleType, base: Any) -> list[str]:
-    """Names of the files of `package` that define a class derived from `base`, sorted."""
-    found = [info.name for info in pkgutil.iter_modules(package.__path__)]
-    return sorted(name for name in found if _classes(importlib.import_module(f"{package.__name__}.{name}"), base))
+def list_plugin_names(package: ModuleType, base_class: Any) -> list[str]:
+    """Names of the files of `package` that define a class derived from `base_class`, sorted."""
+    module_names = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    return sorted(
+        name
+        for name in module_names
+        if _list_subclasses(importlib.import_module(f"{package.__name__}.{name}"), base_class)
+    )
 
 
-def find(field: str, name: str, package: ModuleType, base: Any) -> Any:
-    """The class derived from `base` that ``package/name.py`` defines.
+def find_plugin_class(field: str, name: str, package: ModuleType, base_class: Any) -> Any:
+    """The class derived from `base_class` that ``package/name.py`` defines.
 
     A `name` with a dot is the path of a module outside the package: somebody's own plug-in.
 
@@ -35,20 +39,24 @@ def find(field: str, name: str, package: ModuleType, base: Any) -> Any:
     except Exception as error:  # whatever somebody's own module raises
         if not isinstance(error, ModuleNotFoundError) or error.name is None or not path.startswith(error.name):
             reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
-            raise bad_value(field, name, f"a module that can be imported ({reason})") from error
-        raise bad_value(field, name, [*names(package, base), "or a module path of your own"]) from None
-    classes = _classes(module, base)
+            raise invalid_value_error(field, name, f"a module that can be imported ({reason})") from error
+        raise invalid_value_error(
+            field, name, [*list_plugin_names(package, base_class), "or a module path of your own"]
+        ) from None
+    classes = _list_subclasses(module, base_class)
     if len(classes) != 1:
-        raise bad_value(field, name, f"a module that defines one subclass of {base.__name__}, not {len(classes)}")
+        raise invalid_value_error(
+            field, name, f"a module that defines one subclass of {base_class.__name__}, not {len(classes)}"
+        )
     return classes[0]
 
 
-def _classes(module: ModuleType, base: Any) -> list[Any]:
+def _list_subclasses(module: ModuleType, base_class: Any) -> list[Any]:
     return [
         value
         for value in vars(module).values()
         if inspect.isclass(value)
-        and issubclass(value, base)
+        and issubclass(value, base_class)
         and not inspect.isabstract(value)
         and value.__module__ == module.__name__
     ]

@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from bench.errors import bad_value
+from bench.errors import invalid_value_error
 from bench.typed import OneOf
 
 if TYPE_CHECKING:
     import torch
 
-AUTOCAST, PARAMETERS = MIXINGS = "autocast", "parameters"
+AUTOCAST_MIXING, PARAMETER_MIXING = MIXING_MODES = "autocast", "parameters"
 """Ways of mixed precision."""
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TORCH_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of number formats. Whoever reads rows needs no torch, whose import takes seconds and 200 MB."""
 
 
-def dtype_of(name: str) -> torch.dtype:
+def get_torch_dtype(name: str) -> torch.dtype:
     """torch's type of a format: fp32, bf16 or fp16."""
     import torch
 
-    found: torch.dtype = getattr(torch, DTYPES[name])
-    return found
+    dtype: torch.dtype = getattr(torch, TORCH_DTYPE_NAMES[name])
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Precision:
     name: str
     parameters: Annotated[str, OneOf("fp32", "bf16")]
     """Format parameters, gradients and optimizer state are kept in: fp32 or bf16."""
-    compute: Annotated[str, OneOf(*DTYPES)]
+    compute: Annotated[str, OneOf(*TORCH_DTYPE_NAMES)]
     """Format of matmul inputs: fp32, bf16 or fp16."""
-    reduce: Annotated[str, OneOf(*DTYPES)]
+    reduce: Annotated[str, OneOf(*TORCH_DTYPE_NAMES)]
     """Format gradients are reduced in across ranks: fp32, bf16 or fp16."""
     tf32: bool = False
     """Whether fp32 matmuls may use TF32 tensor cores."""
@@ -50,43 +50,45 @@ class Precision:
     float8_emulated: bool = False
     """Round to 8 bits and multiply in fp32, on any device: for its accuracy, not its speed."""
 
-    mixing: Annotated[str | None, OneOf(*MIXINGS)] = None
+    mixing: Annotated[str | None, OneOf(*MIXING_MODES)] = None
     """How mixed precision is done: autocast, over parameters that stay as they are stored; or parameters, that are cast
     before they are used, as FSDP's mixed-precision policy does. null: as each strategy's users do it, autocast but for
     FSDP and DeepSpeed. Without effect where nothing is mixed."""
 
     def __post_init__(self) -> None:
         if self.parameters == "bf16" and self.compute != "bf16":
-            raise bad_value("precision.compute", self.compute, "bf16, since precision.parameters=bf16")
+            raise invalid_value_error("precision.compute", self.compute, "bf16, since precision.parameters=bf16")
         if self.tf32 and self.compute != "fp32":
-            raise bad_value("precision.tf32", True, f"false, since precision.compute={self.compute} is not fp32")
-        if self.in_float8 and self.compute != "bf16":
-            raise bad_value("precision.compute", self.compute, f"bf16, since precision.float8={self.float8}")
-        if self.float8_emulated and not self.in_float8:
-            raise bad_value("precision.float8_emulated", True, "false, since precision.float8=none")
+            raise invalid_value_error(
+                "precision.tf32", True, f"false, since precision.compute={self.compute} is not fp32"
+            )
+        if self.uses_float8 and self.compute != "bf16":
+            raise invalid_value_error("precision.compute", self.compute, f"bf16, since precision.float8={self.float8}")
+        if self.float8_emulated and not self.uses_float8:
+            raise invalid_value_error("precision.float8_emulated", True, "false, since precision.float8=none")
 
     @property
     def parameter_dtype(self) -> torch.dtype:
         """Dtype of the stored parameters."""
-        return dtype_of(self.parameters)
+        return get_torch_dtype(self.parameters)
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of matmul inputs."""
-        return dtype_of(self.compute)
+        return get_torch_dtype(self.compute)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """Dtype of the gradient reduction."""
-        return dtype_of(self.reduce)
+        return get_torch_dtype(self.reduce)
 
     @property
-    def in_float8(self) -> bool:
+    def uses_float8(self) -> bool:
         """Whether linear layers compute in FP8."""
         return self.float8 != "none"
 
     @property
-    def mixed(self) -> bool:
+    def is_mixed(self) -> bool:
         """Whether matmuls run in a narrower format than parameters are stored in."""
         return self.compute != self.parameters
 

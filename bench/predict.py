@@ -8,15 +8,15 @@ import sys
 from rich.console import Group
 
 from bench import command
-from bench.advice.answer import Answer, answer
-from bench.advice.data import as_csv, as_json
-from bench.advice.details import row_details
-from bench.advice.question import Question, read_question
-from bench.advice.tables import answer_tables
-from bench.advice.terminal import answered, question_parser
+from bench.advice.answer import AdviceAnswer, answer_question
+from bench.advice.data import format_answer_csv, format_answer_json
+from bench.advice.details import build_candidate_details
+from bench.advice.question import AdviceQuestion, read_question
+from bench.advice.tables import build_answer_tables
+from bench.advice.terminal import answer_with_progress, build_question_parser
 from bench.errors import UsageError
-from bench.hardware import detect
-from bench.terminal import output
+from bench.hardware import detect_device
+from bench.terminal import open_stdout_console
 
 EPILOG = """\
 examples:
@@ -44,7 +44,7 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 WIDTH_WITHOUT_TERMINAL = 160
 
-OWN = ("tokens", "details", "timeline", "format", "top")
+OPTION_KEYS = ("tokens", "details", "timeline", "format", "top")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,24 +61,26 @@ def main(arguments: list[str] | None = None) -> int:
 
         return validate(arguments[1:])
     arguments = ["details=true" if argument == "explain" else argument for argument in arguments]
-    options = _parser().parse_intermixed_args(arguments)
+    options = _build_parser().parse_intermixed_args(arguments)
     try:
-        question = read_question(options.overrides, {key: getattr(options, key) for key in OWN}, detect())
-        found = answered(answer, question)
-        if question.timeline is not None:
+        question = read_question(
+            options.overrides, {key: getattr(options, key) for key in OPTION_KEYS}, detect_device()
+        )
+        answer = answer_with_progress(answer_question, question)
+        if question.timeline_path is not None:
             from bench.advice.timelines import write_timeline  # takes matplotlib, and seconds
 
-            write_timeline(found.sections[0].ranking.first, question.timeline)
-            print(f"Timeline of the best row: {question.timeline}", file=sys.stderr)
+            write_timeline(answer.sections[0].ranking.top_candidate, question.timeline_path)
+            print(f"Timeline of the best row: {question.timeline_path}", file=sys.stderr)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    _show(found, question)
-    return 0 if any(section.ranking.possible for section in found.sections) else 1
+    _print_answer(answer, question)
+    return 0 if any(section.ranking.possible for section in answer.sections) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = question_parser("bench.predict", __doc__, EPILOG)
+def _build_parser() -> argparse.ArgumentParser:
+    parser = build_question_parser("bench.predict", __doc__, EPILOG)
     parser.add_argument("-m", "--multirun", action="store_true", help="not needed: commas are understood without it")
     parser.add_argument("--tokens", metavar="NUMBER", help="to train on: adds GPU-hours and days")
     parser.add_argument("--details", action="store_const", const="true", help="the best row in full")
@@ -88,17 +90,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _show(found: Answer, question: Question) -> None:
+def _print_answer(answer: AdviceAnswer, question: AdviceQuestion) -> None:
     """Data, and nothing but data, on the standard output."""
-    if question.format != "table":
-        print((as_json if question.format == "json" else as_csv)(found, question.tokens))
+    if question.output_format != "table":
+        print((format_answer_json if question.output_format == "json" else format_answer_csv)(answer, question.tokens))
         return
-    console = output(WIDTH_WITHOUT_TERMINAL)
-    console.print(answer_tables(found, question.tokens, question.top), highlight=False, crop=False)
-    if question.details:
-        for section in found.sections:
-            console.print(Group("", *row_details(section.ranking.first, section.rules)), highlight=False, crop=False)
+    console = open_stdout_console(WIDTH_WITHOUT_TERMINAL)
+    console.print(build_answer_tables(answer, question.tokens, question.max_rows), highlight=False, crop=False)
+    if question.shows_details:
+        for section in answer.sections:
+            console.print(
+                Group("", *build_candidate_details(section.ranking.top_candidate, section.rule_comparisons)),
+                highlight=False,
+                crop=False,
+            )
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

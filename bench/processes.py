@@ -29,64 +29,70 @@ T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 
-POLITE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 """Signals that a terminal or SLURM sends to all processes of a run; only the one that watches over them acts."""
 
-DRIVERS = ("nvidiactl", "nvidia0", "nvmap", "dxg", "kfd")
+GPU_DEVICE_FILES = ("nvidiactl", "nvidia0", "nvmap", "dxg", "kfd")
 """Under /dev, one of them on every machine whose GPUs torch could use: NVIDIA, Jetson, Windows' Linux, AMD."""
 
-CLEAN_MODULES = ("bench.forkserver", "torch.distributed.fsdp", "torch.profiler", "bench.rank", "bench.simulate.traces")
+FORKSERVER_MODULES = (
+    "bench.forkserver",
+    "torch.distributed.fsdp",
+    "torch.profiler",
+    "bench.rank",
+    "bench.simulate.traces",
+)
 """What the forkserver imports: touches no device."""
 
 
 @functools.cache
-def may_reach_gpus() -> bool:
+def can_reach_gpus() -> bool:
     """Whether this torch was built for GPUs and this machine has a driver for some."""
     import torch
 
-    built = torch.version.cuda is not None or torch.version.hip is not None
-    return built and has_gpu_driver()
+    built_for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+    return built_for_gpus and has_gpu_driver()
 
 
 def has_gpu_driver() -> bool:
     """Whether this machine has a driver for GPUs, whatever torch was built for."""
-    return any(Path("/dev", name).exists() for name in DRIVERS)
+    return any(Path("/dev", name).exists() for name in GPU_DEVICE_FILES)
 
 
-def context() -> ForkContext | ForkServerContext:
+def get_mp_context() -> ForkContext | ForkServerContext:
     """How children are started here."""
-    if not may_reach_gpus():
+    if not can_reach_gpus():
         return multiprocessing.get_context("fork")
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(list(CLEAN_MODULES))
+    forkserver_context = multiprocessing.get_context("forkserver")
+    forkserver_context.set_forkserver_preload(list(FORKSERVER_MODULES))
     resource_tracker.ensure_running()  # by itself, for it takes back what signals are held
-    with signals_held(*POLITE_SIGNALS):
+    with block_signals(*GROUP_SIGNALS):
         forkserver.ensure_running()
-    return server
+    return forkserver_context
 
 
 @contextlib.contextmanager
-def signals_held(*signals: signal.Signals) -> Iterator[None]:
+def block_signals(*signals: signal.Signals) -> Iterator[None]:
     """Hear some signals only afterwards, and have processes started within never hear them unless they ask to.
 
     Ctrl-C goes to every process of a terminal: each would print a traceback, and submitit's controller would kill its
     job within a second.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
-def prepare(modules: Sequence[str]) -> None:
+def preload_if_forking(modules: Sequence[str]) -> None:
     """Import what children will need, if they will find it because they are forked."""
-    if not may_reach_gpus():
-        preload(tuple(modules))
+    if not can_reach_gpus():
+        preload_modules(tuple(modules))
 
 
 @functools.cache
-def preload(modules: tuple[str, ...]) -> None:
+def preload_modules(modules: tuple[str, ...]) -> None:
     """Import what ranks need.
 
     The garbage collector rests meanwhile, since imports leave nothing to collect, and then leaves the imported
@@ -102,16 +108,20 @@ def preload(modules: tuple[str, ...]) -> None:
         gc.enable()
 
 
-def follow_parent() -> None:
+def bind_to_parent() -> None:
     """Have this child die with the process that started it, and leave polite signals to that one."""
     die_with_parent()
-    starter = multiprocessing.parent_process()
-    assert starter is not None
-    served = "bench.forkserver" in sys.modules  # then the parent is the forkserver, which dies with the starter
-    if not (starter.is_alive() if served else os.getppid() == starter.pid):  # it died before we asked to die with it
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    from_forkserver = (
+        "bench.forkserver" in sys.modules
+    )  # then the parent is the forkserver, which dies with the starter
+    if not (
+        parent.is_alive() if from_forkserver else os.getppid() == parent.pid
+    ):  # it died before we asked to die with it
         os._exit(1)
-    for number in POLITE_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in GROUP_SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
 
 
 def die_with_parent() -> None:
@@ -120,13 +130,13 @@ def die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def worker_pool(
+def open_worker_pool(
     workers: int, initializer: Callable[..., object] | None = None, initargs: tuple[Any, ...] = ()
 ) -> Iterator[ProcessPoolExecutor]:
     """Children that work through calls; gone at once when it is left by an exception, Ctrl-C included."""
-    pool = ProcessPoolExecutor(workers, context(), _begin_worker, (initializer, initargs))
+    pool = ProcessPoolExecutor(workers, get_mp_context(), _initialize_worker, (initializer, initargs))
     try:
-        with signals_held(signal.SIGINT):
+        with block_signals(signal.SIGINT):
             pool.submit(int)  # starts the processes
         yield pool
     except BaseException:
@@ -137,20 +147,20 @@ def worker_pool(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
-    follow_parent()
+def _initialize_worker(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
+    bind_to_parent()
     if initializer is not None:
         initializer(*initargs)
 
 
-def apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function that may start CUDA or autograd: in a child where that could do harm to this process."""
-    if not work_belongs_apart():
+    if not needs_isolation():
         return function(*args, **kwargs)
-    with worker_pool(1) as pool:
+    with open_worker_pool(1) as pool:
         return pool.submit(function, *args, **kwargs).result()
 
 
-def work_belongs_apart() -> bool:
+def needs_isolation() -> bool:
     """Whether what may start CUDA or autograd is to be done in a child: not in one already."""
-    return may_reach_gpus() and multiprocessing.parent_process() is None
+    return can_reach_gpus() and multiprocessing.parent_process() is None

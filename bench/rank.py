@@ -17,46 +17,46 @@ import torch.distributed as dist
 from bench.config import RunConfig
 from bench.hardware import MemoryLimit
 from bench.measure import environment, gpu, nccl, oom
-from bench.measure.health import refuse_unhealthy
-from bench.measure.loop import Samples, measure
-from bench.measure.processors import share_processors
-from bench.measure.rehearsal import start_rehearsal
+from bench.measure.health import refuse_unhealthy_node
+from bench.measure.loop import RankSamples, measure_rank
+from bench.measure.processors import limit_cpu_threads
+from bench.measure.rehearsal import init_rehearsal_group
 from bench.models import Batch
-from bench.training.engine import Engine, build_engine, micro_batches
+from bench.training.engine import Engine, build_engine, build_micro_batches
 
 PROCESS_GROUP_TIMEOUT_S = 3600
 """Beyond any run's own time limit, which whoever started the ranks watches."""
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankCoordinates:
     """Where a rank stands in its run and on its machine."""
 
     rank: int
     local_rank: int
     world_size: int
 
-    def device(self, kind: str) -> torch.device:
+    def select_device(self, device_type: str) -> torch.device:
         """The rank's own device: its local rank's among all GPUs of the machine, or the only one it is shown."""
-        if kind == "cpu":
+        if device_type == "cpu":
             return torch.device("cpu")
         return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
-    def neighbours(self, per_node: int) -> list[int]:
+    def list_node_ranks(self, ranks_per_node: int) -> list[int]:
         """The ranks of its machine, itself included."""
-        first = self.rank - self.local_rank
-        return list(range(first, min(first + per_node, self.world_size)))
+        first_rank = self.rank - self.local_rank
+        return list(range(first_rank, min(first_rank + ranks_per_node, self.world_size)))
 
 
 @dataclass
-class Outcome:
+class RankOutcome:
     """What became of one rank. Plain values, so that it can be sent between processes."""
 
     rank: int
     host: str
     status: str = "ok"
     """ok, oom or error."""
-    samples: Samples | None = None
+    samples: RankSamples | None = None
     device: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     phase: str = "init"
@@ -66,40 +66,40 @@ class Outcome:
 
 def run_rank(
     config: RunConfig,
-    place: RankPlace,
-    rendezvous: Callable[[], dist.Store],
-    trace: Path,
-    note_phase: Callable[[str], None] = lambda phase: None,
+    coordinates: RankCoordinates,
+    connect_store: Callable[[], dist.Store],
+    trace_path: Path,
+    report_phase: Callable[[str], None] = lambda phase: None,
     *,
     check_node: bool = False,
-) -> Outcome:
+) -> RankOutcome:
     """Run one rank from process group to samples. Never raises: what goes wrong is in the outcome.
 
     Parameters
     ----------
-    rendezvous: callable
+    connect_store: callable
         Gives the key-value store through which the ranks of this run find each other.
-    trace: Path
+    trace_path: Path
         Where rank 0 writes the profiler trace, if the configuration asks for one.
-    note_phase: callable
+    report_phase: callable
         Told as each phase of a step begins, for when the rank does not live to say so.
     check_node: bool
         Check first that the node is as fast as its kind; the run fails if it is not.
     """
-    started = time.perf_counter()
-    outcome = Outcome(place.rank, environment.host())
+    started_at = time.perf_counter()
+    outcome = RankOutcome(coordinates.rank, environment.get_host_name())
     on_gpu = config.hardware.device == "cuda"
-    limit: MemoryLimit | None = None
-    failed_request: Callable[[], int | None] = lambda: None  # noqa: E731
-    network: Callable[[], str | None] = lambda: None  # noqa: E731
+    memory_limit: MemoryLimit | None = None
+    get_failed_request: Callable[[], int | None] = lambda: None  # noqa: E731
+    read_network: Callable[[], str | None] = lambda: None  # noqa: E731
 
     def enter_phase(phase: str) -> None:
         outcome.phase = phase
-        note_phase(phase)
+        report_phase(phase)
 
-    def build() -> tuple[Engine, list[Batch]]:
+    def build_engine_and_batches() -> tuple[Engine, list[Batch]]:
         engine = build_engine(
-            config.trained,
+            config.trained_model,
             config.strategy,
             config.precision,
             config.optimizer,
@@ -110,17 +110,17 @@ def run_rank(
             synchronize_every_micro_batch=config.gradient_accumulation_sync,
             seed=config.seed,
             enter_phase=enter_phase,
-            rehearsed=config.rehearsed,
-            micro_batches=config.gradient_accumulation,
+            rehearsed=config.is_rehearsed,
+            num_micro_batches=config.gradient_accumulation,
         )
-        share, shares = config.strategy.batch_share(place.rank, config.gpus)
-        batches = micro_batches(
+        share_index, num_shares = config.strategy.find_batch_share(coordinates.rank, config.gpus)
+        batches = build_micro_batches(
             config.model,
             num_micro_batches=config.gradient_accumulation,
             batch_size=config.sequences_per_rank,
             sequence_length=config.sequence_length,
-            share=share,
-            shares=shares,
+            share_index=share_index,
+            num_shares=num_shares,
             device=device,
             seed=config.seed,
         )
@@ -132,101 +132,115 @@ def run_rank(
                 "this rank was forked from a process that had started CUDA, and cannot use it: something that was "
                 "imported there did. Report this as a fault of the suite, with the packages that are installed."
             )
-        device = place.device(config.hardware.device)
-        driven = config.devices_per_process
-        devices = [device] if driven == 1 else [torch.device(device.type, number) for number in range(driven)]
+        device = coordinates.select_device(config.hardware.device)
+        num_devices = config.devices_per_process
+        devices = [device] if num_devices == 1 else [torch.device(device.type, index) for index in range(num_devices)]
         if on_gpu:
-            outcome.device["before"] = [gpu.Gpu(each).use() for each in devices]  # by others: not yet by this process
+            outcome.device["before"] = [
+                gpu.NvmlGpu(driven_device).read_usage() for driven_device in devices
+            ]  # by others: not yet by this process
             torch.cuda.set_device(device)
-            failed_request = oom.watch_cuda_allocations()
-            network = nccl.watch_network()
+            get_failed_request = oom.observe_failed_cuda_allocations()
+            read_network = nccl.capture_nccl_network()
         else:
             torch.set_num_threads(config.hardware.cpu_threads)
-        store: dist.Store | None = None
-        if config.rehearsed:
-            start_rehearsal(config.gpus)
+        kv_store: dist.Store | None = None
+        if config.is_rehearsed:
+            init_rehearsal_group(config.gpus)
         else:
-            store = rendezvous()
+            kv_store = connect_store()
             dist.init_process_group(
-                backend(config),
-                store=store,
-                rank=place.rank,
-                world_size=place.world_size,
+                choose_backend(config),
+                store=kv_store,
+                rank=coordinates.rank,
+                world_size=coordinates.world_size,
                 timeout=datetime.timedelta(seconds=PROCESS_GROUP_TIMEOUT_S),
                 device_id=device if on_gpu else None,
             )
         if on_gpu:
-            share_processors(store, place.rank, place.neighbours(config.processes_per_node))
-        outcome.device |= environment.device(devices)
-        if check_node and not config.rehearsed:
-            refuse_unhealthy(config.hardware, device, host=environment.node(), nodes=config.nodes, facts=outcome.device)
-        limit = MemoryLimit(config.hardware.memory_limit_bytes, devices)
-        if limit.bytes != config.hardware.memory_limit_bytes:
-            outcome.device["memory_limit_bytes"] = limit.bytes
-        outcome.samples = measure(
-            build,
+            limit_cpu_threads(kv_store, coordinates.rank, coordinates.list_node_ranks(config.processes_per_node))
+        outcome.device |= environment.describe_devices(devices)
+        if check_node and not config.is_rehearsed:
+            refuse_unhealthy_node(
+                config.hardware,
+                device,
+                host=environment.get_node_name(),
+                num_nodes=config.nodes,
+                device_info=outcome.device,
+            )
+        memory_limit = MemoryLimit(config.hardware.memory_limit_bytes, devices)
+        if memory_limit.limit_bytes != config.hardware.memory_limit_bytes:
+            outcome.device["memory_limit_bytes"] = memory_limit.limit_bytes
+        outcome.samples = measure_rank(
+            build_engine_and_batches,
             devices,
-            started=started,
+            started_at=started_at,
             warmup_steps=config.measurement.warmup_steps,
             steps=config.measurement.steps,
             min_warmup_s=config.measurement.min_warmup_s or 0.0,
             min_timed_s=config.measurement.min_timed_s or 0.0,
             profile=config.measurement.profile,
-            trace=trace if place.rank == 0 else None,
-            own_work=limit.suspended,
-            agree=agreement(store, place.rank),
+            trace_path=trace_path if coordinates.rank == 0 else None,
+            unmeasured_work=memory_limit.suspend,
+            agree_on_steps=build_agreement(kv_store, coordinates.rank),
         )
     except BaseException as error:
         outcome.failed_at = time.time()
-        exhausted = limit is not None and limit.lift()
-        shortage = oom.out_of_memory(
-            error, config.hardware.device, offloads=config.strategy.uses_host, exhausted=exhausted
+        limit_exhausted = memory_limit is not None and memory_limit.lift()
+        oom_error = oom.find_out_of_memory_error(
+            error, config.hardware.device, offloads=config.strategy.has_offloaded_state, limit_exhausted=limit_exhausted
         )
-        if shortage is not None:
+        if oom_error is not None:
             outcome.status = "oom"
-            outcome.oom_bytes = oom.bytes_asked(shortage, failed_request())
+            outcome.oom_bytes = oom.find_requested_bytes(oom_error, get_failed_request())
         else:
             outcome.status = "error"
-        outcome.error = one_line(shortage or error)
-        allowed = None if limit is None else limit.bytes
-        taken = max((gpu.taken_from(before, allowed) for before in outcome.device.get("before", ())), default=0)
-        if shortage is not None and taken:
+        outcome.error = format_error_line(oom_error or error)
+        limit_bytes = None if memory_limit is None else memory_limit.limit_bytes
+        taken_bytes = max(
+            (gpu.compute_taken_bytes(usage_before, limit_bytes) for usage_before in outcome.device.get("before", ())),
+            default=0,
+        )
+        if oom_error is not None and taken_bytes:
             outcome.status = "error"
-            outcome.error = f"while other processes held {taken / 2**30:.1f} GiB of the GPU: {outcome.error}"
+            outcome.error = f"while other processes held {taken_bytes / 2**30:.1f} GiB of the GPU: {outcome.error}"
         traceback.print_exc()
-    outcome.device["torch"] = environment.torch_settings(on_gpu)
-    if (name := network()) is not None:
-        outcome.device["nccl_network"] = name
+    outcome.device["torch"] = environment.read_torch_settings(on_gpu)
+    if (network_name := read_network()) is not None:
+        outcome.device["nccl_network"] = network_name
     return outcome
 
 
-def backend(config: RunConfig) -> str:
+def choose_backend(config: RunConfig) -> str:
     """The communication library of a run's devices, and gloo beside it where tensors that were offloaded are reduced:
     NCCL knows none that lie in the machine's memory."""
     if config.hardware.device == "cpu":
         return "gloo"
-    return "cpu:gloo,cuda:nccl" if config.strategy.reduces_on_host else "nccl"
+    return "cpu:gloo,cuda:nccl" if config.strategy.has_host_collectives else "nccl"
 
 
-def agreement(store: dist.Store | None, rank: int) -> Callable[[int], int]:
+def build_agreement(kv_store: dist.Store | None, rank: int) -> Callable[[int], int]:
     """What rank 0 says of a number, for all ranks, which call this equally often; without a store the own number."""
-    asked = itertools.count()
+    key_numbers = itertools.count()
 
-    def agree(number: int) -> int:
-        if store is None:
+    def agree_on_number(number: int) -> int:
+        if kv_store is None:
             return number
-        key = f"agreed/{next(asked)}"
+        key = f"agreed/{next(key_numbers)}"
         if rank == 0:
-            store.set(key, str(number))
-        return int(store.get(key))
+            kv_store.set(key, str(number))
+        return int(kv_store.get(key))
 
-    return agree
+    return agree_on_number
 
 
-def one_line(error: BaseException) -> str:
+def format_error_line(error: BaseException) -> str:
     """An exception as one readable line, with what it was raised from in the end."""
-    root = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    lines = [f"{type(link).__name__}: {' '.join(str(link).split())[:500]}" for link in {error: None, root: None}]
+    root_error = error
+    while root_error.__cause__ is not None:
+        root_error = root_error.__cause__
+    lines = [
+        f"{type(linked_error).__name__}: {' '.join(str(linked_error).split())[:500]}"
+        for linked_error in {error: None, root_error: None}
+    ]
     return " from ".join(lines)

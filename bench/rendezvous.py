@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
 
-ELSEWHERE = "192.0.2.1"
+UNASSIGNED_ADDRESS = "192.0.2.1"
 """An address that belongs to nobody (RFC 5737): the way there is the default route."""
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Environment variable that names the network whose address gloo listens on."""
 
 
-def listening_store(address: str, port: int = 0) -> dist.TCPStore:
+def serve_tcp_store(address: str, port: int = 0) -> dist.TCPStore:
     """A store that this process serves, on an address of this machine.
 
     Parameters
@@ -35,33 +35,33 @@ def listening_store(address: str, port: int = 0) -> dist.TCPStore:
     OSError
         If the address is not this machine's, or the port is taken.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family, backlog=1024)
+    address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=address_family, backlog=1024)
     port = listener.getsockname()[1]
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def stay_on_this_machine() -> None:
+def restrict_gloo_to_loopback() -> None:
     """Have gloo, too, listen on no network in this process, whose peers are all on this machine."""
-    os.environ.setdefault(GLOO_INTERFACE, "lo")
+    os.environ.setdefault(GLOO_INTERFACE_VARIABLE, "lo")
 
 
-def address_towards(machines: Sequence[str]) -> str:
+def find_address_towards(peer_hosts: Sequence[str]) -> str:
     """This machine's address on the network that it reaches others by; loopback if there are no others.
 
     Where no name can be resolved it is the address towards everywhere else.
     """
-    for machine in (*machines, ELSEWHERE) if machines else ():
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((machine, 9))  # sends nothing
-            return str(probe.getsockname()[0])
+    for peer_host in (*peer_hosts, UNASSIGNED_ADDRESS) if peer_hosts else ():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp_socket:
+            udp_socket.connect((peer_host, 9))  # sends nothing
+            return str(udp_socket.getsockname()[0])
     return LOOPBACK
 
 
-def address_of(host: str, machines: Sequence[str]) -> str:
+def find_address_of(host: str, peer_hosts: Sequence[str]) -> str:
     """This machine's address that others find under its name, which may be loopback's on this machine itself."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(host)
-        if not machines or not ipaddress.ip_address(address).is_loopback:
+        if not peer_hosts or not ipaddress.ip_address(address).is_loopback:
             return address
-    return address_towards(machines)
+    return find_address_towards(peer_hosts)

@@ -8,17 +8,21 @@ from collections.abc import Sequence
 
 from bench import command
 from bench.errors import UsageError, require_at_least
-from bench.paths import path
+from bench.paths import parse_path_argument
 from bench.reporting import read_store, write_report
-from bench.reporting.builder import MOST_FIGURES
-from bench.reporting.labels import counted
+from bench.reporting.builder import MAX_FIGURES
+from bench.reporting.labels import format_plural
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, or 2 where the user must change something."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
-    parser.add_argument("store", type=path, metavar="STORE", help="a store of rows, or a folder of stores")
-    parser.add_argument("--output", type=path, metavar="DIR", help="folder for the report (default: STORE/report)")
+    parser.add_argument(
+        "store", type=parse_path_argument, metavar="STORE", help="a store of rows, or a folder of stores"
+    )
+    parser.add_argument(
+        "--output", type=parse_path_argument, metavar="DIR", help="folder for the report (default: STORE/report)"
+    )
     parser.add_argument(
         "--no-interactive",
         dest="interactive",
@@ -28,28 +32,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--figures",
         type=int,
-        default=MOST_FIGURES,
+        default=MAX_FIGURES,
         metavar="COUNT",
-        help=f"the most static figures to draw, of all sections together (default: {MOST_FIGURES})",
+        help=f"the most static figures to draw, of all sections together (default: {MAX_FIGURES})",
     )
     options = parser.parse_args(arguments)
     output = options.output or (options.store if options.store.is_dir() else options.store.parent) / "report"
     try:
         require_at_least("--figures", options.figures, 0)
         contents = read_store(options.store)
-        page = write_report(
-            contents, str(options.store), output, interactive=options.interactive, figures=options.figures
+        page_path = write_report(
+            contents, str(options.store), output, interactive=options.interactive, max_figures=options.figures
         )
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    left_out = f", {counted(len(contents.unreadable), 'file')} left out:" if contents.unreadable else ""
-    print(page)
-    print(counted(len(contents.records), "run") + left_out)
+    left_out_note = f", {format_plural(len(contents.unreadable), 'file')} left out:" if contents.unreadable else ""
+    print(page_path)
+    print(format_plural(len(contents.records), "run") + left_out_note)
     for problem in contents.unreadable:
         print(f"  {problem}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

@@ -10,16 +10,21 @@ import torch
 
 from bench.config import RunConfig
 from bench.measure import environment
-from bench.measure.busyness import CpuLoad, cpu_doubts, others_share
-from bench.measure.gpu import Facts, gpu_doubts, others_on
-from bench.measure.health import health_columns
-from bench.measure.loop import Samples
-from bench.measure.processors import ranges
-from bench.measure.rehearsal import BACKEND as REHEARSAL
-from bench.measure.statistics import median, median_interval, percentile, slowest_rank
-from bench.rank import Outcome, backend
+from bench.measure.busyness import CpuLoad, compute_others_cpu_share, find_cpu_degradations
+from bench.measure.gpu import GpuInfo, count_other_processes, find_gpu_degradations
+from bench.measure.health import build_health_columns
+from bench.measure.loop import RankSamples
+from bench.measure.processors import format_ranges
+from bench.measure.rehearsal import REHEARSAL_BACKEND as REHEARSAL
+from bench.measure.statistics import (
+    compute_median,
+    compute_median_interval,
+    compute_percentile,
+    compute_slowest_rank_times,
+)
+from bench.rank import RankOutcome, choose_backend
 from bench.records import Record
-from bench.records.schema import STEPS_FOR_P95
+from bench.records.schema import MIN_STEPS_FOR_P95
 
 KNOB_COLUMNS = {
     "bucket_cap_mb",
@@ -34,144 +39,163 @@ KNOB_COLUMNS = {
 """Knobs of strategies that have a column of their own; others are under `effective` alone."""
 
 
-def measured_row(config: RunConfig, outcomes: list[Outcome]) -> Record:
+def build_measured_columns(config: RunConfig, outcomes: list[RankOutcome]) -> Record:
     """The columns that come from what the ranks measured, or rank 0 alone rehearsed, all of them having ended well.
 
     Memory is the maximum over ranks, a step's time that of its slowest rank, the loss the mean over ranks that know
     it (each has an equal share of the batch).
     """
-    samples = [outcome.samples for outcome in sorted(outcomes, key=lambda outcome: outcome.rank) if outcome.samples]
-    steps = slowest_rank([sample.step_times_s for sample in samples])
-    step_time_s = median(steps)
-    low, high = median_interval(steps) or (None, None)
-    known = [sample.losses for sample in samples if sample.losses]  # of a pipeline, the ranks of the last stage
-    losses = [sum(losses) / len(losses) for losses in zip(*known, strict=True)]
-    retries = sum(sample.peaks.alloc_retries for sample in samples)
-    skipped = max(sample.skipped_steps for sample in samples)
+    rank_samples = [
+        outcome.samples for outcome in sorted(outcomes, key=lambda outcome: outcome.rank) if outcome.samples
+    ]
+    step_times_s = compute_slowest_rank_times([sample.step_times_s for sample in rank_samples])
+    step_time_s = compute_median(step_times_s)
+    low, high = compute_median_interval(step_times_s) or (None, None)
+    known_losses = [
+        sample.losses for sample in rank_samples if sample.losses
+    ]  # of a pipeline, the ranks of the last stage
+    losses = [sum(step_losses) / len(step_losses) for step_losses in zip(*known_losses, strict=True)]
+    retries = sum(sample.peaks.alloc_retries for sample in rank_samples)
+    skipped = max(sample.skipped_steps for sample in rank_samples)
     on_cpu = config.hardware.device == "cpu"
-    others = others_share(_loads(outcomes))
-    reasons = {
+    others_cpu_share = compute_others_cpu_share(_group_cpu_loads_by_host(outcomes))
+    applies_by_reason = {
         "the allocator flushed its cache": retries > 0,
         "fp16 skipped steps": skipped > 0,
         "a memory limit slows a CPU": on_cpu and config.hardware.memory_limit_gib is not None,
     }
-    doubts = [reason for reason, holds in reasons.items() if holds]
-    doubts += cpu_doubts(others) if on_cpu else _gpu_doubts(outcomes)
-    device_used = [sample.peaks.device_used for sample in samples if sample.peaks.device_used is not None]
-    exposed = [sample.exposed_communication for sample in samples if sample.exposed_communication is not None]
-    if config.rehearsed:  # nothing was communicated
-        exposed = []
+    degradations = [reason for reason, applies in applies_by_reason.items() if applies]
+    degradations += find_cpu_degradations(others_cpu_share) if on_cpu else _find_gpu_degradations(outcomes)
+    device_used = [sample.peaks.device_used for sample in rank_samples if sample.peaks.device_used is not None]
+    exposed_shares = [
+        sample.exposed_communication for sample in rank_samples if sample.exposed_communication is not None
+    ]
+    if config.is_rehearsed:  # nothing was communicated
+        exposed_shares = []
     return {
-        **speed_row(config, step_time_s),
-        "step_time_p95_s": percentile(steps, 0.95) if len(steps) >= STEPS_FOR_P95 else None,
+        **compute_speed_columns(config, step_time_s),
+        "step_time_p95_s": compute_percentile(step_times_s, 0.95) if len(step_times_s) >= MIN_STEPS_FOR_P95 else None,
         "step_time_ci_low_s": low,
         "step_time_ci_high_s": high,
-        "peak_allocated_bytes": max(sample.peaks.allocated for sample in samples),
-        "peak_active_bytes": max(sample.peaks.active for sample in samples),
-        "peak_reserved_bytes": max(sample.peaks.reserved for sample in samples),
-        "peak_allocated_overall_bytes": max(sample.peaks.allocated_overall for sample in samples),
+        "peak_allocated_bytes": max(sample.peaks.allocated for sample in rank_samples),
+        "peak_active_bytes": max(sample.peaks.active for sample in rank_samples),
+        "peak_reserved_bytes": max(sample.peaks.reserved for sample in rank_samples),
+        "peak_allocated_overall_bytes": max(sample.peaks.allocated_overall for sample in rank_samples),
         "peak_device_used_bytes": max(device_used, default=None),
         "alloc_retries": retries,
         "skipped_steps": skipped,
-        "degraded": bool(doubts),
-        "degraded_by": "; ".join(doubts) or None,
-        "load_average": max((load.load_average for load in _all_loads(samples)), default=None),
-        "others_cpu_share": others,
-        **_gpu_columns(outcomes),
-        "warmup_steps": max(sample.warmup_steps for sample in samples),
-        "warmup_s": max(sample.warmup_s for sample in samples),
-        "timed_steps": len(steps),
-        "timed_s": sum(steps),
-        "setup_s": max(sample.setup_s for sample in samples),
-        "exposed_communication": max(exposed, default=None),
-        "bubble": _idle_share(samples),
+        "degraded": bool(degradations),
+        "degraded_by": "; ".join(degradations) or None,
+        "load_average": max((load.load_average for load in _list_cpu_loads(rank_samples)), default=None),
+        "others_cpu_share": others_cpu_share,
+        **_build_gpu_columns(outcomes),
+        "warmup_steps": max(sample.warmup_steps for sample in rank_samples),
+        "warmup_s": max(sample.warmup_s for sample in rank_samples),
+        "timed_steps": len(step_times_s),
+        "timed_s": sum(step_times_s),
+        "setup_s": max(sample.setup_s for sample in rank_samples),
+        "exposed_communication": max(exposed_shares, default=None),
+        "bubble": _compute_idle_share(rank_samples),
         "final_loss": losses[-1] if losses else None,
         "first_nonfinite_loss_step": next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None),
         "losses": losses,
     }
 
 
-def _all_loads(samples: Sequence[Samples]) -> list[CpuLoad]:
+def _list_cpu_loads(samples: Sequence[RankSamples]) -> list[CpuLoad]:
     return [sample.cpu_load for sample in samples if sample.cpu_load is not None]
 
 
-def _loads(outcomes: Sequence[Outcome]) -> dict[str, list[CpuLoad]]:
+def _group_cpu_loads_by_host(outcomes: Sequence[RankOutcome]) -> dict[str, list[CpuLoad]]:
     """What was computed on the ranks' processors, by host."""
     hosts = {outcome.host for outcome in outcomes}
     return {
-        host: _all_loads([outcome.samples for outcome in outcomes if outcome.host == host and outcome.samples])
+        host: _list_cpu_loads([outcome.samples for outcome in outcomes if outcome.host == host and outcome.samples])
         for host in hosts
     }
 
 
-def _gpus(outcomes: Sequence[Outcome]) -> Iterator[tuple[Facts, list[Facts]]]:
+def _list_gpu_states(outcomes: Sequence[RankOutcome]) -> Iterator[tuple[GpuInfo, list[GpuInfo]]]:
     """Every GPU of the run: who used it before, and how it was under load."""
     for outcome in outcomes:
         states = outcome.samples.gpu_states if outcome.samples else []
-        for number, before in enumerate(outcome.device.get("before", ())):
-            yield before, [state for state in states if state["gpu"] == number]
+        for gpu_index, usage_before in enumerate(outcome.device.get("before", ())):
+            yield usage_before, [state for state in states if state["gpu"] == gpu_index]
 
 
-def _gpu_doubts(outcomes: Sequence[Outcome]) -> list[str]:
-    return sorted({doubt for before, states in _gpus(outcomes) for doubt in gpu_doubts(before, states)})
+def _find_gpu_degradations(outcomes: Sequence[RankOutcome]) -> list[str]:
+    return sorted(
+        {
+            degradation
+            for usage_before, states in _list_gpu_states(outcomes)
+            for degradation in find_gpu_degradations(usage_before, states)
+        }
+    )
 
 
-def _gpu_columns(outcomes: Sequence[Outcome]) -> Record:
+def _build_gpu_columns(outcomes: Sequence[RankOutcome]) -> Record:
     """How the run's GPUs were used by others, and how they were under load: of each number the worst."""
-    gpus = list(_gpus(outcomes))
+    gpus = list(_list_gpu_states(outcomes))
     states = [state for _, states in gpus for state in states]
 
-    def known(name: str) -> list[float]:
+    def list_readings(name: str) -> list[float]:
         return [state[name] for state in states if name in state]
 
     reasons = {reason for state in states for reason in state.get("throttle_reasons", ())}
     return {
-        "gpu_processes_of_others": max((others_on(before, states) for before, states in gpus), default=None),
+        "gpu_processes_of_others": max(
+            (count_other_processes(usage_before, states) for usage_before, states in gpus), default=None
+        ),
         "gpu_used_before_bytes": max(
-            (before["used_bytes"] for before, _ in gpus if "used_bytes" in before), default=None
+            (usage_before["used_bytes"] for usage_before, _ in gpus if "used_bytes" in usage_before), default=None
         ),
         "gpu_utilization_before": max(
-            (float(before["utilization"]) for before, _ in gpus if "utilization" in before), default=None
+            (float(usage_before["utilization"]) for usage_before, _ in gpus if "utilization" in usage_before),
+            default=None,
         ),
-        "sm_clock_mhz": min(known("sm_clock_mhz"), default=None),
-        "memory_clock_mhz": min(known("memory_clock_mhz"), default=None),
-        "gpu_power_w": max(known("power_w"), default=None),
-        "gpu_temperature_c": max(known("temperature_c"), default=None),
+        "sm_clock_mhz": min(list_readings("sm_clock_mhz"), default=None),
+        "memory_clock_mhz": min(list_readings("memory_clock_mhz"), default=None),
+        "gpu_power_w": max(list_readings("power_w"), default=None),
+        "gpu_temperature_c": max(list_readings("temperature_c"), default=None),
         "throttle_reasons": ", ".join(sorted(reasons)) or None,
     }
 
 
-def _idle_share(samples: Sequence[Samples]) -> float | None:
+def _compute_idle_share(samples: Sequence[RankSamples]) -> float | None:
     """Share of a step in which a rank computes nothing, mean over ranks and steps; None where nobody took note."""
-    noted = [(sample.busy_s, sample.step_times_s) for sample in samples if sample.busy_s is not None]
-    if not noted:
+    busy_and_step_times = [(sample.busy_s, sample.step_times_s) for sample in samples if sample.busy_s is not None]
+    if not busy_and_step_times:
         return None
-    return 1 - sum(sum(busy) / sum(steps) for busy, steps in noted) / len(noted)
+    return 1 - sum(sum(busy_s) / sum(step_times_s) for busy_s, step_times_s in busy_and_step_times) / len(
+        busy_and_step_times
+    )
 
 
-def speed_row(config: RunConfig, step_time_s: float) -> Record:
+def compute_speed_columns(config: RunConfig, step_time_s: float) -> Record:
     """The columns that follow from the time of a step."""
     sequences = config.batch_size_per_gpu * config.gradient_accumulation
-    count = config.trained.flops_per_sequence(config.sequence_length)
-    model_flops = sequences * count.model
-    hardware_flops = sequences * count.hardware(config.activation_checkpointing)
+    flop_count = config.trained_model.count_flops_per_sequence(config.sequence_length)
+    model_flops = sequences * flop_count.model_flops
+    hardware_flops = sequences * flop_count.compute_hardware_flops(config.activation_checkpointing)
     tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
-    peak = config.hardware.peak_tflops.get(config.precision.peak)
+    peak_tflops = config.hardware.peak_tflops.get(config.precision.peak)
     return {
         "tflops_per_gpu": tflops,
         "hardware_tflops_per_gpu": hardware_tflops,
-        "mfu": tflops / peak if peak else None,
-        "hfu": hardware_tflops / peak if peak else None,
-        "tokens_per_second_per_gpu": sequences * config.model.tokens_per_sequence(config.sequence_length) / step_time_s,
+        "mfu": tflops / peak_tflops if peak_tflops else None,
+        "hfu": hardware_tflops / peak_tflops if peak_tflops else None,
+        "tokens_per_second_per_gpu": sequences
+        * config.model.count_tokens_per_sequence(config.sequence_length)
+        / step_time_s,
         "step_time_median_s": step_time_s,
         "flops": {"model": model_flops, "hardware": hardware_flops},
     }
 
 
-def configured_row(config: RunConfig) -> Record:
+def build_configured_columns(config: RunConfig) -> Record:
     """The columns that are known before a run starts."""
     values = config.to_dict()
-    used = values["strategy"]
+    strategy_values = values["strategy"]
     return {
         "run_id": config.run_id,
         "evidence": config.evidence,
@@ -181,7 +205,7 @@ def configured_row(config: RunConfig) -> Record:
         "parameters": config.model.num_parameters,
         "strategy": config.strategy.name,
         "effective_strategy": config.effective_strategy,
-        "sharding_factor": config.strategy.factor,
+        "sharding_factor": config.strategy.resolved_sharding_factor,
         "precision": config.precision.name,
         "device": config.hardware.device,
         "hardware": config.hardware.name,
@@ -199,40 +223,46 @@ def configured_row(config: RunConfig) -> Record:
         "parameter_dtype": config.precision.parameters,
         "compute_dtype": config.precision.compute,
         "reduce_dtype": config.precision.reduce,
-        "mixed_precision": _mixed_precision(config),
+        "mixed_precision": _describe_mixed_precision(config),
         "gradient_accumulation_sync": config.gradient_accumulation_sync,
         "seed": config.seed,
         "config": values,
         "requested": config.requested,
-        "effective": {**used, "backend": REHEARSAL if config.rehearsed else backend(config)},
-        **{name: value for name, value in used.items() if name in KNOB_COLUMNS},
+        "effective": {**strategy_values, "backend": REHEARSAL if config.is_rehearsed else choose_backend(config)},
+        **{name: value for name, value in strategy_values.items() if name in KNOB_COLUMNS},
         # FSDP2 knows it as a switch, FSDP1 as a choice: one column holds both.
-        "backward_prefetch": str(used["backward_prefetch"]).lower() if "backward_prefetch" in used else None,
+        "backward_prefetch": str(strategy_values["backward_prefetch"]).lower()
+        if "backward_prefetch" in strategy_values
+        else None,
     }
 
 
-def _mixed_precision(config: RunConfig) -> str:
-    if not config.precision.mixed:
+def _describe_mixed_precision(config: RunConfig) -> str:
+    if not config.precision.is_mixed:
         return "none"
-    return config.strategy.mixed_precision(config.precision)
+    return config.strategy.describe_mixed_precision(config.precision)
 
 
-def environment_row(outcomes: list[Outcome]) -> Record:
+def build_environment_columns(outcomes: list[RankOutcome]) -> Record:
     """The columns that say what a run ran on."""
-    devices = {f"rank {outcome.rank}": outcome.device for outcome in outcomes if outcome.device}
-    names = sorted({str(facts["name"]) for facts in devices.values() if facts.get("name")})
+    device_by_rank = {f"rank {outcome.rank}": outcome.device for outcome in outcomes if outcome.device}
+    gpu_names = sorted({str(device_info["name"]) for device_info in device_by_rank.values() if device_info.get("name")})
     hosts = sorted({outcome.host for outcome in outcomes})
     return {
-        **environment.commit(),
+        **environment.find_commit(),
         "torch_version": torch.__version__,
-        "gpu_name": ", ".join(names) or None,
-        "hosts": ",".join(hosts) or environment.host(),
-        **health_columns(devices.values()),
-        "environment": {**environment.software(), "topology": environment.topology(), "devices": devices},
+        "gpu_name": ", ".join(gpu_names) or None,
+        "hosts": ",".join(hosts) or environment.get_host_name(),
+        **build_health_columns(device_by_rank.values()),
+        "environment": {
+            **environment.describe_software(),
+            "topology": environment.query_gpu_topology(),
+            "devices": device_by_rank,
+        },
     }
 
 
-def rank_rows(outcomes: list[Outcome]) -> list[Record]:
+def build_rank_rows(outcomes: list[RankOutcome]) -> list[Record]:
     """What each rank measured, raw."""
     rows = []
     for outcome in sorted(outcomes, key=lambda outcome: outcome.rank):
@@ -243,10 +273,12 @@ def rank_rows(outcomes: list[Outcome]) -> list[Record]:
                 for name, value in asdict(outcome.samples.peaks).items()
             }
             row |= {"step_times_s": outcome.samples.step_times_s, "setup_s": outcome.samples.setup_s, **peaks}
-            noted = {"busy_s": outcome.samples.busy_s, "busy_spans_s": outcome.samples.busy_spans_s}
-            row |= {name: value for name, value in noted.items() if value is not None}
+            busy_values = {"busy_s": outcome.samples.busy_s, "busy_spans_s": outcome.samples.busy_spans_s}
+            row |= {name: value for name, value in busy_values.items() if value is not None}
             if outcome.samples.cpu_load is not None:
-                row["cpu_load"] = asdict(outcome.samples.cpu_load) | {"cpus": ranges(outcome.samples.cpu_load.cpus)}
+                row["cpu_load"] = asdict(outcome.samples.cpu_load) | {
+                    "cpus": format_ranges(outcome.samples.cpu_load.cpus)
+                }
             if outcome.samples.gpu_states:
                 row["gpu_states"] = outcome.samples.gpu_states
         if "health" in outcome.device:

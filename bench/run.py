@@ -7,16 +7,16 @@ import sys
 
 from bench import command, records
 from bench.errors import UsageError
-from bench.hardware import detect
-from bench.launch.alone import run_alone
+from bench.hardware import detect_device
+from bench.launch.alone import execute_single_run
 from bench.launch.local import LocalLauncher
-from bench.launch.owners import described
-from bench.launch.verdict import describe
-from bench.paths import require_writable
-from bench.planning.plan import make_plan
-from bench.planning.request import read_request
-from bench.records import TakenError
-from bench.records.schema import FINISHED
+from bench.launch.owners import describe_owner
+from bench.launch.verdict import describe_outcome
+from bench.paths import require_writable_store
+from bench.planning.plan import build_sweep_plan
+from bench.planning.request import parse_sweep_request
+from bench.records import RunClaimedError
+from bench.records.schema import FINISHED_STATUSES
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,34 +25,36 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model=gpt_tiny gpus=2")
     options = parser.parse_args(arguments)
     try:
-        device = detect()
-        request = read_request([*options.overrides, "sweep=adhoc"], multirun=False, device=device)
-        if not request.executes:
+        device = detect_device()
+        request = parse_sweep_request([*options.overrides, "sweep=adhoc"], multirun=False, device=device)
+        if not request.executes_runs:
             raise UsageError("mode=predict executes nothing: predict with python -m bench.sweep or bench.predict.")
-        plan = make_plan(request.points, request.store, force=True, check=LocalLauncher(request.cluster, device).check)
-        if plan.impossible:
-            raise UsageError(plan.impossible[0][1])
-        require_writable(request.store)
+        sweep_plan = build_sweep_plan(
+            request.points, request.store, force=True, check_run=LocalLauncher(request.cluster, device).check
+        )
+        if sweep_plan.impossible:
+            raise UsageError(sweep_plan.impossible[0][1])
+        require_writable_store(request.store)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    for remark in device.remarks:
+    for remark in device.messages:
         print(remark, file=sys.stderr)
-    config = plan.to_run[0]
+    config = sweep_plan.to_run[0]
     try:
-        record = run_alone(request, config)
-    except TakenError as taken:
-        print(f"{config.label} is being executed by {described(taken.claim.owner)}.", file=sys.stderr)
+        record = execute_single_run(request, config)
+    except RunClaimedError as error:
+        print(f"{config.label} is being executed by {describe_owner(error.claim.owner)}.", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"store={request.store} cannot take the row of {config.label}: {error}.", file=sys.stderr)
         return 1
     if record is None:
         return 1
-    print(f"{config.label}: {record['status']}, {describe(record)}")
-    print(records.row_path(request.store, record["run_id"], record["attempt"]))
-    return 0 if record["status"] in FINISHED else 1
+    print(f"{config.label}: {record['status']}, {describe_outcome(record)}")
+    print(records.get_row_path(request.store, record["run_id"], record["attempt"]))
+    return 0 if record["status"] in FINISHED_STATUSES else 1
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

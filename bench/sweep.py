@@ -12,34 +12,41 @@ from pathlib import Path
 from rich.console import Console
 
 from bench import command, records
-from bench.checks.before_sweep import check_once
+from bench.checks.before_sweep import check_machine_once
 from bench.checks.show import show_check
 from bench.config import RunConfig
-from bench.errors import ImpossibleError, UsageError, bad_value
-from bench.hardware import detect
-from bench.hardware.detect import Device
+from bench.errors import ImpossibleError, UsageError, invalid_value_error
+from bench.hardware import detect_device
+from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
 from bench.launch.slurm import ledger
-from bench.launch.slurm.collect import underway
+from bench.launch.slurm.collect import find_unfinished_runs
 from bench.launch.slurm.launcher import SlurmLauncher
 from bench.launch.slurm.queue import SlurmError
 from bench.launch.stop import StopSignal
-from bench.launch.task import Task, largest_batch
-from bench.launch.worker import Event
-from bench.outlook import look_ahead, write_skipped
-from bench.paths import require_writable
-from bench.planning.estimate import expected_s
-from bench.planning.forecast import Untold, forecasts
-from bench.planning.plan import Plan, make_plan
-from bench.planning.request import Request, read_request
-from bench.predicting import Predictor, largest_batches, refuse_unpredictable
-from bench.progress import Progress, batch_table, plan_table, prediction_table, result_table, search_table
+from bench.launch.task import LaunchTask, search_largest_batch
+from bench.launch.worker import WorkerEvent
+from bench.outlook import predict_planned_runs, write_skipped_rows
+from bench.paths import require_writable_store
+from bench.planning.estimate import predict_duration_s
+from bench.planning.forecast import Unpredictable, predict_configs
+from bench.planning.plan import SweepPlan, build_sweep_plan
+from bench.planning.request import SweepRequest, parse_sweep_request
+from bench.predicting import SweepPredictor, find_largest_batches, refuse_unpredictable
+from bench.progress import (
+    SweepProgress,
+    build_batch_search_table,
+    build_plan_table,
+    build_predicted_batch_table,
+    build_prediction_table,
+    build_result_table,
+)
 from bench.records import Record
-from bench.records.schema import FINISHED
-from bench.submitting import arrays_table, scripts, submitted_text
-from bench.terminal import output
-from bench.tracking import Courier
-from bench.tracking.attempts import report_run
+from bench.records.schema import FINISHED_STATUSES
+from bench.submitting import build_arrays_table, build_submission_text, list_scripts
+from bench.terminal import open_stdout_console
+from bench.tracking import TrackerClient
+from bench.tracking.attempts import build_report_run
 
 EPILOG = """\
 Every field of every group under conf/ can be set: model=t5_small strategy=fsdp strategy.sharding_factor=2 gpus=4.
@@ -50,7 +57,7 @@ others are sweep=NAME, one for every file under conf/sweep. dry_run=true shows t
 
 WIDTH_WITHOUT_TERMINAL = 140
 
-MOST_REPORTED = 1000
+MAX_REPORTED_RUNS = 1000
 """Runs of a sweep up to which its report is drawn without being asked for."""
 
 
@@ -66,60 +73,65 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-m", "--multirun", action="store_true", help="values with commas are axes of a grid")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example sweep=model_scale dry_run=true")
     options = parser.parse_intermixed_args(arguments)
-    console = output(WIDTH_WITHOUT_TERMINAL)
+    console = open_stdout_console(WIDTH_WITHOUT_TERMINAL)
     try:
-        device = detect()
-        request = read_request(options.overrides, multirun=options.multirun, device=device)
-        launcher = _launcher(request, device) if request.executes else None
-        if isinstance(launcher, SlurmLauncher) and (bad := launcher.leave_out_bad_nodes(request.store)):
-            console.print(f"Left out, since their last health check failed: {', '.join(bad)}", markup=False)
+        device = detect_device()
+        request = parse_sweep_request(options.overrides, multirun=options.multirun, device=device)
+        launcher = _build_launcher(request, device) if request.executes_runs else None
+        if isinstance(launcher, SlurmLauncher) and (unhealthy_nodes := launcher.exclude_bad_nodes(request.store)):
+            console.print(f"Left out, since their last health check failed: {', '.join(unhealthy_nodes)}", markup=False)
         # A search starts from what is recorded of it, not from whether its first try is.
-        everything = request.force or request.search != "none"
-        plan = make_plan(request.points, request.store, force=everything, check=_checks(request, launcher))
+        ignores_recorded = request.force or request.search != "none"
+        plan = build_sweep_plan(
+            request.points, request.store, force=ignores_recorded, check_run=_build_run_check(request, launcher)
+        )
         if isinstance(launcher, LocalLauncher):
-            for remark in device.remarks:
-                console.print(remark, soft_wrap=True, markup=False)
+            for message in device.messages:
+                console.print(message, soft_wrap=True, markup=False)
         if not request.dry_run:
-            _refuse_the_impossible(plan)
-            require_writable(request.store)
-        predictor = _predict(request, plan, console)
+            _refuse_impossible_sweep(plan)
+            require_writable_store(request.store)
+        predictor = _predict_requested_runs(request, plan, console)
         if isinstance(launcher, SlurmLauncher):
-            return _submit(request, plan, launcher, console)
+            return _submit_sweep(request, plan, launcher, console)
         if launcher is not None:
-            _set_aside(request, plan)
+            _set_aside_submitted(request, plan)
         if isinstance(launcher, LocalLauncher) and request.check and not request.dry_run:
-            check_once((task.config for task in _tasks(request, plan)), device, show_check)
-        with _saying(console, "predicting"):
-            expected = look_ahead(request, plan)
+            check_machine_once((task.config for task in _build_tasks(request, plan)), device, show_check)
+        with _show_status(console, "predicting"):
+            run_predictions = predict_planned_runs(request, plan)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 1
-    console.print(plan_table(request, plan, details=request.dry_run, expected=expected), soft_wrap=True)
-    _warn_of_variables(plan, console)
+    console.print(
+        build_plan_table(request, plan, show_details=request.dry_run, predictions_by_run_id=run_predictions),
+        soft_wrap=True,
+    )
+    _warn_changed_variables(plan, console)
     if request.dry_run:
         return 0
-    return _carry_out(request, plan, launcher, predictor, console)
+    return _execute_plan(request, plan, launcher, predictor, console)
 
 
-def _launcher(request: Request, device: Device) -> LocalLauncher | SlurmLauncher:
-    kind = request.cluster["launcher"]
-    if kind == "local":
+def _build_launcher(request: SweepRequest, device: DetectedDevice) -> LocalLauncher | SlurmLauncher:
+    launcher_name = request.cluster["launcher"]
+    if launcher_name == "local":
         return LocalLauncher(request.cluster, device)
-    if kind == "slurm":
+    if launcher_name == "slurm":
         SlurmLauncher.check_store(request.store)
         return SlurmLauncher(request.cluster, dry_run=request.dry_run)
-    raise bad_value("cluster.launcher", kind, ["local", "slurm"])
+    raise invalid_value_error("cluster.launcher", launcher_name, ["local", "slurm"])
 
 
-def _saying(console: Console, words: str) -> contextlib.AbstractContextManager[object]:
+def _show_status(console: Console, status: str) -> contextlib.AbstractContextManager[object]:
     """Say on a terminal what takes its time."""
-    return console.status(words) if console.is_terminal else contextlib.nullcontext()
+    return console.status(status) if console.is_terminal else contextlib.nullcontext()
 
 
-def _predict(request: Request, plan: Plan, console: Console) -> Predictor:
+def _predict_requested_runs(request: SweepRequest, plan: SweepPlan, console: Console) -> SweepPredictor:
     """Predict what is to be predicted, so that its rows are there.
 
     Raises
@@ -127,223 +139,271 @@ def _predict(request: Request, plan: Plan, console: Console) -> Predictor:
     UsageError
         If nothing at all of what was asked for can be predicted.
     """
-    predictor = Predictor(request.store, request.sweep, force=request.force, found=plan.found)
-    runs = [config for config in plan.to_run if config.predicted]
-    if runs and not request.dry_run:
-        with _saying(console, f"predicting {len(runs)} runs"):
-            told = forecasts(runs)
-            if len(runs) == plan.size and all(isinstance(one, Untold) and one.refused for one in told):
-                raise UsageError(_none_can(len(runs), [one.reason for one in told if isinstance(one, Untold)]))
-            predictor.rows(runs)
+    predictor = SweepPredictor(request.store, request.sweep, force=request.force, recorded_rows=plan.recorded_rows)
+    configs = [config for config in plan.to_run if config.is_predicted]
+    if configs and not request.dry_run:
+        with _show_status(console, f"predicting {len(configs)} runs"):
+            predictions = predict_configs(configs)
+            if len(configs) == plan.size and all(
+                isinstance(prediction, Unpredictable) and prediction.is_impossible for prediction in predictions
+            ):
+                raise UsageError(
+                    _format_impossible_sweep(
+                        len(configs),
+                        [prediction.reason for prediction in predictions if isinstance(prediction, Unpredictable)],
+                    )
+                )
+            predictor.load_or_predict_rows(configs)
     return predictor
 
 
-def _set_aside(request: Request, plan: Plan) -> None:
+def _set_aside_submitted(request: SweepRequest, plan: SweepPlan) -> None:
     """Take out of the plan what the store's earlier sweeps have on a cluster."""
-    search = request.search != "none"
+    is_search = request.search != "none"
     try:
-        standings = underway(request.store)
+        run_states = find_unfinished_runs(request.store)
     except SlurmError as error:
         raise UsageError(f"store={request.store} has jobs on a cluster, but SLURM cannot be asked: {error}.") from None
-    plan.set_aside(
+    plan.set_aside_submitted(
         {
-            run_id: f"{standing.state} as job {standing.job_id}"
-            for (run_id, searched), standing in standings.items()
-            if searched == search
+            run_id: f"{run_state.state} as job {run_state.job_id}"
+            for (run_id, is_search_run), run_state in run_states.items()
+            if is_search_run == is_search
         }
     )
 
 
-def _submit(request: Request, plan: Plan, launcher: SlurmLauncher, console: Console) -> int:
+def _submit_sweep(request: SweepRequest, plan: SweepPlan, launcher: SlurmLauncher, console: Console) -> int:
     """Submit what is to run and come back at once; a dry run only shows what would be submitted."""
     with contextlib.ExitStack() as stack:
         if not request.dry_run:  # what is queued must not change between looking and submitting
-            stack.enter_context(ledger.submitting(request.store))
-        _set_aside(request, plan)
-        expected = look_ahead(request, plan)
-        name = ledger.new_name()
-        forecasts([task.config for task in _tasks(request, plan)])  # all at once: each array asks for its own
-        batches = launcher.batches(_tasks(request, plan), request.store, name)
-        console.print(plan_table(request, plan, details=request.dry_run, expected=expected), soft_wrap=True)
-        _warn_of_variables(plan, console)
+            stack.enter_context(ledger.hold_submission_lock(request.store))
+        _set_aside_submitted(request, plan)
+        run_predictions = predict_planned_runs(request, plan)
+        submission_name = ledger.create_submission_name()
+        predict_configs(
+            [task.config for task in _build_tasks(request, plan)]
+        )  # all at once: each array asks for its own
+        batches = launcher.plan_arrays(_build_tasks(request, plan), request.store, submission_name)
+        console.print(
+            build_plan_table(request, plan, show_details=request.dry_run, predictions_by_run_id=run_predictions),
+            soft_wrap=True,
+        )
+        _warn_changed_variables(plan, console)
         if batches:
-            console.print(arrays_table(launcher, [batch.array for batch in batches]))
+            console.print(build_arrays_table(launcher, [batch.array for batch in batches]))
         if request.show_script:
-            for text in scripts(launcher, batches, request.store, name):
+            for text in list_scripts(launcher, batches, request.store, submission_name):
                 print(text)
-        launcher.refuse_arrays([batch.array for batch in batches], request.store, name)
+        launcher.refuse_rejected_arrays([batch.array for batch in batches], request.store, submission_name)
         if not request.dry_run:
-            write_skipped(request, plan, "slurm")
+            write_skipped_rows(request, plan, "slurm")
         if not request.dry_run and batches:
-            submission = launcher.submit(batches, request.store, request.sweep, name, request.tracker)
-            console.print(submitted_text(submission, request.store), soft_wrap=True)
+            submission = launcher.submit(batches, request.store, request.sweep, submission_name, request.tracker)
+            console.print(build_submission_text(submission, request.store), soft_wrap=True)
     if not request.dry_run:
-        sent_by_jobs = {task.config.run_id for task in _tasks(request, plan)}
-        _track(request, plan, _courier(request, console), console, but=sent_by_jobs)
+        run_ids_sent_by_jobs = {task.config.run_id for task in _build_tasks(request, plan)}
+        _send_attempts(
+            request, plan, _build_tracker_client(request, console), console, excluded_run_ids=run_ids_sent_by_jobs
+        )
     return 0
 
 
-def _tasks(request: Request, plan: Plan) -> list[Task]:
-    search = request.search == "largest_batch"
-    executed = [config for config in plan.to_run if not config.predicted]
-    expected = [0.0] * len(executed)
+def _build_tasks(request: SweepRequest, plan: SweepPlan) -> list[LaunchTask]:
+    is_search = request.search == "largest_batch"
+    executed_configs = [config for config in plan.to_run if not config.is_predicted]
+    durations_s = [0.0] * len(executed_configs)
     if request.time_budget_min is not None:
-        forecasts(executed)  # all at once: each asks for its own
-        expected = [expected_s(config, launcher="local") for config in executed]
+        predict_configs(executed_configs)  # all at once: each asks for its own
+        durations_s = [predict_duration_s(config, launcher="local") for config in executed_configs]
     return [
-        Task(config, force=request.force, search=search, expected_s=seconds)
-        for config, seconds in zip(executed, expected, strict=True)
+        LaunchTask(config, force=request.force, search=is_search, expected_s=seconds)
+        for config, seconds in zip(executed_configs, durations_s, strict=True)
     ]
 
 
-def _carry_out(
-    request: Request, plan: Plan, launcher: LocalLauncher | None, predictor: Predictor, console: Console
+def _execute_plan(
+    request: SweepRequest, plan: SweepPlan, launcher: LocalLauncher | None, predictor: SweepPredictor, console: Console
 ) -> int:
-    tasks = _tasks(request, plan)
-    courier = _courier(request, console)
-    stopped = None
+    tasks = _build_tasks(request, plan)
+    tracker_client = _build_tracker_client(request, console)
+    stop_reason = None
     if launcher is not None:
-        write_skipped(request, plan, "local")
+        write_skipped_rows(request, plan, "local")
         budget_s = None if request.time_budget_min is None else 60 * request.time_budget_min
-        with StopSignal() as stop, Progress(console, len(tasks)) as progress:
-            out_of_time = bool(tasks) and launcher.launch(
-                tasks, request.store, request.sweep, stop, _shown(progress, courier), budget_s, request.tracker
+        with StopSignal() as stop_signal, SweepProgress(console, len(tasks)) as progress:
+            is_out_of_time = bool(tasks) and launcher.launch(
+                tasks,
+                request.store,
+                request.sweep,
+                stop_signal,
+                _build_event_handler(progress, tracker_client),
+                budget_s,
+                request.tracker,
             )
-        stopped = stop.received or (f"time_budget_min={request.time_budget_min:g}" if out_of_time else None)
-    everything = plan.answered
-    predicted = [config for config in everything if config.predicted]
-    executed = [config for config in everything if not config.predicted]
-    found = {config.run_id: records.latest(request.store, config.run_id) for config in executed}
-    foretold = {config.run_id: row for config, row in zip(predicted, predictor.rows(predicted), strict=True)}
-    if predicted:
-        _show_predictions(request, predicted, foretold, predictor, console)
-    if request.search == "largest_batch" and executed:
-        sizes = [
-            (config, largest_batch(config, lambda tried: records.latest(request.store, tried.run_id)))
-            for config in executed
+        stop_reason = stop_signal.received or (
+            f"time_budget_min={request.time_budget_min:g}" if is_out_of_time else None
+        )
+    configs = plan.runs_to_report
+    predicted_configs = [config for config in configs if config.is_predicted]
+    executed_configs = [config for config in configs if not config.is_predicted]
+    rows_by_run_id = {
+        config.run_id: records.read_latest_row(request.store, config.run_id) for config in executed_configs
+    }
+    predicted_rows = {
+        config.run_id: row
+        for config, row in zip(predicted_configs, predictor.load_or_predict_rows(predicted_configs), strict=True)
+    }
+    if predicted_configs:
+        _show_predictions(request, predicted_configs, predicted_rows, predictor, console)
+    if request.search == "largest_batch" and executed_configs:
+        largest_batches = [
+            (
+                config,
+                search_largest_batch(
+                    config, lambda candidate: records.read_latest_row(request.store, candidate.run_id)
+                ),
+            )
+            for config in executed_configs
         ]
-        console.print(search_table(sizes), soft_wrap=True)
-    elif executed or not predicted:
-        for rehearsed in sorted({config.rehearsed for config in executed}) or [False]:
-            alike = [config for config in executed if config.rehearsed == rehearsed]
-            console.print(result_table(alike, found), soft_wrap=True)
-    if stopped:
-        console.print(f"Stopped by {stopped}: the same command goes on where this one ended.")
+        console.print(build_batch_search_table(largest_batches), soft_wrap=True)
+    elif executed_configs or not predicted_configs:
+        for is_rehearsed in sorted({config.is_rehearsed for config in executed_configs}) or [False]:
+            same_mode_configs = [config for config in executed_configs if config.is_rehearsed == is_rehearsed]
+            console.print(build_result_table(same_mode_configs, rows_by_run_id), soft_wrap=True)
+    if stop_reason:
+        console.print(f"Stopped by {stop_reason}: the same command goes on where this one ended.")
         return 1
-    drawn = request.report and any((*found.values(), *foretold.values()))
-    if drawn:
-        _report(request.store, len(everything), console)
-    _track(request, plan, courier, console, report=drawn)
-    complete = all(record is not None and record["status"] in FINISHED for record in found.values())
-    answered = all(row["status"] in (*FINISHED, "skipped") for row in foretold.values())
-    return 0 if (complete or request.search != "none") and answered else 1
+    has_report = request.report and any((*rows_by_run_id.values(), *predicted_rows.values()))
+    if has_report:
+        _write_report(request.store, len(configs), console)
+    _send_attempts(request, plan, tracker_client, console, has_report=has_report)
+    is_complete = all(
+        record is not None and record["status"] in FINISHED_STATUSES for record in rows_by_run_id.values()
+    )
+    all_predicted = all(row["status"] in (*FINISHED_STATUSES, "skipped") for row in predicted_rows.values())
+    return 0 if (is_complete or request.search != "none") and all_predicted else 1
 
 
-def _courier(request: Request, console: Console) -> Courier:
+def _build_tracker_client(request: SweepRequest, console: Console) -> TrackerClient:
     """Sends what the sweep's jobs do not send themselves."""
-    return Courier(request.tracker, request.store, lambda line: console.print(line, soft_wrap=True, markup=False))
+    return TrackerClient(request.tracker, request.store, lambda line: console.print(line, soft_wrap=True, markup=False))
 
 
-def _shown(progress: Progress, courier: Courier) -> Callable[[Event], None]:
+def _build_event_handler(progress: SweepProgress, tracker_client: TrackerClient) -> Callable[[WorkerEvent], None]:
     """What the launcher tells, shown: progress, and what a tracker has to say."""
 
-    def handle(event: Event) -> None:
+    def handle_event(event: WorkerEvent) -> None:
         if event["event"] == "tracking":
-            courier.hear(event["text"], offline=event["offline"], failure=event["failure"])
-        progress.handle(event)
+            tracker_client.merge_report(event["text"], offline_reason=event["offline"], failure=event["failure"])
+        progress.show_event(event)
 
-    return handle
+    return handle_event
 
 
-def _track(
-    request: Request,
-    plan: Plan,
-    courier: Courier,
+def _send_attempts(
+    request: SweepRequest,
+    plan: SweepPlan,
+    tracker_client: TrackerClient,
     console: Console,
     *,
-    report: bool = False,
-    but: Collection[str] = (),
+    has_report: bool = False,
+    excluded_run_ids: Collection[str] = (),
 ) -> None:
     """Send every attempt of the sweep's runs that is not there yet: predicted, skipped and lost ones, too."""
-    if not request.tracker.active:
+    if not request.tracker.is_active:
         return
-    run_ids = [config.run_id for config in (*plan.answered, *(config for config, _ in plan.skipped))]
-    page = report_run(request.store, request.sweep) if report else None
-    with _saying(console, f"sending to {request.tracker.name}"):
-        courier.send_runs(run_id for run_id in dict.fromkeys(run_ids) if run_id not in but)
-        courier.send(runs=[page] if page else [])
-    if courier.counts["sent"] or courier.counts["known"]:
-        console.print(courier.summary(), soft_wrap=True, markup=False)
+    run_ids = [config.run_id for config in (*plan.runs_to_report, *(config for config, _ in plan.skipped))]
+    report = build_report_run(request.store, request.sweep) if has_report else None
+    with _show_status(console, f"sending to {request.tracker.name}"):
+        tracker_client.send_runs(run_id for run_id in dict.fromkeys(run_ids) if run_id not in excluded_run_ids)
+        tracker_client.send(runs=[report] if report else [])
+    if tracker_client.counts["sent"] or tracker_client.counts["known"]:
+        console.print(tracker_client.format_summary(), soft_wrap=True, markup=False)
 
 
-def _report(store: Path, runs: int, console: Console) -> None:
-    if runs > MOST_REPORTED:
-        console.print(f"No report of {runs} runs, which takes minutes: python -m bench.report {store}", soft_wrap=True)
+def _write_report(store: Path, num_runs: int, console: Console) -> None:
+    if num_runs > MAX_REPORTED_RUNS:
+        console.print(
+            f"No report of {num_runs} runs, which takes minutes: python -m bench.report {store}", soft_wrap=True
+        )
         return
-    from bench.reporting import build
+    from bench.reporting import build_report
 
-    console.print(f"Report: {build(store, store / 'report')}", soft_wrap=True)
+    console.print(f"Report: {build_report(store, store / 'report')}", soft_wrap=True)
 
 
 def _show_predictions(
-    request: Request, configs: list[RunConfig], rows: dict[str, Record], predictor: Predictor, console: Console
+    request: SweepRequest,
+    configs: list[RunConfig],
+    rows: dict[str, Record],
+    predictor: SweepPredictor,
+    console: Console,
 ) -> None:
     if request.search != "largest_batch":
-        console.print(prediction_table(configs, rows), soft_wrap=True)
+        console.print(build_prediction_table(configs, rows), soft_wrap=True)
         return
-    with _saying(console, "searching"):
-        sizes = largest_batches(configs, predictor)
-    table = batch_table([(config, *pair) for config, pair in zip(configs, sizes, strict=True)])
+    with _show_status(console, "searching"):
+        largest_batches = find_largest_batches(configs, predictor)
+    table = build_predicted_batch_table(
+        [(config, *batch_sizes) for config, batch_sizes in zip(configs, largest_batches, strict=True)]
+    )
     console.print(table, soft_wrap=True)
 
 
-def _checks(request: Request, launcher: LocalLauncher | SlurmLauncher | None) -> Callable[[RunConfig], None]:
+def _build_run_check(
+    request: SweepRequest, launcher: LocalLauncher | SlurmLauncher | None
+) -> Callable[[RunConfig], None]:
     """What every run must pass: raises `ImpossibleError` where it cannot be carried out as asked."""
 
-    def check(config: RunConfig) -> None:
-        if launcher is None or config.predicted:
+    def check_run(config: RunConfig) -> None:
+        if launcher is None or config.is_predicted:
             refuse_unpredictable(config)
         else:
             launcher.check(config)
-        if request.search != "none" and not _bounded(config):
+        if request.search != "none" and not _has_memory_bound(config):
             raise ImpossibleError(
-                f"search={request.search} {_unbounded(config)} needs hardware.memory_limit_gib: without one "
-                + ("nothing says what fits." if config.predicted else "it would take all the memory of this machine.")
+                f"search={request.search} {_describe_device(config)} needs hardware.memory_limit_gib: without one "
+                + (
+                    "nothing says what fits."
+                    if config.is_predicted
+                    else "it would take all the memory of this machine."
+                )
             )
 
-    return check
+    return check_run
 
 
-def _bounded(config: RunConfig) -> bool:
+def _has_memory_bound(config: RunConfig) -> bool:
     """Whether something says, or finds out, how much memory there is."""
     if config.hardware.memory_limit_gib is not None:
         return True
-    return config.hardware.memory_gb is not None if config.predicted else config.hardware.device != "cpu"
+    return config.hardware.memory_gb is not None if config.is_predicted else config.hardware.device != "cpu"
 
 
-def _unbounded(config: RunConfig) -> str:
+def _describe_device(config: RunConfig) -> str:
     return "on a CPU" if config.hardware.device == "cpu" else f"with hardware={config.hardware.name}"
 
 
-def _warn_of_variables(plan: Plan, console: Console) -> None:
+def _warn_changed_variables(plan: SweepPlan, console: Console) -> None:
     """Environment variables are no part of a run's identity: say where recorded runs were measured with others."""
-    for words in plan.changed_variables(os.environ):
-        text = f"Recorded with another environment: {words} are not measured again; force=true does."
+    for variable_change in plan.list_changed_variables(os.environ):
+        text = f"Recorded with another environment: {variable_change} are not measured again; force=true does."
         console.print(text, soft_wrap=True, markup=False)
 
 
-def _refuse_the_impossible(plan: Plan) -> None:
+def _refuse_impossible_sweep(plan: SweepPlan) -> None:
     """Raise `UsageError` if nothing at all of what was asked for can run."""
     if plan.impossible and not plan.size:
-        raise UsageError(_none_can(len(plan.impossible), [reason for _, reason in plan.impossible]))
+        raise UsageError(_format_impossible_sweep(len(plan.impossible), [reason for _, reason in plan.impossible]))
 
 
-def _none_can(runs: int, reasons: list[str]) -> str:
+def _format_impossible_sweep(num_runs: int, reasons: list[str]) -> str:
     """The sentence for a sweep of which nothing is possible."""
-    first, *others = dict.fromkeys(reasons)
-    more = f" ({len(others)} further reasons: see dry_run=true on a part of the sweep.)" if others else ""
-    return f"None of the {runs} run(s) asked for can run. {first}{more}"
+    first_reason, *other_reasons = dict.fromkeys(reasons)
+    more = f" ({len(other_reasons)} further reasons: see dry_run=true on a part of the sweep.)" if other_reasons else ""
+    return f"None of the {num_runs} run(s) asked for can run. {first_reason}{more}"
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

@@ -10,10 +10,10 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from bench.errors import printable
+from bench.errors import escape_unprintable
 
 
-class Terminal(Console):
+class PlainConsole(Console):
     """rich's console without markup and emoji codes, and with control characters as their escapes."""
 
     def __init__(self, **options: Any) -> None:
@@ -21,7 +21,7 @@ class Terminal(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
         """As rich does it, before widths are measured."""
-        return super().render_str(_lines(text), **options)
+        return super().render_str(_escape_lines(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As rich does it; what a terminal is told (move the cursor, clear a line) stays as it is."""
@@ -29,14 +29,14 @@ class Terminal(Console):
             if segment.control or segment.text.isprintable() or segment.text == "\n":
                 yield segment
             else:
-                yield segment._replace(text=_lines(segment.text))
+                yield segment._replace(text=_escape_lines(segment.text))
 
 
-def _lines(text: str) -> str:
+def _escape_lines(text: str) -> str:
     """Text whose lines are printable."""
-    return "\n".join(map(printable, text.split("\n")))
+    return "\n".join(map(escape_unprintable, text.split("\n")))
 
 
-def output(width: int) -> Terminal:
+def open_stdout_console(width: int) -> PlainConsole:
     """The standard output, as wide as its terminal, or `width` columns where it is none."""
-    return Terminal() if sys.stdout.isatty() else Terminal(width=width)
+    return PlainConsole() if sys.stdout.isatty() else PlainConsole(width=width)

@@ -3,13 +3,13 @@
 What a field takes is declared beside it, and nowhere else::
 
     steps: Annotated[int, Within(1, 1_000_000)]
-    learning_rate: Annotated[float, Within(0, 1e38, above=True)]
+    learning_rate: Annotated[float, Within(0, 1e38, exclusive_minimum=True)]
     memory_limit_gib: Annotated[float | None, Within(1e-6, 1e6, unit="GiB")] = None
     compute: Annotated[str, OneOf("fp32", "bf16", "fp16")]
     peak_tflops: dict[Annotated[str, OneOf(*FORMATS)], Annotated[float, Within(1e-6, 1e9)]]
 
 Numbers without a declaration are finite, not negative, and whole ones at least 1. Text is one line of printable
-characters unless `Text` says otherwise.
+characters unless `TextRule` says otherwise.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from bench.errors import UsageError, bad_value
+from bench.errors import UsageError, invalid_value_error
 
-MISSING = "???"
+MISSING_VALUE = "???"
 """What OmegaConf calls a value that somebody still has to give."""
 
 
@@ -31,24 +31,24 @@ MISSING = "???"
 class Within:
     """The numbers a field takes. No bound admits NaN or infinity."""
 
-    least: float
-    most: float
-    above: bool = False
-    """Whether `least` itself is left out."""
-    below: bool = False
-    """Whether `most` itself is."""
+    minimum: float
+    maximum: float
+    exclusive_minimum: bool = False
+    """Whether `minimum` itself is left out."""
+    exclusive_maximum: bool = False
+    """Whether `maximum` itself is."""
     unit: str = ""
     """For the sentence: GiB."""
 
-    def __contains__(self, number: float) -> bool:
-        low = self.least < number if self.above else self.least <= number
-        return low and (number < self.most if self.below else number <= self.most)
+    def __contains__(self, value: float) -> bool:
+        is_above_minimum = self.minimum < value if self.exclusive_minimum else self.minimum <= value
+        return is_above_minimum and (value < self.maximum if self.exclusive_maximum else value <= self.maximum)
 
-    def words(self, kind: type) -> str:
+    def describe_valid(self, kind: type) -> str:
         """What is valid, for a sentence: "a whole number of at least 1 and at most 64"."""
-        number = ("a whole number" if kind is int else "a number") + (f" of {self.unit}" if self.unit else "")
-        low = f"{'above' if self.above else 'of at least'} {_digits(self.least)}"
-        return f"{number} {low} and {'below' if self.below else 'at most'} {_digits(self.most)}"
+        number_text = ("a whole number" if kind is int else "a number") + (f" of {self.unit}" if self.unit else "")
+        lower_bound = f"{'above' if self.exclusive_minimum else 'of at least'} {_format_number(self.minimum)}"
+        return f"{number_text} {lower_bound} and {'below' if self.exclusive_maximum else 'at most'} {_format_number(self.maximum)}"
 
 
 @dataclass(frozen=True, init=False)
@@ -62,22 +62,22 @@ class OneOf:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextRule:
     """The text a field takes: one line of printable characters that is not empty, unless said otherwise."""
 
-    words: str = "a name"
+    description: str = "a name"
     """What is valid, for a sentence."""
-    lines: bool = False
+    is_multiline: bool = False
     """Whether several lines are valid, and other characters than printable ones."""
-    empty: bool = False
-    longest: int = 4096
+    can_be_empty: bool = False
+    max_length: int = 4096
 
 
-UNDECLARED = {int: Within(1, 10**9), float: Within(0, 1e15)}
+DEFAULT_BOUNDS = {int: Within(1, 10**9), float: Within(0, 1e15)}
 """Bounds of numbers that declare none, where nothing else is valid but null."""
 
 
-def typed(key: str, cls: type, values: dict[str, Any]) -> Any:
+def build_dataclass(key: str, cls: type, values: dict[str, Any]) -> Any:
     """An instance of a dataclass from plain values.
 
     Parameters
@@ -90,26 +90,26 @@ def typed(key: str, cls: type, values: dict[str, Any]) -> Any:
     UsageError
         Naming the field, the value and what is valid.
     """
-    fields, hints = dataclasses.fields(cls), type_hints(cls)
-    known = [field.name for field in fields]
+    fields, hints = dataclasses.fields(cls), get_field_types(cls)
+    field_names = [field.name for field in fields]
     for name in values:
-        if name not in known:
-            raise UsageError(f"{key}.{name} is not a field of {key}: choose {', '.join(known)}.")
+        if name not in field_names:
+            raise UsageError(f"{key}.{name} is not a field of {key}: choose {', '.join(field_names)}.")
     for field in fields:
         if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UsageError(
                 f"{key}.{field.name} has no value: give one on the command line or where {key} is described."
             )
-    return cls(**{name: checked(f"{key}.{name}", hints[name], value) for name, value in values.items()})
+    return cls(**{name: validate_value(f"{key}.{name}", hints[name], value) for name, value in values.items()})
 
 
 @functools.cache
-def type_hints(cls: type) -> dict[str, Any]:
+def get_field_types(cls: type) -> dict[str, Any]:
     """The types of a dataclass's fields, with what is declared beside them."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def checked(key: str, hint: Any, value: Any) -> Any:
+def validate_value(key: str, hint: Any, value: Any) -> Any:
     """A value as its type hint says; whole numbers become floating-point ones where such are asked for.
 
     Raises
@@ -117,111 +117,120 @@ def checked(key: str, hint: Any, value: Any) -> Any:
     UsageError
         Naming `key`, the value and what is valid.
     """
-    kind = kind_of(hint)
-    if value is None and type(None) in kind.types:
+    field_type = parse_type_hint(hint)
+    if value is None and type(None) in field_type.types:
         return None
-    if kind.section is not None:
+    if field_type.section_class is not None:
         if isinstance(value, dict):
-            return typed(key, kind.section, value)
-        names = ", ".join(f"{key}.{field.name}" for field in dataclasses.fields(kind.section))
-        raise bad_value(key, value, f"a value for a field of it: {names}")
-    if kind.items is not None and isinstance(value, list):
-        return [checked(key, kind.items, item) for item in value]
-    if kind.entries is not None and isinstance(value, dict):
-        name_hint, item_hint = kind.entries
+            return build_dataclass(key, field_type.section_class, value)
+        field_names = ", ".join(f"{key}.{field.name}" for field in dataclasses.fields(field_type.section_class))
+        raise invalid_value_error(key, value, f"a value for a field of it: {field_names}")
+    if field_type.item_hint is not None and isinstance(value, list):
+        return [validate_value(key, field_type.item_hint, item) for item in value]
+    if field_type.entry_hints is not None and isinstance(value, dict):
+        name_hint, item_hint = field_type.entry_hints
         return {
-            checked(key, name_hint, name): checked(f"{key}.{name}", item_hint, item) for name, item in value.items()
+            validate_value(key, name_hint, name): validate_value(f"{key}.{name}", item_hint, item)
+            for name, item in value.items()
         }
-    return _scalar(key, kind, value)
+    return _validate_scalar(key, field_type, value)
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldType:
     """What a type hint says."""
 
     types: tuple[type, ...]
     """Of plain values, null among them."""
-    within: Within | None
+    bounds: Within | None
     choices: tuple[Any, ...] | None
-    text: Text
-    section: Any
+    text_rule: TextRule
+    section_class: Any
     """The dataclass of a nested section."""
-    items: Any
+    item_hint: Any
     """Type hint of a list's items."""
-    entries: tuple[Any, Any] | None
+    entry_hints: tuple[Any, Any] | None
     """Type hints of a mapping's keys and values."""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What is valid, for a sentence: "a whole number of at least 1 and at most 64 or null"."""
-        told = []
-        for part in self.types:
-            if part in (int, float) and self.within is not None:
-                told.append(self.within.words(part))
+        descriptions = []
+        for plain_type in self.types:
+            if plain_type in (int, float) and self.bounds is not None:
+                descriptions.append(self.bounds.describe_valid(plain_type))
             else:
-                told.append(self.text.words if part is str else NAMES[part])
+                descriptions.append(self.text_rule.description if plain_type is str else TYPE_DESCRIPTIONS[plain_type])
         if self.choices is not None:
-            told = [as_typed(choice) for choice in self.choices] + (["null"] if type(None) in self.types else [])
-            return ", ".join(told)
-        if self.items is not None:
-            told.insert(0, f"a list, each item {kind_of(self.items).words.replace('a name', 'text')}")
-        if self.entries is not None:
-            told.insert(0, f"names and for each of them {kind_of(self.entries[1]).words}")
-        return " or ".join(told)
+            descriptions = [format_override_value(choice) for choice in self.choices] + (
+                ["null"] if type(None) in self.types else []
+            )
+            return ", ".join(descriptions)
+        if self.item_hint is not None:
+            descriptions.insert(
+                0, f"a list, each item {parse_type_hint(self.item_hint).description.replace('a name', 'text')}"
+            )
+        if self.entry_hints is not None:
+            descriptions.insert(0, f"names and for each of them {parse_type_hint(self.entry_hints[1]).description}")
+        return " or ".join(descriptions)
 
 
-NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a name", type(None): "null"}
+TYPE_DESCRIPTIONS = {bool: "true or false", int: "a whole number", float: "a number", str: "a name", type(None): "null"}
 
 
 @functools.cache
-def kind_of(hint: Any) -> Kind:
+def parse_type_hint(hint: Any) -> FieldType:
     """A type hint, read."""
-    said = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
-    bare = typing.get_args(hint)[0] if said else hint
-    parts = typing.get_args(bare) if typing.get_origin(bare) in (typing.Union, types.UnionType) else (bare,)
-    plain = tuple(part for part in parts if part in NAMES)
-    others = [part for part in parts if part not in plain]
-    within = next((rule for rule in said if isinstance(rule, Within)), None)
-    only = [part for part in plain if part is not type(None)]
-    choices = next((rule.choices for rule in said if isinstance(rule, OneOf)), None)
-    if within is None and choices is None and len(only) == 1:
-        within = UNDECLARED.get(only[0])
-    return Kind(
-        types=plain,
-        within=within,
+    declarations = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
+    bare_hint = typing.get_args(hint)[0] if declarations else hint
+    parts = (
+        typing.get_args(bare_hint) if typing.get_origin(bare_hint) in (typing.Union, types.UnionType) else (bare_hint,)
+    )
+    plain_types = tuple(part for part in parts if part in TYPE_DESCRIPTIONS)
+    other_parts = [part for part in parts if part not in plain_types]
+    bounds = next((rule for rule in declarations if isinstance(rule, Within)), None)
+    non_null_types = [part for part in plain_types if part is not type(None)]
+    choices = next((rule.choices for rule in declarations if isinstance(rule, OneOf)), None)
+    if bounds is None and choices is None and len(non_null_types) == 1:
+        bounds = DEFAULT_BOUNDS.get(non_null_types[0])
+    return FieldType(
+        types=plain_types,
+        bounds=bounds,
         choices=choices,
-        text=next((rule for rule in said if isinstance(rule, Text)), Text()),
-        section=next((part for part in others if dataclasses.is_dataclass(part)), None),
-        items=next((typing.get_args(part)[0] for part in others if typing.get_origin(part) is list), None),
-        entries=next((typing.get_args(part) for part in others if typing.get_origin(part) is dict), None),
+        text_rule=next((rule for rule in declarations if isinstance(rule, TextRule)), TextRule()),
+        section_class=next((part for part in other_parts if dataclasses.is_dataclass(part)), None),
+        item_hint=next((typing.get_args(part)[0] for part in other_parts if typing.get_origin(part) is list), None),
+        entry_hints=next((typing.get_args(part) for part in other_parts if typing.get_origin(part) is dict), None),
     )
 
 
-def as_typed(value: Any) -> str:
+def format_override_value(value: Any) -> str:
     """A plain value as it would be typed after ``key=``."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _scalar(key: str, kind: Kind, value: Any) -> Any:
-    found = type(value)
-    if found in (int, float) and found not in kind.types and kind.types[:1] == (str,):
-        value, found = as_typed(value), str  # an account may be a number
-    if found not in kind.types and not (found is int and float in kind.types):
-        raise bad_value(key, value, kind.words)
-    if kind.choices is not None and value not in kind.choices:
-        raise bad_value(key, value, kind.words)
-    if found is str:
-        if not kind.text.lines and not value.isprintable():
-            raise bad_value(key, value, "printable characters alone")
-        if len(value) > kind.text.longest:
-            raise bad_value(key, value, f"{kind.words}, of at most {kind.text.longest} characters")
-        if value == MISSING or (not value and not kind.text.empty):
-            raise bad_value(key, value or "(nothing)", kind.words)
+def _validate_scalar(key: str, field_type: FieldType, value: Any) -> Any:
+    value_type = type(value)
+    if value_type in (int, float) and value_type not in field_type.types and field_type.types[:1] == (str,):
+        value, value_type = format_override_value(value), str  # an account may be a number
+    if value_type not in field_type.types and not (value_type is int and float in field_type.types):
+        raise invalid_value_error(key, value, field_type.description)
+    if field_type.choices is not None and value not in field_type.choices:
+        raise invalid_value_error(key, value, field_type.description)
+    if value_type is str:
+        if not field_type.text_rule.is_multiline and not value.isprintable():
+            raise invalid_value_error(key, value, "printable characters alone")
+        if len(value) > field_type.text_rule.max_length:
+            raise invalid_value_error(
+                key, value, f"{field_type.description}, of at most {field_type.text_rule.max_length} characters"
+            )
+        if value == MISSING_VALUE or (not value and not field_type.text_rule.can_be_empty):
+            raise invalid_value_error(key, value or "(nothing)", field_type.description)
         return value
-    if found in (int, float) and kind.within is not None and value not in kind.within:
-        raise bad_value(key, value, kind.words)
-    return float(value) if found is int and int not in kind.types and float in kind.types else value
+    if value_type in (int, float) and field_type.bounds is not None and value not in field_type.bounds:
+        raise invalid_value_error(key, value, field_type.description)
+    return float(value) if value_type is int and int not in field_type.types and float in field_type.types else value
 
 
-def _digits(number: float) -> str:
+def _format_number(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"

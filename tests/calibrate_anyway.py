@@ -9,13 +9,13 @@ from bench import calibrate, command
 from bench.calibration import noise
 
 
-def limits_off() -> None:
+def disable_noise_limits() -> None:
     """Let everything scatter, drift and wait as it will."""
-    noise.SPREAD_LIMIT.clear()
-    noise.DRIFT_LIMIT.clear()
-    noise.OTHER_SPREAD_LIMIT = noise.OTHER_DRIFT_LIMIT = noise.WAITING_LIMIT = math.inf
+    noise.MAX_SPREAD_BY_KIND.clear()
+    noise.MAX_DRIFT_BY_KIND.clear()
+    noise.MAX_OTHER_SPREAD = noise.MAX_OTHER_DRIFT = noise.MAX_WAIT_SHARE = math.inf
 
 
 if __name__ == "__main__":
-    limits_off()
-    sys.exit(command.execute(calibrate.main))
+    disable_noise_limits()
+    sys.exit(command.run_main(calibrate.main))

@@ -11,10 +11,10 @@ from pathlib import Path
 import bench.jobs
 import bench.sweep
 from bench.records import Record
-from tests.fake_model import OVERRIDES, rows, wait_until
-from tests.slurm_cluster import PATIENCE_S
+from tests.fake_model import FAKE_MODEL_OVERRIDES, read_attempts_by_run, wait_until
+from tests.slurm_cluster import SLURM_TIMEOUT_S
 
-FAKE = (*(override for override in OVERRIDES if override != "hardware=cpu"), "strategy=ddp")
+FAKE_MODEL_RUN = (*(override for override in FAKE_MODEL_OVERRIDES if override != "hardware=cpu"), "strategy=ddp")
 """A run of a second, of a model that misbehaves on request: ``+model.fault=kill:backward:3``."""
 
 TWO_NODES = ("cluster=slurm_test", "cluster.gpus_per_node=2", "gpus=4")
@@ -24,11 +24,11 @@ ONE_NODE = ("cluster=slurm_test", "cluster.gpus_per_node=2", "gpus=2")
 
 ONE_RANK = ("cluster=slurm_test", "gpus=1")
 
-LONG = ("+model.step_s=1", "measurement.steps=600")
+LONG_RUN = ("+model.step_s=1", "measurement.steps=600")
 """Outlives any test."""
 
 
-def called(main: Callable[[list[str]], int], *arguments: str) -> subprocess.CompletedProcess[str]:
+def call_main(main: Callable[[list[str]], int], *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command called in this process, which has torch imported: seconds faster than `run_command`."""
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
@@ -36,58 +36,58 @@ def called(main: Callable[[list[str]], int], *arguments: str) -> subprocess.Comp
     return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
-def submit(store: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def submit_sweep(store: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """``python -m bench.sweep -m OVERRIDES``, which must succeed; the jobs are SLURM's from then on."""
-    done = called(bench.sweep.main, "-m", *overrides, quoted(store))
+    done = call_main(bench.sweep.main, "-m", *overrides, format_store_override(store))
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def quoted(store: Path) -> str:
+def format_store_override(store: Path) -> str:
     """A store's path in Hydra's grammar."""
     return "store='" + str(store).replace("'", "\\'") + "'"
 
 
-def jobs(action: str, store: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run_jobs_command(action: str, store: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """``python -m bench.jobs ACTION STORE``."""
-    return called(bench.jobs.main, action, str(store), *options)
+    return call_main(bench.jobs.main, action, str(store), *options)
 
 
-def attempts(store: Path, **wanted: object) -> list[Record]:
+def find_run_attempts(store: Path, **columns: object) -> list[Record]:
     """All attempts of the one run that has these columns or fields of its model."""
-    found = [
+    matching_runs = [
         run
-        for run in rows(store).values()
-        if run and all({**run[-1], **run[-1]["config"]["model"]}.get(name) == value for name, value in wanted.items())
+        for run in read_attempts_by_run(store).values()
+        if run and all({**run[-1], **run[-1]["config"]["model"]}.get(name) == value for name, value in columns.items())
     ]
-    assert len(found) == 1, f"{len(found)} runs with {wanted}"
-    return found[0]
+    assert len(matching_runs) == 1, f"{len(matching_runs)} runs with {columns}"
+    return matching_runs[0]
 
 
-def training(store: Path, number: int = 1, timeout_s: float = PATIENCE_S) -> bool:
+def wait_for_training(store: Path, num_runs: int = 1, timeout_s: float = SLURM_TIMEOUT_S) -> bool:
     """Wait until so many runs of a store are past their first forward pass; returns whether they are."""
 
-    def logs() -> int:
+    def count_training_runs() -> int:
         claimed = list((store / ".running").glob("*.claim"))
         return sum(any("forward" in log.read_text() for log in store.glob(f"{claim.stem}/*.log")) for claim in claimed)
 
-    return wait_until(lambda: logs() >= number, timeout_s)
+    return wait_until(lambda: count_training_runs() >= num_runs, timeout_s)
 
 
-def job_processes(conf: str) -> list[int]:
+def list_job_processes(conf: str) -> list[int]:
     """Live processes that belong to any job of the cluster with this slurm.conf."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
             continue
         with contextlib.suppress(OSError):  # it has just ended, or is a zombie
             variables = (folder / "environ").read_bytes().split(b"\0")
-            ours = f"SLURM_CONF={conf}".encode() in variables
-            if ours and any(variable.startswith(b"SLURM_JOB_ID=") for variable in variables):
-                found.append(int(folder.name))
-    return found
+            is_of_cluster = f"SLURM_CONF={conf}".encode() in variables
+            if is_of_cluster and any(variable.startswith(b"SLURM_JOB_ID=") for variable in variables):
+                pids.append(int(folder.name))
+    return pids
 
 
-def nothing_left(conf: str, within_s: float = PATIENCE_S) -> bool:
+def wait_for_no_processes(conf: str, timeout_s: float = SLURM_TIMEOUT_S) -> bool:
     """Whether no process of any job is there any more, after some time to go."""
-    return wait_until(lambda: not job_processes(conf), within_s)
+    return wait_until(lambda: not list_job_processes(conf), timeout_s)

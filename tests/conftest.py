@@ -14,23 +14,23 @@ from typing import Any
 import pytest
 
 from bench import records
-from bench.config import RunConfig, run_config
-from bench.hardware.detect import Device
+from bench.config import RunConfig, build_run_config
+from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
 from bench.launch.stop import StopSignal
-from bench.launch.task import Task
-from bench.planning.compose import composed
-from bench.planning.request import read_request
-from tests.extras import skip_what_needs_missing
+from bench.launch.task import LaunchTask
+from bench.planning.compose import compose_config
+from bench.planning.request import parse_sweep_request
+from tests.extras import skip_tests_missing_extras
 from tests.fakecuda.library import fake_cuda  # noqa: F401
 from tests.slurm_cluster import idle_slurm, slurm  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 
-SCALE = bool(os.environ.get("SCALE"))
+FULL_SCALE = bool(os.environ.get("SCALE"))
 """Whether tests of how long many runs or rows take are of all of them: `make scale`."""
 
-CPU = Device("cpu", "test processor", 0)
+CPU = DetectedDevice("cpu", "test processor", 0)
 
 SMALL_T5 = ("model=t5_tiny", "model.d_model=32", "model.d_ff=64", "model.d_kv=8", "model.vocabulary_size=128")
 SMALL_GPT = ("model=gpt_tiny", "model.hidden_size=32", "model.num_layers=2", "model.vocabulary_size=128")
@@ -49,35 +49,35 @@ def run_command(module: str, *arguments: str, timeout: float = 280) -> subproces
     )
 
 
-def processor_s() -> float:
+def measure_cpu_time_s() -> float:
     """Processor time of this process and the commands it ran: others may use the processors as well."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def configuration(*overrides: str) -> RunConfig:
+def compose_run_config(*overrides: str) -> RunConfig:
     """One run configuration, composed as the commands compose it, on a machine without GPU."""
-    (point,) = read_request(["sweep=adhoc", *overrides], multirun=False, device=CPU).points
-    return run_config(composed(point))
+    (point,) = parse_sweep_request(["sweep=adhoc", *overrides], multirun=False, device=CPU).points
+    return build_run_config(compose_config(point))
 
 
 @pytest.fixture
 def execute(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Execute runs, each given by its overrides, in one real job of the launcher; their records in the same order."""
 
-    def run(*runs: tuple[str, ...]) -> list[dict[str, Any]]:
+    def execute_runs(*runs: tuple[str, ...]) -> list[dict[str, Any]]:
         store = tmp_path / "store"
-        configs = [configuration(*overrides) for overrides in runs]
-        launcher = LocalLauncher(composed({})["cluster"], CPU)
+        configs = [compose_run_config(*overrides) for overrides in runs]
+        launcher = LocalLauncher(compose_config({})["cluster"], CPU)
         for config in configs:
             launcher.check(config)
         with StopSignal() as stop:
-            launcher.launch([Task(config) for config in configs], store, "test", stop, lambda event: None)
-        found = [records.latest(store, config.run_id) for config in configs]
-        assert all(found), "a run left no row"
-        return [record for record in found if record is not None]
+            launcher.launch([LaunchTask(config) for config in configs], store, "test", stop, lambda event: None)
+        latest_records = [records.read_latest_row(store, config.run_id) for config in configs]
+        assert all(latest_records), "a run left no row"
+        return [record for record in latest_records if record is not None]
 
-    return run
+    return execute_runs
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,14 +89,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
         common: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
         settings.register_profile("ci", derandomize=True, database=None, **common)
-        kept = DirectoryBasedExampleDatabase(ROOT / "build" / "hypothesis")
-        settings.register_profile("fuzz", derandomize=False, database=kept, **common)
+        example_database = DirectoryBasedExampleDatabase(ROOT / "build" / "hypothesis")
+        settings.register_profile("fuzz", derandomize=False, database=example_database, **common)
         settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what needs an optional extra that is not installed."""
-    skip_what_needs_missing(items)
+    skip_tests_missing_extras(items)
 
 
 @pytest.hookimpl(trylast=True)
@@ -106,5 +106,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     skipped = terminal.stats.get("skipped", []) if terminal else []
     for reason in sorted({report.longrepr[2] for report in skipped}):
         files = Counter(report.nodeid.partition("::")[0] for report in skipped if report.longrepr[2] == reason)
-        where = ", ".join(f"{count} of {file}" for file, count in sorted(files.items()))
-        terminal.write_line(f"NOT RUN: {where}: {reason.removeprefix('Skipped: ')}", yellow=True)
+        skip_counts = ", ".join(f"{count} of {file}" for file, count in sorted(files.items()))
+        terminal.write_line(f"NOT RUN: {skip_counts}: {reason.removeprefix('Skipped: ')}", yellow=True)

@@ -13,7 +13,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.needs(*packages)
 
 
-def skip_what_needs_missing(items: list[pytest.Item]) -> None:
+def skip_tests_missing_extras(items: list[pytest.Item]) -> None:
     """Have collected tests skipped that need a package which is not installed."""
     if os.environ.get("REQUIRE_EXTRAS") == "1":
         return

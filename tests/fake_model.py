@@ -25,22 +25,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bench import records
 from bench.config import RunConfig
-from bench.hardware.detect import Device
+from bench.hardware.detect import DetectedDevice
 from bench.models import Batch
-from bench.models.base import IGNORED, Family, FlopCount
-from bench.planning.plan import make_plan
-from bench.planning.request import read_request
+from bench.models.base import IGNORED_LABEL, Family, FlopCount
+from bench.planning.plan import build_sweep_plan
+from bench.planning.request import parse_sweep_request
 from bench.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 
-HUGE_BYTES = 32 * 2**30 + 512
+OOM_REQUEST_BYTES = 32 * 2**30 + 512
 """Asked for by ``oom``: more than any memory limit of these tests, and no round number."""
 
 FLOPS_PER_TOKEN = 1_000_000
 """What the model claims of one token's forward pass."""
 
-OVERRIDES = (
+FAKE_MODEL_OVERRIDES = (
     "model=gpt_tiny",
     "model.family=tests.fake_model",
     "model.vocabulary_size=64",
@@ -55,9 +55,9 @@ OVERRIDES = (
 )
 """Selects the model and makes everything about it quick."""
 
-CPU = Device("cpu", "a processor", 0)
+CPU = DetectedDevice("cpu", "a processor", 0)
 
-IDENTITY_VARIABLE = "BENCH_TEST_SWEEP"
+SWEEP_MARK_VARIABLE = "BENCH_TEST_SWEEP"
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,14 @@ class Fault:
         parts = [fault.split(":") for fault in text.split("+") if fault != "none"]
         return [cls(kind, phase, int(rank), *(int(step) for step in rest)) for kind, phase, rank, *rest in parts]
 
-    def strike(self, device: torch.device) -> None:
+    def trigger(self, device: torch.device) -> None:
         """Do it, on the rank's device."""
         print(f"fault: {self}", file=sys.__stdout__, flush=True)  # pytest has another in place of sys.stdout
         if self.kind == "oom":
-            here = "cuda" if torch.cuda.is_available() else "cpu"  # while the model is built its weights are on meta
-            torch.empty(HUGE_BYTES, dtype=torch.uint8, device=here if device.type == "meta" else device)
+            device_type = (
+                "cuda" if torch.cuda.is_available() else "cpu"
+            )  # while the model is built its weights are on meta
+            torch.empty(OOM_REQUEST_BYTES, dtype=torch.uint8, device=device_type if device.type == "meta" else device)
         elif self.kind == "raise":
             raise ArithmeticError("the fake model was told to fail")
         elif self.kind == "kill":
@@ -92,8 +94,8 @@ class Fault:
         elif self.kind == "hang":
             time.sleep(10**6)
         elif self.kind == "stubborn":  # a hang that no polite signal ends
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
+            for signal_number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signal_number, signal.SIG_IGN)
             time.sleep(10**6)
         elif self.kind != "none":
             raise AssertionError(f"no such fault: {self.kind}")
@@ -118,91 +120,91 @@ class FakeModel(Family):
     slow_rank_s: float = 0.0
     """Slept by rank 1 on top."""
 
-    def build(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         faults = Fault.parse(self.fault)
         with torch.device("meta"):
-            model = Misbehaving(self, faults)
+            model = FaultyModel(self, faults)
         if dist.is_initialized():  # in a rank, not where parameters are counted
-            register_optimizer_step_pre_hook(lambda *_: model.enter("optimizer"))
-            model.enter("init")
+            register_optimizer_step_pre_hook(lambda *_: model.trigger_due_faults("optimizer"))
+            model.trigger_due_faults("init")
         return model
 
-    def init_std(self, name: str, parameter: torch.Tensor) -> float | None:
+    def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
         return 0.0 if name.endswith("bias") else 0.02
 
-    def batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
+    def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
         tokens = torch.randint(0, self.vocabulary_size, (num_sequences, sequence_length), generator=generator)
-        return Batch({"tokens": tokens}, nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED))
+        return Batch({"tokens": tokens}, nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL))
 
-    def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
+    def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         return [model.get_submodule("blocks")]  # type: ignore[list-item]
 
-    def chain(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         (hidden,) = args
         for block in blocks:
             hidden = block(hidden)
         return hidden
 
-    def flops_per_sequence(self, sequence_length: int) -> FlopCount:
+    def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         return FlopCount(FLOPS_PER_TOKEN * sequence_length, 0, FLOPS_PER_TOKEN * sequence_length // 4, 0)
 
-    def tokens_per_sequence(self, sequence_length: int) -> int:
+    def count_tokens_per_sequence(self, sequence_length: int) -> int:
         return sequence_length
 
     def check_sequence_length(self, sequence_length: int) -> None:
         pass
 
 
-class Misbehaving(nn.Module):
+class FaultyModel(nn.Module):
     """The model itself."""
 
-    def __init__(self, shape: FakeModel, faults: Sequence[Fault]) -> None:
+    def __init__(self, family: FakeModel, faults: Sequence[Fault]) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary_size, shape.hidden_size)
-        self.blocks = nn.ModuleList(nn.Linear(shape.hidden_size, shape.hidden_size) for _ in range(shape.num_layers))
-        self.head = nn.Linear(shape.hidden_size, shape.vocabulary_size)
-        self.shape, self.faults, self.step = shape, faults, -1
+        self.embedding = nn.Embedding(family.vocabulary_size, family.hidden_size)
+        self.blocks = nn.ModuleList(nn.Linear(family.hidden_size, family.hidden_size) for _ in range(family.num_layers))
+        self.head = nn.Linear(family.hidden_size, family.vocabulary_size)
+        self.family, self.faults, self.step = family, faults, -1
 
-    def enter(self, phase: str) -> None:
+    def trigger_due_faults(self, phase: str) -> None:
         """Strike where a fault is due in this phase of this step on this rank."""
         for fault in self.faults:
             if (fault.phase, fault.rank, fault.step) == (phase, dist.get_rank(), max(self.step, 0)):
-                fault.strike(self.head.weight.device)
+                fault.trigger(self.head.weight.device)
 
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         self.step += 1
         print(f"rank {dist.get_rank()}: forward {self.step}", flush=True)
-        self.enter("forward")
-        time.sleep(self.shape.step_s + (self.shape.slow_rank_s if dist.get_rank() == 1 else 0.0))
+        self.trigger_due_faults("forward")
+        time.sleep(self.family.step_s + (self.family.slow_rank_s if dist.get_rank() == 1 else 0.0))
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(hidden)
-        logits.register_hook(lambda _: self.enter("backward"))
+        logits.register_hook(lambda _: self.trigger_due_faults("backward"))
         return {"logits": logits}
 
 
-def marked_environment(mark: str, **variables: str) -> dict[str, str]:
+def build_marked_environment(mark: str, **variables: str) -> dict[str, str]:
     """Of a process that can be found by its mark, as can all that come of it, and that finds the tests."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, IDENTITY_VARIABLE: mark, "PYTHONPATH": path, **variables}
+    return {**os.environ, SWEEP_MARK_VARIABLE: mark, "PYTHONPATH": path, **variables}
 
 
-def marked_processes(mark: str, containing: str = "") -> list[int]:
+def find_marked_processes(mark: str, containing: str = "") -> list[int]:
     """The live processes with a mark in their environment and some text in their command line, oldest first."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
             continue
         with contextlib.suppress(OSError):  # it has just ended, or is a zombie
-            if f"{IDENTITY_VARIABLE}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if containing in words:
-                    found.append(int(folder.name))
-    return sorted(found)
+            if f"{SWEEP_MARK_VARIABLE}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                command_line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if containing in command_line:
+                    pids.append(int(folder.name))
+    return sorted(pids)
 
 
-class Sweep:
+class SweepProcess:
     """A ``python -m bench.sweep`` in a process of its own, whose every descendant can be found."""
 
     def __init__(self, store: Path, *arguments: str) -> None:
@@ -214,7 +216,7 @@ class Sweep:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "bench.sweep", *arguments, f"store={store}"],
                 cwd=ROOT,
-                env=marked_environment(self.mark, OMP_NUM_THREADS="1"),
+                env=build_marked_environment(self.mark, OMP_NUM_THREADS="1"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -234,33 +236,33 @@ class Sweep:
             self.clean_up()
             raise AssertionError(f"the sweep did not end within {timeout_s} s:\n{self.output}") from None
 
-    def processes(self, containing: str = "") -> list[int]:
+    def list_pids(self, containing: str = "") -> list[int]:
         """The live processes that come of it and whose command line contains some text, oldest first."""
-        return marked_processes(self.mark, containing)
+        return find_marked_processes(self.mark, containing)
 
-    def left(self, within_s: float = 5) -> list[int]:
+    def wait_for_leftover_pids(self, timeout_s: float = 5) -> list[int]:
         """The processes that are still there after some time, which all of them have to end."""
-        wait_until(lambda: not self.processes(), within_s)
-        return self.processes()
+        wait_until(lambda: not self.list_pids(), timeout_s)
+        return self.list_pids()
 
     def clean_up(self) -> None:
         """Kill whatever is left of it."""
-        while found := self.processes():
-            for number in found:
+        while pids := self.list_pids():
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
 
 
-def sweep(store: Path, *arguments: str, timeout_s: float = 180) -> Sweep:
+def run_sweep(store: Path, *arguments: str, timeout_s: float = 180) -> SweepProcess:
     """A sweep that has come to its end, leaving no process."""
-    started = Sweep(store, *arguments)
-    started.wait(timeout_s)
-    left = started.left()
-    started.clean_up()
-    assert not left, f"processes {left} are left after:\n{started.output}"
-    return started
+    sweep_process = SweepProcess(store, *arguments)
+    sweep_process.wait(timeout_s)
+    leftover_pids = sweep_process.wait_for_leftover_pids()
+    sweep_process.clean_up()
+    assert not leftover_pids, f"processes {leftover_pids} are left after:\n{sweep_process.output}"
+    return sweep_process
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -273,23 +275,25 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def planned(*arguments: str, store: Path = Path("no store")) -> list[RunConfig]:
+def plan_runs(*arguments: str, store: Path = Path("no store")) -> list[RunConfig]:
     """The runs that ``-m`` and these overrides ask for, in order, whatever is recorded."""
-    request = read_request(arguments, multirun=True, device=CPU)
-    plan = make_plan(request.points, store, force=True, check=lambda config: None)
+    request = parse_sweep_request(arguments, multirun=True, device=CPU)
+    plan = build_sweep_plan(request.points, store, force=True, check_run=lambda config: None)
     assert not plan.impossible
     return plan.to_run
 
 
-def rows(store: Path) -> dict[str, list[Record]]:
+def read_attempts_by_run(store: Path) -> dict[str, list[Record]]:
     """Every attempt of every run in a store, in order."""
-    runs = [folder.name for folder in store.iterdir() if len(folder.name) == 16] if store.exists() else []
+    run_ids = [folder.name for folder in store.iterdir() if len(folder.name) == 16] if store.exists() else []
     return {
-        run: [records.read(records.row_path(store, run, attempt)) for attempt in records.attempts(store, run)]
-        for run in runs
+        run: [
+            records.read_row(records.get_row_path(store, run, attempt)) for attempt in records.list_attempts(store, run)
+        ]
+        for run in run_ids
     }
 
 
-def files(store: Path) -> dict[Path, tuple[bytes, int]]:
+def read_row_files(store: Path) -> dict[Path, tuple[bytes, int]]:
     """Content and time of every row file."""
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.glob("*/*.json")}

@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-KEY = "0123456789abcdef0123456789abcdef01234567"
+API_KEY = "0123456789abcdef0123456789abcdef01234567"
 ENTITY = "team"
-MOST_LINES_OF_A_TAIL = 10
-MOMENT = "2026-01-01T00:00:00Z"
+MAX_TAIL_LINES = 10
+TIMESTAMP = "2026-01-01T00:00:00Z"
 
 
 @dataclass
-class Arrived:
+class ReceivedRun:
     """One run, as it arrived."""
 
     id: str
     project: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    creation_variables: dict[str, Any] = field(default_factory=dict)
     """The variables of its creation: name, group, job type, tags, notes."""
     config: dict[str, Any] = field(default_factory=dict)
     history: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class FakeWandb:
     """What a server was asked, and what it keeps."""
 
     url: str = ""
-    runs: dict[str, Arrived] = field(default_factory=dict)
+    runs: dict[str, ReceivedRun] = field(default_factory=dict)
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     """Files of runs, by ``run/name``."""
@@ -64,21 +64,21 @@ class FakeWandb:
     """Saved views (workspaces and reports), by id."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
     operations: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
+    unknown_requests: list[str] = field(default_factory=list)
     """What it has no answer for."""
-    silent: bool = False
+    is_silent: bool = False
     """Take requests, and answer none of them."""
     silent_after: tuple[str, int] | None = None
     """Fall silent when an operation was asked for so many times."""
-    refusing: bool = False
+    rejects_key: bool = False
     """Answer that the key is not valid."""
 
-    def count(self, operation: str) -> int:
+    def count_operation(self, operation: str) -> int:
         """How often something was asked."""
         return self.operations.count(operation)
 
 
-class Server(ThreadingHTTPServer):
+class FakeWandbServer(ThreadingHTTPServer):
     """Answers many at once, and does not mind that one of them has hung up."""
 
     daemon_threads = True
@@ -100,35 +100,35 @@ def fake_wandb() -> Iterator[FakeWandb]:
             pass
 
         def do_HEAD(self) -> None:
-            self.answer()
+            self.send_answer()
 
         def do_GET(self) -> None:
-            state.unknown.append(self.path)
-            self.answer()
+            state.unknown_requests.append(self.path)
+            self.send_answer()
 
         def do_PUT(self) -> None:
-            take_file(state, self.path, self.body())
-            self.answer()
+            store_file(state, self.path, self.read_body())
+            self.send_answer()
 
         def do_POST(self) -> None:
-            body = self.body()
-            while state.silent:
+            body = self.read_body()
+            while state.is_silent:
                 time.sleep(0.1)
-            if state.refusing:
-                self.answer(b'{"errors":[{"message":"invalid API key"}]}', 401)
+            if state.rejects_key:
+                self.send_answer(b'{"errors":[{"message":"invalid API key"}]}', 401)
             elif self.path == "/graphql":
-                self.answer(json.dumps(graphql(state, json.loads(body))).encode())
+                self.send_answer(json.dumps(answer_graphql(state, json.loads(body))).encode())
             elif self.path.endswith("/file_stream"):
-                take_lines(state, self.path.split("/")[-2], json.loads(body))
-                self.answer(b"{}")
+                store_run_lines(state, self.path.split("/")[-2], json.loads(body))
+                self.send_answer(b"{}")
             else:
-                state.unknown.append(self.path)
-                self.answer(b"{}")
+                state.unknown_requests.append(self.path)
+                self.send_answer(b"{}")
 
-        def body(self) -> bytes:
+        def read_body(self) -> bytes:
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-        def answer(self, body: bytes = b"", code: int = 200) -> None:
+        def send_answer(self, body: bytes = b"", code: int = 200) -> None:
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -136,18 +136,18 @@ def fake_wandb() -> Iterator[FakeWandb]:
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = FakeWandbServer(("127.0.0.1", 0), Handler)
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield state
     finally:
-        state.silent = False
+        state.is_silent = False
         server.shutdown()
         server.server_close()
 
 
-def take_lines(state: FakeWandb, run_id: str, sent: dict[str, Any]) -> None:
+def store_run_lines(state: FakeWandb, run_id: str, sent: dict[str, Any]) -> None:
     """Take what a run streams: lines of history, the summary, its end."""
     run = state.runs[run_id]
     for name, part in (sent.get("files") or {}).items():
@@ -161,7 +161,7 @@ def take_lines(state: FakeWandb, run_id: str, sent: dict[str, Any]) -> None:
     run.exit_code = sent.get("exitcode", run.exit_code)
 
 
-def take_file(state: FakeWandb, path: str, body: bytes) -> None:
+def store_file(state: FakeWandb, path: str, body: bytes) -> None:
     """Take a file of a run or of an artifact, where it was told to go."""
     _, kind, owner, name = path.split("/", 3)
     if kind == "artifact":
@@ -170,47 +170,47 @@ def take_file(state: FakeWandb, path: str, body: bytes) -> None:
         state.files[f"{owner}/{name}"] = body
 
 
-def graphql(state: FakeWandb, request: dict[str, Any]) -> dict[str, Any]:
+def answer_graphql(state: FakeWandb, request: dict[str, Any]) -> dict[str, Any]:
     """The answer to a query."""
     match = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
     operation = match[1] if match else request["query"][:80]
     state.operations.append(operation)
-    if state.silent_after is not None and state.count(state.silent_after[0]) >= state.silent_after[1]:
-        state.silent = True
-    answer = ANSWERS.get(operation)
-    if answer is None:
-        state.unknown.append(operation)
+    if state.silent_after is not None and state.count_operation(state.silent_after[0]) >= state.silent_after[1]:
+        state.is_silent = True
+    handler = OPERATION_HANDLERS.get(operation)
+    if handler is None:
+        state.unknown_requests.append(operation)
         return {"data": None, "errors": [{"message": f"{operation} is unknown to the fake server"}]}
-    return {"data": answer(state, request.get("variables") or {})}
+    return {"data": handler(state, request.get("variables") or {})}
 
 
 Variables = dict[str, Any]
-Answer = Callable[[FakeWandb, Variables], dict[str, Any]]
-ANSWERS: dict[str, Answer] = {}
+OperationHandler = Callable[[FakeWandb, Variables], dict[str, Any]]
+OPERATION_HANDLERS: dict[str, OperationHandler] = {}
 
 
-def answers(operation: str) -> Callable[[Answer], Answer]:
+def handles_operation(operation: str) -> Callable[[OperationHandler], OperationHandler]:
     """Mark what answers an operation."""
 
-    def mark(function: Answer) -> Answer:
-        ANSWERS[operation] = function
+    def register(function: OperationHandler) -> OperationHandler:
+        OPERATION_HANDLERS[operation] = function
         return function
 
-    return mark
+    return register
 
 
-def project(name: str) -> dict[str, Any]:
+def describe_project(name: str) -> dict[str, Any]:
     """A project as queries show it."""
     entity = {"id": f"entity-{ENTITY}", "name": ENTITY, "isTeam": True}
     return {"id": f"project-{name}", "internalId": f"internal-{name}", "name": name, "entity": entity}
 
 
-@answers("ServerFeaturesQuery")
+@handles_operation("ServerFeaturesQuery")
 def server_features_query(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     return {"serverInfo": {"features": []}}
 
 
-@answers("Viewer")
+@handles_operation("Viewer")
 def viewer(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     teams = {"edges": [{"node": {"name": ENTITY}}]}
     return {
@@ -221,26 +221,26 @@ def viewer(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     }
 
 
-@answers("TypeFields")
+@handles_operation("TypeFields")
 def type_fields(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     return {"TypeInfo": {"fields": []}}
 
 
-@answers("InputFields")
+@handles_operation("InputFields")
 def input_fields(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     return {"TypeInfo": {"inputFields": []}}
 
 
-@answers("RunResumeStatus")
+@handles_operation("RunResumeStatus")
 def run_resume_status(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     run = state.runs.get(variables["name"])
     if run is None:
         return {"model": None}
-    tail = [json.dumps(run.history[line]) for line in sorted(run.history)[-MOST_LINES_OF_A_TAIL:]]
+    tail = [json.dumps(run.history[line]) for line in sorted(run.history)[-MAX_TAIL_LINES:]]
     bucket = {
         "id": f"bucket-{run.id}",
         "name": run.id,
-        "displayName": run.facts.get("displayName"),
+        "displayName": run.creation_variables.get("displayName"),
         "summaryMetrics": json.dumps(run.summary),
         "config": json.dumps(run.config),
         "historyLineCount": len(run.history),
@@ -248,75 +248,81 @@ def run_resume_status(state: FakeWandb, variables: Variables) -> dict[str, Any]:
         "eventsLineCount": 0,
         "eventsTail": "[]",
         "logLineCount": 0,
-        "tags": run.facts.get("tags") or [],
-        "notes": run.facts.get("notes"),
+        "tags": run.creation_variables.get("tags") or [],
+        "notes": run.creation_variables.get("notes"),
         "wandbConfig": json.dumps({"t": 1}),
         "runInfo": {"args": []},
     }
-    return {"model": {**project(run.project), "bucket": bucket}}
+    return {"model": {**describe_project(run.project), "bucket": bucket}}
 
 
-@answers("UpsertBucket")
+@handles_operation("UpsertBucket")
 def upsert_bucket(state: FakeWandb, variables: Variables) -> dict[str, Any]:
-    known = variables["name"] in state.runs
-    run = state.runs.setdefault(variables["name"], Arrived(variables["name"], variables.get("project") or ""))
-    run.facts |= {key: value for key, value in variables.items() if value is not None}
+    already_exists = variables["name"] in state.runs
+    run = state.runs.setdefault(variables["name"], ReceivedRun(variables["name"], variables.get("project") or ""))
+    run.creation_variables |= {key: value for key, value in variables.items() if value is not None}
     if variables.get("config"):
         run.config = json.loads(variables["config"])
     bucket = {
         "id": f"bucket-{run.id}",
         "name": run.id,
-        "displayName": run.facts.get("displayName"),
+        "displayName": run.creation_variables.get("displayName"),
         "description": None,
         "sweepName": None,
-        "project": project(run.project),
+        "project": describe_project(run.project),
         "historyLineCount": len(run.history),
     }
-    return {"upsertBucket": {"bucket": bucket, "inserted": not known}}
+    return {"upsertBucket": {"bucket": bucket, "inserted": not already_exists}}
 
 
-@answers("RunStoppedStatus")
+@handles_operation("RunStoppedStatus")
 def run_stopped_status(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     return {"project": {"run": {"stopped": False}}}
 
 
-@answers("CreateRunFiles")
+@handles_operation("CreateRunFiles")
 def create_run_files(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     run = variables["run"]
     files = [{"name": name, "uploadUrl": f"{state.url}/run/{run}/{name}"} for name in variables["files"]]
     return {"createRunFiles": {"runID": f"bucket-{run}", "uploadHeaders": [], "files": files}}
 
 
-@answers("CreateArtifact")
+@handles_operation("CreateArtifact")
 def create_artifact(state: FakeWandb, variables: Variables) -> dict[str, Any]:
-    given = variables.get("input") or variables
-    number = f"artifact-{len(state.artifacts)}"
-    state.artifacts[number] = Artifact(
-        given["artifactCollectionName"], given["artifactTypeName"], given.get("runName") or ""
+    artifact_input = variables.get("input") or variables
+    artifact_id = f"artifact-{len(state.artifacts)}"
+    state.artifacts[artifact_id] = Artifact(
+        artifact_input["artifactCollectionName"],
+        artifact_input["artifactTypeName"],
+        artifact_input.get("runName") or "",
     )
     sequence = {"latestArtifact": None}
-    return {"createArtifact": {"artifact": {"id": number, "state": "PENDING", "artifactSequence": sequence}}}
+    return {"createArtifact": {"artifact": {"id": artifact_id, "state": "PENDING", "artifactSequence": sequence}}}
 
 
-@answers("CreateArtifactManifest")
+@handles_operation("CreateArtifactManifest")
 def create_artifact_manifest(state: FakeWandb, variables: Variables) -> dict[str, Any]:
-    given = variables.get("input") or variables
-    return {"createArtifactManifest": {"artifactManifest": manifest(state, given["artifactID"])}}
+    artifact_input = variables.get("input") or variables
+    return {"createArtifactManifest": {"artifactManifest": describe_manifest(state, artifact_input["artifactID"])}}
 
 
-@answers("UpdateArtifactManifest")
+@handles_operation("UpdateArtifactManifest")
 def update_artifact_manifest(state: FakeWandb, variables: Variables) -> dict[str, Any]:
-    number = variables["artifactManifestID"].removeprefix("manifest-")
-    return {"updateArtifactManifest": {"artifactManifest": manifest(state, number)}}
+    artifact_id = variables["artifactManifestID"].removeprefix("manifest-")
+    return {"updateArtifactManifest": {"artifactManifest": describe_manifest(state, artifact_id)}}
 
 
-def manifest(state: FakeWandb, number: str) -> dict[str, Any]:
+def describe_manifest(state: FakeWandb, artifact_id: str) -> dict[str, Any]:
     """The manifest of an artifact, and where it is to go."""
-    file = {"id": f"file-{number}", "uploadUrl": f"{state.url}/artifact/{number}/manifest", "uploadHeaders": []}
-    return {"id": f"manifest-{number}", "file": file}
+    file = {
+        "id": f"file-{artifact_id}",
+        "uploadUrl": f"{state.url}/artifact/{artifact_id}/manifest",
+        "uploadHeaders": [],
+    }
+    return {"id": f"manifest-{artifact_id}", "file": file}
 
 
-@answers("CreateArtifactFiles")
+@handles_operation("CreateArtifactFiles")
 def create_artifact_files(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     nodes = [
         {
@@ -331,69 +337,79 @@ def create_artifact_files(state: FakeWandb, variables: Variables) -> dict[str, A
     return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
 
 
-@answers("CommitArtifact")
+@handles_operation("CommitArtifact")
 def commit_artifact(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     state.artifacts[variables["artifactID"]].committed = True
     return {"commitArtifact": {"artifact": {"id": variables["artifactID"], "digest": ""}}}
 
 
-@answers("NotifyScriptableRunAlert")
+@handles_operation("NotifyScriptableRunAlert")
 def notify_scriptable_run_alert(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     state.alerts.append(variables)
     return {"notifyScriptableRunAlert": {"success": True}}
 
 
-@answers("ArtifactType")
+@handles_operation("ArtifactType")
 def artifact_type(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     return {"project": {"artifact": None, "artifactType": {"id": "type", "name": "record"}}}
 
 
-@answers("GetDefaultEntity")
+@handles_operation("GetDefaultEntity")
 def get_default_entity(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     return {"viewer": {"id": "viewer", "entity": ENTITY}}
 
 
-@answers("GetProjects")
+@handles_operation("GetProjects")
 def get_projects(state: FakeWandb, variables: Variables) -> dict[str, Any]:
-    known = {"__typename": "Project", "entityName": ENTITY, "createdAt": MOMENT, "isBenchmark": False, "user": None}
-    edges = [{"node": {**known, "id": f"project-{name}", "name": name}} for name in state.projects]
+    common_fields = {
+        "__typename": "Project",
+        "entityName": ENTITY,
+        "createdAt": TIMESTAMP,
+        "isBenchmark": False,
+        "user": None,
+    }
+    edges = [{"node": {**common_fields, "id": f"project-{name}", "name": name}} for name in state.projects]
     return {"models": {"pageInfo": {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False}, "edges": edges}}
 
 
-@answers("CreateProject")
+@handles_operation("CreateProject")
 def create_project(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     name = variables["input"]["name"]
     state.projects.append(name)
-    return {"upsertModel": {"project": project(name), "model": project(name), "inserted": True}}
+    return {"upsertModel": {"project": describe_project(name), "model": describe_project(name), "inserted": True}}
 
 
-@answers("ProjectInternalId")
+@handles_operation("ProjectInternalId")
 def project_internal_id(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     name = variables["projectName"]
-    return {"project": project(name) if name in state.projects else None}
+    return {"project": describe_project(name) if name in state.projects else None}
 
 
-@answers("View")
+@handles_operation("View")
 def view(state: FakeWandb, variables: Variables) -> dict[str, Any]:
-    nodes = [known for known in state.views.values() if known["name"] == variables["viewName"]]
+    nodes = [saved_view for saved_view in state.views.values() if saved_view["name"] == variables["viewName"]]
     return {"project": {"allViews": {"edges": [{"node": node} for node in nodes]}}}
 
 
-@answers("ProjectViews")
+@handles_operation("ProjectViews")
 def project_views(state: FakeWandb, variables: Variables) -> dict[str, Any]:
     kind = variables.get("viewType") or "runs"
-    edges = [{"node": known, "cursor": number} for number, known in state.views.items() if known["type"] == kind]
+    edges = [
+        {"node": saved_view, "cursor": view_id}
+        for view_id, saved_view in state.views.items()
+        if saved_view["type"] == kind
+    ]
     return {"project": {"allViews": {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}}}
 
 
-@answers("UpsertView2")
-@answers("upsertView")
+@handles_operation("UpsertView2")
+@handles_operation("upsertView")
 def upsert_view(state: FakeWandb, variables: Variables) -> dict[str, Any]:
-    number = variables.get("id") or f"VIEW{len(state.views)}"
-    inserted = number not in state.views
-    state.views[number] = {
+    view_id = variables.get("id") or f"VIEW{len(state.views)}"
+    inserted = view_id not in state.views
+    state.views[view_id] = {
         **{name: variables.get(name) for name in ("name", "displayName", "description", "type", "spec")},
-        **{"id": number, "createdAt": MOMENT, "updatedAt": MOMENT, "user": None},
+        **{"id": view_id, "createdAt": TIMESTAMP, "updatedAt": TIMESTAMP, "user": None},
         "project": {"id": "project", "name": variables["projectName"], "entityName": variables["entityName"]},
     }
-    return {"upsertView": {"view": state.views[number], "inserted": inserted}}
+    return {"upsertView": {"view": state.views[view_id], "inserted": inserted}}

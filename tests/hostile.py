@@ -13,21 +13,21 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from bench.config import SECTIONS, Measurement, RunConfig
+from bench.config import SECTION_NAMES, Measurement, RunConfig
 from bench.finetune import load_finetune
 from bench.hardware import Hardware
 from bench.launch.local import LocalProfile
 from bench.launch.slurm.profile import SlurmProfile
 from bench.models import load_family
-from bench.planning.compose import CONF, groups
-from bench.planning.request import DEVICE, REPEATS, Execution
-from bench.plugins import find
+from bench.planning.compose import CONF_FOLDER, list_config_groups
+from bench.planning.request import DEVICE_HINT, REPEATS_HINT, ExecutionOptions
+from bench.plugins import find_plugin_class
 from bench.precision import Precision
 from bench.strategies import load_strategy
 from bench.training.optimizer import OptimizerConfig
-from bench.typed import Kind, as_typed, kind_of, type_hints
+from bench.typed import FieldType, format_override_value, get_field_types, parse_type_hint
 
-BAD = (
+HOSTILE_VALUES = (
     *(
         "nan",
         "inf",
@@ -76,12 +76,12 @@ BAD = (
 """What no field or hardly any takes, and what has a meaning to Hydra, rich, YAML or a shell."""
 
 
-def classes(group: str, values: dict[str, Any]) -> Any:
+def find_option_class(group: str, values: dict[str, Any]) -> Any:
     """The dataclass of a group's option."""
     if group == "tracker":
         from bench import tracking
 
-        return find("tracker.name", values["name"], tracking, tracking.Tracker)
+        return find_plugin_class("tracker.name", values["name"], tracking, tracking.Tracker)
     loaders = {
         "model": ("family", load_family),
         "strategy": ("name", load_strategy),
@@ -96,70 +96,78 @@ def classes(group: str, values: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def fields(group: str, option: str) -> dict[str, Kind | None]:
+def list_option_fields(group: str, option: str) -> dict[str, FieldType | None]:
     """Keys as typed of all fields of an option, with what is known of their values."""
-    values = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
+    values = yaml.safe_load((CONF_FOLDER / group / f"{option}.yaml").read_text())
     if group == "sweep":
         return {
-            "sweep.repeats": kind_of(REPEATS),
-            "sweep.device": kind_of(DEVICE),
+            "sweep.repeats": parse_type_hint(REPEATS_HINT),
+            "sweep.device": parse_type_hint(DEVICE_HINT),
             "sweep.grids": None,
             "sweep.name": None,
         }
-    return dict(_fields(group, classes(group, values), values))
+    return dict(_walk_fields(group, find_option_class(group, values), values))
 
 
-def _fields(key: str, cls: type, values: Any) -> Iterator[tuple[str, Kind | None]]:
+def _walk_fields(key: str, cls: type, values: Any) -> Iterator[tuple[str, FieldType | None]]:
     for field in dataclasses.fields(cls):
-        kind = kind_of(type_hints(cls)[field.name])
+        kind = parse_type_hint(get_field_types(cls)[field.name])
         inner = values.get(field.name) if isinstance(values, dict) else None
         absent = "+" if not isinstance(values, dict) or field.name not in values else ""
         name = f"{absent}{key}.{field.name}"
         yield name, kind
-        if kind.section is not None and not absent:
-            yield from _fields(f"{key}.{field.name}", kind.section, inner)
-        if kind.entries is not None:
+        if kind.section_class is not None and not absent:
+            yield from _walk_fields(f"{key}.{field.name}", kind.section_class, inner)
+        if kind.entry_hints is not None:
             for entry in inner or {}:
-                yield f"{key}.{field.name}.{entry}", kind_of(kind.entries[1])
+                yield f"{key}.{field.name}.{entry}", parse_type_hint(kind.entry_hints[1])
 
 
 @functools.cache
-def top() -> dict[str, Kind | None]:
+def list_top_level_fields() -> dict[str, FieldType | None]:
     """Fields outside of groups, those of measurements among them."""
-    hints = {name: hint for name, hint in type_hints(RunConfig).items() if name not in (*SECTIONS, "requested")}
-    run = {name: kind_of(hint) for name, hint in {**hints, **type_hints(Execution)}.items()}
+    hints = {
+        name: hint for name, hint in get_field_types(RunConfig).items() if name not in (*SECTION_NAMES, "requested")
+    }
+    run_fields = {name: parse_type_hint(hint) for name, hint in {**hints, **get_field_types(ExecutionOptions)}.items()}
     return {
-        **run,
-        **dict(_fields("measurement", Measurement, yaml.safe_load((CONF / "config.yaml").read_text())["measurement"])),
+        **run_fields,
+        **dict(
+            _walk_fields(
+                "measurement", Measurement, yaml.safe_load((CONF_FOLDER / "config.yaml").read_text())["measurement"]
+            )
+        ),
     }
 
 
-def good(kind: Kind | None) -> st.SearchStrategy[str]:
+def build_valid_values(kind: FieldType | None) -> st.SearchStrategy[str]:
     """Values that a field takes, as typed, the bounds of numbers and what lies just outside among them."""
     if kind is None:
         return st.sampled_from(["null", "a"])
     if kind.choices:
-        return st.sampled_from([as_typed(choice) for choice in kind.choices])
-    told = []
-    if kind.within is not None and (int in kind.types or float in kind.types):
-        edges = [kind.within.least, kind.within.most]
+        return st.sampled_from([format_override_value(choice) for choice in kind.choices])
+    strategies = []
+    if kind.bounds is not None and (int in kind.types or float in kind.types):
+        edges = [kind.bounds.minimum, kind.bounds.maximum]
         near = [edge + step for edge in edges for step in (-1, 1)]
-        told.append(st.sampled_from([as_typed(number) for number in (*edges, *near, 1, 2, 3, 4, 8, 0.5)]))
-    if int in kind.types and not told:
-        told.append(st.sampled_from(["1", "2", "4", "8"]))
+        strategies.append(
+            st.sampled_from([format_override_value(number) for number in (*edges, *near, 1, 2, 3, 4, 8, 0.5)])
+        )
+    if int in kind.types and not strategies:
+        strategies.append(st.sampled_from(["1", "2", "4", "8"]))
     if bool in kind.types:
-        told.append(st.sampled_from(["true", "false"]))
+        strategies.append(st.sampled_from(["true", "false"]))
     if str in kind.types:
-        told.append(st.sampled_from(["full", "node", "auto", "a", "none"]))
+        strategies.append(st.sampled_from(["full", "node", "auto", "a", "none"]))
     if type(None) in kind.types:
-        told.append(st.just("null"))
-    if kind.items is not None:
-        told.append(st.sampled_from(["[]", "[a]", "[--mail-type=END]", "['a b']"]))
-    return st.one_of(told) if told else st.just("null")
+        strategies.append(st.just("null"))
+    if kind.item_hint is not None:
+        strategies.append(st.sampled_from(["[]", "[a]", "[--mail-type=END]", "['a b']"]))
+    return st.one_of(strategies) if strategies else st.just("null")
 
 
 @st.composite
-def settings(draw: st.DrawFn, within: tuple[str, ...] = (), most: int = 4) -> list[str]:
+def draw_overrides(draw: st.DrawFn, within: tuple[str, ...] = (), max_fields: int = 4) -> list[str]:
     """Options of some groups, and values of their fields.
 
     Parameters
@@ -167,27 +175,49 @@ def settings(draw: st.DrawFn, within: tuple[str, ...] = (), most: int = 4) -> li
     within: tuple of str
         Groups that fields may be of; all of them, and what is in none, if empty.
     """
-    names = within or tuple(groups())
-    chosen = {
-        group: draw(st.sampled_from(groups()[group])) for group in draw(st.lists(st.sampled_from(names), max_size=3))
+    names = within or tuple(list_config_groups())
+    chosen_options = {
+        group: draw(st.sampled_from(list_config_groups()[group]))
+        for group in draw(st.lists(st.sampled_from(names), max_size=3))
     }
-    usual = {"model": "t5_tiny", "strategy": "fsdp", "precision": "fp32", "optimizer": "adamw", "finetune": "full"}
-    usual |= {"hardware": "a100_80gb", "cluster": "local", "tracker": "wandb" if within else "none", "sweep": "adhoc"}
-    typed = [f"{group}={option}" for group, option in chosen.items()]
-    for _ in range(draw(st.integers(0 if chosen else 1, most))):
+    default_options = {
+        "model": "t5_tiny",
+        "strategy": "fsdp",
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "finetune": "full",
+    }
+    default_options |= {
+        "hardware": "a100_80gb",
+        "cluster": "local",
+        "tracker": "wandb" if within else "none",
+        "sweep": "adhoc",
+    }
+    typed = [f"{group}={option}" for group, option in chosen_options.items()]
+    for _ in range(draw(st.integers(0 if chosen_options else 1, max_fields))):
         group = draw(st.sampled_from([*names] if within else [*names, ""]))
-        known = fields(group, chosen.get(group, usual[group])) if group else top()
-        key = draw(st.sampled_from(sorted(known)))
-        value = draw(st.one_of(good(known[key]), good(known[key]), st.sampled_from(BAD)))
+        field_kinds = (
+            list_option_fields(group, chosen_options.get(group, default_options[group]))
+            if group
+            else list_top_level_fields()
+        )
+        key = draw(st.sampled_from(sorted(field_kinds)))
+        value = draw(
+            st.one_of(
+                build_valid_values(field_kinds[key]),
+                build_valid_values(field_kinds[key]),
+                st.sampled_from(HOSTILE_VALUES),
+            )
+        )
         typed.append(f"{key}={value}")
     return draw(st.permutations(typed))
 
 
 @functools.cache
-def names_of_fields() -> frozenset[str]:
+def list_field_names() -> frozenset[str]:
     """Every key that a sentence may name."""
-    found = set(top()) | set(groups()) | {"search", "sweep", "mode"}
-    for group, options in groups().items():
+    field_names = set(list_top_level_fields()) | set(list_config_groups()) | {"search", "sweep", "mode"}
+    for group, options in list_config_groups().items():
         for option in options:
-            found |= {key.lstrip("+") for key in fields(group, option)}
-    return frozenset(found)
+            field_names |= {key.lstrip("+") for key in list_option_fields(group, option)}
+    return frozenset(field_names)

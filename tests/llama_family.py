@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bench.models import Batch
-from bench.models.base import IGNORED, Family, FlopCount
+from bench.models.base import IGNORED_LABEL, Family, FlopCount
 from bench.models.gpt import register_causal_sdpa
 from bench.models.materialize import fill_buffers
 
@@ -32,9 +32,9 @@ class Llama(Family):
     dropout: float = 0.0
     activation: str = "silu"
 
-    imports: ClassVar[tuple[str, ...]] = ("transformers.models.llama.modeling_llama",)
+    preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.llama.modeling_llama",)
 
-    def build(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """`LlamaForCausalLM` on meta."""
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -59,47 +59,47 @@ class Llama(Family):
                 fill_buffers(module, self, torch.device("cpu"))
         return model
 
-    def buffer(self, module: nn.Module, name: str, device: torch.device) -> torch.Tensor:
+    def build_buffer(self, module: nn.Module, name: str, device: torch.device) -> torch.Tensor:
         """The rotary embedding's frequencies, and a copy of them."""
         head_size = self.hidden_size // self.num_heads
         return 1.0 / 10_000 ** (torch.arange(0, head_size, 2, device=device) / head_size)
 
-    def init_std(self, name: str, parameter: torch.Tensor) -> float | None:
+    def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
         """Ones in norms."""
         return None if "norm" in name else 0.02
 
-    def batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
+    def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
         """Random tokens."""
         tokens = torch.randint(0, self.vocabulary_size, (num_sequences, sequence_length), generator=generator)
-        return Batch({"input_ids": tokens}, labels=nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED))
+        return Batch({"input_ids": tokens}, labels=nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL))
 
-    def shortened(self, blocks: int) -> Llama:
+    def limit_blocks(self, max_blocks: int) -> Llama:
         """Fewer layers."""
-        return dataclasses.replace(self, num_layers=min(blocks, self.num_layers))
+        return dataclasses.replace(self, num_layers=min(max_blocks, self.num_layers))
 
-    def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
+    def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         """The one list of blocks."""
         return [model.get_submodule("model.layers")]  # type: ignore[list-item]
 
-    def chain(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Hand the hidden states from block to block."""
         hidden, *rest = args
         for block in blocks:
             hidden = block(hidden, *rest, **kwargs)
         return hidden
 
-    def flops_per_sequence(self, sequence_length: int) -> FlopCount:
+    def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Of the products with weights, and of attention's."""
         length, hidden = sequence_length, self.hidden_size
         final = 2 * length * hidden * self.intermediate_size
         return FlopCount(
             blocks_linear=self.num_layers * (8 * length * hidden**2 + 3 * final),
             blocks_attention=self.num_layers * 4 * length**2 * hidden,
-            blocks_final=self.num_layers * final,
-            outside=2 * length * hidden * self.vocabulary_size,
+            blocks_last_linear=self.num_layers * final,
+            outside_blocks=2 * length * hidden * self.vocabulary_size,
         )
 
-    def tokens_per_sequence(self, sequence_length: int) -> int:
+    def count_tokens_per_sequence(self, sequence_length: int) -> int:
         """Every token is read once."""
         return sequence_length
 

@@ -11,24 +11,24 @@ import sys
 
 import torch
 
-from bench.measure.memory import CpuProbe
-from bench.measure.rehearsal import start_rehearsal
-from bench.simulate.predict import predict
-from bench.strategies.deepspeed import DeepSpeed
-from bench.training.engine import build_engine, micro_batches
-from tests.conftest import configuration
+from bench.measure.memory import CpuMemoryProbe
+from bench.measure.rehearsal import init_rehearsal_group
+from bench.simulate.predict import predict_run
+from bench.strategies.deepspeed import DeepSpeedStrategy
+from bench.training.engine import build_engine, build_micro_batches
+from tests.conftest import compose_run_config
 
 
-def offload_from_anywhere() -> None:
+def allow_offload_from_cpu() -> None:
     """Take any device to have another memory beside it."""
-    DeepSpeed.check_device = lambda self, device: None  # type: ignore[method-assign]
+    DeepSpeedStrategy.check_device = lambda self, device: None  # type: ignore[method-assign]
 
 
-def measured(overrides: list[str]) -> dict[str, object]:
+def measure_offloaded_run(overrides: list[str]) -> dict[str, object]:
     """The first rank's third step, the others' part made up; what is predicted beside it, on device and host."""
-    run, cpu = configuration(*overrides, "mode=rehearse"), torch.device("cpu")
-    start_rehearsal(run.gpus)
-    probe = CpuProbe(contextlib.nullcontext)
+    run, cpu = compose_run_config(*overrides, "mode=rehearse"), torch.device("cpu")
+    init_rehearsal_group(run.gpus)
+    probe = CpuMemoryProbe(contextlib.nullcontext)
     with probe.observe():
         engine = build_engine(
             run.model,
@@ -38,34 +38,34 @@ def measured(overrides: list[str]) -> dict[str, object]:
             device=cpu,
             world_size=run.gpus,
             rehearsed=True,
-            micro_batches=run.gradient_accumulation,
+            num_micro_batches=run.gradient_accumulation,
             synchronize_every_micro_batch=run.gradient_accumulation_sync,
         )
-        batches = micro_batches(
+        batches = build_micro_batches(
             run.model,
             batch_size=run.batch_size_per_gpu,
             sequence_length=run.sequence_length,
             device=cpu,
             num_micro_batches=run.gradient_accumulation,
-            share=0,
-            shares=run.gpus,
+            share_index=0,
+            num_shares=run.gpus,
         )
         losses = [float(engine.step(batches)) for _ in range(2)]
         probe.start_steady_step()
         losses.append(float(engine.step(batches)))
-    memory = predict(run).memory
+    memory = predict_run(run).memory
     return {
         "losses": losses,
-        "measured": probe.peaks().allocated,
+        "measured": probe.read_peaks().allocated,
         "device": memory.allocated.value,
         "host": memory.host,
     }
 
 
 if __name__ == "__main__":
-    offload_from_anywhere()
+    allow_offload_from_cpu()
     os.environ["DS_ACCELERATOR"] = "cpu"
     for module in ("torch._inductor.compile_fx", "deepspeed"):  # once, for every rank
         importlib.import_module(module)
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        print(json.dumps(pool.map(measured, json.loads(sys.argv[1]), chunksize=1)))
+        print(json.dumps(pool.map(measure_offloaded_run, json.loads(sys.argv[1]), chunksize=1)))

@@ -13,28 +13,28 @@ import types
 import torch
 import torch.utils._triton
 
-touched: list[str] = []
+cuda_touches: list[str] = []
 """What touched CUDA in this process: the innermost frames, from the outside in."""
 
 _bad_fork = False
 
 
-def _touch(*_: object) -> int:
+def _record_touch(*_: object) -> int:
     frames, frame = [], sys._getframe(1)
     while frame is not None:
         if "importlib" not in frame.f_code.co_filename:
             frames.append(f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
-    touched.append(" <- ".join(frames[:8]))
+    cuda_touches.append(" <- ".join(frames[:8]))
     return 1
 
 
-def _properties(*_: object) -> types.SimpleNamespace:
-    _touch()
+def _fake_properties(*_: object) -> types.SimpleNamespace:
+    _record_touch()
     return types.SimpleNamespace(major=9, minor=0, name="NVIDIA H100 80GB HBM3", total_memory=80 << 30)
 
 
-_real = {
+_real_attributes = {
     (torch.version, "cuda"): torch.version.cuda,
     (torch.cuda, "_is_in_bad_fork"): torch.cuda._is_in_bad_fork,
     (torch.cuda, "_lazy_init"): torch.cuda._lazy_init,
@@ -44,25 +44,33 @@ _real = {
     (torch.cuda, "get_device_capability"): torch.cuda.get_device_capability,
     (torch.utils._triton, "has_triton"): torch.utils._triton.has_triton,
 }
-_pretended = (
-    *("13.0", lambda: _bad_fork, _touch, lambda: 1, _touch, _properties, lambda *_: (_touch(), (9, 0))[1]),
-    lambda: bool(_touch()) and False,
+_fake_attributes = (
+    *(
+        "13.0",
+        lambda: _bad_fork,
+        _record_touch,
+        lambda: 1,
+        _record_touch,
+        _fake_properties,
+        lambda *_: (_record_touch(), (9, 0))[1],
+    ),
+    lambda: bool(_record_touch()) and False,
 )
 
 
-def _become_real() -> None:
+def _restore_cpu_build() -> None:
     global _bad_fork
     if not hasattr(torch._C, "_cuda_getDeviceCount"):  # forked from a forked one
         return
-    _bad_fork = bool(touched)
+    _bad_fork = bool(cuda_touches)
     del torch._C._cuda_getDeviceCount, torch._C._cuda_getCurrentRawStream
-    for (module, name), value in _real.items():
+    for (module, name), value in _real_attributes.items():
         if name != "_is_in_bad_fork":
             setattr(module, name, value)
 
 
-for (_module, _name), _value in zip(_real, _pretended, strict=True):
+for (_module, _name), _value in zip(_real_attributes, _fake_attributes, strict=True):
     setattr(_module, _name, _value)
-torch._C._cuda_getDeviceCount = _touch  # type: ignore[attr-defined]
+torch._C._cuda_getDeviceCount = _record_touch  # type: ignore[attr-defined]
 torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_become_real)
+os.register_at_fork(after_in_child=_restore_cpu_build)

@@ -20,229 +20,239 @@ from bench.config import RunConfig
 from bench.errors import UsageError
 from bench.launch.local import LocalLauncher
 from bench.launch.stop import StopSignal
-from bench.launch.task import Task
-from bench.planning.compose import composed
-from bench.simulate.predict import predict_all
-from tests.conftest import CPU, configuration
+from bench.launch.task import LaunchTask
+from bench.planning.compose import compose_config
+from bench.simulate.predict import predict_runs
+from tests.conftest import CPU, compose_run_config
 
 SEED = 14
 
-ALWAYS = {"hardware": "cpu", "measurement.steps": 1}
+FIXED_VALUES = {"hardware": "cpu", "measurement.steps": 1}
 
-PARAMETERS = range(200_000, 1_500_000)
+PARAMETER_RANGE = range(200_000, 1_500_000)
 """What oneDNN takes for itself, which no prediction sees, is small beside so many; and they are quick."""
 
-MOST_FLOPS = 1e9
+MAX_STEP_FLOPS = 1e9
 """Of one step of all ranks."""
 
 Overrides = tuple[str, ...]
 Values = dict[str, Any]
-Draw = Callable[[random.Random], Values]
+DrawValues = Callable[[random.Random], Values]
 
 
-def rounded_up(size: int, divisor: int) -> int:
+def round_up(size: int, divisor: int) -> int:
     return -(-size // divisor) * divisor
 
 
-def shape_of_t5(r: random.Random, split: int) -> Values:
+def draw_t5_shape(rng: random.Random, degree: int) -> Values:
     return {
         "model": "t5_tiny",
-        "model.num_heads": split * r.randint(1, 6 // split),
-        "model.d_kv": r.choice([8, 12, 17, 24, 32]),
-        "model.d_model": r.randint(24, 200),
-        "model.d_ff": rounded_up(r.choice([r.randint(50, 900), r.randint(1000, 4001)]), split),
-        "model.vocabulary_size": r.choice([r.randint(100, 900), r.randint(1000, 9000)]),
-        "model.num_encoder_layers": r.randint(1, 6),
-        "model.num_decoder_layers": r.randint(1, 6),
-        "model.decoder_sequence_length": r.choice(["null", "null", rounded_up(r.randint(3, 60), split)]),
+        "model.num_heads": degree * rng.randint(1, 6 // degree),
+        "model.d_kv": rng.choice([8, 12, 17, 24, 32]),
+        "model.d_model": rng.randint(24, 200),
+        "model.d_ff": round_up(rng.choice([rng.randint(50, 900), rng.randint(1000, 4001)]), degree),
+        "model.vocabulary_size": rng.choice([rng.randint(100, 900), rng.randint(1000, 9000)]),
+        "model.num_encoder_layers": rng.randint(1, 6),
+        "model.num_decoder_layers": rng.randint(1, 6),
+        "model.decoder_sequence_length": rng.choice(["null", "null", round_up(rng.randint(3, 60), degree)]),
     }
 
 
-def shape_of_gpt(r: random.Random, split: int) -> Values:
-    heads = split * r.randint(1, 6 // split)
+def draw_gpt_shape(rng: random.Random, degree: int) -> Values:
+    heads = degree * rng.randint(1, 6 // degree)
     return {
         "model": "gpt_tiny",
-        "model.family": r.choice(["gpt", "mingpt", *(["mpt"] if split == 1 else [])]),
-        "model.activation": r.choice(["gelu", "gelu_new", "gelu_pytorch_tanh"]),
+        "model.family": rng.choice(["gpt", "mingpt", *(["mpt"] if degree == 1 else [])]),
+        "model.activation": rng.choice(["gelu", "gelu_new", "gelu_pytorch_tanh"]),
         "model.num_heads": heads,
-        "model.hidden_size": heads * r.choice([8, 12, 14, 17, 24, 32]),
-        "model.num_layers": r.randint(1, 9),
-        "model.vocabulary_size": r.choice([r.randint(100, 900), r.randint(1000, 13000)]),
-        "model.intermediate_size": r.choice(["null", rounded_up(r.randint(20, 1500), split)]),
+        "model.hidden_size": heads * rng.choice([8, 12, 14, 17, 24, 32]),
+        "model.num_layers": rng.randint(1, 9),
+        "model.vocabulary_size": rng.choice([rng.randint(100, 900), rng.randint(1000, 13000)]),
+        "model.intermediate_size": rng.choice(["null", round_up(rng.randint(20, 1500), degree)]),
     }
 
 
-def parameters_of(shape: Values) -> int:
+def count_parameters(shape: Values) -> int:
     """About how many there are, without building anything."""
-    of = {name.removeprefix("model."): value for name, value in shape.items()}
-    if of["model"] == "t5_tiny":
-        attention, final = 4 * of["d_model"] * of["num_heads"] * of["d_kv"], 2 * of["d_model"] * of["d_ff"]
-        blocks = of["num_encoder_layers"] * (attention + final) + of["num_decoder_layers"] * (2 * attention + final)
-        return int(of["vocabulary_size"] * of["d_model"] + blocks)
-    hidden = of["hidden_size"]
-    width = 4 * hidden if of["intermediate_size"] == "null" else of["intermediate_size"]
-    tables = of["vocabulary_size"] * (2 if of["family"] == "mingpt" else 1) + (0 if of["family"] == "mpt" else 512)
-    return int(tables * hidden + of["num_layers"] * (4 * hidden**2 + 2 * hidden * width))
+    dimensions = {name.removeprefix("model."): value for name, value in shape.items()}
+    if dimensions["model"] == "t5_tiny":
+        attention, final = (
+            4 * dimensions["d_model"] * dimensions["num_heads"] * dimensions["d_kv"],
+            2 * dimensions["d_model"] * dimensions["d_ff"],
+        )
+        blocks = dimensions["num_encoder_layers"] * (attention + final) + dimensions["num_decoder_layers"] * (
+            2 * attention + final
+        )
+        return int(dimensions["vocabulary_size"] * dimensions["d_model"] + blocks)
+    hidden = dimensions["hidden_size"]
+    width = 4 * hidden if dimensions["intermediate_size"] == "null" else dimensions["intermediate_size"]
+    embeddings = dimensions["vocabulary_size"] * (2 if dimensions["family"] == "mingpt" else 1) + (
+        0 if dimensions["family"] == "mpt" else 512
+    )
+    return int(embeddings * hidden + dimensions["num_layers"] * (4 * hidden**2 + 2 * hidden * width))
 
 
-def single(r: random.Random) -> Values:
+def draw_single(rng: random.Random) -> Values:
     return {"gpus": 1}
 
 
-def ddp(r: random.Random) -> Values:
-    hook = r.choice(["none"] * 7 + ["fp16", "bf16", "powersgd"])
+def draw_ddp(rng: random.Random) -> Values:
+    hook = rng.choice(["none"] * 7 + ["fp16", "bf16", "powersgd"])
     return {
-        "gpus": r.choice([1, 2, 3, 4]),
-        "strategy.bucket_cap_mb": r.choice(["null", "null", 1, 2]),
-        "strategy.gradient_as_bucket_view": r.choice(["true", "true", "false"]),
-        "strategy.static_graph": r.choice(["null", "null", "false"]),
+        "gpus": rng.choice([1, 2, 3, 4]),
+        "strategy.bucket_cap_mb": rng.choice(["null", "null", 1, 2]),
+        "strategy.gradient_as_bucket_view": rng.choice(["true", "true", "false"]),
+        "strategy.static_graph": rng.choice(["null", "null", "false"]),
         "strategy.communication_hook": hook,
-        "strategy.matrix_approximation_rank": r.choice([1, 2, 5]) if hook == "powersgd" else 1,
+        "strategy.matrix_approximation_rank": rng.choice([1, 2, 5]) if hook == "powersgd" else 1,
     }
 
 
-def zero1(r: random.Random) -> Values:
-    return {**ddp(r), "strategy.parameters_as_bucket_view": r.choice(["true", "false"])}
+def draw_zero1(rng: random.Random) -> Values:
+    return {**draw_ddp(rng), "strategy.parameters_as_bucket_view": rng.choice(["true", "false"])}
 
 
-def sharded(r: random.Random) -> Values:
-    gpus = r.choice([1, 2, 3, 4])
+def draw_sharding(rng: random.Random) -> Values:
+    gpus = rng.choice([1, 2, 3, 4])
     return {
         "gpus": gpus,
-        "strategy.sharding_factor": r.choice(["full", "full", 1, 2] if gpus % 2 == 0 else ["full", "full", 1]),
-        "strategy.blocks_per_unit": r.choice([1, 1, 2, 3]),
-        "strategy.forward_prefetch": r.choice(["false", "true"]),
+        "strategy.sharding_factor": rng.choice(["full", "full", 1, 2] if gpus % 2 == 0 else ["full", "full", 1]),
+        "strategy.blocks_per_unit": rng.choice([1, 1, 2, 3]),
+        "strategy.forward_prefetch": rng.choice(["false", "true"]),
     }
 
 
-def fsdp1(r: random.Random) -> Values:
+def draw_fsdp1(rng: random.Random) -> Values:
     return {
-        **sharded(r),
-        "strategy.backward_prefetch": r.choice(["pre", "pre", "post", "none"]),
-        "strategy.limit_all_gathers": r.choice(["true", "false"]),
+        **draw_sharding(rng),
+        "strategy.backward_prefetch": rng.choice(["pre", "pre", "post", "none"]),
+        "strategy.limit_all_gathers": rng.choice(["true", "false"]),
     }
 
 
-def fsdp2(r: random.Random) -> Values:
+def draw_fsdp2(rng: random.Random) -> Values:
     return {
-        **sharded(r),
-        "strategy.backward_prefetch": r.choice(["true", "true", "false"]),
-        "strategy.mesh_2d": r.choice(["false", "false", "true"]),
+        **draw_sharding(rng),
+        "strategy.backward_prefetch": rng.choice(["true", "true", "false"]),
+        "strategy.mesh_2d": rng.choice(["false", "false", "true"]),
     }
 
 
-def tensor_parallel(r: random.Random) -> Values:
-    gpus, kind = r.choice([2, 3, 4, 4]), r.choice(["fsdp", "ddp"])
-    own: Values = (
-        {"reshard_after_forward": r.choice(["null", "false"]), "mesh_2d": r.choice(["null", "true"])}
+def draw_tensor_parallel(rng: random.Random) -> Values:
+    gpus, kind = rng.choice([2, 3, 4, 4]), rng.choice(["fsdp", "ddp"])
+    inner_knobs: Values = (
+        {"reshard_after_forward": rng.choice(["null", "false"]), "mesh_2d": rng.choice(["null", "true"])}
         if kind == "fsdp"
-        else {"bucket_cap_mb": r.choice(["null", 1])}
+        else {"bucket_cap_mb": rng.choice(["null", 1])}
     )
     return {
         "gpus": gpus,
-        "strategy.degree": 2 if gpus == 4 and r.random() < 0.7 else gpus,
-        "strategy.sequence_parallel": r.choice(["true", "false"]),
+        "strategy.degree": 2 if gpus == 4 and rng.random() < 0.7 else gpus,
+        "strategy.sequence_parallel": rng.choice(["true", "false"]),
         "strategy.data_parallel": kind,
-        **{f"strategy.{name}": value for name, value in own.items()},
+        **{f"strategy.{name}": value for name, value in inner_knobs.items()},
     }
 
 
-def naive_pipeline(r: random.Random) -> Values:
-    gpus = r.choice([2, 3, 4, 4])
-    copies = gpus == 4 and r.random() < 0.7
+def draw_naive_pipeline(rng: random.Random) -> Values:
+    gpus = rng.choice([2, 3, 4, 4])
+    has_replicas = gpus == 4 and rng.random() < 0.7
     return {
         "gpus": gpus,
-        "strategy.stages": 2 if copies else gpus,
-        "strategy.data_parallel": r.choice(["ddp", "fsdp"]) if copies else "null",
+        "strategy.stages": 2 if has_replicas else gpus,
+        "strategy.data_parallel": rng.choice(["ddp", "fsdp"]) if has_replicas else "null",
     }
 
 
-def pipeline(r: random.Random) -> Values:
-    schedule = r.choice(["gpipe", "1f1b", "interleaved_1f1b"])
+def draw_pipeline(rng: random.Random) -> Values:
+    schedule = rng.choice(["gpipe", "1f1b", "interleaved_1f1b"])
     return {
-        **naive_pipeline(r),
+        **draw_naive_pipeline(rng),
         "strategy.schedule": schedule,
-        "strategy.virtual_stages": r.choice(["null", 2, 3]) if schedule == "interleaved_1f1b" else "null",
-        "strategy.micro_batches": r.choice(["null", 4, 6]),
+        "strategy.virtual_stages": rng.choice(["null", 2, 3]) if schedule == "interleaved_1f1b" else "null",
+        "strategy.micro_batches": rng.choice(["null", 4, 6]),
     }
 
 
-STRATEGIES: dict[str, Draw] = {
-    "single": single,
-    "ddp": ddp,
-    "zero1": zero1,
-    "fsdp": fsdp2,
-    "zero2": fsdp2,
-    "fsdp1": fsdp1,
-    "zero2_fsdp1": fsdp1,
-    "tensor_parallel": tensor_parallel,
-    "pipeline": pipeline,
-    "naive_pipeline": naive_pipeline,
+STRATEGIES: dict[str, DrawValues] = {
+    "single": draw_single,
+    "ddp": draw_ddp,
+    "zero1": draw_zero1,
+    "fsdp": draw_fsdp2,
+    "zero2": draw_fsdp2,
+    "fsdp1": draw_fsdp1,
+    "zero2_fsdp1": draw_fsdp1,
+    "tensor_parallel": draw_tensor_parallel,
+    "pipeline": draw_pipeline,
+    "naive_pipeline": draw_naive_pipeline,
 }
 """Those of conf/strategy that run on a CPU without an extra."""
 
-LAYERS_DIVIDED, STAGED = ("tensor_parallel",), ("pipeline", "naive_pipeline")
+DIVIDED_STRATEGIES, STAGED_STRATEGIES = ("tensor_parallel",), ("pipeline", "naive_pipeline")
 
 
-def frame(r: random.Random, name: str, split: int) -> Values:
+def draw_common_values(rng: random.Random, name: str, degree: int) -> Values:
     """What every run has beside its model and its strategy."""
-    scales = [] if name in (*LAYERS_DIVIDED, *STAGED) else ["fp16", "fp16"]
-    precision = r.choice(["fp32", "fp32", "bf16", "bf16", "bf16_pure", "bf16_pure", *scales])
-    accumulation = 1 if name in STAGED else r.choice([1, 1, 2, 3])
-    optimizer = r.choice(["adamw", "adamw", "sgd"])
+    fp16_choices = [] if name in (*DIVIDED_STRATEGIES, *STAGED_STRATEGIES) else ["fp16", "fp16"]
+    precision = rng.choice(["fp32", "fp32", "bf16", "bf16", "bf16_pure", "bf16_pure", *fp16_choices])
+    accumulation = 1 if name in STAGED_STRATEGIES else rng.choice([1, 1, 2, 3])
+    optimizer = rng.choice(["adamw", "adamw", "sgd"])
     return {
         "precision": precision,
-        "precision.mixing": r.choice(["null", "null", "autocast"]) if precision in ("bf16", "fp16") else "null",
-        "batch_size_per_gpu": r.randint(1, 5),
-        "sequence_length": rounded_up(r.randint(5, 70), split),
+        "precision.mixing": rng.choice(["null", "null", "autocast"]) if precision in ("bf16", "fp16") else "null",
+        "batch_size_per_gpu": rng.randint(1, 5),
+        "sequence_length": round_up(rng.randint(5, 70), degree),
         "gradient_accumulation": accumulation,
-        "gradient_accumulation_sync": r.choice(["true", "false"]) if accumulation > 1 else "false",
-        "activation_checkpointing": r.choice(["none", "none", "full", "selective"]),
+        "gradient_accumulation_sync": rng.choice(["true", "false"]) if accumulation > 1 else "false",
+        "activation_checkpointing": rng.choice(["none", "none", "full", "selective"]),
         "optimizer": optimizer,
-        "optimizer.implementation": r.choice(["fused", "foreach", "for_loop"]),
-        **({"optimizer.momentum": r.choice([0.0, 0.9])} if optimizer == "sgd" else {}),
-        "optimizer.keep_gradients": r.choice(["false", "false", "true"]),
-        "model.attention": r.choice(["sdpa", "sdpa", "eager"]),
-        "model.dropout": 0.0 if name in LAYERS_DIVIDED else r.choice([0.0, 0.0, 0.0, 0.1]),
+        "optimizer.implementation": rng.choice(["fused", "foreach", "for_loop"]),
+        **({"optimizer.momentum": rng.choice([0.0, 0.9])} if optimizer == "sgd" else {}),
+        "optimizer.keep_gradients": rng.choice(["false", "false", "true"]),
+        "model.attention": rng.choice(["sdpa", "sdpa", "eager"]),
+        "model.dropout": 0.0 if name in DIVIDED_STRATEGIES else rng.choice([0.0, 0.0, 0.0, 0.1]),
         "measurement.warmup_steps": 2,
     }
 
 
-def draw(number: int, seed: int = SEED, strategies: Sequence[str] = tuple(STRATEGIES)) -> Overrides:
+def draw_overrides(number: int, seed: int = SEED, strategies: Sequence[str] = tuple(STRATEGIES)) -> Overrides:
     """Run number `number`: strategies take turns, the rest is chance. What cannot run is drawn again."""
-    r = random.Random(f"{seed} {number}")
+    rng = random.Random(f"{seed} {number}")
     name = strategies[number % len(strategies)]
     while True:
-        strategy = STRATEGIES[name](r)
-        split = strategy.get("strategy.degree", 1)
-        shape = r.choice([shape_of_t5, shape_of_gpt])(r, split)
-        values = {**shape, "strategy": name, **strategy, **frame(r, name, split), **ALWAYS}
+        strategy = STRATEGIES[name](rng)
+        degree = strategy.get("strategy.degree", 1)
+        shape = rng.choice([draw_t5_shape, draw_gpt_shape])(rng, degree)
+        values = {**shape, "strategy": name, **strategy, **draw_common_values(rng, name, degree), **FIXED_VALUES}
         if strategy.get("strategy.communication_hook") == "powersgd":
             values["measurement.warmup_steps"] = 4
-        if parameters_of(shape) not in PARAMETERS or flops(values, parameters_of(shape)) > MOST_FLOPS:
+        if (
+            count_parameters(shape) not in PARAMETER_RANGE
+            or count_step_flops(values, count_parameters(shape)) > MAX_STEP_FLOPS
+        ):
             continue
         overrides = tuple(f"{key}={value}" for key, value in values.items())
         with contextlib.suppress(UsageError):
-            configuration(*overrides)
+            compose_run_config(*overrides)
             return overrides
 
 
-def flops(values: Values, parameters: int) -> float:
+def count_step_flops(values: Values, parameters: int) -> float:
     """About how many one step of all ranks takes."""
     sequences = values["batch_size_per_gpu"] * values["gpus"] * values["gradient_accumulation"]
     return float(6 * parameters * sequences * values["sequence_length"])
 
 
-def measure(configs: list[RunConfig], store: Path) -> None:
+def measure_runs(configs: list[RunConfig], store: Path) -> None:
     """Measure runs one after the other in one job."""
-    launcher = LocalLauncher(composed({})["cluster"], CPU)
+    launcher = LocalLauncher(compose_config({})["cluster"], CPU)
     for config in configs:
         launcher.check(config)
     with StopSignal() as stop:
-        launcher.launch([Task(config) for config in configs], store, "random", stop, lambda event: None)
+        launcher.launch([LaunchTask(config) for config in configs], store, "random", stop, lambda event: None)
 
 
-def errors(configs: Sequence[RunConfig], store: Path) -> list[tuple[float, str]]:
+def compute_memory_errors(configs: Sequence[RunConfig], store: Path) -> list[tuple[float, str]]:
     """Of the predicted peaks, relative to the measured ones in a store, with the runs; largest first.
 
     Raises
@@ -250,22 +260,22 @@ def errors(configs: Sequence[RunConfig], store: Path) -> list[tuple[float, str]]
     AssertionError
         If a run has no row, or did not end well.
     """
-    found = []
-    for config, predicted in zip(configs, predict_all(configs), strict=True):
-        row = records.latest(store, config.run_id)
+    memory_errors = []
+    for config, predicted in zip(configs, predict_runs(configs), strict=True):
+        row = records.read_latest_row(store, config.run_id)
         assert row is not None, f"{config.label} left no row"
         assert row["status"] == "ok", (config.label, row.get("error"))
         error = predicted.memory.allocated.value / row["peak_allocated_bytes"] - 1
-        found.append((error, f"{config.run_id} {config.label}"))
-    return sorted(found, key=lambda pair: -abs(pair[0]))
+        memory_errors.append((error, f"{config.run_id} {config.label}"))
+    return sorted(memory_errors, key=lambda pair: -abs(pair[0]))
 
 
 if __name__ == "__main__":
     folder, count, *rest = sys.argv[1:]
     first, seed = int(rest[0]) if rest else 0, int(rest[1]) if len(rest) > 1 else SEED
-    runs = [configuration(*draw(number, seed)) for number in range(first, first + int(count))]
-    measure(runs, Path(folder))
-    differences = errors(runs, Path(folder))
-    for error, run in differences:
+    runs = [compose_run_config(*draw_overrides(number, seed)) for number in range(first, first + int(count))]
+    measure_runs(runs, Path(folder))
+    memory_errors = compute_memory_errors(runs, Path(folder))
+    for error, run in memory_errors:
         print(f"{error:+.4%} {run}")
-    print(f"{len(differences)} runs, {statistics.fmean(abs(error) for error, _ in differences):.4%} off on average")
+    print(f"{len(memory_errors)} runs, {statistics.fmean(abs(error) for error, _ in memory_errors):.4%} off on average")

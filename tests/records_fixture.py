@@ -11,38 +11,47 @@ import numpy as np
 
 from bench import records
 from bench.records import Record
-from bench.records.schema import validate
+from bench.records.schema import validate_record
 
 GIB = 2**30
-PARAMETERS = {"t5_tiny": 5_242_880, "gpt_tiny": 6_438_912, "t5_small": 60_506_624, "gpt_small": 124_439_808}
+MODEL_PARAMETERS = {"t5_tiny": 5_242_880, "gpt_tiny": 6_438_912, "t5_small": 60_506_624, "gpt_small": 124_439_808}
 
 
-def effective(strategy: str, sharding_factor: int, world_size: int) -> str:
+def format_effective_strategy(strategy: str, sharding_factor: int, world_size: int) -> str:
     """The name a run of this kind gives what it did."""
     if strategy not in ("fsdp", "fsdp1"):
         return strategy
     if world_size == 1:
         return f"{strategy}/unsharded"
-    how = {1: "full_replication", world_size: "full_shard"}.get(sharding_factor, "hybrid_shard")
-    return f"{strategy}/{how}"
+    sharding = {1: "full_replication", world_size: "full_shard"}.get(sharding_factor, "hybrid_shard")
+    return f"{strategy}/{sharding}"
 
 
-def record(**columns: Any) -> Record:
+def make_record(**columns: Any) -> Record:
     """One valid row; any column, or `config`, can be given. `steps` asks for that many timed steps (0: none kept)."""
     steps = columns.pop("steps", 20)
-    asked = {"model": "t5_tiny", "strategy": "ddp", "precision": "fp32", "world_size": 2, "repeat": 0, **columns}
-    world_size = asked["world_size"]
-    factor = asked.setdefault("sharding_factor", 1)
-    identity = json.dumps(asked, sort_keys=True, default=str)
+    given_columns = {
+        "model": "t5_tiny",
+        "strategy": "ddp",
+        "precision": "fp32",
+        "world_size": 2,
+        "repeat": 0,
+        **columns,
+    }
+    world_size = given_columns["world_size"]
+    factor = given_columns.setdefault("sharding_factor", 1)
+    identity = json.dumps(given_columns, sort_keys=True, default=str)
     run_id = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    random = np.random.default_rng(int(run_id[:8], 16))
-    step_s = 0.05 * (1 + 0.1 * world_size) * (1.3 if asked["strategy"] == "fsdp" else 1.0) * random.uniform(0.95, 1.05)
-    times = step_s * random.lognormal(0, 0.04, (world_size, steps or 20))
+    rng = np.random.default_rng(int(run_id[:8], 16))
+    step_s = (
+        0.05 * (1 + 0.1 * world_size) * (1.3 if given_columns["strategy"] == "fsdp" else 1.0) * rng.uniform(0.95, 1.05)
+    )
+    times = step_s * rng.lognormal(0, 0.04, (world_size, steps or 20))
     times[:, -1:] *= 1.5  # a straggler
     step_times = times.max(axis=0)
-    model = asked["model"]
-    allocated = int(12 * PARAMETERS.get(model, 10_000_000) / factor + 60e6 * random.uniform(0.99, 1.01))
-    ran = asked.get("status", "ok") == "ok"
+    model = given_columns["model"]
+    allocated = int(12 * MODEL_PARAMETERS.get(model, 10_000_000) / factor + 60e6 * rng.uniform(0.99, 1.01))
+    is_ok = given_columns.get("status", "ok") == "ok"
     measured: dict[str, Any] = {
         "tflops_per_gpu": 0.004 / float(np.median(step_times)),
         "hardware_tflops_per_gpu": 0.004 / float(np.median(step_times)),
@@ -69,8 +78,8 @@ def record(**columns: Any) -> Record:
         "attempt": 0,
         "status": "ok",
         "family": model.partition("_")[0],
-        "parameters": PARAMETERS.get(model, 10_000_000),
-        "effective_strategy": effective(asked["strategy"], factor, world_size),
+        "parameters": MODEL_PARAMETERS.get(model, 10_000_000),
+        "effective_strategy": format_effective_strategy(given_columns["strategy"], factor, world_size),
         "device": "cpu",
         "hardware": "cpu",
         "nodes": 1,
@@ -83,7 +92,7 @@ def record(**columns: Any) -> Record:
         "optimizer": "adamw",
         "optimizer_implementation": "fused",
         "parameter_dtype": "fp32",
-        "compute_dtype": asked["precision"],
+        "compute_dtype": given_columns["precision"],
         "reduce_dtype": "fp32",
         "setup_s": 3.2,
         "seed": 0,
@@ -97,22 +106,26 @@ def record(**columns: Any) -> Record:
         "config": {
             "mode": "measure",
             "model": {"name": model, "num_layers": len(model)},
-            "strategy": {"name": asked["strategy"], "sharding_factor": factor, "knob_of": asked["strategy"]},
-            "precision": {"name": asked["precision"], "compute": asked["precision"]},
+            "strategy": {
+                "name": given_columns["strategy"],
+                "sharding_factor": factor,
+                "knob_of": given_columns["strategy"],
+            },
+            "precision": {"name": given_columns["precision"], "compute": given_columns["precision"]},
             "measurement": {"warmup_steps": 2, "steps": steps},
             "gpus": world_size,
-            "repeat": asked["repeat"],
+            "repeat": given_columns["repeat"],
         },
-        **(measured if ran else {}),
-        **asked,
+        **(measured if is_ok else {}),
+        **given_columns,
     }
     if row["status"] == "oom":
         row = {"oom_phase": "forward", "oom_bytes": 96 * 2**20, "oom_rank": 0, **row}
-    validate(row)
+    validate_record(row)
     return row
 
 
-def default_sweep(precisions: tuple[str, ...] = ("fp32", "bf16")) -> list[Record]:
+def make_default_sweep(precisions: tuple[str, ...] = ("fp32", "bf16")) -> list[Record]:
     """What `python -m bench.sweep` leaves: both families, every strategy, two precisions, 1, 2 and 4 processes, and
     a part with 0.5 GiB per process in which replicated models run out of memory.
     """
@@ -120,17 +133,20 @@ def default_sweep(precisions: tuple[str, ...] = ("fp32", "bf16")) -> list[Record
     for model in ("t5_tiny", "gpt_tiny"):
         for precision in precisions:
             for world_size in (1, 2, 4):
-                asked = {("ddp", 1), ("fsdp", 1), ("fsdp", min(2, world_size)), ("fsdp", world_size)}
+                sharding_options = {("ddp", 1), ("fsdp", 1), ("fsdp", min(2, world_size)), ("fsdp", world_size)}
                 run = {"model": model, "precision": precision, "world_size": world_size}
-                rows += [record(**run, strategy=name, sharding_factor=factor) for name, factor in sorted(asked)]
+                rows += [
+                    make_record(**run, strategy=name, sharding_factor=factor)
+                    for name, factor in sorted(sharding_options)
+                ]
     for model in ("t5_tiny", "t5_small", "gpt_tiny", "gpt_small"):
         for strategy, factor in (("ddp", 1), ("fsdp", 1), ("fsdp", 2), ("fsdp", 4)):
-            large, replicated = "small" in model, factor < (2 if model == "t5_small" else 4)
-            fate = {"status": "oom", "oom_phase": "optimizer" if model == "t5_small" else "init"}
+            is_large, is_replicated = "small" in model, factor < (2 if model == "t5_small" else 4)
+            oom_columns = {"status": "oom", "oom_phase": "optimizer" if model == "t5_small" else "init"}
             rows.append(
-                record(
+                make_record(
                     model=model, world_size=4, strategy=strategy, sharding_factor=factor, memory_limit_bytes=GIB // 2,
-                    hardware="cpu", batch_size_per_gpu=1, sequence_length=128, **(fate if large and replicated else {}),
+                    hardware="cpu", batch_size_per_gpu=1, sequence_length=128, **(oom_columns if is_large and is_replicated else {}),
                 )
             )  # fmt: skip
     return rows
@@ -139,5 +155,5 @@ def default_sweep(precisions: tuple[str, ...] = ("fp32", "bf16")) -> list[Record
 def write_store(store: Path, rows: list[Record]) -> Path:
     """Write rows to a store as a sweep would."""
     for row in rows:
-        records.write(store, row)
+        records.write_row(store, row)
     return store

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from bench.records import Record
-from tests.records_fixture import record
+from tests.records_fixture import make_record
 
-STEP_S, MEMORY = 0.1, 400 * 2**20
+BASE_STEP_S, PEAK_BYTES = 0.1, 400 * 2**20
 
-GPU = {
+A100_FACTS = {
     "name": "NVIDIA A100-SXM4-80GB",
     "memory_bytes": 85_000_000_000,
     "driver": "550.54.15",
@@ -25,8 +25,8 @@ TOPOLOGY = (
 )
 
 
-def runs(
-    step_times_s: Sequence[float], *, memory: int = MEMORY, day: str = "2026-05-04", **columns: Any
+def make_runs(
+    step_times_s: Sequence[float], *, memory: int = PEAK_BYTES, day: str = "2026-05-04", **columns: Any
 ) -> list[Record]:
     """One configuration run as often as there are times; `columns` are those of every row."""
     rows = []
@@ -41,20 +41,20 @@ def runs(
         if columns.get("status", "ok") != "ok":
             measured = {}
         clock = {"started_at": f"{day}T10:{repeat:02d}:00+00:00", "finished_at": f"{day}T10:{repeat:02d}:30+00:00"}
-        rows.append(record(**{"repeat": repeat, "steps": 0, **clock, **measured, **columns}))
+        rows.append(make_record(**{"repeat": repeat, "steps": 0, **clock, **measured, **columns}))
     return rows
 
 
-def scattered(
-    random: np.random.Generator, count: int, spread: float, slower: float = 0.0, step_s: float = STEP_S
+def draw_step_times(
+    rng: np.random.Generator, count: int, spread: float, slower: float = 0.0, step_s: float = BASE_STEP_S
 ) -> np.ndarray:
     """Step times of so many runs: lognormal around `step_s`, all slower by a fraction."""
-    return step_s * (1 + slower) * np.exp(random.normal(0, spread, count))
+    return step_s * (1 + slower) * np.exp(rng.normal(0, spread, count))
 
 
-def on_gpus(rows: list[Record], variables: dict[str, str] | None = None, **facts: Any) -> list[Record]:
-    """The same rows as if they had run on GPUs; `facts` replace those of `GPU`."""
-    device = {**GPU, **facts}
+def move_to_gpus(rows: list[Record], variables: dict[str, str] | None = None, **gpu_facts: Any) -> list[Record]:
+    """The same rows as if they had run on GPUs; `gpu_facts` replace those of `GPU`."""
+    device = {**A100_FACTS, **gpu_facts}
     environment = {
         "cuda": "12.8",
         "nccl": "2.27.3",

@@ -8,21 +8,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.tracking import Session, Tracker
+from bench.tracking import Tracker, TrackerSession
 from bench.tracking.tracked import TrackedRun
 
 
-class Hanging(Session):
+class HangingSession(TrackerSession):
     """Takes the first run, and never comes back from the second."""
 
     destination = "nowhere"
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.num_runs = 0
 
     def send(self, run: TrackedRun) -> str:
-        self.taken += 1
-        if self.taken > 1:
+        self.num_runs += 1
+        if self.num_runs > 1:
             time.sleep(10**6)
         return "somewhere"
 
@@ -32,12 +32,12 @@ class SlowTracker(Tracker):
     """Has no settings but its patience."""
 
     @property
-    def limit_s(self) -> float:
+    def send_timeout_s(self) -> float:
         return 5.0
 
-    def home(self, store: Path) -> Path:
+    def get_local_folder(self, store: Path) -> Path:
         return store / ".slow"
 
     @contextlib.contextmanager
-    def open(self, folder: Path, *, offline: str | None, fall_back: bool) -> Iterator[Session]:
-        yield Hanging()
+    def open_session(self, folder: Path, *, offline_reason: str | None, fall_back: bool) -> Iterator[TrackerSession]:
+        yield HangingSession()

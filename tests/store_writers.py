@@ -16,32 +16,32 @@ from pathlib import Path
 
 from bench import records
 from bench.records import Record
-from tests.records_fixture import record
+from tests.records_fixture import make_record
 
-KINDS = {"alone": 150, "contested": 80, "queueing": 50, "doomed": 40}
+WRITER_COUNTS = {"alone": 150, "contested": 80, "queueing": 50, "doomed": 40}
 """Writers to a run of their own, to one attempt of one run, to the next attempts of five runs, and until they die."""
 
 PADDING = "x" * 5000
 
 
-def row(kind: str, writer: int, run: int) -> Record:
+def build_row(kind: str, writer: int, run: int) -> Record:
     """A row that says who wrote it, and that it is whole."""
-    return record(sweep=kind, repeat=run, steps=100) | {"error": f"{writer} {PADDING}"}
+    return make_record(sweep=kind, repeat=run, steps=100) | {"error": f"{writer} {PADDING}"}
 
 
 def alone(store: Path, writer: int) -> None:
-    records.write(store, row("alone", writer, run=writer))
+    records.write_row(store, build_row("alone", writer, run=writer))
 
 
 def contested(store: Path, writer: int) -> None:
-    records.write(store, row("contested", writer, run=0))
+    records.write_row(store, build_row("contested", writer, run=0))
 
 
 def queueing(store: Path, writer: int) -> None:
-    mine = row("queueing", writer, run=writer % 5)
+    own_row = build_row("queueing", writer, run=writer % 5)
     while True:
         try:
-            records.write(store, mine | {"attempt": records.next_attempt(store, mine["run_id"])})
+            records.write_row(store, own_row | {"attempt": records.find_next_attempt(store, own_row["run_id"])})
             return
         except FileExistsError:
             continue
@@ -49,10 +49,10 @@ def queueing(store: Path, writer: int) -> None:
 
 def doomed(store: Path, writer: int) -> None:
     for number in range(100_000):
-        records.write(store, row("doomed", writer, run=1000 * writer + number))
+        records.write_row(store, build_row("doomed", writer, run=1000 * writer + number))
 
 
-def start(job: Callable[[Path, int], None], store: Path, writer: int, gate: tuple[int, int]) -> int:
+def fork_writer(job: Callable[[Path, int], None], store: Path, writer: int, gate: tuple[int, int]) -> int:
     """Fork a process that does a job as soon as the gate opens, which is when its last writing end closes."""
     process = os.fork()
     if process:
@@ -71,18 +71,18 @@ def start(job: Callable[[Path, int], None], store: Path, writer: int, gate: tupl
 
 def main(store: Path) -> None:
     gate = os.pipe()
-    jobs = [(globals()[kind], writer) for kind, number in KINDS.items() for writer in range(number)]
-    random.Random(0).shuffle(jobs)
-    started = {start(job, store, writer, gate): job.__name__ for job, writer in jobs}
+    tasks = [(globals()[kind], writer) for kind, number in WRITER_COUNTS.items() for writer in range(number)]
+    random.Random(0).shuffle(tasks)
+    kind_by_pid = {fork_writer(job, store, writer, gate): job.__name__ for job, writer in tasks}
     os.close(gate[1])
-    for process, kind in started.items():
+    for process, kind in kind_by_pid.items():
         if kind == "doomed":
             time.sleep(random.Random(process).uniform(0, 0.05))
             os.kill(process, signal.SIGKILL)
-    ends: dict[str, list[int]] = {kind: [] for kind in KINDS}
-    for process, kind in started.items():
-        ends[kind].append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-    print(json.dumps(ends))
+    exit_codes: dict[str, list[int]] = {kind: [] for kind in WRITER_COUNTS}
+    for process, kind in kind_by_pid.items():
+        exit_codes[kind].append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    print(json.dumps(exit_codes))
 
 
 if __name__ == "__main__":

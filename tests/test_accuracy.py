@@ -9,114 +9,120 @@ from pathlib import Path
 
 import pytest
 
-from bench.config import run_config
-from bench.planning.compose import composed
-from bench.records.published import PUBLISHED
-from bench.simulate.predict import predict_all
+from bench.config import build_run_config
+from bench.planning.compose import compose_config
+from bench.records.published import PUBLISHED_CSV
+from bench.simulate.predict import predict_runs
 from bench.simulate.prediction import DOES_NOT_FIT
 from bench.validation import runs
-from bench.validation.command import ACCURACY, accuracy, compare
-from bench.validation.runs import LEFT_OUT, SPEED, TUNED_AT, Case, cases
-from bench.validation.shapes import Shape
-from bench.validation.statistics import Result, grouped, summary
-from bench.validation.strategies import strategy_shapes
+from bench.validation.command import ACCURACY_PAGE, build_accuracy_page, predict_cases
+from bench.validation.runs import EXCLUSION_REASONS, SPEED, TUNED_GPU_COUNTS, PublishedCase, load_cases
+from bench.validation.shapes import QualitativeComparison
+from bench.validation.statistics import CaseResult, group_results, summarize_errors
+from bench.validation.strategies import compare_strategies
 
 
 @pytest.fixture(scope="module")
-def published() -> list[Case]:
-    return cases()
+def published() -> list[PublishedCase]:
+    return load_cases()
 
 
 @pytest.fixture(scope="module")
-def results(published: list[Case]) -> list[Result]:
-    return compare(published)
+def results(published: list[PublishedCase]) -> list[CaseResult]:
+    return predict_cases(published)
 
 
-def speeds(results: list[Result], *, tuned: bool) -> list[Result]:
-    return [each for each in results if each.case.quantity == SPEED and each.case.counted and each.case.tuned == tuned]
+def select_speed_results(results: list[CaseResult], *, tuned: bool) -> list[CaseResult]:
+    return [
+        result
+        for result in results
+        if result.case.quantity == SPEED and result.case.is_counted and result.case.is_tuned == tuned
+    ]
 
 
-def test_mpt_rows_are_runs_of_exactly_the_published_number_of_parameters(published: list[Case]) -> None:
+def test_mpt_rows_are_runs_of_exactly_the_published_number_of_parameters(published: list[PublishedCase]) -> None:
     sizes = {case.label.split(",")[0]: case.config.model.num_parameters for case in published if "MPT" in case.label}
     assert sizes["MPT-125m"] == 125_311_488
     assert sizes["MPT-1b"] == 1_315_950_592
     assert sizes["MPT-70b"] == 64_862_437_376
 
 
-def test_rows_at_other_gpu_counts_are_left_out_of_tuning(published: list[Case]) -> None:
-    counted = [case for case in published if case.quantity == SPEED and case.counted]
-    assert {case.config.gpus for case in counted if case.tuned} == set(TUNED_AT)
-    assert not {case.config.gpus for case in counted if not case.tuned} & set(TUNED_AT)
-    assert len([case for case in counted if not case.tuned]) > 30
+def test_rows_at_other_gpu_counts_are_left_out_of_tuning(published: list[PublishedCase]) -> None:
+    counted = [case for case in published if case.quantity == SPEED and case.is_counted]
+    assert {case.config.gpus for case in counted if case.is_tuned} == set(TUNED_GPU_COUNTS)
+    assert not {case.config.gpus for case in counted if not case.is_tuned} & set(TUNED_GPU_COUNTS)
+    assert len([case for case in counted if not case.is_tuned]) > 30
 
 
 def test_what_is_not_compared_has_a_reason() -> None:
-    assert all(reason for reason in LEFT_OUT.values())
+    assert all(reason for reason in EXCLUSION_REASONS.values())
 
 
-def test_speed_is_within_the_goal_on_rows_nothing_was_tuned_on(results: list[Result]) -> None:
-    found = summary(speeds(results, tuned=False))
-    assert found.mean <= 0.05
-    assert abs(found.worst) <= 0.15
+def test_speed_is_within_the_goal_on_rows_nothing_was_tuned_on(results: list[CaseResult]) -> None:
+    speed_summary = summarize_errors(select_speed_results(results, tuned=False))
+    assert speed_summary.mean <= 0.05
+    assert abs(speed_summary.worst) <= 0.15
 
 
-def test_every_run_that_was_published_is_predicted_to_run(results: list[Result]) -> None:
-    missed = [each.case.label for each in results if each.case.counted and not each.runs]
+def test_every_run_that_was_published_is_predicted_to_run(results: list[CaseResult]) -> None:
+    missed = [result.case.label for result in results if result.case.is_counted and not result.is_predicted_to_run]
     assert not missed
 
 
-def test_memory_that_is_allocated_is_within_the_goal(results: list[Result]) -> None:
-    groups = grouped([each for each in results if each.case.counted], lambda each: each.case.quantity)
-    found = summary(groups["allocated"])
-    assert found.mean <= 0.05
-    assert abs(found.worst) <= 0.15
+def test_memory_that_is_allocated_is_within_the_goal(results: list[CaseResult]) -> None:
+    groups = group_results(
+        [result for result in results if result.case.is_counted], lambda result: result.case.quantity
+    )
+    memory_summary = summarize_errors(groups["allocated"])
+    assert memory_summary.mean <= 0.05
+    assert abs(memory_summary.worst) <= 0.15
 
 
 def test_ddp_fits_up_to_the_model_of_the_paper() -> None:
     settings = {"mode": "predict", "strategy": "ddp", "hardware": "a100_80gb", "gpus": "64", "gpus_per_node": "8"}
     settings |= {"sequence_length": "512", "activation_checkpointing": "full"}
-    runs = [run_config(composed({**settings, "model": model})) for model in ("t5_2b", "t5_11b")]
-    small, large = predict_all(runs)
+    runs = [build_run_config(compose_config({**settings, "model": model})) for model in ("t5_2b", "t5_11b")]
+    small, large = predict_runs(runs)
     assert small.memory.verdict != DOES_NOT_FIT
     assert large.memory.verdict == DOES_NOT_FIT
 
 
 @pytest.fixture(scope="module")
-def of_strategies() -> list[Shape]:
-    return strategy_shapes(predict_all)
+def of_strategies() -> list[QualitativeComparison]:
+    return compare_strategies(predict_runs)
 
 
-def test_zero_3_of_2021_is_as_fast_as_one_adapter_lets_it(of_strategies: list[Shape]) -> None:
-    (shape,) = [each for each in of_strategies if "Megatron's Table 2" in each.what]
+def test_zero_3_of_2021_is_as_fast_as_one_adapter_lets_it(of_strategies: list[QualitativeComparison]) -> None:
+    (shape,) = [candidate for candidate in of_strategies if "Megatron's Table 2" in candidate.statement]
     published = [float(number) for number in shape.published.split(", ")]
     assert published == [144, 88, 44]
-    alone, one = (re.findall(r"\d+(?=[,;]|$)", part) for part in shape.predicted.split("; "))
-    assert [float(number) / value for number, value in zip(one, published, strict=True)] == pytest.approx(
+    all_adapters, one_adapter = (re.findall(r"\d+(?=[,;]|$)", part) for part in shape.predicted.split("; "))
+    assert [float(number) / value for number, value in zip(one_adapter, published, strict=True)] == pytest.approx(
         [1] * 3, rel=0.25
     )
-    assert float(alone[2]) > 3 * published[2]  # with all of them it would have scaled
+    assert float(all_adapters[2]) > 3 * published[2]  # with all of them it would have scaled
 
 
-def test_tensor_parallelism_of_a_machine_is_as_fast_as_megatrons(of_strategies: list[Shape]) -> None:
+def test_tensor_parallelism_of_a_machine_is_as_fast_as_megatrons(of_strategies: list[QualitativeComparison]) -> None:
     """At degrees of 4 and 8; of whole layers and of two ranks that share them the prediction is faster."""
-    (shape,) = [each for each in of_strategies if "Megatron's Table 1" in each.what]
+    (shape,) = [candidate for candidate in of_strategies if "Megatron's Table 1" in candidate.statement]
     published, predicted = (
-        [float(number) for number in said.split(", ")] for said in (shape.published, shape.predicted)
+        [float(number) for number in text.split(", ")] for text in (shape.published, shape.predicted)
     )
     assert published == [137, 138, 142, 135]
     assert predicted[2:] == pytest.approx(published[2:], rel=0.06)
     assert predicted == sorted(predicted, reverse=True)
 
 
-def test_what_the_zero_paper_fits_is_predicted_to_fit(of_strategies: list[Shape]) -> None:
-    (shape,) = [each for each in of_strategies if "what fits" in each.what]
+def test_what_the_zero_paper_fits_is_predicted_to_fit(of_strategies: list[QualitativeComparison]) -> None:
+    (shape,) = [candidate for candidate in of_strategies if "what fits" in candidate.statement]
     assert shape.predicted.startswith("fits, does not fit; ")
     assert not shape.predicted.endswith(DOES_NOT_FIT)
 
 
-def test_the_largest_models_of_the_zero_paper_are_about_as_large(of_strategies: list[Shape]) -> None:
+def test_the_largest_models_of_the_zero_paper_are_about_as_large(of_strategies: list[QualitativeComparison]) -> None:
     """Without ZeRO and with ZeRO-1; the suite's ZeRO-1 in fp16, whose parameters and gradients are fp32, fits half."""
-    (shape,) = [each for each in of_strategies if "Table 2: the largest" in each.what]
+    (shape,) = [candidate for candidate in of_strategies if "Table 2: the largest" in candidate.statement]
     published = [float(number) for number in re.findall(r"[\d.]+(?=B)", shape.published)]
     assert published == [1.3, 6.2]
     predicted = [float(number) for number in re.findall(r"[\d.]+(?=B)", shape.predicted)]
@@ -127,7 +133,7 @@ def test_the_largest_models_of_the_zero_paper_are_about_as_large(of_strategies: 
 
 
 def test_what_is_published_of_strategies_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = PUBLISHED.read_text(encoding="utf-8")
+    text = PUBLISHED_CSV.read_text(encoding="utf-8")
     for old, new in (
         ("120.29 s/it", "100.00 s/it"),
         (",>40,", ",>41,"),
@@ -138,10 +144,12 @@ def test_what_is_published_of_strategies_is_read(tmp_path: Path, monkeypatch: py
         text = text.replace(old, new)
     text = text.replace("max_model_parameters,6.2B", "max_model_parameters,6.3B")
     (tmp_path / "changed.csv").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(runs, "PUBLISHED", tmp_path / "changed.csv")
-    one = predict_all([run_config(composed({"mode": "predict", "hardware": "a100_80gb", "precision": "bf16"}))])
-    said = [shape.published for shape in strategy_shapes(lambda configs: one * len(configs))]
-    assert said[2:] == [
+    monkeypatch.setattr(runs, "PUBLISHED_CSV", tmp_path / "changed.csv")
+    one_prediction = predict_runs(
+        [build_run_config(compose_config({"mode": "predict", "hardware": "a100_80gb", "precision": "bf16"}))]
+    )
+    published_texts = [shape.published for shape in compare_strategies(lambda configs: one_prediction * len(configs))]
+    assert published_texts[2:] == [
         "100.00 / 137.34 s = 0.73; 72 - 37 = 35 GB",
         "1.3B, 6.3B",
         "DDP up to 1.5B; ZeRO-2 up to 13B",
@@ -150,13 +158,15 @@ def test_what_is_published_of_strategies_is_read(tmp_path: Path, monkeypatch: py
     ]
 
 
-def test_every_source_is_compared_or_has_a_reason_not_to_be(published: list[Case]) -> None:
-    with PUBLISHED.open(newline="", encoding="utf-8") as file:
+def test_every_source_is_compared_or_has_a_reason_not_to_be(published: list[PublishedCase]) -> None:
+    with PUBLISHED_CSV.open(newline="", encoding="utf-8") as file:
         sources = {line["source_key"] for line in csv.DictReader(file)}
     compared = {case.source for case in published} | {"megatron_a100_readme"}
-    reasons = [name.strip() for key in LEFT_OUT for name in re.split("[;,]", key)]
-    assert not [each for each in sources - compared if not any(fnmatch(each, name) for name in reasons)]
+    reasons = [name.strip() for key in EXCLUSION_REASONS for name in re.split("[;,]", key)]
+    assert not [source for source in sources - compared if not any(fnmatch(source, name) for name in reasons)]
 
 
-def test_the_committed_page_is_what_comes_out_today(results: list[Result]) -> None:
-    assert accuracy(results) == ACCURACY.read_text(encoding="utf-8"), "run python -m bench.predict validate"
+def test_the_committed_page_is_what_comes_out_today(results: list[CaseResult]) -> None:
+    assert build_accuracy_page(results) == ACCURACY_PAGE.read_text(encoding="utf-8"), (
+        "run python -m bench.predict validate"
+    )

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from bench import sweep
-from bench.hardware.detect import Device
+from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
 
 MODELS = "t5_11b, t5_2b, t5_611m, t5_mini, t5_small, t5_tiny"
-WRITE = "write key=value"
+WRITE_KEY_VALUE = "write key=value"
 AT_LEAST_1 = "a whole number of at least 1"
 
 # What is typed, and parts of the sentence it earns: the field, the value, what is valid.
-MISTAKES: dict[str, tuple[str, ...]] = {
+BAD_COMMAND_LINES: dict[str, tuple[str, ...]] = {
     # options
     "model=t5_tny": ("model=t5_tny", MODELS),
     "model=t5-tiny": ("model=t5-tiny", MODELS),
@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "+cluster.time_limit=4": ("cluster.time_limit ", "not a field"),
     "+gpus=2": ("+gpus ", "choose gpus"),
     "+model=gpt_tiny": ("+model ", "choose model"),
-    "++gpus=2": ("++gpus=2", WRITE),
+    "++gpus=2": ("++gpus=2", WRITE_KEY_VALUE),
     "~gpus": ("~gpus", "gpus=value"),
     "~model": ("~model", "model=value"),
     "~strategy.cpu_offload": ("~strategy.cpu_offload", "strategy.cpu_offload=value"),
@@ -73,23 +73,23 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "+hardware.peak_tflops.fp64=1": ("fp64", "fp32, tf32, bf16, fp16"),
     "+hardware.peak_tflops.fp32=-1": ("hardware.peak_tflops.fp32=-1", "a number of TFLOP/s of at least 1e-06"),
     # not an override at all
-    "gpus": ("'gpus'", WRITE),
-    "default": ("'default'", WRITE),
-    "gpus==4": ("'gpus==4'", WRITE),
-    "=4": ("'=4'", WRITE),
-    "gpus = 4": ("'gpus'", WRITE),
-    "model/t5_tiny": ("'model/t5_tiny'", WRITE),
-    "model:t5_tiny": ("'model:t5_tiny'", WRITE),
-    "conf/model/t5_tiny.yaml": ("'conf/model/t5_tiny.yaml'", WRITE),
-    "model@x=t5_tiny": ("'model@x=t5_tiny'", WRITE),
-    "@model=t5_tiny": ("'@model=t5_tiny'", WRITE),
-    "gpus=4)": ("'gpus=4)'", WRITE),
-    "gpus=${": ("'gpus=${'", WRITE),
-    "gpus='4": ("gpus='4", WRITE),
+    "gpus": ("'gpus'", WRITE_KEY_VALUE),
+    "default": ("'default'", WRITE_KEY_VALUE),
+    "gpus==4": ("'gpus==4'", WRITE_KEY_VALUE),
+    "=4": ("'=4'", WRITE_KEY_VALUE),
+    "gpus = 4": ("'gpus'", WRITE_KEY_VALUE),
+    "model/t5_tiny": ("'model/t5_tiny'", WRITE_KEY_VALUE),
+    "model:t5_tiny": ("'model:t5_tiny'", WRITE_KEY_VALUE),
+    "conf/model/t5_tiny.yaml": ("'conf/model/t5_tiny.yaml'", WRITE_KEY_VALUE),
+    "model@x=t5_tiny": ("'model@x=t5_tiny'", WRITE_KEY_VALUE),
+    "@model=t5_tiny": ("'@model=t5_tiny'", WRITE_KEY_VALUE),
+    "gpus=4)": ("'gpus=4)'", WRITE_KEY_VALUE),
+    "gpus=${": ("'gpus=${'", WRITE_KEY_VALUE),
+    "gpus='4": ("gpus='4", WRITE_KEY_VALUE),
     "gpus=${nothing}": ("nothing",),
-    "é=3": ("'é=3'", WRITE),
-    "-m model=gpt_tiny, t5_tiny": ("'model=gpt_tiny,'", WRITE),
-    "-m gpus=1,,2": ("'gpus=1,,2'", WRITE),
+    "é=3": ("'é=3'", WRITE_KEY_VALUE),
+    "-m model=gpt_tiny, t5_tiny": ("'model=gpt_tiny,'", WRITE_KEY_VALUE),
+    "-m gpus=1,,2": ("'gpus=1,,2'", WRITE_KEY_VALUE),
     "-m gpus=range(1,1)": ("gpus=", "at least one value"),
     # commas without -m, and axes where there can be none
     "strategy=ddp,fsdp": ("strategy=ddp,fsdp", "-m"),
@@ -173,8 +173,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "-m gpus=shuffle(range(1,1000000000))": ("gpus=shuffle(range(1,1000000000))", "at most 100000 values"),
     "-m seed=range(1,1000) repeat=range(1,1000)": ("998001 runs", "at most 100000"),
     "gpus=" + "9" * 400: ("gpus=999", "(400 characters)", "at most 131072"),
-    "gpus=" + "9" * 5000: ("gpus=999", WRITE),
-    "seed=" + "[" * 2000: ("seed=[", WRITE),
+    "gpus=" + "9" * 5000: ("gpus=999", WRITE_KEY_VALUE),
+    "seed=" + "[" * 2000: ("seed=[", WRITE_KEY_VALUE),
     # the rest of a run
     "batch_size_per_gpu=0": ("batch_size_per_gpu=0", AT_LEAST_1),
     "batch_size_per_gpu=1e3": ("batch_size_per_gpu=1000.0", "a whole number"),
@@ -314,11 +314,11 @@ def nothing_begins(monkeypatch, tmp_path):
         pytest.fail("something was launched")
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
-    monkeypatch.setattr(sweep, "detect", lambda: Device("cpu", "a processor", 0))
+    monkeypatch.setattr(sweep, "detect_device", lambda: DetectedDevice("cpu", "a processor", 0))
     monkeypatch.chdir(tmp_path)
 
 
-def refusal(capsys, *arguments: str) -> str:
+def read_refusal(capsys, *arguments: str) -> str:
     """The one sentence that a command line is refused with."""
     try:
         code = sweep.main(list(arguments))
@@ -332,10 +332,10 @@ def refusal(capsys, *arguments: str) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("typed", MISTAKES)
+@pytest.mark.parametrize("typed", BAD_COMMAND_LINES)
 def test_a_mistake_earns_one_sentence_and_nothing_else(typed, capsys, tmp_path):
-    sentence = refusal(capsys, *typed.split())
-    for part in MISTAKES[typed]:
+    sentence = read_refusal(capsys, *typed.split())
+    for part in BAD_COMMAND_LINES[typed]:
         assert part in sentence, sentence
     assert sentence.rstrip(")").endswith(".")
     assert "Traceback" not in sentence
@@ -360,7 +360,7 @@ def test_compiling_without_what_it_needs_is_refused(missing, capsys, monkeypatch
     else:
         monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
-    sentence = refusal(capsys, "model=gpt_tiny", "hardware=cpu", "compile=true")
+    sentence = read_refusal(capsys, "model=gpt_tiny", "hardware=cpu", "compile=true")
     assert "compile=true" in sentence
     assert "compile=false" in sentence
     assert ("compiler" if missing == "a compiler" else "headers") in sentence
@@ -422,7 +422,7 @@ def test_knobs_that_do_not_go_together_leave_the_others_of_a_sweep(typed, reason
 
 
 def test_a_valid_command_line_with_one_mistake_runs_nothing_of_it(capsys, tmp_path):
-    sentence = refusal(capsys, "-m", "model=gpt_tiny", "batch_size_per_gpu=1,2,-3", "store=somewhere")
+    sentence = read_refusal(capsys, "-m", "model=gpt_tiny", "batch_size_per_gpu=1,2,-3", "store=somewhere")
     assert "batch_size_per_gpu=-3" in sentence
     assert not list(tmp_path.iterdir())
 
@@ -431,7 +431,7 @@ def test_a_store_on_a_file_is_refused_without_touching_the_file(capsys, tmp_path
     taken = tmp_path / "taken"
     taken.write_text("a file")
     for store in (taken, taken / "below"):
-        sentence = refusal(capsys, "model=gpt_tiny", f"store={store}")
+        sentence = read_refusal(capsys, "model=gpt_tiny", f"store={store}")
         assert sentence.startswith(f"store={store} is not valid: choose a folder that can be written to (")
     assert taken.read_text() == "a file"
 
@@ -441,7 +441,7 @@ def test_a_store_one_may_not_look_into_is_refused(capsys, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "exists", exists)
-    sentence = refusal(capsys, "model=gpt_tiny", "store=somewhere")
+    sentence = read_refusal(capsys, "model=gpt_tiny", "store=somewhere")
     assert sentence == "store=somewhere is not valid: choose a folder that can be read (Permission denied)."
 
 
@@ -451,6 +451,6 @@ def test_a_run_of_the_store_one_may_not_look_into_is_refused(force, capsys, monk
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "listdir", listdir)
-    sentence = refusal(capsys, "model=gpt_tiny", "store=somewhere", f"force={force}")
+    sentence = read_refusal(capsys, "model=gpt_tiny", "store=somewhere", f"force={force}")
     start = "store=somewhere is not valid: choose a folder that can be read (Permission denied: somewhere/"
     assert sentence.startswith(start)

@@ -16,18 +16,18 @@ import pytest
 
 from bench import check
 from bench.checks import losses, machine, memory, timing
-from bench.checks.before_sweep import check_once
+from bench.checks.before_sweep import check_machine_once
 from bench.checks.memory import check_memory
-from bench.checks.result import FAILED, NOT_RUN, PASSED, Result, results_table
-from bench.checks.runs import Ran
-from bench.checks.session import Checked
+from bench.checks.result import FAILED, NOT_RUN, PASSED, CheckResult, build_results_table
+from bench.checks.runs import CheckRun
+from bench.checks.session import CheckReport
 from bench.checks.timing import check_profile, time_loop
 from bench.errors import UsageError
-from bench.hardware.detect import Device
-from bench.planning.compose import groups
-from tests.conftest import CPU, configuration, run_command
+from bench.hardware.detect import DetectedDevice
+from bench.planning.compose import list_config_groups
+from tests.conftest import CPU, compose_run_config, run_command
 
-GPU = Device("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80 * 2**30)
+GPU_DEVICE = DetectedDevice("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80 * 2**30)
 
 LIBRARIES = ("accelerate", "deepspeed", "lightning")
 
@@ -37,94 +37,106 @@ def test_a_cpu_passes(tmp_path: Path) -> None:
     file = tmp_path / "check.json"
     done = run_command("bench.check", f"output={file}")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(file.read_text())
-    assert found["passed"] is True
-    by_name = {result["name"]: result for result in found["checks"]}
-    for strategy in groups()["strategy"]:
+    report = json.loads(file.read_text())
+    assert report["passed"] is True
+    by_name = {result["name"]: result for result in report["checks"]}
+    for strategy in list_config_groups()["strategy"]:
         expected = {NOT_RUN, PASSED} if strategy in (*LIBRARIES, "data_parallel") else {PASSED}
         assert by_name[f"losses: {strategy} gpt"]["status"] in expected, strategy
     ran = [name for name in by_name if not name.startswith("losses")]
     assert {by_name[name]["status"] for name in ran} == {PASSED}
     assert "out of memory on one rank of two" in ran
     assert by_name["machine"]["found"].count("torch ") == 1
-    assert found["rows"]["one of two"]["status"] == "oom"
+    assert report["rows"]["one of two"]["status"] == "oom"
 
 
-def row(**values: Any) -> Ran:
-    return Ran({"status": "ok", "error": None, **values})
+def make_run_result(**values: Any) -> CheckRun:
+    return CheckRun({"status": "ok", "error": None, **values})
 
 
 def test_losses_that_differ_fail() -> None:
-    reference = losses.reference_losses()
-    right = {"ddp t5": row(losses=reference["t5"]), "ddp gpt": row(losses=[*reference["gpt"][:4], 1.0])}
-    absent = {"deepspeed gpt": Ran(None, "install it"), "fsdp t5": Ran({"status": "error", "error": "rank 1: crashed"})}
-    found = {result.name: result for result in losses.compare_losses({**right, **absent}, CPU)}
-    assert {name: result.status for name, result in found.items()} == {
+    reference = losses.load_reference_losses()
+    right = {
+        "ddp t5": make_run_result(losses=reference["t5"]),
+        "ddp gpt": make_run_result(losses=[*reference["gpt"][:4], 1.0]),
+    }
+    absent = {
+        "deepspeed gpt": CheckRun(None, "install it"),
+        "fsdp t5": CheckRun({"status": "error", "error": "rank 1: crashed"}),
+    }
+    results = {result.name: result for result in losses.compare_losses({**right, **absent}, CPU)}
+    assert {name: result.status for name, result in results.items()} == {
         "losses: ddp t5": PASSED,
         "losses: ddp gpt": FAILED,
         "losses: deepspeed gpt": NOT_RUN,
         "losses: fsdp t5": FAILED,
     }
-    assert "crashed" in found["losses: fsdp t5"].found
-    short = losses.compare_losses({"ddp t5": row(losses=reference["t5"][:2])}, CPU)
+    assert "crashed" in results["losses: fsdp t5"].found
+    short = losses.compare_losses({"ddp t5": make_run_result(losses=reference["t5"][:2])}, CPU)
     assert [result.status for result in short] == [FAILED]
 
 
 def test_every_strategy_is_asked_on_as_many_gpus_as_there_are() -> None:
-    runs = losses.loss_runs(GPU)
-    assert {name.partition(" ")[0] for name in runs} == set(groups()["strategy"])
+    runs = losses.build_loss_runs(GPU_DEVICE)
+    assert {name.partition(" ")[0] for name in runs} == set(list_config_groups()["strategy"])
     assert "gpus=4" in runs["ddp t5"]
-    assert {name for name in runs if name.endswith("t5")} == {f"{name} t5" for name in losses.T5_TOO}
+    assert {name for name in runs if name.endswith("t5")} == {f"{name} t5" for name in losses.T5_STRATEGIES}
     assert "gpus=1" in runs["single t5"]
-    one = losses.loss_runs(Device("cuda", GPU.name, 1, GPU.capability, GPU.memory_bytes))
-    assert "gpus=1" in one["ddp gpt"]
+    runs_on_one_gpu = losses.build_loss_runs(
+        DetectedDevice("cuda", GPU_DEVICE.name, 1, GPU_DEVICE.capability, GPU_DEVICE.memory_bytes)
+    )
+    assert "gpus=1" in runs_on_one_gpu["ddp gpt"]
 
 
-def peaks(**values: Any) -> dict[str, Ran]:
+def make_peak_runs(**values: Any) -> dict[str, CheckRun]:
     sizes = {"peak_allocated_bytes": 100 * 2**20, "peak_reserved_bytes": 110 * 2**20}
     ranks = [{"peak_reserved_bytes": size * 2**20} for size in (50, 150)]
-    runs = {name: row(**sizes) for name in ("measured", "rehearsed")}
-    return {**runs, "pipeline": row(**sizes, ranks=ranks), **values}
+    runs = {name: make_run_result(**sizes) for name in ("measured", "rehearsed")}
+    return {**runs, "pipeline": make_run_result(**sizes, ranks=ranks), **values}
 
 
 def test_limits_are_chosen_from_the_peaks() -> None:
-    runs = memory.limited_runs(CPU, peaks())
+    runs = memory.build_limited_runs(CPU, make_peak_runs())
     limits = {name: float(settings[-1].partition("=")[2]) * 2**10 for name, settings in runs.items()}
     assert limits == pytest.approx({"fits": 165, "exhausted": 55, "one of two": 100}, abs=0.1)
-    small = dataclasses.replace(GPU, memory_bytes=150 * 2**20)
-    assert memory.limited_runs(small, peaks())["fits"][-1] == f"hardware.memory_limit_gib={150 / 2**10:.4f}"
-    assert memory.limited_runs(CPU, {name: Ran(None, "no") for name in peaks()}) == {}
+    small = dataclasses.replace(GPU_DEVICE, memory_bytes=150 * 2**20)
+    assert (
+        memory.build_limited_runs(small, make_peak_runs())["fits"][-1] == f"hardware.memory_limit_gib={150 / 2**10:.4f}"
+    )
+    assert memory.build_limited_runs(CPU, {name: CheckRun(None, "no") for name in make_peak_runs()}) == {}
 
 
 def test_memory_that_is_not_as_it_should_be_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Exact:
+    class ExactPrediction:
         class memory:  # noqa: N801
             class allocated:  # noqa: N801
                 value = 100 * 2**20
 
-    monkeypatch.setattr(memory, "predict", lambda config: Exact)
+    monkeypatch.setattr(memory, "predict_run", lambda config: ExactPrediction)
     oom = {"status": "oom", "error": "rank 0: out of memory", "oom_phase": "forward"}
-    too_small = check_memory(CPU, peaks(), {"fits": Ran(None, "hardware.memory_limit_gib=90 is more than it has")})
+    too_small = check_memory(
+        CPU, make_peak_runs(), {"fits": CheckRun(None, "hardware.memory_limit_gib=90 is more than it has")}
+    )
     assert too_small[0].status == NOT_RUN
     good = {
-        "fits": row(peak_reserved_bytes=100, memory_limit_bytes=100),
-        "exhausted": Ran(oom, took_s=3.0),
-        "one of two": Ran(oom, took_s=14.0),
+        "fits": make_run_result(peak_reserved_bytes=100, memory_limit_bytes=100),
+        "exhausted": CheckRun(oom, duration_s=3.0),
+        "one of two": CheckRun(oom, duration_s=14.0),
     }
-    assert {result.status for result in check_memory(CPU, peaks(), good)} == {PASSED}
+    assert {result.status for result in check_memory(CPU, make_peak_runs(), good)} == {PASSED}
     bad = {
-        "fits": row(peak_reserved_bytes=101, memory_limit_bytes=100),
-        "exhausted": row(),
-        "one of two": Ran(oom, took_s=16.0),
+        "fits": make_run_result(peak_reserved_bytes=101, memory_limit_bytes=100),
+        "exhausted": make_run_result(),
+        "one of two": CheckRun(oom, duration_s=16.0),
     }
-    rehearsed = row(peak_allocated_bytes=104 * 2**20)
-    assert {result.status for result in check_memory(CPU, peaks(rehearsed=rehearsed), bad)[:4]} == {FAILED}
-    unknown = check_memory(CPU, {name: Ran(None, "needs 2 GPUs") for name in peaks()}, {})
+    rehearsed = make_run_result(peak_allocated_bytes=104 * 2**20)
+    assert {result.status for result in check_memory(CPU, make_peak_runs(rehearsed=rehearsed), bad)[:4]} == {FAILED}
+    unknown = check_memory(CPU, {name: CheckRun(None, "needs 2 GPUs") for name in make_peak_runs()}, {})
     assert {result.status for result in unknown} == {NOT_RUN}
 
 
 def test_a_trace_without_kernels_fails(tmp_path: Path) -> None:
-    profiled = row(run_id="a", trace=None, exposed_communication=None, world_size=2)
+    profiled = make_run_result(run_id="a", trace=None, exposed_communication=None, world_size=2)
     assert [result.status for result in check_profile(CPU, profiled, tmp_path)] == [FAILED, FAILED]
 
 
@@ -145,28 +157,28 @@ def test_the_process_of_the_clock_leaves_ctrl_c_to_its_starter(monkeypatch: pyte
 
 def test_a_process_that_is_left_is_found() -> None:
     token = "left by a test"
-    assert machine.left_processes(token) == []
+    assert machine.find_leftover_processes(token) == []
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, machine.VARIABLE: token},
+        env={**os.environ, machine.TOKEN_VARIABLE: token},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert machine.left_processes(token) == [process.pid]
-        assert machine.check_free(CPU, token, {}).status == FAILED
+        assert machine.find_leftover_processes(token) == [process.pid]
+        assert machine.check_device_free(CPU, token, {}).status == FAILED
         assert process.stdin is not None
         process.stdin.close()
-    assert machine.check_free(CPU, token, {}).status == PASSED
+    assert machine.check_device_free(CPU, token, {}).status == PASSED
 
 
 def test_a_machine_whose_gpus_cannot_be_used_fails_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unusable = dataclasses.replace(GPU, unusable="CUDA cannot be started: why", remarks=("A remark.",))
-    monkeypatch.setattr(check, "detect", lambda: unusable)
+    unusable = dataclasses.replace(GPU_DEVICE, unusable_reason="CUDA cannot be started: why", messages=("A remark.",))
+    monkeypatch.setattr(check, "detect_device", lambda: unusable)
     file = tmp_path / "check.json"
     assert check.main([f"output={file}"]) == 1
     assert capsys.readouterr().out.count("A remark.") == 1
@@ -182,55 +194,57 @@ def test_memory_of_gpus_is_asked_of_those_that_are_visible(monkeypatch: pytest.M
     nvml.nvmlDeviceGetMemoryInfo = lambda index: types.SimpleNamespace(used=used[index], total=80 * 2**30)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    two = dataclasses.replace(GPU, count=2)
-    before = machine.used_bytes(two)
+    two = dataclasses.replace(GPU_DEVICE, count=2)
+    before = machine.read_used_bytes(two)
     assert before == {0: 2**20, 1: 2**20}
     used[0] += 2**30  # of another user's GPU
-    assert machine.check_free(two, "no such token", before).status == PASSED
+    assert machine.check_device_free(two, "no such token", before).status == PASSED
     used[2] += 2**30
-    assert machine.check_free(two, "no such token", before).status == FAILED
+    assert machine.check_device_free(two, "no such token", before).status == FAILED
     del nvml.nvmlDeviceGetMemoryInfo
-    assert machine.used_bytes(two) == {}
-    assert machine.check_free(two, "no such token", before).status == PASSED
+    assert machine.read_used_bytes(two) == {}
+    assert machine.check_device_free(two, "no such token", before).status == PASSED
 
 
 def test_a_sweep_on_gpus_checks_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path))
-    on_gpu = configuration("hardware=h100_80gb", "mode=predict")
-    asked: list[Device] = []
+    on_gpu = compose_run_config("hardware=h100_80gb", "mode=predict")
+    checked_devices: list[DetectedDevice] = []
 
-    def answer(status: str) -> Any:
-        def run(device: Device) -> Checked:
-            asked.append(device)
-            return Checked([Result("losses", status, "")], {}, 1.0, None)
+    def make_check(status: str) -> Any:
+        def run_check(device: DetectedDevice) -> CheckReport:
+            checked_devices.append(device)
+            return CheckReport([CheckResult("losses", status, "")], {}, 1.0, None)
 
-        return run
+        return run_check
 
-    check_once([configuration()], GPU, answer(FAILED))
-    check_once([on_gpu], CPU, answer(FAILED))
-    assert not asked
+    check_machine_once([compose_run_config()], GPU_DEVICE, make_check(FAILED))
+    check_machine_once([on_gpu], CPU, make_check(FAILED))
+    assert not checked_devices
     with pytest.raises(UsageError, match="check=false"):
-        check_once([on_gpu], GPU, answer(FAILED))
-    check_once([on_gpu], GPU, answer(PASSED))
-    check_once([on_gpu], GPU, answer(FAILED))
-    assert len(asked) == 2
-    other = Device("cuda", "NVIDIA H200", 8, (9, 0), 141 * 2**30)
+        check_machine_once([on_gpu], GPU_DEVICE, make_check(FAILED))
+    check_machine_once([on_gpu], GPU_DEVICE, make_check(PASSED))
+    check_machine_once([on_gpu], GPU_DEVICE, make_check(FAILED))
+    assert len(checked_devices) == 2
+    other = DetectedDevice("cuda", "NVIDIA H200", 8, (9, 0), 141 * 2**30)
     with pytest.raises(UsageError):
-        check_once([on_gpu], other, answer(FAILED))
+        check_machine_once([on_gpu], other, make_check(FAILED))
 
 
 def test_a_check_that_is_stopped_or_cannot_be_remembered_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_gpu = configuration("hardware=h100_80gb", "mode=predict")
+    on_gpu = compose_run_config("hardware=h100_80gb", "mode=predict")
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path))
     with pytest.raises(KeyboardInterrupt):
-        check_once([on_gpu], GPU, lambda device: Checked([], {}, 1.0, "SIGINT"))
+        check_machine_once([on_gpu], GPU_DEVICE, lambda device: CheckReport([], {}, 1.0, "SIGINT"))
     assert not list(tmp_path.iterdir())
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("BENCH_CACHE", str(file / "folder"))
-    check_once([on_gpu], GPU, lambda device: Checked([Result("losses", PASSED, "")], {}, 1.0, None))
+    check_machine_once(
+        [on_gpu], GPU_DEVICE, lambda device: CheckReport([CheckResult("losses", PASSED, "")], {}, 1.0, None)
+    )
 
 
 @pytest.mark.parametrize("argument", ["output=", "store=x", "output=/proc/no/such"])
@@ -240,5 +254,5 @@ def test_what_is_mistyped_is_said(argument: str, capsys: pytest.CaptureFixture[s
 
 
 def test_a_stopped_check_has_not_passed() -> None:
-    assert not Checked([], {}, 1.0, "SIGINT").passed
-    assert results_table([Result("a", PASSED, "b")]).row_count == 1
+    assert not CheckReport([], {}, 1.0, "SIGINT").has_passed
+    assert build_results_table([CheckResult("a", PASSED, "b")]).row_count == 1

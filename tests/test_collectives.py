@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from bench.measure import collectives
-from bench.measure.collectives import holders, letting_go
+from bench.measure.collectives import count_references, wait_for_tensor_release
 
-TIMES = 2000
+REPETITIONS = 2000
 """The backend's thread lets go late in one of some hundred collectives."""
 
 
@@ -24,27 +24,27 @@ def alone(tmp_path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def functional(tensor: torch.Tensor, *, async_op: bool) -> None:
+def all_gather_functional(tensor: torch.Tensor, *, async_op: bool) -> None:
     torch.ops._c10d_functional.all_gather_into_tensor(tensor, 1, dist.group.WORLD.group_name)
 
 
-def gather(tensor: torch.Tensor, *, async_op: bool) -> dist.Work | None:
+def all_gather(tensor: torch.Tensor, *, async_op: bool) -> dist.Work | None:
     return dist.all_gather_into_tensor(torch.empty_like(tensor), tensor, async_op=async_op)
 
 
-def reduce(tensor: torch.Tensor, *, async_op: bool) -> dist.Work | None:
+def reduce_to_rank_0(tensor: torch.Tensor, *, async_op: bool) -> dist.Work | None:
     return dist.reduce(tensor, 0, async_op=async_op)
 
 
-@pytest.mark.parametrize("collective", [gather, reduce])
+@pytest.mark.parametrize("collective", [all_gather, reduce_to_rank_0])
 @pytest.mark.parametrize("async_op", [False, True], ids=["returned", "waited for"])
 def test_tensors_are_the_callers_alone_when_a_collective_is_over(
     alone: None, collective: Callable[..., dist.Work | None], async_op: bool
 ) -> None:
     tensor = torch.ones(8)
-    before, original = holders(tensor), dist.all_reduce
-    with letting_go():
-        for _ in range(TIMES):
+    before, original = count_references(tensor), dist.all_reduce
+    with wait_for_tensor_release():
+        for _ in range(REPETITIONS):
             work = collective(tensor, async_op=async_op)
             assert isinstance(work, dist.Work) == async_op
             if work is not None:
@@ -52,7 +52,7 @@ def test_tensors_are_the_callers_alone_when_a_collective_is_over(
                 assert work.is_completed()
                 assert torch.equal(work.get_future().wait()[0], tensor)
             del work
-            assert holders(tensor) == before
+            assert count_references(tensor) == before
     assert dist.all_reduce is original
 
 
@@ -60,32 +60,34 @@ def test_a_caller_that_holds_on_to_what_is_gathered_is_not_waited_for_every_time
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As DeepSpeed does, of a hundred tensors in a step."""
-    monkeypatch.setattr(collectives, "PATIENCE_S", 0.4)
+    monkeypatch.setattr(collectives, "RELEASE_TIMEOUT_S", 0.4)
     tensor, views = torch.ones(8), []
     begun = time.monotonic()
-    with letting_go():
+    with wait_for_tensor_release():
         for _ in range(100):
-            work = gather(tensor, async_op=True)
+            work = all_gather(tensor, async_op=True)
             assert work is not None
             views.append(tensor.view(2, 4))
             work.wait()
     assert time.monotonic() - begun < 10
 
 
-@pytest.mark.parametrize("collective", [functional, gather, reduce])
+@pytest.mark.parametrize("collective", [all_gather_functional, all_gather, reduce_to_rank_0])
 def test_while_the_backend_may_hold_tensors_python_is_never_left_alone_with_them(
     alone: None, collective: Callable[..., dist.Work | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who leaves Python as the only holder gives up a reference of Python's a moment later, which nobody sees: until
     the last look at who holds a tensor, someone else must."""
     seen: list[int] = []
-    monkeypatch.setattr(collectives, "holders", lambda tensor: seen.append(holders(tensor)) or seen[-1])
+    monkeypatch.setattr(
+        collectives, "count_references", lambda tensor: seen.append(count_references(tensor)) or seen[-1]
+    )
     tensor = torch.ones(8)
-    with letting_go():
-        work = collective(tensor, async_op=collective is gather)
+    with wait_for_tensor_release():
+        work = collective(tensor, async_op=collective is all_gather)
         if work is not None:
             work.wait()
-    assert seen[-1] == holders(tensor) + 1
+    assert seen[-1] == count_references(tensor) + 1
 
 
 @pytest.mark.parametrize(
@@ -96,14 +98,14 @@ def test_functional_collectives_are_done_when_they_return_and_stay_operators(
     alone: None, name: str, arguments: tuple[object, ...]
 ) -> None:
     operator = getattr(torch.ops._c10d_functional, name)
-    given = (torch.arange(8.0), *arguments, dist.group.WORLD.group_name)
-    fresh = holders(torch.empty(0))
-    with letting_go():
+    operands = (torch.arange(8.0), *arguments, dist.group.WORLD.group_name)
+    fresh = count_references(torch.empty(0))
+    with wait_for_tensor_release():
         assert getattr(torch.ops._c10d_functional, name) is operator  # inductor asks operators for their overloads
-        for _ in range(TIMES):
-            result = operator(*given)
-            assert holders(result) == fresh
-            assert torch.equal(result, given[0])
-    under_way = operator(*given)
-    assert holders(under_way) > fresh, "its own kernel is back, which returns before it is done"
-    assert torch.equal(torch.ops._c10d_functional.wait_tensor(under_way), given[0])
+        for _ in range(REPETITIONS):
+            result = operator(*operands)
+            assert count_references(result) == fresh
+            assert torch.equal(result, operands[0])
+    under_way = operator(*operands)
+    assert count_references(under_way) > fresh, "its own kernel is back, which returns before it is done"
+    assert torch.equal(torch.ops._c10d_functional.wait_tensor(under_way), operands[0])

@@ -8,139 +8,153 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from bench.records import read_all
+from bench.records import read_latest_attempts
 from bench.reporting import style, write_report
 from bench.reporting.figures import communication
-from bench.reporting.figures.communication import Estimate, difference
-from bench.reporting.table import prepare
-from bench.row import configured_row
-from tests.conftest import configuration, run_command
+from bench.reporting.figures.communication import ValueWithInterval, compute_difference
+from bench.reporting.table import prepare_table
+from bench.row import build_configured_columns
+from tests.conftest import compose_run_config, run_command
 from tests.records_fixture import write_store
 
-CPU = "AMD EPYC 9554 64-Core Processor"
+CPU_NAME = "AMD EPYC 9554 64-Core Processor"
 
 
-def row(*overrides, step=0.1, low=None, high=None, **columns):
+def make_row(*overrides, step=0.1, low=None, high=None, **columns):
     """A row of the run that `overrides` describe, with its median step and interval in seconds."""
     times = {"step_time_median_s": step, "step_time_ci_low_s": low or step, "step_time_ci_high_s": high or step}
     facts = {"started_at": "2026-05-04T10:00:00+00:00", "finished_at": "2026-05-04T10:00:20+00:00", "attempt": 0}
-    ran = {"status": "ok", "degraded": False, "gpu_name": CPU, "sweep": "test"}
-    return {**configured_row(configuration(*overrides)), **facts, **ran, **times, **columns}
+    ran = {"status": "ok", "degraded": False, "gpu_name": CPU_NAME, "sweep": "test"}
+    return {**build_configured_columns(compose_run_config(*overrides)), **facts, **ran, **times, **columns}
 
 
-MEASURED = row("gpus=2", step=0.100, low=0.096, high=0.107)
-REHEARSED = row("gpus=2", "mode=rehearse", step=0.080, low=0.077, high=0.084)
+MEASURED = make_row("gpus=2", step=0.100, low=0.096, high=0.107)
+REHEARSED = make_row("gpus=2", "mode=rehearse", step=0.080, low=0.077, high=0.084)
 
 
-def selected(*rows):
-    return communication.select(prepare(list(rows))).to_dict("records")
+def select_pairs(*rows):
+    return communication.select(prepare_table(list(rows))).to_dict("records")
 
 
-def section(*rows):
-    table = prepare(list(rows))
-    with style.context():
-        return communication.section(table, style.palette(table["variant_key"]))
+def build_section(*rows):
+    table = prepare_table(list(rows))
+    with style.apply_report_style():
+        return communication.build_section(table, style.build_palette(table["variant_key"]))
 
 
 def test_the_difference_of_two_medians_has_the_interval_of_both():
-    found = difference(Estimate(10, 6, 13), Estimate(4, 1, 8))
-    assert (found.value, found.low, found.high) == pytest.approx((6, 6 - math.hypot(4, 4), 6 + math.hypot(3, 3)))
-    exact = difference(Estimate(10, 10, 10), Estimate(4, 4, 4))
+    result = compute_difference(ValueWithInterval(10, 6, 13), ValueWithInterval(4, 1, 8))
+    assert (result.value, result.low, result.high) == pytest.approx((6, 6 - math.hypot(4, 4), 6 + math.hypot(3, 3)))
+    exact = compute_difference(ValueWithInterval(10, 10, 10), ValueWithInterval(4, 4, 4))
     assert (exact.value, exact.low, exact.high) == (6, 6, 6)
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says():
-    from bench.measure.statistics import median, median_interval
+    from bench.measure.statistics import compute_median, compute_median_interval
 
     random = np.random.default_rng(0)
-    held = 0
+    num_covering = 0
     for _ in range(400):
         pair = [random.lognormal(0, 0.3, 20) + shift for shift in (3.0, 1.0)]
-        found = difference(*(Estimate(median(list(one)), *median_interval(list(one))) for one in pair))
-        held += found.low <= 2.0 <= found.high
-    assert held / 400 > 0.93
+        interval = compute_difference(
+            *(
+                ValueWithInterval(compute_median(list(samples)), *compute_median_interval(list(samples)))
+                for samples in pair
+            )
+        )
+        num_covering += interval.low <= 2.0 <= interval.high
+    assert num_covering / 400 > 0.93
 
 
 def test_exposed_communication_is_what_a_measured_step_takes_longer():
-    (found,) = selected(MEASURED, REHEARSED)
-    assert found["exposed_s"] == pytest.approx(0.020)
-    assert found["share"] == pytest.approx(0.20)
-    assert found["exposed_low_s"] == pytest.approx(0.020 - math.hypot(0.004, 0.004))
-    assert found["exposed_high_s"] == pytest.approx(0.020 + math.hypot(0.007, 0.003))
-    assert math.isnan(found["profiled"])
-    assert math.isnan(found["predicted"])
+    (pair,) = select_pairs(MEASURED, REHEARSED)
+    assert pair["exposed_s"] == pytest.approx(0.020)
+    assert pair["share"] == pytest.approx(0.20)
+    assert pair["exposed_low_s"] == pytest.approx(0.020 - math.hypot(0.004, 0.004))
+    assert pair["exposed_high_s"] == pytest.approx(0.020 + math.hypot(0.007, 0.003))
+    assert math.isnan(pair["profiled"])
+    assert math.isnan(pair["predicted"])
 
 
 def test_the_profilers_and_the_predicted_share_stand_beside_it():
-    profiled = row("gpus=2", "measurement.profile=true", step=0.102, exposed_communication=0.15)
-    predicted = row("gpus=2", "mode=predict", step=0.09, exposed_communication=0.11, gpu_name=None)
-    (found,) = selected(MEASURED, REHEARSED, profiled, predicted)
-    assert (found["profiled"], found["predicted"]) == (0.15, 0.11)
-    assert found["measured_s"] == pytest.approx(0.101)  # the median of both measured runs
+    profiled = make_row("gpus=2", "measurement.profile=true", step=0.102, exposed_communication=0.15)
+    predicted = make_row("gpus=2", "mode=predict", step=0.09, exposed_communication=0.11, gpu_name=None)
+    (pair,) = select_pairs(MEASURED, REHEARSED, profiled, predicted)
+    assert (pair["profiled"], pair["predicted"]) == (0.15, 0.11)
+    assert pair["measured_s"] == pytest.approx(0.101)  # the median of both measured runs
 
 
 def test_repeats_widen_the_interval_to_all_of_theirs():
-    again = row("gpus=2", "repeat=1", step=0.110, low=0.108, high=0.125)
-    (found,) = selected(MEASURED, REHEARSED, again)
-    assert found["measured_s"] == pytest.approx(0.105)
-    assert (found["measured_low_s"], found["measured_high_s"]) == (0.096, 0.125)
+    again = make_row("gpus=2", "repeat=1", step=0.110, low=0.108, high=0.125)
+    (pair,) = select_pairs(MEASURED, REHEARSED, again)
+    assert pair["measured_s"] == pytest.approx(0.105)
+    assert (pair["measured_low_s"], pair["measured_high_s"]) == (0.096, 0.125)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        row("gpus=2", "mode=rehearse", step=0.08, gpu_name="another processor"),
-        row("gpus=4", "mode=rehearse", step=0.08),
-        row("gpus=2", "mode=rehearse", "batch_size_per_gpu=8", step=0.08),
-        row("gpus=2", "mode=rehearse", "hardware.memory_limit_gib=0.5", step=0.08),
-        row("gpus=2", "mode=rehearse", "hardware.cpu_threads=2", step=0.08),
-        row("gpus=2", "mode=rehearse", step=0.08, degraded=True),
-        row("gpus=2", "repeat=1", step=0.08),
-        {**row("gpus=2", "mode=rehearse", step=0.08), "status": "oom", "oom_phase": "init", "step_time_median_s": None},
+        make_row("gpus=2", "mode=rehearse", step=0.08, gpu_name="another processor"),
+        make_row("gpus=4", "mode=rehearse", step=0.08),
+        make_row("gpus=2", "mode=rehearse", "batch_size_per_gpu=8", step=0.08),
+        make_row("gpus=2", "mode=rehearse", "hardware.memory_limit_gib=0.5", step=0.08),
+        make_row("gpus=2", "mode=rehearse", "hardware.cpu_threads=2", step=0.08),
+        make_row("gpus=2", "mode=rehearse", step=0.08, degraded=True),
+        make_row("gpus=2", "repeat=1", step=0.08),
+        {
+            **make_row("gpus=2", "mode=rehearse", step=0.08),
+            "status": "oom",
+            "oom_phase": "init",
+            "step_time_median_s": None,
+        },
     ],
     ids=["device", "ranks", "batch", "limit", "threads", "degraded", "measured twice", "oom"],
 )
 def test_what_is_not_one_question_makes_no_pair(other):
-    assert selected(MEASURED, other) == []
+    assert select_pairs(MEASURED, other) == []
 
 
 def test_without_a_pair_the_page_says_so():
-    assert section(MEASURED).nothing == communication.NOTHING
-    assert not section(MEASURED).drawings
+    assert build_section(MEASURED).notice == communication.EMPTY_MESSAGE
+    assert not build_section(MEASURED).drawings
 
 
 def test_a_rehearsal_slower_than_the_measurement_is_shown_as_it_is(tmp_path):
-    slower = row("gpus=2", "mode=rehearse", step=0.105, low=0.104, high=0.107)
-    drawn = section(MEASURED, slower)
+    slower = make_row("gpus=2", "mode=rehearse", step=0.105, low=0.104, high=0.107)
+    drawn = build_section(MEASURED, slower)
     (drawing,) = drawn.drawings
     low, _ = drawing.figure.axes[0].get_xlim()
     assert low < -4.9
     assert "−5.00 ms of 100 ms" in [text.get_text() for text in drawing.figure.findobj(Text)]
-    assert drawn.listings[0].rows[0][5] == "-5.00 (-9.47 to 2.07)"
-    page = write_report(read_all(write_store(tmp_path / "store", [MEASURED, slower])), "store", tmp_path / "report")
+    assert drawn.tables[0].rows[0][5] == "-5.00 (-9.47 to 2.07)"
+    page = write_report(
+        read_latest_attempts(write_store(tmp_path / "store", [MEASURED, slower])), "store", tmp_path / "report"
+    )
     assert "-5.00 (-9.47 to 2.07)" in page.read_text()
     assert "That contention is in the difference" in page.read_text()
 
 
 def test_where_a_side_has_no_interval_the_difference_has_none():
     bare = {**REHEARSED, "step_time_ci_low_s": None, "step_time_ci_high_s": None}
-    (found,) = selected(MEASURED, bare)
-    assert found["exposed_s"] == pytest.approx(0.02)
-    assert all(math.isnan(found[name]) for name in ("rehearsed_low_s", "exposed_low_s", "share_high"))
-    drawn = section(MEASURED, bare)
+    (pair,) = select_pairs(MEASURED, bare)
+    assert pair["exposed_s"] == pytest.approx(0.02)
+    assert all(math.isnan(pair[name]) for name in ("rehearsed_low_s", "exposed_low_s", "share_high"))
+    drawn = build_section(MEASURED, bare)
     assert len(drawn.drawings) == 1
-    assert drawn.listings[0].rows[0][3:6] == ["100 (96.0 to 107)", "80.0", "20.0"]
+    assert drawn.tables[0].rows[0][3:6] == ["100 (96.0 to 107)", "80.0", "20.0"]
 
 
 @pytest.mark.slow
 def test_measured_and_rehearsed_with_one_command_come_to_a_figure(tmp_path):
     store = tmp_path / "store"
-    asked = ["-m", "model=t5_tiny", "gpus=2", "mode=measure,rehearse", "measurement.profile=true", f"store={store}"]
-    done = run_command("bench.sweep", *asked, "sequence_length=32", "measurement.steps=3")
+    arguments = ["-m", "model=t5_tiny", "gpus=2", "mode=measure,rehearse", "measurement.profile=true", f"store={store}"]
+    done = run_command("bench.sweep", *arguments, "sequence_length=32", "measurement.steps=3")
     assert done.returncode == 0, done.stderr
-    rows = [{**each, "degraded": False} for each in read_all(store).records]  # other tests may run beside this one
-    (found,) = selected(*rows)
-    assert found["measured_s"] > 0
-    assert found["rehearsed_s"] > 0
-    assert 0 < found["profiled"] < 1
-    assert len(section(*rows).drawings) == 1
+    rows = [
+        {**row, "degraded": False} for row in read_latest_attempts(store).records
+    ]  # other tests may run beside this one
+    (pair,) = select_pairs(*rows)
+    assert pair["measured_s"] > 0
+    assert pair["rehearsed_s"] > 0
+    assert 0 < pair["profiled"] < 1
+    assert len(build_section(*rows).drawings) == 1

@@ -17,13 +17,13 @@ import torch
 
 from bench.calibration.compute import measure_compute
 from bench.calibration.fit_compute import fit_compute
-from bench.calibration.noise import Waiting, disturbances, reference
-from bench.calibration.sample import Sample
-from bench.simulate.predict import predict
-from tests.conftest import configuration
+from bench.calibration.noise import ProcessorWait, find_disturbances, time_reference
+from bench.calibration.sample import CalibrationSample
+from bench.simulate.predict import predict_run
+from tests.conftest import compose_run_config
 
-WITHIN = 0.10
-FEWEST_TURNS, MOST_TURNS = 2, 4
+MAX_RELATIVE_ERROR = 0.10
+MIN_TURNS, MAX_TURNS = 2, 4
 
 ONE_PROCESS = ("hardware=cpu", "strategy=single", "gpus=1", "measurement.steps=12")
 RUNS = [
@@ -35,15 +35,15 @@ RUNS = [
 ]
 
 
-def together(samples: list[Sample]) -> list[Sample]:
+def merge_samples(samples: list[CalibrationSample]) -> list[CalibrationSample]:
     """The same measurement made several times as one."""
-    found: dict[tuple[Any, ...], list[Sample]] = {}
+    samples_by_key: dict[tuple[Any, ...], list[CalibrationSample]] = {}
     for sample in samples:
         key = (sample.kind, sample.name, sample.format, sample.dims, sample.flops, sample.bytes_moved)
-        found.setdefault(key, []).append(sample)
+        samples_by_key.setdefault(key, []).append(sample)
     return [
-        dataclasses.replace(several[0], seconds=tuple(time for each in several for time in each.seconds))
-        for several in found.values()
+        dataclasses.replace(same_samples[0], seconds=tuple(time for sample in same_samples for time in sample.seconds))
+        for same_samples in samples_by_key.values()
     ]
 
 
@@ -51,19 +51,19 @@ def together(samples: list[Sample]) -> list[Sample]:
 def test_predicted_step_times_are_within_ten_percent_of_measured_ones(
     execute: Callable[..., list[dict[str, Any]]],
 ) -> None:
-    base = configuration("hardware=cpu").hardware
-    samples: list[Sample] = []
+    base = compose_run_config("hardware=cpu").hardware
+    samples: list[CalibrationSample] = []
     measured: list[list[float]] = [[] for _ in RUNS]
     errors: list[float] = []
     quiet, disturbed = 0, []
-    for turn in range(MOST_TURNS):
-        waiting, device = Waiting(), torch.device("cpu")
-        with waiting.watched():
-            before = reference(device)
-            timed = measure_compute(device, 1, quick=True, progress=lambda text: None)
-            between = reference(device)
+    for turn in range(MAX_TURNS):
+        waiting, device = ProcessorWait(), torch.device("cpu")
+        with waiting.measure():
+            before = time_reference(device)
+            timed = measure_compute(device, 1, quick=True, on_progress=lambda text: None)
+            between = time_reference(device)
         rows = execute(*((*ONE_PROCESS, *run, f"repeat={turn}") for run in RUNS))
-        noise = disturbances([before, *timed, between, reference(device)], waiting.share)
+        noise = find_disturbances([before, *timed, between, time_reference(device)], waiting.share)
         if noise:
             disturbed.append(str(noise[0]))
             continue
@@ -72,9 +72,10 @@ def test_predicted_step_times_are_within_ten_percent_of_measured_ones(
         for times, row in zip(measured, rows, strict=True):
             assert row["status"] == "ok", row["error"]
             times.append(row["step_time_median_s"])
-        hardware = fit_compute(together(samples), base).parts.device(base)
+        hardware = fit_compute(merge_samples(samples), base).device_speeds.build_hardware(base)
         times_s = [
-            predict(dataclasses.replace(configuration(*ONE_PROCESS, *run), hardware=hardware)).time for run in RUNS
+            predict_run(dataclasses.replace(compose_run_config(*ONE_PROCESS, *run), hardware=hardware)).time
+            for run in RUNS
         ]
         errors = [
             time.step_s.value / statistics.median(times) - 1
@@ -82,13 +83,13 @@ def test_predicted_step_times_are_within_ten_percent_of_measured_ones(
             if time is not None
         ]
         assert len(errors) == len(RUNS)
-        if quiet >= FEWEST_TURNS and max(map(abs, errors)) <= WITHIN:
+        if quiet >= MIN_TURNS and max(map(abs, errors)) <= MAX_RELATIVE_ERROR:
             break
-    if quiet < FEWEST_TURNS:
+    if quiet < MIN_TURNS:
         pytest.skip(f"this machine is not quiet enough to compare times: {'; '.join(disturbed)}")
-    found = ", ".join(f"{' '.join(run)}: {error:+.1%}" for run, error in zip(RUNS, errors, strict=True))
-    print(f"after {quiet} turns {found}")
-    assert max(map(abs, errors)) <= WITHIN, found
+    error_summary = ", ".join(f"{' '.join(run)}: {error:+.1%}" for run, error in zip(RUNS, errors, strict=True))
+    print(f"after {quiet} turns {error_summary}")
+    assert max(map(abs, errors)) <= MAX_RELATIVE_ERROR, error_summary
 
 
 @pytest.mark.slow

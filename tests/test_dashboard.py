@@ -12,27 +12,27 @@ import pytest
 
 from bench import compare as compare_command
 from bench import dashboard
-from bench.dashboards.alerts import comparison_run, tell
-from bench.tracking.tracked import OOM_TABLE, tracked_run
+from bench.dashboards.alerts import build_comparison_run, send_alert
+from bench.tracking.tracked import OOM_TABLE, build_tracked_run
 from bench.tracking.wandb import WandbTracker
 from tests.conftest import ROOT, run_command
 from tests.fake_wandb import fake_wandb
-from tests.records_fixture import record, write_store
-from tests.repeated_runs import runs, scattered
-from tests.wandb_files import offline_runs
-from tests.wandb_login import logged_in, nobody_logged_in
+from tests.records_fixture import make_record, write_store
+from tests.repeated_runs import draw_step_times, make_runs
+from tests.wandb_files import read_offline_runs
+from tests.wandb_login import add_wandb_login, remove_wandb_login
 
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch, tmp_path):
-    nobody_logged_in(monkeypatch, tmp_path / "home")
+    remove_wandb_login(monkeypatch, tmp_path / "home")
 
 
 @pytest.fixture(scope="module")
 def specification(tmp_path_factory) -> dict[str, Any]:
     """What dry_run prints, of a command that finds no server."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        nobody_logged_in(monkeypatch, tmp_path_factory.mktemp("home"))
+        remove_wandb_login(monkeypatch, tmp_path_factory.mktemp("home"))
         monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:1")
         done = run_command("bench.dashboard", "dry_run=true", "tracker.entity=team", "baseline=v1.0")
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def specification(tmp_path_factory) -> dict[str, Any]:
     return specification
 
 
-def panels(specification: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def iterate_panels(specification: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every panel of workspace and report, under the title of its section."""
     for section in specification["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]:
         yield from ((section["name"], panel) for panel in section["panels"])
@@ -53,7 +53,7 @@ def panels(specification: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
             yield from ((title, panel) for panel in block["metadata"]["panelBankSectionConfig"]["panels"])
 
 
-def runsets(specification: dict[str, Any], title: str) -> dict[str, dict[str, Any]]:
+def find_runsets(specification: dict[str, Any], title: str) -> dict[str, dict[str, Any]]:
     """The run sets of one part of the report, by name."""
     blocks = specification["report"]["spec"]["blocks"]
     heading = next(n for n, block in enumerate(blocks) if block.get("children") == [{"text": title}])
@@ -61,9 +61,11 @@ def runsets(specification: dict[str, Any], title: str) -> dict[str, dict[str, An
     return {runset["name"]: runset for runset in grid["metadata"]["runSets"]}
 
 
-def conditions(runset: dict[str, Any]) -> list[tuple[str, str, Any]]:
+def list_conditions(runset: dict[str, Any]) -> list[tuple[str, str, Any]]:
     """What a run must be to be in a run set."""
-    return [(one["key"]["name"], one["op"], one["value"]) for one in runset["filters"]["filters"]]
+    return [
+        (condition["key"]["name"], condition["op"], condition["value"]) for condition in runset["filters"]["filters"]
+    ]
 
 
 @pytest.mark.slow
@@ -72,7 +74,7 @@ def test_workspace_and_report_answer_the_same_questions(specification):
         section["name"] for section in specification["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
     ]
     assert titles == ["Speed over commits", "Memory over commits", "Scaling", "Out of memory", "Against v1.0", "Steps"]
-    assert list(dict.fromkeys(title for title, _ in panels(specification))) == titles
+    assert list(dict.fromkeys(title for title, _ in iterate_panels(specification))) == titles
     assert specification["workspace"]["entity"] == "team"
     assert specification["workspace"]["project"] == specification["report"]["project"] == "fsdp-bench"
 
@@ -81,7 +83,7 @@ def test_workspace_and_report_answer_the_same_questions(specification):
 def test_speed_and_memory_are_drawn_over_commits_for_each_configuration(specification):
     lines = [
         (title, panel["config"])
-        for title, panel in panels(specification)
+        for title, panel in iterate_panels(specification)
         if title.endswith("over commits") and panel["viewType"] == "Run History Line Plot"
     ]
     wanted = {"result/tflops_per_gpu", "result/peak_allocated_gib", "result/peak_reserved_gib"}
@@ -89,7 +91,7 @@ def test_speed_and_memory_are_drawn_over_commits_for_each_configuration(specific
     for _, config in lines:
         assert config["xAxis"] == "result/started_unix_s"
         assert config["groupBy"] == "configuration.value"
-    bars = [panel["config"] for title, panel in panels(specification) if panel["viewType"] == "Bar Chart"]
+    bars = [panel["config"] for title, panel in iterate_panels(specification) if panel["viewType"] == "Bar Chart"]
     assert {"tflops_per_gpu", "peak_allocated_bytes"} <= {
         config["metrics"][0] for config in bars if config.get("groupBy") == "commit.value"
     }
@@ -97,25 +99,25 @@ def test_speed_and_memory_are_drawn_over_commits_for_each_configuration(specific
 
 @pytest.mark.slow
 def test_scaling_curves_join_world_sizes(specification):
-    found = [panel["config"] for title, panel in panels(specification) if title == "Scaling"]
-    assert found
-    assert {config["xAxis"] for config in found} == {"result/world_size"}
-    assert {config["groupBy"] for config in found} == {"scaling_series.value"}
+    scaling_configs = [panel["config"] for title, panel in iterate_panels(specification) if title == "Scaling"]
+    assert scaling_configs
+    assert {config["xAxis"] for config in scaling_configs} == {"result/world_size"}
+    assert {config["groupBy"] for config in scaling_configs} == {"scaling_series.value"}
 
 
 @pytest.mark.slow
 def test_the_oom_table_is_the_one_that_runs_send(specification):
-    tables = [panel for title, panel in panels(specification) if title == "Out of memory"]
+    tables = [panel for title, panel in iterate_panels(specification) if title == "Out of memory"]
     assert [OOM_TABLE in json.dumps(panel) for panel in tables] == [True, True]
-    (runset,) = runsets(specification, "Out of memory").values()
-    assert ("status", "=", "oom") in conditions(runset)
+    (runset,) = find_runsets(specification, "Out of memory").values()
+    assert ("status", "=", "oom") in list_conditions(runset)
 
 
 @pytest.mark.slow
 def test_the_baseline_is_beside_all_others(specification):
-    sets = runsets(specification, "Against v1.0")
-    assert ("tags", "IN", ["v1.0"]) in conditions(sets["v1.0"])
-    assert ("tags", "NIN", ["v1.0"]) in conditions(sets["all others"])
+    sets = find_runsets(specification, "Against v1.0")
+    assert ("tags", "IN", ["v1.0"]) in list_conditions(sets["v1.0"])
+    assert ("tags", "NIN", ["v1.0"]) in list_conditions(sets["all others"])
     grouping = specification["workspace"]["spec"]["section"]["runSets"][0]["grouping"]
     assert [key["name"] for key in grouping] == ["configuration.value", "labels.value"]
 
@@ -123,18 +125,18 @@ def test_the_baseline_is_beside_all_others(specification):
 @pytest.mark.slow
 def test_kinds_of_evidence_are_never_mixed(specification):
     sets = [specification["workspace"]["spec"]["section"]["runSets"][0]]
-    for title in dict.fromkeys(title for title, _ in panels(specification)):
-        sets += runsets(specification, title).values()
-    assert all(("jobType", "=", "measured") in conditions(runset) for runset in sets)
+    for title in dict.fromkeys(title for title, _ in iterate_panels(specification)):
+        sets += find_runsets(specification, title).values()
+    assert all(("jobType", "=", "measured") in list_conditions(runset) for runset in sets)
 
 
 @pytest.mark.slow
 def test_panels_show_what_runs_send(specification, tmp_path):
     """Every metric, column and key of a panel is one that a run has."""
-    ran = tracked_run(record(losses=[1.0], flops={"model": 10**9}), tmp_path / "0.json")
+    ran = build_tracked_run(make_record(losses=[1.0], flops={"model": 10**9}), tmp_path / "0.json")
     metrics = {name for point in ran.history for name in point}
     keys = {*ran.config, "labels"}
-    for _, panel in panels(specification):
+    for _, panel in iterate_panels(specification):
         config = panel["config"]
         for name in [*config.get("metrics", []), config.get("xAxis", ""), config.get("yAxis", "")]:
             bare = name.removeprefix("summary:")
@@ -142,14 +144,14 @@ def test_panels_show_what_runs_send(specification, tmp_path):
         if "groupBy" in config:
             assert config["groupBy"].removesuffix(".value") in keys
     columns = specification["workspace"]["spec"]["section"]["runSets"][0]["runFeed"]["columnOrder"]
-    known = {*ran.summary, "oom_phase"}
-    assert all(column.removeprefix("summary:") in known for column in columns if column.startswith("summary:"))
+    known_columns = {*ran.summary, "oom_phase"}
+    assert all(column.removeprefix("summary:") in known_columns for column in columns if column.startswith("summary:"))
 
 
 @pytest.mark.slow
 def test_the_same_dashboard_is_updated_and_another_name_is_another(monkeypatch):
     with fake_wandb() as server:
-        logged_in(monkeypatch, server)
+        add_wandb_login(monkeypatch, server)
         first = run_command("bench.dashboard")
         assert first.returncode == 0, first.stderr
         assert first.stderr == ""
@@ -166,14 +168,14 @@ def test_the_same_dashboard_is_updated_and_another_name_is_another(monkeypatch):
             assert "Against v2.0" in changed[kind]["spec"]
             assert "Against baseline" in view["spec"]
         assert server.projects == ["fsdp-bench"]
-        assert server.unknown == []
+        assert server.unknown_requests == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("login", [False, True])
 def test_without_a_login_or_a_server_nothing_is_changed_and_it_is_said(login, monkeypatch):
     if login:
-        logged_in(monkeypatch, "http://127.0.0.1:1")
+        add_wandb_login(monkeypatch, "http://127.0.0.1:1")
     done = run_command("bench.dashboard")
     assert (done.returncode, done.stdout) == (1, "")
     why = "http://127.0.0.1:1 cannot be reached" if login else "nobody is logged in"
@@ -185,24 +187,24 @@ def test_without_a_login_or_a_server_nothing_is_changed_and_it_is_said(login, mo
 
 
 @dataclass
-class Row:
+class ComparedRow:
     name: str
 
 
 @dataclass
-class Compared:
+class FakeComparison:
     """What bench.comparison says, as far as an alert asks."""
 
     verdict: str = "regression"
     sentence: str = "1 of 3 configurations is slower: 3.1 %."
     exit_code: int = 1
-    worse: list[Row] = field(default_factory=lambda: [Row("t5_tiny ddp fp32 2 ranks")])
+    worse: list[ComparedRow] = field(default_factory=lambda: [ComparedRow("t5_tiny ddp fp32 2 ranks")])
 
-    def of(self, verdict: str) -> list[Row]:
+    def list_with_verdict(self, verdict: str) -> list[ComparedRow]:
         return self.worse if verdict == "regression" else []
 
 
-def tracker() -> WandbTracker:
+def make_tracker() -> WandbTracker:
     return WandbTracker("wandb", "auto", None, None, None, None, [], 30.0)
 
 
@@ -211,10 +213,10 @@ def test_a_regression_is_told_once_to_whoever_wants_to_be_told(monkeypatch, tmp_
     """By either command: the comparison is the same."""
     random = np.random.default_rng(1)
     base, candidate = str(tmp_path / "base"), str(tmp_path / "candidate")
-    write_store(base, runs(scattered(random, 5, 0.005)))
-    write_store(candidate, runs(scattered(random, 5, 0.005, slower=0.05), day="2026-06-01"))
+    write_store(base, make_runs(draw_step_times(random, 5, 0.005)))
+    write_store(candidate, make_runs(draw_step_times(random, 5, 0.005, slower=0.05), day="2026-06-01"))
     with fake_wandb() as server:
-        logged_in(monkeypatch, server)
+        add_wandb_login(monkeypatch, server)
         assert compare_command.main([base, candidate, "--alert"]) == 1
         assert dashboard.main(["alert", base, candidate]) == 1
         assert capsys.readouterr().err.count("wandb: 1 run at") == 2
@@ -225,27 +227,27 @@ def test_a_regression_is_told_once_to_whoever_wants_to_be_told(monkeypatch, tmp_
         assert alert["severity"] == "ERROR"
         (arrived,) = server.runs.values()
         assert arrived.summary["verdict"] == "regression"
-        assert arrived.facts["jobType"] == "comparison"
+        assert arrived.creation_variables["jobType"] == "comparison"
         assert arrived.exit_code == 0  # the comparison has not failed
 
 
 @pytest.mark.slow
 def test_an_alert_waits_offline_until_it_is_synchronised(tmp_path):
-    tell(Compared(), "base", str(tmp_path / "candidate"), [record()], tracker(), print)
-    (run,) = offline_runs(tmp_path / "candidate" / ".tracking").values()
+    send_alert(FakeComparison(), "base", str(tmp_path / "candidate"), [make_record()], make_tracker(), print)
+    (run,) = read_offline_runs(tmp_path / "candidate" / ".tracking").values()
     assert [title for title, *_ in run.alerts] == ["Regression: candidate against base"]
 
 
 def test_no_regression_alarms_nobody():
-    quiet = comparison_run(Compared("no change", "No change.", 0, []), "base", "candidate", ["a"])
+    quiet = build_comparison_run(FakeComparison("no change", "No change.", 0, []), "base", "candidate", ["a"])
     assert quiet.alert is None
-    assert quiet.id == comparison_run(Compared(), "base", "candidate", ["a"]).id
-    assert quiet.id != comparison_run(Compared(), "base", "candidate", ["b"]).id
+    assert quiet.id == build_comparison_run(FakeComparison(), "base", "candidate", ["a"]).id
+    assert quiet.id != build_comparison_run(FakeComparison(), "base", "candidate", ["b"]).id
 
 
 def test_a_long_list_is_cut_and_so_is_a_title():
-    many = Compared(worse=[Row(f"configuration {n}") for n in range(30)])
-    title, text = comparison_run(many, "base", "c" * 100, ["a"]).alert or ("", "")
+    many = FakeComparison(worse=[ComparedRow(f"configuration {n}") for n in range(30)])
+    title, text = build_comparison_run(many, "base", "c" * 100, ["a"]).alert or ("", "")
     assert len(title) < 64
     assert "and 20 more" in text
 
@@ -275,7 +277,7 @@ def test_a_long_list_is_cut_and_so_is_a_title():
 def test_what_is_mistyped_is_said_in_one_sentence(arguments, parts, capfd, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert dashboard.main(arguments) == 2
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert len(said.err.strip().splitlines()) == 1
-    assert all(part in said.err for part in parts), said.err
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+    assert all(part in captured.err for part in parts), captured.err

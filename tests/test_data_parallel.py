@@ -16,27 +16,27 @@ from torch.nn.parallel import comm
 
 from bench.config import RunConfig
 from bench.errors import ImpossibleError
-from bench.hardware.detect import Device
+from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
-from bench.launch.slurm.launcher import shape_of
-from bench.measure.memory import CpuProbe
+from bench.launch.slurm.launcher import compute_job_shape
+from bench.measure.memory import CpuMemoryProbe
 from bench.models.blocks import checkpoint_blocks
 from bench.models.materialize import Materializer
-from bench.planning.compose import composed
+from bench.planning.compose import compose_config
 from bench.simulate import pace
-from bench.simulate.network import Group, collective_seconds
-from bench.simulate.predict import _played, predict
-from bench.strategies.data_parallel import InAutocast
-from bench.strategies.plan import Parameter, Setting, Unit
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from bench.simulate.network import CollectiveGroup, compute_collective_seconds
+from bench.simulate.predict import _simulate_rank, predict_run
+from bench.strategies.data_parallel import AutocastModule
+from bench.strategies.plan import ParameterSpec, PlanInputs, ShardingUnit
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.test_strategy_plans import Notebook
 
 CPU = torch.device("cpu")
 A100 = ("hardware=a100_80gb", "strategy=data_parallel")
 
 
-def asked(*overrides: str) -> RunConfig:
-    return configuration(*SMALL_GPT, *A100, "sequence_length=16", *overrides)
+def compose_data_parallel_config(*overrides: str) -> RunConfig:
+    return compose_run_config(*SMALL_GPT, *A100, "sequence_length=16", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -55,62 +55,62 @@ def asked(*overrides: str) -> RunConfig:
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(overrides: tuple[str, ...], reason: str) -> None:
     with pytest.raises(ImpossibleError, match=reason):
-        asked(*overrides)
+        compose_data_parallel_config(*overrides)
 
 
 def test_one_gpu_is_not_enough() -> None:
-    launcher = LocalLauncher(composed({})["cluster"], Device("cuda", "NVIDIA A100-SXM4-80GB", 1, (8, 0)))
+    launcher = LocalLauncher(compose_config({})["cluster"], DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 1, (8, 0)))
     with pytest.raises(ImpossibleError, match=r"gpus=2 is more than the 1 GPU\(s\) of this machine"):
-        launcher.check(asked("gpus=2"))
+        launcher.check(compose_data_parallel_config("gpus=2"))
 
 
 def test_one_process_has_all_gpus_and_the_whole_batch() -> None:
-    config = asked("gpus=4", "cluster.gpus_per_node=8")
-    assert (config.processes, config.devices, config.machines) == (1, 4, 1)
-    assert shape_of(config) == (1, 1, 4)
-    assert config.strategy.batch_share(0, 4) == (0, 1)
-    four = configuration(*SMALL_GPT, "gpus=4", "strategy=ddp")
-    assert (four.processes, four.devices, shape_of(four)) == (4, 4, (1, 4, 1))
+    config = compose_data_parallel_config("gpus=4", "cluster.gpus_per_node=8")
+    assert (config.active_processes, config.active_devices, config.active_nodes) == (1, 4, 1)
+    assert compute_job_shape(config) == (1, 1, 4)
+    assert config.strategy.find_batch_share(0, 4) == (0, 1)
+    four = compose_run_config(*SMALL_GPT, "gpus=4", "strategy=ddp")
+    assert (four.active_processes, four.active_devices, compute_job_shape(four)) == (4, 4, (1, 4, 1))
 
 
 @pytest.fixture
 def copied_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own `replicate` and `gather`, whose copies from device to device, for GPUs alone, stay on the CPU."""
 
-    def copies(tensors: Any, devices: Any, detach: bool = False) -> Any:
+    def copy_to_devices(tensors: Any, devices: Any, detach: bool = False) -> Any:
         return [[tensor.clone() for tensor in tensors] for _ in devices]
 
-    def gathered(_target: Any, dim: int, *parts: torch.Tensor) -> torch.Tensor:
+    def concatenate_outputs(_target: Any, dim: int, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat(parts, dim)
 
     replicate = import_module("torch.nn.parallel.replicate")
     scatter_gather = import_module("torch.nn.parallel.scatter_gather")
-    monkeypatch.setattr(replicate, "_broadcast_coalesced_reshape", copies)
+    monkeypatch.setattr(replicate, "_broadcast_coalesced_reshape", copy_to_devices)
     monkeypatch.setattr(replicate, "_get_device_index", lambda device, *_: device)
-    monkeypatch.setattr(scatter_gather.Gather, "apply", gathered)
+    monkeypatch.setattr(scatter_gather.Gather, "apply", concatenate_outputs)
 
 
 @pytest.mark.parametrize(("model", "checkpointing"), [(SMALL_T5, "full"), (SMALL_GPT, "none")], ids=["t5", "gpt"])
 def test_copies_of_our_models_compute_what_the_model_does(
     copied_on_the_cpu: None, model: tuple[str, ...], checkpointing: str
 ) -> None:
-    family = configuration(*model).model
-    whole = family.build()
+    family = compose_run_config(*model).model
+    whole = family.build_model()
     filler = Materializer(whole, family, CPU, seed=0)
     checkpoint_blocks(family, whole, checkpointing)
-    filler.model(whole)
-    batch = family.batch(4, 16, torch.Generator().manual_seed(0))
-    expected = gradients(whole, family.loss(whole(**batch.inputs)["logits"], batch.labels))
+    filler.fill_model(whole)
+    batch = family.build_batch(4, 16, torch.Generator().manual_seed(0))
+    expected = compute_gradients(whole, family.compute_loss(whole(**batch.inputs)["logits"], batch.labels))
     copies = parallel.replicate(whole, [0, 1])
-    parts = [batch.share(slice(2 * index, 2 * index + 2), CPU) for index in (0, 1)]
+    parts = [batch.select_sequences(slice(2 * index, 2 * index + 2), CPU) for index in (0, 1)]
     outputs = parallel.gather([copy(**part.inputs) for copy, part in zip(copies, parts, strict=True)], 0)
-    found = gradients(whole, family.loss(outputs["logits"], batch.labels))
-    assert found.keys() == expected.keys()
+    copied_gradients = compute_gradients(whole, family.compute_loss(outputs["logits"], batch.labels))
+    assert copied_gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(copied_gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def compute_gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -123,18 +123,18 @@ def test_a_thread_computes_in_the_format_that_was_asked_for() -> None:
         def forward(self, inputs: torch.Tensor) -> None:
             seen.append((inputs @ inputs).dtype)
 
-    wrapped = InAutocast(Model(), "cpu", torch.float16)  # not the format that a new thread has by itself
-    in_thread(lambda: wrapped(inputs=torch.ones(2, 2)))
+    wrapped = AutocastModule(Model(), "cpu", torch.float16)  # not the format that a new thread has by itself
+    run_in_thread(lambda: wrapped(inputs=torch.ones(2, 2)))
     assert seen == [torch.float16]
 
 
-def in_thread(work: Any) -> None:
+def run_in_thread(work: Any) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
 
 
-BIG = ("model=gpt_350m", *A100, "sequence_length=512", "mode=predict")
+BIG_RUN = ("model=gpt_350m", *A100, "sequence_length=512", "mode=predict")
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
@@ -145,9 +145,9 @@ def precision(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def predictions(precision: str) -> dict[tuple[int, int], Any]:
     """By GPUs and batch."""
-    options = (*BIG, f"precision={precision}")
+    options = (*BIG_RUN, f"precision={precision}")
     return {
-        (gpus, batch): predict(configuration(*options, f"gpus={gpus}", f"batch_size_per_gpu={batch}"))
+        (gpus, batch): predict_run(compose_run_config(*options, f"gpus={gpus}", f"batch_size_per_gpu={batch}"))
         for gpus, batch in ((2, 1), (2, 4), (4, 4), (8, 4))
     }
 
@@ -176,22 +176,26 @@ def test_every_further_gpu_costs_the_first_its_logits_and_their_loss(
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_step_leaves_what_it_found(micro_batches: int, batch: int) -> None:
-    config = asked(
+    config = compose_data_parallel_config(
         *("gpus=4", f"gradient_accumulation={micro_batches}", "gradient_accumulation_sync=true", "mode=predict"),
         f"batch_size_per_gpu={batch}",
     )
-    machine, plan = _played(config, pace.pace_of(config), False)
-    kept = sum(size for size, part in machine._held.values() if part in ("parameters", "optimizer", "activations"))
-    assert machine._allocated == pytest.approx(kept, abs=64)  # a loss per micro-batch is returned
-    assert set(machine._held) == {"parameters", "optimizer", "micro-batches", "model's buffers"}
-    assert sum(plan.updated) == config.model.num_parameters
+    simulated_rank, plan = _simulate_rank(config, pace.build_rank_speed(config), False)
+    kept_bytes = sum(
+        size
+        for size, part in simulated_rank._allocations.values()
+        if part in ("parameters", "optimizer", "activations")
+    )
+    assert simulated_rank._allocated_bytes == pytest.approx(kept_bytes, abs=64)  # a loss per micro-batch is returned
+    assert set(simulated_rank._allocations) == {"parameters", "optimizer", "micro-batches", "model's buffers"}
+    assert sum(plan.updated_numels) == config.model.num_parameters
 
 
 def test_a_step_at_its_end_has_three_copies_of_gradients_and_parameters() -> None:
     # A model that is all parameters: at the end of backward those of this GPU and the sum lie beside each other.
     small = ("batch_size_per_gpu=1", "activation_checkpointing=full", "model.block_size=8", "sequence_length=8")
-    config = configuration(*BIG, "gpus=2", *small)
-    memory = predict(config).memory
+    config = compose_run_config(*BIG_RUN, "gpus=2", *small)
+    memory = predict_run(config).memory
     size = 4 * config.model.num_parameters
     assert memory.allocated.value == pytest.approx((1 + 2 + 2) * size, rel=0.03)
     # On the others the end of backward is the peak: gradients of head and embedding, which are one, beside their sum.
@@ -206,9 +210,11 @@ SIZES = [(4, 4, 4, 4), (40, 1, 1, 1), (1, 1, 40, 1), (5, 5, 5, 5, 5), (3, 6, 2, 
 """MiB of the parameters of a model."""
 
 
-def setting_of(sizes: tuple[int, ...]) -> Setting:
-    parameters = tuple(Parameter(str(number), (size * MIB // 4,)) for number, size in enumerate(sizes))
-    return Setting((Unit(-1, "model", parameters),), asked("gpus=2").precision, 2, 2, 1)
+def build_plan_inputs(sizes: tuple[int, ...]) -> PlanInputs:
+    parameters = tuple(ParameterSpec(str(number), (size * MIB // 4,)) for number, size in enumerate(sizes))
+    return PlanInputs(
+        (ShardingUnit(-1, "model", parameters),), compose_data_parallel_config("gpus=2").precision, 2, 2, 1
+    )
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -218,20 +224,24 @@ def test_torch_adds_up_gradients_in_the_memory_that_is_planned(
 ) -> None:
     there = torch.empty(max(map(sum, SIZES)) * MIB // 4)
 
-    def added(parts: list[torch.Tensor], _destination: int | None) -> torch.Tensor:
+    def add_gradients(parts: list[torch.Tensor], _destination: int | None) -> torch.Tensor:
         return torch.empty_like(parts[0]) if is_first else there[: parts[0].numel()]
 
-    monkeypatch.setattr(comm, "reduce_add", added)
+    monkeypatch.setattr(comm, "reduce_add", add_gradients)
     gradients = [torch.empty(size * MIB // 4) for size in sizes]
-    probe = CpuProbe(contextlib.nullcontext)
+    probe = CpuMemoryProbe(contextlib.nullcontext)
     with probe.observe():
         comm.reduce_add_coalesced([gradients])
-    strategy, setting, device = asked("gpus=2").strategy, setting_of(sizes), Notebook()
-    plan = strategy.plan(setting) if is_first else strategy.plan_beside_first(setting)
+    strategy, plan_inputs, device = (
+        compose_data_parallel_config("gpus=2").strategy,
+        build_plan_inputs(sizes),
+        Notebook(),
+    )
+    plan = strategy.plan(plan_inputs) if is_first else strategy.plan_other_devices(plan_inputs)
     plan.begin_micro_batch(device, synchronize=True)
     device.held, device.most = {}, 0.0
-    plan.after_step_backward(device)
-    assert device.most == probe.peaks().allocated_overall
+    plan.after_micro_batch_backward(device)
+    assert device.most == probe.read_peaks().allocated_overall
     if is_first:
         assert device.volume("reduce", "world") == sum(sizes) * MIB
 
@@ -247,7 +257,7 @@ def test_torch_adds_up_gradients_in_the_memory_that_is_planned(
 )
 def test_parameters_are_sent_in_chunks_of_whole_tensors(sizes: tuple[int, ...], chunks: list[list[int]]) -> None:
     """As torch's compiled ``take_tensors`` divides them."""
-    plan, device = asked("gpus=2").strategy.plan(setting_of(sizes)), Notebook()
+    plan, device = compose_data_parallel_config("gpus=2").strategy.plan(build_plan_inputs(sizes)), Notebook()
     plan.begin_micro_batch(device, synchronize=True)
     assert [size for _, size, _ in device.sent] == [sum(chunk) * MIB for chunk in chunks]
     assert device.most == max((sum(chunk) for chunk in chunks if len(chunk) > 1), default=0) * MIB
@@ -255,18 +265,21 @@ def test_parameters_are_sent_in_chunks_of_whole_tensors(sizes: tuple[int, ...], 
 
 
 def test_what_is_sent_takes_as_long_as_the_first_gpus_link_allows() -> None:
-    config = asked("gpus=8", "gpus_per_node=8")
+    config = compose_data_parallel_config("gpus=8", "gpus_per_node=8")
     assert config.hardware.speeds is not None
-    links, eight = config.hardware.speeds.links, Group(8, 8)
+    links, eight = config.hardware.speeds.links, CollectiveGroup(8, 8)
     rate = links.gpu_gb_s * links.gpu_efficiency * 1e9
     size = 1e9
     for kind, share in (("broadcast", 1), ("reduce", 1), ("gather", 7 / 8), ("scatter", 7 / 8)):
-        assert collective_seconds(kind, size, eight, links) == pytest.approx(share * size / rate, rel=0.05)
+        assert compute_collective_seconds(kind, size, eight, links) == pytest.approx(share * size / rate, rel=0.05)
 
 
 def test_python_s_one_thread_starts_the_kernels_of_all_gpus() -> None:
     # So few sequences that a step waits for kernels to be started, four times as long in forward, as long in backward.
-    few = [predict(asked(f"gpus={gpus}", "batch_size_per_gpu=2", "mode=predict")).time for gpus in (2, 8)]
+    few = [
+        predict_run(compose_data_parallel_config(f"gpus={gpus}", "batch_size_per_gpu=2", "mode=predict")).time
+        for gpus in (2, 8)
+    ]
     assert few[0] is not None
     assert few[1] is not None
     assert few[1].limited_by == "kernel launches"

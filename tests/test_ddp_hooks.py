@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bench.errors import ImpossibleError, UsageError
-from bench.simulate.predict import predict
-from tests.conftest import SMALL_T5, configuration
+from bench.simulate.predict import predict_run
+from tests.conftest import SMALL_T5, compose_run_config
 from tests.test_strategy_plans import Notebook, config, plan_of, step
 
 STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
@@ -18,8 +18,8 @@ STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=
 @pytest.mark.slow
 def test_a_hook_rounds_and_otherwise_computes_the_same(execute: Callable[..., list[dict[str, Any]]]) -> None:
     run = (*SMALL_T5, *STEPS, "strategy=ddp", "gpus=2")
-    asked = {hook: (*run, f"strategy.communication_hook={hook}") for hook in ("none", "fp16", "bf16")}
-    runs = dict(zip(asked, execute(*asked.values()), strict=True))
+    overrides_by_hook = {hook: (*run, f"strategy.communication_hook={hook}") for hook in ("none", "fp16", "bf16")}
+    runs = dict(zip(overrides_by_hook, execute(*overrides_by_hook.values()), strict=True))
     plain = runs["none"]["losses"]
     assert plain[-1] < plain[0] - 0.005
     for hook in ("fp16", "bf16"):
@@ -29,7 +29,7 @@ def test_a_hook_rounds_and_otherwise_computes_the_same(execute: Callable[..., li
         assert losses == pytest.approx(plain, rel=1e-3)
         assert losses != plain
         assert record["effective"]["communication_hook"] == hook
-        expected = predict(configuration(*asked[hook])).memory.allocated.value
+        expected = predict_run(compose_run_config(*overrides_by_hook[hook])).memory.allocated.value
         assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01)
 
 
@@ -41,7 +41,7 @@ def test_what_is_held_while_the_last_bucket_is_sent_is_predicted(execute: Callab
     powersgd = (*run, "measurement.warmup_steps=4", "measurement.steps=1", "strategy.communication_hook=powersgd")
     beside = "strategy.gradient_as_bucket_view=false"
     every = ("gradient_accumulation=2", "gradient_accumulation_sync=true")
-    asked = [
+    runs = [
         compressed,
         (*compressed, beside),
         powersgd,
@@ -50,9 +50,9 @@ def test_what_is_held_while_the_last_bucket_is_sent_is_predicted(execute: Callab
         (*powersgd, beside, "optimizer.keep_gradients=true"),
         (*powersgd, "strategy.bucket_cap_mb=1"),
     ]
-    for overrides, record in zip(asked, execute(*asked), strict=True):
+    for overrides, record in zip(runs, execute(*runs), strict=True):
         assert record["status"] == "ok", record["error"]
-        expected = predict(configuration(*overrides)).memory.allocated.value
+        expected = predict_run(compose_run_config(*overrides)).memory.allocated.value
         assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=1e-3), overrides
 
 
@@ -61,23 +61,25 @@ def test_half_as_much_is_sent(hook: str) -> None:
     volumes = []
     for chosen in ("none", hook):
         device = Notebook()
-        plan, setting = plan_of(config(strategy="ddp", **{"strategy.communication_hook": chosen}))
-        plan.begin(device)
-        step(plan, setting, device)
+        plan, plan_inputs = plan_of(config(strategy="ddp", **{"strategy.communication_hook": chosen}))
+        plan.allocate_persistent_state(device)
+        step(plan, plan_inputs, device)
         volumes.append(device.volume("all-reduce", "world"))
     assert volumes[1] == volumes[0] / 2
 
 
 def test_what_has_16_bits_is_not_compressed() -> None:
     with pytest.raises(ImpossibleError, match=r"communication_hook=fp16 is not valid with precision=bf16_pure"):
-        configuration(*SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=fp16", "precision=bf16_pure")
+        compose_run_config(
+            *SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=fp16", "precision=bf16_pure"
+        )
     with pytest.raises(UsageError, match=r"communication_hook=fp8 .* none, fp16, bf16"):
-        configuration(*SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=fp8")
+        compose_run_config(*SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=fp8")
 
 
 def test_without_a_hook_a_run_is_what_it_was() -> None:
-    assert configuration(*SMALL_T5, "strategy=ddp", "gpus=2").run_id == configuration(
+    assert compose_run_config(*SMALL_T5, "strategy=ddp", "gpus=2").run_id == compose_run_config(
         *SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=none"
     ).run_id  # fmt: skip
-    other = configuration(*SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=bf16")
-    assert other.run_id != configuration(*SMALL_T5, "strategy=ddp", "gpus=2").run_id
+    other = compose_run_config(*SMALL_T5, "strategy=ddp", "gpus=2", "strategy.communication_hook=bf16")
+    assert other.run_id != compose_run_config(*SMALL_T5, "strategy=ddp", "gpus=2").run_id

@@ -14,10 +14,10 @@ import pytest
 
 from bench.errors import UsageError
 from bench.run import main
-from bench.simulate.predict import predict
-from bench.strategies.deepspeed_plan import touched
-from bench.strategies.plan import Parameter
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from bench.simulate.predict import predict_run
+from bench.strategies.deepspeed_plan import find_ranks_of_parameters
+from bench.strategies.plan import ParameterSpec
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 from tests.test_strategy_plans import Notebook, config, plan_of, step
 
@@ -30,7 +30,7 @@ BUCKET = "strategy.reduce_bucket_size=20000"
 needs_library = needs("deepspeed")
 
 
-def stage(number: int, *more: str) -> tuple[str, ...]:
+def build_stage_overrides(number: int, *more: str) -> tuple[str, ...]:
     """Stage 3 with all parameters sharded: small ones, and here all are small, would stay whole."""
     sharded = ("strategy.param_persistence_threshold=0",) if number == 3 else ()
     return ("strategy=deepspeed", f"strategy.stage={number}", BUCKET, *sharded, *more)
@@ -40,11 +40,13 @@ def stage(number: int, *more: str) -> tuple[str, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
 def test_every_stage_computes_what_one_process_does(execute: Execute, model: Any, tmp_path: Path) -> None:
-    asked = {number: (*model, *STEPS, *stage(number), "gpus=4", "batch_size_per_gpu=2") for number in STAGES}
+    overrides_by_stage = {
+        number: (*model, *STEPS, *build_stage_overrides(number), "gpus=4", "batch_size_per_gpu=2") for number in STAGES
+    }
     single, alone, *others = execute(
         (*model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=8"),
-        (*asked[2], "mode=rehearse"),
-        *asked.values(),
+        (*overrides_by_stage[2], "mode=rehearse"),
+        *overrides_by_stage.values(),
     )
     runs = dict(zip(STAGES, others, strict=True))
     for number, record in runs.items():
@@ -54,7 +56,7 @@ def test_every_stage_computes_what_one_process_does(execute: Execute, model: Any
         assert record["effective_strategy"] == f"deepspeed/stage_{number}"
         assert record["environment"]["packages"]["deepspeed"]
     for number in STAGES:
-        expected = predict(configuration(*asked[number])).memory.allocated.value
+        expected = predict_run(compose_run_config(*overrides_by_stage[number])).memory.allocated.value
         assert runs[number]["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), number
     first = runs[2]["ranks"][0]["peak_allocated_bytes"]
     assert alone["peak_allocated_bytes"] == pytest.approx(first, rel=0.01)
@@ -68,19 +70,19 @@ def test_every_stage_computes_what_one_process_does(execute: Execute, model: Any
 def test_micro_batches_and_narrow_formats(execute: Execute) -> None:
     # SGD, whose losses show by how much gradients were divided: AdamW's do not.
     half = (*SMALL_T5, *STEPS, "optimizer=sgd", "gpus=2", "batch_size_per_gpu=2", "gradient_accumulation=2")
-    asked = {
+    overrides_by_name = {
         "ddp": (*half, "strategy=ddp"),
-        "accumulates": (*half, *stage(1, "strategy.overlap_comm=true")),
-        "reduces": (*half, *stage(2), "gradient_accumulation_sync=true"),
-        "bf16": (*half, *stage(3), "gradient_accumulation_sync=true", "precision=bf16"),
+        "accumulates": (*half, *build_stage_overrides(1, "strategy.overlap_comm=true")),
+        "reduces": (*half, *build_stage_overrides(2), "gradient_accumulation_sync=true"),
+        "bf16": (*half, *build_stage_overrides(3), "gradient_accumulation_sync=true", "precision=bf16"),
     }
-    runs = dict(zip(asked, execute(*asked.values()), strict=True))
+    runs = dict(zip(overrides_by_name, execute(*overrides_by_name.values()), strict=True))
     for name, record in runs.items():
         assert record["status"] == "ok", (name, record["error"])
     losses = runs["ddp"]["losses"]
     for name in ("accumulates", "reduces"):
         assert runs[name]["losses"] == pytest.approx(losses, rel=1e-5), name
-        expected = predict(configuration(*asked[name])).memory.allocated.value
+        expected = predict_run(compose_run_config(*overrides_by_name[name])).memory.allocated.value
         assert runs[name]["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), name
     assert runs["bf16"]["losses"] == pytest.approx(losses, rel=0.02)
     assert runs["bf16"]["losses"] != pytest.approx(losses, rel=1e-5)
@@ -120,33 +122,40 @@ def test_micro_batches_and_narrow_formats(execute: Execute) -> None:
 )
 def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        configuration(*SMALL_T5, "strategy=deepspeed", "gpus=4", *overrides)
+        compose_run_config(*SMALL_T5, "strategy=deepspeed", "gpus=4", *overrides)
 
 
 def test_the_stage_says_how_many_ranks_share_parameters() -> None:
-    factors = [configuration(*SMALL_T5, *stage(number), "gpus=4").strategy.factor for number in STAGES]
+    factors = [
+        compose_run_config(*SMALL_T5, *build_stage_overrides(number), "gpus=4").strategy.resolved_sharding_factor
+        for number in STAGES
+    ]
     assert factors == [1, 1, 1, 4]
-    named = configuration(*SMALL_T5, *stage(3), "gpus=4", "strategy.sharding_factor=full")
-    assert named.run_id == configuration(*SMALL_T5, *stage(3), "gpus=4").run_id
+    named = compose_run_config(*SMALL_T5, *build_stage_overrides(3), "gpus=4", "strategy.sharding_factor=full")
+    assert named.run_id == compose_run_config(*SMALL_T5, *build_stage_overrides(3), "gpus=4").run_id
 
 
 @needs_library
 @pytest.mark.parametrize("number", [2, 3])
 def test_settings_that_nobody_gives_are_the_librarys_own(number: int) -> None:
-    knobs = configuration(*SMALL_T5, "strategy=deepspeed", f"strategy.stage={number}", "gpus=4").to_dict()["strategy"]
+    knobs = compose_run_config(*SMALL_T5, "strategy=deepspeed", f"strategy.stage={number}", "gpus=4").to_dict()[
+        "strategy"
+    ]
     buckets = ("reduce_bucket_size", "prefetch_bucket_size")
     thresholds = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
     names = ("overlap_comm", "contiguous_gradients", *buckets, *thresholds)
     script = f"from deepspeed.runtime.zero.config import *; own = DeepSpeedZeroConfig(stage={number})\n"
     script += f"print([getattr(own, name) for name in {names}])"
     env = os.environ | {"DS_ACCELERATOR": "cpu"}
-    found = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
-    assert ast.literal_eval(found.stdout.splitlines()[-1]) == [knobs[name] for name in names]
+    completed = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert ast.literal_eval(completed.stdout.splitlines()[-1]) == [knobs[name] for name in names]
 
 
 def test_an_offloaded_run_says_so() -> None:
-    run = configuration(*SMALL_T5, *stage(3, "strategy.offload_parameters=cpu"), "hardware=a100_80gb", "gpus=4")
-    assert run.strategy.effective(4) == "deepspeed/stage_3_offload"
+    run = compose_run_config(
+        *SMALL_T5, *build_stage_overrides(3, "strategy.offload_parameters=cpu"), "hardware=a100_80gb", "gpus=4"
+    )
+    assert run.strategy.describe_effective_strategy(4) == "deepspeed/stage_3_offload"
 
 
 @pytest.mark.parametrize(
@@ -159,9 +168,9 @@ def test_an_offloaded_run_says_so() -> None:
     ],
 )
 def test_what_is_not_known_is_not_predicted(overrides: tuple[str, ...]) -> None:
-    run = configuration(*SMALL_T5, *stage(2), "gpus=4", "mode=predict", *overrides)
+    run = compose_run_config(*SMALL_T5, *build_stage_overrides(2), "gpus=4", "mode=predict", *overrides)
     with pytest.raises(UsageError, match=r"strategy=deepspeed with .* cannot be predicted: choose"):
-        predict(run)
+        predict_run(run)
 
 
 def test_without_the_library_nothing_starts(
@@ -169,17 +178,27 @@ def test_without_the_library_nothing_starts(
 ) -> None:
     assert "deepspeed" not in sys.modules  # only ranks that use it import it
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    run = (*SMALL_T5, *stage(2), "gpus=2", f"store={tmp_path}")
+    run = (*SMALL_T5, *build_stage_overrides(2), "gpus=2", f"store={tmp_path}")
     assert main([*run]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert 'pip install --no-build-isolation -e ".[deepspeed]"' in sentence
     assert not list(tmp_path.iterdir())
-    assert predict(configuration(*SMALL_T5, *stage(2), "gpus=2", "mode=predict")).memory.allocated.value > 0
+    assert (
+        predict_run(
+            compose_run_config(*SMALL_T5, *build_stage_overrides(2), "gpus=2", "mode=predict")
+        ).memory.allocated.value
+        > 0
+    )
 
 
 def test_a_parameter_belongs_to_every_rank_whose_partition_it_touches() -> None:
-    parameters = [Parameter("a", (3,)), Parameter("b", (6,)), Parameter("c", (1,)), Parameter("d", (2,))]
-    assert touched(parameters, 4) == [range(0, 1), range(0, 3), range(2, 3), range(2, 3)]
+    parameters = [
+        ParameterSpec("a", (3,)),
+        ParameterSpec("b", (6,)),
+        ParameterSpec("c", (1,)),
+        ParameterSpec("d", (2,)),
+    ]
+    assert find_ranks_of_parameters(parameters, 4) == [range(0, 1), range(0, 3), range(2, 3), range(2, 3)]
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -193,13 +212,13 @@ def test_a_step_leaves_behind_what_it_found_and_sends_the_model_twice(
     )
     every = {"gradient_accumulation_sync": "true"} if number == 2 else {}
     run = config(strategy="deepspeed", gradient_accumulation=micro_batches, **knobs, **every)
-    plan, setting = plan_of(run)
+    plan, plan_inputs = plan_of(run)
     device = Notebook()
-    plan.begin(device)
-    found = dict(device.held)
-    step(plan, setting, device, micro_batches=micro_batches, every=bool(every))
-    assert device.held == found
-    whole = sum(parameter.numel for unit in setting.units for parameter in unit.parameters) * 4
+    plan.allocate_persistent_state(device)
+    initial_tensors = dict(device.held)
+    step(plan, plan_inputs, device, micro_batches=micro_batches, every=bool(every))
+    assert device.held == initial_tensors
+    whole = sum(parameter.numel for unit in plan_inputs.units for parameter in unit.parameters) * 4
     reduced = micro_batches if number == 2 else 1
     assert device.volume("all-reduce", "world") == pytest.approx(reduced * whole, rel=1e-4)
     assert device.volume("all-gather", "world") == pytest.approx(whole if number else 0, rel=1e-4)
@@ -219,14 +238,14 @@ BF16 = (
 def test_memory_in_bf16_and_with_persistent_parameters_is_predicted(execute: Execute) -> None:
     """On models that are not too small: oneDNN's bf16 products take memory of their own that nobody predicts."""
     bucket = "strategy.reduce_bucket_size=200000"
-    asked: list[tuple[str, ...]] = [
+    runs: list[tuple[str, ...]] = [
         ("model=gpt_tiny", "gpus=2", *BF16, "strategy=deepspeed", bucket, f"strategy.stage={number}")
         for number in (1, 2, 3)
     ]
-    asked.append((*asked[-1], "precision=fp32", "activation_checkpointing=full"))
-    for run, record in zip(asked, execute(*asked), strict=True):
+    runs.append((*runs[-1], "precision=fp32", "activation_checkpointing=full"))
+    for run, record in zip(runs, execute(*runs), strict=True):
         assert record["status"] == "ok", record["error"]
-        expected = predict(configuration(*run)).memory.allocated.value
+        expected = predict_run(compose_run_config(*run)).memory.allocated.value
         assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), run
 
 
@@ -240,14 +259,14 @@ def test_stage_3_gathers_what_it_frees_once_more(
     settings = {"strategy.stage": 3, "strategy.reduce_bucket_size": 2000000, "precision": precision}
     settings |= {"strategy.param_persistence_threshold": threshold, "strategy.max_reuse_distance": reuse}
     more = {"gradient_accumulation": micro_batches, "gradient_accumulation_sync": "true"} if micro_batches > 1 else {}
-    plan, setting = plan_of(config(strategy="deepspeed", **settings, **more))
+    plan, plan_inputs = plan_of(config(strategy="deepspeed", **settings, **more))
     device = Notebook()
-    plan.begin(device)
-    found = dict(device.held)
-    step(plan, setting, device, micro_batches=micro_batches, every=micro_batches > 1)
-    assert device.held == found
+    plan.allocate_persistent_state(device)
+    initial_tensors = dict(device.held)
+    step(plan, plan_inputs, device, micro_batches=micro_batches, every=micro_batches > 1)
+    assert device.held == initial_tensors
     size = 2 if precision == "bf16" else 4
-    parameters = [parameter for unit in setting.units for parameter in unit.parameters]
+    parameters = [parameter for unit in plan_inputs.units for parameter in unit.parameters]
     whole = sum(parameter.numel for parameter in parameters)
     gathered = micro_batches * whole * (2 if reuse == 0 else 1)
     small = sum(parameter.numel for parameter in parameters if parameter.numel < threshold)
@@ -257,15 +276,17 @@ def test_stage_3_gathers_what_it_frees_once_more(
     assert device.parts()["gradients"] == pytest.approx(4 * whole / 8, rel=1e-3)
 
 
-class Reductions(Notebook):
+class ReductionRecorder(Notebook):
     """Notes what is whole while gradients are reduced."""
 
-    whole: tuple[str, ...] = ()
+    whole_parameters: tuple[str, ...] = ()
 
-    def send(self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None) -> None:
-        super().send(name, kind, size, group, stream, after=after)
+    def run_collective(
+        self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None
+    ) -> None:
+        super().run_collective(name, kind, size, group, stream, after=after)
         if kind == "reduce-scatter":
-            self.whole = tuple(held for held in self.held if held.startswith("whole"))
+            self.whole_parameters = tuple(tensor_name for tensor_name in self.held if tensor_name.startswith("whole"))
 
 
 def test_stage_3_copies_gradients_once_a_step_and_reduces_the_last_when_parameters_are_gone() -> None:
@@ -274,10 +295,10 @@ def test_stage_3_copies_gradients_once_a_step_and_reduces_the_last_when_paramete
         accumulates = {"gradient_accumulation": micro_batches, "gradient_accumulation_sync": "true"}
         sharded = {"strategy.stage": 3, "strategy.param_persistence_threshold": 0}
         run = config(strategy="deepspeed", **sharded, **(accumulates if micro_batches > 1 else {}))
-        plan, setting = plan_of(run)
-        device = Reductions()
-        plan.begin(device)
-        step(plan, setting, device, micro_batches=micro_batches, every=True)
-        assert device.whole == ()
+        plan, plan_inputs = plan_of(run)
+        device = ReductionRecorder()
+        plan.allocate_persistent_state(device)
+        step(plan, plan_inputs, device, micro_batches=micro_batches, every=True)
+        assert device.whole_parameters == ()
         most.append(device.most)
     assert most[0] == most[1]

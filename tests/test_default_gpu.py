@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from bench.config import RunConfig, run_config
+from bench.config import RunConfig, build_run_config
 from bench.errors import ImpossibleError
-from bench.hardware.detect import Device
-from bench.planning.compose import composed
-from bench.planning.estimate import expected_s
-from bench.planning.request import read_request
-from bench.simulate.predict import predict_all
+from bench.hardware.detect import DetectedDevice
+from bench.planning.compose import compose_config
+from bench.planning.estimate import predict_duration_s
+from bench.planning.request import parse_sweep_request
+from bench.simulate.predict import predict_runs
 from tests.conftest import CPU
 
 GPUS = {
-    "a100_80gb": Device("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 2**30),
-    "h100_80gb": Device("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80 * 2**30),
-    "rtx_4090": Device("cuda", "NVIDIA GeForce RTX 4090", 8, (8, 9), 24 * 2**30),
+    "a100_80gb": DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 2**30),
+    "h100_80gb": DetectedDevice("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80 * 2**30),
+    "rtx_4090": DetectedDevice("cuda", "NVIDIA GeForce RTX 4090", 8, (8, 9), 24 * 2**30),
 }
 
 TEN_MINUTES_S = 600
 
 
-def possible(points: list[dict[str, str]]) -> list[RunConfig]:
+def list_possible_configs(points: list[dict[str, str]]) -> list[RunConfig]:
     configs: dict[str, RunConfig] = {}
     for point in points:
         try:
-            config = run_config(composed(point))
+            config = build_run_config(compose_config(point))
         except ImpossibleError:
             continue
         configs[config.run_id] = config
@@ -36,44 +36,50 @@ def possible(points: list[dict[str, str]]) -> list[RunConfig]:
 @pytest.mark.parametrize("count", [1, 4, 8])
 @pytest.mark.parametrize("hardware", GPUS)
 def test_it_fills_the_gpus_runs_out_of_memory_with_ddp_and_takes_ten_minutes(hardware: str, count: int) -> None:
-    device = Device(*[count if name == "count" else value for name, value in vars(GPUS[hardware]).items()])
-    request = read_request([], multirun=False, device=device)
+    device = DetectedDevice(*[count if name == "count" else value for name, value in vars(GPUS[hardware]).items()])
+    request = parse_sweep_request([], multirun=False, device=device)
     assert request.sweep == "default_gpu"
-    configs = possible(request.points)
+    configs = list_possible_configs(request.points)
     assert {config.gpus for config in configs} == {1, count}
     assert {config.hardware.name for config in configs} == {hardware}
-    verdicts = {}
-    for config, prediction in zip(configs, predict_all(configs), strict=True):
-        kind = (config.model.name, config.strategy.name, config.strategy.factor, config.gpus)
-        verdicts[*kind, config.activation_checkpointing] = prediction.memory.verdict
-    compared = [verdict for (model, *_), verdict in verdicts.items() if model in ("gpt_350m", "t5_611m", "t5_2b")]
-    assert compared.count("fits") >= len(compared) - 1
+    fit_by_kind = {}
+    for config, prediction in zip(configs, predict_runs(configs), strict=True):
+        kind = (config.model.name, config.strategy.name, config.strategy.resolved_sharding_factor, config.gpus)
+        fit_by_kind[*kind, config.activation_checkpointing] = prediction.memory.verdict
+    compared_fits = [fit for (model, *_), fit in fit_by_kind.items() if model in ("gpt_350m", "t5_611m", "t5_2b")]
+    assert compared_fits.count("fits") >= len(compared_fits) - 1
     large = [config for config in configs if config.batch_size_per_gpu == 1]
     assert large, "models that are too large for DDP"
     for config in large:
-        kind = (config.model.name, config.strategy.name, config.strategy.factor, config.gpus, "full")
-        sharded = config.strategy.factor == count > 1
-        assert verdicts[kind] == ("fits" if sharded else "does not fit"), kind
+        kind = (config.model.name, config.strategy.name, config.strategy.resolved_sharding_factor, config.gpus, "full")
+        sharded = config.strategy.resolved_sharding_factor == count > 1
+        assert fit_by_kind[kind] == ("fits" if sharded else "does not fit"), kind
     if count > 1:
-        assert any(config.strategy.factor == count for config in large)
-    assert sum(expected_s(config, launcher="local") for config in configs) < TEN_MINUTES_S
+        assert any(config.strategy.resolved_sharding_factor == count for config in large)
+    assert sum(predict_duration_s(config, launcher="local") for config in configs) < TEN_MINUTES_S
 
 
 def test_a_sweep_by_default_is_that_of_the_hardware_it_is_for() -> None:
-    def sweep(*arguments: str, device: Device = CPU) -> str:
-        return read_request(list(arguments), multirun=False, device=device).sweep
+    def find_default_sweep(*arguments: str, device: DetectedDevice = CPU) -> str:
+        return parse_sweep_request(list(arguments), multirun=False, device=device).sweep
 
-    assert sweep() == "default"
-    assert sweep("hardware=a100_80gb", "mode=predict") == "default_gpu"
-    assert sweep("sweep=default", device=GPUS["rtx_4090"]) == "default_gpu"
-    assert sweep("hardware=cpu", device=GPUS["rtx_4090"]) == "default"
-    points = read_request(["mode=predict", "hardware=a100_80gb", "cluster.gpus_per_node=4"], multirun=False, device=CPU)
+    assert find_default_sweep() == "default"
+    assert find_default_sweep("hardware=a100_80gb", "mode=predict") == "default_gpu"
+    assert find_default_sweep("sweep=default", device=GPUS["rtx_4090"]) == "default_gpu"
+    assert find_default_sweep("hardware=cpu", device=GPUS["rtx_4090"]) == "default"
+    points = parse_sweep_request(
+        ["mode=predict", "hardware=a100_80gb", "cluster.gpus_per_node=4"], multirun=False, device=CPU
+    )
     assert {point["gpus"] for point in points.points} == {"1", "4"}
 
 
 def test_the_memory_that_is_set_decides_what_the_default_sweep_holds() -> None:
-    def models(*arguments: str) -> set[str]:
-        asked = ["sweep=default", "mode=predict", *arguments]
-        return {point["model"] for point in read_request(asked, multirun=False, device=CPU).points}
+    def list_models(*arguments: str) -> set[str]:
+        overrides = ["sweep=default", "mode=predict", *arguments]
+        return {point["model"] for point in parse_sweep_request(overrides, multirun=False, device=CPU).points}
 
-    assert models("hardware=h200", "hardware.memory_gb=24") == models("hardware=rtx_4090") != models("hardware=h200")
+    assert (
+        list_models("hardware=h200", "hardware.memory_gb=24")
+        == list_models("hardware=rtx_4090")
+        != list_models("hardware=h200")
+    )

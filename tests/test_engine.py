@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bench.config import RunConfig
-from bench.measure.memory import CpuProbe
+from bench.measure.memory import CpuMemoryProbe
 from bench.models import Family
-from bench.rank import RankPlace, run_rank
-from bench.training.engine import Engine, EnterPhase, build_engine, micro_batches
-from tests.conftest import SMALL_GPT, configuration
+from bench.rank import RankCoordinates, run_rank
+from bench.training.engine import Engine, EnterPhase, build_engine, build_micro_batches
+from tests.conftest import SMALL_GPT, compose_run_config
 from tests.extras import needs
 
 SHORT = ("batch_size_per_gpu=4", "sequence_length=32", "measurement.warmup_steps=2", "measurement.steps=1")
@@ -42,25 +42,27 @@ STRATEGIES = [
 ]
 
 
-def run_alone(config: RunConfig, folder: Path, enter_phase: EnterPhase) -> None:
+def run_rank_alone(config: RunConfig, folder: Path, enter_phase: EnterPhase) -> None:
     """Run rank 0 in this process."""
     try:
-        outcome = run_rank(config, RankPlace(0, 0, config.gpus), dist.HashStore, folder / "trace.json.gz", enter_phase)
+        outcome = run_rank(
+            config, RankCoordinates(0, 0, config.gpus), dist.HashStore, folder / "trace.json.gz", enter_phase
+        )
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     assert outcome.status == "ok", outcome.error
 
 
-def rehearse(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[int, list[str]]:
+def rehearse_rank_0(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[int, list[str]]:
     """Run rank 0 alone. Returns how often a loss was computed, and per optimizer phase whose logits were there."""
     logits: list[StorageWeakRef] = []
     alive: list[str] = []
     computed: list[None] = []
-    kind: Any = type(config.trained)
-    loss = kind.loss
+    model_class: Any = type(config.trained_model)
+    loss = model_class.compute_loss
 
-    def watched(self: Family, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def record_logits(self: Family, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits.append(StorageWeakRef(outputs.untyped_storage()))
         computed.append(None)
         result: torch.Tensor = loss(self, outputs, labels)
@@ -71,8 +73,8 @@ def rehearse(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
             alive.append("".join("." if reference.expired() else "L" for reference in logits))
             logits.clear()
 
-    monkeypatch.setattr(kind, "loss", watched)
-    run_alone(config, tmp_path, note_phase)
+    monkeypatch.setattr(model_class, "loss", record_logits)
+    run_rank_alone(config, tmp_path, note_phase)
     return len(computed), alive
 
 
@@ -83,8 +85,8 @@ def test_no_logits_are_in_memory_when_parameters_are_updated(
 ) -> None:
     strategy, *rest = run
     gpus = () if strategy == "single" else ("gpus=2",)
-    config = configuration(*SMALL_GPT, f"strategy={strategy}", *gpus, *rest, "mode=rehearse", *SHORT)
-    computed, alive = rehearse(config, monkeypatch, tmp_path)
+    config = compose_run_config(*SMALL_GPT, f"strategy={strategy}", *gpus, *rest, "mode=rehearse", *SHORT)
+    computed, alive = rehearse_rank_0(config, monkeypatch, tmp_path)
     assert len(alive) == STEPS
     assert "L" not in "".join(alive)
     if "pipeline" not in strategy:  # of a pipeline, the first rank has no loss
@@ -93,9 +95,11 @@ def test_no_logits_are_in_memory_when_parameters_are_updated(
 
 def test_the_optimizers_peak_is_without_logits() -> None:
     """Parameters, gradients and states are all there is, however large the batch."""
-    config = configuration(*SMALL_GPT, "strategy=single", "model.vocabulary_size=4096", "optimizer.name=sgd", *SHORT)
+    config = compose_run_config(
+        *SMALL_GPT, "strategy=single", "model.vocabulary_size=4096", "optimizer.name=sgd", *SHORT
+    )
     device = torch.device("cpu")
-    probe = CpuProbe(contextlib.nullcontext)
+    probe = CpuMemoryProbe(contextlib.nullcontext)
     updates: list[None] = []
 
     def enter_phase(phase: str) -> None:
@@ -106,15 +110,20 @@ def test_the_optimizers_peak_is_without_logits() -> None:
 
     with probe.observe():
         engine = build_engine(
-            config.trained, config.strategy, config.precision, config.optimizer, device=device, enter_phase=enter_phase
+            config.trained_model,
+            config.strategy,
+            config.precision,
+            config.optimizer,
+            device=device,
+            enter_phase=enter_phase,
         )
-        batches = micro_batches(config.model, batch_size=4, sequence_length=32, device=device)
+        batches = build_micro_batches(config.model, batch_size=4, sequence_length=32, device=device)
         for _ in range(2):
             engine.step(batches)
     logits_bytes = 4 * 32 * 4096 * 4
-    kept = 2 * 4 * config.model.num_parameters  # parameters and gradients
-    assert logits_bytes > 0.5 * kept
-    assert probe.peaks().allocated == pytest.approx(kept, rel=0.02)
+    kept_bytes = 2 * 4 * config.model.num_parameters  # parameters and gradients
+    assert logits_bytes > 0.5 * kept_bytes
+    assert probe.read_peaks().allocated == pytest.approx(kept_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp1"])
@@ -123,15 +132,15 @@ def test_a_loss_scale_that_could_double_hides_no_skipped_step(
 ) -> None:
     """torch doubles it after 2,000 steps: here after every one of them."""
     monkeypatch.setattr(torch.amp.GradScaler.__init__, "__defaults__", ("cuda", 2.0**10, 2.0, 0.5, 1, True))
-    config = configuration(*SMALL_GPT, f"strategy={strategy}", "precision=fp16", "gpus=1", *SHORT)
+    config = compose_run_config(*SMALL_GPT, f"strategy={strategy}", "precision=fp16", "gpus=1", *SHORT)
     scales: list[float] = []
     step = Engine.step
 
-    def noted(engine: Engine, batches: Any) -> torch.Tensor | None:
+    def step_and_record_scale(engine: Engine, batches: Any) -> torch.Tensor | None:
         loss = step(engine, batches)
         scales.append(engine.scaler.get_scale())
         return loss
 
-    monkeypatch.setattr(Engine, "step", noted)
-    run_alone(config, tmp_path, lambda phase: None)
+    monkeypatch.setattr(Engine, "step", step_and_record_scale)
+    run_rank_alone(config, tmp_path, lambda phase: None)
     assert len(set(scales)) == 1

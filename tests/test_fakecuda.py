@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import SMALL_GPT, SMALL_T5
 from tests.fakecuda import nvml, runtime
-from tests.fakecuda.library import environment
+from tests.fakecuda.library import build_environment
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +35,8 @@ STEPS = 5
 LARGE_BYTES = 2**26
 TOTAL_BYTES = 85_029_158_912
 """Of a GPU's memory."""
-CALLS = Path(__file__).parent / "fakecuda" / "calls.json"
-UPDATE = "UPDATE_FAKECUDA_CALLS"
+CALLS_FILE = Path(__file__).parent / "fakecuda" / "calls.json"
+UPDATE_VARIABLE = "UPDATE_FAKECUDA_CALLS"
 
 Ranks = list[dict[str, Any]]
 Run = Callable[..., Ranks]
@@ -96,28 +96,28 @@ T5: dict[str, tuple[str, ...]] = {
     "tensor_parallel": ("strategy=tensor_parallel", "precision=fp32", "strategy.degree=2"),
 }
 
-ALIKE = {
+UNSANITIZED_CASES = {
     *(f"single {precision}" for precision in ("tf32", "bf16", "fp16", "bf16_pure")),
     *("ddp bf16", "ddp fp16", "fsdp1 fp16"),
     *(f"fsdp {precision}" for precision in ("fp32", "tf32", "fp16", "bf16_pure")),
 }
 """Cases whose streams are those of another precision, which is checked: checking takes most of a run's time."""
 
-GOLDEN = ("ddp fp32", "zero1", "fsdp bf16", "fsdp1 bf16", "fsdp offload", "tensor_parallel", "pipeline 1f1b")
+GOLDEN_CASES = ("ddp fp32", "zero1", "fsdp bf16", "fsdp1 bf16", "fsdp offload", "tensor_parallel", "pipeline 1f1b")
 """Cases whose order of calls is compared with the one that was committed."""
 
 
-class Machine:
+class FakeCudaProcess:
     """A process that runs configurations and scripts on the fake CUDA, whose answers are kept."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self.run = functools.cache(self._run)
+        self.run = functools.cache(self._run_uncached)
 
-    def _run(self, *overrides: str, device: str = "cuda", sanitize: bool = True, before: str = "") -> Ranks:
+    def _run_uncached(self, *overrides: str, device: str = "cuda", sanitize: bool = True, before: str = "") -> Ranks:
         """A configuration, given by its overrides: what each of its ranks found."""
         settings = dict(override.split("=", 1) for override in (*SHORT, "gpus=2", *overrides))
-        answer: Ranks = self._ask(settings=settings, device=device, sanitize=sanitize, before=before)
+        answer: Ranks = self._send_request(settings=settings, device=device, sanitize=sanitize, before=before)
         return answer
 
     def evaluate(self, script: str) -> Any:
@@ -126,16 +126,16 @@ class Machine:
 
     def evaluate_ranks(self, script: str, ranks: int) -> list[Any]:
         """The same of several processes."""
-        answers: list[Any] = self._ask(script=script, ranks=ranks)
+        answers: list[Any] = self._send_request(script=script, ranks=ranks)
         for answer in answers:
             if isinstance(answer, str) and answer.startswith("Traceback"):
                 raise RuntimeError(answer)
         return answers
 
-    def _ask(self, **asked: Any) -> Any:
+    def _send_request(self, **request: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
         if isinstance(answer, str) and answer.startswith("Traceback"):
             raise RuntimeError(answer)
@@ -143,44 +143,46 @@ class Machine:
 
 
 @pytest.fixture(scope="module")
-def machine(fake_cuda: Path) -> Iterator[Machine]:
+def machine(fake_cuda: Path) -> Iterator[FakeCudaProcess]:
     """A machine with eight GPUs that are not there."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.fakecuda.ranks"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment(fake_cuda),
+        env=build_environment(fake_cuda),
     ) as process:
-        yield Machine(process)
+        yield FakeCudaProcess(process)
 
 
 @pytest.fixture(scope="module")
-def run(machine: Machine) -> Run:
+def run(machine: FakeCudaProcess) -> Run:
     """Runs a configuration, given by its overrides; what each of its ranks found."""
     return machine.run
 
 
-def outcomes(ranks: Ranks) -> list[dict[str, Any]]:
+def list_outcomes(ranks: Ranks) -> list[dict[str, Any]]:
     """What became of each rank, all of which must have been well."""
-    found = [rank["outcome"] for rank in ranks]
-    assert [outcome["status"] for outcome in found] == ["ok"] * len(found), [outcome["error"] for outcome in found]
-    return found
+    rank_outcomes = [rank["outcome"] for rank in ranks]
+    assert [outcome["status"] for outcome in rank_outcomes] == ["ok"] * len(rank_outcomes), [
+        outcome["error"] for outcome in rank_outcomes
+    ]
+    return rank_outcomes
 
 
-def losses(ranks: Ranks) -> list[float]:
+def compute_losses(ranks: Ranks) -> list[float]:
     """Loss of the whole batch in each step, from the ranks that know it."""
-    known = [outcome["samples"]["losses"] for outcome in outcomes(ranks) if outcome["samples"]["losses"]]
-    return [statistics.fmean(step) for step in zip(*known, strict=True)]
+    losses_by_rank = [outcome["samples"]["losses"] for outcome in list_outcomes(ranks) if outcome["samples"]["losses"]]
+    return [statistics.fmean(step) for step in zip(*losses_by_rank, strict=True)]
 
 
-def expected(run: Run, model: Sequence[str], overrides: Sequence[str]) -> list[float]:
+def compute_expected_losses(run: Run, model: Sequence[str], overrides: Sequence[str]) -> list[float]:
     """The losses of DDP in fp32 on a CPU, with as many ranks and the same batch."""
-    shape = [each for each in overrides if each.startswith(("gpus=", "gradient_accumulation="))]
-    return losses(run(*model, DDP, "precision=fp32", *shape, device="cpu"))
+    shape = [override for override in overrides if override.startswith(("gpus=", "gradient_accumulation="))]
+    return compute_losses(run(*model, DDP, "precision=fp32", *shape, device="cpu"))
 
 
-def tolerance(overrides: Sequence[str]) -> float:
+def find_tolerance(overrides: Sequence[str]) -> float:
     """Relative difference of losses that the number formats of a run allow."""
     exact = {"precision=fp32", "precision=tf32"} & set(overrides) and not COMPRESSED & set(overrides)
     return 1e-5 if exact else 2e-2 if "precision=bf16_pure" in overrides else 1e-2
@@ -188,33 +190,37 @@ def tolerance(overrides: Sequence[str]) -> float:
 
 @pytest.mark.parametrize(
     ("model", "overrides", "checked"),
-    [pytest.param(SMALL_GPT, case, name not in ALIKE, id=f"gpt {name}") for name, case in CASES.items()]
+    [pytest.param(SMALL_GPT, case, name not in UNSANITIZED_CASES, id=f"gpt {name}") for name, case in CASES.items()]
     + [pytest.param(SMALL_T5, case, False, id=f"t5 {name}") for name, case in T5.items()],
 )
 def test_a_run_computes_on_cuda_what_it_computes_on_a_cpu(
     run: Run, model: tuple[str, ...], overrides: tuple[str, ...], checked: bool
 ) -> None:
     """All steps, streams and collectives as on GPUs: no work overtakes what it needs, and losses are the CPU's."""
-    found = losses(run(*model, *overrides) if checked else run(*model, *overrides, sanitize=False))
-    assert len(found) == STEPS
-    reference = expected(run, model, overrides)
-    assert found == pytest.approx(reference[:STEPS], rel=tolerance(overrides))
-    assert found[-1] < found[0]
+    cuda_losses = compute_losses(run(*model, *overrides) if checked else run(*model, *overrides, sanitize=False))
+    assert len(cuda_losses) == STEPS
+    reference = compute_expected_losses(run, model, overrides)
+    assert cuda_losses == pytest.approx(reference[:STEPS], rel=find_tolerance(overrides))
+    assert cuda_losses[-1] < cuda_losses[0]
 
 
 def test_a_rank_asks_cuda_and_nccl_for_what_it_should(run: Run) -> None:
     """Device, limit, observer and group of each rank, in this order."""
     limit_gib = 0.5
     ranks = run(*SMALL_GPT, *CASES["fsdp bf16"], f"hardware.memory_limit_gib={limit_gib}")
-    outcomes(ranks)
+    list_outcomes(ranks)
     for number, rank in enumerate(ranks):
         setup = [call for call in rank["calls"] if not call.startswith(("stream", "-"))]
         fraction = limit_gib * 2**30 / TOTAL_BYTES
         assert setup[:4] == [f"GPU {number} asked for its use", f"device {number}", "context", "out of memory observed"]
         assert f"fraction {fraction:.6f} of device {number}" in setup
-        asked = rank["groups"][0]
-        assert (asked["backend"], asked["device_id"]) == ("nccl", f"cuda:{number}")
-        assert (asked["rank"], asked["world_size"], asked["timeout"]) == (str(number), "2", "1:00:00")
+        group_options = rank["groups"][0]
+        assert (group_options["backend"], group_options["device_id"]) == ("nccl", f"cuda:{number}")
+        assert (group_options["rank"], group_options["world_size"], group_options["timeout"]) == (
+            str(number),
+            "2",
+            "1:00:00",
+        )
 
 
 def test_memory_is_read_from_the_allocator_after_a_reset(run: Run) -> None:
@@ -237,8 +243,8 @@ bench.rank.build_engine = builds
     assert "device synchronized" in calls[reset:]
     peaks = rank["outcome"]["samples"]["peaks"]
     assert 0 < peaks["allocated"] < LARGE_BYTES <= peaks["allocated_overall"]
-    assert peaks["reserved"] == -(-peaks["allocated"] // runtime.SEGMENT) * runtime.SEGMENT
-    assert runtime.OTHERS_BYTES < peaks["device_used"] <= runtime.OTHERS_BYTES + peaks["allocated"]
+    assert peaks["reserved"] == -(-peaks["allocated"] // runtime.SEGMENT_BYTES) * runtime.SEGMENT_BYTES
+    assert runtime.OTHER_USED_BYTES < peaks["device_used"] <= runtime.OTHER_USED_BYTES + peaks["allocated"]
 
 
 def test_steps_are_timed_by_events_in_the_stream_they_run_in(run: Run) -> None:
@@ -255,14 +261,14 @@ def test_steps_are_timed_by_events_in_the_stream_they_run_in(run: Run) -> None:
 def test_warm_up_that_is_to_last_waits_for_the_device(run: Run) -> None:
     lasting = ("measurement.min_warmup_s=0.001", "measurement.min_timed_s=0.001")
     (rank,) = run(*SMALL_GPT, *CASES["single fp32"], *lasting, sanitize=False)
-    outcomes([rank])
+    list_outcomes([rank])
     calls = rank["calls"]
     assert calls[: calls.index("peak of device 0 reset")].count("device synchronized") >= 3
 
 
 def test_all_gpus_of_one_process_are_limited_and_counted(run: Run) -> None:
     (rank,) = run(*SMALL_GPT, *CASES["data_parallel"], "hardware.memory_limit_gib=0.5", sanitize=False)
-    outcomes([rank])
+    list_outcomes([rank])
     for device in range(2):
         assert f"fraction {0.5 * 2**30 / TOTAL_BYTES:.6f} of device {device}" in rank["calls"]
         assert rank["calls"].count(f"peak of device {device} reset") == 1
@@ -271,10 +277,10 @@ def test_all_gpus_of_one_process_are_limited_and_counted(run: Run) -> None:
 def test_the_device_is_described_by_cuda_and_nvml(run: Run) -> None:
     (rank,) = run(*SMALL_GPT, *CASES["single fp32"])
     device = rank["outcome"]["device"]
-    assert device["name"] == runtime.NAME
+    assert device["name"] == runtime.DEVICE_NAME
     assert device["memory_bytes"] == TOTAL_BYTES
     assert device["capability"] == "9.0"
-    assert device["driver"] == runtime.DRIVER
+    assert device["driver"] == runtime.DRIVER_VERSION
     assert device["power_limit_w"] == nvml.POWER_LIMIT_MW / 1000
     assert "nvml" not in device
 
@@ -302,8 +308,8 @@ def test_a_limit_ends_a_run_by_running_out_of_memory(run: Run, case: str) -> Non
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1", "ddp"])
 def test_a_rehearsal_has_the_peak_of_the_run_it_stands_for(run: Run, strategy: str) -> None:
     settings = (*SMALL_GPT, f"strategy={strategy}", "precision=bf16")
-    measured = outcomes(run(*settings))[0]["samples"]["peaks"]["allocated"]
-    (rehearsed,) = outcomes(run(*settings, "mode=rehearse"))
+    measured = list_outcomes(run(*settings))[0]["samples"]["peaks"]["allocated"]
+    (rehearsed,) = list_outcomes(run(*settings, "mode=rehearse"))
     assert rehearsed["samples"]["peaks"]["allocated"] == pytest.approx(measured, rel=0.02)
 
 
@@ -320,7 +326,7 @@ bench.rank.measure = asks
     assert "No backend type associated with device type cpu" in ranks[0]["outcome"]["error"]
 
 
-PLANTED = {
+PLANTED_BUGS = {
     "an event that is read before anybody waited for it": (
         "ddp fp32",
         "import torch; torch.cuda.synchronize = lambda device=None: None",
@@ -339,17 +345,17 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+@pytest.mark.parametrize("bug", PLANTED_BUGS)
 def test_a_planted_bug_is_found(run: Run, bug: str) -> None:
     """What these tests must be able to find."""
-    case, before, message = PLANTED[bug]
+    case, before, message = PLANTED_BUGS[bug]
     ranks = run(*SMALL_GPT, *CASES[case], before=before)
     errors = [rank["outcome"]["error"] or "" for rank in ranks if rank["outcome"]["status"] == "error"]
     assert errors
     assert any(message in error for error in errors), errors
 
 
-def last_step(calls: Sequence[str]) -> list[str]:
+def list_last_step_calls(calls: Sequence[str]) -> list[str]:
     """The calls of a run's last step, equal neighbours as one."""
     forward = max(index for index, call in enumerate(calls) if call == "- optimizer")
     start = max(index for index, call in enumerate(calls[:forward]) if call == "- optimizer") + 1
@@ -357,33 +363,33 @@ def last_step(calls: Sequence[str]) -> list[str]:
     return [f"{len(list(same))} x {call}" for call, same in itertools.groupby(calls[start:end])]
 
 
-@pytest.mark.parametrize("case", GOLDEN)
+@pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_the_order_of_calls_in_a_step_is_the_committed_one(run: Run, case: str) -> None:
     """Streams, events and collectives of the first rank. After a change that means to change it: set UPDATE."""
     ranks = run(*SMALL_GPT, *CASES[case])
-    outcomes(ranks)
-    found = last_step(ranks[0]["calls"])
-    committed = json.loads(CALLS.read_text()) if CALLS.exists() else {}
-    if UPDATE in os.environ:
-        committed[case] = found
-        CALLS.write_text(json.dumps(committed, indent=1) + "\n")
-    assert found == committed[case]
+    list_outcomes(ranks)
+    last_calls = list_last_step_calls(ranks[0]["calls"])
+    committed = json.loads(CALLS_FILE.read_text()) if CALLS_FILE.exists() else {}
+    if UPDATE_VARIABLE in os.environ:
+        committed[case] = last_calls
+        CALLS_FILE.write_text(json.dumps(committed, indent=1) + "\n")
+    assert last_calls == committed[case]
 
 
 # Without a run
 
 
-def test_a_machine_is_found_to_have_its_gpus(machine: Machine) -> None:
+def test_a_machine_is_found_to_have_its_gpus(machine: FakeCudaProcess) -> None:
     script = """
 from bench.hardware import facts
-from bench.hardware.detect import device_of
-found = device_of(facts.gather())
-result = [found.kind, found.name, found.count, found.capability, found.memory_bytes, found.unusable, found.remarks]
+from bench.hardware.detect import choose_device
+found = choose_device(facts.query_cuda_setup())
+result = [found.kind, found.name, found.count, found.capability, found.memory_bytes, found.unusable_reason, found.messages]
 """
-    assert machine.evaluate(script) == ["cuda", runtime.NAME, 8, [9, 0], TOTAL_BYTES, None, []]
+    assert machine.evaluate(script) == ["cuda", runtime.DEVICE_NAME, 8, [9, 0], TOTAL_BYTES, None, []]
 
 
-def test_calibration_times_calls_between_events(machine: Machine) -> None:
+def test_calibration_times_calls_between_events(machine: FakeCudaProcess) -> None:
     script = """
 import time, torch
 from bench.calibration.timer import timer_of
@@ -395,7 +401,7 @@ result = [timer.stretch([lambda: time.sleep(0.01)] * 3), type(timer).__name__]
     assert 0.03 <= seconds < 1
 
 
-def test_calibration_captures_kernels_once_and_replays_them(machine: Machine) -> None:
+def test_calibration_captures_kernels_once_and_replays_them(machine: FakeCudaProcess) -> None:
     script = """
 import torch
 from bench.calibration.launch import measure_launch
@@ -409,7 +415,7 @@ result = [calls[0], len(calls), set(calls[1:]) == {"graph replayed"}, list(sampl
     assert calls > 15
 
 
-def test_calibration_times_collectives_between_gpus(machine: Machine) -> None:
+def test_calibration_times_collectives_between_gpus(machine: FakeCudaProcess) -> None:
     script = """
 from bench.calibration import collectives
 from bench.calibration.world import Process
@@ -428,7 +434,7 @@ result = [[each.name for each in samples], min(min(each.seconds) for each in sam
         assert first == f"device {rank}"
 
 
-def test_the_bare_script_trains_on_gpus(machine: Machine) -> None:
+def test_the_bare_script_trains_on_gpus(machine: FakeCudaProcess) -> None:
     script = """
 import contextlib, io, json, sys
 from bench.overhead import bare_ddp
@@ -444,6 +450,6 @@ result = [said.getvalue(), nccl.GROUPS[0], runtime.CALLS[0]]
     for rank, (_, group, first) in enumerate(answers):
         assert (group["backend"], group["device_id"]) == ("nccl", f"cuda:{rank}")
         assert first == f"device {rank}"
-    said = json.loads(answers[0][0])
-    assert [len(said[times]) for times in ("warmup_times_s", "step_times_s")] == [1, 2]
-    assert all(seconds > 0 for seconds in said["step_times_s"])
+    report = json.loads(answers[0][0])
+    assert [len(report[times]) for times in ("warmup_times_s", "step_times_s")] == [1, 2]
+    assert all(seconds > 0 for seconds in report["step_times_s"])

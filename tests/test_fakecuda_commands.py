@@ -12,9 +12,17 @@ from typing import Any
 import pytest
 
 from bench.records import Record
-from tests.fake_model import HUGE_BYTES, IDENTITY_VARIABLE, OVERRIDES, ROOT, marked_processes, rows, wait_until
+from tests.fake_model import (
+    FAKE_MODEL_OVERRIDES,
+    OOM_REQUEST_BYTES,
+    ROOT,
+    SWEEP_MARK_VARIABLE,
+    find_marked_processes,
+    read_attempts_by_run,
+    wait_until,
+)
 from tests.fakecuda import runtime
-from tests.fakecuda.library import everywhere
+from tests.fakecuda.library import build_command_environment
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +31,7 @@ DYING, EXHAUSTED, WELL = "kill:backward:1", "oom:forward:1", "none"
 LIMIT_GIB = 1
 
 SWEEP = (
-    *(each for each in OVERRIDES if each != "hardware=cpu"),
+    *(override for override in FAKE_MODEL_OVERRIDES if override != "hardware=cpu"),
     "strategy=ddp",
     "gpus=2",
     f"+model.fault={DYING},{EXHAUSTED},{WELL}",
@@ -43,22 +51,22 @@ def finished(fake_cuda: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     done = subprocess.run(
         [sys.executable, "-m", "bench.sweep", "-m", *SWEEP, f"store={store}"],
         cwd=ROOT,
-        env=everywhere(fake_cuda, **{IDENTITY_VARIABLE: mark}, OMP_NUM_THREADS="1"),
+        env=build_command_environment(fake_cuda, **{SWEEP_MARK_VARIABLE: mark}, OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=560,
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr  # a rank died
-    assert wait_until(lambda: not marked_processes(mark), 20), marked_processes(mark)
-    found = {}
-    for (row,) in rows(store).values():
-        found[row["config"]["model"]["fault"]] = row
-        row["events"] = trace(store / row["run_id"], row["trace"])
-    return found
+    assert wait_until(lambda: not find_marked_processes(mark), 20), find_marked_processes(mark)
+    rows_by_fault = {}
+    for (row,) in read_attempts_by_run(store).values():
+        rows_by_fault[row["config"]["model"]["fault"]] = row
+        row["events"] = read_trace_events(store / row["run_id"], row["trace"])
+    return rows_by_fault
 
 
-def trace(folder: Path, name: str | None) -> list[dict[str, Any]]:
+def read_trace_events(folder: Path, name: str | None) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     if name is not None:
         events = json.loads(gzip.decompress((folder / name).read_bytes()))["traceEvents"]
@@ -73,14 +81,14 @@ def test_a_rank_that_dies_is_an_error_that_names_it(finished: dict[str, Record])
 def test_a_gpu_of_two_that_is_exhausted_ends_the_run(finished: dict[str, Record]) -> None:
     row = finished[EXHAUSTED]
     assert row["status"] == "oom", row["error"]
-    assert (row["oom_rank"], row["oom_phase"], row["oom_bytes"]) == (1, "forward", HUGE_BYTES)
+    assert (row["oom_rank"], row["oom_phase"], row["oom_bytes"]) == (1, "forward", OOM_REQUEST_BYTES)
     assert row["memory_limit_bytes"] == LIMIT_GIB * 2**30
 
 
 def test_the_run_after_them_is_measured(finished: dict[str, Record]) -> None:
     row = finished[WELL]
     assert row["status"] == "ok", row["error"]
-    assert (row["device"], row["gpu_name"]) == ("cuda", runtime.NAME)
+    assert (row["device"], row["gpu_name"]) == ("cuda", runtime.DEVICE_NAME)
     assert row["environment"]["cuda"] == runtime.CUDA_VERSION
     assert [rank["rank"] for rank in row["ranks"]] == [0, 1]
     for rank in row["ranks"]:

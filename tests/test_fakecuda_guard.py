@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakecuda.library import environment
+from tests.fakecuda.library import build_environment
 
 NOT_READY = "device not ready"
-WAITS = {
+OUTCOME_BY_WAIT = {
     "nothing": NOT_READY,
     "first.synchronize()": NOT_READY,
     "last.synchronize()": "read",
@@ -23,11 +23,11 @@ WAITS = {
 }
 """What is done between recording two events in a stream and reading the time between them, and what comes of it."""
 
-EVENTS = f"""
+EVENTS_SCRIPT = f"""
 import json, torch
 assert torch.accelerator.current_accelerator() == torch.device("cuda")
 nothing, outcomes = None, {{}}
-for waits in {list(WAITS)!r}:
+for waits in {list(OUTCOME_BY_WAIT)!r}:
     stream, other = torch.Stream(device="cuda"), torch.Stream(device="cuda")
     first, last = (torch.Event(device="cuda", enable_timing=True) for _ in range(2))
     first.record(stream), last.record(stream)
@@ -40,7 +40,7 @@ for waits in {list(WAITS)!r}:
 print(json.dumps(outcomes))
 """
 
-FORK = """
+FORK_SCRIPT = """
 import os, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 def backward():
@@ -58,22 +58,24 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def output(script: str, library: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", script], env=environment(library), stdout=subprocess.PIPE, check=True)
+def run_script(script: str, library: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=build_environment(library), stdout=subprocess.PIPE, check=True
+    )
     return done.stdout.decode().strip()
 
 
 @pytest.fixture(scope="module")
 def outcomes(fake_cuda: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads(output(EVENTS, fake_cuda))
-    return found
+    script_outcomes: dict[str, str] = json.loads(run_script(EVENTS_SCRIPT, fake_cuda))
+    return script_outcomes
 
 
-@pytest.mark.parametrize("waits", WAITS)
+@pytest.mark.parametrize("waits", OUTCOME_BY_WAIT)
 def test_the_time_between_events_is_known_only_to_who_waited_for_both(outcomes: dict[str, str], waits: str) -> None:
-    assert outcomes[waits] == WAITS[waits]
+    assert outcomes[waits] == OUTCOME_BY_WAIT[waits]
 
 
 def test_a_process_that_ran_backward_forks_none_that_can(fake_cuda: Path) -> None:
     """As on a machine with GPUs, where autograd has a thread for each: of fake tensors, too."""
-    assert output(FORK, fake_cuda) == "3"
+    assert run_script(FORK_SCRIPT, fake_cuda) == "3"

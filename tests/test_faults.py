@@ -12,41 +12,41 @@ import pytest
 
 from bench.records import Record
 from tests.fake_model import (
-    HUGE_BYTES,
-    OVERRIDES,
+    FAKE_MODEL_OVERRIDES,
+    OOM_REQUEST_BYTES,
     ROOT,
-    Sweep,
-    files,
-    planned,
-    rows,
-    sweep,
+    SweepProcess,
+    plan_runs,
+    read_attempts_by_run,
+    read_row_files,
+    run_sweep,
     wait_until,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TWO_RANKS = (*OVERRIDES, "gpus=2", "hardware.memory_limit_gib=1")
+TWO_RANKS = (*FAKE_MODEL_OVERRIDES, "gpus=2", "hardware.memory_limit_gib=1")
 
 TIME_LIMIT_S = 20
 
-AT_ONCE_S = 60
+PROMPT_TIMEOUT_S = 60
 """Long enough for what takes a second or two even on a busy machine; nothing here ends by itself so soon."""
 
 
-def only_row(store: Path, **wanted: str) -> Record:
+def read_only_row(store: Path, **wanted: str) -> Record:
     """The one row of the run with this fault (and whatever else is wanted), which has one attempt."""
-    found = [
+    matching_runs = [
         attempts
-        for attempts in rows(store).values()
+        for attempts in read_attempts_by_run(store).values()
         if all({**attempts[-1], **attempts[-1]["config"]["model"]}[name] == value for name, value in wanted.items())
     ]
-    assert len(found) == 1, f"{len(found)} runs with {wanted}"
-    (attempts,) = found
+    assert len(matching_runs) == 1, f"{len(matching_runs)} runs with {wanted}"
+    (attempts,) = matching_runs
     assert len(attempts) == 1
     return attempts[0]
 
 
-def seconds(row: Record) -> float:
+def compute_duration_s(row: Record) -> float:
     """How long a run took."""
     times = [datetime.datetime.fromisoformat(row[name]) for name in ("started_at", "finished_at")]
     return (times[1] - times[0]).total_seconds()
@@ -54,7 +54,7 @@ def seconds(row: Record) -> float:
 
 # Out of memory
 
-OOMS = [
+OOM_FAULTS = [
     f"oom:{where}"
     for where in (
         "init:0",
@@ -70,28 +70,28 @@ OOMS = [
 
 
 @pytest.fixture(scope="module")
-def out_of_memory(tmp_path_factory) -> Sweep:
+def out_of_memory(tmp_path_factory) -> SweepProcess:
     store = tmp_path_factory.mktemp("oom") / "store"
-    return sweep(store, "-m", *TWO_RANKS, "strategy=ddp,fsdp", f"+model.fault={','.join(OOMS)}")
+    return run_sweep(store, "-m", *TWO_RANKS, "strategy=ddp,fsdp", f"+model.fault={','.join(OOM_FAULTS)}")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("fault", OOMS)
+@pytest.mark.parametrize("fault", OOM_FAULTS)
 def test_out_of_memory_is_a_row_with_phase_bytes_and_rank(out_of_memory, fault, strategy):
-    row = only_row(out_of_memory.store, fault=fault, strategy=strategy)
+    row = read_only_row(out_of_memory.store, fault=fault, strategy=strategy)
     _, phase, rank, *_ = fault.partition("+")[0].split(":")
     assert row["status"] == "oom"
     assert row["oom_phase"] == phase
     assert row["oom_rank"] == int(rank)
-    assert row["oom_bytes"] == HUGE_BYTES
+    assert row["oom_bytes"] == OOM_REQUEST_BYTES
     assert "can't allocate memory" in row["error"]
     assert row["memory_limit_bytes"] == 2**30
     assert row.get("step_time_median_s") is None
-    assert seconds(row) <= AT_ONCE_S
+    assert compute_duration_s(row) <= PROMPT_TIMEOUT_S
 
 
 def test_the_other_rank_only_lost_its_connection(out_of_memory):
-    row = only_row(out_of_memory.store, fault="oom:forward:1", strategy="ddp")
+    row = read_only_row(out_of_memory.store, fault="oom:forward:1", strategy="ddp")
     other, struck = row["ranks"]
     assert struck["status"] == "oom"
     assert other["status"] == "error"
@@ -107,7 +107,7 @@ def test_a_sweep_of_runs_out_of_memory_is_complete(out_of_memory):
 
 # Errors and hangs
 
-ERRORS = {
+ERROR_MESSAGES = {
     "raise:init:0": ("rank 0, init: ArithmeticError: the fake model was told to fail",),
     "raise:forward:1": ("rank 1, forward: ArithmeticError: the fake model was told to fail",),
     "raise:optimizer:0:4": ("rank 0, optimizer: ArithmeticError: the fake model was told to fail",),
@@ -117,53 +117,53 @@ ERRORS = {
     "exit:forward:0": ("rank 0 ended with exit code 3",),
     "leave:optimizer:1": ("rank 1", "SystemExit"),
 }
-HANGS = ["stubborn:forward:1"]
+HANG_FAULTS = ["stubborn:forward:1"]
 
 
 @pytest.fixture(scope="module")
-def failing(tmp_path_factory) -> Sweep:
+def failing(tmp_path_factory) -> SweepProcess:
     """Failures and hangs, each with a run after it that is well."""
     store = tmp_path_factory.mktemp("errors") / "store"
-    faults = ",".join([*ERRORS, *HANGS, "none"])
-    return sweep(
+    faults = ",".join([*ERROR_MESSAGES, *HANG_FAULTS, "none"])
+    return run_sweep(
         store, "-m", *TWO_RANKS, "strategy=ddp", f"+model.fault={faults}", f"cluster.time_limit_s={TIME_LIMIT_S}"
     )
 
 
-@pytest.mark.parametrize("fault", ERRORS)
+@pytest.mark.parametrize("fault", ERROR_MESSAGES)
 def test_a_failing_rank_is_an_error_that_names_it(failing, fault):
-    row = only_row(failing.store, fault=fault)
+    row = read_only_row(failing.store, fault=fault)
     assert row["status"] == "error"
-    for part in ERRORS[fault]:
+    for part in ERROR_MESSAGES[fault]:
         assert part in row["error"]
     assert "\n" not in row["error"]
     assert row.get("oom_phase") is None
-    assert seconds(row) < TIME_LIMIT_S
+    assert compute_duration_s(row) < TIME_LIMIT_S
 
 
-@pytest.mark.parametrize("fault", HANGS)
+@pytest.mark.parametrize("fault", HANG_FAULTS)
 def test_a_run_that_hangs_is_over_at_its_time_limit(failing, fault):
-    row = only_row(failing.store, fault=fault)
+    row = read_only_row(failing.store, fault=fault)
     assert row["status"] == "timeout"
     assert f"{TIME_LIMIT_S} s" in row["error"]
-    assert TIME_LIMIT_S - 1 <= seconds(row) <= TIME_LIMIT_S + AT_ONCE_S
+    assert TIME_LIMIT_S - 1 <= compute_duration_s(row) <= TIME_LIMIT_S + PROMPT_TIMEOUT_S
 
 
 def test_the_sweep_goes_on_after_every_failure(failing):
-    assert only_row(failing.store, fault="none")["status"] == "ok"
-    assert len(rows(failing.store)) == len(ERRORS) + len(HANGS) + 1
+    assert read_only_row(failing.store, fault="none")["status"] == "ok"
+    assert len(read_attempts_by_run(failing.store)) == len(ERROR_MESSAGES) + len(HANG_FAULTS) + 1
     assert failing.process.returncode == 1
-    assert failing.output.count("\nerror ") == len(ERRORS)
-    assert failing.output.count("\ntimeout ") == len(HANGS)
+    assert failing.output.count("\nerror ") == len(ERROR_MESSAGES)
+    assert failing.output.count("\ntimeout ") == len(HANG_FAULTS)
     assert "Traceback" not in failing.output
 
 
 # Sweeps that are killed
 
 NUM_RUNS = 6
-PATIENT = (
+SLOW_SWEEP = (
     "-m",
-    *OVERRIDES,
+    *FAKE_MODEL_OVERRIDES,
     "strategy=ddp",
     "gpus=2",
     "+model.step_s=0.6",
@@ -172,42 +172,44 @@ PATIENT = (
 """A sweep whose runs sleep for three seconds each."""
 
 
-class Interrupted:
+class InterruptedStore:
     """A store on which one sweep is interrupted again and again."""
 
     def __init__(self, store: Path) -> None:
         self.store = store
-        self.order = [config.run_id for config in planned(*PATIENT[1:])]
+        self.run_ids = [config.run_id for config in plan_runs(*SLOW_SWEEP[1:])]
 
-    def unfinished(self) -> list[str]:
+    def list_unfinished_runs(self) -> list[str]:
         """Runs without a result, in the order they will run."""
-        recorded = rows(self.store)
-        return [run for run in self.order if not recorded.get(run) or recorded[run][-1]["status"] not in ("ok", "oom")]
+        recorded = read_attempts_by_run(self.store)
+        return [
+            run for run in self.run_ids if not recorded.get(run) or recorded[run][-1]["status"] not in ("ok", "oom")
+        ]
 
-    def start_into(self, position: int) -> tuple[Sweep, str]:
+    def start_until_run_trains(self, position: int) -> tuple[SweepProcess, str]:
         """Start the sweep and wait until the run at some position of those unfinished trains; returns that run."""
-        run = self.unfinished()[position]
+        run = self.list_unfinished_runs()[position]
         before = set((self.store / run).glob("*.log"))
-        process = Sweep(self.store, *PATIENT)
+        process = SweepProcess(self.store, *SLOW_SWEEP)
 
-        def trains() -> bool:
+        def has_started_training() -> bool:
             return any("forward" in log.read_text() for log in set((self.store / run).glob("*.log")) - before)
 
-        if not wait_until(trains, 180):
+        if not wait_until(has_started_training, 180):
             process.clean_up()
             raise AssertionError(f"run {run} did not start:\n{process.output}")
         return process, run
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory) -> Interrupted:
-    return Interrupted(tmp_path_factory.mktemp("interrupted") / "store")
+def interrupted(tmp_path_factory) -> InterruptedStore:
+    return InterruptedStore(tmp_path_factory.mktemp("interrupted") / "store")
 
 
 @pytest.fixture
-def cleaning() -> Iterator[list[Sweep]]:
+def cleaning() -> Iterator[list[SweepProcess]]:
     """Sweeps of a test that may end with them running."""
-    started: list[Sweep] = []
+    started: list[SweepProcess] = []
     yield started
     for process in started:
         process.clean_up()
@@ -215,102 +217,102 @@ def cleaning() -> Iterator[list[Sweep]]:
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "Ctrl-C", "SIGTERM of everything"])
 def test_a_stopped_sweep_ends_at_once_and_loses_nothing(interrupted, cleaning, how):
-    number = signal.SIGTERM if "SIGTERM" in how else signal.SIGINT
+    signal_number = signal.SIGTERM if "SIGTERM" in how else signal.SIGINT
     first = "SIGTERM" in how  # one run more for half of these, which takes its time
-    process, current = interrupted.start_into(1 if first else 0)
+    process, current = interrupted.start_until_run_trains(1 if first else 0)
     cleaning.append(process)
-    finished = files(interrupted.store)
+    finished = read_row_files(interrupted.store)
     if how in ("Ctrl-C", "SIGTERM of everything"):  # the whole process group gets it, as from a terminal
-        os.killpg(process.process.pid, number)
+        os.killpg(process.process.pid, signal_number)
     else:
-        process.process.send_signal(number)
-    assert process.wait(AT_ONCE_S) == 1
-    assert not process.left(AT_ONCE_S)
-    after = files(interrupted.store)
+        process.process.send_signal(signal_number)
+    assert process.wait(PROMPT_TIMEOUT_S) == 1
+    assert not process.wait_for_leftover_pids(PROMPT_TIMEOUT_S)
+    after = read_row_files(interrupted.store)
     assert {path: after[path] for path in finished} == finished
     assert len(after) == len(finished) + 1  # it did not go on to the next run
-    current_rows = rows(interrupted.store)[current]
+    current_rows = read_attempts_by_run(interrupted.store)[current]
     assert current_rows[-1]["status"] == "preempted"
     assert current_rows[-1]["error"].startswith("stopped by SIG")
-    assert f"Stopped by {number.name}" in process.output
+    assert f"Stopped by {signal_number.name}" in process.output
     assert "Traceback" not in process.output
 
 
 def test_a_killed_sweep_finishes_its_current_run_and_no_other(interrupted, cleaning):
-    process, current = interrupted.start_into(0)
+    process, current = interrupted.start_until_run_trains(0)
     cleaning.append(process)
-    finished = files(interrupted.store)
+    finished = read_row_files(interrupted.store)
     process.process.kill()
-    process.wait(AT_ONCE_S)
-    assert not process.left(AT_ONCE_S)
-    after = files(interrupted.store)
+    process.wait(PROMPT_TIMEOUT_S)
+    assert not process.wait_for_leftover_pids(PROMPT_TIMEOUT_S)
+    after = read_row_files(interrupted.store)
     assert {path: after[path] for path in finished} == finished
     assert len(after) == len(finished) + 1
-    assert rows(interrupted.store)[current][-1]["status"] == "ok"
+    assert read_attempts_by_run(interrupted.store)[current][-1]["status"] == "ok"
 
 
 def test_a_sweep_outlives_its_job_and_says_which_run_was_lost(interrupted, cleaning):
-    process, current = interrupted.start_into(0)
+    process, current = interrupted.start_until_run_trains(0)
     cleaning.append(process)
-    finished = files(interrupted.store)
-    following = interrupted.unfinished()[1]
-    (job,) = [number for number in process.processes("submitit.core._submit") if parent_runs_job(number)]
+    finished = read_row_files(interrupted.store)
+    following = interrupted.list_unfinished_runs()[1]
+    (job,) = [number for number in process.list_pids("submitit.core._submit") if has_controller_parent(number)]
     os.kill(job, signal.SIGKILL)
-    assert wait_until(lambda: "lost" in process.output, AT_ONCE_S), process.output
+    assert wait_until(lambda: "lost" in process.output, PROMPT_TIMEOUT_S), process.output
     assert process.wait(180) == 1
-    assert not process.left(AT_ONCE_S)
+    assert not process.wait_for_leftover_pids(PROMPT_TIMEOUT_S)
     lost = [line for line in process.output.splitlines() if line.startswith("lost")]
     assert len(lost) == 1
     assert "gpt_tiny ddp fp32 x2" in lost[0]
     assert "its job was killed or crashed" in lost[0]
-    recorded = rows(interrupted.store)
+    recorded = read_attempts_by_run(interrupted.store)
     assert recorded[current][-1]["status"] == "error"
     assert "its job was killed or crashed" in recorded[current][-1]["error"]
     assert recorded[following][-1]["status"] == "ok"
-    after = files(interrupted.store)
+    after = read_row_files(interrupted.store)
     assert {path: after[path] for path in finished} == finished
 
 
 def test_a_killed_controller_leaves_its_job_at_work_alone(interrupted, cleaning):
-    process, current = interrupted.start_into(0)
+    process, current = interrupted.start_until_run_trains(0)
     cleaning.append(process)
-    attempts = len(rows(interrupted.store).get(current, []))
-    (controller,) = process.processes("submitit.local._local")
-    (job,) = [number for number in process.processes("submitit.core._submit") if parent_runs_job(number)]
-    ranks = {number for number in process.processes("submitit.core._submit") if number != job}
+    attempts = len(read_attempts_by_run(interrupted.store).get(current, []))
+    (controller,) = process.list_pids("submitit.local._local")
+    (job,) = [number for number in process.list_pids("submitit.core._submit") if has_controller_parent(number)]
+    ranks = {number for number in process.list_pids("submitit.core._submit") if number != job}
     os.kill(controller, signal.SIGKILL)
     beside: set[int] = set()
 
-    def ended() -> bool:
-        beside.update(set(process.processes("submitit.")) - ranks - {job, controller})
+    def has_ended() -> bool:
+        beside.update(set(process.list_pids("submitit.")) - ranks - {job, controller})
         return process.process.poll() is not None
 
-    assert wait_until(ended, 180)
+    assert wait_until(has_ended, 180)
     assert process.process.returncode == 0, process.output
     assert not beside
-    assert len(rows(interrupted.store)[current]) == attempts + 1
-    assert rows(interrupted.store)[current][-1]["status"] == "ok"
-    assert not process.left(AT_ONCE_S)
+    assert len(read_attempts_by_run(interrupted.store)[current]) == attempts + 1
+    assert read_attempts_by_run(interrupted.store)[current][-1]["status"] == "ok"
+    assert not process.wait_for_leftover_pids(PROMPT_TIMEOUT_S)
 
 
-def parent_runs_job(number: int) -> bool:
+def has_controller_parent(pid: int) -> bool:
     """Whether a process's parent is submitit's controller: of a job's processes that is the job, not its ranks."""
-    status = Path(f"/proc/{number}/status").read_text()
+    status = Path(f"/proc/{pid}/status").read_text()
     parent = next(line.split()[1] for line in status.splitlines() if line.startswith("PPid:"))
     return b"submitit.local._local" in Path(f"/proc/{parent}/cmdline").read_bytes()
 
 
 def test_the_same_command_completes_what_was_interrupted(interrupted):
     """Whatever the tests before have done to it: every run ends with one result, and no result is repeated."""
-    finished = files(interrupted.store)
-    process = sweep(interrupted.store, *PATIENT)
+    finished = read_row_files(interrupted.store)
+    process = run_sweep(interrupted.store, *SLOW_SWEEP)
     assert process.process.returncode == 0, process.output
-    recorded = rows(interrupted.store)
-    assert set(recorded) == set(interrupted.order)
+    recorded = read_attempts_by_run(interrupted.store)
+    assert set(recorded) == set(interrupted.run_ids)
     for attempts in recorded.values():
         assert [row["status"] for row in attempts].count("ok") == 1
         assert attempts[-1]["status"] == "ok"
         assert [row["attempt"] for row in attempts] == list(range(len(attempts)))
-    after = files(interrupted.store)
+    after = read_row_files(interrupted.store)
     assert {path: after[path] for path in finished} == finished
     assert not list(ROOT.glob("core*"))

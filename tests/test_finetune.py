@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from bench import processes
-from bench.config import run_config
+from bench.config import build_run_config
 from bench.errors import UsageError
 from bench.finetune import flops
-from bench.finetune.quantised import scale_bytes
+from bench.finetune.quantised import count_scale_bytes
 from bench.models.materialize import Materializer
-from bench.planning.compose import composed
+from bench.planning.compose import compose_config
 from bench.predict import main
-from bench.reporting.again import overrides
-from bench.simulate.layout import layout_of
-from bench.simulate.predict import predict
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from bench.reporting.again import list_overrides
+from bench.simulate.layout import build_parameter_layout
+from bench.simulate.predict import predict_run
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -38,9 +38,9 @@ needs_peft = needs("peft")
 needs_both = needs("peft", "bitsandbytes")
 
 
-def close_to_predicted(record: dict[str, Any], asked: tuple[str, ...]) -> None:
-    expected = predict(configuration(*asked)).memory.allocated.value
-    assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.02), asked
+def assert_memory_as_predicted(record: dict[str, Any], run_overrides: tuple[str, ...]) -> None:
+    expected = predict_run(compose_run_config(*run_overrides)).memory.allocated.value
+    assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.02), run_overrides
 
 
 @needs_peft
@@ -54,7 +54,7 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
     execute: Execute, model: Any, names: tuple[str, ...]
 ) -> None:
     lora = (*model, *STEPS, "finetune=lora", "batch_size_per_gpu=2", "gpus=4")
-    asked = {
+    overrides_by_name = {
         "ddp": (*lora, "strategy=ddp"),
         "zero1": (*lora, "strategy=zero1"),
         "fsdp": (*lora, "strategy=fsdp"),
@@ -63,12 +63,12 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
         "bf16": (*lora, "strategy=ddp", "precision=bf16"),
     }
     whole = (*model, *STEPS, "strategy=single", "batch_size_per_gpu=8")
-    full, single, *others = execute(whole, (*whole, "finetune=lora"), *(asked[name] for name in names))
+    full, single, *others = execute(whole, (*whole, "finetune=lora"), *(overrides_by_name[name] for name in names))
     runs = dict(zip(names, others, strict=True))
-    close_to_predicted(single, (*whole, "finetune=lora"))
+    assert_memory_as_predicted(single, (*whole, "finetune=lora"))
     for name, record in runs.items():
         assert record["status"] == "ok", record["error"]
-        close_to_predicted(record, asked[name])
+        assert_memory_as_predicted(record, overrides_by_name[name])
         if name not in ("alone", "bf16"):
             assert record["losses"] == pytest.approx(single["losses"], rel=1e-6), name
     # Adapters change nothing at first, then learn, another way than the whole model.
@@ -89,17 +89,17 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
 )
 def test_quantised_weights_train_as_predicted(execute: Execute, model: Any, names: tuple[str, ...]) -> None:
     qlora = (*model, *STEPS, "finetune=qlora", "batch_size_per_gpu=4", "strategy=single")
-    asked = {
+    overrides_by_name = {
         "4": qlora,
         "8": (*qlora, "finetune.bits=8", "activation_checkpointing=full"),
         "bf16": (*qlora, "precision=bf16", "finetune.double_quantisation=false"),
         "ranks": (*qlora, "strategy=ddp", "gpus=4", "batch_size_per_gpu=1"),
     }
-    lora, *found = execute((*qlora, "finetune=lora"), *(asked[name] for name in names))
-    runs = dict(zip(names, found, strict=True))
+    lora, *records = execute((*qlora, "finetune=lora"), *(overrides_by_name[name] for name in names))
+    runs = dict(zip(names, records, strict=True))
     for name, record in runs.items():
         assert record["status"] == "ok", record["error"]
-        close_to_predicted(record, asked[name])
+        assert_memory_as_predicted(record, overrides_by_name[name])
         # Rounded weights give other losses, that fall all the same.
         assert record["losses"] != lora["losses"]
         assert record["losses"] == pytest.approx(lora["losses"], rel=0.03), name
@@ -113,31 +113,31 @@ def test_quantised_weights_train_as_predicted(execute: Execute, model: Any, name
         assert losses["8"] == pytest.approx(lora["losses"], rel=1e-3)
 
 
-def filled(*asked: str) -> torch.nn.Module:
-    config = configuration(*asked, "strategy=single", "seed=5")
-    model = config.trained.build()
-    Materializer(model, config.trained, torch.device("cpu"), 5).model(model)
+def build_filled_model(*run_overrides: str) -> torch.nn.Module:
+    config = compose_run_config(*run_overrides, "strategy=single", "seed=5")
+    model = config.trained_model.build_model()
+    Materializer(model, config.trained_model, torch.device("cpu"), 5).fill_model(model)
     return model
 
 
 @needs_both
 @pytest.mark.parametrize("model", [WIDE_T5, WIDE_GPT], ids=["t5", "gpt"])
 def test_frozen_weights_are_those_that_full_training_starts_from(model: Any) -> None:
-    full = dict(filled(*model).named_parameters())
-    lora = dict(filled(*model, "finetune=lora").named_parameters())
-    base = {name.replace(".base_layer", ""): each for name, each in lora.items() if "lora_" not in name}
+    full = dict(build_filled_model(*model).named_parameters())
+    lora = dict(build_filled_model(*model, "finetune=lora").named_parameters())
+    base = {name.replace(".base_layer", ""): parameter for name, parameter in lora.items() if "lora_" not in name}
     assert base.keys() == full.keys()
-    assert all(torch.equal(base[name], each) and not base[name].requires_grad for name, each in full.items())
-    adapters = {name: each for name, each in lora.items() if "lora_" in name}
+    assert all(torch.equal(base[name], parameter) and not base[name].requires_grad for name, parameter in full.items())
+    adapters = {name: parameter for name, parameter in lora.items() if "lora_" in name}
     assert adapters
-    assert all(each.requires_grad for each in adapters.values())
-    assert all(not each.any() for name, each in adapters.items() if "lora_B" in name)
-    config = configuration(*model, "finetune=qlora", "strategy=single")
-    fixed = config.trained.stored_bytes(config.trained.build())
-    quantised = filled(*model, "finetune=qlora")
+    assert all(parameter.requires_grad for parameter in adapters.values())
+    assert all(not parameter.any() for name, parameter in adapters.items() if "lora_B" in name)
+    config = compose_run_config(*model, "finetune=qlora", "strategy=single")
+    fixed = config.trained_model.find_stored_bytes(config.trained_model.build_model())
+    quantised = build_filled_model(*model, "finetune=qlora")
     import bitsandbytes as bnb
 
-    layers = {name: each for name, each in quantised.named_modules() if isinstance(each, bnb.nn.Linear4bit)}
+    layers = {name: module for name, module in quantised.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
     assert len(layers) == len(fixed)
     for name, layer in layers.items():
         drawn = full[name.replace(".base_layer", "") + ".weight"]
@@ -150,21 +150,23 @@ def test_frozen_weights_are_those_that_full_training_starts_from(model: Any) -> 
 def test_a_quantised_weight_takes_half_a_byte_and_its_scales() -> None:
     # QLoRA, section 3: 0.5 bits per weight for the scales of blocks of 64, 0.127 bits with double quantisation.
     weights = 2**24
-    assert 8 * scale_bytes(weights, double=False) / weights == pytest.approx(0.5, rel=1e-3)
-    assert 8 * scale_bytes(weights, double=True) / weights == pytest.approx(0.127, rel=0.01)
+    assert 8 * count_scale_bytes(weights, has_double_quantisation=False) / weights == pytest.approx(0.5, rel=1e-3)
+    assert 8 * count_scale_bytes(weights, has_double_quantisation=True) / weights == pytest.approx(0.127, rel=0.01)
     plain, narrow = (
-        layout_of(configuration(*WIDE_GPT, f"finetune={name}", "strategy=single").trained, 1, False)
+        build_parameter_layout(
+            compose_run_config(*WIDE_GPT, f"finetune={name}", "strategy=single").trained_model, 1, False
+        )
         for name in ("lora", "qlora")
     )
     pairs = list(zip(plain.units[1].parameters, narrow.units[1].parameters, strict=True))
-    assert {one.is_trained for one, _ in pairs} == {True, False}
-    assert [one.is_trained for one, _ in pairs] == [two.is_trained for _, two in pairs]
-    quantised = [two for _, two in pairs if two.fixed_bytes is not None]
+    assert {parameter.is_trained for parameter, _ in pairs} == {True, False}
+    assert [parameter.is_trained for parameter, _ in pairs] == [parameter.is_trained for _, parameter in pairs]
+    quantised = [parameter for _, parameter in pairs if parameter.fixed_bytes is not None]
     assert len(quantised) == 4  # attention in and out, feed-forward in and out
-    assert all(two.fixed_bytes > two.numel // 2 for two in quantised)
+    assert all(parameter.fixed_bytes > parameter.numel // 2 for parameter in quantised)
 
 
-REFUSED = [
+REFUSED_CASES = [
     (("finetune=lora", "strategy=fsdp1", "gpus=2"), "would save nothing: choose strategy ddp, fsdp, single or zero1."),
     (("finetune=qlora", "strategy=fsdp1", "gpus=2"), "with strategy fsdp, or strategy ddp, single or zero1."),
     (("finetune=qlora", "strategy=fsdp", "gpus=2"), "packed weights without the scales"),
@@ -191,48 +193,55 @@ REFUSED = [
 
 
 @needs_both
-@pytest.mark.parametrize(("asked", "said"), REFUSED, ids=[" ".join(asked) for asked, _ in REFUSED])
-def test_what_makes_no_sense_is_refused(asked: tuple[str, ...], said: str) -> None:
-    strategy = () if any(word.startswith("strategy=") for word in asked) else ("strategy=ddp",)
+@pytest.mark.parametrize(
+    ("run_overrides", "sentence"), REFUSED_CASES, ids=[" ".join(run_overrides) for run_overrides, _ in REFUSED_CASES]
+)
+def test_what_makes_no_sense_is_refused(run_overrides: tuple[str, ...], sentence: str) -> None:
+    strategy = () if any(word.startswith("strategy=") for word in run_overrides) else ("strategy=ddp",)
     with pytest.raises(UsageError) as caught:
-        configuration(*SMALL_GPT, *strategy, *asked)
-    assert said in str(caught.value)
+        compose_run_config(*SMALL_GPT, *strategy, *run_overrides)
+    assert sentence in str(caught.value)
 
 
 def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"packages peft and bitsandbytes, .*pip install -e .\.\[peft,bitsandbytes\]"):
-        configuration(*SMALL_GPT, "strategy=ddp", "finetune=qlora")
+        compose_run_config(*SMALL_GPT, "strategy=ddp", "finetune=qlora")
 
 
 @needs_peft
 def test_runs_of_before_there_was_a_choice_are_the_same_runs() -> None:
-    values = composed({"strategy": "ddp", "gpus": "2", "hardware": "cpu"})
-    full = run_config(values)
+    values = compose_config({"strategy": "ddp", "gpus": "2", "hardware": "cpu"})
+    full = build_run_config(values)
     values.pop("finetune")
-    assert run_config(values).run_id == full.run_id
-    others = [configuration("strategy=ddp", "gpus=2", *asked).run_id for asked in ((), ("finetune=lora",))]
-    others.append(configuration("strategy=ddp", "gpus=2", "finetune=lora", "finetune.rank=4").run_id)
+    assert build_run_config(values).run_id == full.run_id
+    others = [
+        compose_run_config("strategy=ddp", "gpus=2", *run_overrides).run_id
+        for run_overrides in ((), ("finetune=lora",))
+    ]
+    others.append(compose_run_config("strategy=ddp", "gpus=2", "finetune=lora", "finetune.rank=4").run_id)
     assert len(set(others)) == 3
 
 
 @needs_peft
 def test_a_row_says_how_to_run_it_again() -> None:
-    config = configuration("strategy=ddp", "gpus=2", "finetune=lora", "finetune.rank=4", "finetune.target_modules=[q]")
+    config = compose_run_config(
+        "strategy=ddp", "gpus=2", "finetune=lora", "finetune.rank=4", "finetune.target_modules=[q]"
+    )
     row = json.loads(json.dumps(config.to_dict()))
-    typed = overrides(row, row["strategy"])
+    typed = list_overrides(row, row["strategy"])
     assert {"finetune=lora", "finetune.rank=4"} <= set(typed)
-    again = [word for word in typed if word.startswith(("finetune", "strategy="))]
-    assert configuration("gpus=2", *again).run_id == config.run_id
+    rerun_overrides = [word for word in typed if word.startswith(("finetune", "strategy="))]
+    assert compose_run_config("gpus=2", *rerun_overrides).run_id == config.run_id
 
 
 @needs_both
 def test_frozen_weights_have_no_gradients_in_the_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     length, rank, blocks, vocabulary, hidden = 16, 4, 5, 128, 32
-    asked = (*SMALL_GPT, f"model.num_layers={blocks}", f"sequence_length={length}", "strategy=single")
+    base_overrides = (*SMALL_GPT, f"model.num_layers={blocks}", f"sequence_length={length}", "strategy=single")
     adapted = ("finetune.rank=4", "finetune.target_modules=[c_fc]")
-    config = configuration(*asked, "finetune=lora", *adapted)
-    count = config.trained.flops_per_sequence(length)
+    config = compose_run_config(*base_overrides, "finetune=lora", *adapted)
+    count = config.trained_model.count_flops_per_sequence(length)
     weights = 12 * hidden * hidden
     attention = 4 * length * length * hidden
     adapter = 2 * length * rank * 5 * hidden
@@ -241,22 +250,24 @@ def test_frozen_weights_have_no_gradients_in_the_flops(monkeypatch: pytest.Monke
     # Of the first block what lies before its adapter has no backward: attention and its projections, the input of c_fc.
     before = 2 * length * (3 + 1 + 4) * hidden * hidden + 2 * attention + 2 * length * hidden * rank
     backward = blocks * (2 * length * weights + 2 * attention + 2 * adapter) + head - before
-    assert count.model == forward + backward
-    assert count.hardware("none") == count.model
-    assert count.hardware("full") - count.model > blocks * length * weights
-    quantised = configuration(*asked, "finetune=qlora", "finetune.bits=8", *adapted).trained.flops_per_sequence(length)
-    assert quantised.model == count.model
-    whole = config.model.flops_per_sequence(length)
-    assert whole.model == 3 * (forward - blocks * adapter)
-    monkeypatch.setattr(processes, "may_reach_gpus", lambda: True)
-    flops.counted.cache_clear()
-    assert count.model == forward + backward  # counted in another process
+    assert count.model_flops == forward + backward
+    assert count.compute_hardware_flops("none") == count.model_flops
+    assert count.compute_hardware_flops("full") - count.model_flops > blocks * length * weights
+    quantised = compose_run_config(
+        *base_overrides, "finetune=qlora", "finetune.bits=8", *adapted
+    ).trained_model.count_flops_per_sequence(length)
+    assert quantised.model_flops == count.model_flops
+    whole = config.model.count_flops_per_sequence(length)
+    assert whole.model_flops == 3 * (forward - blocks * adapter)
+    monkeypatch.setattr(processes, "can_reach_gpus", lambda: True)
+    flops.count_training_flops.cache_clear()
+    assert count.model_flops == forward + backward  # counted in another process
 
 
 @needs_both
 def test_rules_of_thumb_for_adapters_stand_beside_their_prediction(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = (*SMALL_GPT, "gpus=1", "hardware=a100_40gb", "batch_size_per_gpu=2", "sequence_length=16")
-    status = main([*asked, "finetune=lora", "activation_checkpointing=none", "format=json"])
+    base_overrides = (*SMALL_GPT, "gpus=1", "hardware=a100_40gb", "batch_size_per_gpu=2", "sequence_length=16")
+    status = main([*base_overrides, "finetune=lora", "activation_checkpointing=none", "format=json"])
     assert status == 0
     (section,) = json.loads(capsys.readouterr().out)["sections"]
     rules = {rule["rule"]: rule for rule in section["rules_of_thumb"]}
@@ -270,16 +281,20 @@ def test_rules_of_thumb_for_adapters_stand_beside_their_prediction(capsys: pytes
 @needs_both
 @pytest.mark.parametrize("bits", [4, 8])
 def test_on_a_gpu_what_quantised_weights_save_is_predicted(bits: int) -> None:
-    asked = ("model=gpt_125m", "hardware=a100_40gb", "mode=predict", "strategy=single", "precision=bf16_pure")
-    asked = (*asked, "batch_size_per_gpu=2", "sequence_length=64")
-    lora = configuration(*asked, "finetune=lora")
+    base_overrides = ("model=gpt_125m", "hardware=a100_40gb", "mode=predict", "strategy=single", "precision=bf16_pure")
+    base_overrides = (*base_overrides, "batch_size_per_gpu=2", "sequence_length=64")
+    lora = compose_run_config(*base_overrides, "finetune=lora")
     qlora = dataclasses.replace(
-        lora, finetune=configuration(*asked, "finetune=qlora", f"finetune.bits={bits}").finetune
+        lora, finetune=compose_run_config(*base_overrides, "finetune=qlora", f"finetune.bits={bits}").finetune
     )
-    one, other = (predict(config) for config in (lora, qlora))
-    saved = one.memory.parts["parameters"] - other.memory.parts["parameters"]
+    lora_prediction, qlora_prediction = (predict_run(config) for config in (lora, qlora))
+    saved = lora_prediction.memory.parts["parameters"] - qlora_prediction.memory.parts["parameters"]
     weights = 12 * 12 * 768 * 768  # of 12 blocks, 12 x hidden x hidden each
     assert saved == pytest.approx(weights * (2 - bits / 8), rel=0.04)
-    assert one.time is not None
-    assert other.time is not None
-    assert 0.5 * one.time.step_s.value < other.time.step_s.value < 5 * one.time.step_s.value
+    assert lora_prediction.time is not None
+    assert qlora_prediction.time is not None
+    assert (
+        0.5 * lora_prediction.time.step_s.value
+        < qlora_prediction.time.step_s.value
+        < 5 * lora_prediction.time.step_s.value
+    )

@@ -11,24 +11,24 @@ import pytest
 import torch
 from torch import nn
 
-from bench.config import run_config
+from bench.config import build_run_config
 from bench.errors import ImpossibleError, UsageError
-from bench.hardware.detect import Device, refuse_unsupported
+from bench.hardware.detect import DetectedDevice, refuse_unsupported
 from bench.models import float8
-from bench.planning.compose import composed
+from bench.planning.compose import compose_config
 from bench.predicting import refuse_unpredictable
-from bench.simulate.fusion import Use, fused
-from bench.simulate.kernels import MEMORY
-from bench.simulate.predict import predict
-from bench.simulate.tape import TapeKey, record
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from bench.simulate.fusion import KernelAccesses, fuse_kernels
+from bench.simulate.kernels import MEMORY_BOUND
+from bench.simulate.predict import predict_run
+from bench.simulate.tape import TraceKey, trace_step
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 
 Execute = Callable[..., list[dict[str, Any]]]
 
 needs_library = needs("torchao")
 
-EMULATED = ("precision=fp8", "precision.float8_emulated=true")
+EMULATED_FP8 = ("precision=fp8", "precision.float8_emulated=true")
 STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
 H100 = ("hardware=h100_80gb", "mode=predict", "sequence_length=512", "batch_size_per_gpu=4")
 
@@ -39,46 +39,46 @@ H100 = ("hardware=h100_80gb", "mode=predict", "sequence_length=512", "batch_size
 def test_what_is_rounded_to_8_bits_trains_and_keeps_what_is_predicted(
     execute: Execute, model: tuple[str, ...], strategy: str
 ) -> None:
-    one = (*model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=4")
-    asked = {
-        "bf16": (*one, "precision=bf16"),
-        strategy: (*model, *STEPS, *EMULATED, f"strategy={strategy}", "gpus=2", "batch_size_per_gpu=2"),
+    single_run = (*model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=4")
+    overrides_by_name = {
+        "bf16": (*single_run, "precision=bf16"),
+        strategy: (*model, *STEPS, *EMULATED_FP8, f"strategy={strategy}", "gpus=2", "batch_size_per_gpu=2"),
     }
-    runs = dict(zip(asked, execute(*asked.values()), strict=True))
+    runs = dict(zip(overrides_by_name, execute(*overrides_by_name.values()), strict=True))
     bf16 = runs["bf16"]["losses"]
     assert bf16[-1] < bf16[0] - 0.2
     for name, record_ in runs.items():
         assert record_["status"] == "ok", record_["error"]
         assert record_["losses"] == pytest.approx(bf16, rel=0.01), name
-        expected = predict(configuration(*asked[name])).memory.allocated.value
+        expected = predict_run(compose_run_config(*overrides_by_name[name])).memory.allocated.value
         assert record_["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), name
     assert runs[strategy]["losses"] != bf16
 
 
-def layers(model: nn.Module) -> Counter[str]:
+def count_layer_types(model: nn.Module) -> Counter[str]:
     return Counter(type(module).__name__ for module in model.modules())
 
 
 @needs_library
 def test_linear_layers_of_blocks_are_converted_and_nothing_else() -> None:
     for model, per_block, blocks in ((SMALL_T5, 8, 2), (SMALL_GPT, 4, 2)):
-        config = configuration(*model, *EMULATED)
-        module = config.model.build()
+        config = compose_run_config(*model, *EMULATED_FP8)
+        module = config.model.build_model()
         names = [name for name, _ in module.named_parameters()]
         tied = {id(parameter) for parameter in module.parameters()}
-        float8.convert(config.model, module, config.precision)
+        float8.convert_to_float8(config.model, module, config.precision)
         assert [name for name, _ in module.named_parameters()] == names
         assert {id(parameter) for parameter in module.parameters()} == tied
-        found = layers(module)
-        converted = found["Float8Linear"] + found["Float8Conv1D"]
+        layer_counts = count_layer_types(module)
+        converted = layer_counts["Float8Linear"] + layer_counts["Float8Conv1D"]
         assert converted >= per_block * blocks
-        assert (found["Linear"], found["Conv1D"]) == (1, 0)  # the head
+        assert (layer_counts["Linear"], layer_counts["Conv1D"]) == (1, 0)  # the head
 
 
 @needs_library
 def test_gpt_s_transposed_layers_compute_what_torchao_s_do() -> None:
-    config = configuration(*SMALL_GPT, *EMULATED)
-    block = config.model.build().get_submodule("transformer.h.0.mlp")
+    config = compose_run_config(*SMALL_GPT, *EMULATED_FP8)
+    block = config.model.build_model().get_submodule("transformer.h.0.mlp")
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -87,7 +87,7 @@ def test_gpt_s_transposed_layers_compute_what_torchao_s_do() -> None:
     block.c_fc.weight = nn.Parameter(usual.weight.detach().T.contiguous())
     block.c_fc.bias = nn.Parameter(usual.bias.detach().clone())
     emulating = Float8LinearConfig(emulate=True)
-    assert float8._convert_transposed(block, emulating) == 2
+    assert float8._convert_conv1d_layers(block, emulating) == 2
     inputs = [torch.randn(5, 32).requires_grad_() for _ in range(2)]
     inputs[1].data.copy_(inputs[0].data)
     theirs = Float8Linear.from_float(usual, config=emulating)
@@ -103,9 +103,9 @@ def test_gpt_s_transposed_layers_compute_what_torchao_s_do() -> None:
 def test_a_trace_for_a_gpu_multiplies_in_fp8_where_bf16_did() -> None:
     products = {}
     for precision in ("bf16", "fp8"):
-        config = configuration(*SMALL_GPT, *H100, "model.num_layers=2", f"precision={precision}")
-        key = TapeKey(config.model, 512, config.precision, True, "none", 1, "cuda")
-        trace = record(key, 2)
+        config = compose_run_config(*SMALL_GPT, *H100, "model.num_layers=2", f"precision={precision}")
+        key = TraceKey(config.model, 512, config.precision, True, "none", 1, "cuda")
+        trace = trace_step(key, 2)
         kernels = [kernel for segment in trace.segments for kernel in segment.kernels]
         products[precision] = Counter(dict.fromkeys(("mm", "_scaled_mm"), 0))
         flops: Counter[str] = Counter()
@@ -132,7 +132,7 @@ def test_compiled_on_h100_a_model_of_7_billion_gains_what_torchao_s_readme_says_
             f"precision={precision}",
         )
         size = ("sequence_length=2048", "batch_size_per_gpu=4", "compile=true", "activation_checkpointing=selective")
-        predicted = predict(configuration(*run, *size))
+        predicted = predict_run(compose_run_config(*run, *size))
         assert predicted.time is not None
         seconds[precision], memory[precision] = predicted.time.step_s.value, predicted.memory.allocated.value
     # Llama 3 8B on 8 H100, compiled, selective checkpointing, FSDP2: 1.25, all-gathers in FP8 too, hidden here.
@@ -141,26 +141,30 @@ def test_compiled_on_h100_a_model_of_7_billion_gains_what_torchao_s_readme_says_
 
 
 def test_the_scale_of_a_whole_tensor_is_known_only_when_it_was_read() -> None:
-    of_memory = [(name, MEMORY, 0, (0, 0, 0, 0, 0), 0, 0) for name in ("abs", "max", "mul")]
-    uses = [Use(((1, 100),), ((2, 100),)), Use(((2, 100),), ((3, 4),)), Use(((1, 100), (3, 4)), ((4, 100),))]
-    kernels, became = fused(of_memory, uses, {4: 9, 3: 2})
+    memory_kernels = [(name, MEMORY_BOUND, 0, (0, 0, 0, 0, 0), 0, 0) for name in ("abs", "max", "mul")]
+    uses = [
+        KernelAccesses(((1, 100),), ((2, 100),)),
+        KernelAccesses(((2, 100),), ((3, 4),)),
+        KernelAccesses(((1, 100), (3, 4)), ((4, 100),)),
+    ]
+    kernels, became = fuse_kernels(memory_kernels, uses, {4: 9, 3: 2})
     assert became == [0, 0, 1]
     assert [kernel[-1] for kernel in kernels] == [100 + 4, 100 + 4 + 100]
 
 
 @needs_library
 def test_where_there_is_no_fp8_it_is_refused_with_the_reason() -> None:
-    fp8 = configuration(*SMALL_GPT, "precision=fp8", "strategy=single")
+    fp8 = compose_run_config(*SMALL_GPT, "precision=fp8", "strategy=single")
     for name, capability in (("a100_80gb", (8, 0)), ("v100_16gb", (7, 0))):
-        hardware = run_config(composed({"hardware": name})).hardware
-        device = Device("cuda", hardware.gpu_names[0], 1, capability)
+        hardware = build_run_config(compose_config({"hardware": name})).hardware
+        device = DetectedDevice("cuda", hardware.gpu_names[0], 1, capability)
         with pytest.raises(ImpossibleError, match=r"precision=fp8 needs .* 8.9 or later .* lacks: choose bf16"):
             refuse_unsupported(hardware, device, fp8.precision, compile_blocks=False)
     with pytest.raises(ImpossibleError, match=r"precision=fp8 needs .* which processor lacks"):
-        refuse_unsupported(fp8.hardware, Device("cpu", "processor", 0), fp8.precision, compile_blocks=False)
-    h100 = run_config(composed({"hardware": "h100_80gb"})).hardware
-    refuse_unsupported(h100, Device("cuda", h100.gpu_names[0], 1, (9, 0)), fp8.precision, compile_blocks=False)
-    a100 = configuration(*SMALL_GPT, "hardware=a100_80gb", "mode=predict", "precision=fp8", "strategy=single")
+        refuse_unsupported(fp8.hardware, DetectedDevice("cpu", "processor", 0), fp8.precision, compile_blocks=False)
+    h100 = build_run_config(compose_config({"hardware": "h100_80gb"})).hardware
+    refuse_unsupported(h100, DetectedDevice("cuda", h100.gpu_names[0], 1, (9, 0)), fp8.precision, compile_blocks=False)
+    a100 = compose_run_config(*SMALL_GPT, "hardware=a100_80gb", "mode=predict", "precision=fp8", "strategy=single")
     with pytest.raises(ImpossibleError, match=r"precision=fp8 needs fp8, which hardware=a100_80gb does not have"):
         refuse_unpredictable(a100)
 
@@ -168,7 +172,7 @@ def test_where_there_is_no_fp8_it_is_refused_with_the_reason() -> None:
 def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImpossibleError, match=r"precision=fp8 needs torchao, .* install the extra fp8"):
-        configuration(*SMALL_GPT, "precision=fp8", "strategy=single")
+        compose_run_config(*SMALL_GPT, "precision=fp8", "strategy=single")
 
 
 @needs_library
@@ -183,24 +187,29 @@ def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (("precision=fp8", "strategy=data_parallel", "hardware=h100_80gb", "gpus=2"), ImpossibleError, r"choose bf16"),
         (("precision=fp8", "precision.compute=fp32"), UsageError, r"precision.compute=fp32 .* choose bf16"),
         (("precision=fp8", "precision.float8=columnwise"), UsageError, r"columnwise .* none, tensorwise, rowwise"),
-        ((*EMULATED, "precision.float8=none"), UsageError, r"float8_emulated=true .* choose false"),
+        ((*EMULATED_FP8, "precision.float8=none"), UsageError, r"float8_emulated=true .* choose false"),
         (("precision=int8",), UsageError, r"INT8 is not offered, since .* FP8: choose bf16, .*fp8"),
     ],
 )
 def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], error: type[Exception], reason: str) -> None:
     with pytest.raises(error, match=reason):
-        configuration(*SMALL_GPT, *overrides)
+        compose_run_config(*SMALL_GPT, *overrides)
 
 
 def test_sizes_that_are_no_multiples_of_16_are_left() -> None:
-    assert float8.takes(nn.Linear(32, 16))
-    assert not float8.takes(nn.Linear(32, 24))
-    assert not float8.takes(nn.Embedding(32, 16))
+    assert float8.can_convert_linear(nn.Linear(32, 16))
+    assert not float8.can_convert_linear(nn.Linear(32, 24))
+    assert not float8.can_convert_linear(nn.Embedding(32, 16))
 
 
 def test_what_is_known_of_fp8_changes_no_other_run() -> None:
     run = (*SMALL_GPT, *H100, "strategy=ddp", "gpus=8")
     slower = ("hardware.peak_tflops.fp8=1000", "hardware.speeds.matmul.efficiency.fp8=0.3")
-    assert configuration(*run, "precision=bf16").run_id == configuration(*run, "precision=bf16", *slower).run_id
+    assert (
+        compose_run_config(*run, "precision=bf16").run_id == compose_run_config(*run, "precision=bf16", *slower).run_id
+    )
     if importlib.util.find_spec("torchao"):
-        assert configuration(*run, "precision=fp8").run_id != configuration(*run, "precision=fp8", *slower).run_id
+        assert (
+            compose_run_config(*run, "precision=fp8").run_id
+            != compose_run_config(*run, "precision=fp8", *slower).run_id
+        )

@@ -14,14 +14,14 @@ import torch.distributed as dist
 import yaml
 
 from bench.errors import ImpossibleError, UsageError
-from bench.measure.environment import software
-from bench.measure.rehearsal import start_rehearsal
-from bench.planning.compose import CONF
-from bench.simulate.predict import predict
-from bench.strategies.accelerate import SETTINGS, _place, refuse_old_drivers
-from bench.strategies.framework import KNOBS as OFFERED
-from bench.strategies.framework import NOT_OFFERED, PLAIN, environment
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from bench.measure.environment import describe_software
+from bench.measure.rehearsal import init_rehearsal_group
+from bench.planning.compose import CONF_FOLDER
+from bench.simulate.predict import predict_run
+from bench.strategies.accelerate import ENVIRONMENT_PREFIXES, _build_rank_environment, require_supported_driver
+from bench.strategies.framework import BACKEND_KNOB_DEFAULTS as OFFERED
+from bench.strategies.framework import FIXED_BACKEND_KNOBS, PLAIN_STRATEGIES, isolate_environment
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -31,12 +31,12 @@ FRAMEWORKS = ("accelerate", "lightning")
 BACKENDS = ("ddp", "fsdp", "fsdp1")
 
 
-def predicted(*overrides: str) -> float:
-    return predict(configuration(*overrides)).memory.allocated.value
+def predict_allocated_bytes(*overrides: str) -> float:
+    return predict_run(compose_run_config(*overrides)).memory.allocated.value
 
 
 SINGLE = ("strategy=single", "gpus=1", "batch_size_per_gpu=8")
-FOUR = ("gpus=4", "batch_size_per_gpu=2")
+FOUR_GPUS = ("gpus=4", "batch_size_per_gpu=2")
 HYBRID = ("strategy.backend=fsdp", "strategy.sharding_factor=2")
 
 PARITY: dict[str, list[tuple[tuple[str, ...], tuple[str, ...], str]]] = {
@@ -63,17 +63,17 @@ KNOBS: dict[str, list[tuple[str, str, str]]] = {
 def test_a_framework_computes_what_the_plain_strategy_does_and_keeps_what_is_predicted(
     execute: Execute, framework: str
 ) -> None:
-    parity = [(*model, *STEPS, *FOUR, f"strategy={framework}", *knobs) for model, knobs, _ in PARITY[framework]]
+    parity = [(*model, *STEPS, *FOUR_GPUS, f"strategy={framework}", *knobs) for model, knobs, _ in PARITY[framework]]
     run = (*SMALL_T5, *STEPS)
     knobs = [(*run, f"strategy={framework}", f"strategy.backend={name}", *rest) for name, *rest in KNOBS[framework]]
     plain = [(*run, f"strategy={name}", *rest) for name, *rest in KNOBS[framework]]
     alone = [(*run, f"strategy={framework}", "strategy.backend=fsdp", "gpus=8", "mode=rehearse")]
     singles = {model: (*model, *STEPS, *SINGLE) for model in (SMALL_T5, SMALL_GPT)}
-    asked = [*parity, *knobs, *plain, *alone, *singles.values()]
-    runs = dict(zip(asked, execute(*asked), strict=True))
+    all_runs = [*parity, *knobs, *plain, *alone, *singles.values()]
+    runs = dict(zip(all_runs, execute(*all_runs), strict=True))
     for run, record in runs.items():
         assert record["status"] == "ok", (run, record["error"])
-        assert record["peak_allocated_bytes"] == pytest.approx(predicted(*run), rel=0.01), run
+        assert record["peak_allocated_bytes"] == pytest.approx(predict_allocated_bytes(*run), rel=0.01), run
     for run, (model, _, kind) in zip(parity, PARITY[framework], strict=True):
         assert runs[run]["losses"] == pytest.approx(runs[singles[model]]["losses"], rel=1e-5), run
         assert runs[run]["effective_strategy"] == f"{framework}/{kind}"
@@ -106,47 +106,47 @@ def test_a_framework_computes_what_the_plain_strategy_does_and_keeps_what_is_pre
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_what_makes_no_sense_is_refused(framework: str, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        configuration(*SMALL_T5, f"strategy={framework}", "gpus=4", *overrides)
+        compose_run_config(*SMALL_T5, f"strategy={framework}", "gpus=4", *overrides)
 
 
 def test_accelerate_has_no_mesh_for_fsdp1_and_none_without_shards() -> None:
     run = (*SMALL_T5, "strategy=accelerate", "gpus=4")
     with pytest.raises(ImpossibleError, match=r"sharding_factor=2 .*backend=fsdp1: choose full, or strategy fsdp1"):
-        configuration(*run, "strategy.backend=fsdp1", "strategy.sharding_factor=2")
+        compose_run_config(*run, "strategy.backend=fsdp1", "strategy.sharding_factor=2")
     with pytest.raises(ImpossibleError, match=r"sharding_factor=1 .*backend=fsdp: choose more than 1"):
-        configuration(*run, "strategy.backend=fsdp", "strategy.sharding_factor=1")
+        compose_run_config(*run, "strategy.backend=fsdp", "strategy.sharding_factor=1")
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_without_the_library_it_can_be_predicted_and_nothing_else(
     framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = importlib.util.find_spec
+    original_find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == framework else find(name, *rest)
+        importlib.util, "find_spec", lambda name, *rest: None if name == framework else original_find_spec(name, *rest)
     )
     run = (*SMALL_T5, f"strategy={framework}", "gpus=4")
-    config = configuration(*run)
+    config = compose_run_config(*run)
     with pytest.raises(ImpossibleError, match=rf'strategy={framework} needs .* pip install -e "\.\[{framework}\]"'):
         config.strategy.check_installed()
-    assert predicted(*run) == predicted(*SMALL_T5, "strategy=ddp", "gpus=4")
+    assert predict_allocated_bytes(*run) == predict_allocated_bytes(*SMALL_T5, "strategy=ddp", "gpus=4")
 
 
 def test_a_knob_that_is_not_given_is_the_plain_strategys() -> None:
     for backend in BACKENDS:
-        plain = configuration(*SMALL_T5, f"strategy={backend}", "gpus=4").strategy
+        plain = compose_run_config(*SMALL_T5, f"strategy={backend}", "gpus=4").strategy
         for framework in FRAMEWORKS:
-            strategy: Any = configuration(
+            strategy: Any = compose_run_config(
                 *SMALL_T5, f"strategy={framework}", f"strategy.backend={backend}", "gpus=4"
             ).strategy
-            assert strategy.plain == plain
+            assert strategy.plain_strategy == plain
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_null_stands_for_is_in_the_plain_strategys_yaml(backend: str) -> None:
-    file = yaml.safe_load((CONF / "strategy" / f"{backend}.yaml").read_text())
-    knobs = {**OFFERED[backend], **NOT_OFFERED[backend]}
-    plain = PLAIN[backend](name=backend, sharding_factor=file["sharding_factor"], **knobs)
+    file = yaml.safe_load((CONF_FOLDER / "strategy" / f"{backend}.yaml").read_text())
+    knobs = {**OFFERED[backend], **FIXED_BACKEND_KNOBS[backend]}
+    plain = PLAIN_STRATEGIES[backend](name=backend, sharding_factor=file["sharding_factor"], **knobs)
     assert {name: getattr(plain, name) for name in file} == file
 
 
@@ -155,7 +155,7 @@ def test_frameworks_read_nothing_of_how_to_train_from_the_environment_and_keep_t
 ) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8")
     before, threads = dict(os.environ), torch.get_num_threads()
-    with environment(("ACCELERATE_",), RANK="3"):
+    with isolate_environment(("ACCELERATE_",), RANK="3"):
         assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in os.environ
         assert os.environ["RANK"] == "3"
         torch.set_num_threads(threads + 1)
@@ -170,9 +170,9 @@ def test_ranks_of_several_machines_need_no_address_where_a_process_group_exists(
     from accelerate import PartialState
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    start_rehearsal(4)
+    init_rehearsal_group(4)
     try:
-        with environment(SETTINGS, **_place(torch.device("cpu"))):
+        with isolate_environment(ENVIRONMENT_PREFIXES, **_build_rank_environment(torch.device("cpu"))):
             state = PartialState(cpu=True)
             assert (state.num_processes, state.process_index) == (4, 0)
             PartialState._reset_state()
@@ -185,9 +185,9 @@ def test_ranks_of_several_machines_need_no_address_where_a_process_group_exists(
 
 
 def test_what_accelerate_refuses_is_said_with_the_ways_out() -> None:
-    refuse_old_drivers(supported=True)
+    require_supported_driver(is_supported=True)
     with pytest.raises(ImpossibleError, match=r"NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1.*strategy ddp"):
-        refuse_old_drivers(supported=False)
+        require_supported_driver(is_supported=False)
 
 
 @needs("accelerate")
@@ -198,4 +198,4 @@ def test_accelerate_still_says_which_gpus_it_refuses() -> None:
 
 
 def test_versions_are_recorded() -> None:
-    assert set(FRAMEWORKS) <= set(software()["packages"])
+    assert set(FRAMEWORKS) <= set(describe_software()["packages"])

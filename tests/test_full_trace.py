@@ -12,79 +12,81 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import records
-from bench.config import run_config
+from bench.config import build_run_config
 from bench.errors import ImpossibleError
-from bench.simulate.cpu_memory import Sums
-from bench.simulate.full_trace import TRACED, full_trace
-from bench.simulate.prediction import PARTS
-from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, configuration
+from bench.simulate.cpu_memory import InPlaceSumDetector
+from bench.simulate.full_trace import TRACEABLE_STRATEGIES, trace_training_peaks
+from bench.simulate.prediction import MEMORY_PARTS
+from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 
 MEASURED = ROOT / "results" / "measured"
 TOLERANCE = 0.001
 """What is not followed: numbers wrapped as tensors, oneDNN's scratch memory of some 100 KB."""
 
-EVERY = 9
+TRACE_EVERY_NTH = 9
 """Of the rows of `cpu_memory`, one in so many is traced."""
 
 
-def rows(folder: str) -> Iterator[dict[str, Any]]:
+def iterate_traceable_rows(folder: str) -> Iterator[dict[str, Any]]:
     """Rows that can be traced, in an order that mixes everything."""
     for run in sorted((MEASURED / folder).iterdir()):
-        row = records.latest(run.parent, run.name) if run.is_dir() and not run.name.startswith(".") else None
-        if row and row.get("status") == "ok" and row["strategy"] in TRACED:
+        row = records.read_latest_row(run.parent, run.name) if run.is_dir() and not run.name.startswith(".") else None
+        if row and row.get("status") == "ok" and row["strategy"] in TRACEABLE_STRATEGIES:
             yield row
 
 
-def title(row: dict[str, Any]) -> str:
+def format_title(row: dict[str, Any]) -> str:
     words = (row["model"], row["effective_strategy"], row["precision"], row["activation_checkpointing"])
     return "-".join([*map(str, words), f"x{row['world_size']}", row["run_id"]])
 
 
-def error(row: dict[str, Any]) -> float:
-    traced = full_trace(run_config(row["config"]))
-    return abs(traced.allocated / row["peak_allocated_bytes"] - 1)
+def compute_relative_error(row: dict[str, Any]) -> float:
+    traced = trace_training_peaks(build_run_config(row["config"]))
+    return abs(traced.step_peak / row["peak_allocated_bytes"] - 1)
 
 
-TINY = [row for row in rows("cpu_2core") if row["model"].endswith("_tiny")]
-MEMORY = list(rows("cpu_memory"))[::EVERY]
+TINY_ROWS = [row for row in iterate_traceable_rows("cpu_2core") if row["model"].endswith("_tiny")]
+MEMORY_ROWS = list(iterate_traceable_rows("cpu_memory"))[::TRACE_EVERY_NTH]
 
 
-@pytest.mark.parametrize("row", TINY[::4], ids=title)
+@pytest.mark.parametrize("row", TINY_ROWS[::4], ids=format_title)
 def test_it_says_what_was_measured(row: dict[str, Any]) -> None:
-    assert error(row) <= TOLERANCE
+    assert compute_relative_error(row) <= TOLERANCE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", MEMORY, ids=title)
+@pytest.mark.parametrize("row", MEMORY_ROWS, ids=format_title)
 def test_it_says_what_was_measured_of_every_strategy(row: dict[str, Any]) -> None:
-    assert error(row) <= TOLERANCE
+    assert compute_relative_error(row) <= TOLERANCE
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "fsdp1"])
 @pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
 def test_its_parts_add_up_to_its_peak(model: tuple[str, ...], strategy: str) -> None:
     gpus = "gpus=1" if strategy == "single" else "gpus=4"
-    traced = full_trace(configuration(*model, f"strategy={strategy}", gpus, "sequence_length=16"))
-    assert set(traced.parts) == set(PARTS)
-    assert sum(traced.parts.values()) == traced.allocated == traced.phase_peaks[traced.phase]
-    assert traced.allocated == max(traced.phase_peaks.values()) <= traced.allocated_overall
+    traced = trace_training_peaks(compose_run_config(*model, f"strategy={strategy}", gpus, "sequence_length=16"))
+    assert set(traced.parts) == set(MEMORY_PARTS)
+    assert sum(traced.parts.values()) == traced.step_peak == traced.phase_peaks[traced.phase]
+    assert traced.step_peak == max(traced.phase_peaks.values()) <= traced.overall_peak
     assert set(traced.phase_peaks) == {"forward", "backward", "optimizer"}
     assert traced.parts["activations"] > 0
     assert (traced.parts["gathered"] > 0) == (strategy != "single")
 
 
 def test_parameters_and_optimizer_state_are_what_they_must_be() -> None:
-    config = configuration(*SMALL_GPT, "strategy=single")
-    traced = full_trace(config)
+    config = compose_run_config(*SMALL_GPT, "strategy=single")
+    traced = trace_training_peaks(config)
     assert traced.parts["parameters"] == 4 * config.model.num_parameters
     # AdamW's two states, and a step count for each parameter tensor.
-    tensors = len(list(config.model.build().parameters()))
+    tensors = len(list(config.model.build_model().parameters()))
     assert traced.parts["optimizer"] == 2 * traced.parts["parameters"] + 4 * tensors
 
 
 def test_shards_shrink_with_the_true_world_size() -> None:
     sizes = [
-        full_trace(configuration(*SMALL_GPT, "strategy=fsdp", f"gpus={gpus}", "hardware=a100_80gb")).parts["parameters"]
+        trace_training_peaks(
+            compose_run_config(*SMALL_GPT, "strategy=fsdp", f"gpus={gpus}", "hardware=a100_80gb")
+        ).parts["parameters"]
         for gpus in (8, 512)
     ]
     assert sizes[0] > 6 * sizes[1] > 0  # not 64 times: no shard is smaller than a row, and many have 32 rows
@@ -92,22 +94,22 @@ def test_shards_shrink_with_the_true_world_size() -> None:
 
 def test_gradient_accumulation_without_communication_keeps_whole_gradients() -> None:
     sharded = (*SMALL_GPT, "strategy=fsdp", "gpus=4", "gradient_accumulation=2")
-    whole = full_trace(configuration(*sharded))
-    scattered = full_trace(configuration(*sharded, "gradient_accumulation_sync=true"))
-    assert whole.allocated > scattered.allocated
+    whole = trace_training_peaks(compose_run_config(*sharded))
+    scattered = trace_training_peaks(compose_run_config(*sharded, "gradient_accumulation_sync=true"))
+    assert whole.step_peak > scattered.step_peak
 
 
 def test_the_module_at_the_peak_has_its_name_in_the_model() -> None:
     deep = (*SMALL_GPT, "model.vocabulary_size=8", "sequence_length=256", "activation_checkpointing=full")
-    traced = full_trace(configuration(*deep, "strategy=fsdp1", "gpus=2"))
+    traced = trace_training_peaks(compose_run_config(*deep, "strategy=fsdp1", "gpus=2"))
     assert traced.module.startswith("transformer.h.")
 
 
 def test_it_leaves_no_process_group_and_no_mode_behind() -> None:
     threads, excepthook = torch.get_num_threads(), sys.excepthook
     with pytest.raises(ImpossibleError, match="compile"):
-        full_trace(configuration(*SMALL_GPT, "strategy=single", "compile=true"))
-    full_trace(configuration(*SMALL_GPT, "strategy=single"))
+        trace_training_peaks(compose_run_config(*SMALL_GPT, "strategy=single", "compile=true"))
+    trace_training_peaks(compose_run_config(*SMALL_GPT, "strategy=single"))
     assert not torch.distributed.is_initialized()
     assert torch.get_num_threads() == threads
     assert sys.excepthook is excepthook
@@ -118,63 +120,63 @@ def test_it_leaves_no_process_group_and_no_mode_behind() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "tensor_parallel", "pipeline", "naive_pipeline"])
 def test_what_was_never_held_against_measurements_is_refused(strategy: str) -> None:
     with pytest.raises(ImpossibleError, match=f"strategy={strategy} .*: choose single, fsdp, fsdp1"):
-        full_trace(configuration(*SMALL_GPT, f"strategy={strategy}", "gpus=2", "mode=predict"))
+        trace_training_peaks(compose_run_config(*SMALL_GPT, f"strategy={strategy}", "gpus=2", "mode=predict"))
 
 
 def test_what_lies_on_the_host_is_refused() -> None:
-    offloaded = configuration(
+    offloaded = compose_run_config(
         *SMALL_GPT, "strategy=fsdp", "strategy.cpu_offload=true", "gpus=2", "mode=predict", "hardware=a100_80gb"
     )
     with pytest.raises(ImpossibleError, match="offloads"):
-        full_trace(offloaded)
+        trace_training_peaks(offloaded)
 
 
-def residual(x: torch.Tensor) -> torch.Tensor:
+def sum_residual(x: torch.Tensor) -> torch.Tensor:
     middle = x * 2
     return (middle + middle * 3).square().sum()
 
 
-def shared_memory(x: torch.Tensor) -> torch.Tensor:
+def sum_shared_memory(x: torch.Tensor) -> torch.Tensor:
     middle = x * 2
     return (middle.view(-1) * 3).sum() + middle.sum()
 
 
-def products(x: torch.Tensor) -> torch.Tensor:
+def sum_products(x: torch.Tensor) -> torch.Tensor:
     middle = x * 2
     return sum(((middle @ torch.ones(8, 8)).sum() for _ in range(3)), torch.zeros(()))
 
 
-def a_sum_of_its_own(x: torch.Tensor) -> torch.Tensor:
+def sum_with_hook(x: torch.Tensor) -> torch.Tensor:
     middle = x.clone()
     middle.register_hook(lambda gradient: gradient + 1)
     return middle.sum()
 
 
-class Watch(TorchDispatchMode):
+class AdditionRecorder(TorchDispatchMode):
     """Notes for every addition in backward whether it would be in place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sums, self.found = Sums(), [0, 0]
+        self.sums, self.counts_by_place = InPlaceSumDetector(), [0, 0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
-            self.found[self.sums.in_place(func, args, sys._getframe(1))] += 1
+            self.counts_by_place[self.sums.is_in_place_sum(func, args, sys._getframe(1))] += 1
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("function", [residual, shared_memory, products, a_sum_of_its_own])
+@pytest.mark.parametrize("function", [sum_residual, sum_shared_memory, sum_products, sum_with_hook])
 def test_gradients_are_added_up_in_place_where_a_real_run_does(function: Callable[..., torch.Tensor]) -> None:
     loss = function(torch.ones(8, 8, requires_grad=True))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         loss.backward()
     names = [event.name for event in profiler.events()]
-    watch = Watch()
+    watch = AdditionRecorder()
     with watch:
         function(torch.ones(8, 8, requires_grad=True)).backward()
-    assert watch.found == [names.count("aten::add"), names.count("aten::add_")]
+    assert watch.counts_by_place == [names.count("aten::add"), names.count("aten::add_")]
 
 
 def test_measured_rows_are_there() -> None:
-    assert len(TINY) >= 20
-    assert len(MEMORY) >= 20
+    assert len(TINY_ROWS) >= 20
+    assert len(MEMORY_ROWS) >= 20

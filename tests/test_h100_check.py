@@ -7,31 +7,31 @@ from typing import Any
 
 import pytest
 
-from bench.checks.losses import reference_losses
-from bench.config import run_config
-from bench.planning.compose import composed
-from bench.simulate.predict import predict_all
+from bench.checks.losses import load_reference_losses
+from bench.config import build_run_config
+from bench.planning.compose import compose_config
+from bench.simulate.predict import predict_runs
 from tests.conftest import ROOT
 
-CHECK = json.loads((ROOT / "results/checks/h100.json").read_text())
+H100_CHECK = json.loads((ROOT / "results/checks/h100.json").read_text())
 
-LARGE = "measured"
+LARGE_RUN = "measured"
 """GPT-350M; all others are of a million parameters."""
 
 
-def predicted() -> dict[str, float]:
-    hardware = composed({"hardware": "h100_80gb"})["hardware"]
-    runs: list[dict[str, Any]] = CHECK["runs"]
-    configs = [run_config({**run["config"], "mode": "predict", "hardware": hardware}) for run in runs]
+def predict_allocated_bytes() -> dict[str, float]:
+    hardware = compose_config({"hardware": "h100_80gb"})["hardware"]
+    runs: list[dict[str, Any]] = H100_CHECK["runs"]
+    configs = [build_run_config({**run["config"], "mode": "predict", "hardware": hardware}) for run in runs]
     return {
         run["run"]: prediction.memory.allocated.value
-        for run, prediction in zip(runs, predict_all(configs), strict=True)
+        for run, prediction in zip(runs, predict_runs(configs), strict=True)
     }
 
 
 def test_losses_on_a_gpu_are_those_of_a_cpu() -> None:
-    reference = reference_losses()
-    compared = [run for run in CHECK["runs"] if run["run"] != LARGE]
+    reference = load_reference_losses()
+    compared = [run for run in H100_CHECK["runs"] if run["run"] != LARGE_RUN]
     assert len(compared) == 18
     assert len({run["run"].partition(" ")[0] for run in compared}) == 9
     for run in compared:
@@ -40,12 +40,12 @@ def test_losses_on_a_gpu_are_those_of_a_cpu() -> None:
 
 
 def test_predicted_memory_is_what_the_allocator_of_a_gpu_had() -> None:
-    found = predicted()
-    for run in CHECK["runs"]:
-        too_large = found[run["run"]] - run["peak_allocated_bytes"]
+    predicted_bytes = predict_allocated_bytes()
+    for run in H100_CHECK["runs"]:
+        too_large = predicted_bytes[run["run"]] - run["peak_allocated_bytes"]
         if "accelerate" in run["run"]:  # which leaves DDP out where there is one process
             assert 0 < too_large < 4.2e6, run["run"]
         else:
             assert -1.8e6 < too_large < 0, run["run"]
-    large = next(run for run in CHECK["runs"] if run["run"] == LARGE)
-    assert found[LARGE] == pytest.approx(large["peak_allocated_bytes"], rel=0.0003)
+    large = next(run for run in H100_CHECK["runs"] if run["run"] == LARGE_RUN)
+    assert predicted_bytes[LARGE_RUN] == pytest.approx(large["peak_allocated_bytes"], rel=0.0003)

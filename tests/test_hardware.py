@@ -10,34 +10,34 @@ import pytest
 
 from bench.errors import ImpossibleError, UsageError
 from bench.hardware import refuse_unsupported
-from bench.hardware.detect import Device
-from bench.planning.compose import composed, groups
-from bench.planning.forecast import forecasts
-from bench.planning.request import description_of
+from bench.hardware.detect import DetectedDevice
+from bench.planning.compose import compose_config, list_config_groups
+from bench.planning.forecast import predict_configs
+from bench.planning.request import find_hardware_description
 from bench.simulate.prediction import Prediction
-from tests.conftest import CPU, ROOT, configuration
+from tests.conftest import CPU, ROOT, compose_run_config
 
-A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 2**30)
-V100 = Device("cuda", "Tesla V100-SXM2-32GB", 8, (7, 0), 32 * 2**30)
+A100 = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 2**30)
+V100 = DetectedDevice("cuda", "Tesla V100-SXM2-32GB", 8, (7, 0), 32 * 2**30)
 
 
-def refuse(device: Device, *overrides: str) -> None:
-    config = configuration(*overrides)
+def refuse_unsupported_config(device: DetectedDevice, *overrides: str) -> None:
+    config = compose_run_config(*overrides)
     refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
 
 
-def numbers_of(values: dict[str, Any], prefix: str) -> list[str]:
+def list_number_names(values: dict[str, Any], prefix: str) -> list[str]:
     """Dotted names of the numbers in nested values; those of one format share a name."""
     names = []
     for name, value in values.items():
         nested = isinstance(value, dict) and name != "efficiency"
-        names += numbers_of(value, f"{prefix}.{name}") if nested else [f"{prefix}.{name}"]
+        names += list_number_names(value, f"{prefix}.{name}") if nested else [f"{prefix}.{name}"]
     return names
 
 
-@pytest.mark.parametrize("option", [option for option in groups()["hardware"] if option != "auto"])
+@pytest.mark.parametrize("option", [option for option in list_config_groups()["hardware"] if option != "auto"])
 def test_every_description_is_complete_and_sourced(option: str) -> None:
-    hardware = configuration(f"hardware={option}").hardware
+    hardware = compose_run_config(f"hardware={option}").hardware
     assert hardware.name == option
     if hardware.gpu_names:
         assert set(hardware.peak_tflops) >= {"fp32", "fp16"}
@@ -46,7 +46,7 @@ def test_every_description_is_complete_and_sourced(option: str) -> None:
         required = {"peak_tflops", "memory_gb", "memory_bandwidth_gb_s"}
         assert all(hardware.sources[field].startswith("https://") for field in required)
         assert set(hardware.speeds.matmul.efficiency) == set(hardware.peak_tflops)
-        for number in numbers_of(composed({"hardware": option})["hardware"]["speeds"], "speeds"):
+        for number in list_number_names(compose_config({"hardware": option})["hardware"]["speeds"], "speeds"):
             source = hardware.sources.get(number) or hardware.sources.get(number.rpartition(".")[0])
             assert source is not None, f"{option} does not say where {number} comes from"
             assert source.startswith(("https://", "fitted: ", "assumed: ")), source
@@ -55,11 +55,11 @@ def test_every_description_is_complete_and_sourced(option: str) -> None:
 
 
 def test_auto_finds_the_description_by_the_drivers_name() -> None:
-    assert description_of(A100) == "a100_80gb"
-    assert description_of(Device("cuda", "NVIDIA H200", 1, (9, 0))) == "h200"
-    assert description_of(V100) == "v100_32gb"
-    assert description_of(Device("cuda", "Tesla T4", 1, (7, 5))) == "gpu"
-    assert description_of(CPU) == "cpu"
+    assert find_hardware_description(A100) == "a100_80gb"
+    assert find_hardware_description(DetectedDevice("cuda", "NVIDIA H200", 1, (9, 0))) == "h200"
+    assert find_hardware_description(V100) == "v100_32gb"
+    assert find_hardware_description(DetectedDevice("cuda", "Tesla T4", 1, (7, 5))) == "gpu"
+    assert find_hardware_description(CPU) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -72,22 +72,22 @@ def test_auto_finds_the_description_by_the_drivers_name() -> None:
         (A100, ("hardware=a100_80gb", "hardware.memory_limit_gib=82"), "choose at most 80.0"),
     ],
 )
-def test_what_a_device_cannot_do_is_refused(device: Device, overrides: tuple[str, ...], sentence: str) -> None:
+def test_what_a_device_cannot_do_is_refused(device: DetectedDevice, overrides: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ImpossibleError, match=sentence):
-        refuse(device, *overrides)
+        refuse_unsupported_config(device, *overrides)
 
 
 def test_what_a_device_can_do_is_not_refused() -> None:
-    refuse(A100, "hardware=a100_80gb", "precision=tf32", "hardware.memory_limit_gib=40")
-    refuse(V100, "hardware=gpu", "precision=fp16", "compile=true")
+    refuse_unsupported_config(A100, "hardware=a100_80gb", "precision=tf32", "hardware.memory_limit_gib=40")
+    refuse_unsupported_config(V100, "hardware=gpu", "precision=fp16", "compile=true")
     for precision in ("fp32", "bf16", "fp16", "bf16_pure"):
-        refuse(CPU, f"precision={precision}")
+        refuse_unsupported_config(CPU, f"precision={precision}")
 
 
 def test_compiling_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ImpossibleError, match=r"compile=true on a CPU needs a C\+\+ compiler"):
-        refuse(CPU, "compile=true")
+        refuse_unsupported_config(CPU, "compile=true")
 
 
 @pytest.mark.parametrize(
@@ -113,33 +113,33 @@ def test_compiling_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.Mo
 )
 def test_a_bad_speed_is_named(override: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        configuration("hardware=a100_80gb", override)
+        compose_run_config("hardware=a100_80gb", override)
 
 
 def test_a_network_is_overridden_in_one_word() -> None:
-    changed = configuration("hardware=a100_80gb", "hardware.speeds.links.node_gb_s=50").hardware.speeds
+    changed = compose_run_config("hardware=a100_80gb", "hardware.speeds.links.node_gb_s=50").hardware.speeds
     assert changed is not None
     assert changed.links.node_gb_s == 50.0
 
 
 def test_what_is_believed_about_speed_does_not_change_what_was_measured() -> None:
-    measured = configuration("hardware=a100_80gb")
-    slower = configuration("hardware=a100_80gb", "hardware.speeds.links.node_gb_s=50")
+    measured = compose_run_config("hardware=a100_80gb")
+    slower = compose_run_config("hardware=a100_80gb", "hardware.speeds.links.node_gb_s=50")
     assert measured.run_id == slower.run_id
-    predicted = configuration("mode=predict", "hardware=a100_80gb")
+    predicted = compose_run_config("mode=predict", "hardware=a100_80gb")
     assert (
         predicted.run_id
-        != configuration("mode=predict", "hardware=a100_80gb", "hardware.speeds.links.node_gb_s=50").run_id
+        != compose_run_config("mode=predict", "hardware=a100_80gb", "hardware.speeds.links.node_gb_s=50").run_id
     )
 
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_is_above_zero(limit: int) -> None:
     with pytest.raises(UsageError, match=r"hardware\.memory_limit_gib"):
-        configuration("hardware=cpu", f"hardware.memory_limit_gib={limit}")
+        compose_run_config("hardware=cpu", f"hardware.memory_limit_gib={limit}")
 
 
-LIMITED = """
+LIMIT_SCRIPT = """
 import torch
 from bench.hardware import MemoryLimit
 limit = MemoryLimit(256 * 2**20, [torch.device("cpu")])
@@ -150,7 +150,7 @@ try:
     torch.empty(80 * 2**20, dtype=torch.uint8)
 except RuntimeError as error:
     print("refused" if "allocate memory" in str(error) else error)
-with limit.suspended():
+with limit.suspend():
     extra = torch.empty(80 * 2**20, dtype=torch.uint8)
 fits = torch.empty(32 * 2**20, dtype=torch.uint8); del fits
 try:
@@ -165,29 +165,31 @@ print("lifted")
 
 def test_a_cpu_memory_limit_limits_to_within_some_mebibytes() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LIMIT_SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.split("\n")[:3] == ["refused", "refused again", "lifted"], done.stderr
 
 
 def test_the_memory_that_is_set_is_the_memory_there_is() -> None:
     question = ("mode=predict", "hardware=a100_80gb", "model=t5_tiny")
-    outside = configuration(*question, "hardware.memory_gb=24").hardware.speeds.outside  # type: ignore[union-attr]
+    outside = compose_run_config(*question, "hardware.memory_gb=24").hardware.speeds.outside  # type: ignore[union-attr]
     assert outside.device_gib == pytest.approx(79.35 * 24 / 80)
-    (whole, less) = (forecasts([configuration(*question, *more)])[0] for more in ((), ("hardware.memory_gb=24",)))
+    (whole, less) = (
+        predict_configs([compose_run_config(*question, *more)])[0] for more in ((), ("hardware.memory_gb=24",))
+    )
     assert isinstance(whole, Prediction)
     assert isinstance(less, Prediction)
     assert whole.memory.capacity is not None
     assert less.memory.capacity is not None
     assert whole.memory.capacity - less.memory.capacity == pytest.approx(79.35 * 56 / 80 * 2**30, rel=1e-6)
-    both = configuration(*question, "hardware.speeds.outside.device_gib=20", "hardware.memory_gb=24")
+    both = compose_run_config(*question, "hardware.speeds.outside.device_gib=20", "hardware.memory_gb=24")
     assert both.hardware.speeds.outside.device_gib == 20  # type: ignore[union-attr]
 
 
 def test_a_run_is_refused_where_the_gpu_has_another_memory() -> None:
-    config = configuration("hardware=a100_80gb", "hardware.memory_gb=24")
-    device = Device("cuda", "NVIDIA A100-SXM4-80GB", 1, (8, 0), int(79.35 * 2**30))
+    config = compose_run_config("hardware=a100_80gb", "hardware.memory_gb=24")
+    device = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 1, (8, 0), int(79.35 * 2**30))
     with pytest.raises(ImpossibleError, match=r"memory_gb=24 is not what .* choose hardware\.memory_limit_gib=24"):
         refuse_unsupported(config.hardware, device, config.precision, compile_blocks=False)
-    usual = configuration("hardware=a100_80gb").hardware
+    usual = compose_run_config("hardware=a100_80gb").hardware
     refuse_unsupported(usual, device, config.precision, compile_blocks=False)

@@ -13,42 +13,42 @@ import pytest
 import yaml
 
 from bench import predict, run, sweep
-from bench.config import RunConfig, run_config
+from bench.config import RunConfig, build_run_config
 from bench.errors import UsageError
-from bench.hardware.detect import Device
-from bench.hardware.file import as_yaml, read_hardware
-from bench.planning.compose import CONF, composed
-from bench.planning.plan import make_plan
-from bench.planning.request import read_request
-from tests.conftest import CPU, ROOT, configuration
+from bench.hardware.detect import DetectedDevice
+from bench.hardware.file import format_hardware_yaml, read_hardware_file
+from bench.planning.compose import CONF_FOLDER, compose_config
+from bench.planning.plan import build_sweep_plan
+from bench.planning.request import parse_sweep_request
+from tests.conftest import CPU, ROOT, compose_run_config
 
-H200 = CONF / "hardware" / "h200.yaml"
-COUNT = itertools.count()
+H200_FILE = CONF_FOLDER / "hardware" / "h200.yaml"
+FILE_NUMBERS = itertools.count()
 
 
 @pytest.fixture
 def described(tmp_path: Path) -> Callable[..., Path]:
     """Writes a file like that of the H200, changed: a file is read once, so each has a name of its own."""
 
-    def write(change: Callable[[dict[str, Any]], object] = lambda values: None) -> Path:
-        values = yaml.safe_load(H200.read_text())
+    def write_changed_file(change: Callable[[dict[str, Any]], object] = lambda values: None) -> Path:
+        values = yaml.safe_load(H200_FILE.read_text())
         change(values)
-        path = tmp_path / f"mine{next(COUNT)}.yaml"
+        path = tmp_path / f"mine{next(FILE_NUMBERS)}.yaml"
         path.write_text(yaml.safe_dump(values))
         return path
 
-    return write
+    return write_changed_file
 
 
-def run_id(hardware: str | Path, **settings: str) -> str:
+def compute_run_id(hardware: str | Path, **settings: str) -> str:
     values = {"model": "gpt_125m", "gpus": "8", "mode": "predict", "hardware": str(hardware), **settings}
-    return run_config(composed(values)).run_id
+    return build_run_config(compose_config(values)).run_id
 
 
 def test_a_file_means_what_the_same_description_in_the_suite_means(described):
     path = described()
-    assert configuration(f"hardware={path}", "gpus=8") == configuration("hardware=h200", "gpus=8")
-    assert run_id(path) == run_id("h200")
+    assert compose_run_config(f"hardware={path}", "gpus=8") == compose_run_config("hardware=h200", "gpus=8")
+    assert compute_run_id(path) == compute_run_id("h200")
 
 
 def test_identity_is_the_content_not_path_date_or_layout(described):
@@ -56,7 +56,7 @@ def test_identity_is_the_content_not_path_date_or_layout(described):
     moved = described(lambda values: values["sources"].update(calibration="1999-12-31 on host elsewhere"))
     written_out = described(lambda values: values["speeds"]["links"].update(gpu_latency=1.0, gloo=None))
     (flow := moved.with_name("flow.yaml")).write_text(json.dumps(yaml.safe_load(path.read_text())))
-    assert run_id(path) == run_id(moved) == run_id(written_out) == run_id(flow)
+    assert compute_run_id(path) == compute_run_id(moved) == compute_run_id(written_out) == compute_run_id(flow)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_identity_is_the_content_not_path_date_or_layout(described):
     ],
 )
 def test_identity_is_the_whole_content(described, change):
-    assert run_id(described(change)) != run_id("h200")
+    assert compute_run_id(described(change)) != compute_run_id("h200")
 
 
 def test_numbers_that_came_later_leave_earlier_predictions_their_identity():
@@ -78,26 +78,26 @@ def test_numbers_that_came_later_leave_earlier_predictions_their_identity():
     for row in map(json.loads, (path.read_text() for path in rows)):
         before = row["config"]["hardware"]["speeds"]["links"]
         row["config"]["hardware"]["speeds"]["links"] = {**before, "gpu_latency": 1.0, "gloo": None}
-        assert run_config(row["config"]).run_id == row["run_id"]
+        assert build_run_config(row["config"]).run_id == row["run_id"]
 
 
 def test_a_measurement_does_not_depend_on_what_is_believed_of_speeds(described):
     path = described(lambda values: values["speeds"]["links"].update(latency=7.0))
-    assert run_id(path, mode="measure") == run_id("h200", mode="measure")
+    assert compute_run_id(path, mode="measure") == compute_run_id("h200", mode="measure")
 
 
 def test_fields_of_a_file_can_be_set_and_added_to(described):
     settings = {"hardware": str(described()), "+hardware.sources.mine": "a guess", "hardware.memory_limit_gib": "40"}
-    values = composed(settings)["hardware"]
+    values = compose_config(settings)["hardware"]
     assert values["sources"]["mine"] == "a guess"
     assert values["memory_limit_gib"] == 40
-    assert "mine" not in composed({"hardware": settings["hardware"]})["hardware"]["sources"]
+    assert "mine" not in compose_config({"hardware": settings["hardware"]})["hardware"]["sources"]
 
 
 def test_a_file_without_the_fields_that_have_a_default_has_them_all_the_same(tmp_path):
     (tmp_path / "short.yaml").write_text("name: short\ndevice: cpu\n")
     settings = {"hardware": str(tmp_path / "short.yaml"), "hardware.memory_limit_gib": "2", "hardware.cpu_threads": "4"}
-    config = run_config(composed(settings))
+    config = build_run_config(compose_config(settings))
     assert (config.hardware.memory_limit_gib, config.hardware.cpu_threads) == (2, 4)
 
 
@@ -107,51 +107,51 @@ def test_relative_paths_are_those_of_the_current_folder(described, monkeypatch, 
     spaced.write_text(path.read_text())
     monkeypatch.chdir(tmp_path)
     for typed in (path.name, f"./{path.name}", f"'{spaced.name}'"):
-        (point,) = read_request(["sweep=adhoc", f"hardware={typed}"], multirun=False, device=CPU).points
-        assert run_config(composed(point)).hardware.name == "here"
+        (point,) = parse_sweep_request(["sweep=adhoc", f"hardware={typed}"], multirun=False, device=CPU).points
+        assert build_run_config(compose_config(point)).hardware.name == "here"
     (other := tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(other)
     with pytest.raises(UsageError, match=f"hardware={other / path.name} is not valid: choose a file that exists"):
-        composed({"hardware": path.name})
+        compose_config({"hardware": path.name})
 
 
-def planned(*arguments: str) -> list[RunConfig]:
-    request = read_request(arguments, multirun=True, device=Device("cuda", "NVIDIA H200", 8))
-    return make_plan(request.points, Path("/no/such/store"), force=False, check=lambda config: None).possible
+def plan_runs(*arguments: str) -> list[RunConfig]:
+    request = parse_sweep_request(arguments, multirun=True, device=DetectedDevice("cuda", "NVIDIA H200", 8))
+    return build_sweep_plan(request.points, Path("/no/such/store"), force=False, check_run=lambda config: None).possible
 
 
 def test_a_file_is_a_value_of_an_axis(described):
     path = described(lambda values: values.update(name="mine"))
-    found = planned("model=gpt_tiny", f"hardware=a100_80gb,{path}", "mode=predict", "gpus=8")
-    assert [config.hardware.name for config in found] == ["a100_80gb", "mine"]
+    configs = plan_runs("model=gpt_tiny", f"hardware=a100_80gb,{path}", "mode=predict", "gpus=8")
+    assert [config.hardware.name for config in configs] == ["a100_80gb", "mine"]
 
 
 @pytest.mark.alone
 def test_thousands_of_runs_with_a_file_are_planned_in_seconds(described):
     path = described(lambda values: values.update(name="mine"))
     started = time.process_time()
-    found = planned("model=gpt_tiny", f"hardware={path}", "batch_size_per_gpu=range(1,2001)", "gpus=8")
+    configs = plan_runs("model=gpt_tiny", f"hardware={path}", "batch_size_per_gpu=range(1,2001)", "gpus=8")
     assert time.process_time() - started < 4  # half a second on a core of 2024
-    assert len({config.run_id for config in found}) == 2000
+    assert len({config.run_id for config in configs}) == 2000
 
 
 def test_what_goes_to_a_cluster_holds_the_numbers_not_the_file(described):
     path = described(lambda values: values.update(name="mine"))
-    (config,) = planned(f"hardware={path}", "model=gpt_tiny", "gpus=8")
+    (config,) = plan_runs(f"hardware={path}", "model=gpt_tiny", "gpus=8")
     path.unlink()
-    assert run_config(json.loads(json.dumps({**config.to_dict(), "strategy": config.requested}))) == config
+    assert build_run_config(json.loads(json.dumps({**config.to_dict(), "strategy": config.requested}))) == config
     assert str(path) not in repr(config)
 
 
 def test_what_is_written_is_read_back_equal(tmp_path):
-    hardware = configuration("hardware=h200").hardware
-    (tmp_path / "copy.yaml").write_text(as_yaml(hardware, "two\nlines"))
+    hardware = compose_run_config("hardware=h200").hardware
+    (tmp_path / "copy.yaml").write_text(format_hardware_yaml(hardware, "two\nlines"))
     assert (tmp_path / "copy.yaml").read_text().startswith("# two\n# lines\nname: h200\n")
-    assert read_hardware(tmp_path / "copy.yaml") == hardware
+    assert read_hardware_file(tmp_path / "copy.yaml") == hardware
 
 
 # What is wrong with a file, and parts of the sentence it earns.
-MISTAKES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
+BAD_FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "no YAML": ("a: [", ("choose a file that holds a description in YAML",)),
     "no text": (bytes(range(128, 255)), ("choose a file that holds a description in YAML",)),
     "no fields": ("- 1\n- 2\n", ("choose a file that holds fields and their values",)),
@@ -164,23 +164,25 @@ MISTAKES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", BAD_FILES)
 def test_a_file_that_is_wrong_earns_a_sentence(mistake, tmp_path, capsys):
-    text, parts = MISTAKES[mistake]
+    text, parts = BAD_FILES[mistake]
     path = tmp_path / "bad.yaml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    refused(sweep.main, capsys, f"hardware={path}", *parts)
+    assert_refused(sweep.main, capsys, f"hardware={path}", *parts)
 
 
 @pytest.mark.parametrize("where", ["speeds", "speeds.links", "speeds.links.gloo"])
 def test_a_field_inside_a_section_that_is_wrong_is_named_in_full(where, described, capsys):
-    def spoil(values: dict[str, Any]) -> None:
+    def add_unknown_field(values: dict[str, Any]) -> None:
         values["speeds"]["links"]["gloo"] = {"step_us": 50, "reduce": 1.0, "reduce_scatter": 2.0}
         for name in where.split("."):
             values = values[name]
         values["colour"] = "red"
 
-    refused(sweep.main, capsys, f"hardware={described(spoil)}", f"hardware.{where}.colour is not a field")
+    assert_refused(
+        sweep.main, capsys, f"hardware={described(add_unknown_field)}", f"hardware.{where}.colour is not a field"
+    )
 
 
 @pytest.mark.parametrize("main", [sweep.main, predict.main, run.main], ids=["sweep", "predict", "run"])
@@ -188,19 +190,21 @@ def test_a_field_inside_a_section_that_is_wrong_is_named_in_full(where, describe
 def test_what_is_no_file_earns_a_sentence(main, value, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_folder.yaml").mkdir()
-    refused(main, capsys, f"hardware={value}", value, "choose", ".yaml")
+    assert_refused(main, capsys, f"hardware={value}", value, "choose", ".yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["a_folder.yaml"]
 
 
-def refused(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], argument: str, *parts: str) -> None:
+def assert_refused(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], argument: str, *parts: str
+) -> None:
     """One sentence on standard error, exit code 2."""
     assert main([argument]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert said.err.startswith("hardware")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("hardware")
     for part in parts:
-        assert part in said.err
+        assert part in captured.err
 
 
 def test_predictions_with_a_file_are_those_of_its_numbers(described, capsys):

@@ -10,71 +10,80 @@ import numpy as np
 import pytest
 
 from bench import history as command
-from bench.comparison import CANNOT_TELL, IMPROVEMENT, REGRESSION, history
-from bench.comparison.change_points import exact_steps, steps
-from bench.comparison.words import ALLOCATED, TFLOPS, TIME
-from bench.records import read_all, read_attempts
+from bench.comparison import CANNOT_TELL, IMPROVEMENT, REGRESSION, build_histories
+from bench.comparison.change_points import find_exact_level_changes, find_level_changes
+from bench.comparison.words import ALLOCATED, STEP_TIME, TFLOPS
+from bench.records import read_all_attempts, read_latest_attempts
 from bench.reporting import style
-from bench.reporting.drawing import save
-from bench.reporting.figures.regression import history_drawings
+from bench.reporting.drawing import save_drawing
+from bench.reporting.figures.regression import draw_histories
 from tests.records_fixture import write_store
-from tests.repeated_runs import MEMORY, on_gpus, runs, scattered
+from tests.repeated_runs import PEAK_BYTES, draw_step_times, make_runs, move_to_gpus
 
 
-def sha(number):
+def make_sha(number):
     """A commit that can be told from others by its first letters."""
     return f"{number:02x}" * 20
 
 
-def nights(count, *, spread=0.01, repeats=2, seed=0, slower=lambda night: 0.0, columns=lambda night: {}, **common):
+def make_nightly_rows(
+    count, *, spread=0.01, repeats=2, seed=0, slower=lambda night: 0.0, columns=lambda night: {}, **common
+):
     """Rows of one configuration, run every night with another commit."""
-    random = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     rows = []
     for night in range(count):
-        which = {"git_sha": sha(night), "day": str(date(2026, 4, 1) + timedelta(night)), **common, **columns(night)}
-        rows += runs(scattered(random, repeats, spread, slower(night)), **which)
+        which = {
+            "git_sha": make_sha(night),
+            "day": str(date(2026, 4, 1) + timedelta(night)),
+            **common,
+            **columns(night),
+        }
+        rows += make_runs(draw_step_times(rng, repeats, spread, slower(night)), **which)
     return rows
 
 
-def of(found, quantity, number=0):
-    return [series for series in found if series.quantity == quantity][number]
+def find_series(all_series, quantity, number=0):
+    return [series for series in all_series if series.quantity == quantity][number]
 
 
 # Change points
 
 
-def noise(random, kind, count):
+def draw_noise(rng, kind, count):
     return {
-        "normal": lambda: random.normal(size=count),
-        "heavy tails": lambda: random.standard_t(3, count),
-        "disturbed": lambda: random.normal(size=count) * np.where(random.random(count) < 0.1, 4, 1),
+        "normal": lambda: rng.normal(size=count),
+        "heavy tails": lambda: rng.standard_t(3, count),
+        "disturbed": lambda: rng.normal(size=count) * np.where(rng.random(count) < 0.1, 4, 1),
     }[kind]()
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy tails", "disturbed"])
 @pytest.mark.parametrize("count", [5, 12, 40])
 def test_a_flat_series_is_rarely_split(kind, count):
-    random = np.random.default_rng(count)
+    rng = np.random.default_rng(count)
     trials = 500
-    split = sum(bool(steps(np.exp(0.03 * noise(random, kind, count)), 0.01, 0.015)) for _ in range(trials))
+    split = sum(
+        bool(find_level_changes(np.exp(0.03 * draw_noise(rng, kind, count)), 0.01, 0.015)) for _ in range(trials)
+    )
     assert split / trials <= (0.02 if kind == "normal" else 0.03), "1 % is meant; tails may cost as much again"
 
 
 def test_a_step_is_found_at_its_place():
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     every, found_at = [], []
     for _ in range(200):
-        values = np.exp(random.normal(0, 0.01, 30) + np.where(np.arange(30) >= 17, np.log1p(0.03), 0))
-        every.append([step.index for step in steps(values, 0.01, 0.015)])
+        values = np.exp(rng.normal(0, 0.01, 30) + np.where(np.arange(30) >= 17, np.log1p(0.03), 0))
+        every.append([step.index for step in find_level_changes(values, 0.01, 0.015)])
         found_at += [abs(index - 17) <= 1 for index in every[-1]]
     assert np.mean([len(places) == 1 for places in every]) >= 0.97
     assert np.mean(found_at) > 0.9
 
 
 def test_what_comes_and_goes_is_two_changes():
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     level = np.where((np.arange(30) >= 12) & (np.arange(30) < 18), np.log1p(0.05), 0)
-    (up, down) = steps(np.exp(random.normal(0, 0.01, 30) + level), 0.01, 0.015)
+    (up, down) = find_level_changes(np.exp(rng.normal(0, 0.01, 30) + level), 0.01, 0.015)
     assert (up.index, down.index) == (12, 18)
     assert up.change == pytest.approx(0.05, abs=0.015)
     assert down.change == pytest.approx(-0.048, abs=0.015)
@@ -84,96 +93,107 @@ def test_one_outlier_is_no_change_and_a_small_step_does_not_count():
     values = np.exp(np.random.default_rng(0).normal(0, 0.005, 20))
     outlier = values.copy()
     outlier[10] *= 1.5
-    assert steps(outlier, 0.01, 0.015) == []
+    assert find_level_changes(outlier, 0.01, 0.015) == []
     small = values * np.where(np.arange(20) >= 10, 1.014, 1)
-    assert steps(small, 0.01, 0.015) == []
-    assert [step.index for step in steps(small, 0.01, 0.005)] == [10]
+    assert find_level_changes(small, 0.01, 0.015) == []
+    assert [step.index for step in find_level_changes(small, 0.01, 0.005)] == [10]
 
 
 def test_values_that_do_not_scatter_change_at_once():
-    assert [step.index for step in steps([1.0] * 5 + [1.1] * 4, 0.01, 0.015)] == [5]
-    (step,) = exact_steps([100, 100, 105], 0.01)
+    assert [step.index for step in find_level_changes([1.0] * 5 + [1.1] * 4, 0.01, 0.015)] == [5]
+    (step,) = find_exact_level_changes([100, 100, 105], 0.01)
     assert (step.index, step.before, step.after) == (2, pytest.approx(100), pytest.approx(105))
-    assert exact_steps([100, 100.5, 100, 100.5], 0.01) == []
+    assert find_exact_level_changes([100, 100.5, 100, 100.5], 0.01) == []
 
 
 # Histories
 
 
 def test_a_slower_commit_is_named_with_its_date_and_what_else_changed():
-    rows = nights(
+    rows = make_nightly_rows(
         20,
         slower=lambda night: 0.05 * (night >= 11),
         columns=lambda night: {"torch_version": "2.13.0" if night < 11 else "2.14.0"},
     )
-    found = history(rows[::-1])
-    (change,) = of(found, TIME).change_points
-    assert (change.git_sha, change.date, change.previous) == (sha(11), "2026-04-12", sha(10)[:7])
+    all_series = build_histories(rows[::-1])
+    (change,) = find_series(all_series, STEP_TIME).change_points
+    assert (change.git_sha, change.date, change.previous) == (make_sha(11), "2026-04-12", make_sha(10)[:7])
     assert change.verdict == REGRESSION
     assert change.change == pytest.approx(0.05, abs=0.01)
-    assert "torch: 2.13.0 → 2.14.0" in [str(each) for each in change.software]
-    (inverse,) = of(found, TFLOPS).change_points
-    assert (inverse.git_sha, inverse.verdict) == (sha(11), REGRESSION)
-    assert of(found, ALLOCATED).change_points == ()
+    assert "torch: 2.13.0 → 2.14.0" in [str(difference) for difference in change.software]
+    (inverse,) = find_series(all_series, TFLOPS).change_points
+    assert (inverse.git_sha, inverse.verdict) == (make_sha(11), REGRESSION)
+    assert find_series(all_series, ALLOCATED).change_points == ()
 
 
 def test_memory_changes_at_one_commit_the_newest_included():
-    rows = nights(6, columns=lambda night: {"memory": int(MEMORY * (1.05 if night == 5 else 1))})
-    (change,) = of(history(rows), ALLOCATED).change_points
-    assert (change.git_sha, change.verdict) == (sha(5), REGRESSION)
+    rows = make_nightly_rows(6, columns=lambda night: {"memory": int(PEAK_BYTES * (1.05 if night == 5 else 1))})
+    (change,) = find_series(build_histories(rows), ALLOCATED).change_points
+    assert (change.git_sha, change.verdict) == (make_sha(5), REGRESSION)
 
 
 def test_flat_histories_of_many_configurations_are_quiet():
-    rows = [row for size in range(1, 31) for row in nights(15, seed=size, world_size=2 * size, spread=0.02)]
-    found = history(rows)
-    assert len({series.name for series in found}) == 30
-    assert not any(series.change_points for series in found)
+    rows = [row for size in range(1, 31) for row in make_nightly_rows(15, seed=size, world_size=2 * size, spread=0.02)]
+    all_series = build_histories(rows)
+    assert len({series.name for series in all_series}) == 30
+    assert not any(series.change_points for series in all_series)
 
 
 def test_another_machine_is_told_and_no_regression():
-    old, new = nights(8), nights(16, seed=1, slower=lambda night: 0.1)[16:]
-    found = history([*on_gpus(old), *on_gpus(new, power_limit_w=300.0)])
-    (change,) = of(found, TIME).change_points
+    old, new = make_nightly_rows(8), make_nightly_rows(16, seed=1, slower=lambda night: 0.1)[16:]
+    all_series = build_histories([*move_to_gpus(old), *move_to_gpus(new, power_limit_w=300.0)])
+    (change,) = find_series(all_series, STEP_TIME).change_points
     assert change.verdict == CANNOT_TELL
-    assert [str(each) for each in change.machines] == ["power limit: 400 W → 300 W"]
-    found = history([*on_gpus(old), *on_gpus(new, name="NVIDIA H100")])
-    assert [series.device for series in found if series.quantity == TIME] == ["NVIDIA A100-SXM4-80GB", "NVIDIA H100"]
-    assert not any(series.change_points for series in found)
+    assert [str(difference) for difference in change.machines] == ["power limit: 400 W → 300 W"]
+    all_series = build_histories([*move_to_gpus(old), *move_to_gpus(new, name="NVIDIA H100")])
+    assert [series.device for series in all_series if series.quantity == STEP_TIME] == [
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA H100",
+    ]
+    assert not any(series.change_points for series in all_series)
 
 
 def test_degraded_runs_and_runs_out_of_memory_are_points_of_their_own_kind():
-    def fate(night):
+    def choose_columns(night):
         return {"status": "oom"} if night in (4, 5) else {"degraded": True} if night == 8 else {}
 
-    series = of(history(nights(12, slower=lambda night: 0.5 * (night == 8), columns=fate)), TIME)
+    series = find_series(
+        build_histories(make_nightly_rows(12, slower=lambda night: 0.5 * (night == 8), columns=choose_columns)),
+        STEP_TIME,
+    )
     assert [point.value is None for point in series.points] == [night in (4, 5, 8) for night in range(12)]
     assert series.points[8].degraded == 2
     assert series.points[8].degraded_value > 1.3 * series.points[7].value
-    assert [(each.git_sha, each.before, each.after, each.verdict) for each in series.change_points] == [
-        (sha(4), "ok", "oom", REGRESSION),
-        (sha(6), "oom", "ok", IMPROVEMENT),
+    assert [
+        (change_point.git_sha, change_point.before, change_point.after, change_point.verdict)
+        for change_point in series.change_points
+    ] == [
+        (make_sha(4), "ok", "oom", REGRESSION),
+        (make_sha(6), "oom", "ok", IMPROVEMENT),
     ]
 
 
 def test_runs_of_one_commit_and_day_are_one_point_and_versions_are_apart():
-    rows = [*runs([0.1, 0.11]), *runs([0.12], torch_version="2.14.0")]
-    series = of(history(rows), TIME)
+    rows = [*make_runs([0.1, 0.11]), *make_runs([0.12], torch_version="2.14.0")]
+    series = find_series(build_histories(rows), STEP_TIME)
     assert [point.runs for point in series.points] == [2, 1]
     assert series.points[0].value == pytest.approx((0.1 * 0.11) ** 0.5)
     assert (series.points[0].low, series.points[0].high) == (0.1, 0.11)
-    assert history(runs([0.1, 0.11])) == []
+    assert build_histories(make_runs([0.1, 0.11])) == []
 
 
 def test_every_attempt_counts(tmp_path):
     """A run that is forced again with another commit is the same run: a new attempt."""
-    (first,) = runs([0.1])
-    again = {**first, "attempt": 1, "git_sha": sha(7), "started_at": "2026-06-01T00:00:00+00:00"}
+    (first,) = make_runs([0.1])
+    again = {**first, "attempt": 1, "git_sha": make_sha(7), "started_at": "2026-06-01T00:00:00+00:00"}
     store = write_store(tmp_path / "store", [first, again])
-    assert len(read_all(store).records) == 1
-    assert [row["attempt"] for row in read_attempts(store).records] == [1, 0]
-    assert [point.git_sha for point in of(history(read_attempts(store).records), TIME).points] == [
+    assert len(read_latest_attempts(store).records) == 1
+    assert [row["attempt"] for row in read_all_attempts(store).records] == [1, 0]
+    assert [
+        point.git_sha for point in find_series(build_histories(read_all_attempts(store).records), STEP_TIME).points
+    ] == [
         first["git_sha"],
-        sha(7),
+        make_sha(7),
     ]
 
 
@@ -182,11 +202,11 @@ def test_every_attempt_counts(tmp_path):
 
 @pytest.fixture
 def stores(tmp_path: Path):
-    def fate(night):
+    def choose_columns(night):
         return {"status": "oom"} if night == 14 else {"degraded": True} if night == 3 else {}
 
-    changed = nights(20, slower=lambda night: 0.06 * (night >= 9), columns=fate)
-    flat = nights(20, seed=5, model="gpt_tiny")
+    changed = make_nightly_rows(20, slower=lambda night: 0.06 * (night >= 9), columns=choose_columns)
+    flat = make_nightly_rows(20, seed=5, model="gpt_tiny")
     return write_store(tmp_path / "one", changed), write_store(tmp_path / "two", flat)
 
 
@@ -194,50 +214,50 @@ def test_the_command_prints_and_draws_the_changes(stores, tmp_path, capsys):
     output = tmp_path / "out"
     assert command.main([*(str(store) for store in stores), "--output", str(output)]) == 0
     printed = capsys.readouterr().out
-    assert f"{sha(9)[:7]}" in printed
+    assert f"{make_sha(9)[:7]}" in printed
     assert "2026-04-10" in printed
     assert "2 configurations, 20 points each: 3 changes of level." in printed
     data = json.loads((output / "history.json").read_text())
     (change,) = [
         change
         for series in data["series"]
-        if series["quantity"] == TIME.column
+        if series["quantity"] == STEP_TIME.column
         for change in series["change_points"]
         if change["change"]
     ]
-    assert change["git_sha"] == sha(9)
+    assert change["git_sha"] == make_sha(9)
     assert len(list(output.glob("history-*.png"))) == len(list(output.glob("history-*.svg"))) == 6
 
 
 def test_a_drawing_names_the_commit_and_marks_what_is_not_a_value(stores, tmp_path):
-    found = history([row for store in stores for row in read_attempts(store).records])
-    with style.context():
-        drawing = history_drawings(found, (TIME,))[0]
-    save(drawing, tmp_path)
+    all_series = build_histories([row for store in stores for row in read_all_attempts(store).records])
+    with style.apply_report_style():
+        drawing = draw_histories(all_series, (STEP_TIME,))[0]
+    save_drawing(drawing, tmp_path)
     axes = drawing.figure.axes[0]
     words = [text.get_text() for text in axes.texts]
-    assert any(word.startswith(f"{sha(9)[:7]}: +") for word in words)
-    assert f"{sha(14)[:7]}: ok → oom" in words
+    assert any(word.startswith(f"{make_sha(9)[:7]}: +") for word in words)
+    assert f"{make_sha(14)[:7]}: ok → oom" in words
     assert sum(line.get_marker() == "X" for line in axes.lines) == 1
     assert sum(line.get_marker() == "v" for line in axes.lines) == 1
     names = [text.get_text() for legend in drawing.figure.legends for text in legend.get_texts()]
     assert "degraded: not representative" in names
     assert "out of memory" in names
-    assert sha(9)[:7] in drawing.alt
+    assert make_sha(9)[:7] in drawing.alt
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda folder: folder / "nowhere", "There is no store at"),
-        (lambda folder: write_store(folder / "once", runs([0.1, 0.1])), "there is no history to show"),
+        (lambda folder: write_store(folder / "once", make_runs([0.1, 0.1])), "there is no history to show"),
     ],
 )
 def test_bad_input_is_a_sentence(make, words, tmp_path, capsys):
     assert command.main([str(make(tmp_path))]) == 2
-    told = capsys.readouterr()
-    assert words in told.err
-    assert told.out == ""
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
 
 
 def test_an_output_that_cannot_be_written_is_a_sentence(stores, capsys):

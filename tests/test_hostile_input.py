@@ -22,26 +22,26 @@ from hypothesis import strategies as st
 
 from bench import advise, calibrate, compare, dashboard, history, jobs, predict, report, run, sweep, track
 from bench.described import read_plain_yaml
-from bench.hardware.detect import Device
-from bench.hardware.file import read_hardware
+from bench.hardware.detect import DetectedDevice
+from bench.hardware.file import read_hardware_file
 from bench.launch.local import LocalLauncher
 from bench.planning import compose, forecast
 from tests import hostile
-from tests.conftest import configuration
+from tests.conftest import compose_run_config
 
 FUZZING = os.environ.get("HYPOTHESIS_PROFILE") == "fuzz"
-MOST_CPU_S = 20.0
+MAX_CPU_S = 20.0
 """Of one command, predictions included; without them half of it."""
 
-CPU = Device("cpu", "a processor", 0)
+CPU = DetectedDevice("cpu", "a processor", 0)
 
 
-def examples(count: int) -> settings:
+def limit_examples(count: int) -> settings:
     """So many in CI; fuzzing as many as its time allows."""
     return settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "1000")) if FUZZING else count)
 
 
-class Executed(Exception):  # noqa: N818 (no error)
+class ExecutionReached(Exception):  # noqa: N818 (no error)
     """A command was about to execute something."""
 
 
@@ -50,26 +50,28 @@ def nothing_is_executed(tmp_path_factory) -> Iterator[Path]:
     """In a folder of their own, on a machine without GPUs and without SLURM's commands."""
     folder = tmp_path_factory.mktemp("hostile")
 
-    def execute(*_args, **_options):
-        raise Executed
+    def raise_execution_reached(*_args, **_options):
+        raise ExecutionReached
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PATH", str(folder))
         for module in (sweep, predict, advise, run, calibrate):
-            patch.setattr(module, "detect", lambda: CPU)
-        patch.setattr(LocalLauncher, "launch", execute)
-        patch.setattr(run, "run_alone", execute)
-        patch.setattr(calibrate, "measured", execute)
-        patch.setattr(track, "_send", execute)
-        patch.setattr(report, "write_report", execute)
+            patch.setattr(module, "detect_device", lambda: CPU)
+        patch.setattr(LocalLauncher, "launch", raise_execution_reached)
+        patch.setattr(run, "execute_single_run", raise_execution_reached)
+        patch.setattr(calibrate, "run_calibration", raise_execution_reached)
+        patch.setattr(track, "_send_store", raise_execution_reached)
+        patch.setattr(report, "write_report", raise_execution_reached)
         if not FUZZING:
-            (one,) = forecast.predict_all([configuration("hardware=a100_80gb", "gpus=2", "mode=predict")])
-            patch.setattr(forecast, "predict_all", lambda configs: [one for _ in configs])
+            (prediction,) = forecast.predict_configs(
+                [compose_run_config("hardware=a100_80gb", "gpus=2", "mode=predict")]
+            )
+            patch.setattr(forecast, "predict_runs", lambda configs: [prediction for _ in configs])
         yield folder
 
 
-def ended(main: Callable[[list[str]], int], arguments: list[str]) -> tuple[int, str]:
+def call_command(main: Callable[[list[str]], int], arguments: list[str]) -> tuple[int, str]:
     """Exit code of a command and what it wrote to standard error."""
     note(" ".join([main.__module__, *map(ascii, arguments)]))
     out, err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
@@ -79,37 +81,37 @@ def ended(main: Callable[[list[str]], int], arguments: list[str]) -> tuple[int, 
             code = main(arguments)
         except SystemExit as exit:
             code = int(exit.code or 0)
-        except Executed:
+        except ExecutionReached:
             code = 0
         out.flush()
     taken = time.process_time() - started
     assert code in (0, 1, 2)
-    assert taken < (MOST_CPU_S if FUZZING else MOST_CPU_S / 2), f"{taken:.1f} s"
+    assert taken < (MAX_CPU_S if FUZZING else MAX_CPU_S / 2), f"{taken:.1f} s"
     text = out.buffer.getvalue().decode()
     assert not set(text + err.getvalue()) & {"\x1b", "\x00"}, "a control character reached the terminal"
     assert "Traceback" not in text + err.getvalue()
     return code, err.getvalue()
 
 
-def refused(sentence: str, typed: list[str]) -> None:
+def assert_refusal(sentence: str, typed: list[str]) -> None:
     """A refusal is one sentence that names a field, or repeats what cannot be read."""
     lines = sentence.splitlines()
     if lines and lines[0].startswith("usage:"):
         return  # argparse
     assert len(lines) == 1, sentence
     assert lines[0].rstrip(")").endswith("."), sentence
-    keys = {word.partition("=")[0].lstrip("+~") for word in typed} | hostile.names_of_fields()
+    keys = {word.partition("=")[0].lstrip("+~") for word in typed} | hostile.list_field_names()
     assert "cannot read" in sentence or any(key in sentence for key in keys if key), sentence
 
 
-def check(main: Callable[[list[str]], int], arguments: list[str]) -> None:
-    code, sentence = ended(main, arguments)
+def check_command(main: Callable[[list[str]], int], arguments: list[str]) -> None:
+    code, sentence = call_command(main, arguments)
     if code == 2:
-        refused(sentence, arguments)
+        assert_refusal(sentence, arguments)
 
 
-@examples(420)
-@given(st.sampled_from(["measure", "predict", "rehearse"]), st.booleans(), hostile.settings())
+@limit_examples(420)
+@given(st.sampled_from(["measure", "predict", "rehearse"]), st.booleans(), hostile.draw_overrides())
 @example("measure", False, ["optimizer.learning_rate=nan"])
 @example("measure", False, ["optimizer.learning_rate=inf"])
 @example("predict", False, ["hardware=a100_80gb", "hardware.memory_bandwidth_gb_s=0"])
@@ -124,47 +126,51 @@ def check(main: Callable[[list[str]], int], arguments: list[str]) -> None:
 @example("measure", False, ["model.name='[/a]'"])
 @example("measure", False, ["store=" + "x" * 5000])
 def test_sweeps(mode, multirun, typed):
-    check(sweep.main, ["dry_run=true", "store=nowhere", f"mode={mode}", *(["-m"] if multirun else []), *typed])
+    check_command(sweep.main, ["dry_run=true", "store=nowhere", f"mode={mode}", *(["-m"] if multirun else []), *typed])
 
 
-@examples(90)
-@given(hostile.settings(), st.sampled_from(["tokens=1e9", "tokens=nan", "top=0", "top=all", "format=json", "format=x"]))
-def test_predictions(typed, own):
-    check(predict.main, ["hardware=a100_80gb", own, *typed])
-
-
-@examples(60)
-@given(hostile.settings())
-def test_advice(typed):
-    check(advise.main, ["hardware=a100_80gb", *typed])
-
-
-@examples(90)
-@given(hostile.settings())
-def test_single_runs(typed):
-    check(run.main, ["store=nowhere", *typed])
-
-
-@examples(70)
+@limit_examples(90)
 @given(
-    hostile.settings(within=("hardware",)), st.sampled_from(["ranks=2", "ranks=-1", "ranks=nan", "only=x", "quick=2"])
+    hostile.draw_overrides(),
+    st.sampled_from(["tokens=1e9", "tokens=nan", "top=0", "top=all", "format=json", "format=x"]),
+)
+def test_predictions(typed, own):
+    check_command(predict.main, ["hardware=a100_80gb", own, *typed])
+
+
+@limit_examples(60)
+@given(hostile.draw_overrides())
+def test_advice(typed):
+    check_command(advise.main, ["hardware=a100_80gb", *typed])
+
+
+@limit_examples(90)
+@given(hostile.draw_overrides())
+def test_single_runs(typed):
+    check_command(run.main, ["store=nowhere", *typed])
+
+
+@limit_examples(70)
+@given(
+    hostile.draw_overrides(within=("hardware",)),
+    st.sampled_from(["ranks=2", "ranks=-1", "ranks=nan", "only=x", "quick=2"]),
 )
 def test_calibrations(typed, own):
-    check(calibrate.main, [own, *typed])
+    check_command(calibrate.main, [own, *typed])
 
 
-@examples(60)
-@given(hostile.settings(within=("tracker",)), st.sampled_from(["track", "dashboard", "compare"]))
+@limit_examples(60)
+@given(hostile.draw_overrides(within=("tracker",)), st.sampled_from(["track", "dashboard", "compare"]))
 def test_trackers(typed, command):
     if command == "track":
-        check(track.main, ["nowhere", *typed])
+        check_command(track.main, ["nowhere", *typed])
     elif command == "dashboard":
-        check(dashboard.main, ["dry_run=true", *typed])
+        check_command(dashboard.main, ["dry_run=true", *typed])
     else:
-        check(compare.main, ["nowhere", "nowhere", "--alert", *typed])
+        check_command(compare.main, ["nowhere", "nowhere", "--alert", *typed])
 
 
-PATHS = (
+HOSTILE_PATHS = (
     "nowhere",
     "loop",
     "file",
@@ -177,15 +183,15 @@ PATHS = (
     "/proc/self/mem",
     "\udcff",
 )
-NUMBERS = ("nan", "inf", "-1", "0", "100", "1e400", "x", "", "5")
+HOSTILE_NUMBERS = ("nan", "inf", "-1", "0", "100", "1e400", "x", "", "5")
 
 
-@examples(80)
+@limit_examples(80)
 @given(
     st.sampled_from(["compare", "history", "report", "jobs", "track", "sweep"]),
-    st.sampled_from(PATHS),
-    st.sampled_from(PATHS),
-    st.sampled_from(NUMBERS),
+    st.sampled_from(HOSTILE_PATHS),
+    st.sampled_from(HOSTILE_PATHS),
+    st.sampled_from(HOSTILE_NUMBERS),
 )
 def test_stores(command, store, other, number):
     Path("file").write_text("3")
@@ -200,7 +206,7 @@ def test_stores(command, store, other, number):
         "sweep": (sweep.main, [f"store={store}", "dry_run=true", "hardware=cpu"]),
     }
     main, arguments = commands[command]
-    code, sentence = ended(main, arguments)
+    code, sentence = call_command(main, arguments)
     assert code != 2 or sentence
 
 
@@ -212,7 +218,7 @@ YAML_TEXTS = (
     *("name: x\ndevice: cpu\nmemory_gb: " + "9" * 5000, "defaults: [../model: x]", "repeats: 1\ngrids: &g\n  - *g\n"),
 )
 
-plain = st.recursive(
+plain_values = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
@@ -222,29 +228,30 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc.=, ", max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-files = st.one_of(
+file_contents = st.one_of(
     st.sampled_from(YAML_TEXTS).map(str.encode),
     st.binary(max_size=40),
     st.dictionaries(
-        st.sampled_from(["name", "device", "speeds", "host", "memory_gb", "peak_tflops", "repeats", "grids"]), plain
+        st.sampled_from(["name", "device", "speeds", "host", "memory_gb", "peak_tflops", "repeats", "grids"]),
+        plain_values,
     ).map(lambda values: yaml.safe_dump(values).encode()),
-    st.lists(st.fixed_dictionaries({}, optional=dict.fromkeys(("fixed", "axes", "exclude"), plain)), max_size=2).map(
-        lambda grids: yaml.safe_dump({"name": "own", "grids": grids}).encode()
-    ),
+    st.lists(
+        st.fixed_dictionaries({}, optional=dict.fromkeys(("fixed", "axes", "exclude"), plain_values)), max_size=2
+    ).map(lambda grids: yaml.safe_dump({"name": "own", "grids": grids}).encode()),
 )
-numbers = itertools.count()
+file_numbers = itertools.count()
 
 
-@examples(70)
-@given(files)
+@limit_examples(70)
+@given(file_contents)
 def test_hardware_files(content):
-    file = Path(f"hardware_{next(numbers)}.yaml")
+    file = Path(f"hardware_{next(file_numbers)}.yaml")
     file.write_bytes(content)
     try:
-        check(sweep.main, ["dry_run=true", "store=nowhere", "gpus=1", f"hardware={file}"])
+        check_command(sweep.main, ["dry_run=true", "store=nowhere", "gpus=1", f"hardware={file}"])
     finally:
         file.unlink()
-        read_hardware.cache_clear()
+        read_hardware_file.cache_clear()
         read_plain_yaml.cache_clear()
 
 
@@ -252,31 +259,37 @@ def test_hardware_files(content):
 def own_sweep(nothing_is_executed) -> Iterator[Path]:
     """A file in a copy of conf/sweep, which every example may change."""
     copy = nothing_is_executed / "conf"
-    shutil.copytree(compose.CONF, copy)
+    shutil.copytree(compose.CONF_FOLDER, copy)
     file = copy / "sweep" / "own.yaml"
     file.write_text("name: own\ngrids: [{}]\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "CONF", copy)
-        forget()
+        patch.setattr(compose, "CONF_FOLDER", copy)
+        clear_compose_caches()
         yield file
-    forget()
+    clear_compose_caches()
 
 
-def forget() -> None:
+def clear_compose_caches() -> None:
     """Have compositions read the files again."""
-    for cached in (compose.groups, compose._compose, compose._value, compose._resolved, read_plain_yaml):
+    for cached in (
+        compose.list_config_groups,
+        compose._compose_choices,
+        compose._compute_part_value,
+        compose._resolve_interpolations,
+        read_plain_yaml,
+    ):
         cached.cache_clear()
-    for cached in (compose._override, compose._reads, compose._interpolations):
+    for cached in (compose._parse_override, compose._find_interpolated_keys, compose._count_interpolations):
         cached.cache_clear()
-    compose._unset.clear()
+    compose._composed_values.clear()
 
 
-@examples(60)
-@given(files)
+@limit_examples(60)
+@given(file_contents)
 def test_own_sweeps(own_sweep, content):
     own_sweep.write_bytes(content)
-    forget()
-    check(sweep.main, ["sweep=own", "dry_run=true", "store=nowhere", "hardware=cpu"])
+    clear_compose_caches()
+    check_command(sweep.main, ["sweep=own", "dry_run=true", "store=nowhere", "hardware=cpu"])
 
 
 @pytest.mark.parametrize(
@@ -290,11 +303,11 @@ def test_own_sweeps(own_sweep, content):
 def test_own_hardware_that_is_wrong_earns_a_sentence(own_sweep, text, sentence, capsys):
     file = own_sweep.parents[1] / "hardware" / "own.yaml"
     file.write_text(f"name: own\n{text}")
-    forget()
+    clear_compose_caches()
     try:
         code = sweep.main(["mode=predict", "hardware=own", "dry_run=true", "store=nowhere"])
     finally:
         file.unlink()
-        forget()
+        clear_compose_caches()
     assert code == 2
     assert sentence in capsys.readouterr().err

@@ -16,10 +16,10 @@ import submitit
 from bench import records
 from bench.launch.local import LocalLauncher
 from bench.launch.stop import StopSignal
-from bench.launch.task import Task
-from bench.planning.compose import composed
-from tests.conftest import CPU, ROOT, configuration
-from tests.fake_model import OVERRIDES, marked_environment, marked_processes, wait_until
+from bench.launch.task import LaunchTask
+from bench.planning.compose import compose_config
+from tests.conftest import CPU, ROOT, compose_run_config
+from tests.fake_model import FAKE_MODEL_OVERRIDES, build_marked_environment, find_marked_processes, wait_until
 
 COMMANDS = {
     "sweep": ("model=t5_tiny", "strategy=ddp", "report=false"),
@@ -32,7 +32,7 @@ COMMANDS = {
 }
 
 
-def start(folder: Path, name: str, module: str = "") -> subprocess.Popen[str]:
+def start_command(folder: Path, name: str, module: str = "") -> subprocess.Popen[str]:
     """A command in a process group of its own, as a terminal starts it; its own module, or another one."""
     (folder / "store").mkdir()
     arguments = [str(folder / "store") if word == "STORE" else word for word in COMMANDS[name]]
@@ -41,7 +41,7 @@ def start(folder: Path, name: str, module: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", module or f"bench.{name}", *arguments],
         cwd=folder,
-        env=marked_environment(folder.name, BENCH_CACHE=""),
+        env=build_marked_environment(folder.name, BENCH_CACHE=""),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -51,24 +51,24 @@ def start(folder: Path, name: str, module: str = "") -> subprocess.Popen[str]:
     )
 
 
-def interrupt(process: subprocess.Popen[str], mark: str) -> str:
+def interrupt_command(process: subprocess.Popen[str], mark: str) -> str:
     """Ctrl-C to all of a command's processes; returns what it printed."""
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert wait_until(lambda: not marked_processes(mark), 30), marked_processes(mark)
-    assert "Traceback" not in said
-    assert "KeyboardInterrupt" not in said
-    return said
+    output, _ = process.communicate(timeout=60)
+    assert wait_until(lambda: not find_marked_processes(mark), 30), find_marked_processes(mark)
+    assert "Traceback" not in output
+    assert "KeyboardInterrupt" not in output
+    return output
 
 
-def has_loaded(process: subprocess.Popen[str], library: str) -> bool:
+def has_loaded_library(process: subprocess.Popen[str], library: str) -> bool:
     return process.poll() is not None or library in Path(f"/proc/{process.pid}/maps").read_text()
 
 
-def leaves_interrupts_to_parent(number: int) -> bool:
+def ignores_sigint(pid: int) -> bool:
     """Whether a process ignores or holds back SIGINT, as those do that a command starts to work for it."""
     with contextlib.suppress(OSError):
-        masks = re.findall(r"Sig(?:Blk|Ign):\t(\w+)", Path(f"/proc/{number}/status").read_text())
+        masks = re.findall(r"Sig(?:Blk|Ign):\t(\w+)", Path(f"/proc/{pid}/status").read_text())
         return any(int(mask, 16) & 1 << signal.SIGINT - 1 for mask in masks)
     return False
 
@@ -76,22 +76,24 @@ def leaves_interrupts_to_parent(number: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_that_is_still_being_imported_ends(tmp_path, name):
-    process = start(tmp_path, name)
-    assert wait_until(lambda: has_loaded(process, "_multiarray_umath" if name == "report" else "libtorch_cpu"), 60)
-    interrupt(process, tmp_path.name)
+    process = start_command(tmp_path, name)
+    assert wait_until(
+        lambda: has_loaded_library(process, "_multiarray_umath" if name == "report" else "libtorch_cpu"), 60
+    )
+    interrupt_command(process, tmp_path.name)
     assert process.returncode == -signal.SIGINT  # 130 in a shell
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "module"), [("predict", ""), ("calibrate", "tests.calibrate_anyway")])
 def test_a_command_at_work_in_several_processes_ends(tmp_path, name, module):
-    process = start(tmp_path, name, module)
+    process = start_command(tmp_path, name, module)
 
     def has_children() -> bool:
-        return any(map(leaves_interrupts_to_parent, set(marked_processes(tmp_path.name)) - {process.pid}))
+        return any(map(ignores_sigint, set(find_marked_processes(tmp_path.name)) - {process.pid}))
 
     assert wait_until(lambda: process.poll() is not None or has_children(), 120)
-    assert interrupt(process, tmp_path.name).endswith("Interrupted.\n")
+    assert interrupt_command(process, tmp_path.name).endswith("Interrupted.\n")
     assert process.returncode == 130
 
 
@@ -99,16 +101,18 @@ def test_a_command_at_work_in_several_processes_ends(tmp_path, name, module):
 def test_an_interrupt_while_a_job_is_submitted_is_heard(tmp_path, monkeypatch):
     submit = submitit.LocalExecutor.submit
 
-    def interrupted(self: submitit.LocalExecutor, *asked: object) -> object:
+    def submit_after_interrupt(self: submitit.LocalExecutor, *arguments: object) -> object:
         os.kill(os.getpid(), signal.SIGINT)
-        return submit(self, *asked)
+        return submit(self, *arguments)
 
-    monkeypatch.setattr(submitit.LocalExecutor, "submit", interrupted)
-    config = configuration(*OVERRIDES, "strategy=single")
+    monkeypatch.setattr(submitit.LocalExecutor, "submit", submit_after_interrupt)
+    config = compose_run_config(*FAKE_MODEL_OVERRIDES, "strategy=single")
     events: list[dict[str, object]] = []
     with StopSignal() as stop:
-        LocalLauncher(composed({})["cluster"], CPU).launch([Task(config)] * 2, tmp_path, "test", stop, events.append)
+        LocalLauncher(compose_config({})["cluster"], CPU).launch(
+            [LaunchTask(config)] * 2, tmp_path, "test", stop, events.append
+        )
     assert stop.received == "SIGINT"
-    row = records.latest(tmp_path, config.run_id)
+    row = records.read_latest_row(tmp_path, config.run_id)
     assert row is None or row["status"] == "preempted"
     assert "lost" not in [event["event"] for event in events]

@@ -10,6 +10,6 @@ from tests import kills
 @pytest.mark.slow
 def test_kills_at_random_moments_lose_nothing(capsys):
     assert kills.main(["--on", "local", "--kills", "2", "--runs", "2", "--seed", "12"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("This machine: 2 kills")
-    assert "0 rows lost, 0 measured twice, 0 processes left" in said
+    output = capsys.readouterr().out
+    assert output.startswith("This machine: 2 kills")
+    assert "0 rows lost, 0 measured twice, 0 processes left" in output

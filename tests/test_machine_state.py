@@ -21,79 +21,84 @@ import torch
 import torch.distributed as dist
 
 from bench import records
-from bench.config import Measurement, run_config, settled
+from bench.config import Measurement, build_run_config, fill_measurement_defaults
 from bench.errors import ImpossibleError
 from bench.hardware import MemoryLimit
-from bench.hardware.detect import Device, refuse_unsupported
-from bench.launch.ranks import Ended
+from bench.hardware.detect import DetectedDevice, refuse_unsupported
+from bench.launch.ranks import RankExit
 from bench.launch.slurm import crew
 from bench.measure import busyness, environment, gpu
-from bench.measure.busyness import CpuLoad, cpu_doubts, others_share
-from bench.measure.duration import warm_up
-from bench.measure.gpu import Gpu, GpuWatch, gpu_doubts, taken_from
-from bench.measure.loop import Samples
-from bench.measure.memory import Peaks
-from bench.measure.nccl import network_in, watch_network
-from bench.measure.processors import processors, ranges, share_processors, threads_of
-from bench.planning.compose import composed
-from bench.planning.estimate import expected_s
-from bench.planning.grid import Settings
-from bench.planning.plan import make_plan
-from bench.rank import Outcome, agreement, backend
-from tests.conftest import SMALL_T5, configuration
+from bench.measure.busyness import CpuLoad, compute_others_cpu_share, find_cpu_degradations
+from bench.measure.duration import run_warm_up
+from bench.measure.gpu import GpuStateProbe, NvmlGpu, compute_taken_bytes, find_gpu_degradations
+from bench.measure.loop import RankSamples
+from bench.measure.memory import MemoryPeaks
+from bench.measure.nccl import capture_nccl_network, parse_network
+from bench.measure.processors import compute_thread_share, format_ranges, limit_cpu_threads, list_usable_cpus
+from bench.planning.compose import compose_config
+from bench.planning.estimate import predict_duration_s
+from bench.planning.grid import RunSettings
+from bench.planning.plan import build_sweep_plan
+from bench.rank import RankOutcome, build_agreement, choose_backend
+from tests.conftest import SMALL_T5, compose_run_config
 
 GIB = 2**30
 
 # Processors
 
 
-def load(window_s: float = 10.0, busy_s: float = 0.0, own_s: float = 0.0, cpus: tuple[int, ...] = (0, 1)) -> CpuLoad:
+def make_load(
+    window_s: float = 10.0, busy_s: float = 0.0, own_s: float = 0.0, cpus: tuple[int, ...] = (0, 1)
+) -> CpuLoad:
     return CpuLoad(window_s, busy_s, own_s, cpus, load_average=1.0)
 
 
 def test_what_the_ranks_did_not_compute_is_others() -> None:
-    ranks = [load(busy_s=18, own_s=8), load(busy_s=18, own_s=8)]  # 18 of 20 processor seconds, 16 of them their own
-    assert others_share({"a": ranks}) == pytest.approx(0.1)
-    assert others_share({"a": ranks, "b": [load(busy_s=18, own_s=8)]}) == pytest.approx(0.5)
-    apart = [load(busy_s=4, own_s=4, cpus=(0,)), load(busy_s=8, own_s=4, cpus=(1,))]  # each bound to its own
-    assert others_share({"a": apart}) == pytest.approx(0.4)
+    ranks = [
+        make_load(busy_s=18, own_s=8),
+        make_load(busy_s=18, own_s=8),
+    ]  # 18 of 20 processor seconds, 16 of them their own
+    assert compute_others_cpu_share({"a": ranks}) == pytest.approx(0.1)
+    assert compute_others_cpu_share({"a": ranks, "b": [make_load(busy_s=18, own_s=8)]}) == pytest.approx(0.5)
+    apart = [make_load(busy_s=4, own_s=4, cpus=(0,)), make_load(busy_s=8, own_s=4, cpus=(1,))]  # each bound to its own
+    assert compute_others_cpu_share({"a": apart}) == pytest.approx(0.4)
 
 
 def test_ranks_that_computed_more_than_the_ticks_say_had_the_machine_to_themselves() -> None:
-    assert others_share({"a": [load(busy_s=9, own_s=9.5)]}) == 0.0
+    assert compute_others_cpu_share({"a": [make_load(busy_s=9, own_s=9.5)]}) == 0.0
 
 
 def test_too_short_a_time_says_nothing() -> None:
-    assert others_share({"a": [load(window_s=0.1, busy_s=0.2)]}) is None
-    assert others_share({}) is None
-    assert cpu_doubts(None) == []
+    assert compute_others_cpu_share({"a": [make_load(window_s=0.1, busy_s=0.2)]}) is None
+    assert compute_others_cpu_share({}) is None
+    assert find_cpu_degradations(None) == []
 
 
 def test_a_tenth_of_the_processors_makes_a_time_doubtful() -> None:
-    assert cpu_doubts(0.09) == []
-    assert cpu_doubts(0.42) == ["other processes used 42% of the processors"]
+    assert find_cpu_degradations(0.09) == []
+    assert find_cpu_degradations(0.42) == ["other processes used 42% of the processors"]
 
 
 def test_ticks_are_read_of_the_processors_this_process_may_use(tmp_path: Path) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 100 0 50 1000 7 0 10 40 0 0\ncpu1 900 0 0 0 0 0 0 0 0 0\nintr 5\n")
-    reading = busyness.read([0], stat)
+    reading = busyness.read_cpu_counters([0], stat)
     assert reading is not None
     assert reading.busy_s == 200 / os.sysconf("SC_CLK_TCK")  # not idle, not waiting for a disk; what was stolen is
-    assert busyness.read([0], tmp_path / "none") is None
+    assert busyness.read_cpu_counters([0], tmp_path / "none") is None
 
 
 def test_own_work_is_told_from_others() -> None:
-    watch = busyness.CpuWatch()
+    watch = busyness.CpuLoadProbe()
     watch.start_timed_steps()
     end = time.perf_counter() + 0.6
     while time.perf_counter() < end:
         pass
-    found = watch.stop()
-    assert found is not None
-    assert 0 < found.own_s <= 0.7
-    assert found.window_s >= 0.6
-    assert found.busy_s >= found.own_s - 0.1
+    cpu_load = watch.stop()
+    assert cpu_load is not None
+    assert 0 < cpu_load.own_s <= 0.7
+    assert cpu_load.window_s >= 0.6
+    assert cpu_load.busy_s >= cpu_load.own_s - 0.1
 
 
 # GPUs
@@ -128,23 +133,23 @@ class FakeNvml(types.ModuleType):
         if not name.startswith("nvml"):
             raise AttributeError(name)
 
-        def ask(*arguments: Any, **options: Any) -> Any:
+        def answer_query(*arguments: Any, **options: Any) -> Any:
             if name not in self.answers:
                 raise NotSupportedError(f"{name}: Not Supported")
             return self.answers[name]
 
-        return ask
+        return answer_query
 
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeNvml]:
-    def install(**answers: Any) -> FakeNvml:
+    def install_fake_nvml(**answers: Any) -> FakeNvml:
         fake = FakeNvml(**answers)
         monkeypatch.setitem(sys.modules, "pynvml", fake)
         monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda device: device.index)
         return fake
 
-    return install
+    return install_fake_nvml
 
 
 GPU_0 = torch.device("cuda", 0)
@@ -152,37 +157,37 @@ GPU_0 = torch.device("cuda", 0)
 
 def test_one_question_without_an_answer_leaves_the_others(nvml: Callable[..., FakeNvml]) -> None:
     nvml()
-    asked = Gpu(GPU_0)
-    facts = asked.description()
+    queried_gpu = NvmlGpu(GPU_0)
+    facts = queried_gpu.read_description()
     assert facts["driver"] == "580.65"
     assert facts["power_limit_w"] == 700
     assert "ecc" not in facts
-    assert "Not Supported" in asked.unanswered["ecc"]
+    assert "Not Supported" in queried_gpu.read_errors["ecc"]
 
 
 def test_a_machine_without_nvml_loses_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    asked = Gpu(GPU_0)
-    assert (asked.description(), asked.use(), asked.state()) == ({}, {}, {})
-    assert "all" in asked.unanswered
+    queried_gpu = NvmlGpu(GPU_0)
+    assert (queried_gpu.read_description(), queried_gpu.read_usage(), queried_gpu.read_state()) == ({}, {}, {})
+    assert "all" in queried_gpu.read_errors
 
 
 def test_the_state_under_load_is_asked_in_the_middle_and_at_the_end(nvml: Callable[..., FakeNvml]) -> None:
     nvml(nvmlDeviceGetCurrentClocksEventReasons=0x4 | 0x40)
-    watch = GpuWatch([GPU_0, torch.device("cuda", 1)])
-    watch.at_half()
-    states = watch.at_end()
+    watch = GpuStateProbe([GPU_0, torch.device("cuda", 1)])
+    watch.start_midpoint_read()
+    states = watch.read_at_end()
     assert [(state["when"], state["gpu"]) for state in states] == [("half", 0), ("half", 1), ("end", 0), ("end", 1)]
     assert states[0]["sm_clock_mhz"] == 1410
     assert states[0]["power_w"] == 412
     assert states[0]["throttle_reasons"] == ["power cap", "hardware thermal slowdown"]
-    assert GpuWatch([torch.device("cpu")]).at_end() == []
+    assert GpuStateProbe([torch.device("cpu")]).read_at_end() == []
 
 
 def test_an_older_binding_calls_the_reasons_otherwise(nvml: Callable[..., FakeNvml]) -> None:
     fake = nvml(nvmlDeviceGetCurrentClocksThrottleReasons=0x8)
     del fake.answers["nvmlDeviceGetCurrentClocksEventReasons"]
-    assert Gpu(GPU_0).state()["throttle_reasons"] == ["hardware slowdown"]
+    assert NvmlGpu(GPU_0).read_state()["throttle_reasons"] == ["hardware slowdown"]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +205,8 @@ def test_an_older_binding_calls_the_reasons_otherwise(nvml: Callable[..., FakeNv
         ({}, [], 0),
     ],
 )
-def test_when_a_gpus_time_is_doubtful(before: gpu.Facts, states: list[gpu.Facts], doubts: int) -> None:
-    assert len(gpu_doubts(before, states)) == doubts
+def test_when_a_gpus_time_is_doubtful(before: gpu.GpuInfo, states: list[gpu.GpuInfo], doubts: int) -> None:
+    assert len(find_gpu_degradations(before, states)) == doubts
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,7 @@ def test_memory_that_others_hold_counts_where_the_run_might_have_had_it(
     used_gib: int, limit_gib: int | None, taken_gib: int
 ) -> None:
     before = {"used_bytes": used_gib * GIB, "total_bytes": 80 * GIB}
-    assert taken_from(before, None if limit_gib is None else limit_gib * GIB) == taken_gib * GIB
+    assert compute_taken_bytes(before, None if limit_gib is None else limit_gib * GIB) == taken_gib * GIB
 
 
 # Threads
@@ -220,11 +225,11 @@ def test_memory_that_others_hold_counts_where_the_run_might_have_had_it(
 def test_ranks_share_the_processors_they_may_all_use() -> None:
     whole = {"host": "a", "cpus": list(range(32))}
     ranks = [whole] * 8
-    assert threads_of(whole, ranks, 32) == 4
+    assert compute_thread_share(whole, ranks, 32) == 4
     bound = [{"host": "a", "cpus": list(range(4 * rank, 4 * rank + 4))} for rank in range(8)]
-    assert threads_of(bound[0], bound, 4) == 4
-    assert threads_of(whole, [whole, {"host": "b", "cpus": whole["cpus"]}], 32) == 32
-    assert threads_of(whole, ranks, 2) == 1
+    assert compute_thread_share(bound[0], bound, 4) == 4
+    assert compute_thread_share(whole, [whole, {"host": "b", "cpus": whole["cpus"]}], 32) == 32
+    assert compute_thread_share(whole, ranks, 2) == 1
 
 
 def test_ranks_tell_each_other_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,27 +237,27 @@ def test_ranks_tell_each_other_through_the_store(monkeypatch: pytest.MonkeyPatch
     store, before = dist.HashStore(), torch.get_num_threads()
     import socket
 
-    store.set("processors/1", json.dumps({"host": socket.gethostname(), "cpus": processors()}))
+    store.set("processors/1", json.dumps({"host": socket.gethostname(), "cpus": list_usable_cpus()}))
     try:
         torch.set_num_threads(6)
-        share_processors(store, 0, [0, 1])
+        limit_cpu_threads(store, 0, [0, 1])
         assert torch.get_num_threads() == 3
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
-        share_processors(store, 0, [0, 1])
+        limit_cpu_threads(store, 0, [0, 1])
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
 
 
 def test_numbers_in_short() -> None:
-    assert ranges([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
-    assert ranges([]) == ""
+    assert format_ranges([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
+    assert format_ranges([]) == ""
 
 
 # How long
 
 
-class Clock:
+class FakeStepClock:
     """Steps that take known times, on a clock that only they move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, first_s: float, later_s: float) -> None:
@@ -265,12 +270,12 @@ class Clock:
 
     def warm_up(self, **knobs: float) -> tuple[int, float, int]:
         settings: dict[str, Any] = {"warmup_steps": 3, "steps": 10, "min_warmup_s": 3.0, "min_timed_s": 5.0} | knobs
-        done = warm_up(self.step, lambda: None, lambda number: number, **settings)
-        return done.steps, done.seconds, done.to_time
+        done = run_warm_up(self.step, lambda: None, lambda number: number, **settings)
+        return done.steps, done.duration_s, done.timed_steps
 
 
 def test_warm_up_and_timing_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, first_s=20.0, later_s=0.1)  # the first compiles
+    clock = FakeStepClock(monkeypatch, first_s=20.0, later_s=0.1)  # the first compiles
     taken, seconds, to_time = clock.warm_up()
     assert taken == clock.steps
     assert seconds - 20.2 >= 3.0 - 1e-9
@@ -280,59 +285,66 @@ def test_warm_up_and_timing_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_slow_steps_are_no_more_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Clock(monkeypatch, first_s=9.0, later_s=8.0).warm_up() == (4, pytest.approx(33.0), 10)
+    assert FakeStepClock(monkeypatch, first_s=9.0, later_s=8.0).warm_up() == (4, pytest.approx(33.0), 10)
 
 
 def test_without_a_least_time_nothing_is_added_and_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, first_s=0.1, later_s=0.1)
+    clock = FakeStepClock(monkeypatch, first_s=0.1, later_s=0.1)
 
-    def nobody(*_: object) -> int:
+    def fail_if_asked(*_: object) -> int:
         raise AssertionError("waited")
 
-    done = warm_up(clock.step, nobody, nobody, warmup_steps=3, steps=10, min_warmup_s=0, min_timed_s=0)
-    assert (done.steps, done.to_time, clock.steps) == (3, 10, 3)
+    done = run_warm_up(
+        clock.step, fail_if_asked, fail_if_asked, warmup_steps=3, steps=10, min_warmup_s=0, min_timed_s=0
+    )
+    assert (done.steps, done.timed_steps, clock.steps) == (3, 10, 3)
 
 
 def test_no_step_is_taken_to_last_less_than_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, to_time = Clock(monkeypatch, first_s=1e-6, later_s=1e-6).warm_up(min_warmup_s=0.0)
+    _, _, to_time = FakeStepClock(monkeypatch, first_s=1e-6, later_s=1e-6).warm_up(min_warmup_s=0.0)
     assert to_time == 5250
 
 
 def test_all_ranks_take_what_rank_0_found() -> None:
     store = dist.HashStore()
-    said: dict[int, list[int]] = {}
+    agreed_by_rank: dict[int, list[int]] = {}
 
-    def rank(number: int) -> None:
-        agree = agreement(store, number)
-        said[number] = [agree(10 * number + turn) for turn in (1, 2)]
+    def run_rank(number: int) -> None:
+        agree = build_agreement(store, number)
+        agreed_by_rank[number] = [agree(10 * number + turn) for turn in (1, 2)]
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in (1, 2, 0)]
+    threads = [threading.Thread(target=run_rank, args=(number,)) for number in (1, 2, 0)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert said == {0: [1, 2], 1: [1, 2], 2: [1, 2]}
-    assert agreement(None, 3)(7) == 7
+    assert agreed_by_rank == {0: [1, 2], 1: [1, 2], 2: [1, 2]}
+    assert build_agreement(None, 3)(7) == 7
 
 
 def test_a_gpu_is_warmed_up_for_seconds_and_a_processor_for_steps() -> None:
-    asked = Measurement(3, 20, False, None, None)
-    assert (settled(asked, "cuda").min_warmup_s, settled(asked, "cuda").min_timed_s) == (3.0, 5.0)
-    assert settled(asked, "cpu") == Measurement(3, 20, False, 0.0, 0.0)
-    assert settled(Measurement(3, 20, False, 0.5, None), "cuda").min_warmup_s == 0.5
-    on_gpu = configuration(*SMALL_T5, "hardware=a100_80gb")
+    measurement = Measurement(3, 20, False, None, None)
+    assert (
+        fill_measurement_defaults(measurement, "cuda").min_warmup_s,
+        fill_measurement_defaults(measurement, "cuda").min_timed_s,
+    ) == (3.0, 5.0)
+    assert fill_measurement_defaults(measurement, "cpu") == Measurement(3, 20, False, 0.0, 0.0)
+    assert fill_measurement_defaults(Measurement(3, 20, False, 0.5, None), "cuda").min_warmup_s == 0.5
+    on_gpu = compose_run_config(*SMALL_T5, "hardware=a100_80gb")
     assert on_gpu.measurement.min_timed_s == 5.0
-    assert expected_s(on_gpu) >= expected_s(configuration(*SMALL_T5, "hardware=a100_80gb", "measurement.min_timed_s=0"))
+    assert predict_duration_s(on_gpu) >= predict_duration_s(
+        compose_run_config(*SMALL_T5, "hardware=a100_80gb", "measurement.min_timed_s=0")
+    )
 
 
 def test_rows_of_before_there_was_a_least_time_are_still_the_same_runs() -> None:
-    config = configuration(*SMALL_T5)
+    config = compose_run_config(*SMALL_T5)
     raw = config.to_dict() | {"requested": {}}
-    later = run_config(raw)
+    later = build_run_config(raw)
     for knob in ("min_warmup_s", "min_timed_s"):
         raw["measurement"] = {name: value for name, value in raw["measurement"].items() if name != knob}
-    assert run_config(raw).run_id == later.run_id == config.run_id
-    assert configuration(*SMALL_T5, "measurement.min_timed_s=1").run_id != config.run_id
+    assert build_run_config(raw).run_id == later.run_id == config.run_id
+    assert compose_run_config(*SMALL_T5, "measurement.min_timed_s=1").run_id != config.run_id
 
 
 @pytest.mark.slow
@@ -375,17 +387,20 @@ def test_a_card_may_be_asked_for_by_its_vendors_size(
         torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append((share, device.index))
     )
     limit = MemoryLimit(int(gib * GIB), [GPU_0, torch.device("cuda", 1)])
-    assert limit.bytes == int(allowed_gib * GIB)
-    assert fractions == [(limit.bytes / total, 0), (limit.bytes / total, 1)]  # of every GPU that a process drives
+    assert limit.limit_bytes == int(allowed_gib * GIB)
+    assert fractions == [
+        (limit.limit_bytes / total, 0),
+        (limit.limit_bytes / total, 1),
+    ]  # of every GPU that a process drives
     with pytest.raises(ValueError, match="more than the GPU has"):
         MemoryLimit(82 * GIB, [GPU_0])
 
 
 def test_the_limit_of_a_cards_size_is_not_refused() -> None:
-    config = configuration(*SMALL_T5, "hardware=h100_80gb", "hardware.memory_limit_gib=80")
-    card = Device("cuda", "NVIDIA H100 80GB HBM3", 1, (9, 0), 81559 * 2**20)
+    config = compose_run_config(*SMALL_T5, "hardware=h100_80gb", "hardware.memory_limit_gib=80")
+    card = DetectedDevice("cuda", "NVIDIA H100 80GB HBM3", 1, (9, 0), 81559 * 2**20)
     refuse_unsupported(config.hardware, card, config.precision, compile_blocks=False)
-    larger = configuration(*SMALL_T5, "hardware=h100_80gb", "hardware.memory_limit_gib=82")
+    larger = compose_run_config(*SMALL_T5, "hardware=h100_80gb", "hardware.memory_limit_gib=82")
     with pytest.raises(ImpossibleError, match="memory_limit_gib=82"):
         refuse_unsupported(larger.hardware, card, larger.precision, compile_blocks=False)
 
@@ -395,27 +410,27 @@ def test_the_limit_of_a_cards_size_is_not_refused() -> None:
 
 def test_offloaded_gradients_have_a_group_that_reduces_them() -> None:
     offloaded = ("strategy=fsdp", "gpus=2", "hardware=a100_80gb", "strategy.cpu_offload=true", "precision=fp16")
-    assert backend(configuration(*SMALL_T5, *offloaded)) == "cpu:gloo,cuda:nccl"
-    assert backend(configuration(*SMALL_T5, "strategy=fsdp", "gpus=2", "hardware=a100_80gb")) == "nccl"
-    assert backend(configuration(*SMALL_T5, "strategy=fsdp", "gpus=2")) == "gloo"
+    assert choose_backend(compose_run_config(*SMALL_T5, *offloaded)) == "cpu:gloo,cuda:nccl"
+    assert choose_backend(compose_run_config(*SMALL_T5, "strategy=fsdp", "gpus=2", "hardware=a100_80gb")) == "nccl"
+    assert choose_backend(compose_run_config(*SMALL_T5, "strategy=fsdp", "gpus=2")) == "gloo"
 
 
-def _look_for_infinity(rank: int, backend_name: str, meeting: str, answers: Any) -> None:
+def _check_for_infinity(rank: int, backend_name: str, store_path: str, answers: Any) -> None:
     """As loss scaling looks at gradients that were offloaded: a shard on the CPU, of a mesh of GPUs."""
     import torch.testing._internal.distributed.fake_pg  # registers the backend in NCCL's place
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    dist.init_process_group(backend_name, store=dist.FileStore(meeting, 2), rank=rank, world_size=2)
+    dist.init_process_group(backend_name, store=dist.FileStore(store_path, 2), rank=rank, world_size=2)
     own = torch.full((2, 2), torch.inf if rank else 1.0)
     whole = TensorMeta(torch.Size((4, 2)), (2, 1), torch.float32)
     spec = DTensorSpec(init_device_mesh("cuda", (2,)), (Shard(0),), tensor_meta=whole)
     gradient = DTensor(own, spec, requires_grad=False)  # type: ignore[call-arg]
-    found = torch.zeros(1)
+    found_inf = torch.zeros(1)
     try:
-        torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, torch.ones(1))
-        answers.put(float(found))
+        torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, torch.ones(1))
+        answers.put(float(found_inf))
     except Exception as error:
         answers.put(str(error))
 
@@ -428,30 +443,30 @@ def test_infinity_in_an_offloaded_gradient_is_found_by_all_ranks_where_gloo_is_b
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     ranks = [
-        context.Process(target=_look_for_infinity, args=(rank, name, str(tmp_path / "store"), answers))
+        context.Process(target=_check_for_infinity, args=(rank, name, str(tmp_path / "store"), answers))
         for rank in range(2)
     ]
     for rank in ranks:
         rank.start()
-    said = [answers.get(timeout=120) for _ in ranks]
+    reports = [answers.get(timeout=120) for _ in ranks]
     for rank in ranks:
         rank.join()
-    assert all(found == answer or str(answer) in str(found) for found in said), said
+    assert all(report == answer or str(answer) in str(report) for report in reports), reports
 
 
 def test_nccl_says_over_which_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     log = "node1:77:91 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB\nnode1:77:91 [0] NCCL INFO Using network IB\n"
-    assert network_in(log) == "IB"
-    assert network_in("") is None
-    network = watch_network()
+    assert parse_network(log) == "IB"
+    assert parse_network("") is None
+    network = capture_nccl_network()
     assert not list(tmp_path.iterdir())  # which nobody would remove after a rank that is killed
     Path(os.environ["NCCL_DEBUG_FILE"]).write_text(log)
     assert network() == "IB"
     assert "NCCL_DEBUG" not in os.environ
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    assert watch_network()() is None
+    assert capture_nccl_network()() is None
     assert os.environ["NCCL_DEBUG"] == "WARN"
 
 
@@ -461,7 +476,7 @@ def test_nccl_says_over_which_network(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_variable_that_was_otherwise_is_said_of_rows_that_are_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = configuration(*SMALL_T5)
+    config = compose_run_config(*SMALL_T5)
     row = {
         "format": 1,
         "run_id": config.run_id,
@@ -471,29 +486,31 @@ def test_a_variable_that_was_otherwise_is_said_of_rows_that_are_used_again(
         "started_at": "2026-01-01T00:00:00+00:00",
         "environment": {"variables": {"NCCL_ALGO": "Ring"}},
     }
-    records.write(tmp_path, row)
-    points: list[Settings] = [dict(each.split("=") for each in SMALL_T5)]
-    monkeypatch.setattr("bench.planning.plan.composed", lambda point: composed({}) | {"store": str(tmp_path)})
-    monkeypatch.setattr("bench.planning.plan.run_config", lambda raw: config)
-    plan = make_plan(points, tmp_path, force=False, check=lambda config: None)
-    assert [words for words in plan.changed_variables({}) if "NCCL" in words] == [
+    records.write_row(tmp_path, row)
+    points: list[RunSettings] = [dict(override.split("=") for override in SMALL_T5)]
+    monkeypatch.setattr(
+        "bench.planning.plan.compose_config", lambda point: compose_config({}) | {"store": str(tmp_path)}
+    )
+    monkeypatch.setattr("bench.planning.plan.build_run_config", lambda raw: config)
+    plan = build_sweep_plan(points, tmp_path, force=False, check_run=lambda config: None)
+    assert [words for words in plan.list_changed_variables({}) if "NCCL" in words] == [
         "NCCL_ALGO=Ring (here: unset): 1 of 1 runs"
     ]
-    assert plan.changed_variables({"NCCL_ALGO": "Ring"}) == []
+    assert plan.list_changed_variables({"NCCL_ALGO": "Ring"}) == []
 
 
 def test_what_a_rank_of_another_machine_measured_arrives_as_it_was() -> None:
     """Ranks of a cluster's job send their outcomes as text."""
-    peaks = Peaks(allocated=5, active=5, reserved=6, allocated_overall=7, device_used=None, alloc_retries=0)
+    peaks = MemoryPeaks(allocated=5, active=5, reserved=6, allocated_overall=7, device_used=None, alloc_retries=0)
     states = [{"when": "end", "gpu": 0, "sm_clock_mhz": 1410, "throttle_reasons": ["power cap"]}]
-    samples = Samples([0.1], [2.5], 1.0, 0, peaks, None, cpu_load=load(busy_s=18, own_s=8), gpu_states=states)
-    device = {"name": "GPU", "before": [{"used_bytes": 5}], "torch": environment.torch_settings(on_gpu=True)}
-    ended = Ended(3, Outcome(3, "host", samples=samples, device=device))
-    assert crew._ended(json.loads(json.dumps(dataclasses.asdict(ended)))) == ended
+    samples = RankSamples([0.1], [2.5], 1.0, 0, peaks, None, cpu_load=make_load(busy_s=18, own_s=8), gpu_states=states)
+    device = {"name": "GPU", "before": [{"used_bytes": 5}], "torch": environment.read_torch_settings(on_gpu=True)}
+    ended = RankExit(3, RankOutcome(3, "host", samples=samples, device=device))
+    assert crew._parse_rank_exit(json.loads(json.dumps(dataclasses.asdict(ended)))) == ended
 
 
 def test_settings_of_torch_are_known_without_a_gpu() -> None:
-    settings = environment.torch_settings(on_gpu=True)
+    settings = environment.read_torch_settings(on_gpu=True)
     assert settings["float32_matmul_precision"] in ("highest", "high", "medium")
     assert isinstance(settings["bf16_reduced_precision_reduction"], bool)
     json.dumps(settings)

@@ -19,173 +19,194 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.measure import loop, profiling
-from bench.measure.clock import CpuClock
-from bench.measure.environment import changed_variables, recorded_variables, software
-from bench.measure.memory import Change, CpuProbe, _within_product, peak_of_changes
-from bench.measure.profiling import covered, exposed_communication, merged, overlap
-from bench.measure.statistics import median_interval, percentile, slowest_rank
+from bench.measure.clock import CpuStepClock
+from bench.measure.environment import describe_software, list_changed_variables, select_recorded_variables
+from bench.measure.memory import CpuMemoryProbe, MemoryChange, _find_matmul_temporaries, compute_memory_peaks
+from bench.measure.profiling import (
+    compute_covered_length,
+    compute_exposed_communication,
+    compute_overlap,
+    merge_intervals,
+)
+from bench.measure.statistics import compute_median_interval, compute_percentile, compute_slowest_rank_times
 from bench.training.engine import Engine
-from tests.conftest import ROOT, configuration
+from tests.conftest import ROOT, compose_run_config
 
 MIB = 2**20
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 1.0, 2.5]]) == [3.0, 5.0, 2.5]
+    assert compute_slowest_rank_times([[1.0, 5.0, 2.0], [3.0, 1.0, 2.5]]) == [3.0, 5.0, 2.5]
     with pytest.raises(ValueError, match="shorter"):
-        slowest_rank([[1.0, 2.0], [1.0]])
+        compute_slowest_rank_times([[1.0, 2.0], [1.0]])
 
 
 def test_percentile_is_linear_between_neighbours() -> None:
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
-    assert percentile([1.0, 2.0], 0.95) == pytest.approx(1.95)
-    assert percentile([7.0], 0.95) == 7.0
+    assert compute_percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert compute_percentile([1.0, 2.0], 0.95) == pytest.approx(1.95)
+    assert compute_percentile([7.0], 0.95) == 7.0
 
 
 def test_the_medians_interval_holds_the_median_as_often_as_it_says() -> None:
     generator = random.Random(0)
     true_median = 0.5**-0.5  # of 1 / sqrt(1 - u) for u uniform in [0, 1): skewed, with a heavy tail
-    held = 0
+    num_covering = 0
     for _ in range(2000):
         sample = [1 / (1 - generator.random()) ** 0.5 for _ in range(20)]
-        low, high = median_interval(sample)
+        low, high = compute_median_interval(sample)
         assert low <= statistics.median(sample) <= high
-        held += low <= true_median <= high
-    assert 0.945 <= held / 2000 <= 0.985
+        num_covering += low <= true_median <= high
+    assert 0.945 <= num_covering / 2000 <= 0.985
 
 
 def test_too_few_samples_give_no_interval() -> None:
-    assert median_interval([3.0, 1.0, 2.0]) is None
-    assert median_interval([1.0]) is None
-    assert median_interval([5.0, 4.0, 3.0, 2.0, 1.0]) is None
-    assert median_interval([6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == (1.0, 6.0)
+    assert compute_median_interval([3.0, 1.0, 2.0]) is None
+    assert compute_median_interval([1.0]) is None
+    assert compute_median_interval([5.0, 4.0, 3.0, 2.0, 1.0]) is None
+    assert compute_median_interval([6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == (1.0, 6.0)
 
 
 def test_the_clock_times_steps_not_what_lies_around_them() -> None:
-    clock = CpuClock()
+    clock = CpuStepClock()
     time.sleep(0.05)
     clock.tick()
     for _ in range(3):
         time.sleep(0.01)
         clock.tick()
-    times = clock.times_s()
+    times = clock.read_step_times_s()
     assert len(times) == 3
     assert all(0.01 <= step < 0.05 for step in times)
 
 
 def test_peak_counts_what_is_alive_when_the_steady_step_starts() -> None:
     changes = [
-        Change(1, 0xA, 100, False),
-        Change(2, 0xB, 900, False),
-        Change(3, 0xB, -900, False),
-        Change(5, 0xC, 50, False),
-        Change(6, 0xC, -50, False),
+        MemoryChange(1, 0xA, 100, False),
+        MemoryChange(2, 0xB, 900, False),
+        MemoryChange(3, 0xB, -900, False),
+        MemoryChange(5, 0xC, 50, False),
+        MemoryChange(6, 0xC, -50, False),
     ]
-    assert peak_of_changes(changes, steady_from_ns=4) == (1000, 150)
+    assert compute_memory_peaks(changes, steady_from_ns=4) == (1000, 150)
 
 
 def test_peak_leaves_the_backends_buffers_out_and_survives_releases_it_did_not_see() -> None:
     changes = [
-        Change(1, 0xA, 100, False),
-        Change(2, 0xB, 500, True),  # inside a collective
-        Change(3, 0xA, 100, False),  # the same address again: released in between by another thread
-        Change(4, 0xD, -70, False),  # allocated before anybody looked
+        MemoryChange(1, 0xA, 100, False),
+        MemoryChange(2, 0xB, 500, True),  # inside a collective
+        MemoryChange(3, 0xA, 100, False),  # the same address again: released in between by another thread
+        MemoryChange(4, 0xD, -70, False),  # allocated before anybody looked
     ]
-    assert peak_of_changes(changes, steady_from_ns=0) == (100, 100)
+    assert compute_memory_peaks(changes, steady_from_ns=0) == (100, 100)
 
 
 def test_what_a_library_takes_within_a_product_is_told_from_the_result() -> None:
-    def event(when: int, ptr: int, size: int) -> Any:
+    def make_allocation_event(when: int, ptr: int, size: int) -> Any:
         return types.SimpleNamespace(
             name="[memory]", start_time_ns=when, id=when, extra_fields=types.SimpleNamespace(ptr=ptr, alloc_size=size)
         )
 
-    inner = types.SimpleNamespace(name="aten::clone", start_time_ns=4, id=4, children=[event(5, 0xC, 10)])
-    before, result, packed, again = event(1, 0xE, -30), event(2, 0xA, 100), event(3, 0xB, 50), event(7, 0xB, 60)
-    children = [result, inner, packed, event(6, 0xB, -50), again, event(8, 0xB, -60), event(9, 0xC, -10), before]
-    assert _within_product(types.SimpleNamespace(children=children)) == {packed.id, again.id}
+    inner = types.SimpleNamespace(
+        name="aten::clone", start_time_ns=4, id=4, children=[make_allocation_event(5, 0xC, 10)]
+    )
+    before, result, packed, again = (
+        make_allocation_event(1, 0xE, -30),
+        make_allocation_event(2, 0xA, 100),
+        make_allocation_event(3, 0xB, 50),
+        make_allocation_event(7, 0xB, 60),
+    )
+    children = [
+        result,
+        inner,
+        packed,
+        make_allocation_event(6, 0xB, -50),
+        again,
+        make_allocation_event(8, 0xB, -60),
+        make_allocation_event(9, 0xC, -10),
+        before,
+    ]
+    assert _find_matmul_temporaries(types.SimpleNamespace(children=children)) == {packed.id, again.id}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_cpu_probe_counts_of_a_product_its_result_alone(dtype: torch.dtype) -> None:
-    probe = CpuProbe(contextlib.nullcontext)
+    probe = CpuMemoryProbe(contextlib.nullcontext)
     with probe.observe():
         left, right = torch.zeros(27, 834, dtype=dtype), torch.zeros(834, 24, dtype=dtype)
         probe.start_steady_step()
         product = left @ right
         probe_bytes = left.nbytes + right.nbytes + product.nbytes
-    assert probe.peaks().allocated == probe_bytes
+    assert probe.read_peaks().allocated == probe_bytes
 
 
 def test_the_cpu_probe_sees_a_known_peak() -> None:
-    probe = CpuProbe(contextlib.nullcontext)
+    probe = CpuMemoryProbe(contextlib.nullcontext)
     with probe.observe():
-        kept = torch.ones(MIB)  # 4 MiB
+        base_tensor = torch.ones(MIB)  # 4 MiB
         scratch = torch.ones(4 * MIB)  # 16 MiB, gone before the steady step
         del scratch
         probe.start_steady_step()
-        temporary = kept + 1
+        temporary = base_tensor + 1
         del temporary
-    peaks = probe.peaks()
+    peaks = probe.read_peaks()
     assert peaks.allocated_overall == pytest.approx(20 * MIB, rel=0.001)
     assert peaks.allocated == pytest.approx(8 * MIB, rel=0.001)
 
 
 def test_interval_arithmetic() -> None:
-    assert merged([(3, 5), (1, 2), (4, 7)]) == [(1, 2), (3, 7)]
-    assert covered([(0, 2), (1, 3), (5, 6)]) == 4
-    assert overlap([(0, 4)], [(3, 6), (8, 9)]) == 1
+    assert merge_intervals([(3, 5), (1, 2), (4, 7)]) == [(1, 2), (3, 7)]
+    assert compute_covered_length([(0, 2), (1, 3), (5, 6)]) == 4
+    assert compute_overlap([(0, 4)], [(3, 6), (8, 9)]) == 1
 
 
-def event(name: str, start: float, duration: float, category: str = "kernel") -> dict[str, object]:
+def make_event(name: str, start: float, duration: float, category: str = "kernel") -> dict[str, object]:
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
 
 
 def test_exposed_communication_is_what_no_kernel_hides() -> None:
     events = [
-        event("ncclDevKernel_AllGather", 0, 40),
-        event("gemm", 20, 60),  # hides 20 of 40
-        event("ncclDevKernel_ReduceScatter", 70, 30),  # 10 hidden, 20 exposed
-        event("aten::mm", 0, 100, category="cpu_op"),  # the host's side of it does not count
+        make_event("ncclDevKernel_AllGather", 0, 40),
+        make_event("gemm", 20, 60),  # hides 20 of 40
+        make_event("ncclDevKernel_ReduceScatter", 70, 30),  # 10 hidden, 20 exposed
+        make_event("aten::mm", 0, 100, category="cpu_op"),  # the host's side of it does not count
     ]
-    assert exposed_communication(events, on_gpu=True) == pytest.approx(0.4)
-    assert exposed_communication(events[1:2], on_gpu=True) == 0.0
+    assert compute_exposed_communication(events, on_gpu=True) == pytest.approx(0.4)
+    assert compute_exposed_communication(events[1:2], on_gpu=True) == 0.0
 
 
 def test_a_step_of_which_the_profiler_saw_no_kernel_is_unknown() -> None:
     """CUPTI is missing, or somebody else has it: the host's side alone says nothing of what was exposed."""
-    host = [event("aten::mm", 0, 100, category="cpu_op"), event("Memset", 0, 5, category="gpu_memset")]
-    assert exposed_communication([], on_gpu=True) is None
-    assert exposed_communication(host, on_gpu=True) is None
-    assert exposed_communication(host, on_gpu=False) == 0.0
+    host = [make_event("aten::mm", 0, 100, category="cpu_op"), make_event("Memset", 0, 5, category="gpu_memset")]
+    assert compute_exposed_communication([], on_gpu=True) is None
+    assert compute_exposed_communication(host, on_gpu=True) is None
+    assert compute_exposed_communication(host, on_gpu=False) == 0.0
 
 
 def test_copies_count_for_what_they_are() -> None:
-    kernel = event("gemm", 0, 40)
-    between = event("Memcpy PtoP (Device -> Device)", 40, 20, category="gpu_memcpy")
-    within = event("Memcpy DtoD (Device -> Device)", 50, 10, category="gpu_memcpy")
-    to_host = event("Memcpy DtoH (Device -> Pinned)", 60, 40, category="gpu_memcpy")
-    alone = event("void oneRankReduce<__nv_bfloat16>", 40, 20)
-    assert exposed_communication([kernel, between, to_host], on_gpu=True) == pytest.approx(0.2)
-    assert exposed_communication([kernel, between, within, to_host], on_gpu=True) == pytest.approx(0.1)
-    assert exposed_communication([kernel, alone, to_host], on_gpu=True) == pytest.approx(0.2)
+    kernel = make_event("gemm", 0, 40)
+    between = make_event("Memcpy PtoP (Device -> Device)", 40, 20, category="gpu_memcpy")
+    within = make_event("Memcpy DtoD (Device -> Device)", 50, 10, category="gpu_memcpy")
+    to_host = make_event("Memcpy DtoH (Device -> Pinned)", 60, 40, category="gpu_memcpy")
+    alone = make_event("void oneRankReduce<__nv_bfloat16>", 40, 20)
+    assert compute_exposed_communication([kernel, between, to_host], on_gpu=True) == pytest.approx(0.2)
+    assert compute_exposed_communication([kernel, between, within, to_host], on_gpu=True) == pytest.approx(0.1)
+    assert compute_exposed_communication([kernel, alone, to_host], on_gpu=True) == pytest.approx(0.2)
 
 
-FAILURES = {
+TRACE_FAILURES = {
     "a full disk": ("gzip.compress", OSError(errno.ENOSPC, "No space left on device")),
     "a trace too large for memory": ("json.loads", MemoryError()),
     "a trace that is cut off": ("json.loads", ValueError("Unterminated string")),
 }
 
 
-@pytest.mark.parametrize(("place", "error"), FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize(("place", "error"), TRACE_FAILURES.values(), ids=TRACE_FAILURES)
 def test_a_trace_that_cannot_be_written_loses_no_measurement(
     place: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(profiling, "GLOO_ENDS_S", 0.0)
+    monkeypatch.setattr(profiling, "GLOO_COMPLETION_DELAY_S", 0.0)
     monkeypatch.setattr(place, fail)
     assert profiling.profile_step(lambda: torch.ones(2) + 1, torch.device("cpu"), tmp_path / "trace.json.gz") is None
     assert "no trace" in capsys.readouterr().err
@@ -193,12 +214,12 @@ def test_a_trace_that_cannot_be_written_loses_no_measurement(
 
 
 @pytest.mark.parametrize(
-    ("observed", "asked", "steady", "untimed"),
+    ("observed", "requested_warmup_steps", "steady", "untimed"),
     [(2, 2, 4, 4), (2, 5, 4, 7), (0, 2, None, 3), (0, 5, None, 5)],
     ids=["cpu", "cpu, longer", "gpu", "gpu, longer"],
 )
 def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
-    observed: int, asked: int, steady: int | None, untimed: int, monkeypatch: pytest.MonkeyPatch
+    observed: int, requested_warmup_steps: int, steady: int | None, untimed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[torch.Tensor] = []
     seen: dict[str, int] = {}
@@ -213,22 +234,22 @@ def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
         step=lambda micro_batches: steps.append(torch.zeros(())) or steps[-1],
         strategy=types.SimpleNamespace(steps_before_steady=3),
         scaler=types.SimpleNamespace(get_scale=lambda: 1.0),
-        stepper=types.SimpleNamespace(start_timed_steps=lambda: None, busy=lambda: None),
+        stepper=types.SimpleNamespace(start_timed_steps=lambda: None, collect_busy_spans=lambda: None),
         skipped_steps=lambda before: 0,
     )
-    monkeypatch.setattr(loop, "memory_probe", lambda devices, own_work: probe)
-    loop.measure(
+    monkeypatch.setattr(loop, "build_memory_probe", lambda devices, unmeasured_work: probe)
+    loop.measure_rank(
         lambda: (engine, []),
         [torch.device("cpu")],
-        started=time.perf_counter(),
-        warmup_steps=asked,
+        started_at=time.perf_counter(),
+        warmup_steps=requested_warmup_steps,
         steps=2,
         min_warmup_s=0,
         min_timed_s=0,
         profile=False,
-        trace=None,
-        own_work=contextlib.nullcontext,
-        agree=lambda number: number,
+        trace_path=None,
+        unmeasured_work=contextlib.nullcontext,
+        agree_on_steps=lambda number: number,
     )
     assert seen == ({} if steady is None else {"steady": steady}) | {"untimed": untimed}
 
@@ -239,16 +260,18 @@ def test_ddp_makes_its_last_buckets_in_the_last_step_unlike_the_later_ones(stati
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         wrapped = DistributedDataParallel(model, static_graph=static, gradient_as_bucket_view=True)
-        buckets, held = [], []
+        buckets, held_gradients = [], []
         for _ in range(6):
             model.zero_grad()
             wrapped(torch.ones(2, 30)).sum().backward()
             assert model.weight.grad is not None
-            held.append(model.weight.grad)  # so that no other bucket is given its memory
+            held_gradients.append(model.weight.grad)  # so that no other bucket is given its memory
             buckets.append(model.weight.grad.untyped_storage().data_ptr())
     finally:
         dist.destroy_process_group()
-    unlike = configuration("strategy=ddp", f"strategy.static_graph={static}", "gpus=2").strategy.steps_before_steady
+    unlike = compose_run_config(
+        "strategy=ddp", f"strategy.static_graph={static}", "gpus=2"
+    ).strategy.steps_before_steady
     assert buckets[unlike - 2] != buckets[unlike - 1] == buckets[unlike] == buckets[-1]
 
 
@@ -261,21 +284,21 @@ def test_a_step_that_is_skipped_under_the_profiler_is_no_timed_one(
         strategy=types.SimpleNamespace(steps_before_steady=0),
         scaler=types.SimpleNamespace(get_scale=lambda: scales[-1]),
         stepper=types.SimpleNamespace(start_timed_steps=lambda: None, busy=lambda: None),
-        skipped_steps=lambda before: Engine.skipped_steps(engine, before),
+        skipped_steps=lambda before: Engine.count_skipped_steps(engine, before),
     )
     monkeypatch.setattr(loop, "profile_step", lambda *_: scales.append(scales[-1] / 2))
-    samples = loop.measure(
+    samples = loop.measure_rank(
         lambda: (engine, []),
         [torch.device("cpu")],
-        started=time.perf_counter(),
+        started_at=time.perf_counter(),
         warmup_steps=1,
         steps=2,
         min_warmup_s=0,
         min_timed_s=0,
         profile=True,
-        trace=tmp_path / "trace.json.gz",
-        own_work=contextlib.nullcontext,
-        agree=lambda number: number,
+        trace_path=tmp_path / "trace.json.gz",
+        unmeasured_work=contextlib.nullcontext,
+        agree_on_steps=lambda number: number,
     )
     assert len(scales) == 2
     assert samples.skipped_steps == 0
@@ -286,12 +309,19 @@ def test_versions_of_every_library_that_an_extra_brings_are_on_the_row() -> None
     computing = [extra for extra in extras if extra not in ("notebooks", "dashboard", "test")]
     brought = {re.split("[<>=]", package)[0] for extra in computing for package in extras[extra]}
     assert "torchao" in brought
-    assert brought <= set(software()["packages"])
+    assert brought <= set(describe_software()["packages"])
 
 
 def test_variables_that_can_change_a_result_are_recorded_without_secrets():
-    told = {"NCCL_IB_PKEY": "1", "OMP_NUM_THREADS": "2", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
-    kept = ("TORCH_SECRET_TOKEN", "TORCH_HUB_TOKEN", "OMP_password", "NCCL_API_KEY", "GLOO_AUTH", "PYTORCH_CREDENTIALS")
+    recorded = {"NCCL_IB_PKEY": "1", "OMP_NUM_THREADS": "2", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    secret_names = (
+        "TORCH_SECRET_TOKEN",
+        "TORCH_HUB_TOKEN",
+        "OMP_password",
+        "NCCL_API_KEY",
+        "GLOO_AUTH",
+        "PYTORCH_CREDENTIALS",
+    )
     others = {
         "HOME": "/root",
         "AWS_ACCESS_KEY_ID": "x",
@@ -299,7 +329,7 @@ def test_variables_that_can_change_a_result_are_recorded_without_secrets():
         "CUDA_HOME": "/x",
         "TRITON_CACHE_DIR": "x",
     }
-    assert recorded_variables({**told, **dict.fromkeys(kept, "x"), **others}) == told
+    assert select_recorded_variables({**recorded, **dict.fromkeys(secret_names, "x"), **others}) == recorded
 
 
 @pytest.mark.parametrize(
@@ -312,10 +342,10 @@ def test_variables_that_can_change_a_result_are_recorded_without_secrets():
     ],
 )
 def test_what_steers_any_of_the_libraries_is_recorded(name: str) -> None:
-    assert recorded_variables({name: "1"}) == {name: "1"}
-    assert changed_variables({}, {name: "1"}) == [f"{name} unset (here: 1)"]
+    assert select_recorded_variables({name: "1"}) == {name: "1"}
+    assert list_changed_variables({}, {name: "1"}) == [f"{name} unset (here: 1)"]
 
 
 def test_variables_that_change_no_result_are_no_difference() -> None:
-    assert not changed_variables({"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0"}, {"HOME": "/elsewhere"})
-    assert changed_variables({"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "Tree"}) == ["NCCL_ALGO=Ring (here: Tree)"]
+    assert not list_changed_variables({"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0"}, {"HOME": "/elsewhere"})
+    assert list_changed_variables({"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "Tree"}) == ["NCCL_ALGO=Ring (here: Tree)"]

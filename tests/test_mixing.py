@@ -13,15 +13,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from bench.config import run_config
+from bench.config import build_run_config
 from bench.errors import ImpossibleError, UsageError
-from bench.measure.rehearsal import start_rehearsal
-from bench.progress import _differences
-from bench.records import Record, read_all
-from bench.records.matching import run_question
-from bench.simulate.predict import predict
-from bench.strategies.plan import SHARDS
-from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, configuration
+from bench.measure.rehearsal import init_rehearsal_group
+from bench.progress import _describe_differing_settings
+from bench.records import Record, read_latest_attempts
+from bench.records.matching import build_run_key
+from bench.simulate.predict import predict_run
+from bench.strategies.plan import SHARD_GROUP
+from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 from tests.test_strategy_plans import config, sent
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -30,7 +30,7 @@ STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=
 AUTOCAST, PARAMETERS = "precision.mixing=autocast", "precision.mixing=parameters"
 HALF_REDUCED = "precision.reduce=bf16"
 
-WAYS = {
+MIXING_OPTIONS = {
     "ddp autocast": ("strategy=ddp", AUTOCAST),
     "fsdp autocast": ("strategy=fsdp", AUTOCAST),
     "fsdp autocast F=1": ("strategy=fsdp", "strategy.sharding_factor=1", AUTOCAST),
@@ -52,15 +52,15 @@ def test_within_one_way_every_strategy_has_the_same_losses_and_needs_what_is_pre
     execute: Execute, model: tuple[str, ...], precision: str
 ) -> None:
     two = (*model, *STEPS, "gpus=2", f"precision={precision}", "batch_size_per_gpu=4", "sequence_length=64")
-    asked = {name: (*two, *way) for name, way in WAYS.items()}
-    runs = dict(zip(asked, execute(*asked.values()), strict=True))
+    overrides_by_name = {name: (*two, *option_overrides) for name, option_overrides in MIXING_OPTIONS.items()}
+    runs = dict(zip(overrides_by_name, execute(*overrides_by_name.values()), strict=True))
     for name, record in runs.items():
         assert record["status"] == "ok", record["error"]
-        way = "autocast" if "autocast" in name else "parameters"
-        like = runs["ddp autocast" if way == "autocast" else "fsdp parameters"]
-        assert record["losses"] == pytest.approx(like["losses"], rel=1e-3), name
-        assert record["mixed_precision"] == ("autocast" if way == "autocast" else "fsdp policy"), name
-        predicted = predict(configuration(*asked[name])).memory.allocated.value
+        mixing = "autocast" if "autocast" in name else "parameters"
+        reference = runs["ddp autocast" if mixing == "autocast" else "fsdp parameters"]
+        assert record["losses"] == pytest.approx(reference["losses"], rel=1e-3), name
+        assert record["mixed_precision"] == ("autocast" if mixing == "autocast" else "fsdp policy"), name
+        predicted = predict_run(compose_run_config(*overrides_by_name[name])).memory.allocated.value
         assert record["peak_allocated_bytes"] == pytest.approx(predicted, rel=0.01), name
     assert runs["ddp autocast"]["losses"] != runs["fsdp parameters"]["losses"]
 
@@ -70,13 +70,13 @@ def test_meshes_of_one_and_two_dimensions_compute_the_same_and_need_what_is_pred
     """What is reduced in another format than it is stored in stays until backward is over where replicas reduce it."""
     shape = ("batch_size_per_gpu=4", "sequence_length=64")
     two = (*SMALL_GPT, *STEPS, "strategy=fsdp", "gpus=2", "precision=bf16", HALF_REDUCED, *shape)
-    asked = [(*two, f"strategy.mesh_2d={value}") for value in ("false", "true")]
-    one, other = execute(*asked)
-    assert one["losses"] == other["losses"]
-    for overrides, record in zip(asked, (one, other), strict=True):
-        predicted = predict(configuration(*overrides)).memory.allocated.value
+    variants = [(*two, f"strategy.mesh_2d={value}") for value in ("false", "true")]
+    mesh_1d_record, mesh_2d_record = execute(*variants)
+    assert mesh_1d_record["losses"] == mesh_2d_record["losses"]
+    for overrides, record in zip(variants, (mesh_1d_record, mesh_2d_record), strict=True):
+        predicted = predict_run(compose_run_config(*overrides)).memory.allocated.value
         assert record["peak_allocated_bytes"] == pytest.approx(predicted, rel=0.01), overrides
-    assert (one["effective"]["mesh_2d"], other["effective"]["mesh_2d"]) == (False, True)
+    assert (mesh_1d_record["effective"]["mesh_2d"], mesh_2d_record["effective"]["mesh_2d"]) == (False, True)
 
 
 def test_the_usual_way_asked_for_is_the_same_run() -> None:
@@ -86,15 +86,17 @@ def test_the_usual_way_asked_for_is_the_same_run() -> None:
         ("fsdp", PARAMETERS, AUTOCAST),
         ("fsdp1", PARAMETERS, AUTOCAST),
     ):
-        run = configuration(f"strategy={strategy}", *half)
-        assert configuration(f"strategy={strategy}", *half, usual).run_id == run.run_id
+        run = compose_run_config(f"strategy={strategy}", *half)
+        assert compose_run_config(f"strategy={strategy}", *half, usual).run_id == run.run_id
         if other is not None:
-            assert configuration(f"strategy={strategy}", *half, other).run_id != run.run_id
-    plain = configuration("strategy=fsdp", "gpus=2")
-    assert {configuration("strategy=fsdp", "gpus=2", way).run_id for way in (AUTOCAST, PARAMETERS)} == {plain.run_id}
+            assert compose_run_config(f"strategy={strategy}", *half, other).run_id != run.run_id
+    plain = compose_run_config("strategy=fsdp", "gpus=2")
+    assert {compose_run_config("strategy=fsdp", "gpus=2", mixing).run_id for mixing in (AUTOCAST, PARAMETERS)} == {
+        plain.run_id
+    }
 
 
-REFUSED = {
+REFUSED_OVERRIDES = {
     ("strategy=ddp", "gpus=2", PARAMETERS): ("strategy=ddp", "wrong gradients", "choose autocast, or strategy"),
     ("strategy=zero1", "gpus=2", PARAMETERS): ("strategy=zero1", "choose autocast, or strategy", "fsdp"),
     ("strategy=single", PARAMETERS): ("strategy=single", "choose autocast, or strategy", "fsdp1"),
@@ -107,12 +109,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("asked", "words"), REFUSED.items(), ids=str)
+@pytest.mark.parametrize(("overrides", "words"), REFUSED_OVERRIDES.items(), ids=str)
 def test_a_way_that_a_strategy_does_not_have_is_refused_in_a_sentence(
-    asked: tuple[str, ...], words: tuple[str, ...]
+    overrides: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(ImpossibleError) as refusal:
-        configuration("precision=bf16", *asked)
+        compose_run_config("precision=bf16", *overrides)
     sentence = str(refusal.value)
     assert sentence.startswith("precision.mixing=")
     assert all(word in sentence for word in words)
@@ -126,9 +128,9 @@ def test_fsdp1_keeps_no_gradients_of_whole_parameters_that_it_casts(whole: tuple
     with pytest.raises(
         ImpossibleError, match=r"^gradient_accumulation_sync=false .*: choose true, or strategy fsdp1 w"
     ):
-        configuration(*run)
+        compose_run_config(*run)
     for other in (("gradient_accumulation_sync=true",), (AUTOCAST,), ("precision=fp32",)):
-        configuration(*run, *other)
+        compose_run_config(*run, *other)
 
 
 def test_what_lightnings_fsdp1_does_not_accumulate_is_refused_by_its_name() -> None:
@@ -136,59 +138,65 @@ def test_what_lightnings_fsdp1_does_not_accumulate_is_refused_by_its_name() -> N
     with pytest.raises(
         ImpossibleError, match=r"for strategy=lightning with strategy\.backend=fsdp1, .* or strategy fsdp"
     ):
-        configuration(*run)
-    configuration(*run, "gradient_accumulation_sync=true")
+        compose_run_config(*run)
+    compose_run_config(*run, "gradient_accumulation_sync=true")
 
 
 def test_a_way_that_nobody_has_is_refused() -> None:
     with pytest.raises(UsageError, match=r"precision\.mixing=both is not valid: choose autocast, parameters"):
-        configuration("precision=bf16", "precision.mixing=both")
+        compose_run_config("precision=bf16", "precision.mixing=both")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
 def test_under_autocast_parameters_are_gathered_as_they_are_stored(strategy: str) -> None:
     cast = sent(config(strategy=strategy, precision="bf16"))
     whole = sent(config(strategy=strategy, precision="bf16", **{"precision.mixing": "autocast"}))
-    assert whole.volume("all-gather", SHARDS) == pytest.approx(2 * cast.volume("all-gather", SHARDS), rel=1e-3)
-    assert whole.volume("reduce-scatter", SHARDS) == pytest.approx(cast.volume("reduce-scatter", SHARDS), rel=1e-3)
+    assert whole.volume("all-gather", SHARD_GROUP) == pytest.approx(
+        2 * cast.volume("all-gather", SHARD_GROUP), rel=1e-3
+    )
+    assert whole.volume("reduce-scatter", SHARD_GROUP) == pytest.approx(
+        cast.volume("reduce-scatter", SHARD_GROUP), rel=1e-3
+    )
 
 
 MEASURED = ("cpu_2core", "cpu_frameworks", "cpu_frontier", "cpu_memory", "cpu_pipelines", "strategies")
 
 
-def earlier(store: str) -> Iterator[Record]:
+def read_earlier_rows(store: str) -> Iterator[Record]:
     """Rows from before there was a choice that can be composed with what is installed."""
-    for row in read_all(ROOT / "results" / "measured" / store).records:
+    for row in read_latest_attempts(ROOT / "results" / "measured" / store).records:
         with contextlib.suppress(ImpossibleError):
-            run_config(row["config"])
+            build_run_config(row["config"])
             yield row
 
 
 @pytest.mark.parametrize("store", MEASURED)
 def test_rows_from_before_there_was_a_choice_are_the_same_runs(store: str) -> None:
-    rows = list(earlier(store))
+    rows = list(read_earlier_rows(store))
     assert rows
     for row in rows:
-        today = run_config(row["config"])
+        today = build_run_config(row["config"])
         assert today.run_id == row["run_id"], row["effective_strategy"]
         again = {**row, "config": today.to_dict()}
-        assert run_question(again) == run_question(row)
+        assert build_run_key(again) == build_run_key(row)
 
 
 def test_what_was_done_before_can_still_be_asked_for() -> None:
-    known = {row["run_id"] for row in earlier("cpu_memory")}
+    known_run_ids = {row["run_id"] for row in read_earlier_rows("cpu_memory")}
     run = ("hardware=cpu", "model=gpt_mini", "gpus=2", "batch_size_per_gpu=2", "sequence_length=64")
     run = (*run, "measurement.warmup_steps=2", "measurement.steps=1", "model.activation=gelu_new")
     for before in (("strategy=ddp", "strategy.bucket_cap_mb=25"), ("strategy=fsdp", "strategy.mesh_2d=true")):
-        assert configuration(*run, *before).run_id in known
-        assert configuration(*run, before[0]).run_id not in known
-    assert configuration(*run, "strategy=fsdp", "strategy.sharding_factor=1").run_id in known  # two dimensions anyway
+        assert compose_run_config(*run, *before).run_id in known_run_ids
+        assert compose_run_config(*run, before[0]).run_id not in known_run_ids
+    assert (
+        compose_run_config(*run, "strategy=fsdp", "strategy.sharding_factor=1").run_id in known_run_ids
+    )  # two dimensions anyway
 
 
-class Nothing:
+class FakeStream:
     """Stands for streams and events of accelerators, which DDP's mixed precision needs even on a CPU."""
 
-    def __enter__(self) -> Nothing:
+    def __enter__(self) -> FakeStream:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -205,7 +213,7 @@ class Nothing:
 
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
-    start_rehearsal(2)
+    init_rehearsal_group(2)
     yield
     dist.destroy_process_group()
 
@@ -215,9 +223,9 @@ def test_torchs_ddp_casts_parameters_with_wrong_gradients(two_ranks: None, monke
 
     Its first backward reduces a bucket in 16 bits that was never filled: gradients were copied into the one in fp32.
     """
-    monkeypatch.setattr(torch, "Event", Nothing)
-    monkeypatch.setattr(torch, "Stream", Nothing)
-    monkeypatch.setattr(torch.accelerator, "current_stream", Nothing)
+    monkeypatch.setattr(torch, "Event", FakeStream)
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", FakeStream)
     model = nn.Linear(64, 64, bias=False)
     batch = torch.ones(8, 64)
     expected = torch.autograd.grad(model(batch).sum(), model.weight)[0]
@@ -230,8 +238,8 @@ def test_torchs_ddp_casts_parameters_with_wrong_gradients(two_ranks: None, monke
 
 def test_a_mesh_that_nobody_asked_for_is_no_setting_that_tells_runs_apart() -> None:
     four = ("model=t5_tiny", "gpus=4", "strategy=fsdp")
-    derived = [configuration(*four, f"strategy.sharding_factor={factor}") for factor in (2, "full")]
+    derived = [compose_run_config(*four, f"strategy.sharding_factor={factor}") for factor in (2, "full")]
     assert [config.strategy.mesh_2d for config in derived] == [True, False]
-    assert set(_differences(derived).values()) == {""}
-    asked = [configuration(*four, f"strategy.mesh_2d={value}") for value in ("true", "false")]
-    assert sorted(_differences(asked).values()) == ["mesh_2d=false", "mesh_2d=true"]
+    assert set(_describe_differing_settings(derived).values()) == {""}
+    explicit = [compose_run_config(*four, f"strategy.mesh_2d={value}") for value in ("true", "false")]
+    assert sorted(_describe_differing_settings(explicit).values()) == ["mesh_2d=false", "mesh_2d=true"]

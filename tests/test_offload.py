@@ -12,25 +12,25 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.errors import UsageError
-from bench.measure.rehearsal import start_rehearsal
-from bench.predicted_row import predicted_row
+from bench.measure.rehearsal import init_rehearsal_group
+from bench.predicted_row import build_predicted_row
 from bench.records.schema import COLUMNS
-from bench.simulate.predict import predict
+from bench.simulate.predict import predict_run
 from bench.simulate.prediction import DOES_NOT_FIT, Prediction
-from bench.strategies.plan import Parameter, Setting, Unit
+from bench.strategies.plan import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.uploading import UploadingOptimizer
-from bench.training.engine import build_engine, micro_batches
+from bench.training.engine import build_engine, build_micro_batches
 from bench.training.optimizer import OptimizerConfig
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.test_strategy_plans import Notebook, config, plan_of, step
 
-PARAMETERS = {"strategy.cpu_offload": True, "strategy.optimizer_on_device": True}
-OPTIMIZER = {"strategy.cpu_offload": True}
+OFFLOAD_PARAMETERS = {"strategy.cpu_offload": True, "strategy.optimizer_on_device": True}
+OFFLOAD_BOTH = {"strategy.cpu_offload": True}
 LARGE = {"model": "gpt_1b3", "strategy": "fsdp", "gpus": 8, "hardware": "a100_80gb", "precision": "bf16"}
 
 
-def predicted(**knobs: object) -> Prediction:
-    return predict(config(**{**LARGE, **knobs}))
+def predict_large_run(**knobs: object) -> Prediction:
+    return predict_run(config(**{**LARGE, **knobs}))
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])
@@ -46,16 +46,16 @@ def test_updating_one_parameter_after_the_other_is_the_same_step(name: str, impl
     usual = optimizer.build(plain.parameters())
     for _ in range(3):
         data = torch.randn(4, 5)
-        for model, each in ((plain, usual), (offloaded, uploading)):
+        for model, model_optimizer in ((plain, usual), (offloaded, uploading)):
             model(data).square().mean().backward()
-            each.step()
-            each.zero_grad()
+            model_optimizer.step()
+            model_optimizer.zero_grad()
     for ours, theirs in zip(offloaded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.grad is None
     moments = {"adamw": "exp_avg", "sgd": "momentum_buffer"}[name]
-    assert [state[moments].shape for state in uploading.states()] == [p.shape for p in plain.parameters()]
-    assert all(twin.untyped_storage().nbytes() == 0 for twin in uploading._twins)
+    assert [state[moments].shape for state in uploading.list_states()] == [p.shape for p in plain.parameters()]
+    assert all(twin.untyped_storage().nbytes() == 0 for twin in uploading._device_parameters)
 
 
 def test_no_more_than_one_parameter_is_on_the_device_at_a_time_and_no_frozen_one() -> None:
@@ -77,14 +77,16 @@ def test_no_more_than_one_parameter_is_on_the_device_at_a_time_and_no_frozen_one
 def test_a_step_with_offloading_computes_what_one_without_does(model: tuple[str, ...]) -> None:
     """One process and torch's offloading on a CPU, which a run refuses: everything but the way to another device."""
     losses = []
-    start_rehearsal(1)
+    init_rehearsal_group(1)
     try:
         settings: list[dict[str, Any]] = [{}, {"cpu_offload": True}, {"cpu_offload": True, "optimizer_on_device": True}]
         for knobs in settings:
-            run = configuration(*model, "strategy=fsdp", "gpus=1", "sequence_length=16", "optimizer.learning_rate=1e-2")
+            run = compose_run_config(
+                *model, "strategy=fsdp", "gpus=1", "sequence_length=16", "optimizer.learning_rate=1e-2"
+            )
             strategy, cpu = dataclasses.replace(run.strategy, **knobs), torch.device("cpu")
             engine = build_engine(run.model, strategy, run.precision, run.optimizer, device=cpu)
-            batches = micro_batches(run.model, batch_size=2, sequence_length=16, device=cpu)
+            batches = build_micro_batches(run.model, batch_size=2, sequence_length=16, device=cpu)
             assert isinstance(engine.optimizer, UploadingOptimizer) == ("optimizer_on_device" in knobs)
             losses.append([float(engine.step(batches)) for _ in range(3)])
     finally:
@@ -111,19 +113,23 @@ def test_a_step_with_offloading_computes_what_one_without_does(model: tuple[str,
 )
 def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        configuration(*SMALL_T5, "strategy=fsdp", "gpus=4", *overrides)
+        compose_run_config(*SMALL_T5, "strategy=fsdp", "gpus=4", *overrides)
 
 
 def test_identity_depends_on_the_machine_only_where_something_is_kept_there() -> None:
     faster = {"hardware.host.link_gb_s": 50}
     assert config(**LARGE, mode="predict").run_id == config(**LARGE, **faster, mode="predict").run_id
-    ids = {config(**LARGE, **OPTIMIZER, **more, mode="predict").run_id for more in ({}, faster)}
+    ids = {config(**LARGE, **OFFLOAD_BOTH, **more, mode="predict").run_id for more in ({}, faster)}
     assert len(ids) == 2
-    assert config(**LARGE, **OPTIMIZER).run_id == config(**LARGE, **OPTIMIZER, **faster).run_id
+    assert config(**LARGE, **OFFLOAD_BOTH).run_id == config(**LARGE, **OFFLOAD_BOTH, **faster).run_id
 
 
 def test_what_leaves_the_device_is_on_the_host() -> None:
-    plain, parameters, both = predicted(), predicted(**PARAMETERS), predicted(**OPTIMIZER)
+    plain, parameters, both = (
+        predict_large_run(),
+        predict_large_run(**OFFLOAD_PARAMETERS),
+        predict_large_run(**OFFLOAD_BOTH),
+    )
     shard = config(**LARGE).model.num_parameters / 8
     assert plain.memory.host == 0
     assert parameters.memory.host == pytest.approx(8 * shard, rel=0.001)
@@ -136,28 +142,31 @@ def test_what_leaves_the_device_is_on_the_host() -> None:
 
 
 def test_shards_come_before_every_gather_and_gradients_go_after_every_reduction() -> None:
-    plan, setting = plan_of(config(**{**LARGE, **OPTIMIZER}))
+    plan, plan_inputs = plan_of(config(**{**LARGE, **OFFLOAD_BOTH}))
     device = Notebook()
-    plan.begin(device)
-    found = dict(device.held)
-    step(plan, setting, device)
-    assert device.held == found
-    shards = 4 * sum(plan.updated)
-    root = 4 * plan.shard_numel(setting.units[0])  # type: ignore[attr-defined]
+    plan.allocate_persistent_state(device)
+    initial_tensors = dict(device.held)
+    step(plan, plan_inputs, device)
+    assert device.held == initial_tensors
+    shards = 4 * sum(plan.updated_numels)
+    root = 4 * plan.compute_shard_numel(plan_inputs.units[0])  # type: ignore[attr-defined]
     moved = {
-        way: sum(size for name, size in device.moved if name.startswith(way)) for way in ("upload", "gradient out")
+        prefix: sum(size for name, size in device.moved if name.startswith(prefix))
+        for prefix in ("upload", "gradient out")
     }
     assert moved["upload"] == pytest.approx(2 * shards - root)
     assert moved["gradient out"] == pytest.approx(shards)
 
 
 def test_what_is_frozen_comes_and_nothing_of_it_goes_back() -> None:
-    run = config(**{**LARGE, **OPTIMIZER})
-    block = Unit(0, "block", (Parameter("frozen", (64, 48), is_trained=False), Parameter("adapter", (64, 8))))
-    root = Unit(-1, "outside", (Parameter("embedding", (96, 8), is_trained=False),))
-    setting = Setting((root, block), run.precision, 8, 2, 1)
+    run = config(**{**LARGE, **OFFLOAD_BOTH})
+    block = ShardingUnit(
+        0, "block", (ParameterSpec("frozen", (64, 48), is_trained=False), ParameterSpec("adapter", (64, 8)))
+    )
+    root = ShardingUnit(-1, "outside", (ParameterSpec("embedding", (96, 8), is_trained=False),))
+    plan_inputs = PlanInputs((root, block), run.precision, 8, 2, 1)
     device = Notebook()
-    step(run.strategy.plan(setting), setting, device)
+    step(run.strategy.plan(plan_inputs), plan_inputs, device)
     moved = dict(device.moved)
     assert moved["upload 0"] == 4 * (64 * 48 + 64 * 8) / 8
     assert moved["gradient out 0"] == 4 * 64 * 8 / 8
@@ -165,39 +174,40 @@ def test_what_is_frozen_comes_and_nothing_of_it_goes_back() -> None:
 
 
 def test_time_follows_from_the_link_and_from_the_memory_of_the_machine() -> None:
-    def seconds(**knobs: object) -> float:
-        time = predicted(**knobs).time
+    def predict_step_s(**knobs: object) -> float:
+        time = predict_large_run(**knobs).time
         assert time is not None
         return time.step_s.value
 
     size = 4 * config(**LARGE).model.num_parameters / 8
-    two = {**PARAMETERS, "hardware.host.link_gb_s": 13.1}
-    assert seconds(**two) - seconds(**PARAMETERS) >= 0.99 * 3 * size * 2 / 26.2e9
-    slow = {**OPTIMIZER, "hardware.host.memory_gb_s": 204.8}
+    two = {**OFFLOAD_PARAMETERS, "hardware.host.link_gb_s": 13.1}
+    assert predict_step_s(**two) - predict_step_s(**OFFLOAD_PARAMETERS) >= 0.99 * 3 * size * 2 / 26.2e9
+    slow = {**OFFLOAD_BOTH, "hardware.host.memory_gb_s": 204.8}
     per_byte = 8 / (409.6e9 * 0.84)
-    assert seconds(**slow) - seconds(**OPTIMIZER) == pytest.approx(7 * size * per_byte, rel=0.01)
-    assert seconds() < min(seconds(**PARAMETERS), seconds(**OPTIMIZER))
-    time = predicted(**OPTIMIZER).time
+    assert predict_step_s(**slow) - predict_step_s(**OFFLOAD_BOTH) == pytest.approx(7 * size * per_byte, rel=0.01)
+    assert predict_step_s() < min(predict_step_s(**OFFLOAD_PARAMETERS), predict_step_s(**OFFLOAD_BOTH))
+    time = predict_large_run(**OFFLOAD_BOTH).time
     assert time is not None
     assert time.step_s.high / time.step_s.value == pytest.approx(1.3)
-    run = config(**{**LARGE, **OPTIMIZER})
+    run = config(**{**LARGE, **OFFLOAD_BOTH})
     unknown = dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, host=None))
-    assert predict(unknown).time is None
+    assert predict_run(unknown).time is None
 
 
 def test_what_limits_a_step_is_where_it_goes_and_is_explained() -> None:
     explained = next(column.meaning for column in COLUMNS if column.name == "limited_by")
-    for knobs, limit in ((PARAMETERS, "host link"), (OPTIMIZER, "host memory"), ({}, "compute")):
-        time = predicted(**knobs).time
+    for knobs, limit in ((OFFLOAD_PARAMETERS, "host link"), (OFFLOAD_BOTH, "host memory"), ({}, "compute")):
+        time = predict_large_run(**knobs).time
         assert time is not None
         assert time.limited_by == limit
         assert limit in explained
 
 
 def test_more_than_the_machine_has_does_not_fit() -> None:
-    run = config(**{**LARGE, **OPTIMIZER, "hardware.host.memory_gib": 16})
-    found = predict(run)
-    assert found.memory.verdict == DOES_NOT_FIT
+    run = config(**{**LARGE, **OFFLOAD_BOTH, "hardware.host.memory_gib": 16})
+    prediction = predict_run(run)
+    assert prediction.memory.verdict == DOES_NOT_FIT
     assert (
-        "GiB are offloaded, and the rank's share of its machine's memory is 2 GiB" in predicted_row(run, found)["error"]
+        "GiB are offloaded, and the rank's share of its machine's memory is 2 GiB"
+        in build_predicted_row(run, prediction)["error"]
     )

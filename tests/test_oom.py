@@ -16,32 +16,39 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from bench.measure.oom import bytes_asked, out_of_memory, watch_cuda_allocations
-from bench.rank import one_line
+from bench.measure.oom import find_out_of_memory_error, find_requested_bytes, observe_failed_cuda_allocations
+from bench.rank import format_error_line
 from tests.conftest import ROOT, SMALL_GPT
 
 MIB = 2**20
 
-CACHING = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which ..."
-ASYNC = "Allocation on device would exceed allowed memory. (out of memory)\nRequested               : 1.50 GiB"
-HOST = (
+CUDA_OOM_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which ..."
+)
+ASYNC_OOM_MESSAGE = (
+    "Allocation on device would exceed allowed memory. (out of memory)\nRequested               : 1.50 GiB"
+)
+CPU_OOM_MESSAGE = (
     "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 12345 bytes."
 )
-NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error. Last error:\nCuda failure 2 'out of memory'"
+NCCL_OOM_MESSAGE = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error. Last error:\nCuda failure 2 'out of memory'"
 
-ON_GPU = [
-    (torch.OutOfMemoryError(CACHING), 20 * MIB),
-    (torch.OutOfMemoryError(ASYNC), 1536 * MIB),
-    (RuntimeError(f"Got the following error when running the callback: OutOfMemoryError: {CACHING}"), 20 * MIB),
+GPU_OOM_ERRORS = [
+    (torch.OutOfMemoryError(CUDA_OOM_MESSAGE), 20 * MIB),
+    (torch.OutOfMemoryError(ASYNC_OOM_MESSAGE), 1536 * MIB),
+    (
+        RuntimeError(f"Got the following error when running the callback: OutOfMemoryError: {CUDA_OOM_MESSAGE}"),
+        20 * MIB,
+    ),
     (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), None),
     (RuntimeError("CUDA driver error: out of memory"), None),
-    (dist.DistBackendError(NCCL), None),
+    (dist.DistBackendError(NCCL_OOM_MESSAGE), None),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), None),
     (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), None),
     (RuntimeError("Triton Error [CUDA]: out of memory"), None),
 ]
 
-FAULTS = [
+OTHER_ERRORS = [
     dist.DistBackendError(
         "NCCL error: remote process exited or there was a network error. Last error:\n"
         "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory"
@@ -56,44 +63,44 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "size"), ON_GPU, ids=[str(error)[:40] for error, _ in ON_GPU])
+@pytest.mark.parametrize(("error", "size"), GPU_OOM_ERRORS, ids=[str(error)[:40] for error, _ in GPU_OOM_ERRORS])
 def test_a_gpus_memory_running_out_is_recognised(error: Exception, size: int | None) -> None:
-    assert out_of_memory(error, "cuda") is error
-    assert bytes_asked(error) == size
+    assert find_out_of_memory_error(error, "cuda") is error
+    assert find_requested_bytes(error) == size
 
 
-@pytest.mark.parametrize("error", FAULTS, ids=[str(error)[-40:] for error in FAULTS])
+@pytest.mark.parametrize("error", OTHER_ERRORS, ids=[str(error)[-40:] for error in OTHER_ERRORS])
 def test_a_fault_of_the_machine_is_none_on_a_gpu(error: Exception) -> None:
-    assert out_of_memory(error, "cuda") is None
-    assert out_of_memory(error, "cuda", offloads=True) is None
+    assert find_out_of_memory_error(error, "cuda") is None
+    assert find_out_of_memory_error(error, "cuda", offloads=True) is None
 
 
-@pytest.mark.parametrize("error", [RuntimeError(HOST), MemoryError("std::bad_alloc"), MemoryError()])
+@pytest.mark.parametrize("error", [RuntimeError(CPU_OOM_MESSAGE), MemoryError("std::bad_alloc"), MemoryError()])
 def test_the_machines_memory_counts_where_it_is_used_as_the_devices(error: Exception) -> None:
-    assert out_of_memory(error, "cpu") is error
-    assert out_of_memory(error, "cuda", offloads=True) is error
-    assert out_of_memory(error, "cuda") is None
-    assert bytes_asked(error) == (12345 if "12345" in str(error) else None)
+    assert find_out_of_memory_error(error, "cpu") is error
+    assert find_out_of_memory_error(error, "cuda", offloads=True) is error
+    assert find_out_of_memory_error(error, "cuda") is None
+    assert find_requested_bytes(error) == (12345 if "12345" in str(error) else None)
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("can't start new thread"), OSError(11, "Resource temporarily unavailable")]
 )
 def test_a_thread_lacks_memory_only_where_a_limit_is_used_up(error: Exception) -> None:
-    assert out_of_memory(error, "cpu") is None
-    assert out_of_memory(error, "cpu", exhausted=True) is error
+    assert find_out_of_memory_error(error, "cpu") is None
+    assert find_out_of_memory_error(error, "cpu", limit_exhausted=True) is error
 
 
-def raised(action: Callable[[], Any]) -> BaseException:
+def catch_error(action: Callable[[], Any]) -> BaseException:
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         action()
     return caught.value
 
 
 def test_causes_are_followed_and_what_was_suppressed_is_not() -> None:
-    oom = torch.OutOfMemoryError(CACHING)
+    oom = torch.OutOfMemoryError(CUDA_OOM_MESSAGE)
 
-    def wrap(how: str) -> None:
+    def raise_wrapped(how: str) -> None:
         try:
             raise oom
         except torch.OutOfMemoryError as error:
@@ -106,28 +113,31 @@ def test_causes_are_followed_and_what_was_suppressed_is_not() -> None:
             raise ValueError("while handling")  # noqa: B904
 
     for how in ("from", "during", "group"):
-        assert out_of_memory(raised(lambda: wrap(how)), "cuda") is oom, how  # noqa: B023
-    assert out_of_memory(raised(lambda: wrap("hidden")), "cuda") is None
-    one, two = ValueError("one"), ValueError("two")
-    one.__cause__, two.__context__ = two, one
-    assert out_of_memory(one, "cuda") is None  # and ends
+        assert find_out_of_memory_error(catch_error(lambda: raise_wrapped(how)), "cuda") is oom, how  # noqa: B023
+    assert find_out_of_memory_error(catch_error(lambda: raise_wrapped("hidden")), "cuda") is None
+    first_error, second_error = ValueError("one"), ValueError("two")
+    first_error.__cause__, second_error.__context__ = second_error, first_error
+    assert find_out_of_memory_error(first_error, "cuda") is None  # and ends
 
 
 def test_the_row_names_what_went_wrong_and_where_it_came_from() -> None:
-    def wrapped() -> None:
+    def raise_from_cause() -> None:
         try:
             raise RuntimeError("the true\ncause")
         except RuntimeError as error:
             raise ValueError("Failed to run stage backward") from error
 
-    assert one_line(raised(wrapped)) == "ValueError: Failed to run stage backward from RuntimeError: the true cause"
-    assert one_line(KeyError("x")) == "KeyError: 'x'"
+    assert (
+        format_error_line(catch_error(raise_from_cause))
+        == "ValueError: Failed to run stage backward from RuntimeError: the true cause"
+    )
+    assert format_error_line(KeyError("x")) == "KeyError: 'x'"
 
 
 # What frameworks make of it
 
 
-class Hungry(torch.autograd.Function):
+class OomInBackward(torch.autograd.Function):
     """Computes, and runs out of memory backward."""
 
     @staticmethod
@@ -136,95 +146,95 @@ class Hungry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        raise torch.OutOfMemoryError(CACHING)
+        raise torch.OutOfMemoryError(CUDA_OOM_MESSAGE)
 
 
-def backward() -> None:
-    Hungry.apply(torch.ones(2, requires_grad=True)).sum().backward()
+def fail_in_backward() -> None:
+    OomInBackward.apply(torch.ones(2, requires_grad=True)).sum().backward()
 
 
-def under_checkpointing() -> None:
+def fail_under_checkpointing() -> None:
     value = torch.ones(2, requires_grad=True)
-    checkpoint(lambda x: Hungry.apply(x * 2), value, use_reentrant=False).sum().backward()
+    checkpoint(lambda x: OomInBackward.apply(x * 2), value, use_reentrant=False).sum().backward()
 
 
-def in_a_pipelines_stage() -> None:
+def fail_in_pipeline_stage() -> None:
     from torch.distributed.pipelining._backward import stage_backward
 
     value = torch.ones(2, requires_grad=True)
-    stage_backward(Hungry.apply(value).sum(), None, [value])
+    stage_backward(OomInBackward.apply(value).sum(), None, [value])
 
 
-def in_data_parallels_threads() -> None:
+def fail_in_data_parallel_thread() -> None:
     """As ``torch.nn.parallel.parallel_apply`` hands on what a thread raised."""
     try:
-        raise torch.OutOfMemoryError(CACHING)
+        raise torch.OutOfMemoryError(CUDA_OOM_MESSAGE)
     except torch.OutOfMemoryError:
         caught = ExceptionWrapper(where="in replica 0 on device 0")
     caught.reraise()
 
 
-def in_a_compilers_backend() -> None:
+def fail_in_compiler_backend() -> None:
     def backend(graph: Any, inputs: Any) -> Any:
-        raise torch.OutOfMemoryError(CACHING)
+        raise torch.OutOfMemoryError(CUDA_OOM_MESSAGE)
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
 
 
-def of_a_ddp(hook: Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
+def run_ddp_with_hook(hook: Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]) -> None:
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     hook.__annotations__ = {}  # as text, which annotations are here, DDP does not know them
     model.register_comm_hook(None, hook)
     model(torch.ones(1, 2)).sum().backward()
 
 
-def in_a_ddp_hook() -> None:
+def fail_in_ddp_hook() -> None:
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        raise torch.OutOfMemoryError(CACHING)
+        raise torch.OutOfMemoryError(CUDA_OOM_MESSAGE)
 
-    of_a_ddp(hook)
+    run_ddp_with_hook(hook)
 
 
-def in_a_ddp_hooks_callback() -> None:
+def fail_in_ddp_hook_callback() -> None:
     def fail(future: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError(CACHING)
+        raise torch.OutOfMemoryError(CUDA_OOM_MESSAGE)
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return allreduce_hook(dist.group.WORLD, bucket).then(fail)  # type: ignore[arg-type]
 
-    of_a_ddp(hook)
+    run_ddp_with_hook(hook)
 
 
-WRAPPED = [
-    backward,
-    under_checkpointing,
-    in_a_pipelines_stage,
-    in_data_parallels_threads,
-    in_a_compilers_backend,
-    in_a_ddp_hook,
-    in_a_ddp_hooks_callback,
+FAILING_ACTIONS = [
+    fail_in_backward,
+    fail_under_checkpointing,
+    fail_in_pipeline_stage,
+    fail_in_data_parallel_thread,
+    fail_in_compiler_backend,
+    fail_in_ddp_hook,
+    fail_in_ddp_hook_callback,
 ]
 
 
-@pytest.mark.parametrize("action", WRAPPED, ids=lambda action: action.__name__)
+@pytest.mark.parametrize("action", FAILING_ACTIONS, ids=lambda action: action.__name__)
 def test_it_is_found_in_what_torch_makes_of_it(action: Callable[[], None]) -> None:
     with contextlib.ExitStack() as stack:
         if "ddp" in action.__name__:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
-        error = raised(action)
-    shortage = out_of_memory(error, "cuda")
+        error = catch_error(action)
+    shortage = find_out_of_memory_error(error, "cuda")
     assert shortage is not None
-    assert bytes_asked(shortage) == 20 * MIB
+    assert find_requested_bytes(shortage) == 20 * MIB
 
 
 def test_a_real_failed_allocation_is_recognised() -> None:
-    error = raised(lambda: torch.empty(2**60, dtype=torch.uint8))
-    assert out_of_memory(error, "cpu") is error
-    assert bytes_asked(error) == 2**60
+    error = catch_error(lambda: torch.empty(2**60, dtype=torch.uint8))
+    assert find_out_of_memory_error(error, "cpu") is error
+    assert find_requested_bytes(error) == 2**60
 
 
-THREADS = """
+THREADS_SCRIPT = """
 import _thread, os, threading
 import torch
 from bench.hardware import MemoryLimit
@@ -243,31 +253,31 @@ os._exit(0)
 
 
 def test_a_thread_without_memory_for_its_stack_is_out_of_memory() -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", THREADS],
+    output = subprocess.run(
+        [sys.executable, "-c", THREADS_SCRIPT],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=ROOT,
         check=True,
     ).stdout
-    assert "can't start new thread" in said
-    assert said.split()[-1] == "True"
+    assert "can't start new thread" in output
+    assert output.split()[-1] == "True"
 
 
 # How much was asked for
 
 
 @pytest.mark.parametrize(
-    ("observed", "asked"),
+    ("observed", "requested_bytes"),
     [
         (None, 20 * MIB),
         (20 * MIB + 4096, 20 * MIB + 4096),  # the message is rounded
         (512 * MIB, 20 * MIB),  # of an earlier request, after which the run went on
     ],
 )
-def test_the_allocators_report_counts_where_it_is_of_this_request(observed: int | None, asked: int) -> None:
-    assert bytes_asked(torch.OutOfMemoryError(CACHING), observed) == asked
+def test_the_allocators_report_counts_where_it_is_of_this_request(observed: int | None, requested_bytes: int) -> None:
+    assert find_requested_bytes(torch.OutOfMemoryError(CUDA_OOM_MESSAGE), observed) == requested_bytes
 
 
 def test_an_allocator_that_reports_nothing_costs_the_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +285,7 @@ def test_an_allocator_that_reports_nothing_costs_the_bytes_alone(monkeypatch: py
         raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver.")
 
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attach, raising=False)
-    assert watch_cuda_allocations()() is None
+    assert observe_failed_cuda_allocations()() is None
 
 
 # The whole way to the row

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from bench.config import RunConfig
-from bench.predicted_row import predicted_row
+from bench.predicted_row import build_predicted_row
 from bench.records import Record
 from bench.records.published import load_published
-from bench.records.schema import validate
+from bench.records.schema import validate_record
 from bench.reporting import style
-from bench.reporting.drawing import Section
+from bench.reporting.drawing import ReportSection
 from bench.reporting.figures import paper
-from bench.reporting.paper import deviations
-from bench.reporting.table import prepare
-from bench.row import configured_row
-from bench.simulate.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, Prediction, Range, TimePrediction
+from bench.reporting.paper import compute_deviations
+from bench.reporting.table import prepare_table
+from bench.row import build_configured_columns
+from bench.simulate.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
 from tests.test_report import overlaps, words
 from tests.test_sweeps import runs
 
@@ -38,24 +38,26 @@ PAPER = load_published().query("source_key == 'fsdp_paper'")
 def foretold(config: RunConfig) -> Prediction:
     """As if everything ran at half its peak and needed 40 GB; DDP and full replication of 11.3B do not fit."""
     peak = config.hardware.peak_tflops[config.precision.peak] * 1e12
-    count = config.model.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
+    count = config.model.count_flops_per_sequence(config.sequence_length).compute_hardware_flops(
+        config.activation_checkpointing
+    )
     step_s = count * config.batch_size_per_gpu / (0.5 * peak)
-    fits = config.strategy.factor > 1 or config.model.num_parameters < 10**10
+    fits = config.strategy.resolved_sharding_factor > 1 or config.model.num_parameters < 10**10
     needed = 40e9 if fits else 200e9
     memory = MemoryPrediction(
-        Range(needed, 0.95 * needed, 1.05 * needed), Range(1.1 * needed, needed, 1.2 * needed),
-        Range(1.2 * needed, 1.1 * needed, 1.3 * needed), Range(1.3 * needed, needed, 1.4 * needed),
+        PredictedRange(needed, 0.95 * needed, 1.05 * needed), PredictedRange(1.1 * needed, needed, 1.2 * needed),
+        PredictedRange(1.2 * needed, 1.1 * needed, 1.3 * needed), PredictedRange(1.3 * needed, needed, 1.4 * needed),
         {"parameters": int(needed / 2)}, "backward", "block", 80 * 10**9, FITS if fits else DOES_NOT_FIT,
     )  # fmt: skip
     degraded = config.batch_size_per_gpu == 2 and config.gpus == 128
-    steps = Range(step_s, 0.9 * step_s, 1.1 * step_s)
+    steps = PredictedRange(step_s, 0.9 * step_s, 1.1 * step_s)
     return Prediction(memory, TimePrediction(steps, step_s, 0, 0, 0, 0, "compute", degraded))
 
 
 def row_of(config: RunConfig, **columns: Any) -> Record:
     about = {"sweep": "test", "attempt": 0, "started_at": "2026-01-01T00:00:00+00:00", "launcher": "predict"}
-    row = {**configured_row(config), **about, **predicted_row(config, foretold(config)), **columns}
-    validate(row)
+    row = {**build_configured_columns(config), **about, **build_predicted_row(config, foretold(config)), **columns}
+    validate_record(row)
     return row
 
 
@@ -64,14 +66,14 @@ def predicted(sweep: str, *overrides: str) -> list[Record]:
     return [row_of(config) for config in runs(f"sweep={sweep}", "mode=predict", *overrides)]
 
 
-def draw(rows: list[Record]) -> Section:
-    table = prepare(rows)
-    with style.context():
-        return paper.section(table, style.palette(table["variant_key"]))
+def draw(rows: list[Record]) -> ReportSection:
+    table = prepare_table(rows)
+    with style.apply_report_style():
+        return paper.build_section(table, style.build_palette(table["variant_key"]))
 
 
 def shown(rows: list[Record], figure: str) -> Any:
-    selected = paper.select(prepare(rows))
+    selected = paper.select(prepare_table(rows))
     return selected[selected["figure"] == figure]
 
 
@@ -102,7 +104,7 @@ def test_the_same_quantity_is_drawn_for_both_kinds():
     assert len(mine) == 14
     assert list(mine["value"]) == pytest.approx([156.0] * 14)  # half of 312, recomputation counted
     assert list(mine["low"]) == pytest.approx([156 / 1.1] * 14)
-    errors = deviations(points)
+    errors = compute_deviations(points)
     expected = sorted(156 / np.array(printed["hardware_tflops_per_gpu"], dtype=float) - 1)
     assert sorted(errors) == pytest.approx(expected)
 
@@ -185,7 +187,7 @@ OTHERS: dict[str, Callable[[], list[Record]]] = {
 def test_runs_that_are_not_the_papers_do_not_stand_beside_its_points(other):
     section = draw(OTHERS[other]())
     assert section.drawings == []
-    assert "No runs in this store are those of a figure" in section.nothing
+    assert "No runs in this store are those of a figure" in section.notice
 
 
 def test_measured_runs_stand_beside_predicted_ones_and_look_different():

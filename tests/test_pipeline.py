@@ -13,26 +13,26 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from bench.advice.batches import BatchSearch
+from bench.advice.batches import PredictedBatchSearch
 from bench.config import RunConfig
 from bench.errors import ImpossibleError, UsageError
-from bench.measure.loop import Samples
+from bench.measure.loop import RankSamples
 from bench.models import Batch
 from bench.models.materialize import Materializer
-from bench.models.stages import cut
-from bench.planning.plan import make_plan
-from bench.planning.request import read_request
-from bench.records.reading import read_all
+from bench.models.stages import split_blocks_into_stages
+from bench.planning.plan import build_sweep_plan
+from bench.planning.request import parse_sweep_request
+from bench.records.reading import read_latest_attempts
 from bench.reporting import style
 from bench.reporting.figures import idle
-from bench.reporting.table import prepare
-from bench.row import _idle_share
-from bench.simulate.pipeline_clock import StageSeconds, idle_share, run
-from bench.simulate.pipeline_parts import casts_of
-from bench.simulate.predict import predict, predict_all, tape_key
+from bench.reporting.table import prepare_table
+from bench.row import _compute_idle_share
+from bench.simulate.pipeline_clock import StageSeconds, compute_idle_share, simulate_timetable
+from bench.simulate.pipeline_parts import build_pipeline_stages
+from bench.simulate.predict import build_trace_key, predict_run, predict_runs
 from bench.strategies import stopwatch
-from bench.strategies.pipeline_model import PipelineStepper, Tie, WatchedStage
-from bench.strategies.pipeline_plan import tied
+from bench.strategies.pipeline_model import PipelineStepper, TiedParameter, TimedPipelineStage
+from bench.strategies.pipeline_plan import find_tied_parameters
 from bench.strategies.pipeline_schedule import (
     BACKWARD,
     FORWARD,
@@ -40,11 +40,11 @@ from bench.strategies.pipeline_schedule import (
     INTERLEAVED,
     ONE_F_ONE_B,
     Timetable,
-    bubble_share,
+    compute_bubble_share,
 )
 from bench.strategies.stepper import Stepper
-from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, configuration
-from tests.records_fixture import record
+from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, compose_run_config
+from tests.records_fixture import make_record
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -77,7 +77,7 @@ PARITY = {
 
 
 def predicted(*overrides: str) -> float:
-    return predict(configuration(*overrides)).memory.allocated.value
+    return predict_run(compose_run_config(*overrides)).memory.allocated.value
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_narrow_formats_checkpointing_and_the_first_stage_alone(execute: Execute
     ("blocks", "stages", "counts"), [(4, 4, [1, 1, 1, 1]), (10, 4, [2, 3, 3, 2]), (7, 4, [2, 2, 2, 1]), (3, 2, [2, 1])]
 )
 def test_stages_have_as_many_blocks_but_for_one(blocks: int, stages: int, counts: list[int]) -> None:
-    spans = cut(blocks, stages)
+    spans = split_blocks_into_stages(blocks, stages)
     assert [len(span) for span in spans] == counts
     assert [block for span in spans for block in span] == list(range(blocks))
 
@@ -132,38 +132,44 @@ def test_stages_have_as_many_blocks_but_for_one(blocks: int, stages: int, counts
 @pytest.mark.parametrize("overrides", [SMALL_T5, GPT], ids=["t5", "gpt"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_stages_one_after_the_other_are_the_model(overrides: tuple[str, ...], stages: int) -> None:
-    family = configuration(*overrides, "model.attention=eager").model
-    batch = family.batch(2, 16, torch.Generator().manual_seed(0))
-    whole = family.build()
-    Materializer(whole, family, torch.device("cpu"), seed=1).model(whole)
-    model = family.build()
+    family = compose_run_config(*overrides, "model.attention=eager").model
+    batch = family.build_batch(2, 16, torch.Generator().manual_seed(0))
+    whole = family.build_model()
+    Materializer(whole, family, torch.device("cpu"), seed=1).fill_model(whole)
+    model = family.build_model()
     materializer = Materializer(model, family, torch.device("cpu"), seed=1)
     assert family.num_blocks is not None
-    spans = cut(family.num_blocks, stages)
+    spans = split_blocks_into_stages(family.num_blocks, stages)
     handed: Any = ()
-    for span, stage in [(span, family.stage(model, span)) for span in spans]:
-        materializer.of_part(stage).model(stage)
+    for span, stage in [(span, family.build_stage(model, span)) for span in spans]:
+        materializer.build_for_part(stage).fill_model(stage)
         if span.start:
-            assert [tuple(each.shape[1:]) for each in handed] == list(family.handed_over(span.start, 16))
+            assert [tuple(each.shape[1:]) for each in handed] == list(family.find_stage_input_shapes(span.start, 16))
         handed = stage(*handed, **batch.inputs)
     torch.testing.assert_close(handed, whole(**batch.inputs)["logits"])
 
 
 def test_what_several_stages_have_is_known_by_its_name() -> None:
-    family = configuration(*SMALL_T5).model
-    model = family.build()
+    family = compose_run_config(*SMALL_T5).model
+    model = family.build_model()
     materializer = Materializer(model, family, torch.device("cpu"), seed=0)
-    names = [materializer.names(family.stage(model, span)) for span in cut(4, 4)]
+    names = [
+        materializer.list_parameter_names(family.build_stage(model, span)) for span in split_blocks_into_stages(4, 4)
+    ]
     bias = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     # The embedding of encoder and decoder is the head; the tables of position biases are each list's own.
-    assert tied(names) == {"shared.weight": [0, 2, 3], f"encoder.{bias}": [0, 1], f"decoder.{bias}": [2, 3]}
+    assert find_tied_parameters(names) == {
+        "shared.weight": [0, 2, 3],
+        f"encoder.{bias}": [0, 1],
+        f"decoder.{bias}": [2, 3],
+    }
 
 
 def test_copies_on_one_rank_get_the_sum_of_their_gradients() -> None:
     copies = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
     for number, copy in enumerate(copies):
         copy.grad = torch.full((3,), number + 1.0)
-    Tie(copies, None).sum_gradients()
+    TiedParameter(copies, None).sum_gradients()
     assert all(copy.grad is not None and copy.grad.tolist() == [3.0] * 3 for copy in copies)
 
 
@@ -207,7 +213,7 @@ def test_spans_are_those_of_timed_steps_from_the_first_ones_beginning(
         watch.begin_step()
         for _ in range(2):
             clock.passes(0.5)()
-            with watch.running():
+            with watch.record_span():
                 clock.passes(seconds)()
         clock.passes(0.25)()
 
@@ -232,15 +238,15 @@ def test_stages_loss_and_optimizer_are_computation_and_what_is_exchanged_is_not(
     monkeypatch.setattr(Stepper, "update", clock.passes(4))
     exchange = clock.passes(0.5)
     engine: Any = SimpleNamespace(enter_phase=lambda phase: None, autocast=nullcontext)
-    stage, stepper = WatchedStage.__new__(WatchedStage), PipelineStepper.__new__(PipelineStepper)
+    stage, stepper = TimedPipelineStage.__new__(TimedPipelineStage), PipelineStepper.__new__(PipelineStepper)
     stage.engine, stage.stopwatch, stepper._stopwatch = engine, watch, watch
-    stepper._model = SimpleNamespace(ties=[SimpleNamespace(sum_gradients=exchange)])  # type: ignore[assignment]
+    stepper._model = SimpleNamespace(tied_parameters=[SimpleNamespace(sum_gradients=exchange)])  # type: ignore[assignment]
 
     def logits_loss(logits: Any, labels: Any) -> torch.Tensor:
         clock.passes(0.25)()
         return torch.tensor(6.0)
 
-    share = stepper._share_of(logits_loss, 2)
+    share = stepper._build_loss_share(logits_loss, 2)
 
     def step(losses: list[Any], **inputs: Any) -> None:
         exchange()
@@ -252,16 +258,18 @@ def test_stages_loss_and_optimizer_are_computation_and_what_is_exchanged_is_not(
     stepper._schedule = SimpleNamespace(step=step)
     stepper.start_timed_steps()
     assert stepper.step(engine, [Batch({}, torch.empty(0))]) == 3.0
-    assert stepper.busy() == [[(0.5, 1.5), (1.5, 1.75), (2.25, 4.25), (4.75, 8.75)]]
+    assert stepper.collect_busy_spans() == [[(0.5, 1.5), (1.5, 1.75), (2.25, 4.25), (4.75, 8.75)]]
 
 
 def test_the_idle_share_is_the_mean_over_ranks_that_took_note() -> None:
-    def rank(busy_s: list[float] | None) -> Samples:
+    def rank(busy_s: list[float] | None) -> RankSamples:
         peaks: Any = None
-        return Samples([1.0, 3.0], [], 0.0, 0, peaks, None, busy_s)
+        return RankSamples([1.0, 3.0], [], 0.0, 0, peaks, None, busy_s)
 
-    assert _idle_share([rank([0.5, 0.5]), rank([0.5, 1.5]), rank(None)]) == pytest.approx(1 - (1 / 4 + 2 / 4) / 2)
-    assert _idle_share([rank(None)]) is None
+    assert _compute_idle_share([rank([0.5, 0.5]), rank([0.5, 1.5]), rank(None)]) == pytest.approx(
+        1 - (1 / 4 + 2 / 4) / 2
+    )
+    assert _compute_idle_share([rank(None)]) is None
 
 
 # Timetables and bubbles
@@ -296,7 +304,7 @@ def test_timetables_of_one_stage_per_rank_are_what_torch_does(name: str, torchs:
         schedule = torchs(stage, 9)
         schedule._initialize_stage = stage.nothing
         schedule._step_microbatches()
-        assert [tuple(action) for action in timetable.actions(rank)] == stage.done
+        assert [tuple(action) for action in timetable.list_actions(rank)] == stage.done
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "micro_batches"), [(4, 3, 8), (4, 2, 6), (2, 2, 2)])
@@ -312,7 +320,7 @@ def test_interleaved_timetables_are_those_of_torch(ranks: int, virtual: int, mic
             for action in torchs._calculate_single_rank_operations(rank)
             if action is not None
         ]
-        assert [tuple(action) for action in timetable.actions(rank)] == theirs
+        assert [tuple(action) for action in timetable.list_actions(rank)] == theirs
 
 
 def test_interleaved_micro_batches_make_equal_rounds_where_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,9 +344,9 @@ def test_interleaved_micro_batches_make_equal_rounds_where_torch_says_so(monkeyp
 def test_micro_batches_that_are_named_instead_are_valid(asked: int, named: str) -> None:
     four = ("gpus=4", "batch_size_per_gpu=90", "model.num_layers=8", "strategy.schedule=interleaved_1f1b")
     with pytest.raises(ImpossibleError, match=rf"micro_batches={asked} is not valid: choose {named}, say"):
-        configuration(*SMALL_GPT, *PIPELINE, *four, f"strategy.micro_batches={asked}")
+        compose_run_config(*SMALL_GPT, *PIPELINE, *four, f"strategy.micro_batches={asked}")
     for number in named.split(" or "):
-        configuration(*SMALL_GPT, *PIPELINE, *four, f"strategy.micro_batches={number}")
+        compose_run_config(*SMALL_GPT, *PIPELINE, *four, f"strategy.micro_batches={number}")
 
 
 @pytest.mark.parametrize(
@@ -355,36 +363,42 @@ def test_micro_batches_that_are_named_instead_are_valid(asked: int, named: str) 
 def test_the_bubble_of_equal_stages_is_the_formulas(timetable: Timetable) -> None:
     equal = [StageSeconds(1.0, 2.0)] * timetable.num_stages
     at_once = [0.0] * (timetable.num_stages - 1)
-    assert idle_share(run(timetable, equal, at_once)) == pytest.approx(bubble_share(timetable))
+    assert compute_idle_share(simulate_timetable(timetable, equal, at_once)) == pytest.approx(
+        compute_bubble_share(timetable)
+    )
     # A slower stage, and sending that takes time, make it larger.
-    assert idle_share(run(timetable, [*equal[:-1], StageSeconds(2.0, 4.0)], at_once)) > bubble_share(timetable)
-    assert idle_share(run(timetable, equal, [0.5] * len(at_once))) > bubble_share(timetable)
+    assert compute_idle_share(
+        simulate_timetable(timetable, [*equal[:-1], StageSeconds(2.0, 4.0)], at_once)
+    ) > compute_bubble_share(timetable)
+    assert compute_idle_share(simulate_timetable(timetable, equal, [0.5] * len(at_once))) > compute_bubble_share(
+        timetable
+    )
 
 
 def test_formulas_of_the_papers() -> None:
-    assert bubble_share(Timetable(GPIPE, 2, 1, 1)) == 0.5
-    assert bubble_share(Timetable(GPIPE, 4, 1, 8)) == pytest.approx(3 / (8 + 3))
-    ideal = bubble_share(Timetable(INTERLEAVED, 4, 2, 8))
+    assert compute_bubble_share(Timetable(GPIPE, 2, 1, 1)) == 0.5
+    assert compute_bubble_share(Timetable(GPIPE, 4, 1, 8)) == pytest.approx(3 / (8 + 3))
+    ideal = compute_bubble_share(Timetable(INTERLEAVED, 4, 2, 8))
     assert ideal / (1 - ideal) == pytest.approx(3 / (2 * 8))
 
 
 def big(*overrides: str) -> RunConfig:
     hardware = ("hardware=h100_80gb", "precision=bf16", "activation_checkpointing=full", "sequence_length=512")
-    return configuration("model=gpt_13b", "mode=predict", "gpus=8", "batch_size_per_gpu=8", *hardware, *overrides)
+    return compose_run_config("model=gpt_13b", "mode=predict", "gpus=8", "batch_size_per_gpu=8", *hardware, *overrides)
 
 
 def test_the_predicted_bubble_is_near_the_formulas_and_naive_stages_mostly_wait() -> None:
     shares = {}
     for schedule, micro_batches in ((GPIPE, 8), (ONE_F_ONE_B, 8), (ONE_F_ONE_B, 32)):
         config = big("strategy=pipeline", f"strategy.schedule={schedule}", f"strategy.micro_batches={micro_batches}")
-        time = predict(config).time
+        time = predict_run(config).time
         assert time is not None
         assert config.strategy.timetable is not None
         shares[schedule, micro_batches] = time.bubble_s / time.step_s.value
         # Stages are not quite equal, the last one has the head, which can only make it larger.
-        assert 0 < shares[schedule, micro_batches] - bubble_share(config.strategy.timetable) < 0.08
+        assert 0 < shares[schedule, micro_batches] - compute_bubble_share(config.strategy.timetable) < 0.08
     assert shares[ONE_F_ONE_B, 32] < shares[ONE_F_ONE_B, 8] - 0.1
-    naive = predict(big("strategy=naive_pipeline"), timeline=True).time
+    naive = predict_run(big("strategy=naive_pipeline"), timeline=True).time
     assert naive is not None
     assert naive.limited_by == "pipeline bubble"
     assert naive.bubble_s / naive.step_s.value == pytest.approx(7 / 8, abs=0.03)
@@ -396,12 +410,14 @@ def test_the_predicted_bubble_is_near_the_formulas_and_naive_stages_mostly_wait(
 def test_bubbles_measured_on_a_machine_of_their_own_are_the_predicted_ones() -> None:
     """On the calibrated machine, within 0.035 of a step; memory to some bytes."""
     calibrated = ROOT / "results" / "calibration" / "cpu_2core.yaml"
-    request = read_request(["sweep=pipelines", "mode=predict", f"hardware={calibrated}"], multirun=False, device=CPU)
-    plan = make_plan(request.points, Path("nowhere"), force=True, check=lambda config: None)
-    predicted = dict(
-        zip(map(knobs, [config.to_dict() for config in plan.to_run]), predict_all(plan.to_run), strict=True)
+    request = parse_sweep_request(
+        ["sweep=pipelines", "mode=predict", f"hardware={calibrated}"], multirun=False, device=CPU
     )
-    rows = read_all(ROOT / "results" / "measured" / "cpu_pipelines").records
+    plan = build_sweep_plan(request.points, Path("nowhere"), force=True, check_run=lambda config: None)
+    predicted = dict(
+        zip(map(knobs, [config.to_dict() for config in plan.to_run]), predict_runs(plan.to_run), strict=True)
+    )
+    rows = read_latest_attempts(ROOT / "results" / "measured" / "cpu_pipelines").records
     assert len(rows) == 3 * len(predicted) == 24
     for row in rows:
         found = predicted[knobs(row["config"])]
@@ -419,8 +435,8 @@ def test_1f1b_keeps_as_many_micro_batches_as_stages_and_gpipe_all() -> None:
     def activations(schedule: str, batch: int) -> int:
         # Twice the batch in twice as many micro-batches.
         knobs = ("strategy=pipeline", f"strategy.schedule={schedule}", f"strategy.micro_batches={batch}")
-        config = configuration(*GPT, "mode=predict", "gpus=2", f"batch_size_per_gpu={batch}", *knobs)
-        return predict(config).memory.parts["activations"]
+        config = compose_run_config(*GPT, "mode=predict", "gpus=2", f"batch_size_per_gpu={batch}", *knobs)
+        return predict_run(config).memory.parts["activations"]
 
     assert activations(GPIPE, 16) > 1.8 * activations(GPIPE, 8)
     assert activations(ONE_F_ONE_B, 16) < 1.5 * activations(ONE_F_ONE_B, 8)
@@ -435,17 +451,17 @@ def test_what_a_stage_receives_is_cast_as_often_when_it_is_computed_again() -> N
 
 def test_a_decoder_makes_half_of_what_it_sends() -> None:
     """It hands on the encoder's output, which lies where it was received and is not held a second time."""
-    config = configuration(*SMALL_T5, *PIPELINE, "mode=predict", "gpus=4")
+    config = compose_run_config(*SMALL_T5, *PIPELINE, "mode=predict", "gpus=4")
     assert config.strategy.timetable is not None
-    *stages, last = casts_of(config, tape_key(config), config.strategy.timetable)
-    assert [stage.made_bytes / stage.sent_bytes for stage in stages] == [1, 1, 0.5]
-    assert last.made_bytes == 0
+    *stages, last = build_pipeline_stages(config, build_trace_key(config), config.strategy.timetable)
+    assert [stage.produced_bytes / stage.sent_bytes for stage in stages] == [1, 1, 0.5]
+    assert last.produced_bytes == 0
 
 
 def test_batches_are_searched_in_steps_that_make_equal_micro_batches() -> None:
-    config = configuration(*GPT, *PIPELINE, "gpus=2", "batch_size_per_gpu=6", "strategy.micro_batches=6")
-    assert config.strategy.batch_unit == 3
-    assert BatchSearch(config).next == dataclasses.replace(config, batch_size_per_gpu=3)
+    config = compose_run_config(*GPT, *PIPELINE, "gpus=2", "batch_size_per_gpu=6", "strategy.micro_batches=6")
+    assert config.strategy.batch_size_multiple == 3
+    assert PredictedBatchSearch(config).next_config == dataclasses.replace(config, batch_size_per_gpu=3)
 
 
 # What is refused
@@ -501,43 +517,43 @@ REFUSED = [
 @pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
 def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        configuration(*SMALL_T5, *PIPELINE, "gpus=4", *overrides)
+        compose_run_config(*SMALL_T5, *PIPELINE, "gpus=4", *overrides)
 
 
 def test_stages_can_be_as_many_as_ranks_of_a_machine() -> None:
-    config = configuration(*SMALL_T5, *PIPELINE, "gpus=4", "gpus_per_node=2", "strategy.stages=node")
+    config = compose_run_config(*SMALL_T5, *PIPELINE, "gpus=4", "gpus_per_node=2", "strategy.stages=node")
     assert config.to_dict()["strategy"]["stages"] == config.to_dict()["strategy"]["micro_batches"] == 2
 
 
 @pytest.mark.parametrize("stages", ["foo", "0", "-1"])
 def test_no_number_of_stages_is_a_mistake_and_stops_a_sweep(stages: str) -> None:
     with pytest.raises(UsageError, match=rf"stages={stages} is not valid: choose full, node.* at least 2") as refusal:
-        configuration(*SMALL_T5, *PIPELINE, "gpus=4", f"strategy.stages={stages}")
+        compose_run_config(*SMALL_T5, *PIPELINE, "gpus=4", f"strategy.stages={stages}")
     assert not isinstance(refusal.value, ImpossibleError)
 
 
 def test_a_naive_pipeline_has_no_micro_batches_to_choose() -> None:
     with pytest.raises(UsageError, match=r"strategy.micro_batches is not a field of strategy=naive_pipeline"):
-        configuration(*SMALL_T5, "strategy=naive_pipeline", "gpus=2", "strategy.micro_batches=2")
+        compose_run_config(*SMALL_T5, "strategy=naive_pipeline", "gpus=2", "strategy.micro_batches=2")
 
 
 def test_a_family_that_does_not_say_how_it_is_cut_is_refused() -> None:
     with pytest.raises(ImpossibleError, match=r"strategy=pipeline is not valid for model.family=tests.fake_model"):
-        configuration("model=gpt_tiny", "model.family=tests.fake_model", *PIPELINE, "gpus=2")
+        compose_run_config("model=gpt_tiny", "model.family=tests.fake_model", *PIPELINE, "gpus=2")
 
 
 # The figure
 
 
 def test_a_profiled_pipeline_is_drawn_with_what_its_ranks_wait() -> None:
-    naive = record(strategy="naive_pipeline", effective_strategy="naive_pipeline", device="cpu")
+    naive = make_record(strategy="naive_pipeline", effective_strategy="naive_pipeline", device="cpu")
     for rank, spans in zip(naive["ranks"], ([[0.0, 0.1], [0.3, 0.6]], [[0.1, 0.3]]), strict=True):
         rank |= {"busy_spans_s": spans, "step_times_s": [0.8]}
-    table = prepare([naive, record(device="cpu")])
-    with style.context():
-        (drawing,) = idle.section(table, style.palette(table["variant_key"])).drawings
-        nothing = idle.section(table.iloc[1:], style.palette(table["variant_key"]))
+    table = prepare_table([naive, make_record(device="cpu")])
+    with style.apply_report_style():
+        (drawing,) = idle.build_section(table, style.build_palette(table["variant_key"])).drawings
+        nothing = idle.build_section(table.iloc[1:], style.build_palette(table["variant_key"]))
     assert "Naive pipeline" in drawing.alt
     assert "waits 50, 75 percent" in drawing.alt
     # A page without pipelines says nothing about them.
-    assert (nothing.drawings, nothing.nothing) == ([], "")
+    assert (nothing.drawings, nothing.notice) == ([], "")

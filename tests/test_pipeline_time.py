@@ -5,29 +5,29 @@ from __future__ import annotations
 import pytest
 
 from bench.config import RunConfig
-from bench.models.t5 import T5
-from bench.predicted_row import predicted_row
+from bench.models.t5 import T5Family
+from bench.predicted_row import build_predicted_row
 from bench.simulate import memory, pace, pipeline
-from bench.simulate.network import Group
-from bench.simulate.pipeline_parts import shared_by
-from bench.simulate.pipeline_time import Tied, all_tied, with_tied
-from bench.simulate.predict import predict, tape_key
+from bench.simulate.network import CollectiveGroup
+from bench.simulate.pipeline_parts import find_shared_parameters
+from bench.simulate.pipeline_time import TiedGradientAllReduce, add_tied_all_reduces, list_tied_all_reduces
+from bench.simulate.predict import build_trace_key, predict_run
 from bench.simulate.prediction import TimePrediction
-from tests.conftest import configuration
+from tests.conftest import compose_run_config
 
 
 def pipelined(*overrides: str) -> RunConfig:
-    return configuration("strategy=pipeline", "mode=predict", "precision=bf16", *overrides)
+    return compose_run_config("strategy=pipeline", "mode=predict", "precision=bf16", *overrides)
 
 
-def tied(*overrides: str) -> list[Tied]:
+def tied(*overrides: str) -> list[TiedGradientAllReduce]:
     config = pipelined(*overrides)
     assert config.strategy.timetable is not None
-    return all_tied(config, config.strategy.timetable)
+    return list_tied_all_reduces(config, config.strategy.timetable)
 
 
 def timed(config: RunConfig) -> TimePrediction:
-    found = predict(config).time
+    found = predict_run(config).time
     assert found is not None
     return found
 
@@ -48,28 +48,30 @@ def test_gradients_that_several_stages_share_are_reduced_among_all_of_them() -> 
     run = ("model=t5_611m", "strategy.stages=4", "hardware=v100_32gb", "precision=fp32")
     # Tables of position biases, and the embedding that is the decoder's and the head too.
     assert [each.ranks for each in tied(*run, "gpus=4")] == [(0, 1), (0, 2, 3), (2, 3)]
-    assert tied(*run, "gpus=4")[1].group == Group(3, 3)
+    assert tied(*run, "gpus=4")[1].group == CollectiveGroup(3, 3)
     # On 8 GPUs stages 0 and 1 are on one half of a node, and so are 2 and 3.
-    assert tied(*run, "gpus=8", "gpus_per_node=4")[1].group == Group(3, 1, 2)
+    assert tied(*run, "gpus=8", "gpus_per_node=4")[1].group == CollectiveGroup(3, 1, 2)
     spread = tied(*run, "gpus=32")[1]
-    assert spread.group == Group(3, 1, 8)  # eight copies of the pipeline share the adapters
+    assert spread.group == CollectiveGroup(3, 1, 8)  # eight copies of the pipeline share the adapters
     assert spread.seconds == pytest.approx(31.8e-3, rel=0.01)
     # Shards of what FSDP divides among copies.
     assert tied(*run, "gpus=32", "strategy.data_parallel=fsdp")[1].seconds < spread.seconds / 4
 
 
 def test_what_stages_share_is_named_as_the_run_names_it() -> None:
-    family = configuration("model=t5_611m").model
-    assert isinstance(family, T5)
-    shared = shared_by(family, 4)
+    family = compose_run_config("model=t5_611m").model
+    assert isinstance(family, T5Family)
+    shared = find_shared_parameters(family, 4)
     assert shared["shared.weight"] == (family.vocabulary_size * family.d_model, [0, 2, 3])
     assert len(shared) == 3
 
 
 def test_ranks_wait_for_those_they_share_gradients_with() -> None:
-    group = Group(2, 2)
-    assert with_tied([1.0, 5.0, 2.0], [Tied((0, 1), group, 1.0), Tied((1, 2), group, 0.5)]) == [6.0, 6.5, 6.5]
-    assert with_tied([1.0, 5.0], []) == [1.0, 5.0]
+    group = CollectiveGroup(2, 2)
+    assert add_tied_all_reduces(
+        [1.0, 5.0, 2.0], [TiedGradientAllReduce((0, 1), group, 1.0), TiedGradientAllReduce((1, 2), group, 0.5)]
+    ) == [6.0, 6.5, 6.5]
+    assert add_tied_all_reduces([1.0, 5.0], []) == [1.0, 5.0]
 
 
 def test_a_predicted_bubble_counts_what_a_measured_one_counts() -> None:
@@ -78,10 +80,10 @@ def test_a_predicted_bubble_counts_what_a_measured_one_counts() -> None:
     time = timed(config)
     assert time.idle_share is not None
     assert time.idle_share < 0.38 < 1 - (time.compute_s + time.optimizer_s) / time.step_s.value
-    row = predicted_row(config, predict(config))
+    row = build_predicted_row(config, predict_run(config))
     assert row["bubble"] == time.idle_share
-    alone = configuration("model=gpt_125m", "mode=predict", "gpus=2", "hardware=h100_80gb")
-    assert "bubble" not in predicted_row(alone, predict(alone))
+    alone = compose_run_config("model=gpt_125m", "mode=predict", "gpus=2", "hardware=h100_80gb")
+    assert "bubble" not in build_predicted_row(alone, predict_run(alone))
 
 
 def test_an_allocator_that_retries_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +91,8 @@ def test_an_allocator_that_retries_takes_its_time(monkeypatch: pytest.MonkeyPatc
     sharded = pipelined(*run, "strategy.data_parallel=fsdp")
 
     def degraded(config: RunConfig, on: bool) -> TimePrediction:
-        monkeypatch.setattr(memory, "NEARLY_FULL", 0.0 if on else 2.0)
-        found = pipeline.predicted(config, tape_key(config), timeline=False).time
+        monkeypatch.setattr(memory, "RETRY_CAPACITY_SHARE", 0.0 if on else 2.0)
+        found = pipeline.predict_pipeline(config, build_trace_key(config), timeline=False).time
         assert found is not None
         assert found.degraded is on
         return found
@@ -98,7 +100,7 @@ def test_an_allocator_that_retries_takes_its_time(monkeypatch: pytest.MonkeyPatc
     fast, slow = degraded(sharded, False), degraded(sharded, True)
     # A stage is gathered once, in the format it computes with, and reduced once: at least that is taken anew.
     stage = sharded.model.num_parameters / 4 * 2 * 2
-    assert slow.step_s.value - fast.step_s.value > 0.5 * stage * pace.RETRY_S_PER_BYTE
+    assert slow.step_s.value - fast.step_s.value > 0.5 * stage * pace.ALLOCATOR_RETRY_S_PER_BYTE
     assert slow.bubble_s - fast.bubble_s == pytest.approx(slow.step_s.value - fast.step_s.value)
     assert slow.limited_by == "allocator" != fast.limited_by
     # A rank that stands still in its stage is no bubble to the stopwatch, but those that wait for it are.

@@ -17,14 +17,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bench.errors import UsageError
-from bench.hardware.detect import Device
+from bench.hardware.detect import DetectedDevice
 from bench.planning import compose
-from bench.planning.compose import CONF, composed, groups
-from bench.planning.grid import Settings
-from bench.planning.plan import Plan, make_plan
-from bench.planning.request import read_request
+from bench.planning.compose import CONF_FOLDER, compose_config, list_config_groups
+from bench.planning.grid import RunSettings
+from bench.planning.plan import SweepPlan, build_sweep_plan
+from bench.planning.request import parse_sweep_request
 
-CLUSTER = Device("cuda", "NVIDIA A100-SXM4-80GB", 512)
+CLUSTER = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 512)
 GRID = {
     "model": "t5_tiny,t5_mini,t5_small,t5_611m,t5_2b,gpt_tiny,gpt_mini,gpt_125m,gpt_350m,gpt_1b3",
     "strategy": "ddp,fsdp,fsdp1,single",
@@ -48,9 +48,9 @@ DICTIONARIES = {
 }
 
 
-def by_hydra(settings: Settings) -> dict[str, Any]:
+def by_hydra(settings: RunSettings) -> dict[str, Any]:
     """The whole configuration as Hydra composes it."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
         config = compose.compose("config", overrides=[f"{key}={value}" for key, value in settings.items()])
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
@@ -65,17 +65,20 @@ def fields_of(values: dict[str, Any], prefix: str = "") -> list[str]:
     return keys
 
 
-def drawn(dice: random.Random) -> Settings:
+def drawn(dice: random.Random) -> RunSettings:
     """Some options, some additions to them, some fields of all there are."""
-    settings = {group: dice.choice(groups()[group]) for group in dice.sample(sorted(groups()), dice.randint(0, 5))}
-    fields = [*fields_of(composed(settings)), *DICTIONARIES]
+    settings = {
+        group: dice.choice(list_config_groups()[group])
+        for group in dice.sample(sorted(list_config_groups()), dice.randint(0, 5))
+    }
+    fields = [*fields_of(compose_config(settings)), *DICTIONARIES]
     settings |= {key: dice.choice(VALUES) for key in dice.sample(ADDED, dice.choice((0, 0, 1, 2)))}
     return settings | {
         key: DICTIONARIES.get(key, dice.choice(VALUES)) for key in dice.sample(fields, dice.randint(0, 6))
     }
 
 
-def outcome(compose_one: Callable[[Settings], dict[str, Any]], settings: Settings) -> str:
+def outcome(compose_one: Callable[[RunSettings], dict[str, Any]], settings: RunSettings) -> str:
     try:
         return json.dumps(compose_one(settings))
     except (UsageError, HydraException, OmegaConfBaseException):
@@ -91,7 +94,7 @@ def test_parts_put_together_are_what_hydra_composes_whole(seed):
         expected = outcome(by_hydra, settings)
         if any(key.endswith(".name") and value == "???" for key, value in settings.items()):
             expected = "refused"  # it names the option in messages, where Hydra would have it be missing
-        assert outcome(composed, settings) == expected, settings
+        assert outcome(compose_config, settings) == expected, settings
         accepted += expected != "refused"
     assert accepted > 3
 
@@ -115,18 +118,18 @@ def test_parts_put_together_are_what_hydra_composes_whole(seed):
     ids=lambda typed: " ".join(f"{key}={value}" for key, value in typed.items()),
 )
 def test_settings_that_depend_on_each_other_are_what_hydra_composes(typed):
-    assert json.dumps(composed(typed)) == json.dumps(by_hydra(typed))
+    assert json.dumps(compose_config(typed)) == json.dumps(by_hydra(typed))
 
 
 def test_options_choose_nothing_elsewhere():
-    for file in CONF.glob("*/*.yaml"):
+    for file in CONF_FOLDER.glob("*/*.yaml"):
         text = file.read_text()
         assert not re.search(r"^defaults:|^# *@package", text, re.MULTILINE), f"{file}: parts are composed one by one"
 
 
 def test_nobody_can_change_what_others_are_given():
     settings = {"hardware": "a100_80gb", "hardware.memory_gb": "40", "+model.mine": "[{a: ${gpus}}]"}
-    before = json.dumps(composed(settings))
+    before = json.dumps(compose_config(settings))
 
     def spoil(value: Any) -> None:
         for below in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -134,31 +137,31 @@ def test_nobody_can_change_what_others_are_given():
         if isinstance(value, dict | list):
             value.clear()
 
-    given = [composed(settings), composed({}), composed({"hardware": "a100_80gb"})]
+    given = [compose_config(settings), compose_config({}), compose_config({"hardware": "a100_80gb"})]
     for values in given:
         spoil(values)
-    assert json.dumps(composed(settings)) == before
-    assert composed({})["model"]["name"] == "t5_tiny"
+    assert json.dumps(compose_config(settings)) == before
+    assert compose_config({})["model"]["name"] == "t5_tiny"
 
 
 def test_the_environment_is_read_every_time(monkeypatch):
     settings = {"store": "${oc.env:WHERE}/runs"}
     for where in ("here", "there"):
         monkeypatch.setenv("WHERE", where)
-        assert composed(settings)["store"] == f"{where}/runs"
+        assert compose_config(settings)["store"] == f"{where}/runs"
 
 
 def test_of_several_mistakes_the_first_is_told():
     first, second = {"strategy.nothing": "1"}, {"model.nothing": "1"}
     for settings in ({**first, **second}, {**second, **first}):
         with pytest.raises(UsageError, match=rf"^{next(iter(settings))} is not a field"):
-            composed(settings)
+            compose_config(settings)
 
 
-def planned(**axes: str) -> Plan:
+def planned(**axes: str) -> SweepPlan:
     arguments = [f"{key}={values}" for key, values in axes.items()]
-    request = read_request([*arguments, "hardware=a100_80gb"], multirun=True, device=CLUSTER)
-    return make_plan(request.points, Path("/no/such/store"), force=False, check=lambda config: None)
+    request = parse_sweep_request([*arguments, "hardware=a100_80gb"], multirun=True, device=CLUSTER)
+    return build_sweep_plan(request.points, Path("/no/such/store"), force=False, check_run=lambda config: None)
 
 
 @pytest.mark.alone

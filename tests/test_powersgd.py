@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.errors import ImpossibleError, UsageError
-from bench.measure.rehearsal import start_rehearsal
-from bench.simulate.predict import predict
+from bench.measure.rehearsal import init_rehearsal_group
+from bench.simulate.predict import predict_run
 from bench.strategies import powersgd
-from bench.strategies.plan import Parameter, Setting, Unit
-from bench.strategies.powersgd import Compression
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from bench.strategies.plan import ParameterSpec, PlanInputs, ShardingUnit
+from bench.strategies.powersgd import PowerSGDPlan
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.test_finetune import needs_peft
 from tests.test_strategy_plans import Notebook, config, plan_of, step
 
@@ -37,7 +37,7 @@ def test_powersgd_is_exact_until_it_starts_and_trains_on(execute: Callable[..., 
     runs = dict(zip(asked, execute(*asked.values()), strict=True))
     for name, record in runs.items():
         assert record["status"] == "ok", record["error"]
-        expected = predict(configuration(*asked[name])).memory.allocated.value
+        expected = predict_run(compose_run_config(*asked[name])).memory.allocated.value
         assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.02), name
     plain, lossy = runs["plain"]["losses"], runs["powersgd"]["losses"]
     assert runs["whole"]["losses"][:10] == pytest.approx(plain, rel=1e-6)
@@ -61,7 +61,7 @@ class Squares(nn.Module):
 
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
-    start_rehearsal(2)
+    init_rehearsal_group(2)
     yield
     dist.destroy_process_group()
 
@@ -70,14 +70,14 @@ def two_ranks() -> Iterator[None]:
 def test_the_factors_are_those_of_the_library(two_ranks: None, rank: int) -> None:
     shapes = [(64, 48), (7, 5), (33,), (128, 9), (4, 4, 40)]
     wrapped = DistributedDataParallel(Squares(shapes), static_graph=True, gradient_as_bucket_view=True, init_sync=False)
-    state = powersgd.register(wrapped, rank, start=2)
+    state = powersgd.register_powersgd_hook(wrapped, rank, start_iter=2)
     for _ in range(4):
         wrapped().backward()
-    compression = Compression(rank, itemsize=4)
-    parameters = [Parameter(str(shape), shape) for shape in shapes]
+    compression = PowerSGDPlan(rank, itemsize=4)
+    parameters = [ParameterSpec(str(shape), shape) for shape in shapes]
     device = Notebook()
-    compression.send(device, "bucket", parameters)
-    compression.begin(device, parameters)
+    compression.all_reduce_bucket(device, "bucket", parameters)
+    compression.allocate_persistent_state(device, parameters)
     sent = device.volume("all-reduce", "world")
     assert sent * 2 == 4 * state.total_numel_after_compression  # of two steps
     assert sum(parameter.numel for parameter in parameters) * 2 == state.total_numel_before_compression
@@ -88,7 +88,7 @@ def test_the_factors_are_those_of_the_library(two_ranks: None, rank: int) -> Non
 
 def test_it_starts_after_as_many_backward_passes_as_are_reduced(two_ranks: None) -> None:
     wrapped = DistributedDataParallel(Squares([(64, 48)]), gradient_as_bucket_view=True, init_sync=False)
-    state = powersgd.register(wrapped, 1, start=2)
+    state = powersgd.register_powersgd_hook(wrapped, 1, start_iter=2)
     for _ in range(3):
         with wrapped.no_sync():
             wrapped().backward()
@@ -100,12 +100,12 @@ def test_it_starts_after_as_many_backward_passes_as_are_reduced(two_ranks: None)
 
 
 def test_nothing_is_kept_of_what_is_frozen() -> None:
-    adapter = Parameter("adapter", (64, 48))
+    adapter = ParameterSpec("adapter", (64, 48))
     whole, adapted = Notebook(), Notebook()
-    for device, frozen in ((whole, ()), (adapted, (Parameter("frozen", (96, 64), is_trained=False),))):
+    for device, frozen in ((whole, ()), (adapted, (ParameterSpec("frozen", (96, 64), is_trained=False),))):
         run = config(strategy="ddp", **{"strategy.communication_hook": "powersgd"})
-        plan = run.strategy.plan(Setting((Unit(-1, "model", (adapter, *frozen)),), run.precision, 8, 2, 1))
-        plan.begin(device)
+        plan = run.strategy.plan(PlanInputs((ShardingUnit(-1, "model", (adapter, *frozen)),), run.precision, 8, 2, 1))
+        plan.allocate_persistent_state(device)
     for name in ("errors", "factors", "buckets"):
         assert adapted.held[name] == whole.held[name]
         assert whole.held[name][0] > 0
@@ -119,7 +119,7 @@ def test_adapters_are_sent_as_factors_in_the_memory_that_is_predicted(
     asked = ("model=t5_tiny", *STEPS, "strategy=ddp", "gpus=2", "batch_size_per_gpu=1", "finetune=lora", HOOK)
     (record,) = execute(asked)
     assert record["status"] == "ok", record["error"]
-    expected = predict(configuration(*asked)).memory.allocated.value
+    expected = predict_run(compose_run_config(*asked)).memory.allocated.value
     assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=1e-3)
 
 
@@ -129,7 +129,7 @@ def test_less_is_sent_and_more_is_kept_with_every_column() -> None:
         hook = {"strategy.communication_hook": "powersgd", "strategy.matrix_approximation_rank": options.get("rank", 1)}
         device = Notebook()
         plan, setting = plan_of(config(strategy="ddp", **(hook if options else {})))
-        plan.begin(device)
+        plan.allocate_persistent_state(device)
         kept.append(device.total())
         step(plan, setting, device)
         volumes.append(device.volume("all-reduce", "world"))
@@ -141,7 +141,7 @@ def test_less_is_sent_and_more_is_kept_with_every_column() -> None:
 def test_on_a_slow_network_it_pays_and_on_a_fast_one_it_does_not() -> None:
     def step_s(gpus: int, *more: str) -> float:
         asked = ("model=gpt_350m", "hardware=a100_80gb", "strategy=ddp", f"gpus={gpus}", "mode=predict", *more)
-        time = predict(configuration(*asked, "batch_size_per_gpu=4", "sequence_length=512")).time
+        time = predict_run(compose_run_config(*asked, "batch_size_per_gpu=4", "sequence_length=512")).time
         assert time is not None
         return time.step_s.value
 
@@ -164,11 +164,11 @@ def test_on_a_slow_network_it_pays_and_on_a_fast_one_it_does_not() -> None:
 )
 def test_what_makes_no_sense_is_refused(overrides: tuple[str, ...], error: type[Exception], reason: str) -> None:
     with pytest.raises(error, match=reason):
-        configuration(*SMALL_GPT, "strategy=ddp", "gpus=2", *overrides)
+        compose_run_config(*SMALL_GPT, "strategy=ddp", "gpus=2", *overrides)
 
 
 def test_without_it_a_run_is_what_it_was() -> None:
     run = (*SMALL_T5, "strategy=ddp", "gpus=2")
     knobs = ("strategy.matrix_approximation_rank=1", "strategy.start_powerSGD_iter=2")
-    assert configuration(*run).run_id == configuration(*run, *knobs).run_id
-    assert configuration(*run).run_id != configuration(*run, HOOK).run_id
+    assert compose_run_config(*run).run_id == compose_run_config(*run, *knobs).run_id
+    assert compose_run_config(*run).run_id != compose_run_config(*run, HOOK).run_id

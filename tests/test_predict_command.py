@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from bench import predict
-from bench.advice.candidates import candidates
+from bench.advice.candidates import build_candidates
 from bench.advice.data import CSV_COLUMNS
 from bench.advice.question import read_question
 from bench.planning import forecast
-from bench.planning.compose import composed
-from bench.planning.request import read_request
-from bench.simulate.prediction import PARTS
+from bench.planning.compose import compose_config
+from bench.planning.request import parse_sweep_request
+from bench.simulate.prediction import MEMORY_PARTS
 from tests.conftest import CPU, ROOT, SMALL_GPT, run_command
 
 GPT = ("model=gpt_tiny", "hardware=a100_80gb", "sequence_length=64")
@@ -82,7 +82,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(predict, "detect", lambda: CPU)
+    monkeypatch.setattr(predict, "detect_device", lambda: CPU)
     monkeypatch.chdir(tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_json_has_the_documented_keys(small):
     assert section["question"]["parameters"] == 1_121_024
     for row in section["ranked"]:
         assert set(row) == ROW_KEYS
-        assert set(row["memory"]["parts"]) == set(PARTS)
+        assert set(row["memory"]["parts"]) == set(MEMORY_PARTS)
         for values in (row["step_time_s"], *(row["memory"][name] for name in ("allocated", "reserved", "device_used"))):
             assert 0 < values["low"] <= values["value"] <= values["high"]
 
@@ -347,8 +347,8 @@ def test_when_to_reshard_is_not_varied_where_the_file_of_a_strategy_decides(name
     (section,) = data(capsys, *typed)["sections"]
     assert section["ranked"]
     for row in section["ranked"]:
-        (point,) = read_request(row["overrides"], multirun=False, device=CPU).points
-        assert composed(point)["strategy"]["reshard_after_forward"] is reshard
+        (point,) = parse_sweep_request(row["overrides"], multirun=False, device=CPU).points
+        assert compose_config(point)["strategy"]["reshard_after_forward"] is reshard
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -415,9 +415,9 @@ def test_rules_of_thumb_are_arithmetic_and_compared(small):
 
 def test_zero_paper_table_1():
     """7.5B parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB (ZeRO paper, figure 1 and table 1)."""
-    from bench.advice.rules import RULES
+    from bench.advice.rules import MEMORY_RULES
 
-    says = {rule.name: rule.bytes_per_parameter(64) * 7.5 for rule in RULES}
+    says = {rule.name: rule.bytes_per_parameter(64) * 7.5 for rule in MEMORY_RULES}
     assert says["16 bytes per parameter"] == 120
     assert round(says["ZeRO-1"], 1) == 31.4
     assert round(says["ZeRO-2"], 1) == 16.6
@@ -496,8 +496,8 @@ def test_what_the_readme_asks_can_be_asked(tmp_path, monkeypatch):
     for arguments in typed:
         if arguments != "validate":
             words = arguments.removeprefix("explain ").split()
-            question = read_question(words, dict.fromkeys(predict.OWN), CPU)
-            assert all(candidates(settings, question.knobs).to_predict for settings in question.sections())
+            question = read_question(words, dict.fromkeys(predict.OPTION_KEYS), CPU)
+            assert all(build_candidates(settings, question.knobs).to_predict for settings in question.list_sections())
 
 
 def test_overrides_of_a_row_ask_for_that_row(small, capsys):
@@ -515,7 +515,7 @@ def test_a_predictor_that_fails_says_so_in_a_sentence(capsys, monkeypatch):
     def fail(configs):
         raise ZeroDivisionError("nothing to divide by")
 
-    monkeypatch.setattr(forecast, "predict_all", fail)
+    monkeypatch.setattr(forecast, "predict_runs", fail)
     code, out, err = asked(capsys, *GPT, "gpus=2", "model.vocabulary_size=77")
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from bench import predicting, records, run, sweep
-from bench.config import RunConfig, run_config
+from bench.config import RunConfig, build_run_config
 from bench.errors import ImpossibleError
 from bench.launch.local import LocalLauncher
 from bench.planning import estimate, forecast, plan
-from bench.planning.compose import composed
-from bench.planning.estimate import expected_s, rough_step_s
-from bench.planning.forecast import forecasts
-from bench.predicted_row import predicted_row
+from bench.planning.compose import compose_config
+from bench.planning.estimate import compute_rough_step_s, predict_duration_s
+from bench.planning.forecast import predict_configs
+from bench.predicted_row import build_predicted_row
 from bench.records import Record
-from bench.records.reading import read_all
-from bench.records.schema import validate
-from bench.simulate.predict import predict_all
-from bench.simulate.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, Prediction, Range, TimePrediction
-from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, configuration
+from bench.records.reading import read_latest_attempts
+from bench.records.schema import validate_record
+from bench.simulate.predict import predict_runs
+from bench.simulate.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
+from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 
 MEASURED = ROOT / "results" / "measured" / "cpu_2core"
@@ -41,10 +41,10 @@ def nothing_runs(monkeypatch, tmp_path_factory):
         pytest.fail("something was launched")
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
-    monkeypatch.setattr(sweep, "detect", lambda: CPU)
+    monkeypatch.setattr(sweep, "detect_device", lambda: CPU)
     monkeypatch.setenv("PATH", "/usr/bin-without-slurm")
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(forecast, "_told", {})
+    monkeypatch.setattr(forecast, "_predictions_by_run_id", {})
 
 
 @pytest.fixture
@@ -53,11 +53,13 @@ def store(tmp_path) -> Path:
 
 
 def rows(store: Path) -> list[Record]:
-    return records.read_all(store).records
+    return records.read_latest_attempts(store).records
 
 
 def attempts(store: Path) -> list[int]:
-    return sorted(len(records.attempts(store, folder.name)) for folder in store.iterdir() if len(folder.name) == 16)
+    return sorted(
+        len(records.list_attempts(store, folder.name)) for folder in store.iterdir() if len(folder.name) == 16
+    )
 
 
 def told(monkeypatch, answer: Callable[[RunConfig], Prediction]) -> list[RunConfig]:
@@ -68,17 +70,17 @@ def told(monkeypatch, answer: Callable[[RunConfig], Prediction]) -> list[RunConf
         asked.extend(configs)
         return [answer(config) for config in configs]
 
-    monkeypatch.setattr(forecast, "predict_all", predict_all)
+    monkeypatch.setattr(forecast, "predict_runs", predict_all)
     return asked
 
 
 def told_so(verdict: str | None = FITS, step_s: float = 0.5) -> Prediction:
     """A prediction of 10 GB that reserves 11 of them, of which there are 12."""
     memory = MemoryPrediction(
-        allocated=Range(10e9, 9.5e9, 10.5e9),
-        active=Range(10.2e9, 9.7e9, 10.7e9),
-        reserved=Range(11e9, 10e9, 12e9),
-        device_used=Range(12e9, 11e9, 13e9),
+        allocated=PredictedRange(10e9, 9.5e9, 10.5e9),
+        active=PredictedRange(10.2e9, 9.7e9, 10.7e9),
+        reserved=PredictedRange(11e9, 10e9, 12e9),
+        device_used=PredictedRange(12e9, 11e9, 13e9),
         parts={"parameters": 2 * 10**9, "optimizer": 4 * 10**9, "activations": 4 * 10**9},
         phase="backward",
         module="block.3",
@@ -87,7 +89,7 @@ def told_so(verdict: str | None = FITS, step_s: float = 0.5) -> Prediction:
         phase_peaks={"forward": 8 * 10**9, "backward": 10 * 10**9, "optimizer": 9 * 10**9},
     )
     spent = TimePrediction(
-        Range(step_s, 0.9 * step_s, 1.1 * step_s), 0.6 * step_s, 0.2 * step_s, 0.1 * step_s, 0.1 * step_s, 0.3 * step_s,
+        PredictedRange(step_s, 0.9 * step_s, 1.1 * step_s), 0.6 * step_s, 0.2 * step_s, 0.1 * step_s, 0.1 * step_s, 0.3 * step_s,
         "compute", False,
     )  # fmt: skip
     return Prediction(memory, spent)
@@ -106,9 +108,9 @@ def test_a_sweep_is_predicted_and_nothing_runs(store, capsys):
     found = rows(store)
     assert len(found) == 9
     for row in found:
-        validate(row)
+        validate_record(row)
         assert (row["evidence"], row["launcher"], row["status"], row["fit"]) == ("predicted", "predict", "ok", "fits")
-        assert row["run_id"] == run_config(row["config"]).run_id
+        assert row["run_id"] == build_run_config(row["config"]).run_id
         assert not {"ranks", "losses", "trace", "concurrent"} & set(row)
         assert row["hosts"] is None
         assert row["attempt"] == 0
@@ -126,15 +128,15 @@ def test_a_sweep_is_predicted_and_nothing_runs(store, capsys):
         assert 0 < row["mfu"] <= row["hfu"] < 1
         assert row["limited_by"] in ("compute", "memory bandwidth", "network", "kernel launches", "allocator")
     table = records.load(store)
-    assert set(table["predictor"]) == {predicting.predictor_version()}
+    assert set(table["predictor"]) == {predicting.compute_predictor_version()}
 
 
 def test_speed_follows_from_the_step_as_it_does_for_measured_rows(monkeypatch):
-    config = configuration(*SMALL_GPT, A100, "mode=predict", "precision=bf16", "activation_checkpointing=full")
-    row = predicted_row(config, told_so(step_s=0.25))
-    count = config.model.flops_per_sequence(config.sequence_length)
-    assert row["tflops_per_gpu"] == pytest.approx(4 * count.model / 0.25 / 1e12)
-    assert row["hardware_tflops_per_gpu"] == pytest.approx(4 * count.hardware("full") / 0.25 / 1e12)
+    config = compose_run_config(*SMALL_GPT, A100, "mode=predict", "precision=bf16", "activation_checkpointing=full")
+    row = build_predicted_row(config, told_so(step_s=0.25))
+    count = config.model.count_flops_per_sequence(config.sequence_length)
+    assert row["tflops_per_gpu"] == pytest.approx(4 * count.model_flops / 0.25 / 1e12)
+    assert row["hardware_tflops_per_gpu"] == pytest.approx(4 * count.compute_hardware_flops("full") / 0.25 / 1e12)
     assert row["mfu"] == pytest.approx(row["tflops_per_gpu"] / 312)
     assert row["tokens_per_second_per_gpu"] == pytest.approx(4 * 128 / 0.25)
     assert row["exposed_communication"] == pytest.approx(0.2)
@@ -170,7 +172,7 @@ def test_memory_runs_out_in_the_first_phase_that_needs_more(capacity, beside, ph
     prediction = told_so(DOES_NOT_FIT)
     sizes = {"capacity": int(capacity * 10**9), "beside": int(beside * 10**9), "initial": 3 * 10**9}
     memory = dataclasses.replace(prediction.memory, **sizes)
-    row = predicted_row(configuration(*SMALL_GPT), dataclasses.replace(prediction, memory=memory))
+    row = build_predicted_row(compose_run_config(*SMALL_GPT), dataclasses.replace(prediction, memory=memory))
     assert row["oom_phase"] == phase
 
 
@@ -213,7 +215,7 @@ def test_what_is_predicted_stays_until_it_is_forced_or_the_predictor_changes(sto
     assert sweep.main([*typed, "force=true"]) == 0
     assert attempts(store) == [2, 2]
     for module in (plan, predicting):
-        monkeypatch.setattr(module, "predictor_version", lambda *_: "another")
+        monkeypatch.setattr(module, "compute_predictor_version", lambda *_: "another")
     assert sweep.main([*typed, "dry_run=true"]) == 0
     assert "2 runs, 0 done, 2 to run" in capsys.readouterr().out
     assert sweep.main(typed) == 0
@@ -230,7 +232,7 @@ def test_a_row_names_the_predictor_of_its_libraries(store, monkeypatch):
     run = ("mode=predict", A100, "model=gpt_tiny", "gpus=1", "strategy=ddp", "finetune=lora")
     assert sweep.main([*run, f"store={store}", "report=false"]) == 0
     (named,) = records.load(store)["predictor"]
-    assert named == predicting.predictor_version(("peft",)) != predicting.predictor_version()
+    assert named == predicting.compute_predictor_version(("peft",)) != predicting.compute_predictor_version()
 
 
 def test_the_measured_run_is_another_run(store, monkeypatch, capsys):
@@ -250,29 +252,29 @@ def test_the_measured_run_is_another_run(store, monkeypatch, capsys):
 @pytest.mark.parametrize("path", sorted(MEASURED.glob("*/0.json")), ids=lambda path: path.parent.name)
 def test_measured_runs_keep_their_names(path):
     row = json.loads(path.read_text())
-    assert run_config(row["config"]).run_id == row["run_id"]
+    assert build_run_config(row["config"]).run_id == row["run_id"]
 
 
 def test_what_cannot_change_a_prediction_is_no_part_of_its_name():
     base = (*SMALL_GPT, A100, "mode=predict")
-    config = configuration(*base)
+    config = compose_run_config(*base)
     for setting in ("measurement.steps=7", "measurement.profile=true", "seed=3", "repeat=2", "sweep.name=x"):
-        assert configuration(*base, setting).run_id == config.run_id, setting
+        assert compose_run_config(*base, setting).run_id == config.run_id, setting
     for setting in (
         "mode=measure",
         "hardware.memory_limit_gib=40",
         "batch_size_per_gpu=5",
         "hardware.peak_tflops.fp32=9",
     ):
-        assert configuration(*base, setting).run_id != config.run_id, setting
+        assert compose_run_config(*base, setting).run_id != config.run_id, setting
 
 
 def test_what_is_believed_of_the_hardwares_speed_names_predictions_alone():
     for mode, same in (("measure", True), ("predict", False)):
-        values = composed({"hardware": "a100_80gb", "mode": mode})
-        config = run_config(values)
+        values = compose_config({"hardware": "a100_80gb", "mode": mode})
+        config = build_run_config(values)
         values["hardware"]["speeds"]["overlap_loss"] = 0.5
-        assert (run_config(values).run_id == config.run_id) == same
+        assert (build_run_config(values).run_id == config.run_id) == same
 
 
 # ---- what cannot be predicted
@@ -343,7 +345,7 @@ def test_the_largest_batch_is_found_without_trying_all(store, capsys):
     sizes = (surely, surely + 1, perhaps, perhaps + 1)
     verdicts = [
         told.memory.verdict
-        for told in forecasts([configuration(*typed, f"batch_size_per_gpu={size}") for size in sizes])
+        for told in predict_configs([compose_run_config(*typed, f"batch_size_per_gpu={size}") for size in sizes])
         if isinstance(told, Prediction)
     ]
     assert verdicts[0] == FITS
@@ -415,7 +417,7 @@ def test_what_surely_does_not_fit_is_skipped_on_request(store, monkeypatch, caps
     assert (row["strategy"], row["status"], row["evidence"], row["attempt"]) == ("ddp", "skipped", "measured", 0)
     assert row["error"].startswith("predicted not to fit: needs 10.2 GiB (at least 9.31) of 11.2 GiB")
     assert row["error"].endswith("(skip_oom=true)")
-    assert records.attempts(store, row["run_id"]) == [0]
+    assert records.list_attempts(store, row["run_id"]) == [0]
     sweep.main(typed)
     assert [config.strategy.name for config in launched] == ["ddp", "fsdp"]
     capsys.readouterr()
@@ -423,16 +425,16 @@ def test_what_surely_does_not_fit_is_skipped_on_request(store, monkeypatch, caps
 
 def test_time_is_asked_for_as_predicted_or_roughly(monkeypatch):
     told(monkeypatch, lambda config: told_so(step_s=3.0))
-    described = configuration(*SMALL_GPT, A100, "cluster=slurm")
-    assert expected_s(described) == pytest.approx(60 + 5 + 3 + 26 * 3.0, rel=0.01)
-    assert expected_s(described, search=True) == pytest.approx(12 * expected_s(described))
-    on_cpu = configuration(*SMALL_GPT, "hardware=cpu")
-    assert expected_s(on_cpu) == pytest.approx(60 + 26 * rough_step_s(on_cpu), rel=0.01)
+    described = compose_run_config(*SMALL_GPT, A100, "cluster=slurm")
+    assert predict_duration_s(described) == pytest.approx(60 + 5 + 3 + 26 * 3.0, rel=0.01)
+    assert predict_duration_s(described, search=True) == pytest.approx(12 * predict_duration_s(described))
+    on_cpu = compose_run_config(*SMALL_GPT, "hardware=cpu")
+    assert predict_duration_s(on_cpu) == pytest.approx(60 + 26 * compute_rough_step_s(on_cpu), rel=0.01)
     told(monkeypatch, lambda config: dataclasses.replace(told_so(), time=None))
-    undescribed = configuration(*SMALL_GPT, "hardware=gpu")
-    step_s = rough_step_s(undescribed)
-    assert expected_s(undescribed) == pytest.approx(60 + 5 + 3 + 6 * step_s + max(20 * step_s, 5), rel=0.01)
-    assert estimate.time_limit_min(600.0) == 35  # three times as long, five minutes more
+    undescribed = compose_run_config(*SMALL_GPT, "hardware=gpu")
+    step_s = compute_rough_step_s(undescribed)
+    assert predict_duration_s(undescribed) == pytest.approx(60 + 5 + 3 + 6 * step_s + max(20 * step_s, 5), rel=0.01)
+    assert estimate.compute_time_limit_min(600.0) == 35  # three times as long, five minutes more
 
 
 # ---- thousands
@@ -462,13 +464,15 @@ def test_around_the_predictor_four_thousand_runs_take_seconds(store, monkeypatch
 def test_memory_is_predicted_to_run_out_where_it_did():
     """Every run of a model on this kind of machine that ran out of memory."""
     measured = [
-        row for row in read_all(ROOT / "results" / "measured" / "cpu_frontier").records if row["status"] == "oom"
+        row
+        for row in read_latest_attempts(ROOT / "results" / "measured" / "cpu_frontier").records
+        if row["status"] == "oom"
     ]
     ran_out = [row for row in measured if row["evidence"] == "measured"]
-    predictions = predict_all([run_config(row["config"]) for row in ran_out])
+    predictions = predict_runs([build_run_config(row["config"]) for row in ran_out])
     found = [
-        predicted_row(
-            run_config(row["config"]),
+        build_predicted_row(
+            build_run_config(row["config"]),
             dataclasses.replace(each, memory=dataclasses.replace(each.memory, verdict=DOES_NOT_FIT)),
         )["oom_phase"]
         for row, each in zip(ran_out, predictions, strict=True)

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from bench import records
-from bench.config import RunConfig, run_config
+from bench.config import RunConfig, build_run_config
 from bench.errors import ImpossibleError
-from bench.measure.memory import CpuProbe
+from bench.measure.memory import CpuMemoryProbe
 from bench.models import Family
-from bench.models.materialize import buffers_bytes
-from bench.records.reading import read_all
-from bench.simulate.full_trace import full_trace
-from bench.simulate.memory import workspace_bytes
-from bench.simulate.pace import update_of
-from bench.simulate.predict import predict, predict_all
-from tests.conftest import ROOT, configuration
+from bench.models.materialize import count_buffer_bytes
+from bench.records.reading import read_latest_attempts
+from bench.simulate.full_trace import trace_training_peaks
+from bench.simulate.memory import compute_workspace_bytes
+from bench.simulate.pace import predict_device_update
+from bench.simulate.predict import predict_run, predict_runs
+from tests.conftest import ROOT, compose_run_config
 from tests.extras import needs
 
 MEASURED = ROOT / "results" / "measured" / "cpu_memory"
@@ -99,8 +99,8 @@ def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_predictions_agree_with_every_measured_row() -> None:
     table = records.load(MEASURED)
     measured = table[table.status == "ok"]
-    rows = [records.latest(MEASURED, run) for run in measured.run_id]
-    predictions = predict_all([run_config(row["config"]) for row in rows if row])
+    rows = [records.read_latest_row(MEASURED, run) for run in measured.run_id]
+    predictions = predict_runs([build_run_config(row["config"]) for row in rows if row])
     errors = [
         (prediction.memory.allocated.value / peak - 1, run)
         for prediction, peak, run in zip(predictions, measured.peak_allocated_bytes, measured.run_id, strict=True)
@@ -114,32 +114,35 @@ def test_predictions_agree_with_every_measured_row() -> None:
 def test_cublas_has_a_workspace_of_each_of_two_threads() -> None:
     run = ("model=gpt_tiny", "strategy=single", "mode=predict")
     sizes = {
-        name: workspace_bytes(configuration(*run, f"hardware={name}")) for name in ("a100_80gb", "h100_80gb", "cpu")
+        name: compute_workspace_bytes(compose_run_config(*run, f"hardware={name}"))
+        for name in ("a100_80gb", "h100_80gb", "cpu")
     }
     assert sizes == {"a100_80gb": 2 * 8_519_680, "h100_80gb": 2 * 32 * 2**20, "cpu": 0}
-    with_it, without = (predict(configuration(*run, f"hardware={name}")).memory for name in ("h100_80gb", "a100_80gb"))
+    with_it, without = (
+        predict_run(compose_run_config(*run, f"hardware={name}")).memory for name in ("h100_80gb", "a100_80gb")
+    )
     assert with_it.allocated.value - without.allocated.value == sizes["h100_80gb"] - sizes["a100_80gb"]
 
 
 @pytest.mark.parametrize("sizes", [(50_000, 40_000, 30), (50_000, 30, 40_000), (30, 20_000, 50_000)], ids=str)
 def test_adamw_in_a_loop_needs_what_is_predicted(sizes: tuple[int, ...]) -> None:
-    config = configuration("strategy=single", "gpus=1", "hardware=cpu", "optimizer.implementation=for_loop")
+    config = compose_run_config("strategy=single", "gpus=1", "hardware=cpu", "optimizer.implementation=for_loop")
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer = config.optimizer.build(parameters)
     optimizer.step()
-    probe = CpuProbe(contextlib.nullcontext)
+    probe = CpuMemoryProbe(contextlib.nullcontext)
     with probe.observe():
         probe.start_steady_step()
         optimizer.step()
-    assert probe.peaks().allocated == pytest.approx(update_of(config, sizes).temporaries, abs=100)
+    assert probe.read_peaks().allocated == pytest.approx(predict_device_update(config, sizes).temporary_bytes, abs=100)
 
 
 def check_against_trace(config: RunConfig) -> None:
-    predicted, traced = predict(config).memory, full_trace(config)
-    outside = workspace_bytes(config)  # a library's, which no trace sees
-    assert predicted.allocated.value - outside == pytest.approx(traced.allocated, rel=AGAINST_TRACE)
+    predicted, traced = predict_run(config).memory, trace_training_peaks(config)
+    outside = compute_workspace_bytes(config)  # a library's, which no trace sees
+    assert predicted.allocated.value - outside == pytest.approx(traced.step_peak, rel=AGAINST_TRACE)
     assert predicted.phase == traced.phase
 
 
@@ -147,13 +150,13 @@ def check_against_trace(config: RunConfig) -> None:
 @pytest.mark.parametrize("model", ["t5_tiny", "gpt_tiny"])
 def test_predictions_agree_with_the_full_trace(model: str, strategy: str) -> None:
     gpus = "gpus=1" if strategy == "single" else "gpus=64"
-    check_against_trace(configuration(f"model={model}", f"strategy={strategy}", gpus, "hardware=a100_80gb"))
+    check_against_trace(compose_run_config(f"model={model}", f"strategy={strategy}", gpus, "hardware=a100_80gb"))
 
 
 @pytest.mark.parametrize("overrides", UNTUNED, ids=" ".join)
 def test_predictions_agree_with_the_full_trace_of_shapes_nobody_tuned_on(overrides: tuple[str, ...]) -> None:
-    config = configuration(*overrides, "batch_size_per_gpu=1", "hardware=cpu")
-    assert predict(config).memory.allocated.value == pytest.approx(full_trace(config).allocated, rel=1e-4)
+    config = compose_run_config(*overrides, "batch_size_per_gpu=1", "hardware=cpu")
+    assert predict_run(config).memory.allocated.value == pytest.approx(trace_training_peaks(config).step_peak, rel=1e-4)
 
 
 @pytest.mark.parametrize(("overrides", "published"), MISTRAL_7B)
@@ -161,23 +164,25 @@ def test_predictions_agree_with_peaks_that_an_allocator_was_seen_to_have(
     overrides: tuple[str, ...], published: int
 ) -> None:
     """Peaks in the optimizer's step, when nothing of a pass is left but gradients."""
-    memory = predict(configuration(*MISTRAL, *overrides, "hardware=a100_80gb")).memory
+    memory = predict_run(compose_run_config(*MISTRAL, *overrides, "hardware=a100_80gb")).memory
     assert memory.phase == "optimizer"
     assert memory.allocated.value == pytest.approx(published, rel=0.001)
 
 
 def test_a_model_with_buffers_nobody_describes_is_refused() -> None:
-    config = configuration(*LLAMA, "strategy=single")
+    config = compose_run_config(*LLAMA, "strategy=single")
     family = dataclasses.replace(config.model, family="an outside one")
     with (
-        mock.patch.object(type(family), "buffer", Family.buffer),
+        mock.patch.object(type(family), "build_buffer", Family.build_buffer),
         pytest.raises(ImpossibleError, match=r"an outside one does not say what the buffer inv_freq of LlamaRotary"),
     ):
-        buffers_bytes(family)
+        count_buffer_bytes(family)
 
 
 def test_a_model_that_comes_with_its_buffers_is_predicted_as_well() -> None:
-    left, filled = (predict(configuration(*LLAMA, f"+model.buffers_filled={each}")) for each in ("false", "true"))
+    left, filled = (
+        predict_run(compose_run_config(*LLAMA, f"+model.buffers_filled={each}")) for each in ("false", "true")
+    )
     assert left.memory.allocated == filled.memory.allocated
 
 
@@ -191,14 +196,14 @@ def test_a_model_with_buffers_trains_and_needs_what_is_predicted(execute: Execut
         assert row["status"] == "ok", row.get("error")
         assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
         assert row["peak_allocated_bytes"] == pytest.approx(
-            predict(configuration(*run)).memory.allocated.value, rel=0.001
+            predict_run(compose_run_config(*run)).memory.allocated.value, rel=0.001
         )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", LARGE, ids=" ".join)
 def test_predictions_agree_with_the_full_trace_of_large_models(overrides: tuple[str, ...]) -> None:
-    check_against_trace(configuration(*overrides, "hardware=a100_80gb"))
+    check_against_trace(compose_run_config(*overrides, "hardware=a100_80gb"))
 
 
 @pytest.mark.slow
@@ -206,8 +211,8 @@ def test_predictions_agree_with_the_full_trace_of_large_models(overrides: tuple[
 def test_every_strategy_side_by_side_needs_what_is_predicted() -> None:
     """Within 3 % of the rank that needs most, with DeepSpeed's stage 3, of which single ranks hold more at times, of
     the median rank."""
-    rows = read_all(MEASURED.parent / "strategies").records
-    predictions = predict_all([run_config({**row["config"], "mode": "predict"}) for row in rows])
+    rows = read_latest_attempts(MEASURED.parent / "strategies").records
+    predictions = predict_runs([build_run_config({**row["config"], "mode": "predict"}) for row in rows])
     assert len(rows) == 64
     for row, prediction in zip(rows, predictions, strict=True):
         peaks = [rank["peak_allocated_bytes"] for rank in row["ranks"]]

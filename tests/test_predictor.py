@@ -15,15 +15,22 @@ from typing import Any
 
 import pytest
 
-from bench.config import RunConfig, run_config
+from bench.config import RunConfig, build_run_config
 from bench.errors import ImpossibleError
-from bench.planning.compose import composed
-from bench.planning.plan import answers
+from bench.planning.compose import compose_config
+from bench.planning.plan import is_current_result
 from bench.simulate import cache, traces, version
 from bench.simulate import predict as predictor
-from bench.simulate.predict import predict, predict_all
-from bench.simulate.prediction import DOES_NOT_FIT, FITS, PARTS, Prediction, from_plain, to_plain
-from tests.conftest import SCALE, processor_s
+from bench.simulate.predict import predict_run, predict_runs
+from bench.simulate.prediction import (
+    DOES_NOT_FIT,
+    FITS,
+    MEMORY_PARTS,
+    Prediction,
+    prediction_from_plain,
+    prediction_to_plain,
+)
+from tests.conftest import FULL_SCALE, measure_cpu_time_s
 from tests.extras import needs
 
 PAPER_GPT = {
@@ -44,15 +51,15 @@ PAPER_GPT = {
 
 def config(**settings: Any) -> RunConfig:
     base = {"model": "gpt_125m", "strategy": "fsdp", "gpus": 8, "hardware": "a100_80gb", "precision": "bf16"}
-    return run_config(composed({key: str(value) for key, value in {**base, **settings}.items()}))
+    return build_run_config(compose_config({key: str(value) for key, value in {**base, **settings}.items()}))
 
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(traces, "_traces", {})
-    traces.reel_of.cache_clear()
-    predictor._scenes.cache_clear()
+    monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(traces, "_loaded_traces", {})
+    traces.load_scaled_trace.cache_clear()
+    predictor._build_segments.cache_clear()
     return tmp_path / "cache"
 
 
@@ -61,73 +68,76 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
 
 def test_a_prediction_is_made_once(empty_cache, monkeypatch):
     runs = [config(gpus=gpus) for gpus in (8, 16)]
-    first = predict_all(runs)
-    monkeypatch.setattr(predictor, "_predicted", None)
-    monkeypatch.setattr(traces, "record", None)
-    assert predict_all(runs) == first
-    assert predict_all([runs[1], runs[0], runs[1]]) == [first[1], first[0], first[1]]
+    first = predict_runs(runs)
+    monkeypatch.setattr(predictor, "_simulate_run", None)
+    monkeypatch.setattr(traces, "trace_step", None)
+    assert predict_runs(runs) == first
+    assert predict_runs([runs[1], runs[0], runs[1]]) == [first[1], first[0], first[1]]
 
 
 def test_a_change_of_the_predictor_forgets_everything(empty_cache, monkeypatch):
     run = config()
-    predict(run)
-    monkeypatch.setattr(cache, "predictor_version", lambda *_: "another")
-    assert cache.read("prediction", [predictor.identity(run)]) == {}
-    cache.write("prediction", {"x": 1})
+    predict_run(run)
+    monkeypatch.setattr(cache, "compute_predictor_version", lambda *_: "another")
+    assert cache.read_entries("prediction", [predictor.compute_prediction_id(run)]) == {}
+    cache.write_entries("prediction", {"x": 1})
     monkeypatch.undo()
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(empty_cache))
-    assert cache.read("prediction", [predictor.identity(run)]) == {}
+    monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, str(empty_cache))
+    assert cache.read_entries("prediction", [predictor.compute_prediction_id(run)]) == {}
 
 
 @needs("peft")
 def test_another_version_of_a_library_is_another_predictor_of_runs_that_need_it(monkeypatch):
     adapted = config(finetune="lora")
-    assert (config().libraries, adapted.libraries) == ((), ("peft",))
-    row = {"status": "ok", "predictor": version.predictor_version(adapted.libraries)}
-    assert answers(row, dataclasses.replace(adapted, mode="predict"))
+    assert (config().operator_libraries, adapted.operator_libraries) == ((), ("peft",))
+    row = {"status": "ok", "predictor": version.compute_predictor_version(adapted.operator_libraries)}
+    assert is_current_result(row, dataclasses.replace(adapted, mode="predict"))
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == "peft" else installed(name))
-    plain, before = version.predictor_version(), cache.predictor_version(version.LIBRARIES)
-    version.predictor_version.cache_clear()
-    assert version.predictor_version() == plain
-    assert cache.predictor_version(version.LIBRARIES) != before
-    assert not answers(row, dataclasses.replace(adapted, mode="predict"))
-    version.predictor_version.cache_clear()
+    plain, before = (
+        version.compute_predictor_version(),
+        cache.compute_predictor_version(version.OPTIONAL_TRACED_PACKAGES),
+    )
+    version.compute_predictor_version.cache_clear()
+    assert version.compute_predictor_version() == plain
+    assert cache.compute_predictor_version(version.OPTIONAL_TRACED_PACKAGES) != before
+    assert not is_current_result(row, dataclasses.replace(adapted, mode="predict"))
+    version.compute_predictor_version.cache_clear()
 
 
 @needs("torchao")
 def test_what_fp8_is_made_of_is_part_of_its_predictor():
-    assert config(precision="fp8", hardware="h100_80gb", compile=True).libraries == ("torchao",)
+    assert config(precision="fp8", hardware="h100_80gb", compile=True).operator_libraries == ("torchao",)
 
 
 @pytest.mark.parametrize("folder", ["", "/proc/nowhere"])
 def test_without_a_place_to_remember_predictions_are_made_all_the_same(empty_cache, monkeypatch, folder):
-    expected = predict(config())
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, folder)
-    assert predict(config()) == expected
+    expected = predict_run(config())
+    monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, folder)
+    assert predict_run(config()) == expected
 
 
 def test_a_damaged_cache_is_no_obstacle(empty_cache):
-    expected = predict(config())
+    expected = predict_run(config())
     (empty_cache / "predictions.sqlite").write_bytes(b"no database" * 1000)
-    assert predict(config()) == expected
+    assert predict_run(config()) == expected
 
 
 def test_a_prediction_survives_being_written_down(empty_cache):
-    found = predict(config())
-    assert from_plain(to_plain(found)) == found
-    unknown = predict(config(hardware="cpu", precision="fp32", model="gpt_tiny"))
+    found = predict_run(config())
+    assert prediction_from_plain(prediction_to_plain(found)) == found
+    unknown = predict_run(config(hardware="cpu", precision="fp32", model="gpt_tiny"))
     assert unknown.time is None
-    assert from_plain(to_plain(unknown)) == unknown
+    assert prediction_from_plain(prediction_to_plain(unknown)) == unknown
 
 
 def test_processes_agree_with_one(empty_cache, monkeypatch):
     runs = [config(gpus=gpus, batch_size_per_gpu=batch) for gpus in (8, 16, 32) for batch in range(2, 18)]
     monkeypatch.setattr(predictor.os, "cpu_count", lambda: 1)
-    alone = predict_all(runs)
-    monkeypatch.setenv(cache.FOLDER_VARIABLE, "")
+    alone = predict_runs(runs)
+    monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, "")
     monkeypatch.setattr(predictor.os, "cpu_count", lambda: 3)
-    assert predict_all(runs) == alone
+    assert predict_runs(runs) == alone
 
 
 @pytest.mark.slow
@@ -138,7 +148,7 @@ def test_thousands_of_runs_are_predicted_in_a_minute(empty_cache):
 
     Processor time is what is held against two minutes, since others may use the cores as well.
     """
-    batches, sizes = ((1, 2, 4, 8, 16), (8, 16, 32, 64, 128, 256, 512)) if SCALE else ((2, 16), (8, 64, 512))
+    batches, sizes = ((1, 2, 4, 8, 16), (8, 16, 32, 64, 128, 256, 512)) if FULL_SCALE else ((2, 16), (8, 64, 512))
     runs = []
     for model, precision, checkpointing, batch, gpus in itertools.product(
         ("t5_611m", "t5_2b", "t5_11b", "gpt_175b"), ("bf16", "tf32"), ("none", "full"), batches, sizes
@@ -154,12 +164,12 @@ def test_thousands_of_runs_are_predicted_in_a_minute(empty_cache):
         runs.append(config(**common, strategy="ddp"))
         for strategy, factor in itertools.product(("fsdp", "fsdp1"), ("1", "node", "full")):
             runs.append(config(**common, strategy=strategy, **{"strategy.sharding_factor": factor}))
-    assert len(runs) == (3920 if SCALE else 672)
-    before = processor_s()
-    first = predict_all(runs)
-    assert processor_s() - before < 2 * 120 * (1 if SCALE else 0.5)  # traces are as many for few
+    assert len(runs) == (3920 if FULL_SCALE else 672)
+    before = measure_cpu_time_s()
+    first = predict_runs(runs)
+    assert measure_cpu_time_s() - before < 2 * 120 * (1 if FULL_SCALE else 0.5)  # traces are as many for few
     started = time.monotonic()
-    assert predict_all(runs) == first
+    assert predict_runs(runs) == first
     assert time.monotonic() - started < 15
     assert {prediction.memory.verdict for prediction in first} >= {FITS, DOES_NOT_FIT}
     assert all(sound(prediction) for prediction in first)
@@ -174,7 +184,7 @@ def sound(prediction: Prediction) -> bool:
     return (
         all(math.isfinite(number) and number > 0 for number in numbers)
         and memory.allocated.value <= memory.active.value <= memory.reserved.value <= memory.device_used.value
-        and set(memory.parts) == set(PARTS)
+        and set(memory.parts) == set(MEMORY_PARTS)
         and math.isclose(parts, step.step_s.value, rel_tol=1e-6)
         and min(step.compute_s, step.exposed_communication_s, step.optimizer_s) >= 0
         and step.bubble_s > -1e-9
@@ -185,7 +195,7 @@ def sound(prediction: Prediction) -> bool:
 
 
 def paper_t5(model: str, **settings: Any) -> Prediction:
-    return predict(
+    return predict_run(
         config(
             model=model, sequence_length=512, batch_size_per_gpu=8, activation_checkpointing="full", gpus=64, **settings
         )
@@ -203,7 +213,7 @@ def test_ddp_runs_out_of_memory_past_2b():
 def test_exhausted_memory_is_degraded_and_slow():
     """Figure 7(b): batch 2 on 128 GPUs; on 192 there is room, and batch 1 fits."""
     cliff, room, small = (
-        predict(config(**PAPER_GPT, gpus=gpus, batch_size_per_gpu=batch))
+        predict_run(config(**PAPER_GPT, gpus=gpus, batch_size_per_gpu=batch))
         for gpus, batch in ((128, 2), (192, 2), (128, 1))
     )
     assert cliff.time.degraded
@@ -216,7 +226,7 @@ def test_exhausted_memory_is_degraded_and_slow():
 def test_backward_prefetch_is_a_fifth():
     """Figure 6(b): 21.9 to 23.3 % faster. Nothing is fitted to it."""
     with_it, without = (
-        predict(config(**PAPER_GPT, gpus=256, batch_size_per_gpu=1, **{"strategy.backward_prefetch": prefetch}))
+        predict_run(config(**PAPER_GPT, gpus=256, batch_size_per_gpu=1, **{"strategy.backward_prefetch": prefetch}))
         for prefetch in ("pre", "none")
     )
     assert 1.1 < without.time.step_s.value / with_it.time.step_s.value < 1.35
@@ -228,7 +238,7 @@ def test_throughput_hardly_falls_with_the_number_of_gpus():
     falls = {}
     for batch in (8, 16):
         few, many = (
-            predict(config(**settings, activation_checkpointing="full", batch_size_per_gpu=batch, gpus=gpus)).time
+            predict_run(config(**settings, activation_checkpointing="full", batch_size_per_gpu=batch, gpus=gpus)).time
             for gpus in (8, 512)
         )
         falls[batch] = 1 - few.step_s.value / many.step_s.value
@@ -237,7 +247,7 @@ def test_throughput_hardly_falls_with_the_number_of_gpus():
 
 def test_without_the_rate_limiter_more_is_in_use_than_allocated():
     limited, unlimited = (
-        predict(
+        predict_run(
             config(
                 model="t5_11b", strategy="fsdp1", sequence_length=512, batch_size_per_gpu=2, gpus=16,
                 **{"strategy.limit_all_gathers": limit},
@@ -256,7 +266,7 @@ def test_without_the_rate_limiter_more_is_in_use_than_allocated():
 def test_sharding_over_more_ranks_never_needs_more_memory(strategy, most):
     """FSDP2 cuts rows: with more ranks than a parameter has rows, padding is gathered as well."""
     sizes = [
-        predict(config(model="gpt_1b3", strategy=strategy, gpus=gpus)).memory.allocated.value
+        predict_run(config(model="gpt_1b3", strategy=strategy, gpus=gpus)).memory.allocated.value
         for gpus in (8, 16, 64, 512, 1024, 4096, 16384)
         if gpus <= most
     ]
@@ -269,14 +279,14 @@ def test_a_slow_network_between_nodes_makes_hybrid_sharding_the_faster():
         for factor in ("node", "full"):
             settings = {"strategy.sharding_factor": factor, "hardware.speeds.links.node_gb_s": network}
             run = config(model="gpt_1b3", gpus=64, sequence_length=1024, **settings)
-            times[network, factor] = predict(run).time.step_s.value
+            times[network, factor] = predict_run(run).time.step_s.value
     assert times[5, "node"] < times[5, "full"]
     assert times[250, "full"] < times[5, "full"]
 
 
 def test_more_memory_turns_what_does_not_fit_into_what_fits():
     verdicts = [
-        predict(config(model="gpt_2b7", strategy="ddp", sequence_length=1024, batch_size_per_gpu=1,
+        predict_run(config(model="gpt_2b7", strategy="ddp", sequence_length=1024, batch_size_per_gpu=1,
                        **{"hardware.memory_limit_gib": limit})).memory.verdict
         for limit in (16, 80)
     ]  # fmt: skip
@@ -284,15 +294,15 @@ def test_more_memory_turns_what_does_not_fit_into_what_fits():
 
 
 def test_where_speeds_are_unknown_memory_is_predicted_and_time_is_not():
-    found = predict(config(hardware="gpu"))
+    found = predict_run(config(hardware="gpu"))
     assert found.time is None
     assert found.memory.allocated.value > 0
     assert found.memory.verdict is None
 
 
 def test_the_timeline_is_kept_when_asked_for():
-    found = predict(config(), timeline=True)
-    assert predict(config()).time.timeline == ()
+    found = predict_run(config(), timeline=True)
+    assert predict_run(config()).time.timeline == ()
     spans = found.time.timeline
     assert {span.kind for span in spans} >= {"forward", "backward", "optimizer", "all-gather", "reduce-scatter"}
     assert max(span.end_s for span in spans) <= found.time.step_s.value * 1.001
@@ -309,7 +319,7 @@ def test_a_strategy_without_a_plan_is_impossible():
 
     unplanned = dataclasses.replace(run, strategy=Unplanned("unplanned", 1))
     with pytest.raises(ImpossibleError, match="strategy=unplanned states no plan"):
-        predict(unplanned)
+        predict_run(unplanned)
 
 
 FAMILY = """
@@ -339,17 +349,21 @@ def test_changed_code_of_somebodys_own_family_is_another_predictor(empty_cache, 
             del sys.modules[name]
         importlib.invalidate_caches()
         shutil.rmtree(tmp_path / package / "__pycache__", ignore_errors=True)
-        version.predictor_version.cache_clear()
+        version.compute_predictor_version.cache_clear()
         own = config(model="gpt_tiny", **{"model.family": f"{package}.family", "mode": "predict"})
-        versions.append(version.predictor_version(own.libraries, version.outside_of(own.model, own.strategy)))
+        versions.append(
+            version.compute_predictor_version(
+                own.operator_libraries, version.find_user_packages(own.model, own.strategy)
+            )
+        )
         row = {"status": "ok", "predictor": versions[-1]}
-        assert answers(row, own)
-        peaks.append(predict(own).memory.allocated.value)
-        assert not answers({**row, "predictor": versions[0]}, own) or versions[-1] == versions[0]
+        assert is_current_result(row, own)
+        peaks.append(predict_run(own).memory.allocated.value)
+        assert not is_current_result({**row, "predictor": versions[0]}, own) or versions[-1] == versions[0]
     assert peaks[1] > 2 * peaks[0]
     assert (peaks[2], versions[2]) == (peaks[0], versions[0])
     assert versions[1] != versions[0]
-    assert version.outside_of(config().model, config().strategy) == ()
+    assert version.find_user_packages(config().model, config().strategy) == ()
 
 
 def test_gradients_that_fsdp1_replaces_where_it_made_them_can_be_used_again_at_once():
@@ -357,7 +371,7 @@ def test_gradients_that_fsdp1_replaces_where_it_made_them_can_be_used_again_at_o
     common = {"model": "t5_2b", "strategy": "fsdp1", "strategy.sharding_factor": 1, "precision.reduce": "bf16"}
     shape = {"gpus": 64, "batch_size_per_gpu": 8, "sequence_length": 512, "activation_checkpointing": "full"}
     kept, freed = (
-        predict(config(**common, **shape, **{"optimizer.keep_gradients": keep})).memory for keep in (True, False)
+        predict_run(config(**common, **shape, **{"optimizer.keep_gradients": keep})).memory for keep in (True, False)
     )
     late = [memory.active.value - memory.allocated.value for memory in (kept, freed)]
     assert late[0] < 1.1 * late[1]

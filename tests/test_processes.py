@@ -19,19 +19,19 @@ import pytest
 
 from bench import processes, records
 from bench.launch import host, ranks
-from bench.launch.host import execute
-from bench.launch.ranks import Ended
+from bench.launch.host import execute_run
+from bench.launch.ranks import RankExit
 from bench.launch.stop import StopSignal
-from bench.launch.task import Task
-from bench.launch.verdict import verdict
+from bench.launch.task import LaunchTask
+from bench.launch.verdict import build_outcome_columns
 from bench.launch.worker import Worker
-from bench.rank import Outcome
+from bench.rank import RankOutcome
 from bench.simulate import traces
-from bench.simulate.predict import predict
-from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, configuration
+from bench.simulate.predict import predict_run
+from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
-from tests.fake_model import marked_environment, marked_processes, wait_until
-from tests.fakecuda.library import environment
+from tests.fake_model import build_marked_environment, find_marked_processes, wait_until
+from tests.fakecuda.library import build_environment
 
 RUN = (*SMALL_T5, "hardware=cpu", "gpus=2", "measurement.warmup_steps=2", "measurement.steps=1", "sequence_length=16")
 
@@ -52,16 +52,16 @@ import tests.pretend_cuda as cuda
 from bench import processes
 from bench.launch.host import execute
 from bench.launch.stop import StopSignal
-from tests.conftest import configuration
+from tests.conftest import compose_run_config
 
 method, store = sys.argv[1], Path(sys.argv[2])
 processes.may_reach_gpus = lambda: method == "forkserver"
 processes.CLEAN_MODULES = ("tests.pretend_cuda", *processes.CLEAN_MODULES)
 with StopSignal() as stop:
     for line in sys.stdin:
-        config = configuration(*json.loads(line))
+        config = compose_run_config(*json.loads(line))
         row = execute(config, store, launcher="local", sweep="test", time_limit_s=200, stop=stop, log=True)
-        print(json.dumps([row["status"], row.get("error"), cuda.touched]), flush=True)
+        print(json.dumps([row["status"], row.get("error"), cuda.cuda_touches]), flush=True)
 """
 
 
@@ -71,7 +71,7 @@ def starter(method: str, store: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", STARTER, method, str(store)],
         cwd=ROOT,
-        env=marked_environment(store.name, OMP_NUM_THREADS="1"),
+        env=build_marked_environment(store.name, OMP_NUM_THREADS="1"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -125,10 +125,10 @@ def test_a_rank_forked_after_cuda_was_touched_says_so(tmp_path):
 @pytest.mark.slow
 def test_a_forked_rank_refuses_what_it_cannot_use(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
-    monkeypatch.setattr(processes, "may_reach_gpus", lambda: False)
+    monkeypatch.setattr(processes, "can_reach_gpus", lambda: False)
     with StopSignal() as stop:
         asked = {"launcher": "local", "sweep": "test", "time_limit_s": 100, "stop": stop, "log": True}
-        row = execute(configuration(*RUN, "strategy=ddp"), tmp_path, **asked)
+        row = execute_run(compose_run_config(*RUN, "strategy=ddp"), tmp_path, **asked)
     assert row["status"] == "error"
     assert row["error"].startswith("rank 0, init: RuntimeError: this rank was forked from a process that had started")
 
@@ -140,10 +140,10 @@ def test_nothing_is_left_of_a_killed_starter(tmp_path):
         send(process, *hanging, "strategy=ddp", "gpus=2")
         logs = tmp_path / "killed"
         assert wait_until(lambda: any("fault" in log.read_text() for log in logs.glob("*/*.log")), 120)
-        assert len(marked_processes("killed")) >= 5  # itself, the forkserver, the store of the ranks, and these
+        assert len(find_marked_processes("killed")) >= 5  # itself, the forkserver, the store of the ranks, and these
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        assert wait_until(lambda: not marked_processes("killed"), 20), marked_processes("killed")
+        assert wait_until(lambda: not find_marked_processes("killed"), 20), find_marked_processes("killed")
 
 
 def test_no_module_forks_but_as_the_machine_allows():
@@ -156,26 +156,26 @@ def test_no_module_forks_but_as_the_machine_allows():
 @pytest.mark.slow
 def test_where_gpus_may_be_reached_even_one_trace_is_made_apart(monkeypatch):
     monkeypatch.setenv("BENCH_CACHE", "")
-    monkeypatch.setattr(processes, "may_reach_gpus", lambda: True)
-    monkeypatch.setattr(traces, "_traces", {})
-    traces.reel_of.cache_clear()
-    for name in ("record", "record_stage"):
+    monkeypatch.setattr(processes, "can_reach_gpus", lambda: True)
+    monkeypatch.setattr(traces, "_loaded_traces", {})
+    traces.load_scaled_trace.cache_clear()
+    for name in ("trace_step", "trace_stage"):
         monkeypatch.setattr(traces, name, lambda *_: pytest.fail("traced in this process"))
-    config = configuration(*SMALL_GPT, "mode=predict", "strategy=fsdp", "gpus=2", "hardware=a100_80gb")
-    assert predict(config).memory.allocated.value > 0
-    assert 0 < len(traces._traces) < traces.WORTH_SHARING
+    config = compose_run_config(*SMALL_GPT, "mode=predict", "strategy=fsdp", "gpus=2", "hardware=a100_80gb")
+    assert predict_run(config).memory.allocated.value > 0
+    assert 0 < len(traces._loaded_traces) < traces.MIN_TRACES_FOR_PROCESSES
 
 
 ONE_AFTER_THE_OTHER = """
 import json
 from bench import processes
-from bench.planning.forecast import forecasts
-from tests.conftest import configuration
+from bench.planning.forecast import predict_configs
+from tests.conftest import compose_run_config
 
 processes.may_reach_gpus = lambda: True
 asked = ("model=gpt_tiny", "mode=predict", "hardware=h100_80gb", "precision=bf16")
 for run in (("strategy=fsdp", "gpus=8"), ("strategy=pipeline", "gpus=4"), ("strategy=ddp", "gpus=8")):
-    (told,) = forecasts([configuration(*asked, *run)])
+    (told,) = predict_configs([compose_run_config(*asked, *run)])
     print(json.dumps([run[0], getattr(told, "reason", "ok")]))
 """
 
@@ -185,7 +185,7 @@ def test_predictions_follow_each_other_where_autograd_has_threads_for_gpus(fake_
     done = subprocess.run(
         [sys.executable, "-c", ONE_AFTER_THE_OTHER],
         cwd=ROOT,
-        env=environment(fake_cuda, BENCH_CACHE=""),
+        env=build_environment(fake_cuda, BENCH_CACHE=""),
         capture_output=True,
         text=True,
         check=True,
@@ -209,7 +209,7 @@ def test_a_run_whose_store_is_killed_is_an_error_at_once(tmp_path):
     killer.start()
     with StopSignal() as stop:
         asked = {"launcher": "local", "sweep": "test", "time_limit_s": 250, "stop": stop, "log": True}
-        row = execute(configuration(*hanging, "strategy=ddp"), tmp_path, **asked)
+        row = execute_run(compose_run_config(*hanging, "strategy=ddp"), tmp_path, **asked)
     killer.join()
     assert (row["status"], row["error"]) == ("error", "the store in which its ranks find each other was killed")
 
@@ -227,39 +227,39 @@ class Unkillable:
     def kill(self) -> None: ...
 
     def join(self, timeout: float) -> None:
-        assert timeout <= ranks.KILLED_S
+        assert timeout <= ranks.KILL_TIMEOUT_S
 
     def is_alive(self) -> bool:
         return True
 
 
 def test_a_rank_that_cannot_be_killed_ends_the_sweep_with_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "KILLED_S", 0.1)
-    receiver, sender = processes.context().Pipe(duplex=False)
-    started = [ranks.Rank(0, Unkillable(), receiver, [1])]  # type: ignore[arg-type]
-    monkeypatch.setattr(host, "start", lambda *_, **__: started)
-    config = configuration(*RUN, "strategy=ddp")
-    tasks = [Task(config), Task(configuration(*RUN, "strategy=fsdp"))]
+    monkeypatch.setattr(ranks, "KILL_TIMEOUT_S", 0.1)
+    receiver, sender = processes.get_mp_context().Pipe(duplex=False)
+    started = [ranks.RankProcess(0, Unkillable(), receiver, [1])]  # type: ignore[arg-type]
+    monkeypatch.setattr(host, "start_ranks", lambda *_, **__: started)
+    config = compose_run_config(*RUN, "strategy=ddp")
+    tasks = [LaunchTask(config), LaunchTask(compose_run_config(*RUN, "strategy=fsdp"))]
     folder = tmp_path / "job"
     folder.mkdir()
     worker = Worker(tasks, tmp_path, "test", 0.2, folder / "events.jsonl", None)
-    with worker.alive_file.open("w") as alive:
+    with worker.sweep_lock_path.open("w") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
         worker()
-    row = records.latest(tmp_path, config.run_id)
+    row = records.read_latest_row(tmp_path, config.run_id)
     assert row["status"] == "error"  # not timeout: the machine is not what it was
     assert row["error"] == "rank 0 could not be killed: it hangs in the kernel or in a driver, see dmesg"
     sender.close()
-    events = [json.loads(line) for line in worker.events.read_text().splitlines()]
+    events = [json.loads(line) for line in worker.events_path.read_text().splitlines()]
     assert [event["event"] for event in events] == ["start", "stuck"]
     assert "Nothing more can be measured on this machine" in events[-1]["error"]
-    assert records.latest(tmp_path, tasks[1].config.run_id) is None
+    assert records.read_latest_row(tmp_path, tasks[1].config.run_id) is None
 
 
 def test_a_killed_ranks_message_keeps_what_failed_first():
-    first = Outcome(1, "here", status="error", error="RuntimeError: NCCL error", phase="forward", failed_at=1.0)
-    ended = [Ended(0, end="was killed by SIGABRT"), Ended(1, first)]
-    row = verdict(configuration(*RUN, "strategy=ddp"), ended)
+    first = RankOutcome(1, "here", status="error", error="RuntimeError: NCCL error", phase="forward", failed_at=1.0)
+    ended = [RankExit(0, exit_description="was killed by SIGABRT"), RankExit(1, first)]
+    row = build_outcome_columns(compose_run_config(*RUN, "strategy=ddp"), ended)
     assert row == {
         "status": "error",
         "error": "rank 0 was killed by SIGABRT; rank 1, forward: RuntimeError: NCCL error",

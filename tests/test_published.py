@@ -11,23 +11,23 @@ import pandas as pd
 import pytest
 
 from bench.errors import UsageError
-from bench.records import COLUMN_NAMES, Record, read_all, write
-from bench.records.published import PUBLISHED, load_published, published_records
-from bench.records.schema import COLUMNS, validate
+from bench.records import COLUMN_NAMES, Record, read_latest_attempts, write_row
+from bench.records.published import PUBLISHED_CSV, load_published, read_published_records
+from bench.records.schema import COLUMNS, validate_record
 from bench.reporting import read_store
 
-HARDWARE = PUBLISHED.with_name("hardware.csv")
+HARDWARE = PUBLISHED_CSV.with_name("hardware.csv")
 
 
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, str]]:
-    with PUBLISHED.open(newline="", encoding="utf-8") as file:
+    with PUBLISHED_CSV.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[Record]:
-    return published_records()
+    return read_published_records()
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,11 @@ def paper(table: pd.DataFrame, figure: str) -> pd.DataFrame:
 def test_every_line_is_one_valid_row(lines: list[dict[str, str]], rows: list[Record]) -> None:
     assert len(rows) == len(lines) == 592
     for row in rows:
-        validate(row)
+        validate_record(row)
     assert len({row["run_id"] for row in rows}) == len(rows)
     assert all(re.fullmatch("[0-9a-f]{16}", row["run_id"]) for row in rows)
     assert {row["evidence"] for row in rows} == {"published"}
-    assert [row["run_id"] for row in published_records()] == [row["run_id"] for row in rows]
+    assert [row["run_id"] for row in read_published_records()] == [row["run_id"] for row in rows]
 
 
 def test_what_was_printed_is_kept_with_its_provenance(lines: list[dict[str, str]], rows: list[Record]) -> None:
@@ -181,27 +181,27 @@ def test_the_table_has_the_columns_of_every_other_row(table: pd.DataFrame) -> No
 
 
 def test_a_published_row_can_be_stored_and_read_back(tmp_path: Path, rows: list[Record]) -> None:
-    write(tmp_path, rows[0])
-    assert read_all(tmp_path).records == [rows[0]]
+    write_row(tmp_path, rows[0])
+    assert read_latest_attempts(tmp_path).records == [rows[0]]
 
 
 def test_the_folder_is_no_store_and_does_no_harm_beside_one(tmp_path: Path, rows: list[Record]) -> None:
-    assert read_all(PUBLISHED.parent).records == []
-    assert read_all(PUBLISHED.parent).unreadable == []
+    assert read_latest_attempts(PUBLISHED_CSV.parent).records == []
+    assert read_latest_attempts(PUBLISHED_CSV.parent).unreadable == []
     with pytest.raises(UsageError, match="no rows"):
-        read_store(PUBLISHED.parent)
-    (tmp_path / "published").symlink_to(PUBLISHED.parent)
+        read_store(PUBLISHED_CSV.parent)
+    (tmp_path / "published").symlink_to(PUBLISHED_CSV.parent)
     (tmp_path / "copied").mkdir()
-    for file in (PUBLISHED, HARDWARE):
+    for file in (PUBLISHED_CSV, HARDWARE):
         (tmp_path / "copied" / file.name).write_bytes(file.read_bytes())
-    write(tmp_path / "measured", rows[0])
+    write_row(tmp_path / "measured", rows[0])
     contents = read_store(tmp_path)
     assert len(contents.records) == 1
     assert contents.unreadable == []
 
 
 def test_the_readme_counts_every_source_and_provenance(lines: list[dict[str, str]]) -> None:
-    text = PUBLISHED.with_name("README.md").read_text()
+    text = PUBLISHED_CSV.with_name("README.md").read_text()
     sources = Counter(line["source_key"] for line in lines)
     listed: dict[str, int] = {}
     for keys, counts in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([\d, ]+) \|", text.partition("## Sources")[2], re.M):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.config import RunConfig, run_config
-from bench.records.reading import read_all
-from bench.simulate.predict import predict_all
-from tests.conftest import ROOT, configuration
-from tests.random_runs import STRATEGIES, draw, errors, measure
+from bench.config import RunConfig, build_run_config
+from bench.records.reading import read_latest_attempts
+from bench.simulate.predict import predict_runs
+from tests.conftest import ROOT, compose_run_config
+from tests.random_runs import STRATEGIES, compute_memory_errors, draw_overrides, measure_runs
 
 STORE = ROOT / "results" / "measured" / "cpu_random"
 
@@ -52,28 +52,30 @@ def check_every_kind(configs: Sequence[RunConfig]) -> None:
 
 
 def test_committed_random_runs_need_what_is_predicted() -> None:
-    rows = sorted(read_all(STORE).records, key=lambda row: str(row["run_id"]))
+    rows = sorted(read_latest_attempts(STORE).records, key=lambda row: str(row["run_id"]))
     sample = [row for index, row in enumerate(rows) if index % EVERY == 0 or row["run_id"] in ONCE_WRONG]
-    predictions = predict_all([run_config(row["config"]) for row in sample])
+    predictions = predict_runs([build_run_config(row["config"]) for row in sample])
     for prediction, row in zip(predictions, sample, strict=True):
         error = prediction.memory.allocated.value / row["peak_allocated_bytes"] - 1
         assert abs(error) <= KNOWN_WORST, f"{error:+.3%}: {row['run_id']}"
 
 
 def test_committed_random_runs_are_those_of_the_seed_and_of_every_kind() -> None:
-    rows = {str(row["run_id"]): row for row in read_all(STORE).records}
+    rows = {str(row["run_id"]): row for row in read_latest_attempts(STORE).records}
     assert len(rows) == COMMITTED
     assert all(row["status"] == "ok" and row["git_clean"] for row in rows.values())
-    assert {configuration(*draw(number)).run_id for number in range(0, COMMITTED, 9)} | ONCE_WRONG <= set(rows)
-    check_every_kind([run_config(row["config"]) for row in rows.values()])
+    assert {
+        compose_run_config(*draw_overrides(number)).run_id for number in range(0, COMMITTED, 9)
+    } | ONCE_WRONG <= set(rows)
+    check_every_kind([build_run_config(row["config"]) for row in rows.values()])
 
 
 @pytest.mark.slow
 def test_fresh_random_runs_need_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path / "cache"))
-    runs = [configuration(*draw(number, FRESH_SEED)) for number in range(FRESH)]
+    runs = [compose_run_config(*draw_overrides(number, FRESH_SEED)) for number in range(FRESH)]
     check_every_kind(runs)
-    measure(runs, tmp_path / "store")
-    (worst, run), *others = errors(runs, tmp_path / "store")
+    measure_runs(runs, tmp_path / "store")
+    (worst, run), *others = compute_memory_errors(runs, tmp_path / "store")
     assert abs(worst) < WORST, f"{worst:+.2%}: {run}"
     assert statistics.fmean(abs(error) for error, _ in [(worst, run), *others]) < MEAN

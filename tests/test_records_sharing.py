@@ -15,7 +15,7 @@ import pytest
 
 from bench.records import sharing
 from tests.conftest import ROOT
-from tests.records_fixture import record
+from tests.records_fixture import make_record
 
 GROUP, ALICE, BOB = 41000, 41001, 41002
 """Ids that need no account."""
@@ -51,21 +51,21 @@ def act(account: int, umask: int, code: str, *arguments: object, groups: tuple[i
 
 TAKE = """
 from pathlib import Path
-claim = claims.take(Path(sys.argv[1]), json.loads(sys.argv[2]), {"job": sys.argv[3], "restart": 0}, 4096)
+claim = claims.take_claim(Path(sys.argv[1]), json.loads(sys.argv[2]), {"job": sys.argv[3], "restart": 0}, 4096)
 with sharing.open_lock(Path(sys.argv[1]) / ".lock"):
     print(claim.attempt)
 """
 
 BREAK = """
 from pathlib import Path
-claim = claims.held(Path(sys.argv[1]), json.loads(sys.argv[2])["run_id"])
+claim = claims.find_claim(Path(sys.argv[1]), json.loads(sys.argv[2])["run_id"])
 print(claim.owner["job"], claim.break_with({"status": "error", "error": "it died"}))
 """
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_one_account_can_do_with_a_claim_what_the_other_can(shared_store, umask):
-    complete = json.dumps({**record(), **ROW})
+    complete = json.dumps({**make_record(), **ROW})
     assert act(ALICE, umask, TAKE, shared_store, complete, "101") == "0"
     assert act(BOB, umask, BREAK, shared_store, complete) == "101 True"
     assert act(BOB, umask, TAKE, shared_store, complete, "102") == "1"
@@ -80,14 +80,14 @@ def test_one_account_can_do_with_a_claim_what_the_other_can(shared_store, umask)
 PUT_BACK = """
 from pathlib import Path
 import dataclasses
-claim = claims.held(Path(sys.argv[1]), json.loads(sys.argv[2])["run_id"])
+claim = claims.find_claim(Path(sys.argv[1]), json.loads(sys.argv[2])["run_id"])
 print(dataclasses.replace(claim, owner={"job": "100"}).break_with({"status": "error", "error": "x"}))
 """
 
 
 def test_the_claim_of_another_account_is_put_back_if_it_is_not_the_one_to_break(shared_store):
     """Where fs.protected_hardlinks is set, as it usually is, one cannot link what one may not write to."""
-    complete = json.dumps({**record(), **ROW})
+    complete = json.dumps({**make_record(), **ROW})
     assert act(ALICE, 0o022, TAKE, shared_store, complete, "101") == "0"
     assert act(BOB, 0o022, PUT_BACK, shared_store, complete) == "False"
     claim = shared_store / ".running" / f"{ROW['run_id']}.claim"

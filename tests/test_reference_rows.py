@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from bench.config import run_config
-from bench.planning.plan import make_plan
-from bench.planning.request import read_request
-from bench.predicted_row import predicted_row
-from bench.records import Record, read_all
-from bench.records.schema import COLUMNS, validate
-from bench.simulate.predict import predict_all
-from bench.simulate.version import predictor_version
+from bench.config import build_run_config
+from bench.planning.plan import build_sweep_plan
+from bench.planning.request import parse_sweep_request
+from bench.predicted_row import build_predicted_row
+from bench.records import Record, read_latest_attempts
+from bench.records.schema import COLUMNS, validate_record
+from bench.simulate.predict import predict_runs
+from bench.simulate.version import compute_predictor_version
 from tests.conftest import CPU, ROOT
 
 PREDICTED = ROOT / "results" / "predicted"
@@ -38,14 +38,14 @@ EXACT = 1e-6
 
 
 def committed(store: str) -> dict[str, Record]:
-    contents = read_all(PREDICTED / store)
+    contents = read_latest_attempts(PREDICTED / store)
     assert contents.unreadable == []
     return {row["run_id"]: row for row in contents.records}
 
 
 def asked(*typed: str) -> set[str]:
-    request = read_request([*typed, "mode=predict"], multirun=True, device=CPU)
-    planned = make_plan(request.points, PREDICTED / "nowhere", force=True, check=lambda config: None)
+    request = parse_sweep_request([*typed, "mode=predict"], multirun=True, device=CPU)
+    planned = build_sweep_plan(request.points, PREDICTED / "nowhere", force=True, check_run=lambda config: None)
     return {config.run_id for config in planned.to_run}
 
 
@@ -69,7 +69,7 @@ def test_there_are_no_other_stores_and_one_command_makes_all():
 @pytest.mark.parametrize("store", SWEEPS)
 def test_they_are_rows_of_this_format_made_by_committed_code(store):
     for row in committed(store).values():
-        validate(row)
+        validate_record(row)
         assert (row["evidence"], row["status"] in ("ok", "oom"), row["git_clean"]) == ("predicted", True, True)
 
 
@@ -78,7 +78,7 @@ def chosen(rows: dict[str, Record]) -> list[Record]:
 
     Those of the smallest names, so always the same.
     """
-    today = {row["predictor"] for row in rows.values()} == {predictor_version()}
+    today = {row["predictor"] for row in rows.values()} == {compute_predictor_version()}
     found: dict[tuple[str, str], Record] = {}
     for _, row in sorted(rows.items()):
         found.setdefault((row["model"], row["strategy"]), row)
@@ -88,10 +88,10 @@ def chosen(rows: dict[str, Record]) -> list[Record]:
 @pytest.mark.parametrize("store", SWEEPS)
 def test_predictions_still_come_out_as_they_are_committed(store):
     rows = chosen(committed(store))
-    configs = [run_config(row["config"]) for row in rows]
+    configs = [build_run_config(row["config"]) for row in rows]
     assert [config.run_id for config in configs] == [row["run_id"] for row in rows]
-    for row, config, prediction in zip(rows, configs, predict_all(configs), strict=True):
-        today = predicted_row(config, prediction)
+    for row, config, prediction in zip(rows, configs, predict_runs(configs), strict=True):
+        today = build_predicted_row(config, prediction)
         for column in COLUMNS:
             if column.name in today:
                 known = row[column.name]

@@ -14,15 +14,15 @@ import torch.distributed as dist
 
 from bench import records
 from bench import sweep as command
-from bench.config import RunConfig, run_config
+from bench.config import RunConfig, build_run_config
 from bench.launch.local import LocalLauncher
-from bench.launch.slurm.launcher import shape_of
+from bench.launch.slurm.launcher import compute_job_shape
 from bench.launch.stop import StopSignal
-from bench.launch.task import Task
-from bench.measure.rehearsal import start_rehearsal
-from bench.planning.compose import composed
+from bench.launch.task import LaunchTask
+from bench.measure.rehearsal import init_rehearsal_group
+from bench.planning.compose import compose_config
 from bench.training.engine import Engine, build_engine
-from tests.conftest import CPU, ROOT, SMALL_GPT, configuration
+from tests.conftest import CPU, ROOT, SMALL_GPT, compose_run_config
 
 MEASURED = ROOT / "results" / "measured" / "cpu_memory"
 WORST = 0.01
@@ -36,7 +36,7 @@ Execute = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def lone() -> Iterator[dist.ProcessGroup]:
     """Rank 0 of eight, alone."""
-    start_rehearsal(8)
+    init_rehearsal_group(8)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -93,7 +93,7 @@ def engine_of(config: RunConfig) -> Engine:
         device=torch.device("cpu"),
         world_size=config.gpus,
         activation_checkpointing=config.activation_checkpointing,
-        rehearsed=config.rehearsed,
+        rehearsed=config.is_rehearsed,
     )
 
 
@@ -101,10 +101,10 @@ def engine_of(config: RunConfig) -> Engine:
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
 def test_gathered_parameters_hold_sensible_values(strategy: str, precision: str) -> None:
     """In the forward pass of 512 ranks no weight is zero, none is no number, and they are as large as true ones."""
-    config = configuration(
+    config = compose_run_config(
         "model=gpt_tiny", f"strategy={strategy}", f"precision={precision}", "gpus=512", "mode=rehearse", *SHORT
     )
-    start_rehearsal(512)
+    init_rehearsal_group(512)
     try:
         engine = engine_of(config)
         seen: dict[str, torch.Tensor] = {}
@@ -117,7 +117,9 @@ def test_gathered_parameters_hold_sensible_values(strategy: str, precision: str)
             return keep
 
         hooks = [module.register_forward_pre_hook(look(name)) for name, module in engine.module.named_modules()]
-        batch = config.model.batch(2, 32, torch.Generator().manual_seed(0)).share(slice(0, 2), torch.device("cpu"))
+        batch = config.model.build_batch(2, 32, torch.Generator().manual_seed(0)).select_sequences(
+            slice(0, 2), torch.device("cpu")
+        )
         first = engine.step([batch])
         for hook in hooks:
             hook.remove()
@@ -144,11 +146,13 @@ def test_with_whole_copies_a_rehearsal_starts_as_one_process_does(strategy: str,
         (*SMALL_GPT, f"strategy={name}", *knobs, "gpus=2", *SHORT),
     )
     assert alone["evidence"] == "rehearsed"
-    own = configuration(*SMALL_GPT, "strategy=single", *SHORT)
-    start_rehearsal(1)
+    own = compose_run_config(*SMALL_GPT, "strategy=single", *SHORT)
+    init_rehearsal_group(1)
     try:
         engine = engine_of(own)
-        batch = own.model.batch(4, 32, torch.Generator().manual_seed(0)).share(slice(0, 2), torch.device("cpu"))
+        batch = own.model.build_batch(4, 32, torch.Generator().manual_seed(0)).select_sequences(
+            slice(0, 2), torch.device("cpu")
+        )
         assert alone["losses"][0] == pytest.approx(engine.step([batch]).item(), rel=1e-6)
     finally:
         dist.destroy_process_group()
@@ -168,15 +172,15 @@ def pairs() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     table = records.load(MEASURED)
     rehearsed = {}
     for run_id in table[table.evidence == "rehearsed"].run_id:
-        row = records.latest(MEASURED, run_id)
+        row = records.read_latest_row(MEASURED, run_id)
         assert row is not None
-        config = dataclasses.replace(run_config(row["config"]), mode="measure")
+        config = dataclasses.replace(build_run_config(row["config"]), mode="measure")
         rehearsed[config.run_id] = row
     found = []
     for run_id in table[table.evidence == "measured"].run_id:
-        row = records.latest(MEASURED, run_id)
+        row = records.read_latest_row(MEASURED, run_id)
         assert row is not None
-        measured_id = run_config(row["config"]).run_id
+        measured_id = build_run_config(row["config"]).run_id
         if measured_id in rehearsed:
             found.append((row, rehearsed[measured_id]))
     return found
@@ -238,15 +242,15 @@ def test_rehearsals_hold_what_the_real_rank_0_held(tmp_path: Path) -> None:
             & (table.activation_checkpointing == checkpointing)
         ]
         (run_id,) = alike.run_id
-        row = records.latest(MEASURED, run_id)
+        row = records.read_latest_row(MEASURED, run_id)
         assert row is not None
         rows.append(row)
-    configs = [dataclasses.replace(run_config(row["config"]), mode="rehearse") for row in rows]
-    launcher = LocalLauncher(composed({})["cluster"], CPU)
+    configs = [dataclasses.replace(build_run_config(row["config"]), mode="rehearse") for row in rows]
+    launcher = LocalLauncher(compose_config({})["cluster"], CPU)
     with StopSignal() as stop:
-        launcher.launch([Task(config) for config in configs], tmp_path, "test", stop, lambda event: None)
+        launcher.launch([LaunchTask(config) for config in configs], tmp_path, "test", stop, lambda event: None)
     for measured, config in zip(rows, configs, strict=True):
-        rehearsed = records.latest(tmp_path, config.run_id)
+        rehearsed = records.read_latest_row(tmp_path, config.run_id)
         assert rehearsed is not None
         assert (rehearsed["status"], rehearsed["evidence"], rehearsed["world_size"]) == ("ok", "rehearsed", 4)
         for real, alone in zip(rank_0_peaks(measured), rank_0_peaks(rehearsed), strict=True):
@@ -291,14 +295,17 @@ def test_what_runs_out_of_memory_says_where(execute: Execute) -> None:
 
 
 def test_a_rehearsal_needs_one_device_however_many_ranks_it_stands_for() -> None:
-    config = configuration("model=gpt_175b", "strategy=fsdp", "gpus=512", "mode=rehearse", "sequence_length=2048")
-    assert (config.processes, config.machines, config.nodes) == (1, 1, 64)
-    assert shape_of(config) == (1, 1, 1)
-    assert (configuration("gpus=4").processes, configuration("gpus=4", "mode=predict").processes) == (4, 0)
+    config = compose_run_config("model=gpt_175b", "strategy=fsdp", "gpus=512", "mode=rehearse", "sequence_length=2048")
+    assert (config.active_processes, config.active_nodes, config.nodes) == (1, 1, 64)
+    assert compute_job_shape(config) == (1, 1, 1)
+    assert (
+        compose_run_config("gpus=4").active_processes,
+        compose_run_config("gpus=4", "mode=predict").active_processes,
+    ) == (4, 0)
 
 
 def test_a_rehearsal_is_another_run_than_a_measurement() -> None:
-    ids = {configuration("gpus=4", f"mode={mode}").run_id for mode in ("measure", "rehearse", "predict")}
+    ids = {compose_run_config("gpus=4", f"mode={mode}").run_id for mode in ("measure", "rehearse", "predict")}
     assert len(ids) == 3
 
 

@@ -13,24 +13,24 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from bench.errors import UsageError
-from bench.records import Contents, read_all
+from bench.records import StoreContents, read_latest_attempts
 from bench.report import main
-from bench.reporting import build, labels, style, write_report
-from bench.reporting.drawing import Section
-from bench.reporting.figures import FIGURES, memory, oom_map, scaling, spread, throughput
-from bench.reporting.table import prepare, step_times_s
+from bench.reporting import build_report, labels, style, write_report
+from bench.reporting.drawing import ReportSection
+from bench.reporting.figures import FIGURE_MODULES, memory, oom_map, scaling, spread, throughput
+from bench.reporting.table import compute_step_times_s, prepare_table
 from tests.conftest import ROOT
-from tests.records_fixture import default_sweep, record, write_store
+from tests.records_fixture import make_default_sweep, make_record, write_store
 
 CUDA = {"device": "cuda", "hardware": "h100_80gb", "gpu_name": "NVIDIA H100 80GB HBM3", "precision": "bf16"}
-ROWS = default_sweep(("fp32",))
+ROWS = make_default_sweep(("fp32",))
 SPEED = (throughput, spread, scaling)
 
 
-def draw(figure, rows) -> Section:
-    table = prepare(rows)
-    with style.context():
-        return figure.section(table, style.palette(table["variant_key"]))
+def draw(figure, rows) -> ReportSection:
+    table = prepare_table(rows)
+    with style.apply_report_style():
+        return figure.build_section(table, style.build_palette(table["variant_key"]))
 
 
 def words(figure: Figure) -> list[str]:
@@ -76,7 +76,7 @@ class Page(HTMLParser):
 def default(tmp_path_factory) -> Path:
     store = write_store(tmp_path_factory.mktemp("store"), ROWS)
     (store / ROWS[0]["run_id"] / "1.json").write_text('{"torn')
-    build(store, store / "report")
+    build_report(store, store / "report")
     return store
 
 
@@ -100,7 +100,7 @@ def default(tmp_path_factory) -> Path:
     ],
 )
 def test_variant_names_what_the_run_really_did(strategy, effective, factor, world_size, label):
-    assert labels.variant(strategy, effective, factor, world_size).label == label
+    assert labels.build_variant(strategy, effective, factor, world_size).label == label
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_variant_names_what_the_run_really_did(strategy, effective, factor, worl
     [(0.0123456, "0.0123"), (0.0999, "0.0999"), (12.345, "12.3"), (1234.5, "1,234"), (0, "0"), (3.2e-7, "3.20e-07")],
 )
 def test_numbers_have_three_significant_digits(value, text):
-    assert labels.number(value) == text
+    assert labels.format_number(value) == text
 
 
 def test_repeats_are_one_mark_with_their_range():
-    rows = [record(repeat=repeat, tflops_per_gpu=value) for repeat, value in enumerate([3.0, 1.0, 7.0])]
-    (cell,) = throughput.select(prepare(rows)).to_dict("records")
+    rows = [make_record(repeat=repeat, tflops_per_gpu=value) for repeat, value in enumerate([3.0, 1.0, 7.0])]
+    (cell,) = throughput.select(prepare_table(rows)).to_dict("records")
     assert (cell["median"], cell["low"], cell["high"], cell["points"]) == (3.0, 1.0, 7.0, [1.0, 3.0, 7.0])
 
 
@@ -142,8 +142,8 @@ def test_repeats_are_one_mark_with_their_range():
     ids=lambda setting: next(iter(setting)),
 )
 def test_nothing_is_averaged_over_a_setting_and_the_difference_is_named(setting):
-    one = record(config={"strategy": {"bucket_cap_mb": 25}, "measurement": {"warmup_steps": 2}})
-    table = prepare([one, record(**{"config": one["config"], **setting})])
+    one = make_record(config={"strategy": {"bucket_cap_mb": 25}, "measurement": {"warmup_steps": 2}})
+    table = prepare_table([one, make_record(**{"config": one["config"], **setting})])
     for select in (throughput.select, memory.select):
         cells = select(table)
         assert [len(points) for points in cells["points"]] == [1, 1]
@@ -153,15 +153,17 @@ def test_nothing_is_averaged_over_a_setting_and_the_difference_is_named(setting)
 
 
 def test_what_only_tells_repeats_apart_is_no_setting():
-    rows = [record(repeat=n, seed=n, config={"repeat": n, "seed": n, "strategy": {"name": "ddp"}}) for n in range(2)]
-    assert [len(points) for points in throughput.select(prepare(rows))["points"]] == [2]
+    rows = [
+        make_record(repeat=n, seed=n, config={"repeat": n, "seed": n, "strategy": {"name": "ddp"}}) for n in range(2)
+    ]
+    assert [len(points) for points in throughput.select(prepare_table(rows))["points"]] == [2]
 
 
 @pytest.mark.parametrize("figure", [throughput, memory, scaling])
 def test_out_of_memory_is_a_mark_not_a_gap(figure):
-    rows = [record(world_size=size, strategy="fsdp", sharding_factor=size) for size in (2, 4)]
-    rows.append(record(world_size=4, status="oom", oom_phase="backward"))
-    selected = figure.select(prepare(rows))
+    rows = [make_record(world_size=size, strategy="fsdp", sharding_factor=size) for size in (2, 4)]
+    rows.append(make_record(world_size=4, status="oom", oom_phase="backward"))
+    selected = figure.select(prepare_table(rows))
     assert selected.loc[selected["variant"] == "DDP", "out_of_memory"].tolist() == [1]
     (drawing,) = draw(figure, rows).drawings
     crosses = [line for line in drawing.figure.axes[0].lines if line.get_marker() == "X"]
@@ -174,45 +176,45 @@ def test_out_of_memory_is_a_mark_not_a_gap(figure):
 def test_a_run_that_ended_before_it_counted_stands_with_its_model():
     small, large = ({"model": {"name": "t5_tiny", "d_model": size}} for size in (64, 512))
     rows = [
-        record(strategy="fsdp", config=small),
-        record(status="oom", oom_bytes=None, parameters=None, config=small),
-        record(status="oom", parameters=None, config=large),
+        make_record(strategy="fsdp", config=small),
+        make_record(status="oom", oom_bytes=None, parameters=None, config=small),
+        make_record(status="oom", parameters=None, config=large),
     ]
-    fitted, same, other = prepare(rows)["heading"]
+    fitted, same, other = prepare_table(rows)["heading"]
     assert fitted == same != other
     (drawing,) = draw(memory, rows[:2]).drawings
     assert "OOM in forward" in words(drawing.figure)
 
 
 def test_repeats_that_ran_out_of_memory_are_counted_beside_the_others():
-    rows = [record(repeat=0), record(repeat=1), record(repeat=2, status="oom")]
+    rows = [make_record(repeat=0), make_record(repeat=1), make_record(repeat=2, status="oom")]
     (drawing,) = draw(throughput, rows).drawings
     assert any("(1 of 3 repeats OOM)" in text for text in words(drawing.figure))
-    assert oom_map.select(prepare(rows))["outcome"].tolist() == ["some repeats fit"]
+    assert oom_map.select(prepare_table(rows))["outcome"].tolist() == ["some repeats fit"]
 
 
 def test_degraded_runs_have_their_own_mark():
-    (drawing,) = draw(throughput, [record(degraded=True, alloc_retries=3), record(strategy="fsdp")]).drawings
+    (drawing,) = draw(throughput, [make_record(degraded=True, alloc_retries=3), make_record(strategy="fsdp")]).drawings
     assert sum("degraded" in text for text in words(drawing.figure)) == 2  # the mark and the legend
     assert sum(line.get_marker() == "<" for line in drawing.figure.axes[0].lines) == 1
 
 
 def test_failures_are_in_no_figure_with_values():
-    rows = [record(status=status, strategy="fsdp") for status in ("error", "timeout", "preempted", "skipped")]
-    table = prepare(rows)
+    rows = [make_record(status=status, strategy="fsdp") for status in ("error", "timeout", "preempted", "skipped")]
+    table = prepare_table(rows)
     assert [len(figure.select(table)) for figure in (throughput, memory, spread, scaling)] == [0, 0, 0, 0]
 
 
 def test_oom_map_has_every_cell_and_grows_to_the_right():
     limit = {"memory_limit_bytes": 2**29, "world_size": 4}
     rows = [
-        record(model="gpt_small", **limit, status="oom", oom_phase="init"),
-        record(model="gpt_tiny", **limit),
-        record(model="gpt_tiny", **limit, batch_size_per_gpu=16, status="error"),
-        record(model="gpt_small", **limit, strategy="fsdp", sharding_factor=4),
-        record(model="gpt_tiny", world_size=4),
+        make_record(model="gpt_small", **limit, status="oom", oom_phase="init"),
+        make_record(model="gpt_tiny", **limit),
+        make_record(model="gpt_tiny", **limit, batch_size_per_gpu=16, status="error"),
+        make_record(model="gpt_small", **limit, strategy="fsdp", sharding_factor=4),
+        make_record(model="gpt_tiny", world_size=4),
     ]
-    cells = oom_map.select(prepare(rows))
+    cells = oom_map.select(prepare_table(rows))
     limited = cells[cells["limit"] == "limit 0.5 GiB"]
     assert list(dict.fromkeys(limited["column"])) == [
         "gpt_tiny · batch 4 × 128",
@@ -229,8 +231,8 @@ def test_oom_map_has_every_cell_and_grows_to_the_right():
 
 @pytest.mark.parametrize("figure", SPEED)
 def test_cpu_speed_says_what_it_is_no_evidence_for(figure):
-    on_cpu = [record(world_size=size) for size in (1, 2)]
-    on_gpu = [record(world_size=size, **CUDA) for size in (1, 2)]
+    on_cpu = [make_record(world_size=size) for size in (1, 2)]
+    on_gpu = [make_record(world_size=size, **CUDA) for size in (1, 2)]
     drawings = draw(figure, on_cpu + on_gpu).drawings
     assert len(drawings) == 2, "CPU and GPU rows never share axes"
     gpu, cpu = sorted(drawings, key=lambda drawing: labels.CPU_NOTE in drawing.caption)
@@ -242,7 +244,7 @@ def test_cpu_speed_says_what_it_is_no_evidence_for(figure):
 
 def test_kinds_of_evidence_are_named_and_look_different():
     kinds = ("measured", "rehearsed", "predicted", "published")
-    rows = [record(evidence=kind, **CUDA, tflops_per_gpu=100.0) for kind in kinds]
+    rows = [make_record(evidence=kind, **CUDA, tflops_per_gpu=100.0) for kind in kinds]
     (drawing,) = draw(throughput, rows).drawings
     shown = words(drawing.figure)
     assert {"DDP", "DDP (rehearsed)", "DDP (predicted)", "DDP (published)"} <= set(shown)
@@ -252,21 +254,21 @@ def test_kinds_of_evidence_are_named_and_look_different():
 
 def test_a_step_takes_as_long_as_its_slowest_rank():
     ranks = [{"rank": 0, "step_times_s": [1.0, 1.0, 1.0, 3.0]}, {"rank": 1, "step_times_s": [2.0, 0.5, 1.0, 1.0]}]
-    row = record(ranks=ranks)
-    assert step_times_s(row).tolist() == [2.0, 1.0, 1.0, 3.0]
-    (lane,) = spread.select(prepare([row])).to_dict("records")
+    row = make_record(ranks=ranks)
+    assert compute_step_times_s(row).tolist() == [2.0, 1.0, 1.0, 3.0]
+    (lane,) = spread.select(prepare_table([row])).to_dict("records")
     assert lane["median_s"] == 1.5
     assert np.allclose(lane["deviations"], [100 / 3, -100 / 3, -100 / 3, 100])
 
 
 def test_steps_beyond_the_axis_are_told_in_words():
     times = [{"rank": 0, "step_times_s": [0.1] * 9 + [0.5]}]
-    (drawing,) = draw(spread, [record(ranks=times)]).drawings
+    (drawing,) = draw(spread, [make_record(ranks=times)]).drawings
     assert "100 ms, 1 step to 400 %" in words(drawing.figure)
 
 
 def test_lines_start_where_there_is_nothing_to_shard():
-    points = scaling.select(prepare(default_sweep()))
+    points = scaling.select(prepare_table(make_default_sweep()))
     facet = points[(points["model"] == "t5_tiny") & (points["precision"] == "fp32") & (points["limit"] == "")]
     lines = {name: sorted(group["world_size"]) for name, group in facet.groupby("series")}
     assert lines == {
@@ -278,9 +280,9 @@ def test_lines_start_where_there_is_nothing_to_shard():
 
 
 def test_one_world_size_is_no_scaling():
-    section = draw(scaling, [record(), record(strategy="fsdp", sharding_factor=2)])
+    section = draw(scaling, [make_record(), make_record(strategy="fsdp", sharding_factor=2)])
     assert not section.drawings
-    assert "(all have 2)" in section.nothing
+    assert "(all have 2)" in section.notice
 
 
 def test_page_is_complete_in_itself(default):
@@ -335,22 +337,22 @@ def test_a_report_changes_no_row_and_is_no_row(default, tmp_path):
     def content():
         return {path: path.read_bytes() for path in default.rglob("*.json")}
 
-    before, runs = content(), len(read_all(default).records)
-    build(default / ROWS[3]["run_id"], default / "report" / "again")
+    before, runs = content(), len(read_latest_attempts(default).records)
+    build_report(default / ROWS[3]["run_id"], default / "report" / "again")
     assert content() == before
-    assert len(read_all(default).records) == runs == len(ROWS)
+    assert len(read_latest_attempts(default).records) == runs == len(ROWS)
 
 
 def test_same_rows_same_bytes_and_old_figures_go(tmp_path):
-    store = write_store(tmp_path / "store", [record(precision="bf16")])
-    first, second = build(store, tmp_path / "a").parent, build(store, tmp_path / "b").parent
+    store = write_store(tmp_path / "store", [make_record(precision="bf16")])
+    first, second = build_report(store, tmp_path / "a").parent, build_report(store, tmp_path / "b").parent
     for path in first.rglob("*"):
         if path.is_file():
             assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path
     mine = first / "figures" / "mine.png"
     mine.write_bytes(b"not the report's")
     assert list(first.glob("figures/throughput-bf16*"))
-    write_report(Contents([record()]), "one run", first)
+    write_report(StoreContents([make_record()]), "one run", first)
     assert not list(first.glob("figures/throughput-bf16*"))
     assert mine.exists()
 
@@ -361,17 +363,23 @@ NULLS = {"run_id": "0" * 16, "attempt": 0, "evidence": "measured", "status": "ok
 @pytest.mark.parametrize(
     "rows",
     [
-        [record()],
-        [record(status="oom"), record(status="oom", strategy="fsdp", sharding_factor=2)],
-        [record(status="error", error="<script>alert('&')</script>"), record(status="timeout", strategy="fsdp")],
+        [make_record()],
+        [make_record(status="oom"), make_record(status="oom", strategy="fsdp", sharding_factor=2)],
+        [
+            make_record(status="error", error="<script>alert('&')</script>"),
+            make_record(status="timeout", strategy="fsdp"),
+        ],
         [NULLS],
         [{**NULLS, "run_id": "1" * 16, "status": "oom", "oom_phase": "init"}, {**NULLS, "evidence": "published"}],
-        [record(hosts=None, config=None, ranks=None), record(strategy="my.own.strategy", effective_strategy=None)],
+        [
+            make_record(hosts=None, config=None, ranks=None),
+            make_record(strategy="my.own.strategy", effective_strategy=None),
+        ],
     ],
     ids=["one row", "only oom", "only errors", "all null", "null oom", "foreign"],
 )
 def test_any_subset_of_rows_makes_a_page(rows, tmp_path):
-    path = write_report(Contents(rows), "subset", tmp_path)
+    path = write_report(StoreContents(rows), "subset", tmp_path)
     page = Page(path)
     assert all(row["run_id"] in page.text for row in rows)
     assert all(row["error"] in page.text for row in rows if row.get("error"))
@@ -380,7 +388,7 @@ def test_any_subset_of_rows_makes_a_page(rows, tmp_path):
 
 def overlaps(figure: Figure) -> list[str]:
     """Texts of a figure that cover each other or leave it."""
-    with style.context():
+    with style.apply_report_style():
         figure.draw_without_rendering()
     renderer = FigureCanvasAgg(figure).get_renderer()
     beyond = set()  # matplotlib keeps labels of ticks outside the limits, and does not draw them
@@ -408,14 +416,14 @@ def long_and_many():
                 {"status": "oom", "oom_phase": "optimizer"} if factor < 16 and size > 2 else {"tflops_per_gpu": 300.0}
             )
             asked = {"strategy": strategy, "sharding_factor": factor, "world_size": 64, "steps": 4, **CUDA, **fate}
-            rows.append(record(model=name, parameters=10**9 * 2**size, **asked, degraded=size == 2))
+            rows.append(make_record(model=name, parameters=10**9 * 2**size, **asked, degraded=size == 2))
     knobs = [{"strategy": {"name": "fsdp", "backward_prefetch": prefetch}} for prefetch in (True, False)]
-    return rows + [record(model=names[0], strategy="fsdp", config=knob, **CUDA) for knob in knobs]
+    return rows + [make_record(model=names[0], strategy="fsdp", config=knob, **CUDA) for knob in knobs]
 
 
 @pytest.mark.parametrize("rows", [ROWS, long_and_many()], ids=["default sweep", "long and many"])
 def test_no_label_covers_another(rows):
-    for figure in FIGURES:
+    for figure in FIGURE_MODULES:
         for drawing in draw(figure, rows).drawings:
             assert overlaps(drawing.figure) == [], drawing.name
             assert drawing.figure.get_figheight() < 11, "fits a printed page"
@@ -444,12 +452,12 @@ def lab(colour: str, matrix) -> np.ndarray:
 def test_colours_of_the_variants_differ_for_everyone(blindness):
     main_kinds = ("ddp", "fsdp/full_replication", "fsdp/hybrid_shard", "fsdp/full_shard", "fsdp/unsharded")
     for one, two in itertools.combinations(main_kinds, 2):
-        seen = [lab(style.COLOURS[kind], BLINDNESS[blindness]) for kind in (one, two)]
+        seen = [lab(style.STRATEGY_COLOURS[kind], BLINDNESS[blindness]) for kind in (one, two)]
         assert np.linalg.norm(seen[0] - seen[1]) > 10, (one, two)
 
 
 def test_markers_of_variants_differ():
-    marks = style.palette(prepare(default_sweep())["variant_key"])
+    marks = style.build_palette(prepare_table(make_default_sweep())["variant_key"])
     assert len({mark.marker for mark in marks.values()}) == len(marks) == 5
     assert len({mark.colour for mark in marks.values()}) == len(marks)
     assert set(marks) <= {"DDP", "FSDP2 full shard", "FSDP2 full replication", "FSDP2 hybrid (F=2)", "FSDP2 unsharded"}
@@ -459,20 +467,20 @@ def test_versions_are_named_only_where_nothing_else_tells_rows_apart():
     plain, hooked = ({"strategy": {"communication_hook": hook}} for hook in ("none", "bf16"))
     settings = [{"optimizer": {"lr": lr}} for lr in (1, 2)]
     for one, two in ((plain, hooked), settings):
-        rows = [record(config=one, git_sha="a" * 40), record(config=two, git_sha="b" * 40)]
-        for ordered in (rows, rows[::-1], [record(model="gpt_tiny", strategy="zero1"), *rows]):
-            names = [name for name in prepare(ordered)["variant"] if name.startswith("DDP")]
+        rows = [make_record(config=one, git_sha="a" * 40), make_record(config=two, git_sha="b" * 40)]
+        for ordered in (rows, rows[::-1], [make_record(model="gpt_tiny", strategy="zero1"), *rows]):
+            names = [name for name in prepare_table(ordered)["variant"] if name.startswith("DDP")]
             assert len(set(names)) == 2
             assert all(name.count("=") == 1 and "git_sha" not in name for name in names), names
-    same = [record(config=plain, git_sha=letter * 40) for letter in "ab"]
-    assert [name.partition(" · ")[2] for name in prepare(same)["variant"]] == [f"git_sha={c * 16}" for c in "ab"]
+    same = [make_record(config=plain, git_sha=letter * 40) for letter in "ab"]
+    assert [name.partition(" · ")[2] for name in prepare_table(same)["variant"]] == [f"git_sha={c * 16}" for c in "ab"]
 
 
 def test_command_prints_where_the_page_is_and_what_was_left_out(tmp_path, capsys):
-    store = write_store(tmp_path / "store", [record(status="error")])
+    store = write_store(tmp_path / "store", [make_record(status="error")])
     assert main([str(store)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(store / "report" / "index.html"), "1 run"]
-    stray = store / record(status="error")["run_id"] / "notes.txt"
+    stray = store / make_record(status="error")["run_id"] / "notes.txt"
     stray.write_text("mine")
     assert main([str(store), "--output", str(tmp_path / "elsewhere")]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -483,7 +491,7 @@ def test_command_prints_where_the_page_is_and_what_was_left_out(tmp_path, capsys
 
 
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
-    store = write_store(tmp_path / "store", [record()])
+    store = write_store(tmp_path / "store", [make_record()])
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("in the way")
     cases = {
@@ -498,11 +506,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
         assert sentence in err
         assert err.count("\n") == 1
     with pytest.raises(UsageError):
-        build(tmp_path / "missing", tmp_path / "report")
+        build_report(tmp_path / "missing", tmp_path / "report")
 
 
 def test_no_label_of_the_committed_predictions_covers_another():
-    rows = read_all(ROOT / "results" / "predicted" / "a100_80gb").records
-    for figure in FIGURES:
+    rows = read_latest_attempts(ROOT / "results" / "predicted" / "a100_80gb").records
+    for figure in FIGURE_MODULES:
         for drawing in draw(figure, rows).drawings:
             assert overlaps(drawing.figure) == [], drawing.name

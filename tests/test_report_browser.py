@@ -17,8 +17,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from bench.reporting import build
-from tests.records_fixture import default_sweep, record, write_store
+from bench.reporting import build_report
+from tests.records_fixture import make_default_sweep, make_record, write_store
 
 pytestmark = pytest.mark.slow
 
@@ -40,20 +40,22 @@ def environment(**facts: Any) -> dict[str, Any]:
 
 def sweep() -> list[dict[str, Any]]:
     """The part of the default sweep with T5: every strategy on 1, 2 and 4 processes, and running out of memory."""
-    return [row for row in default_sweep(("fp32",)) if row["family"] == "t5"]
+    return [row for row in make_default_sweep(("fp32",)) if row["family"] == "t5"]
 
 
 def first_machine() -> list[dict[str, Any]]:
     """A sweep, other failures, a degraded run, a prediction, a rehearsal and a row that means harm."""
     rows = sweep()
-    rows += [record(model="gpt_tiny", world_size=size) for size in (1, 2)]
+    rows += [make_record(model="gpt_tiny", world_size=size) for size in (1, 2)]
     rows += [
-        record(strategy="fsdp", sharding_factor=2, sweep="repeats", degraded=True, alloc_retries=4),
-        record(strategy="fsdp", sharding_factor=2, evidence="predicted", gpu_name=None, hosts=None, ranks=None),
-        record(strategy="fsdp", sharding_factor=2, evidence="rehearsed"),
-        record(status="error", error="RuntimeError: the disk /scratch/7 is full", sequence_length=512),
-        record(status="error", error="RuntimeError: the disk /scratch/9 is full", sequence_length=1024),
-        record(status="error", error=HOSTILE, model=f"t5_{HOSTILE}", gpu_name=HOSTILE, sweep=HOSTILE, hosts=HOSTILE),
+        make_record(strategy="fsdp", sharding_factor=2, sweep="repeats", degraded=True, alloc_retries=4),
+        make_record(strategy="fsdp", sharding_factor=2, evidence="predicted", gpu_name=None, hosts=None, ranks=None),
+        make_record(strategy="fsdp", sharding_factor=2, evidence="rehearsed"),
+        make_record(status="error", error="RuntimeError: the disk /scratch/7 is full", sequence_length=512),
+        make_record(status="error", error="RuntimeError: the disk /scratch/9 is full", sequence_length=1024),
+        make_record(
+            status="error", error=HOSTILE, model=f"t5_{HOSTILE}", gpu_name=HOSTILE, sweep=HOSTILE, hosts=HOSTILE
+        ),
     ]
     return [{**row, "environment": environment()} if row["evidence"] != "predicted" else row for row in rows]
 
@@ -86,7 +88,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stores")
     write_store(folder / "a", first_machine())
     write_store(folder / "b", second_machine())
-    return build(folder, folder / "report")
+    return build_report(folder, folder / "report")
 
 
 class Visit:

@@ -14,20 +14,20 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from bench.records import Contents, read_all
+from bench.records import StoreContents, read_latest_attempts
 from bench.report import main
 from bench.reporting import style, write_report
-from bench.reporting.again import command
-from bench.reporting.causes import causes
-from bench.reporting.details import MOST_RANKS, details, packed
-from bench.reporting.differences import change, pairs
+from bench.reporting.again import build_rerun_command
+from bench.reporting.causes import group_failures
+from bench.reporting.details import MAX_LISTED_RANKS, build_details, deduplicate_blocks
+from bench.reporting.differences import format_change, pair_host_systems
 from bench.reporting.figures import frontier, memory, oom_map, scaling, spread, throughput
-from bench.reporting.interactive import Chart, explorer, library, lines
-from bench.reporting.machines import MOST_MACHINES, machines
-from bench.reporting.packing import packed_json
-from bench.reporting.table import prepare
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
-from tests.records_fixture import GIB, default_sweep, record, write_store
+from bench.reporting.interactive import InteractiveChart, build_explorer_charts, build_scaling_charts, load_plotly_js
+from bench.reporting.machines import MAX_HOST_SYSTEMS, find_host_systems
+from bench.reporting.packing import compress_json
+from bench.reporting.table import prepare_table
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
+from tests.records_fixture import GIB, make_default_sweep, make_record, write_store
 from tests.test_report import CUDA, Page, draw, words
 
 ENVIRONMENT = {"python": "3.11.7", "packages": {"torch": "2.13.0", "numpy": "2.4.6"}, "kernel": "6.1"}
@@ -36,7 +36,7 @@ ENVIRONMENT = {"python": "3.11.7", "packages": {"torch": "2.13.0", "numpy": "2.4
 def on(host: str = "node-a", *, driver: str = "", launcher: str = "local", **columns):
     """A row of one host."""
     devices = {"rank 0": {"name": "GPU", "driver": driver, "power_limit_w": 700.0}} if driver else {}
-    row = record(**columns)
+    row = make_record(**columns)
     facts = columns.get("environment") or ENVIRONMENT
     return {**row, "hosts": host, "launcher": launcher, "environment": {**facts, "devices": devices}}
 
@@ -58,18 +58,18 @@ def on(host: str = "node-a", *, driver: str = "", launcher: str = "local", **col
     ],
 )
 def test_the_command_of_a_row_comes_to_the_same_run(asked):
-    config = configuration(*asked)
-    typed = command({"config": config.to_dict(), "requested": config.requested})
+    config = compose_run_config(*asked)
+    typed = build_rerun_command({"config": config.to_dict(), "requested": config.requested})
     python, m, module, *settings = shlex.split(typed)
-    assert (python, m, module) == ("python", "-m", "bench.sweep" if config.predicted else "bench.run")
-    again = configuration(*(setting for setting in settings if setting != "force=true"))
+    assert (python, m, module) == ("python", "-m", "bench.sweep" if config.is_predicted else "bench.run")
+    again = compose_run_config(*(setting for setting in settings if setting != "force=true"))
     assert again.run_id == config.run_id
     assert len(settings) <= len(asked) + 4, "what is as the files say is not repeated"
 
 
 def test_a_row_without_a_configuration_has_no_command():
-    assert command(record(config=None)) is None
-    assert "force=true" in command({**record(), "launcher": "slurm"})
+    assert build_rerun_command(make_record(config=None)) is None
+    assert "force=true" in build_rerun_command({**make_record(), "launcher": "slurm"})
 
 
 # ---- causes
@@ -77,23 +77,23 @@ def test_a_row_without_a_configuration_has_no_command():
 
 def test_runs_that_ended_for_one_reason_are_one_cause():
     rows = [
-        record(),
-        record(status="oom", memory_limit_bytes=GIB, oom_phase="forward"),
-        record(status="oom", memory_limit_bytes=GIB, oom_phase="forward", model="gpt_tiny", oom_bytes=2**30),
-        record(status="oom", memory_limit_bytes=GIB, oom_phase="optimizer"),
-        record(status="error", error="rank 3 (pid 411): no route to 10.0.0.7"),
-        record(status="error", error="rank 1 (pid 97): no route to 10.0.0.9", model="gpt_tiny"),
-        record(status="error", error="no space left"),
-        record(status="timeout", error=None),
+        make_record(),
+        make_record(status="oom", memory_limit_bytes=GIB, oom_phase="forward"),
+        make_record(status="oom", memory_limit_bytes=GIB, oom_phase="forward", model="gpt_tiny", oom_bytes=2**30),
+        make_record(status="oom", memory_limit_bytes=GIB, oom_phase="optimizer"),
+        make_record(status="error", error="rank 3 (pid 411): no route to 10.0.0.7"),
+        make_record(status="error", error="rank 1 (pid 97): no route to 10.0.0.9", model="gpt_tiny"),
+        make_record(status="error", error="no space left"),
+        make_record(status="timeout", error=None),
     ]
-    found = causes(prepare(rows))
+    found = group_failures(prepare_table(rows))
     assert [(cause.status, cause.count) for cause in found] == [
         ("oom", 2), ("oom", 1), ("error", 2), ("error", 1), ("timeout", 1),
     ]  # fmt: skip
-    assert found[0].why == "in forward, limit of 1 GiB; asked for 96.0 MiB to 1.00 GiB more"
-    assert found[0].which == "DDP × 2; t5_tiny, gpt_tiny, 2 processes"
-    assert found[2].why.startswith("rank 3 (pid 411): no route")
-    assert found[4].why == "no cause recorded"
+    assert found[0].reason == "in forward, limit of 1 GiB; asked for 96.0 MiB to 1.00 GiB more"
+    assert found[0].configurations == "DDP × 2; t5_tiny, gpt_tiny, 2 processes"
+    assert found[2].reason.startswith("rank 3 (pid 411): no route")
+    assert found[4].reason == "no cause recorded"
     assert {run_id for cause in found for run_id, _ in cause.runs} == {row["run_id"] for row in rows[1:]}
 
 
@@ -103,8 +103,8 @@ def test_runs_that_ended_for_one_reason_are_one_cause():
 def test_a_machine_is_a_host_and_its_software():
     newer = {**ENVIRONMENT, "packages": {"torch": "2.13.0", "numpy": "2.5.0"}}
     rows = [on(), on(model="gpt_tiny"), on("node-b"), on(environment=newer, seed=1), on(git_sha="f" * 40)]
-    rows.append(record(evidence="predicted", hosts=None))
-    found, others = machines(prepare(rows), rows)
+    rows.append(make_record(evidence="predicted", hosts=None))
+    found, others = find_host_systems(prepare_table(rows), rows)
     assert sorted(len(machine.rows) for machine in found) == [1, 1, 1, 2]
     assert others == 0
     assert [machine.letter for machine in found] == ["A", "B", "C", "D"]
@@ -113,21 +113,21 @@ def test_a_machine_is_a_host_and_its_software():
 def test_nodes_of_a_scheduler_are_one_cluster():
     rows = [on(f"gpu{n:03}, gpu{n + 1:03}", launcher="slurm", seed=n) for n in range(4)]
     rows.append(on("other1", launcher="slurm"))
-    found, _ = machines(prepare(rows), rows)
+    found, _ = find_host_systems(prepare_table(rows), rows)
     assert sorted(len(machine.rows) for machine in found) == [1, 4]
 
 
 def test_the_machines_with_most_runs_are_compared():
-    rows = [on(f"host-{'abcdefghij'[n]}", seed=n) for n in range(MOST_MACHINES + 3)]
+    rows = [on(f"host-{'abcdefghij'[n]}", seed=n) for n in range(MAX_HOST_SYSTEMS + 3)]
     rows += [on("host-j", seed=99), on("host-j", seed=98)]
-    found, others = machines(prepare(rows), rows)
-    assert (len(found), others) == (MOST_MACHINES, 4)
-    assert "host-j" in {machine.facts["Hosts"] for machine in found}
+    found, others = find_host_systems(prepare_table(rows), rows)
+    assert (len(found), others) == (MAX_HOST_SYSTEMS, 4)
+    assert "host-j" in {machine.properties["Hosts"] for machine in found}
 
 
 def pair_of(*rows):
-    found, _ = machines(prepare(rows), rows)
-    (pair,) = pairs(found)
+    found, _ = find_host_systems(prepare_table(rows), rows)
+    (pair,) = pair_host_systems(found)
     return pair
 
 
@@ -139,12 +139,12 @@ def test_matched_runs_are_compared_by_the_medians_of_their_repeats():
 
     pair = pair_of(*times("node-a", 1.0, 3.0, 1.1), *times("node-b", 2.2, 2.2, 9.0), on("node-b", model="gpt_tiny"))
     (one,) = pair.matched
-    assert one.steps_s == (1.1, 2.2)
+    assert one.step_times_s == (1.1, 2.2)
     assert one.step_ratio == pytest.approx(2.0)
     assert one.peak_ratio == 1.0
-    assert [len(runs) for runs in one.runs] == [3, 3]
-    assert pair.only == (0, 1)
-    assert pair.differing == ["Hosts"]
+    assert [len(runs) for runs in one.run_anchors] == [3, 3]
+    assert pair.unmatched_counts == (0, 1)
+    assert pair.differing_properties == ["Hosts"]
 
 
 def test_what_a_machine_is_does_not_keep_its_runs_from_matching_but_what_was_asked_does():
@@ -186,7 +186,7 @@ def test_other_fates_and_degraded_times_are_said():
     [(1.031, "+3.1 %"), (0.8, "−20.0 %"), (1.0, "0 %"), (2.5, "× 2.5"), (0.2, "× 0.20"), (float("nan"), "–")],
 )
 def test_changes_in_words(ratio, text):
-    assert change(ratio) == text
+    assert format_change(ratio) == text
 
 
 # ---- the details of a run
@@ -194,7 +194,7 @@ def test_changes_in_words(ratio, text):
 
 def test_blocks_that_runs_share_are_kept_once():
     rows = [on(seed=n) for n in range(50)]
-    data = packed({row["run_id"]: details(row, "file", "heading") for row in rows})
+    data = deduplicate_blocks({row["run_id"]: build_details(row, "file", "heading") for row in rows})
     titles = [block["title"] for block in data["blocks"]]
     assert titles.count("Environment") == titles.count("Configuration: model") == 1
     for row in rows:
@@ -204,49 +204,54 @@ def test_blocks_that_runs_share_are_kept_once():
 
 
 def test_many_ranks_are_listed_in_part():
-    (block,) = (block for block in details(record(world_size=MOST_RANKS + 9), "", "") if "columns" in block)
-    assert len(block["rows"]) == MOST_RANKS
-    assert f"the first {MOST_RANKS} of {MOST_RANKS + 9}" in block["title"]
+    (block,) = (
+        block for block in build_details(make_record(world_size=MAX_LISTED_RANKS + 9), "", "") if "columns" in block
+    )
+    assert len(block["rows"]) == MAX_LISTED_RANKS
+    assert f"the first {MAX_LISTED_RANKS} of {MAX_LISTED_RANKS + 9}" in block["title"]
 
 
 def test_what_is_packed_can_stand_anywhere_and_is_the_same_every_time():
     value = {"error": "</script><!-- \u2028 & 'quotes'"}
-    assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed_json(value))
-    assert json.loads(gzip.decompress(base64.b64decode(packed_json(value)))) == value
-    assert packed_json(value) == packed_json(value)
+    assert re.fullmatch(r"[A-Za-z0-9+/=]+", compress_json(value))
+    assert json.loads(gzip.decompress(base64.b64decode(compress_json(value)))) == value
+    assert compress_json(value) == compress_json(value)
 
 
 def test_rows_are_named_by_the_file_they_lie_in(tmp_path):
-    write_store(tmp_path / "a", [record(), record(seed=1)])
-    write_store(tmp_path / "b", [record()])
-    contents = read_all(tmp_path)
+    write_store(tmp_path / "a", [make_record(), make_record(seed=1)])
+    write_store(tmp_path / "b", [make_record()])
+    contents = read_latest_attempts(tmp_path)
     assert contents.files == [
         f"{store}/{run['run_id']}/0.json"
-        for store, runs in (("a", sorted([record(), record(seed=1)], key=lambda row: row["run_id"])), ("b", [record()]))
+        for store, runs in (
+            ("a", sorted([make_record(), make_record(seed=1)], key=lambda row: row["run_id"])),
+            ("b", [make_record()]),
+        )
         for run in runs
     ]
-    one = tmp_path / "b" / record()["run_id"] / "0.json"
-    assert read_all(one).files == ["0.json"]
+    one = tmp_path / "b" / make_record()["run_id"] / "0.json"
+    assert read_latest_attempts(one).files == ["0.json"]
     page = Page(write_report(contents, "stores", tmp_path / "report", interactive=False))
-    assert {f"run-{record()['run_id']}", f"run-{record()['run_id']}-2"} <= page.ids
+    assert {f"run-{make_record()['run_id']}", f"run-{make_record()['run_id']}-2"} <= page.ids
 
 
 # ---- the page
 
 
 def test_only_the_pages_own_scripts_are_executed(tmp_path):
-    text = write_report(Contents([record()]), "one run", tmp_path).read_text()
+    text = write_report(StoreContents([make_record()]), "one run", tmp_path).read_text()
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy.startswith("default-src 'none';")
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    for source in (script, library()):
+    for source in (script, load_plotly_js()):
         assert base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() in policy
     (packed_text,) = re.findall(r'id="library">([^<]*)<', text)
-    assert gzip.decompress(base64.b64decode(packed_text)).decode() == library()
+    assert gzip.decompress(base64.b64decode(packed_text)).decode() == load_plotly_js()
 
 
 def test_interactive_figures_can_be_left_out(tmp_path, capsys):
-    store = write_store(tmp_path / "store", [record()])
+    store = write_store(tmp_path / "store", [make_record()])
     assert main([str(store)]) == 0
     full = (store / "report" / "index.html").stat().st_size
     assert main([str(store), "--no-interactive"]) == 0
@@ -257,21 +262,21 @@ def test_interactive_figures_can_be_left_out(tmp_path, capsys):
 
 
 def test_a_run_that_nothing_can_be_drawn_of_needs_no_library(tmp_path):
-    page = Page(write_report(Contents([record(status="error")]), "one run", tmp_path))
+    page = Page(write_report(StoreContents([make_record(status="error")]), "one run", tmp_path))
     assert "library" not in page.ids
 
 
 # ---- interactive figures
 
 
-def charts(rows) -> list[Chart]:
-    table = prepare(rows)
-    marks = style.palette(table["variant_key"])
-    return [*explorer(table, marks), *lines(table, marks)]
+def charts(rows) -> list[InteractiveChart]:
+    table = prepare_table(rows)
+    marks = style.build_palette(table["variant_key"])
+    return [*build_explorer_charts(table, marks), *build_scaling_charts(table, marks)]
 
 
 def test_plotly_accepts_what_is_drawn():
-    for chart in charts(default_sweep()):
+    for chart in charts(make_default_sweep()):
         figure = go.Figure(chart.spec)
         assert len(figure.data) > 1
         assert len(chart.alt) > 40
@@ -280,12 +285,12 @@ def test_plotly_accepts_what_is_drawn():
 def test_explorer_has_a_point_per_run_and_memory_exhausted_on_the_axis():
     limit = GIB // 2
     rows = [
-        record(tflops_per_gpu=2.0, peak_allocated_bytes=GIB),
-        record(strategy="fsdp", tflops_per_gpu=1.0, peak_allocated_bytes=GIB // 4, degraded=True),
-        record(status="oom", memory_limit_bytes=limit, model="gpt_tiny"),
-        record(status="oom", model="gpt_small"),
-        record(status="oom", evidence="predicted", peak_allocated_bytes=3 * GIB, model="t5_small"),
-        record(status="error"),
+        make_record(tflops_per_gpu=2.0, peak_allocated_bytes=GIB),
+        make_record(strategy="fsdp", tflops_per_gpu=1.0, peak_allocated_bytes=GIB // 4, degraded=True),
+        make_record(status="oom", memory_limit_bytes=limit, model="gpt_tiny"),
+        make_record(status="oom", model="gpt_small"),
+        make_record(status="oom", evidence="predicted", peak_allocated_bytes=3 * GIB, model="t5_small"),
+        make_record(status="error"),
     ]
     (chart,) = charts(rows)
     found = {}
@@ -304,13 +309,13 @@ def test_explorer_has_a_point_per_run_and_memory_exhausted_on_the_axis():
 
 
 def test_places_never_share_interactive_axes():
-    found = charts([record(), record(strategy="fsdp"), record(**CUDA)])
+    found = charts([make_record(), make_record(strategy="fsdp"), make_record(**CUDA)])
     assert [chart.group for chart in found] == ["explorer", "explorer"]
     assert len({chart.title for chart in found}) == 2
 
 
 def test_what_a_point_says_is_no_markup():
-    (chart,) = charts([record(model='<a href="javascript:alert(1)">model</a>')])
+    (chart,) = charts([make_record(model='<a href="javascript:alert(1)">model</a>')])
     (trace,) = chart.spec["data"]
     assert "<a" not in trace["text"][0]
     assert "&lt;a href" in trace["text"][0]
@@ -318,7 +323,7 @@ def test_what_a_point_says_is_no_markup():
 
 def test_interactive_kinds_of_evidence_differ_without_colour():
     kinds = ("measured", "rehearsed", "predicted", "published")
-    rows = [record(evidence=kind, world_size=size) for kind in kinds for size in (1, 2)]
+    rows = [make_record(evidence=kind, world_size=size) for kind in kinds for size in (1, 2)]
     scatter, line = charts(rows)
     for chart in (scatter, line):
         assert len({trace["marker"]["symbol"] for trace in chart.spec["data"]}) == 4
@@ -335,7 +340,7 @@ def markers(drawing):
 
 def test_kinds_of_evidence_differ_in_lines_without_colour():
     kinds = ("measured", "rehearsed", "predicted", "published")
-    rows = [record(evidence=kind, world_size=size, **CUDA) for kind in kinds for size in (1, 2)]
+    rows = [make_record(evidence=kind, world_size=size, **CUDA) for kind in kinds for size in (1, 2)]
     (drawing,) = draw(scaling, rows).drawings
     drawn = [line for line in markers(drawing) if len(line.get_xdata()) == 2 and line.get_marker() not in ("", "None")]
     fills = {(line.get_fillstyle(), line.get_markerfacecolor() == "white") for line in drawn}
@@ -346,7 +351,7 @@ def test_a_predicted_cross_differs_from_a_measured_one():
     for figure in (throughput, memory, scaling):
         faces = set()
         for kind in ("measured", "predicted"):
-            rows = [record(world_size=1, evidence=kind), record(world_size=2, status="oom", evidence=kind)]
+            rows = [make_record(world_size=1, evidence=kind), make_record(world_size=2, status="oom", evidence=kind)]
             crosses = [
                 line for drawing in draw(figure, rows).drawings for line in markers(drawing) if line.get_marker() == "X"
             ]
@@ -356,10 +361,10 @@ def test_a_predicted_cross_differs_from_a_measured_one():
 
 def test_degraded_runs_are_marked_in_every_figure_of_runs():
     limit = {"memory_limit_bytes": GIB, "degraded": True, "alloc_retries": 3, "world_size": 2}
-    one = [record(**limit)]
+    one = [make_record(**limit)]
     several = [
-        record(**limit, config={"model": {}, "batch_size_per_gpu": 4}),
-        record(
+        make_record(**limit, config={"model": {}, "batch_size_per_gpu": 4}),
+        make_record(
             memory_limit_bytes=GIB, world_size=2, evidence="rehearsed", config={"model": {}, "batch_size_per_gpu": 4}
         ),
     ]
@@ -372,13 +377,14 @@ def test_degraded_runs_are_marked_in_every_figure_of_runs():
 
 def test_the_spread_of_steps_says_which_runs_have_none():
     section = draw(
-        spread, [record(), record(status="oom", strategy="fsdp"), record(status="oom", evidence="predicted")]
+        spread,
+        [make_record(), make_record(status="oom", strategy="fsdp"), make_record(status="oom", evidence="predicted")],
     )
-    assert section.nothing == "Out of memory, so without timed steps: 1 run (FSDP2 full replication × 1)."
+    assert section.notice == "Out of memory, so without timed steps: 1 run (FSDP2 full replication × 1)."
 
 
 def test_empty_tables_make_empty_parts():
-    table = prepare([record(evidence="predicted", status="skipped")])
+    table = prepare_table([make_record(evidence="predicted", status="skipped")])
     assert isinstance(table, pd.DataFrame)
-    assert machines(table, [record(evidence="predicted", status="skipped")]) == ([], 0)
-    assert pairs([]) == []
+    assert find_host_systems(table, [make_record(evidence="predicted", status="skipped")]) == ([], 0)
+    assert pair_host_systems([]) == []

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, SCALE
+from tests.conftest import FULL_SCALE, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 NUM_ROWS = 10_000
-REPORTED = NUM_ROWS if SCALE else NUM_ROWS // 10
+REPORTED = NUM_ROWS if FULL_SCALE else NUM_ROWS // 10
 
 MOST_MIB = 1e9 / 2**20
 
@@ -89,9 +89,9 @@ def test_ten_thousand_rows_are_loaded_in_about_a_second(store):
 def test_a_report_takes_a_minute_and_a_gigabyte_for_ten_thousand_rows(store):
     """The time of a tenth of the rows, less that of the figures, of which there are no more however many rows."""
     page = store / "page"
-    options = f"interactive=True, figures={60 if SCALE else 0}"
+    options = f"interactive=True, max_max_figures={60 if FULL_SCALE else 0}"
     work = f"found = read_store({str(store / 'part')!r}); rows = len(found.records)\n"
     found = measured(work + f"write_report(found, 'a large store', {str(page)!r}, {options})")
     assert found["rows"] == REPORTED
-    assert found["seconds"] < (180 if SCALE else 25), found  # 6 for a tenth
-    assert found["mib"] < (MOST_MIB if SCALE else 400), found
+    assert found["seconds"] < (180 if FULL_SCALE else 25), found  # 6 for a tenth
+    assert found["mib"] < (MOST_MIB if FULL_SCALE else 400), found

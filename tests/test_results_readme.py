@@ -8,10 +8,10 @@ from pathlib import Path
 
 from bench import models, plugins, strategies
 from bench.models import Family
-from bench.planning.compose import groups
-from bench.records.schema import COLUMNS, FORMAT_VERSION, NESTED, STATUSES, upgrade, validate
+from bench.planning.compose import list_config_groups
+from bench.records.schema import COLUMNS, FORMAT_VERSION, NESTED_PARTS, STATUSES, upgrade_record, validate_record
 from bench.strategies import Strategy
-from tests.conftest import configuration
+from tests.conftest import compose_run_config
 from tests.test_finetune import needs_peft
 
 README = Path(__file__).resolve().parents[1] / "results" / "README.md"
@@ -32,7 +32,7 @@ def rows(table: str) -> list[tuple[str, ...]]:
 
 def generated() -> dict[str, str]:
     columns = [f"| `{column.name}` | {column.dtype} | {column.meaning} |\n" for column in COLUMNS]
-    nested = [f"| `{name}` | {meaning} |\n" for name, meaning in NESTED.items()]
+    nested = [f"| `{name}` | {meaning} |\n" for name, meaning in NESTED_PARTS.items()]
     return {
         "columns": "".join(["| column | type | meaning |\n", "|---|---|---|\n", *columns]),
         "nested": "".join(["| part | meaning |\n", "|---|---|\n", *nested]),
@@ -55,7 +55,7 @@ def test_every_column_is_documented_as_the_schema_has_it() -> None:
 
 def test_every_nested_part_is_documented_as_the_schema_has_it() -> None:
     documented = rows(section(README.read_text(), "nested"))
-    assert documented == [(f"`{name}`", meaning) for name, meaning in NESTED.items()]
+    assert documented == [(f"`{name}`", meaning) for name, meaning in NESTED_PARTS.items()]
 
 
 MEANINGS = {column.name: column.meaning for column in COLUMNS}
@@ -63,9 +63,9 @@ MEANINGS = {column.name: column.meaning for column in COLUMNS}
 
 def test_every_strategy_family_and_precision_is_named() -> None:
     known = {
-        "strategy": plugins.names(strategies, Strategy),
-        "family": plugins.names(models, Family),
-        "precision": groups()["precision"],
+        "strategy": plugins.list_plugin_names(strategies, Strategy),
+        "family": plugins.list_plugin_names(models, Family),
+        "precision": list_config_groups()["precision"],
     }
     for name, names in known.items():
         named = MEANINGS[name].partition("(")[2].rstrip(")").split(", ")
@@ -74,7 +74,7 @@ def test_every_strategy_family_and_precision_is_named() -> None:
 
 @needs_peft
 def test_what_is_trained_is_explained_where_it_is_told() -> None:
-    run = configuration("model=gpt_tiny", "strategy=fsdp", "gpus=2", "finetune=lora")
+    run = compose_run_config("model=gpt_tiny", "strategy=fsdp", "gpus=2", "finetune=lora")
     assert run.effective_strategy in MEANINGS["effective_strategy"]
 
 
@@ -85,7 +85,7 @@ def test_the_statuses_are_documented() -> None:
 
 def test_the_example_is_a_record_of_the_current_format() -> None:
     example = json.loads(README.read_text().partition("```json")[2].partition("```")[0])
-    validate(upgrade(example))
+    validate_record(upgrade_record(example))
     assert example["format"] == FORMAT_VERSION
     assert f"this is version {FORMAT_VERSION}" in README.read_text()
 

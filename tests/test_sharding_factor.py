@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from bench.reporting import style
-from bench.reporting.drawing import Section
+from bench.reporting.drawing import ReportSection
 from bench.reporting.figures import sharding_factor
-from bench.reporting.interactive_figures import trade_off
-from bench.reporting.table import prepare
-from tests.records_fixture import record
+from bench.reporting.interactive_figures import build_trade_off_figure
+from bench.reporting.table import prepare_table
+from tests.records_fixture import make_record
 from tests.test_report import CUDA, overlaps, words
 
 GIB = 2**30
@@ -17,7 +17,7 @@ GIB = 2**30
 
 def run(factor: int, **columns) -> dict:
     asked = {"strategy": "fsdp", "world_size": 16, "nodes": 2, **CUDA, "peak_reserved_bytes": 100 * GIB // factor}
-    return record(sharding_factor=factor, **{**asked, **columns})
+    return make_record(sharding_factor=factor, **{**asked, **columns})
 
 
 def predicted(factor: int, **columns) -> dict:
@@ -35,15 +35,15 @@ def predicted(factor: int, **columns) -> dict:
 FACTORS = (1, 2, 4, 8, 16)
 
 
-def draw(rows) -> Section:
-    table = prepare(rows)
-    with style.context():
-        return sharding_factor.section(table, style.palette(table["variant_key"]))
+def draw(rows) -> ReportSection:
+    table = prepare_table(rows)
+    with style.apply_report_style():
+        return sharding_factor.build_section(table, style.build_palette(table["variant_key"]))
 
 
 def test_a_line_per_strategy_and_kind_of_evidence():
     rows = [run(f) for f in FACTORS] + [predicted(f) for f in FACTORS] + [run(1, strategy="ddp")]
-    selected = sharding_factor.select(prepare(rows))
+    selected = sharding_factor.select(prepare_table(rows))
     lines = selected.groupby(["series", "evidence"])["sharding_factor"].apply(tuple).to_dict()
     assert lines == {("DDP", "measured"): (1,), ("FSDP2", "measured"): FACTORS, ("FSDP2", "predicted"): FACTORS}
     (drawing,) = draw(rows).drawings
@@ -66,7 +66,7 @@ def test_a_line_per_strategy_and_kind_of_evidence():
 def test_intervals_and_ranges_are_those_of_the_rows():
     repeats = [run(2, repeat=0, peak_reserved_bytes=40 * GIB), run(2, repeat=1, peak_reserved_bytes=50 * GIB)]
     rows = [run(1), *repeats, run(4), *(predicted(f) for f in FACTORS)]
-    selected = sharding_factor.select(prepare(rows)).set_index(["evidence", "sharding_factor"])
+    selected = sharding_factor.select(prepare_table(rows)).set_index(["evidence", "sharding_factor"])
     assert tuple(selected.loc[("measured", 2), ["memory", "memory_low", "memory_high"]] / GIB) == (45, 40, 50)
     told = selected.loc[("predicted", 4)]
     assert (told["memory_low"] / GIB, told["memory_high"] / GIB) == (22.5, 27.5)
@@ -82,7 +82,7 @@ def test_out_of_memory_is_on_the_axis_and_at_what_it_needed():
     assert crosses == {(0.0,), (150.0,)}
     assert {tuple(line.get_ydata()) for line in speed.lines if line.get_marker() == "X"} == {(0.0,)}
     assert "F=1 out of memory" in draw(rows).drawings[0].alt
-    figure = trade_off(sharding_factor.select(prepare(rows)))
+    figure = build_trade_off_figure(sharding_factor.select(prepare_table(rows)))
     assert [trace.name for trace in figure.data] == ["FSDP2, measured", "FSDP2, measured: out of memory"]
     assert list(figure.data[1].x) == [150.0]
 
@@ -95,32 +95,32 @@ def test_out_of_memory_is_on_the_axis_and_at_what_it_needed():
 )  # fmt: skip
 def test_what_differs_in_more_than_the_factor_is_another_figure(other):
     rows = [run(f) for f in (1, 2, 4)] + [run(f, **other) for f in (1, 2, 8)]
-    selected = sharding_factor.select(prepare(rows))
-    assert [len(facet) for _, facet in selected.groupby(sharding_factor.FACET, dropna=False)] == [3, 3]
+    selected = sharding_factor.select(prepare_table(rows))
+    assert [len(facet) for _, facet in selected.groupby(sharding_factor.FACET_COLUMNS, dropna=False)] == [3, 3]
 
 
 def test_two_factors_are_no_trade():
     section = draw([run(1), run(16)])
     assert section.drawings == []
-    assert "three sharding factors" in section.nothing
+    assert "three sharding factors" in section.notice
 
 
 def test_degraded_points_and_failures():
     rows = [run(1, degraded=True), run(2), run(4), run(8, status="error", error="x")]
     (drawing,) = draw(rows).drawings
     assert any("degraded" in text for text in words(drawing.figure))
-    assert set(sharding_factor.select(prepare(rows))["sharding_factor"]) == {1, 2, 4}
+    assert set(sharding_factor.select(prepare_table(rows))["sharding_factor"]) == {1, 2, 4}
 
 
 def test_on_a_cpu_it_says_what_it_is_no_evidence_for():
-    rows = [record(strategy="fsdp", sharding_factor=f, world_size=4) for f in (1, 2, 4)]
+    rows = [make_record(strategy="fsdp", sharding_factor=f, world_size=4) for f in (1, 2, 4)]
     (drawing,) = draw(rows).drawings
     assert "functional evidence, not scaling evidence" in " ".join(words(drawing.figure))
     assert "functional evidence, not scaling evidence" in drawing.caption
 
 
 def test_hovering_tells_the_numbers():
-    figure = trade_off(sharding_factor.select(prepare([predicted(f) for f in FACTORS])))
+    figure = build_trade_off_figure(sharding_factor.select(prepare_table([predicted(f) for f in FACTORS])))
     (trace,) = figure.data
     assert trace.line.dash == "dot"
     assert trace.marker.symbol == "circle-open"

@@ -8,52 +8,57 @@ import numpy as np
 import pytest
 
 from bench.hardware import Hardware
-from bench.hardware.speeds import Links
+from bench.hardware.speeds import LinkSpeeds
 from bench.precision import Precision
-from bench.simulate.cost import kernel_seconds
-from bench.simulate.kernels import ATTENTION, FORMATS, MATMUL, MEMORY, Kernels
-from bench.simulate.network import COLLECTIVES, Group, bus_gb_s, collective_seconds
-from tests.conftest import configuration
+from bench.simulate.cost import compute_kernel_seconds
+from bench.simulate.kernels import ATTENTION, MATMUL, MEMORY_BOUND, OPERAND_FORMATS, KernelArrays
+from bench.simulate.network import (
+    CALIBRATED_COLLECTIVES,
+    CollectiveGroup,
+    compute_bus_bandwidth,
+    compute_collective_seconds,
+)
+from tests.conftest import compose_run_config
 
-A100 = configuration("hardware=a100_80gb").hardware
-H100 = configuration("hardware=h100_80gb").hardware
-BF16 = configuration("hardware=a100_80gb", "precision=bf16").precision
-TF32 = configuration("hardware=a100_80gb", "precision=tf32").precision
-FP32 = configuration("hardware=a100_80gb", "precision=fp32").precision
+A100 = compose_run_config("hardware=a100_80gb").hardware
+H100 = compose_run_config("hardware=h100_80gb").hardware
+BF16 = compose_run_config("hardware=a100_80gb", "precision=bf16").precision
+TF32 = compose_run_config("hardware=a100_80gb", "precision=tf32").precision
+FP32 = compose_run_config("hardware=a100_80gb", "precision=fp32").precision
 MIB = 2**20
 
 
-def links(hardware: Hardware = A100, **changed: float) -> Links:
+def links(hardware: Hardware = A100, **changed: float) -> LinkSpeeds:
     assert hardware.speeds is not None
     return dataclasses.replace(hardware.speeds.links, **changed)  # type: ignore[arg-type]
 
 
-def matmuls(shapes: list[tuple[int, int, int, int]], format_: str = "bf16") -> Kernels:
+def matmuls(shapes: list[tuple[int, int, int, int]], format_: str = "bf16") -> KernelArrays:
     batch, m, n, k = (np.array(column, dtype=float) for column in zip(*shapes, strict=True))
     width = 4 if format_ == "fp32" else 2
-    return Kernels(
+    return KernelArrays(
         operators=("mm",) * len(shapes),
         kinds=np.full(len(shapes), MATMUL),
-        formats=np.full(len(shapes), FORMATS.index(format_)),
+        formats=np.full(len(shapes), OPERAND_FORMATS.index(format_)),
         dims=np.stack([batch, m, n, k, 0 * k], axis=1),
         flops=2 * batch * m * n * k,
         bytes_moved=width * batch * (m * k + k * n + m * n),
     )
 
 
-def others(operator: str, bytes_moved: float, kind: int = MEMORY, flops: float = 0.0) -> Kernels:
-    return Kernels(
+def others(operator: str, bytes_moved: float, kind: int = MEMORY_BOUND, flops: float = 0.0) -> KernelArrays:
+    return KernelArrays(
         operators=(operator,),
         kinds=np.array([kind]),
-        formats=np.array([FORMATS.index("bf16")]),
+        formats=np.array([OPERAND_FORMATS.index("bf16")]),
         dims=np.array([[1, 16, 2048, 2048, 128]], dtype=float) if kind == ATTENTION else np.zeros((1, 5)),
         flops=np.array([flops]),
         bytes_moved=np.array([bytes_moved]),
     )
 
 
-def seconds(kernels: Kernels, hardware: Hardware = A100, precision: Precision = BF16) -> np.ndarray:
-    return kernel_seconds(kernels, hardware, precision)
+def seconds(kernels: KernelArrays, hardware: Hardware = A100, precision: Precision = BF16) -> np.ndarray:
+    return compute_kernel_seconds(kernels, hardware, precision)
 
 
 SIZES = np.unique(np.round(2 ** np.linspace(4, 15, 23)).astype(int))
@@ -118,73 +123,81 @@ def test_attention_backward_is_slower_per_flop_than_forward() -> None:
 
 
 def test_a_v100_has_no_speed_for_bf16() -> None:
-    v100 = configuration("hardware=v100_16gb", "precision=fp16").hardware
+    v100 = compose_run_config("hardware=v100_16gb", "precision=fp16").hardware
     with pytest.raises(ValueError, match="no speed for bf16"):
         seconds(matmuls([(1, 64, 64, 64)]), v100)
     with pytest.raises(ValueError, match="time cannot be predicted"):
-        seconds(matmuls([(1, 64, 64, 64)]), configuration("hardware=gpu").hardware)
+        seconds(matmuls([(1, 64, 64, 64)]), compose_run_config("hardware=gpu").hardware)
 
 
-NODE, CLUSTER = Group(8, 8), Group(64, 8)
-REPLICAS = Group(8, 1, sharing=8)
+NODE, CLUSTER = CollectiveGroup(8, 8), CollectiveGroup(64, 8)
+REPLICAS = CollectiveGroup(8, 1, concurrent_groups=8)
 
 
-@pytest.mark.parametrize("kind", COLLECTIVES)
-@pytest.mark.parametrize("group", [NODE, CLUSTER, REPLICAS, Group(2, 8), Group(16, 16), Group(512, 8)])
-def test_no_collective_beats_its_narrowest_link(kind: str, group: Group) -> None:
+@pytest.mark.parametrize("kind", CALIBRATED_COLLECTIVES)
+@pytest.mark.parametrize(
+    "group", [NODE, CLUSTER, REPLICAS, CollectiveGroup(2, 8), CollectiveGroup(16, 16), CollectiveGroup(512, 8)]
+)
+def test_no_collective_beats_its_narrowest_link(kind: str, group: CollectiveGroup) -> None:
     for size in 10.0 ** np.arange(1, 11):
-        bus = bus_gb_s(kind, size, group, links())
+        bus = compute_bus_bandwidth(kind, size, group, links())
         assert 0 < bus <= links().gpu_gb_s * links().gpu_efficiency * 1.0001
         if group.nodes > 1:
             # A tree all-reduce moves no more than its data, where the bus bandwidth is that of a ring.
-            assert bus <= links().node_gb_s / group.sharing
+            assert bus <= links().node_gb_s / group.concurrent_groups
 
 
-@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize("kind", CALIBRATED_COLLECTIVES)
 def test_more_bytes_more_ranks_and_more_nodes_never_take_less(kind: str) -> None:
-    sizes = [collective_seconds(kind, size, CLUSTER, links()) for size in 2.0 ** np.arange(4, 36)]
+    sizes = [compute_collective_seconds(kind, size, CLUSTER, links()) for size in 2.0 ** np.arange(4, 36)]
     assert (np.diff(sizes) >= 0).all()
-    within = [collective_seconds(kind, 100 * MIB, Group(n, 8), links()) for n in (2, 4, 8)]
-    across = [collective_seconds(kind, 100 * MIB, Group(n, 8), links()) for n in (16, 32, 64, 128, 512, 4096, 16384)]
+    within = [compute_collective_seconds(kind, 100 * MIB, CollectiveGroup(n, 8), links()) for n in (2, 4, 8)]
+    across = [
+        compute_collective_seconds(kind, 100 * MIB, CollectiveGroup(n, 8), links())
+        for n in (16, 32, 64, 128, 512, 4096, 16384)
+    ]
     assert (np.diff(within + across) >= 0).all()
-    sharing = [collective_seconds(kind, 100 * MIB, Group(8, 1, n), links()) for n in (1, 2, 8, 16)]
+    sharing = [compute_collective_seconds(kind, 100 * MIB, CollectiveGroup(8, 1, n), links()) for n in (1, 2, 8, 16)]
     assert (np.diff(sharing) >= 0).all()
 
 
 def test_one_rank_communicates_with_nobody() -> None:
-    assert collective_seconds("all-reduce", 1e9, Group(1, 1), links()) == 0.0
+    assert compute_collective_seconds("all-reduce", 1e9, CollectiveGroup(1, 1), links()) == 0.0
 
 
 def test_large_collectives_reach_what_nccl_tests_print() -> None:
     # https://github.com/stas00/ml-engineering/tree/master/network: 235 of 300 GB/s in an A100 node
-    assert bus_gb_s("all-reduce", 4e9, NODE, links()) == pytest.approx(235, rel=0.02)
+    assert compute_bus_bandwidth("all-reduce", 4e9, NODE, links()) == pytest.approx(235, rel=0.02)
     # https://github.com/NVIDIA/nccl/issues/986: 350 of 450 GB/s in an H100 node
-    assert bus_gb_s("all-gather", 4e9, NODE, links(H100)) == pytest.approx(350, rel=0.02)
+    assert compute_bus_bandwidth("all-gather", 4e9, NODE, links(H100)) == pytest.approx(350, rel=0.02)
 
 
 def test_an_all_gather_among_many_nodes_reaches_what_was_measured() -> None:
     # https://github.com/NVIDIA/nccl/issues/1218: 2 GB among 256 H100
-    assert bus_gb_s("all-gather", 2 * 2**30, Group(256, 8), links(H100)) == pytest.approx(200, rel=0.05)
+    assert compute_bus_bandwidth("all-gather", 2 * 2**30, CollectiveGroup(256, 8), links(H100)) == pytest.approx(
+        200, rel=0.05
+    )
 
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_for_large_messages() -> None:
-    whole = collective_seconds("all-reduce", 10e9, CLUSTER, links())
-    halves = [collective_seconds(kind, 10e9, CLUSTER, links()) for kind in ("reduce-scatter", "all-gather")]
+    whole = compute_collective_seconds("all-reduce", 10e9, CLUSTER, links())
+    halves = [compute_collective_seconds(kind, 10e9, CLUSTER, links()) for kind in ("reduce-scatter", "all-gather")]
     assert whole == pytest.approx(sum(halves), rel=0.02)
 
 
 def test_small_collectives_are_bound_by_latency_and_take_the_protocol_for_it() -> None:
-    one, two = (collective_seconds("all-gather", size, CLUSTER, links()) for size in (64, 128))
+    one, two = (compute_collective_seconds("all-gather", size, CLUSTER, links()) for size in (64, 128))
     assert two == pytest.approx(one, rel=1e-3)
     assert one < 500e-6
 
 
 def test_gathers_of_few_elements_are_inefficient() -> None:
     """The FSDP paper, Figure 2(b) and its text: below 33M elements the time of the same volume rises."""
-    pair = Group(16, 8)
+    pair = CollectiveGroup(16, 8)
     volume = 2**30
     total = [
-        volume / size * collective_seconds("all-gather", 4 * size, pair, links()) for size in 2.0 ** np.arange(18, 30)
+        volume / size * compute_collective_seconds("all-gather", 4 * size, pair, links())
+        for size in 2.0 ** np.arange(18, 30)
     ]
     assert (np.diff(total) <= 0).all()
     assert total[-5] < 1.5 * total[-1]  # 33M elements
@@ -193,8 +206,10 @@ def test_gathers_of_few_elements_are_inefficient() -> None:
 
 def test_a_slow_network_slows_what_crosses_nodes_and_nothing_else() -> None:
     slow = links(node_gb_s=12.5)
-    assert collective_seconds("all-gather", 1e9, NODE, slow) == collective_seconds("all-gather", 1e9, NODE, links())
-    assert collective_seconds("all-gather", 1e9, CLUSTER, slow) > 10 * collective_seconds(
+    assert compute_collective_seconds("all-gather", 1e9, NODE, slow) == compute_collective_seconds(
+        "all-gather", 1e9, NODE, links()
+    )
+    assert compute_collective_seconds("all-gather", 1e9, CLUSTER, slow) > 10 * compute_collective_seconds(
         "all-gather", 1e9, CLUSTER, links()
     )
 
@@ -202,8 +217,8 @@ def test_a_slow_network_slows_what_crosses_nodes_and_nothing_else() -> None:
 def test_congestion_grows_with_the_number_of_nodes() -> None:
     congested, free = links(congestion=0.1), links(congestion=0.0)
     ratio = {
-        nodes: collective_seconds("all-gather", 10e9, Group(8 * nodes, 8), congested)
-        / collective_seconds("all-gather", 10e9, Group(8 * nodes, 8), free)
+        nodes: compute_collective_seconds("all-gather", 10e9, CollectiveGroup(8 * nodes, 8), congested)
+        / compute_collective_seconds("all-gather", 10e9, CollectiveGroup(8 * nodes, 8), free)
         for nodes in (2, 4, 64)
     }
     assert ratio[2] == pytest.approx(1.0)
@@ -212,7 +227,7 @@ def test_congestion_grows_with_the_number_of_nodes() -> None:
 
 
 def test_eight_groups_that_share_the_adapters_each_get_an_eighth() -> None:
-    alone = collective_seconds("all-reduce", 1e9, Group(8, 8), links())
-    replicas = collective_seconds("all-reduce", 1e9, REPLICAS, links())
+    alone = compute_collective_seconds("all-reduce", 1e9, CollectiveGroup(8, 8), links())
+    replicas = compute_collective_seconds("all-reduce", 1e9, REPLICAS, links())
     assert replicas > alone
-    assert bus_gb_s("all-reduce", 4e9, REPLICAS, links()) <= links().node_gb_s / 8
+    assert compute_bus_bandwidth("all-reduce", 4e9, REPLICAS, links()) <= links().node_gb_s / 8

@@ -11,16 +11,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.config import RunConfig, run_config
-from bench.planning.compose import composed
-from bench.simulate.cuda_operators import operators_of
-from bench.simulate.fusion import Use, fused
-from bench.simulate.kernels import ATTENTION, MATMUL, MEMORY
-from bench.simulate.layout import layout_of
-from bench.simulate.predict import tape_key
-from bench.simulate.recorder import Recorder, _is_causal
-from bench.simulate.reel import Scene, batches_for, kernels_at, make_reel, merged, pieces, running_order
-from bench.simulate.tape import LOSS, Place, Trace, record, trace_from_plain, trace_to_plain
+from bench.config import RunConfig, build_run_config
+from bench.planning.compose import compose_config
+from bench.simulate.cuda_operators import use_device_operators
+from bench.simulate.fusion import KernelAccesses, fuse_kernels
+from bench.simulate.kernels import ATTENTION, MATMUL, MEMORY_BOUND
+from bench.simulate.layout import build_parameter_layout
+from bench.simulate.predict import build_trace_key
+from bench.simulate.recorder import OpRecorder, _is_causal
+from bench.simulate.reel import (
+    SegmentAtBatch,
+    build_chunks,
+    build_scaled_trace,
+    expand_to_full_depth,
+    list_traced_batch_sizes,
+    merge_chunks,
+    scale_kernels,
+)
+from bench.simulate.tape import LOSS_PLACE, BlockPlace, Trace, trace_from_plain, trace_step, trace_to_plain
 
 MODELS = ("t5_tiny", "gpt_tiny")
 DEEP = {
@@ -52,7 +60,9 @@ def test_attention_is_causal_by_the_argument_of_that_name_alone():
 
 def config(**settings: Any) -> RunConfig:
     base = {"strategy": "single", "hardware": "cpu", "sequence_length": "32", "precision": "fp32"}
-    return run_config(composed({**base, **{key.replace("__", "."): str(value) for key, value in settings.items()}}))
+    return build_run_config(
+        compose_config({**base, **{key.replace("__", "."): str(value) for key, value in settings.items()}})
+    )
 
 
 def deep(model: str, **settings: Any) -> RunConfig:
@@ -61,25 +71,25 @@ def deep(model: str, **settings: Any) -> RunConfig:
 
 def scenes(
     trace: Trace, other: Trace, batches: tuple[int, int], batch_size: int, lengths: tuple[int, ...] = ()
-) -> tuple[Scene, ...]:
-    reel = make_reel(trace, other, batches)
-    weight = reel.weight(batch_size)
+) -> tuple[SegmentAtBatch, ...]:
+    reel = build_scaled_trace(trace, other, batches)
+    weight = reel.compute_batch_weight(batch_size)
     return tuple(
-        Scene(
+        SegmentAtBatch(
             strip.phase,
             strip.micro_batch,
             strip.place,
-            pieces(strip, weight, kernels_at(strip, weight).flops, lengths),
+            build_chunks(strip, weight, scale_kernels(strip, weight).flops, lengths),
         )
-        for strip in reel.strips
+        for strip in reel.segments
     )
 
 
-def composed_and_whole(run: RunConfig) -> tuple[list[tuple[Scene, Place]], tuple[Scene, ...]]:
+def composed_and_whole(run: RunConfig) -> tuple[list[tuple[SegmentAtBatch, BlockPlace]], tuple[SegmentAtBatch, ...]]:
     """The scenes of a model traced with few blocks, repeated as often as it has them, and those of all its blocks."""
-    key, lengths = tape_key(run), layout_of(run.model, 1, False).lengths
-    few, whole = record(key, 2), record(key, 2, blocks=None)
-    return list(running_order(scenes(few, few, (2, 2), 2, lengths), lengths)), scenes(whole, whole, (2, 2), 2)
+    key, lengths = build_trace_key(run), build_parameter_layout(run.model, 1, False).block_counts
+    few, whole = trace_step(key, 2), trace_step(key, 2, max_blocks=None)
+    return list(expand_to_full_depth(scenes(few, few, (2, 2), 2, lengths), lengths)), scenes(whole, whole, (2, 2), 2)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -90,7 +100,7 @@ def test_a_model_traced_with_few_blocks_is_the_whole_model(model, checkpointing,
     composed_, whole = composed_and_whole(run)
     assert [(scene.phase, place) for scene, place in composed_] == [(scene.phase, scene.place) for scene in whole]
     for (scene, place), expected in zip(composed_, whole, strict=True):
-        assert scene.pieces == expected.pieces, (scene.phase, place)
+        assert scene.chunks == expected.chunks, (scene.phase, place)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -98,16 +108,16 @@ def test_accumulation_on_hardware_with_fused_kernels_repeats_too(model):
     run = deep(model, gradient_accumulation=3, hardware="a100_80gb", precision="bf16", strategy="fsdp")
     composed_, whole = composed_and_whole(run)
     assert {scene.micro_batch for scene in whole} == {0, 1}
-    assert [scene.pieces for scene, _ in composed_] == [scene.pieces for scene in whole]
+    assert [scene.chunks for scene, _ in composed_] == [scene.chunks for scene in whole]
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "activation_checkpointing": "full"}])
 def test_other_batch_sizes_follow_from_two(model, settings):
-    key = tape_key(config(model=model, **settings))
-    foretold = scenes(record(key, 2), record(key, 3), (2, 3), 7)
-    seen = record(key, 7)
-    assert [scene.pieces for scene in foretold] == [scene.pieces for scene in scenes(seen, seen, (7, 7), 7)]
+    key = build_trace_key(config(model=model, **settings))
+    foretold = scenes(trace_step(key, 2), trace_step(key, 3), (2, 3), 7)
+    seen = trace_step(key, 7)
+    assert [scene.chunks for scene in foretold] == [scene.chunks for scene in scenes(seen, seen, (7, 7), 7)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -116,28 +126,30 @@ def test_other_batch_sizes_follow_from_two(model, settings):
 def test_few_blocks_at_two_batch_sizes_are_the_whole_model_at_another(model, checkpointing, hardware):
     """Autocast's copies of the weights are released in any order, and repeat with the blocks."""
     run = deep(model, activation_checkpointing=checkpointing, precision="bf16", hardware=hardware)
-    key, lengths = tape_key(run), layout_of(run.model, 1, False).lengths
-    few = scenes(record(key, 2), record(key, 3), (2, 3), 9, lengths)
-    whole = record(key, 9, blocks=None)
+    key, lengths = build_trace_key(run), build_parameter_layout(run.model, 1, False).block_counts
+    few = scenes(trace_step(key, 2), trace_step(key, 3), (2, 3), 9, lengths)
+    whole = trace_step(key, 9, max_blocks=None)
     expected = scenes(whole, whole, (9, 9), 9)
-    assert [scene.pieces for scene, _ in running_order(few, lengths)] == [scene.pieces for scene in expected]
+    assert [scene.chunks for scene, _ in expand_to_full_depth(few, lengths)] == [scene.chunks for scene in expected]
 
 
 def test_a_batch_of_one_is_traced_itself():
-    assert batches_for(1) == (1, 1)
-    assert batches_for(2) == batches_for(64) == (2, 3)
+    assert list_traced_batch_sizes(1) == (1, 1)
+    assert list_traced_batch_sizes(2) == list_traced_batch_sizes(64) == (2, 3)
 
 
 def test_models_that_differ_between_batch_sizes_are_refused():
-    key = tape_key(config(model="gpt_tiny"))
+    key = build_trace_key(config(model="gpt_tiny"))
     with pytest.raises(ValueError, match="differently"):
-        make_reel(record(key, 2), record(dataclasses.replace(key, activation_checkpointing="full"), 3), (2, 3))
+        build_scaled_trace(
+            trace_step(key, 2), trace_step(dataclasses.replace(key, activation_checkpointing="full"), 3), (2, 3)
+        )
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_everything_allocated_is_released_but_what_outlives_a_step(model, checkpointing):
-    trace = record(tape_key(config(model=model, activation_checkpointing=checkpointing)), 2)
+    trace = trace_step(build_trace_key(config(model=model, activation_checkpointing=checkpointing)), 2)
     live: dict[int, int] = {}
     for segment in trace.segments:
         for size, number in segment.changes:
@@ -153,16 +165,16 @@ def test_everything_allocated_is_released_but_what_outlives_a_step(model, checkp
 @pytest.mark.parametrize("model", MODELS)
 def test_every_gradient_leaves_once(model):
     run = config(model=model)
-    trace = record(tape_key(run), 2)
-    layout = layout_of(run.model, 1, False)
+    trace = trace_step(build_trace_key(run), 2)
+    layout = build_parameter_layout(run.model, 1, False)
     given = [(segment.place, event.parameter) for segment in trace.segments for event in segment.gradients]
-    expected = [(place, name) for place, names in layout.parameters.items() for name in names]
+    expected = [(place, name) for place, names in layout.parameters_by_place.items() for name in names]
     assert sorted(given, key=repr) == sorted(expected, key=repr)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_trace_survives_being_written_down(model):
-    trace = record(tape_key(config(model=model)), 2)
+    trace = trace_step(build_trace_key(config(model=model)), 2)
     assert trace_from_plain(trace_to_plain(trace)) == trace
 
 
@@ -171,16 +183,18 @@ def test_a_trace_survives_being_written_down(model):
 def test_matrix_products_count_the_models_flops(model, checkpointing):
     """With attention that shows its products; the counts of `FlopCount` are tested against torch's elsewhere."""
     run = config(model=model, activation_checkpointing=checkpointing, model__attention="eager")
-    trace = record(tape_key(run), 2)
+    trace = trace_step(build_trace_key(run), 2)
     kernels = [kernel for segment in trace.segments for kernel in segment.kernels]
-    counted = run.model.shortened(4).flops_per_sequence(32)
-    assert sum(kernel[4] for kernel in kernels if kernel[1] == MATMUL) == 2 * counted.hardware(checkpointing)
+    counted = run.model.limit_blocks(4).count_flops_per_sequence(32)
+    assert sum(kernel[4] for kernel in kernels if kernel[1] == MATMUL) == 2 * counted.compute_hardware_flops(
+        checkpointing
+    )
 
 
 def test_fused_attention_computes_scores_again_and_keeps_no_scores():
     settings = {"model": "gpt_tiny", "sequence_length": "64", "precision": "bf16", "strategy": "fsdp"}
-    eager = record(tape_key(config(**settings, model__attention="eager", hardware="a100_80gb")), 4)
-    fused = record(tape_key(config(**settings, hardware="a100_80gb")), 4)
+    eager = trace_step(build_trace_key(config(**settings, model__attention="eager", hardware="a100_80gb")), 4)
+    fused = trace_step(build_trace_key(config(**settings, hardware="a100_80gb")), 4)
     attention = [kernel for segment in fused.segments for kernel in segment.kernels if kernel[1] == ATTENTION]
     forward, backward = (
         [kernel for kernel in attention if ("backward" in kernel[0]) == is_backward] for is_backward in (False, True)
@@ -194,7 +208,7 @@ def test_fused_attention_computes_scores_again_and_keeps_no_scores():
 
 def test_fused_dropout_keeps_a_mask_of_bytes():
     x = torch.ones(100, requires_grad=True)
-    with operators_of("cuda"):
+    with use_device_operators("cuda"):
         y = torch.nn.functional.dropout(x, 0.5)
         assert torch.nn.functional.dropout(x, 0.0) is x
     assert y.grad_fn.name() == "NativeDropoutBackward0"
@@ -203,7 +217,7 @@ def test_fused_dropout_keeps_a_mask_of_bytes():
 
 def test_the_recorder_follows_storages_not_tensors():
     changes: list[int] = []
-    recorder = Recorder(lambda size, _: changes.append(size), lambda *_: None, on_cpu=False)
+    recorder = OpRecorder(lambda size, _: changes.append(size), lambda *_: None, on_cpu=False)
     with FakeTensorMode(), recorder:
         x = torch.empty(10)
         view = x.view(2, 5)
@@ -216,7 +230,7 @@ def test_the_recorder_follows_storages_not_tensors():
 
 def test_kernels_carry_shape_flops_and_bytes():
     found: list[tuple] = []
-    with FakeTensorMode(), Recorder(lambda *_: None, lambda kernel, *_: found.append(kernel), on_cpu=False):
+    with FakeTensorMode(), OpRecorder(lambda *_: None, lambda kernel, *_: found.append(kernel), on_cpu=False):
         a, b = torch.empty(4, 8), torch.empty(8, 16)
         a @ b
         a.expand(3, 4, 8) + 1
@@ -236,13 +250,13 @@ def test_flops_agree_with_torchs_counter(model):
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         counter,
-        Recorder(lambda *_: None, lambda kernel, *_: total.append(kernel[4]), on_cpu=False),
+        OpRecorder(lambda *_: None, lambda kernel, *_: total.append(kernel[4]), on_cpu=False),
     ):
-        module = run.model.build()
+        module = run.model.build_model()
         for owner in module.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 setattr(owner, name, torch.nn.Parameter(torch.empty(parameter.shape, device="cpu")))
-        batch = run.model.batch(2, 32, torch.Generator())
+        batch = run.model.build_batch(2, 32, torch.Generator())
         module(**batch.inputs)["logits"].sum().backward()
     assert sum(total) == counter.get_total_flops() > 0
 
@@ -252,30 +266,32 @@ def test_merging_pieces_adds_gradients_where_they_arrive():
     scene = next(
         scene for scene, _ in composed_and_whole(run)[0] if scene.phase == "backward" and scene.place == (0, 0)
     )
-    sizes = [1000.0 * (number + 1) for number in range(len(scene.pieces) - 1)]
-    one = merged(scene.pieces, sizes)
+    sizes = [1000.0 * (number + 1) for number in range(len(scene.chunks) - 1)]
+    one = merge_chunks(scene.chunks, sizes)
     level, highest = 0.0, 0.0
-    for piece, size in zip(scene.pieces, [*sizes, 0.0], strict=True):
-        highest = max(highest, level + piece.peak)
-        level += piece.net + size
+    for piece, size in zip(scene.chunks, [*sizes, 0.0], strict=True):
+        highest = max(highest, level + piece.peak_bytes)
+        level += piece.net_bytes + size
         highest = max(highest, level)
-    assert one.peak == highest
-    assert one.net == pytest.approx(level - sum(sizes))
-    assert one.kernels == sum(piece.kernels for piece in scene.pieces)
-    assert one.seconds == pytest.approx(sum(piece.seconds for piece in scene.pieces))
-    assert np.isclose(one.lasting_net, sum(piece.lasting_net for piece in scene.pieces))
+    assert one.peak_bytes == highest
+    assert one.net_bytes == pytest.approx(level - sum(sizes))
+    assert one.num_kernels == sum(piece.num_kernels for piece in scene.chunks)
+    assert one.seconds == pytest.approx(sum(piece.seconds for piece in scene.chunks))
+    assert np.isclose(one.lasting_net_bytes, sum(piece.lasting_net_bytes for piece in scene.chunks))
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_blocks_move_fewer_bytes_and_compute_the_same(model, checkpointing):
-    key = tape_key(config(model=model, activation_checkpointing=checkpointing, precision="bf16", hardware="a100_80gb"))
-    plain, compiled = (record(dataclasses.replace(key, compile=flag), 2) for flag in (False, True))
+    key = build_trace_key(
+        config(model=model, activation_checkpointing=checkpointing, precision="bf16", hardware="a100_80gb")
+    )
+    plain, compiled = (trace_step(dataclasses.replace(key, compile=flag), 2) for flag in (False, True))
     for before, after in zip(plain.segments, compiled.segments, strict=True):
         assert sorted(size for size, _ in before.changes) == sorted(size for size, _ in after.changes)
         assert sum(kernel[4] for kernel in before.kernels) == sum(kernel[4] for kernel in after.kernels)
         moved = [sum(kernel[5] for kernel in segment.kernels) for segment in (before, after)]
-        if before.place is None or before.place == LOSS:
+        if before.place is None or before.place == LOSS_PLACE:
             assert moved[0] == moved[1]
         else:
             assert 0.2 * moved[0] < moved[1] < moved[0]
@@ -284,11 +300,15 @@ def test_compiled_blocks_move_fewer_bytes_and_compute_the_same(model, checkpoint
 
 
 def test_a_fused_kernel_reads_what_comes_in_and_writes_what_is_read_later():
-    add, mm = ("add", MEMORY, 0, (0,) * 5, 0, 24), ("mm", MATMUL, 0, (1, 2, 2, 2, 0), 16, 48)
-    uses = [Use(((1, 8), (2, 8)), ((3, 8),)), Use(((3, 8), (2, 8)), ((4, 8),)), Use(((4, 8),), ((5, 8),))]
-    kernels, became = fused([add, add, mm], uses, {1: 0, 2: 1, 3: 1, 4: 2})
-    assert kernels == [("fused", MEMORY, 0, (0,) * 5, 0, 8 + 8 + 8), mm]
+    add, mm = ("add", MEMORY_BOUND, 0, (0,) * 5, 0, 24), ("mm", MATMUL, 0, (1, 2, 2, 2, 0), 16, 48)
+    uses = [
+        KernelAccesses(((1, 8), (2, 8)), ((3, 8),)),
+        KernelAccesses(((3, 8), (2, 8)), ((4, 8),)),
+        KernelAccesses(((4, 8),), ((5, 8),)),
+    ]
+    kernels, became = fuse_kernels([add, add, mm], uses, {1: 0, 2: 1, 3: 1, 4: 2})
+    assert kernels == [("fused", MEMORY_BOUND, 0, (0,) * 5, 0, 8 + 8 + 8), mm]
     assert became == [0, 0, 1]
-    kernels, became = fused([add, add, mm], uses, {1: 0, 2: 1, 3: 1, 4: 2}, exchanges={1})
+    kernels, became = fuse_kernels([add, add, mm], uses, {1: 0, 2: 1, 3: 1, 4: 2}, collective_positions={1})
     assert [kernel[5] for kernel in kernels] == [8 + 8 + 8, 8 + 8 + 8, 48]
     assert became == [0, 1, 2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.hardware.file import read_hardware
+from bench.hardware.file import read_hardware_file
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -25,7 +25,7 @@ def test_tasks_of_srun_time_collectives_inside_nodes_and_across(idle_slurm, tmp_
         f"output={output}",
     )
     assert f"Hardware file: {output}" in said
-    hardware = read_hardware(output)
+    hardware = read_hardware_file(output)
     assert hardware.speeds is not None
     assert "4 processes on 2 nodes" in hardware.sources["calibration"]
     assert hardware.sources["speeds.links.latency"] == "measured across nodes"

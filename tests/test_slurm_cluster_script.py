@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.slurm_cluster import (
-    NODES,
+    NODE_NAMES,
     ROOT,
     SCRIPT,
-    Cluster,
-    cluster_script,
-    ended,
-    kill,
-    processes,
-    unavailable,
-    without_slurm,
+    SlurmTestCluster,
+    has_ended,
+    list_pids,
+    remove_slurm_variables,
+    run_cluster_script,
+    send_signal,
+    skip_without_slurm,
 )
 
 SMALL = {"NODES": "1", "ACCOUNTING": "0"}
@@ -42,7 +42,7 @@ def folder() -> Iterator[Path]:
     """An empty folder with a short name; whatever runs in it is ended."""
     path = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     yield path
-    cluster_script("stop", "--remove", path)
+    run_cluster_script("stop", "--remove", path)
     assert not left(path)
     if path.exists():
         for file in path.iterdir():
@@ -53,26 +53,26 @@ def folder() -> Iterator[Path]:
 other_folder = folder
 
 
-def start(folder: Path, **knobs: str) -> Cluster:
+def start(folder: Path, **knobs: str) -> SlurmTestCluster:
     """A cluster in this folder, or a skipped test where there is no SLURM."""
-    result = cluster_script("start", folder, knobs=knobs)
+    result = run_cluster_script("start", folder, knobs=knobs)
     if "not installed" in result.stderr:
-        unavailable(result.stderr.strip())
+        skip_without_slurm(result.stderr.strip())
     assert result.returncode == 0, result.stderr
-    return Cluster(folder)
+    return SlurmTestCluster(folder)
 
 
 def left(folder: Path) -> list[str]:
     """The live processes that have something open in a folder, or are told of it by their environment."""
     found = []
-    for pid in processes():
+    for pid in list_pids():
         try:
             files = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()]
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # it has just ended
             continue
         told = f"SLURM_CONF={folder}/slurm.conf".encode() in environment
-        if (told or any(file.startswith(f"{folder}/") for file in files)) and not ended(pid):
+        if (told or any(file.startswith(f"{folder}/") for file in files)) and not has_ended(pid):
             found.append(f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()}")
     return found
 
@@ -91,7 +91,7 @@ def daemon_pids(folder: Path) -> dict[str, int]:
     return {file.stem: int(file.read_text()) for file in (folder / "run").glob("*.pid")}
 
 
-def submit(cluster: Cluster, script: str, *options: str) -> str:
+def submit(cluster: SlurmTestCluster, script: str, *options: str) -> str:
     """Submit a job; returns its id."""
     return cluster.run("sbatch", "--parsable", "--output=/dev/null", *options, "--wrap", script).strip()
 
@@ -100,11 +100,11 @@ def submit(cluster: Cluster, script: str, *options: str) -> str:
 def test_from_the_first_start_to_the_last_stop(folder: Path) -> None:
     before = unmarked_hosts()
     cluster = start(folder)
-    assert cluster_script("status", folder).returncode == 0
+    assert run_cluster_script("status", folder).returncode == 0
 
     pids = daemon_pids(folder)
     assert set(pids) == {*DAEMONS[:-1], "slurmd.testnode1", "slurmd.testnode2"}
-    again = cluster_script("start", folder)
+    again = run_cluster_script("start", folder)
     assert f". {folder}/env.sh" in again.stdout
     assert "cluster=slurm_test" in again.stdout
     assert daemon_pids(folder) == pids, "a second start replaced what was running"
@@ -116,19 +116,19 @@ def test_from_the_first_start_to_the_last_stop(folder: Path) -> None:
     cluster.wait_for("the job in sacct", lambda: cluster.sacct("-X", "-o", "state") == ["COMPLETED"])
 
     submit(cluster, "sleep 1000")
-    assert cluster_script("stop", folder).returncode == 0
+    assert run_cluster_script("stop", folder).returncode == 0
     assert not left(folder)
     assert unmarked_hosts() == before
     assert not hosts_of(folder)
-    assert cluster_script("status", folder).returncode == 3
+    assert run_cluster_script("status", folder).returncode == 3
 
     start(folder)
     assert set(cluster.squeue("-t", "all", "-o", "%T")) == {"COMPLETED", "CANCELLED"}, "the queue was forgotten"
-    assert cluster_script("stop", "--remove", folder).returncode == 0
+    assert run_cluster_script("stop", "--remove", folder).returncode == 0
     assert not left(folder)
     assert not folder.exists()
-    assert cluster_script("stop", folder).returncode == 0
-    assert cluster_script("status", folder).returncode == 3
+    assert run_cluster_script("stop", folder).returncode == 0
+    assert run_cluster_script("status", folder).returncode == 3
 
 
 @pytest.mark.slow
@@ -146,8 +146,8 @@ def test_jobs_end_with_the_cluster(folder: Path, tmp_path: Path, remove: list[st
     submit(cluster, script)
     cluster.wait_for("the job's processes", lambda: len([file for file in tmp_path.iterdir() if file.read_text()]) == 5)
     pids = {file.name: int(file.read_text()) for file in tmp_path.iterdir()}
-    assert cluster_script("stop", *remove, folder).returncode == 0
-    assert {name for name, pid in pids.items() if not ended(pid)} == set()
+    assert run_cluster_script("stop", *remove, folder).returncode == 0
+    assert {name for name, pid in pids.items() if not has_ended(pid)} == set()
 
 
 @pytest.mark.slow
@@ -158,10 +158,10 @@ def test_two_clusters_side_by_side(folder: Path, other_folder: Path) -> None:
         cluster.run("sbatch", "--wait", f"--output={cluster.state}/out.txt", "--wrap", 'srun sh -c "echo $SLURM_CONF"')
         assert (cluster.state / "out.txt").read_text() == f"{cluster.state}/slurm.conf\n"
     running = submit(second, "sleep 1000")
-    second.wait_for("the job", lambda: second.job_state(running) == "RUNNING")
-    assert cluster_script("stop", "--remove", folder).returncode == 0
-    assert cluster_script("status", other_folder).returncode == 0
-    assert second.job_state(running) == "RUNNING"
+    second.wait_for("the job", lambda: second.read_job_state(running) == "RUNNING")
+    assert run_cluster_script("stop", "--remove", folder).returncode == 0
+    assert run_cluster_script("status", other_folder).returncode == 0
+    assert second.read_job_state(running) == "RUNNING"
 
 
 @pytest.mark.slow
@@ -169,33 +169,33 @@ def test_two_clusters_side_by_side(folder: Path, other_folder: Path) -> None:
 def test_start_brings_back_what_has_died(folder: Path, name: str) -> None:
     cluster = start(folder, **SMALL)
     job = submit(cluster, "sleep 1000")
-    cluster.wait_for("the job", lambda: cluster.job_state(job) == "RUNNING")
-    cluster.save_state()  # or slurmctld forgets
+    cluster.wait_for("the job", lambda: cluster.read_job_state(job) == "RUNNING")
+    cluster.wait_for_saved_state()  # or slurmctld forgets
     pids = daemon_pids(folder)
-    kill(pids[name], signal.SIGKILL)
-    cluster.wait_for(f"the end of {name}", lambda: ended(pids[name]))
-    status = cluster_script("status", folder)
+    send_signal(pids[name], signal.SIGKILL)
+    cluster.wait_for(f"the end of {name}", lambda: has_ended(pids[name]))
+    status = run_cluster_script("status", folder)
     assert status.returncode == 1
     assert [line for line in status.stdout.splitlines() if line.endswith("down")] == [f"{name:20} down"]
 
     start(folder)
-    assert cluster_script("status", folder).returncode == 0
+    assert run_cluster_script("status", folder).returncode == 0
     changed = {daemon for daemon, pid in daemon_pids(folder).items() if pid != pids[daemon]}
     assert changed == {name}
-    assert cluster.job_state(job) == "RUNNING"
+    assert cluster.read_job_state(job) == "RUNNING"
 
 
 @pytest.mark.slow
 def test_no_job_outlives_a_stop_that_could_not_reach_slurmctld(folder: Path) -> None:
     cluster = start(folder, **SMALL)
     lost, requeued = submit(cluster, "sleep 1000", "--no-requeue"), submit(cluster, "sleep 1000", "--requeue")
-    cluster.wait_for("the jobs", lambda: cluster.job_state(f"{lost},{requeued}") == "RUNNING")
+    cluster.wait_for("the jobs", lambda: cluster.read_job_state(f"{lost},{requeued}") == "RUNNING")
     cluster.stop_controller()
-    assert cluster_script("stop", folder).returncode == 0
+    assert run_cluster_script("stop", folder).returncode == 0
     assert not left(folder)
     start(folder)
-    assert cluster.job_state(lost) in ("CANCELLED", "NODE_FAIL")
-    cluster.wait_for("the second attempt", lambda: cluster.job_state(requeued) == "RUNNING")
+    assert cluster.read_job_state(lost) in ("CANCELLED", "NODE_FAIL")
+    cluster.wait_for("the second attempt", lambda: cluster.read_job_state(requeued) == "RUNNING")
     assert "Restarts=1" in cluster.scontrol("show", "job", requeued)
 
 
@@ -208,10 +208,10 @@ def test_without_namespaces_nodes_are_in_etc_hosts_while_it_runs(folder: Path, o
     for each in (folder, other_folder):
         assert sum(line.startswith("127.0.0.1 testnode1 ") for line in hosts_of(each)) == 1
     out = other_folder / "out.txt"
-    assert cluster_script("stop", folder).returncode == 0
+    assert run_cluster_script("stop", folder).returncode == 0
     second.run("sbatch", "--wait", f"--output={out}", "--wrap", "getent hosts $SLURMD_NODENAME")
     assert out.read_text().split() == ["127.0.0.1", "testnode1"]
-    assert cluster_script("stop", other_folder).returncode == 0
+    assert run_cluster_script("stop", other_folder).returncode == 0
     assert unmarked_hosts() == before
     assert not hosts_of(folder)
     assert not hosts_of(other_folder)
@@ -228,7 +228,7 @@ def test_nothing_is_left_of_tests_that_were_killed(tmp_path: Path) -> None:
     killed = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env=without_slurm(os.environ),
+        env=remove_slurm_variables(os.environ),
         capture_output=True,
         text=True,
         check=False,
@@ -237,7 +237,7 @@ def test_nothing_is_left_of_tests_that_were_killed(tmp_path: Path) -> None:
         pytest.skip(killed.stderr.strip().rpartition("Skipped: ")[2])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     state = Path(killed.stdout.strip())
-    Cluster(state).wait_for("the end of the cluster", lambda: not state.exists() and not left(state))
+    SlurmTestCluster(state).wait_for("the end of the cluster", lambda: not state.exists() and not left(state))
 
 
 @pytest.mark.slow
@@ -257,44 +257,44 @@ def test_knobs(folder: Path) -> None:
             submit(cluster, "true", *options)
     submit(cluster, "true", "--array=0-2", "--gpus-per-node=fake:2", "-p", "short")
 
-    other = cluster_script("start", folder, knobs={"GPUS": "3"})
+    other = run_cluster_script("start", folder, knobs={"GPUS": "3"})
     assert other.returncode == 2
     assert "GPUS='2', not '3'" in other.stderr
 
 
 @pytest.mark.slow
-def test_a_job_of_the_higher_partition_takes_the_nodes(idle_slurm: Cluster) -> None:
-    nodes = f"-N{len(NODES)}"
+def test_a_job_of_the_higher_partition_takes_the_nodes(idle_slurm: SlurmTestCluster) -> None:
+    nodes = f"-N{len(NODE_NAMES)}"
     script = "trap 'scontrol requeue $SLURM_JOB_ID' USR1; sleep 1000 & wait; wait"
     low = submit(idle_slurm, script, nodes, "--exclusive", "--signal=B:USR1@60")
-    idle_slurm.wait_for("the low job", lambda: idle_slurm.job_state(low) == "RUNNING")
+    idle_slurm.wait_for("the low job", lambda: idle_slurm.read_job_state(low) == "RUNNING")
     high = submit(idle_slurm, "true", nodes, "--exclusive", "-p", "high")
-    idle_slurm.wait_for("the high job", lambda: idle_slurm.job_state(high) == "COMPLETED")
-    idle_slurm.wait_for("the low job again", lambda: idle_slurm.job_state(low) == "RUNNING")
+    idle_slurm.wait_for("the high job", lambda: idle_slurm.read_job_state(high) == "COMPLETED")
+    idle_slurm.wait_for("the low job again", lambda: idle_slurm.read_job_state(low) == "RUNNING")
     assert "Restarts=1" in idle_slurm.scontrol("show", "job", low)
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_comes_back(idle_slurm: Cluster) -> None:
+def test_a_node_that_dies_comes_back(idle_slurm: SlurmTestCluster) -> None:
     job = submit(idle_slurm, "srun sleep 1000", "-N2", "--requeue")
-    idle_slurm.wait_for("the job", lambda: idle_slurm.job_state(job) == "RUNNING")
+    idle_slurm.wait_for("the job", lambda: idle_slurm.read_job_state(job) == "RUNNING")
     (node,) = idle_slurm.squeue("-o", "%B")
-    idle_slurm.kill_node(node, noticed=True)
-    assert idle_slurm.node_states()[node].startswith("drained")
-    idle_slurm.wait_for("the job on other nodes", lambda: idle_slurm.job_state(job) == "RUNNING")
+    idle_slurm.kill_node(node, mark_down=True)
+    assert idle_slurm.read_node_states()[node].startswith("drained")
+    idle_slurm.wait_for("the job on other nodes", lambda: idle_slurm.read_job_state(job) == "RUNNING")
     idle_slurm.restore()
     idle_slurm.cancel_all()
-    assert idle_slurm.node_states() == dict.fromkeys(NODES, "idle")
+    assert idle_slurm.read_node_states() == dict.fromkeys(NODE_NAMES, "idle")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_jobs_survive_a_restart_of_slurmctld(idle_slurm: Cluster, how: signal.Signals) -> None:
+def test_jobs_survive_a_restart_of_slurmctld(idle_slurm: SlurmTestCluster, how: signal.Signals) -> None:
     job = submit(idle_slurm, "sleep 1000")
-    idle_slurm.wait_for("the job", lambda: idle_slurm.job_state(job) == "RUNNING")
-    idle_slurm.save_state()
+    idle_slurm.wait_for("the job", lambda: idle_slurm.read_job_state(job) == "RUNNING")
+    idle_slurm.wait_for_saved_state()
     idle_slurm.restart_controller(how)
-    assert idle_slurm.job_state(job) == "RUNNING"
+    assert idle_slurm.read_job_state(job) == "RUNNING"
 
 
 @pytest.mark.parametrize(
@@ -308,20 +308,20 @@ def test_jobs_survive_a_restart_of_slurmctld(idle_slurm: Cluster, how: signal.Si
     ],
 )
 def test_bad_arguments_are_answered_in_one_sentence(arguments: list[str], said: str) -> None:
-    result = cluster_script(*arguments)
+    result = run_cluster_script(*arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
 def test_help_is_the_head_of_the_script() -> None:
-    result = cluster_script("--help")
+    result = run_cluster_script("--help")
     assert result.returncode == 0
     assert "TEST_CLUSTER_NODES=2" in result.stdout
 
 
 def test_missing_packages_are_answered_with_what_installs_them(tmp_path: Path) -> None:
-    result = cluster_script("start", tmp_path / "new", PATH="")
+    result = run_cluster_script("start", tmp_path / "new", PATH="")
     assert result.returncode == 2
     assert "apt-get install --no-install-recommends slurm-wlm munge slurmdbd mariadb-server-core" in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -343,7 +343,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> str:
     [("NODES", "0"), ("NODES", "two"), ("GPUS", "-1"), ("PREFIX", "Node"), ("ACCOUNTING", "yes"), ("PORT", "80")],
 )
 def test_impossible_knobs_are_refused(tmp_path: Path, programs: str, knob: str, value: str) -> None:
-    result = cluster_script("start", tmp_path / "new", knobs={knob: value}, PATH=programs)
+    result = run_cluster_script("start", tmp_path / "new", knobs={knob: value}, PATH=programs)
     assert result.returncode == 2
     assert f"TEST_CLUSTER_{knob}='{value}': choose " in result.stderr
     assert not (tmp_path / "new").exists()
@@ -351,7 +351,7 @@ def test_impossible_knobs_are_refused(tmp_path: Path, programs: str, knob: str, 
 
 @pytest.mark.parametrize("name", ["a b", "a%n", "a#b", "long" * 20])
 def test_impossible_folders_are_refused(tmp_path: Path, programs: str, name: str) -> None:
-    result = cluster_script("start", tmp_path / name, PATH=programs)
+    result = run_cluster_script("start", tmp_path / name, PATH=programs)
     assert result.returncode == 2
     assert "choose a" in result.stderr
     assert not (tmp_path / name).exists()
@@ -361,7 +361,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(programs: str) -> None
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         (Path(path) / "thesis.tex").touch()
         for arguments in (["start"], ["stop", "--remove"]):
-            result = cluster_script(*arguments, path, PATH=programs)
+            result = run_cluster_script(*arguments, path, PATH=programs)
             assert result.returncode == 2
         assert [file.name for file in Path(path).iterdir()] == ["thesis.tex"]
 

@@ -27,24 +27,31 @@ from bench import records
 from bench.launch.slurm import ledger
 from bench.records import Record, claims
 from tests.cluster_sweeps import (
-    FAKE,
-    LONG,
+    FAKE_MODEL_RUN,
+    LONG_RUN,
     TWO_NODES,
-    attempts,
-    called,
-    job_processes,
-    jobs,
-    nothing_left,
-    quoted,
-    submit,
-    training,
+    call_main,
+    find_run_attempts,
+    format_store_override,
+    list_job_processes,
+    run_jobs_command,
+    submit_sweep,
+    wait_for_no_processes,
+    wait_for_training,
 )
-from tests.fake_model import HUGE_BYTES, ROOT, files, rows, wait_until
-from tests.slurm_cluster import NODES, PATIENCE_S, Cluster, descendants, make_idle, started
+from tests.fake_model import OOM_REQUEST_BYTES, ROOT, read_attempts_by_run, read_row_files, wait_until
+from tests.slurm_cluster import (
+    NODE_NAMES,
+    SLURM_TIMEOUT_S,
+    SlurmTestCluster,
+    list_descendants,
+    make_idle,
+    read_start_ticks,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TWO_RANKS = (*FAKE, "cluster=slurm_test", "cluster.gpus_per_node=1", "gpus=2")
+TWO_RANKS = (*FAKE_MODEL_RUN, "cluster=slurm_test", "cluster.gpus_per_node=1", "gpus=2")
 """A run on two nodes, one rank on each."""
 
 STEPS = 9
@@ -65,8 +72,8 @@ class Run:
     def rows(self) -> list[Record]:
         """All its attempts."""
         return [
-            records.read(records.row_path(self.store, self.run_id, attempt))
-            for attempt in records.attempts(self.store, self.run_id)
+            records.read_row(records.get_row_path(self.store, self.run_id, attempt))
+            for attempt in records.list_attempts(self.store, self.run_id)
         ]
 
     @property
@@ -81,7 +88,7 @@ class Run:
     @property
     def nodes(self) -> list[str]:
         """Where it runs; its leader on the first."""
-        claim = claims.held(self.store, self.run_id)
+        claim = claims.find_claim(self.store, self.run_id)
         assert claim is not None
         return str(claim.row["hosts"]).split(",")
 
@@ -92,47 +99,51 @@ class Run:
             {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={element}"} if element else {f"SLURM_JOB_ID={array}"}
         )
         found = []
-        for process in job_processes(os.environ["SLURM_CONF"]):
+        for process in list_job_processes(os.environ["SLURM_CONF"]):
             with contextlib.suppress(OSError):
                 variables = set(Path(f"/proc/{process}/environ").read_bytes().decode().split("\0"))
                 program = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
                 if {*job, f"SLURM_PROCID={rank}"} <= variables and "srun" not in program[0] and "-m" in program:
                     found.append(process)
-        (task,) = set(found) - set(descendants(found))
+        (task,) = set(found) - set(list_descendants(found))
         return task
 
     def rank(self, rank: int) -> int:
         """The process of a rank; not of the first, whose watcher has other children too."""
-        (process,) = descendants([self.task(rank)])
+        (process,) = list_descendants([self.task(rank)])
         return process
 
     @property
     def meeting_point(self) -> int:
         """The process of the store in which its ranks find each other: the first that the leader starts."""
-        return min(descendants([self.task(0)]), key=started)
+        return min(list_descendants([self.task(0)]), key=read_start_ticks)
 
 
 def submitted(store: Path) -> list[Run]:
     """What the newest submission from a store consists of."""
-    newest = ledger.submissions(store, closed=True)[-1]
+    newest = ledger.list_submissions(store, include_closed=True)[-1]
     found = []
     for array in newest.arrays:
-        job_id = newest.job_id(array)
+        job_id = newest.read_job_id(array)
         assert job_id is not None
-        found += [Run(store, entry.run_id, array.element(job_id, i)) for i, entry in enumerate(array.entries)]
+        found += [Run(store, entry.run_id, array.build_element_id(job_id, i)) for i, entry in enumerate(array.entries)]
     return found
 
 
 def submit_again(store: Path, *command: str) -> list[Run]:
     """Give the same command once more; returns what it submitted, which may be nothing."""
-    before = len(ledger.submissions(store, closed=True))
-    submit(store, *command)
-    return submitted(store) if len(ledger.submissions(store, closed=True)) > before else []
+    before = len(ledger.list_submissions(store, include_closed=True))
+    submit_sweep(store, *command)
+    return submitted(store) if len(ledger.list_submissions(store, include_closed=True)) > before else []
 
 
-def over(cluster: Cluster, store: Path, limit: float = 300) -> None:
+def over(cluster: SlurmTestCluster, store: Path, limit: float = 300) -> None:
     """Wait until no job of a store is in the queue."""
-    names = [array.job_name for submission in ledger.submissions(store, closed=True) for array in submission.arrays]
+    names = [
+        array.job_name
+        for submission in ledger.list_submissions(store, include_closed=True)
+        for array in submission.arrays
+    ]
 
     def gone() -> bool:
         return not {line.strip() for line in cluster.squeue("-o", "%j")} & set(names)
@@ -140,10 +151,10 @@ def over(cluster: Cluster, store: Path, limit: float = 300) -> None:
     cluster.wait_for(f"the end of all jobs of {store}", gone, limit)
 
 
-def hold(cluster: Cluster, *runs: Run, attempt: int = 0) -> None:
+def hold(cluster: SlurmTestCluster, *runs: Run, attempt: int = 0) -> None:
     """Let runs train, and have each go on for ever from then on, until `let_go`."""
     for run in runs:
-        cluster.wait_for(f"{run} to train", lambda: run.trains(attempt), limit=240)  # noqa: B023
+        cluster.wait_for(f"{run} to train", lambda: run.trains(attempt), timeout_s=240)  # noqa: B023
         os.kill(run.rank(1), signal.SIGSTOP)
 
 
@@ -152,12 +163,14 @@ def let_go(*runs: Run) -> None:
         os.kill(run.rank(1), signal.SIGCONT)
 
 
-def check_nothing_left(cluster: Cluster, *stores: Path) -> None:
+def check_nothing_left(cluster: SlurmTestCluster, *stores: Path) -> None:
     """No job, no process, no claim and no file of an unfinished row."""
     cluster.wait_for("an empty queue", lambda: not cluster.squeue())
-    assert nothing_left(os.environ["SLURM_CONF"]), job_processes(os.environ["SLURM_CONF"])
+    assert wait_for_no_processes(os.environ["SLURM_CONF"]), list_job_processes(os.environ["SLURM_CONF"])
     for store in stores:
-        left = [(store / claims.FOLDER / f"{run_id}.claim").read_text() for run_id in claims.running(store)]
+        left = [
+            (store / claims.CLAIMS_FOLDER / f"{run_id}.claim").read_text() for run_id in claims.list_claimed_runs(store)
+        ]
         assert left == [], cluster.run("sacct", "--duplicates", check=False)
         assert list(store.glob("*/.row-*")) == []
 
@@ -213,32 +226,32 @@ class Twice:
 
 
 @pytest.fixture(scope="module")
-def failing(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Twice:
+def failing(slurm: SlurmTestCluster, tmp_path_factory: pytest.TempPathFactory) -> Twice:
     """Runs of four ranks on two nodes, one after the other."""
     make_idle(slurm)
     store = tmp_path_factory.mktemp("failing") / "store"
-    command = (*FAKE, *TWO_NODES, "hardware.memory_limit_gib=1", f"+model.fault={','.join(FAULTS.values())}")
-    submit(store, *command)
+    command = (*FAKE_MODEL_RUN, *TWO_NODES, "hardware.memory_limit_gib=1", f"+model.fault={','.join(FAULTS.values())}")
+    submit_sweep(store, *command)
     runs = dict(zip(FAULTS, submitted(store), strict=True))
     over(slurm, store)
     first = {name: run.rows for name, run in runs.items()}
     check_nothing_left(slurm, store)
-    before = files(store)
+    before = read_row_files(store)
     again = submit_again(store, *command)
     over(slurm, store)
     check_nothing_left(slurm, store)
-    after = files(store)
+    after = read_row_files(store)
     return Twice(store, runs, first, again, {path: after[path] for path in before} == before)
 
 
 def test_out_of_memory_on_one_rank_of_one_node_is_a_result(failing):
     (row,) = failing.first["out of memory"]
     assert row["status"] == "oom"
-    assert (row["oom_phase"], row["oom_rank"], row["oom_bytes"]) == ("forward", 3, HUGE_BYTES)
+    assert (row["oom_phase"], row["oom_rank"], row["oom_bytes"]) == ("forward", 3, OOM_REQUEST_BYTES)
     assert "can't allocate memory" in row["error"]
     assert row["job_id"] == failing.runs["out of memory"].job_id
-    assert row["hosts"] == f"{NODES[0]},{NODES[1]}"
-    assert [rank["host"] for rank in row["ranks"]] == [NODES[0]] * 2 + [NODES[1]] * 2
+    assert row["hosts"] == f"{NODE_NAMES[0]},{NODE_NAMES[1]}"
+    assert [rank["host"] for rank in row["ranks"]] == [NODE_NAMES[0]] * 2 + [NODE_NAMES[1]] * 2
     assert [rank["status"] for rank in row["ranks"]] == ["error", "error", "error", "oom"]
     assert seconds(row) <= 120
     assert "Traceback" in (failing.store / row["run_id"] / "0.node1.log").read_text()
@@ -311,13 +324,15 @@ def keep_stopped(process: int) -> None:
 class Ordeal:
     """A sweep of which each run has a fate of its own, and the same command once more."""
 
-    def __init__(self, cluster: Cluster, store: Path, fates: Mapping[str, Callable[..., object]], *overrides: str):
+    def __init__(
+        self, cluster: SlurmTestCluster, store: Path, fates: Mapping[str, Callable[..., object]], *overrides: str
+    ):
         self.cluster, self.store, self.fates = cluster, store, fates
         repeats = ",".join(str(number) for number in range(len(fates)))
         self.command = (*SLEEPY, f"cluster.parallelism={len(fates)}", f"repeat={repeats}", *overrides)
 
     def submit(self) -> None:
-        submit(self.store, *self.command)
+        submit_sweep(self.store, *self.command)
         self.runs = dict(zip(self.fates, submitted(self.store), strict=True))
 
     def warn(self) -> None:
@@ -340,14 +355,14 @@ class Ordeal:
                 left.pop(name)(self.runs[name], self.cluster)
             return not left
 
-        self.cluster.wait_for("all runs to train", struck, limit=240)
+        self.cluster.wait_for("all runs to train", struck, timeout_s=240)
 
     def collect(self) -> None:
         """Wait for the end, and look at it from another shell."""
         over(self.cluster, self.store)
-        self.collected = jobs("collect", self.store)
+        self.collected = run_jobs_command("collect", self.store)
         self.first = {name: run.rows for name, run in self.runs.items()}
-        self.before = files(self.store)
+        self.before = read_row_files(self.store)
 
     def again(self, *overrides: str) -> None:
         self.repeated = {run.run_id: run for run in submit_again(self.store, *self.command, *overrides)}
@@ -359,12 +374,12 @@ class Ordeal:
     def complete(self) -> None:
         """Wait for the end of what was repeated."""
         over(self.cluster, self.store)
-        after = files(self.store)
+        after = read_row_files(self.store)
         self.kept = {path: after[path] for path in self.before} == self.before
 
 
 @pytest.fixture(scope="module")
-def ordeals(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ordeal]:
+def ordeals(slurm: SlurmTestCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ordeal]:
     make_idle(slurm)
     folder = tmp_path_factory.mktemp("ordeals")
     limited = Ordeal(slurm, folder / "limited", LIMITED, "cluster.time_limit_min=1")
@@ -470,14 +485,14 @@ def test_cancelled_watched_and_without_a_controller(idle_slurm, tmp_path):
     store, log = tmp_path / "store", tmp_path / "log"
     command = (*SLEEPY, "repeat=0,1,2")
 
-    submit(store, *command)
+    submit_sweep(store, *command)
     first = submitted(store)
     with running(log, "bench.jobs", "watch", str(store)) as watch:
         hold(idle_slurm, first[0])
-        assert wait_until(lambda: "2 queued, 1 running" in log.read_text(), PATIENCE_S), log.read_text()
+        assert wait_until(lambda: "2 queued, 1 running" in log.read_text(), SLURM_TIMEOUT_S), log.read_text()
         watch.kill()
     assert first[0].job_id in idle_slurm.squeue("-r", "-o", "%i", "-t", "running")
-    cancelled = jobs("cancel", store)
+    cancelled = run_jobs_command("cancel", store)
     assert cancelled.returncode == 1
     assert "Cancelled 3 job(s)." in cancelled.stdout
     assert "3 failed" in cancelled.stdout
@@ -496,9 +511,9 @@ def test_cancelled_watched_and_without_a_controller(idle_slurm, tmp_path):
     idle_slurm.stop_controller()
     with (
         running(tmp_path / "collect", "bench.jobs", "collect", str(store)) as collect,
-        running(tmp_path / "sweep", "bench.sweep", "-m", *command, quoted(store)) as sweep,
+        running(tmp_path / "sweep", "bench.sweep", "-m", *command, format_store_override(store)) as sweep,
     ):
-        assert (collect.wait(PATIENCE_S), sweep.wait(PATIENCE_S)) == (1, 2)
+        assert (collect.wait(SLURM_TIMEOUT_S), sweep.wait(SLURM_TIMEOUT_S)) == (1, 2)
     for asked in ("collect", "sweep"):
         said = (tmp_path / asked).read_text().splitlines()
         assert all("SLURM has not answered" in line for line in said[:-1])
@@ -508,7 +523,7 @@ def test_cancelled_watched_and_without_a_controller(idle_slurm, tmp_path):
         time.sleep(2)
         idle_slurm.restore()
         let_go(second[0])
-        assert watch.wait(2 * PATIENCE_S) == 0, log.read_text()
+        assert watch.wait(2 * SLURM_TIMEOUT_S) == 0, log.read_text()
     assert "3 done" in log.read_text()
     for run in second:
         failed, whole = run.rows
@@ -534,12 +549,12 @@ class Restarted:
 
 
 @pytest.fixture(scope="module")
-def restarted(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Restarted:
+def restarted(slurm: SlurmTestCluster, tmp_path_factory: pytest.TempPathFactory) -> Restarted:
     """It is preempted; a follower's node dies, which SLURM has to notice; the leader's node dies, and SLURM is told."""
     make_idle(slurm)
     store = tmp_path_factory.mktemp("restarted") / "store"
     command = (*SLEEPY, "cluster.exclusive=true", "cluster.parallelism=2", "repeat=0,1")
-    submit(store, *command)
+    submit_sweep(store, *command)
     run, other = submitted(store)
     nodes = []
 
@@ -554,7 +569,7 @@ def restarted(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Resta
 
     hold(slurm, run, attempt=2)
     nodes.append(run.nodes)
-    slurm.kill_node(nodes[-1][0], noticed=True)
+    slurm.kill_node(nodes[-1][0], mark_down=True)
 
     over(slurm, store)
     check_nothing_left(slurm, store)
@@ -606,20 +621,20 @@ UNKNOWN = "why is unknown, for SLURM cannot be asked: scontrol is not on this ma
 def test_a_cause_that_cannot_be_asked_for_is_unknown_and_no_signal_is_ignored(idle_slurm, tmp_path):
     """One run is preempted, which SLURM announces by SIGUSR2, as it does a time limit; another is cancelled."""
     preempted, cancelled = tmp_path / "preempted", tmp_path / "cancelled"
-    command = (*FAKE, *LONG, "cluster=slurm_test", "gpus=1", ALONE, "cluster.time_limit_min=60")
-    submit(preempted, *command, "cluster.nodelist=testnode1")
-    submit(cancelled, *command, "cluster.nodelist=testnode2")
-    assert all(training(store) for store in (preempted, cancelled))
+    command = (*FAKE_MODEL_RUN, *LONG_RUN, "cluster=slurm_test", "gpus=1", ALONE, "cluster.time_limit_min=60")
+    submit_sweep(preempted, *command, "cluster.nodelist=testnode1")
+    submit_sweep(cancelled, *command, "cluster.nodelist=testnode2")
+    assert all(wait_for_training(store) for store in (preempted, cancelled))
     take = ("--nodes=1", "--nodelist=testnode1", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     idle_slurm.run("sbatch", "--partition=high", *take)
     idle_slurm.run("scancel", *[job for job, node in _jobs(idle_slurm) if node == "testnode2"])
     idle_slurm.wait_for("the end of all jobs", lambda: idle_slurm.squeue() == [])
     for store, name in ((preempted, "SIGUSR2"), (cancelled, "SIGTERM")):
-        (row,) = attempts(store)
+        (row,) = find_run_attempts(store)
         assert (row["status"], row["error"]) == ("error", f"stopped by {name}: {UNKNOWN}")
 
 
-def _jobs(cluster: Cluster) -> list[list[str]]:
+def _jobs(cluster: SlurmTestCluster) -> list[list[str]]:
     return [line.split() for line in cluster.squeue("-o", "%A %N", "-t", "running")]
 
 
@@ -635,13 +650,13 @@ NEVER = {
 @pytest.mark.parametrize("why", NEVER)
 def test_what_can_never_start_is_refused_at_submission(idle_slurm, tmp_path, why):
     overrides, words = NEVER[why]
-    refused = called(bench.sweep.main, *TWO_RANKS, *overrides, quoted(tmp_path / "store"))
+    refused = call_main(bench.sweep.main, *TWO_RANKS, *overrides, format_store_override(tmp_path / "store"))
     assert refused.returncode == 2
     assert words in refused.stderr
     assert "cluster=slurm_test refuses" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
     assert idle_slurm.squeue() == []
-    assert ledger.submissions(tmp_path / "store", closed=True) == []
+    assert ledger.list_submissions(tmp_path / "store", include_closed=True) == []
 
 
 # Whoever submits is gone
@@ -651,13 +666,20 @@ def died_holding(store: Path, row: Record) -> None:
     """Put back the claim of a job that is gone, as if it had died between writing its row and giving the claim back."""
     owner = {"job": row["job_id"], "restart": 0}
     content = {"attempt": row["attempt"], "owner": owner, "row": row}
-    (store / claims.FOLDER / f"{row['run_id']}.claim").write_text(json.dumps(content))
+    (store / claims.CLAIMS_FOLDER / f"{row['run_id']}.claim").write_text(json.dumps(content))
 
 
 def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
     """In the middle of a submission of three arrays; then, the rest submitted, right after."""
     store, log = tmp_path / "store", tmp_path / "log"
-    command = ("-m", *FAKE, "cluster=slurm_test", "cluster.gpus_per_node=1", "gpus=2,3,4", quoted(store))
+    command = (
+        "-m",
+        *FAKE_MODEL_RUN,
+        "cluster=slurm_test",
+        "cluster.gpus_per_node=1",
+        "gpus=2,3,4",
+        format_store_override(store),
+    )
 
     def job_ids() -> list[str]:
         return [path.read_text().strip() for path in store.glob(".jobs/*/*/job_id")]
@@ -666,23 +688,31 @@ def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
         return set(idle_slurm.squeue("-t", "all", "-o", "%F", "--name", ",".join(names())))
 
     def names() -> list[str]:
-        return [array.job_name for submission in ledger.submissions(store, closed=True) for array in submission.arrays]
+        return [
+            array.job_name
+            for submission in ledger.list_submissions(store, include_closed=True)
+            for array in submission.arrays
+        ]
 
     for expected in (1, 3):
         with running(log, "bench.sweep", *command) as process:
-            assert wait_until(lambda: len(job_ids()) >= expected, PATIENCE_S), log.read_text()  # noqa: B023
+            assert wait_until(lambda: len(job_ids()) >= expected, SLURM_TIMEOUT_S), log.read_text()  # noqa: B023
             os.killpg(process.pid, signal.SIGKILL)
-    assert len(ledger.submissions(store)) in (1, 2)  # the first may just have been through
+    assert len(ledger.list_submissions(store)) in (1, 2)  # the first may just have been through
 
     over(idle_slurm, store)
-    (finished, *_), *_ = rows(store).values()
+    (finished, *_), *_ = read_attempts_by_run(store).values()
     died_holding(store, finished)
-    assert claims.running(store) == [finished["run_id"]]
+    assert claims.list_claimed_runs(store) == [finished["run_id"]]
 
-    followed = jobs("watch", store)
+    followed = run_jobs_command("watch", store)
     assert followed.returncode == 0, followed.stdout
     assert len(jobs_submitted()) == 3
-    runs = {entry.run_id for array in ledger.submissions(store, closed=True)[0].arrays for entry in array.entries}
+    runs = {
+        entry.run_id
+        for array in ledger.list_submissions(store, include_closed=True)[0].arrays
+        for entry in array.entries
+    }
     assert len(runs) == 3
     found = {run_id: Run(store, run_id, "").rows for run_id in runs}
     for (row,) in found.values():
@@ -690,8 +720,8 @@ def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
     assert {row["job_id"] for (row,) in found.values()} == jobs_submitted()
     assert finished in [row for (row,) in found.values()]
     check_nothing_left(idle_slurm, store)
-    assert ledger.submissions(store) == []
-    done = called(bench.sweep.main, *command)
+    assert ledger.list_submissions(store) == []
+    done = call_main(bench.sweep.main, *command)
     assert done.returncode == 0
     assert "3 done, 0 to run" in done.stdout
     assert len(jobs_submitted()) == 3
@@ -740,7 +770,7 @@ def test_a_store_that_takes_nothing_is_refused_at_submission(idle_slurm, tmp_pat
             fill(tmp_path)
         else:
             mount("-o", "remount,ro", tmp_path)
-        refused = called(bench.sweep.main, *TWO_RANKS, quoted(tmp_path / "store"))
+        refused = call_main(bench.sweep.main, *TWO_RANKS, format_store_override(tmp_path / "store"))
     finally:
         subprocess.run(["umount", "--lazy", tmp_path], check=True)
     assert refused.returncode == 2
@@ -751,7 +781,7 @@ def test_a_store_that_takes_nothing_is_refused_at_submission(idle_slurm, tmp_pat
 
 
 @pytest.fixture
-def shared_disk(idle_slurm: Cluster, tmp_path: Path) -> Iterator[Path]:
+def shared_disk(idle_slurm: SlurmTestCluster, tmp_path: Path) -> Iterator[Path]:
     """A small file system that this machine and all nodes see; nodes may have mount namespaces of their own."""
     disk, image = tmp_path / "disk", tmp_path / "image"
     disk.mkdir()
@@ -764,7 +794,7 @@ def shared_disk(idle_slurm: Cluster, tmp_path: Path) -> Iterator[Path]:
     device = subprocess.run(
         ["findmnt", "--noheadings", "--output=SOURCE", disk], capture_output=True, text=True, check=True
     ).stdout.strip()
-    daemons = [(idle_slurm.state / "run" / f"slurmd.{node}.pid").read_text().strip() for node in NODES]
+    daemons = [(idle_slurm.state / "run" / f"slurmd.{node}.pid").read_text().strip() for node in NODE_NAMES]
     apart = [pid for pid in daemons if not Path(f"/proc/{pid}/ns/mnt").samefile("/proc/self/ns/mnt")]
     try:
         for pid in apart:
@@ -781,7 +811,7 @@ def test_a_run_finds_room_for_its_row_on_a_disk_that_filled_up(idle_slurm, share
     """Two runs are on when the disk fills up, a third has not started."""
     store = shared_disk / "store"
     command = (*SLEEPY, "cluster.parallelism=2", "cluster.start_timeout_s=30", "repeat=0,1,2")
-    submit(store, *command)
+    submit_sweep(store, *command)
     *begun, late = submitted(store)
     hold(idle_slurm, *begun)
     with full(shared_disk):
@@ -791,21 +821,21 @@ def test_a_run_finds_room_for_its_row_on_a_disk_that_filled_up(idle_slurm, share
             (row,) = run.rows
             check_whole(row)
         assert late.rows == []
-        assert nothing_left(os.environ["SLURM_CONF"])
-        collected = jobs("collect", store)
+        assert wait_for_no_processes(os.environ["SLURM_CONF"])
+        collected = run_jobs_command("collect", store)
         assert collected.returncode == 1
         assert collected.stderr == f"store={store} cannot be written: No space left on device.\n"
-    assert jobs("collect", store).returncode == 1
+    assert run_jobs_command("collect", store).returncode == 1
     (row,) = late.rows
     assert row["status"] == "error"
     assert f"its job {late.job_id} could not write to the store: it was full or read-only" in row["error"]
-    before = files(store)
+    before = read_row_files(store)
     assert [run.run_id for run in submit_again(store, *command)] == [late.run_id]
     over(idle_slurm, store)
     assert late.statuses == ["error", "ok"]
-    after = files(store)
+    after = read_row_files(store)
     assert {path: after[path] for path in before} == before
-    assert jobs("collect", store).returncode == 0
+    assert run_jobs_command("collect", store).returncode == 0
     check_nothing_left(idle_slurm, store)
 
 
@@ -817,11 +847,13 @@ def chattr(flag: str, *paths: Path) -> bool:
 def test_a_row_is_written_when_the_store_can_be_written_again(idle_slurm, tmp_path):
     store = tmp_path / "store"
     command = (*SLEEPY, "cluster.parallelism=2", "repeat=0,1")
-    submit(store, *command)
+    submit_sweep(store, *command)
     run, other = submitted(store)
     hold(idle_slurm, run)
-    idle_slurm.wait_for("the end of the other run", lambda: other.rows and claims.running(store) == [run.run_id])
-    closed = (store / run.run_id, store / claims.FOLDER)
+    idle_slurm.wait_for(
+        "the end of the other run", lambda: other.rows and claims.list_claimed_runs(store) == [run.run_id]
+    )
+    closed = (store / run.run_id, store / claims.CLAIMS_FOLDER)
     try:
         if not chattr("+i", *closed):
             pytest.skip("chattr +i does not work here")

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster_sweeps import FAKE, attempts, jobs, submit
+from tests.cluster_sweeps import FAKE_MODEL_RUN, find_run_attempts, run_jobs_command, submit_sweep
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ONE = (*FAKE, "cluster=slurm_test", "gpus=2", "cluster.check=quick")
+ONE = (*FAKE_MODEL_RUN, "cluster=slurm_test", "gpus=2", "cluster.check=quick")
 
 
 def described_as_fast(folder: Path) -> Path:
@@ -26,9 +26,9 @@ def described_as_fast(folder: Path) -> Path:
 
 
 def test_a_healthy_node_is_on_the_row_with_its_numbers(idle_slurm, tmp_path: Path) -> None:
-    submit(tmp_path, *ONE)
-    jobs("watch", tmp_path)
-    (row,) = attempts(tmp_path)
+    submit_sweep(tmp_path, *ONE)
+    run_jobs_command("watch", tmp_path)
+    (row,) = find_run_attempts(tmp_path)
     assert row["status"] == "ok", row["error"]
     assert row["health_matmul_tflops"] > 0
     assert row["health_all_reduce_gb_s"] > 0
@@ -39,17 +39,17 @@ def test_a_healthy_node_is_on_the_row_with_its_numbers(idle_slurm, tmp_path: Pat
 def test_a_slow_node_is_named_and_left_out_when_the_run_is_submitted_again(idle_slurm, tmp_path: Path) -> None:
     store = tmp_path / "store"
     slow = (*ONE, f"hardware={described_as_fast(tmp_path)}", "cluster.exclude_bad=true")
-    submit(store, *slow)
-    jobs("watch", store)
-    (first,) = attempts(store)
+    submit_sweep(store, *slow)
+    run_jobs_command("watch", store)
+    (first,) = find_run_attempts(store)
     node = first["failed_nodes"]
     assert first["status"] == "error"
     assert f"node {node} failed the health check: matrix products reach" in first["error"]
-    again = submit(store, *slow)
+    again = submit_sweep(store, *slow)
     assert f"Left out, since their last health check failed: {node}" in again.stdout
-    jobs("watch", store)
-    _, second = attempts(store)
+    run_jobs_command("watch", store)
+    _, second = find_run_attempts(store)
     assert second["failed_nodes"] not in (None, node)
-    kept = submit(store, *slow, "cluster.exclude_bad=false")
+    kept = submit_sweep(store, *slow, "cluster.exclude_bad=false")
     assert "Left out" not in kept.stdout
-    jobs("cancel", store)
+    run_jobs_command("cancel", store)

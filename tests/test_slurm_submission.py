@@ -15,13 +15,22 @@ import pytest
 
 import bench.sweep
 from bench.launch.slurm import ledger
-from tests.cluster_sweeps import FAKE, LONG, ONE_RANK, attempts, called, jobs, quoted, submit
-from tests.fake_model import rows, wait_until
-from tests.slurm_cluster import PATIENCE_S, Cluster
+from tests.cluster_sweeps import (
+    FAKE_MODEL_RUN,
+    LONG_RUN,
+    ONE_RANK,
+    call_main,
+    find_run_attempts,
+    format_store_override,
+    run_jobs_command,
+    submit_sweep,
+)
+from tests.fake_model import read_attempts_by_run, wait_until
+from tests.slurm_cluster import SLURM_TIMEOUT_S, SlurmTestCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SHAPES = ("-m", *FAKE, "cluster=slurm_test", "gpus=1,2")
+SHAPES = ("-m", *FAKE_MODEL_RUN, "cluster=slurm_test", "gpus=1,2")
 """Two arrays."""
 
 SBATCH = """#!/bin/sh
@@ -52,7 +61,7 @@ def first_sbatch(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def nothing_starts(cluster: Cluster) -> Iterator[None]:
+def nothing_starts(cluster: SlurmTestCluster) -> Iterator[None]:
     """Jobs wait, of every partition that sweeps of this file name."""
     cluster.scontrol("update", "partitionname=main", "state=down")
     try:
@@ -63,7 +72,7 @@ def nothing_starts(cluster: Cluster) -> Iterator[None]:
 
 def refused(store: Path, *command: str) -> str:
     """The one sentence in which a command refuses."""
-    done = called(bench.sweep.main, *command, quoted(store))
+    done = call_main(bench.sweep.main, *command, format_store_override(store))
     assert done.returncode == 2, done.stdout
     (sentence,) = done.stderr.splitlines()
     return sentence
@@ -85,8 +94,8 @@ def test_an_array_that_is_refused_takes_those_before_it_along(idle_slurm, tmp_pa
     assert "Job violates accounting/QOS policy" in sentence
     assert sentence.endswith("Nothing of it is left in the queue.")
     assert idle_slurm.squeue("-o", "%A") == [held]
-    assert rows(tmp_path) == {}
-    assert jobs("collect", tmp_path).stdout == f"Nothing submitted from {tmp_path} is open.\n"
+    assert read_attempts_by_run(tmp_path) == {}
+    assert run_jobs_command("collect", tmp_path).stdout == f"Nothing submitted from {tmp_path} is open.\n"
 
 
 @pytest.mark.parametrize("dry_run", ["false", "true"])
@@ -96,16 +105,16 @@ def test_a_limit_of_the_partition_is_known_before_anything_is_submitted(idle_slu
     assert sentence.startswith("cluster=slurm_test refuses array 0-1x1, of 10 min a run: ")
     assert "Requested time limit is invalid" in sentence
     assert "choose cluster.time_limit_min" in sentence
-    assert ledger.submissions(tmp_path, closed=True) == []
+    assert ledger.list_submissions(tmp_path, include_closed=True) == []
 
 
 def test_a_limit_shorter_than_the_estimate_is_said(idle_slurm, tmp_path):
-    plan = (*FAKE, *ONE_RANK, "measurement.steps=1000000", "dry_run=true", quoted(tmp_path))
-    short = called(bench.sweep.main, *plan, "cluster.time_limit_min=2")
+    plan = (*FAKE_MODEL_RUN, *ONE_RANK, "measurement.steps=1000000", "dry_run=true", format_store_override(tmp_path))
+    short = call_main(bench.sweep.main, *plan, "cluster.time_limit_min=2")
     assert short.returncode == 0, short.stderr
     assert "Too short: a run of array 0-1x1 is expected to take" in short.stdout
     assert "its time limit is 2 min. Choose cluster.time_limit_min." in " ".join(short.stdout.split())
-    assert "Too short" not in called(bench.sweep.main, *plan).stdout
+    assert "Too short" not in call_main(bench.sweep.main, *plan).stdout
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -113,7 +122,7 @@ def test_a_passing_fault_is_passed_over_and_nothing_is_submitted_twice(idle_slur
     """A controller that is too slow to answer may have taken the job."""
     first_sbatch(('{sbatch} "$@" >/dev/null; ' if taken else "") + TIMED_OUT)
     with nothing_starts(idle_slurm):
-        done = submit(tmp_path / "store", *SHAPES[1:])
+        done = submit_sweep(tmp_path / "store", *SHAPES[1:])
         assert "Socket timed out on send/recv operation; trying again in 2 s." in done.stderr
         names = idle_slurm.squeue("-o", "%j")
     assert len(names) == len(set(names)) == 2
@@ -122,29 +131,33 @@ def test_a_passing_fault_is_passed_over_and_nothing_is_submitted_twice(idle_slur
 def test_jobs_run_though_their_submitter_died_the_moment_they_were_accepted(idle_slurm, tmp_path, first_sbatch):
     store = tmp_path / "store"
     first_sbatch('{sbatch} "$@"; kill -KILL $PPID')
-    died = subprocess.run([sys.executable, "-m", "bench.sweep", *SHAPES, quoted(store)], check=False)
+    died = subprocess.run([sys.executable, "-m", "bench.sweep", *SHAPES, format_store_override(store)], check=False)
     assert died.returncode == -9
-    cut_short = jobs("collect", store)
+    cut_short = run_jobs_command("collect", store)
     assert cut_short.returncode == 1
     assert "1 not submitted" in cut_short.stdout
     assert "The same sweep command submits again what has no result." in cut_short.stdout
-    again = submit(store, *SHAPES[1:])
+    again = submit_sweep(store, *SHAPES[1:])
     assert "Submitted job" in again.stdout
     started = time.monotonic()
-    watched = jobs("watch", store)
+    watched = run_jobs_command("watch", store)
     assert watched.returncode == 0, watched.stdout
     assert "2 done" in watched.stdout
     assert "not submitted" not in watched.stdout
     assert "None" not in watched.stdout
-    assert time.monotonic() - started < PATIENCE_S
-    found = rows(store)
+    assert time.monotonic() - started < SLURM_TIMEOUT_S
+    found = read_attempts_by_run(store)
     assert [[row["status"] for row in run] for run in found.values()] == [["ok"], ["ok"]]
     assert len({row["job_id"] for run in found.values() for row in run}) == 2
     assert len(idle_slurm.squeue("--states=all", "--format=%j", "--name", ",".join(_names(store)))) == 2
 
 
 def _names(store: Path) -> list[str]:
-    return [array.job_name for submission in ledger.submissions(store, closed=True) for array in submission.arrays]
+    return [
+        array.job_name
+        for submission in ledger.list_submissions(store, include_closed=True)
+        for array in submission.arrays
+    ]
 
 
 def test_a_submission_that_is_interrupted_leaves_nothing_behind(idle_slurm, tmp_path, first_sbatch):
@@ -152,7 +165,7 @@ def test_a_submission_that_is_interrupted_leaves_nothing_behind(idle_slurm, tmp_
     store = tmp_path / "store"
     first_sbatch('{sbatch} "$@"; kill -INT $PPID; sleep 1')
     with nothing_starts(idle_slurm):
-        command = [sys.executable, "-m", "bench.sweep", *SHAPES, quoted(store)]
+        command = [sys.executable, "-m", "bench.sweep", *SHAPES, format_store_override(store)]
         stopped = subprocess.run(
             command,
             capture_output=True,
@@ -164,26 +177,26 @@ def test_a_submission_that_is_interrupted_leaves_nothing_behind(idle_slurm, tmp_
         assert "Traceback" not in stopped.stderr
         assert idle_slurm.squeue() == []
     assert "Submitted" not in stopped.stdout
-    assert ledger.submissions(store) == []
+    assert ledger.list_submissions(store) == []
 
 
 def test_a_job_that_is_held_says_how_it_is_released(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *ONE_RANK, "cluster.sbatch=[--hold,--mail-type=END]")
+    submit_sweep(tmp_path, *FAKE_MODEL_RUN, *ONE_RANK, "cluster.sbatch=[--hold,--mail-type=END]")
     (job,) = idle_slurm.squeue("-o", "%A")
-    assert f"waits: held: scontrol release {job}" in jobs("collect", tmp_path).stdout
+    assert f"waits: held: scontrol release {job}" in run_jobs_command("collect", tmp_path).stdout
     assert "MailType=END" in idle_slurm.scontrol("show", "job", job)
 
 
 def test_a_store_that_the_nodes_do_not_see_is_said(idle_slurm, tmp_path):
     store = tmp_path / "store"
-    submit(store, *FAKE, *ONE_RANK, "cluster.sbatch=[--hold]")
+    submit_sweep(store, *FAKE_MODEL_RUN, *ONE_RANK, "cluster.sbatch=[--hold]")
     (job,) = idle_slurm.squeue("-o", "%A")
     store.rename(tmp_path / "elsewhere")
     idle_slurm.scontrol("release", job)
-    idle_slurm.wait_for("the end of the job", lambda: idle_slurm.job_state(job) == "FAILED")
+    idle_slurm.wait_for("the end of the job", lambda: idle_slurm.read_job_state(job) == "FAILED")
     (tmp_path / "elsewhere").rename(store)
-    assert jobs("collect", store).returncode == 1
-    (row,) = attempts(store)
+    assert run_jobs_command("collect", store).returncode == 1
+    (row,) = find_run_attempts(store)
     assert row["status"] == "error"
     assert f"its job {job} could not open the file for its output" in row["error"]
     assert f"may not see store={store}" in row["error"]
@@ -191,16 +204,16 @@ def test_a_store_that_the_nodes_do_not_see_is_said(idle_slurm, tmp_path):
 
 def test_an_element_cancelled_alone_before_it_ran_is_noted_as_that(idle_slurm, tmp_path):
     with nothing_starts(idle_slurm):
-        submit(tmp_path, *FAKE, *LONG, *ONE_RANK, "seed=1,2,3")
+        submit_sweep(tmp_path, *FAKE_MODEL_RUN, *LONG_RUN, *ONE_RANK, "seed=1,2,3")
         (array,) = idle_slurm.squeue("-o", "%F")
         idle_slurm.run("scancel", f"{array}_1")
-        collected = jobs("collect", tmp_path)
+        collected = run_jobs_command("collect", tmp_path)
         assert "2 queued, 0 done, 1 failed" in collected.stdout
-        found = [row for run in rows(tmp_path).values() for row in run]
+        found = [row for run in read_attempts_by_run(tmp_path).values() for row in run]
         assert [(row["status"], row["error"]) for row in found] == [
             ("skipped", f"its job {array}_1 was cancelled before it came to run")
         ]
-        assert jobs("cancel", tmp_path).returncode == 1
-    found = [row for run in rows(tmp_path).values() for row in run]
+        assert run_jobs_command("cancel", tmp_path).returncode == 1
+    found = [row for run in read_attempts_by_run(tmp_path).values() for row in run]
     assert [row["status"] for row in found] == ["skipped"] * 3
-    assert wait_until(lambda: ledger.submissions(tmp_path) == [], 1)
+    assert wait_until(lambda: ledger.list_submissions(tmp_path) == [], 1)

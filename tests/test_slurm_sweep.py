@@ -17,20 +17,20 @@ from bench import records
 from bench.records import claims
 from bench.sweep import main as sweep_main
 from tests.cluster_sweeps import (
-    FAKE,
-    LONG,
+    FAKE_MODEL_RUN,
+    LONG_RUN,
     ONE_NODE,
     ONE_RANK,
     TWO_NODES,
-    attempts,
-    jobs,
-    quoted,
-    submit,
-    training,
+    find_run_attempts,
+    format_store_override,
+    run_jobs_command,
+    submit_sweep,
+    wait_for_training,
 )
-from tests.conftest import ROOT, SMALL_GPT, processor_s, run_command
-from tests.fake_model import rows, wait_until
-from tests.slurm_cluster import PATIENCE_S
+from tests.conftest import ROOT, SMALL_GPT, measure_cpu_time_s, run_command
+from tests.fake_model import read_attempts_by_run, wait_until
+from tests.slurm_cluster import SLURM_TIMEOUT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -39,7 +39,7 @@ QUICK = ("measurement.warmup_steps=2", "measurement.steps=2", "sequence_length=3
 
 def one_rows(store: Path) -> list[records.Record]:
     """The row of each run, every one of which has a single attempt."""
-    found = list(rows(store).values())
+    found = list(read_attempts_by_run(store).values())
     assert all(len(run) == 1 for run in found)
     return [run[0] for run in found]
 
@@ -51,9 +51,9 @@ def one_rows(store: Path) -> list[records.Record]:
 def two_nodes(slurm, tmp_path_factory) -> dict[str, records.Record]:
     """DDP and FSDP with shards inside nodes and replicas across, four ranks on two nodes; rows by strategy."""
     store = tmp_path_factory.mktemp("nodes") / "store"
-    submit(store, *TWO_NODES, *SMALL_GPT, *QUICK, "strategy=ddp")
-    submit(store, *TWO_NODES, *SMALL_GPT, *QUICK, "strategy=fsdp", "strategy.sharding_factor=node")
-    done = jobs("watch", store)
+    submit_sweep(store, *TWO_NODES, *SMALL_GPT, *QUICK, "strategy=ddp")
+    submit_sweep(store, *TWO_NODES, *SMALL_GPT, *QUICK, "strategy=fsdp", "strategy.sharding_factor=node")
+    done = run_jobs_command("watch", store)
     assert done.returncode == 0, done.stdout + done.stderr
     return {row["effective_strategy"]: row for row in one_rows(store)}
 
@@ -87,8 +87,8 @@ def test_the_row_says_what_the_job_was(two_nodes, slurm):
 
 
 def test_a_rehearsal_is_a_job_of_one_task(idle_slurm, tmp_path):
-    submit(tmp_path, "cluster=slurm_test", *SMALL_GPT, *QUICK, "strategy=fsdp", "gpus=64", "mode=rehearse")
-    done = jobs("watch", tmp_path)
+    submit_sweep(tmp_path, "cluster=slurm_test", *SMALL_GPT, *QUICK, "strategy=fsdp", "gpus=64", "mode=rehearse")
+    done = run_jobs_command("watch", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = one_rows(tmp_path)
     assert (row["status"], row["evidence"], row["world_size"], row["nodes"]) == ("ok", "rehearsed", 64, 8)
@@ -99,7 +99,9 @@ def test_a_rehearsal_is_a_job_of_one_task(idle_slurm, tmp_path):
 
 
 def test_every_run_asks_for_exactly_its_own_resources(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *LONG, "cluster=slurm_test", "cluster.cpus_per_gpu=1", "gpus=1,2,8,16,32")
+    submit_sweep(
+        tmp_path, *FAKE_MODEL_RUN, *LONG_RUN, "cluster=slurm_test", "cluster.cpus_per_gpu=1", "gpus=1,2,8,16,32"
+    )
     lines = [line.split() for line in idle_slurm.squeue("-r", "-o", "%D %C %b")]
     asked = sorted((int(nodes), int(cpus), gpus) for nodes, cpus, gpus in lines)
     per_node = [gpus.rpartition(":")[2] for _, _, gpus in asked]
@@ -108,7 +110,15 @@ def test_every_run_asks_for_exactly_its_own_resources(idle_slurm, tmp_path):
 
 
 def test_a_shape_the_cluster_does_not_have_is_left_out_with_its_reason(idle_slurm, tmp_path):
-    plan = run_command("bench.sweep", "-m", *FAKE, "cluster=slurm_test", "gpus=1,64", "dry_run=true", quoted(tmp_path))
+    plan = run_command(
+        "bench.sweep",
+        "-m",
+        *FAKE_MODEL_RUN,
+        "cluster=slurm_test",
+        "gpus=1,64",
+        "dry_run=true",
+        format_store_override(tmp_path),
+    )
     assert plan.returncode == 0
     assert "1 to run, 1 impossible" in plan.stdout
     assert "refuses 8 node(s) with 8 task(s) each" in plan.stdout
@@ -117,11 +127,11 @@ def test_a_shape_the_cluster_does_not_have_is_left_out_with_its_reason(idle_slur
 
 def test_runs_go_one_at_a_time_unless_asked_otherwise(idle_slurm, tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
-    several = (*FAKE, *ONE_NODE, "+model.step_s=0.5", "measurement.steps=4", "seed=1,2")
-    submit(alone, *several, "batch_size_per_gpu=2")
-    assert jobs("watch", alone).returncode == 0
-    submit(together, *several, "measurement.steps=16", "cluster.parallelism=2")
-    assert jobs("watch", together).returncode == 0
+    several = (*FAKE_MODEL_RUN, *ONE_NODE, "+model.step_s=0.5", "measurement.steps=4", "seed=1,2")
+    submit_sweep(alone, *several, "batch_size_per_gpu=2")
+    assert run_jobs_command("watch", alone).returncode == 0
+    submit_sweep(together, *several, "measurement.steps=16", "cluster.parallelism=2")
+    assert run_jobs_command("watch", together).returncode == 0
     for row in one_rows(alone):
         assert row["concurrent_runs"] == 0
         assert row["concurrent"] == []
@@ -135,26 +145,28 @@ def test_runs_go_one_at_a_time_unless_asked_otherwise(idle_slurm, tmp_path):
 
 
 def test_arrays_of_different_shapes_wait_for_each_other(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *LONG, "cluster=slurm_test", "gpus=1,2", "seed=1,2")
+    submit_sweep(tmp_path, *FAKE_MODEL_RUN, *LONG_RUN, "cluster=slurm_test", "gpus=1,2", "seed=1,2")
     states = idle_slurm.squeue("-r", "-o", "%T %r")
     assert sum(line.startswith("RUNNING") for line in states) <= 1
-    assert wait_until(lambda: "Dependency" in idle_slurm.squeue("-r", "-o", "%r"), PATIENCE_S)
-    assert wait_until(lambda: "JobArrayTaskLimit" in idle_slurm.squeue("-r", "-o", "%r"), PATIENCE_S)
+    assert wait_until(lambda: "Dependency" in idle_slurm.squeue("-r", "-o", "%r"), SLURM_TIMEOUT_S)
+    assert wait_until(lambda: "JobArrayTaskLimit" in idle_slurm.squeue("-r", "-o", "%r"), SLURM_TIMEOUT_S)
 
 
 def test_arrays_are_cut_at_the_clusters_largest(idle_slurm, tmp_path, monkeypatch):
     from bench.launch.slurm.launcher import SlurmLauncher
-    from bench.launch.task import Task
-    from bench.planning.compose import composed
-    from tests.fake_model import planned
+    from bench.launch.task import LaunchTask
+    from bench.planning.compose import compose_config
+    from tests.fake_model import plan_runs
 
-    launcher = SlurmLauncher(composed({"cluster": "slurm_test"})["cluster"], dry_run=False)
-    tasks = [Task(config) for config in planned(*FAKE, "gpus=2", f"seed={','.join(map(str, range(25)))}")]
-    assert [len(batch.tasks) for batch in launcher.batches(tasks, tmp_path, "name")] == [25]
+    launcher = SlurmLauncher(compose_config({"cluster": "slurm_test"})["cluster"], dry_run=False)
+    tasks = [
+        LaunchTask(config) for config in plan_runs(*FAKE_MODEL_RUN, "gpus=2", f"seed={','.join(map(str, range(25)))}")
+    ]
+    assert [len(batch.tasks) for batch in launcher.plan_arrays(tasks, tmp_path, "name")] == [25]
     largest = int(idle_slurm.scontrol("show", "config").split("MaxArraySize")[1].split()[1])
-    assert launcher._largest_array == largest
-    monkeypatch.setattr(launcher, "_largest_array", 10)
-    batches = launcher.batches(tasks, tmp_path, "name")
+    assert launcher._max_array_size == largest
+    monkeypatch.setattr(launcher, "_max_array_size", 10)
+    batches = launcher.plan_arrays(tasks, tmp_path, "name")
     assert [len(batch.tasks) for batch in batches] == [10, 10, 5]
     assert [task for batch in batches for task in batch.tasks] == tasks
     assert len({batch.array.name for batch in batches}) == 3
@@ -164,15 +176,15 @@ def test_arrays_are_cut_at_the_clusters_largest(idle_slurm, tmp_path, monkeypatc
 
 
 def test_a_second_identical_sweep_submits_nothing(idle_slurm, tmp_path):
-    sweep = (*FAKE, *ONE_RANK, "+model.step_s=1", "measurement.steps=8", "seed=1,2")
-    first = submit(tmp_path, *sweep)
+    sweep = (*FAKE_MODEL_RUN, *ONE_RANK, "+model.step_s=1", "measurement.steps=8", "seed=1,2")
+    first = submit_sweep(tmp_path, *sweep)
     assert "2 to run" in first.stdout
-    assert training(tmp_path)
-    second = submit(tmp_path, *sweep)
+    assert wait_for_training(tmp_path)
+    second = submit_sweep(tmp_path, *sweep)
     assert "0 to run, 2 queued or running on a cluster" in second.stdout
     assert "Submitted" not in second.stdout
-    assert jobs("watch", tmp_path).returncode == 0
-    third = submit(tmp_path, *sweep)
+    assert run_jobs_command("watch", tmp_path).returncode == 0
+    third = submit_sweep(tmp_path, *sweep)
     assert "2 done, 0 to run" in third.stdout
     assert "Submitted" not in third.stdout
     assert len(one_rows(tmp_path)) == 2
@@ -180,19 +192,19 @@ def test_a_second_identical_sweep_submits_nothing(idle_slurm, tmp_path):
 
 
 def test_a_sweep_here_leaves_alone_what_the_cluster_has(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *LONG, *ONE_RANK)
-    here = run_command("bench.sweep", *FAKE, *LONG, "gpus=1", quoted(tmp_path))
+    submit_sweep(tmp_path, *FAKE_MODEL_RUN, *LONG_RUN, *ONE_RANK)
+    here = run_command("bench.sweep", *FAKE_MODEL_RUN, *LONG_RUN, "gpus=1", format_store_override(tmp_path))
     assert "1 queued or running on a cluster" in here.stdout
 
 
 def test_a_run_that_somebody_else_is_executing_is_left_to_them(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *ONE_NODE)
+    submit_sweep(tmp_path, *FAKE_MODEL_RUN, *ONE_NODE)
     (run,) = {entry["run_id"] for entry in _ledger(tmp_path)["arrays"][0]["entries"]}
     row = {"run_id": run, "launcher": "local"}
     owner = {"process": {"host": "elsewhere", "pid": 1, "started": 1}}
-    claims.take(tmp_path, row, owner, 1024)
-    assert wait_until(lambda: idle_slurm.squeue() == [], PATIENCE_S)
-    assert records.attempts(tmp_path, run) == []
+    claims.take_claim(tmp_path, row, owner, 1024)
+    assert wait_until(lambda: idle_slurm.squeue() == [], SLURM_TIMEOUT_S)
+    assert records.list_attempts(tmp_path, run) == []
     log = next((tmp_path / ".jobs").glob("*/*/*_0_log.out")).read_text()
     assert "who is executing it" in log
 
@@ -203,18 +215,18 @@ def _ledger(store: Path) -> dict:
 
 
 def test_force_measures_again_once(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *ONE_RANK)
-    assert jobs("watch", tmp_path).returncode == 0
-    submit(tmp_path, *FAKE, *ONE_RANK, "force=true")
-    assert jobs("watch", tmp_path).returncode == 0
-    assert [row["status"] for row in attempts(tmp_path)] == ["ok", "ok"]
+    submit_sweep(tmp_path, *FAKE_MODEL_RUN, *ONE_RANK)
+    assert run_jobs_command("watch", tmp_path).returncode == 0
+    submit_sweep(tmp_path, *FAKE_MODEL_RUN, *ONE_RANK, "force=true")
+    assert run_jobs_command("watch", tmp_path).returncode == 0
+    assert [row["status"] for row in find_run_attempts(tmp_path)] == ["ok", "ok"]
 
 
 # From another shell
 
 
 def test_whoever_submitted_need_not_live(idle_slurm, tmp_path):
-    command = [sys.executable, "-m", "bench.sweep", *FAKE, *ONE_RANK, quoted(tmp_path)]
+    command = [sys.executable, "-m", "bench.sweep", *FAKE_MODEL_RUN, *ONE_RANK, format_store_override(tmp_path)]
     sweep = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
     assert sweep.stdout is not None
     while b"Submitted" not in sweep.stdout.readline():
@@ -229,17 +241,17 @@ def test_whoever_submitted_need_not_live(idle_slurm, tmp_path):
     time.sleep(3)
     watch.kill()
     watch.wait()
-    assert wait_until(lambda: bool(rows(tmp_path)) and idle_slurm.squeue() == [], PATIENCE_S)
-    collected = jobs("collect", tmp_path)
+    assert wait_until(lambda: bool(read_attempts_by_run(tmp_path)) and idle_slurm.squeue() == [], SLURM_TIMEOUT_S)
+    collected = run_jobs_command("collect", tmp_path)
     assert collected.returncode == 0
     assert "over: 1 done" in collected.stdout
-    assert attempts(tmp_path)[0]["status"] == "ok"
-    assert jobs("collect", tmp_path).stdout == f"Nothing submitted from {tmp_path} is open.\n"
+    assert find_run_attempts(tmp_path)[0]["status"] == "ok"
+    assert run_jobs_command("collect", tmp_path).stdout == f"Nothing submitted from {tmp_path} is open.\n"
 
 
 def test_watch_tells_of_every_state_and_of_gpu_hours(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *ONE_NODE, "+model.step_s=1", "+model.fault=none,raise:forward:0:3")
-    watched = jobs("watch", tmp_path)
+    submit_sweep(tmp_path, *FAKE_MODEL_RUN, *ONE_NODE, "+model.step_s=1", "+model.fault=none,raise:forward:0:3")
+    watched = run_jobs_command("watch", tmp_path)
     assert watched.returncode == 1
     assert "1 queued, " in watched.stdout
     assert "1 running, " in watched.stdout
@@ -278,7 +290,7 @@ def test_an_edit_after_submission_does_not_change_queued_runs(idle_slurm, tmp_pa
     idle_slurm.run(
         "sbatch", "--exclusive", "--nodes=4", "--wrap", "sleep 600", "--output=/dev/null", "--job-name=blocker"
     )
-    overrides = [*FAKE, *ONE_RANK, "model.family=my_models.mine", quoted(store)]
+    overrides = [*FAKE_MODEL_RUN, *ONE_RANK, "model.family=my_models.mine", format_store_override(store)]
     done = subprocess.run(
         [sys.executable, "-m", "bench.sweep", *overrides],
         cwd=ROOT,
@@ -290,15 +302,15 @@ def test_an_edit_after_submission_does_not_change_queued_runs(idle_slurm, tmp_pa
     assert "Submitted" in done.stdout, done.stderr
     (package / "mine.py").write_text(PLUGIN.format(tokens=2000))
     idle_slurm.run("scancel", "--name=blocker")
-    assert jobs("watch", store).returncode == 0
-    (row,) = attempts(store)
+    assert run_jobs_command("watch", store).returncode == 0
+    (row,) = find_run_attempts(store)
     assert row["tokens_per_second_per_gpu"] * row["step_time_median_s"] == pytest.approx(2 * 1000)
     assert (store / ".code").exists()
 
 
 def test_equal_code_is_copied_once_and_knows_its_commit(idle_slurm, tmp_path):
     for seed in (1, 2):
-        submit(tmp_path, *FAKE, *ONE_RANK, f"seed={seed}")
+        submit_sweep(tmp_path, *FAKE_MODEL_RUN, *ONE_RANK, f"seed={seed}")
     (code,) = (tmp_path / ".code").iterdir()
     commit = json.loads((code / "COMMIT.json").read_text())
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -313,7 +325,14 @@ def test_equal_code_is_copied_once_and_knows_its_commit(idle_slurm, tmp_path):
 def test_a_dry_run_shows_arrays_costs_and_scripts_and_submits_nothing(idle_slurm, tmp_path):
     store = tmp_path / "store"
     before = idle_slurm.squeue("-t", "all")
-    arguments = (*FAKE, "cluster=slurm_test", "gpus=1,16", "seed=1,2", "cluster.comment=ours", quoted(store))
+    arguments = (
+        *FAKE_MODEL_RUN,
+        "cluster=slurm_test",
+        "gpus=1,16",
+        "seed=1,2",
+        "cluster.comment=ours",
+        format_store_override(store),
+    )
     plan = run_command("bench.sweep", "-m", *arguments, "dry_run=true")
     assert plan.returncode == 0
     assert "#SBATCH" not in plan.stdout
@@ -331,9 +350,9 @@ def test_a_dry_run_shows_arrays_costs_and_scripts_and_submits_nothing(idle_slurm
 
 
 def test_the_script_shown_is_the_script_submitted(idle_slurm, tmp_path):
-    arguments = (*FAKE, *TWO_NODES, "seed=1,2", "cluster.setup=['export GREETING=hello']", "cluster.wckey=w")
-    shown = run_command("bench.sweep", "-m", *arguments, "dry_run=script", quoted(tmp_path)).stdout
-    submit(tmp_path, *arguments)
+    arguments = (*FAKE_MODEL_RUN, *TWO_NODES, "seed=1,2", "cluster.setup=['export GREETING=hello']", "cluster.wckey=w")
+    shown = run_command("bench.sweep", "-m", *arguments, "dry_run=script", format_store_override(tmp_path)).stdout
+    submit_sweep(tmp_path, *arguments)
     (path,) = (tmp_path / ".jobs").glob("*/*/submission.sh")
     name = _name(tmp_path)
     planned = shown[shown.index("#!/bin/bash") :].strip()
@@ -342,8 +361,8 @@ def test_the_script_shown_is_the_script_submitted(idle_slurm, tmp_path):
 
 
 def test_the_time_limit_comes_from_the_plan_unless_set(idle_slurm, tmp_path):
-    submit(tmp_path, *FAKE, *LONG, *ONE_RANK)
-    submit(tmp_path, *FAKE, *LONG, *ONE_RANK, "seed=1", "cluster.time_limit_min=77")
+    submit_sweep(tmp_path, *FAKE_MODEL_RUN, *LONG_RUN, *ONE_RANK)
+    submit_sweep(tmp_path, *FAKE_MODEL_RUN, *LONG_RUN, *ONE_RANK, "seed=1", "cluster.time_limit_min=77")
     limits = {line.split()[-1] for line in idle_slurm.squeue("-o", "%j %l")}
     assert limits == {"10:00", "1:17:00"}
 
@@ -354,8 +373,10 @@ def test_the_time_limit_comes_from_the_plan_unless_set(idle_slurm, tmp_path):
 def test_a_search_for_the_largest_batch_is_one_job(idle_slurm, tmp_path):
     search = ("search=largest_batch", "hardware.memory_limit_gib=0.1", "measurement.steps=1", "batch_size_per_gpu=32")
     two_nodes = ("cluster=slurm_test", "cluster.gpus_per_node=1", "gpus=2")
-    submit(tmp_path, *SMALL_GPT, *two_nodes, "strategy=fsdp", "measurement.warmup_steps=2", *search, "report=false")
-    done = jobs("watch", tmp_path)
+    submit_sweep(
+        tmp_path, *SMALL_GPT, *two_nodes, "strategy=fsdp", "measurement.warmup_steps=2", *search, "report=false"
+    )
+    done = run_jobs_command("watch", tmp_path)
     assert done.returncode == 0, done.stdout
     found = {row["batch_size_per_gpu"]: row["status"] for row in one_rows(tmp_path)}
     assert len({row["job_id"] for row in one_rows(tmp_path)}) == 1
@@ -377,17 +398,17 @@ def test_a_store_path_may_hold_anything(idle_slurm, tmp_path, name):
         store.mkdir(parents=True)
         typed = tmp_path / "plain"
         typed.symlink_to(store)
-    submit(typed, *FAKE, *ONE_RANK)
-    watched = jobs("watch", store)
+    submit_sweep(typed, *FAKE_MODEL_RUN, *ONE_RANK)
+    watched = run_jobs_command("watch", store)
     assert watched.returncode == 0, watched.stdout
-    assert attempts(store)[0]["status"] == "ok"
+    assert find_run_attempts(store)[0]["status"] == "ok"
     assert not list(tmp_path.rglob("pwned"))
     assert not (ROOT / "pwned").exists()
 
 
 def test_a_comment_arrives_unchanged(idle_slurm, tmp_path):
     text = 'a b $(touch pwned) `touch pwned` ; touch pwned # it\'s "naïve" %j'
-    submit(tmp_path, *FAKE, *ONE_RANK, "cluster.comment='" + text.replace("'", "\\'") + "'")
+    submit_sweep(tmp_path, *FAKE_MODEL_RUN, *ONE_RANK, "cluster.comment='" + text.replace("'", "\\'") + "'")
     assert idle_slurm.squeue("-o", "%k") == [text]
     assert not list(tmp_path.rglob("pwned"))
 
@@ -397,19 +418,25 @@ def test_a_comment_arrives_unchanged(idle_slurm, tmp_path):
 
 @pytest.mark.alone
 def test_thousands_of_runs_are_planned_and_submitted_in_seconds(idle_slurm, tmp_path):
-    overrides = (*FAKE, "cluster=slurm_test", "strategy=ddp,fsdp", "gpus=1,2,4,8", "batch_size_per_gpu=1,2,3,4,5")
+    overrides = (
+        *FAKE_MODEL_RUN,
+        "cluster=slurm_test",
+        "strategy=ddp,fsdp",
+        "gpus=1,2,4,8",
+        "batch_size_per_gpu=1,2,3,4,5",
+    )
     seeds = f"seed={','.join(map(str, range(100)))}"
     idle_slurm.scontrol("update", "partitionname=main", "state=down")
     try:
-        before = processor_s()
-        done = submit(tmp_path, *overrides, seeds)
-        took = processor_s() - before
+        before = measure_cpu_time_s()
+        done = submit_sweep(tmp_path, *overrides, seeds)
+        took = measure_cpu_time_s() - before
         assert "4000 runs in 4 arrays" in done.stdout
         assert len(idle_slurm.squeue("-r", "-o", "%i")) == 4000
         assert 0 < took < 40, f"{took:.0f} s"
-        before = processor_s()
-        again = submit(tmp_path, *overrides, seeds)
-        took = processor_s() - before
+        before = measure_cpu_time_s()
+        again = submit_sweep(tmp_path, *overrides, seeds)
+        took = measure_cpu_time_s() - before
         assert "4000 queued or running" in again.stdout
         assert 0 < took < 40, f"{took:.0f} s"
     finally:
@@ -451,7 +478,7 @@ def test_thousands_of_runs_are_planned_and_submitted_in_seconds(idle_slurm, tmp_
 )
 def test_bad_input_is_one_sentence_and_nothing_is_submitted(slurm, tmp_path, capsys, overrides, sentence):
     before = slurm.squeue("-t", "all", "-o", "%A")
-    assert sweep_main([*FAKE, *ONE_NODE, f"store={tmp_path / 'store'}", *overrides]) == 2
+    assert sweep_main([*FAKE_MODEL_RUN, *ONE_NODE, f"store={tmp_path / 'store'}", *overrides]) == 2
     shown = capsys.readouterr()
     assert sentence in shown.err
     assert len(shown.err.strip().splitlines()) == 1
@@ -468,14 +495,14 @@ def test_a_job_that_would_wait_for_ever_is_taken_back(idle_slurm, tmp_path, caps
     idle_slurm.scontrol("reconfigure")
     try:
         asked = ("cluster.partition=short", "cluster.time_limit_min=5", "seed=1,2")
-        assert sweep_main(["-m", *FAKE, *ONE_RANK, *asked, f"store={tmp_path}"]) == 2
+        assert sweep_main(["-m", *FAKE_MODEL_RUN, *ONE_RANK, *asked, f"store={tmp_path}"]) == 2
     finally:
         configuration.write_text(strict)
         idle_slurm.scontrol("reconfigure")
     shown = capsys.readouterr()
     assert "would wait for ever, says SLURM: PartitionTimeLimit" in shown.err
     assert idle_slurm.squeue() == []
-    assert jobs("collect", tmp_path).stdout == f"Nothing submitted from {tmp_path} is open.\n"
+    assert run_jobs_command("collect", tmp_path).stdout == f"Nothing submitted from {tmp_path} is open.\n"
 
 
 @pytest.mark.parametrize(
@@ -498,11 +525,11 @@ def test_bench_jobs_has_nothing_to_do_where_nothing_was_submitted(tmp_path):
 
 
 def test_estimates_grow_with_the_work():
-    from bench.planning.estimate import expected_s, time_limit_min
-    from tests.conftest import configuration
+    from bench.planning.estimate import compute_time_limit_min, predict_duration_s
+    from tests.conftest import compose_run_config
 
-    small, large = configuration("model=gpt_tiny"), configuration("model=gpt_tiny", "measurement.steps=2000")
-    assert expected_s(large) > expected_s(small) > 60
-    assert expected_s(small, search=True) > 5 * expected_s(small)
-    assert time_limit_min(60) == 10
-    assert math.isclose(time_limit_min(3600) % 5, 0)
+    small, large = compose_run_config("model=gpt_tiny"), compose_run_config("model=gpt_tiny", "measurement.steps=2000")
+    assert predict_duration_s(large) > predict_duration_s(small) > 60
+    assert predict_duration_s(small, search=True) > 5 * predict_duration_s(small)
+    assert compute_time_limit_min(60) == 10
+    assert math.isclose(compute_time_limit_min(3600) % 5, 0)

@@ -16,14 +16,14 @@ import pytest
 from bench import records
 from bench.launch.slurm import ledger
 from bench.records import Record, claims
-from tests.cluster_sweeps import FAKE, ONE_RANK, job_processes, quoted
-from tests.fake_model import rows
-from tests.slurm_cluster import Cluster
-from tests.unix_accounts import Account, team
+from tests.cluster_sweeps import FAKE_MODEL_RUN, ONE_RANK, format_store_override, list_job_processes
+from tests.fake_model import read_attempts_by_run
+from tests.slurm_cluster import SlurmTestCluster
+from tests.unix_accounts import Account, create_team
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SWEEP = (*FAKE, *ONE_RANK, "+model.step_s=0.5", "measurement.steps=10")
+SWEEP = (*FAKE_MODEL_RUN, *ONE_RANK, "+model.step_s=0.5", "measurement.steps=10")
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Shared:
 
     def sweep(self, account: Account, *overrides: str) -> str:
         """What a sweep of an account says, which must succeed."""
-        done = account.run("bench.sweep", "-m", *SWEEP, *overrides, quoted(self.store))
+        done = account.run("bench.sweep", "-m", *SWEEP, *overrides, format_store_override(self.store))
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -48,13 +48,13 @@ class Shared:
 
     @property
     def rows(self) -> list[Record]:
-        return [row for run in rows(self.store).values() for row in run]
+        return [row for run in read_attempts_by_run(self.store).values() for row in run]
 
 
 @pytest.fixture(scope="module")
-def accounts(slurm: Cluster) -> Iterator[tuple[str, dict[str, Account]]]:
+def accounts(slurm: SlurmTestCluster) -> Iterator[tuple[str, dict[str, Account]]]:
     """Alice's umask leaves nothing to her group, Bob's lets it read; both may use the cluster."""
-    with team(slurm.env, {"alice": 0o077, "bob": 0o022}) as (group, members):
+    with create_team(slurm.env, {"alice": 0o077, "bob": 0o022}) as (group, members):
         manager = ("sacctmgr", "--immediate")
         for account in members.values():
             slurm.run(*manager, "add", "user", account.name, "account=bench", "defaultaccount=bench")
@@ -66,7 +66,7 @@ def accounts(slurm: Cluster) -> Iterator[tuple[str, dict[str, Account]]]:
 
 
 @pytest.fixture
-def shared(idle_slurm: Cluster, accounts: tuple[str, dict[str, Account]]) -> Iterator[Shared]:
+def shared(idle_slurm: SlurmTestCluster, accounts: tuple[str, dict[str, Account]]) -> Iterator[Shared]:
     """A store outside of pytest's folders, which only we can enter."""
     group, members = accounts
     store = Path(tempfile.mkdtemp(dir="/tmp", prefix="team-"))
@@ -107,55 +107,55 @@ def test_what_one_has_queued_the_other_neither_submits_nor_ends(idle_slurm, shar
     finally:
         idle_slurm.scontrol("update", "partitionname=main", "state=up")
 
-    idle_slurm.wait_for("a claim", lambda: claims.running(shared.store))
-    (run_id,) = claims.running(shared.store)
-    read = shared.bob.command("cat", str(shared.store / claims.FOLDER / f"{run_id}.claim"))
+    idle_slurm.wait_for("a claim", lambda: claims.list_claimed_runs(shared.store))
+    (run_id,) = claims.list_claimed_runs(shared.store)
+    read = shared.bob.command("cat", str(shared.store / claims.CLAIMS_FOLDER / f"{run_id}.claim"))
     assert f'"user": "{shared.alice.name}"' in read.stdout, read.stderr
     shared.jobs(shared.bob, "collect")
-    assert records.attempts(shared.store, run_id) == []
+    assert records.list_attempts(shared.store, run_id) == []
 
     again = shared.sweep(shared.bob, "seed=1,2,3,4")  # one was cancelled, one never submitted again
     assert "2 runs in 1 arrays" in again
     watched = shared.bob.run("bench.jobs", "watch", str(shared.store))
     assert watched.returncode == 0, watched.stdout + watched.stderr
-    ends = {run_id: [row["status"] for row in run] for run_id, run in rows(shared.store).items()}
+    ends = {run_id: [row["status"] for row in run] for run_id, run in read_attempts_by_run(shared.store).items()}
     assert sorted(ends.values()) == [["ok"], ["ok"], ["skipped", "ok"], ["skipped", "ok"]]
     owners = {path.stat().st_uid for path in shared.store.glob("*/*.json")}
     assert len(owners) == 2
-    assert ledger.submissions(shared.store) == []
+    assert ledger.list_submissions(shared.store) == []
 
 
 def test_a_run_whose_owner_died_is_taken_over_by_another_account(idle_slurm, shared):
     """Its claim is broken when SLURM says that its job has ended, and not before."""
     long = ("measurement.steps=600", "seed=1")
     shared.sweep(shared.alice, *long)
-    idle_slurm.wait_for("a claim", lambda: claims.running(shared.store))
+    idle_slurm.wait_for("a claim", lambda: claims.list_claimed_runs(shared.store))
     (job,) = idle_slurm.squeue("-o", "%A")
-    processes = job_processes(str(idle_slurm.state / "slurm.conf"))
+    processes = list_job_processes(str(idle_slurm.state / "slurm.conf"))
     assert processes
     for number in (signal.SIGSTOP, signal.SIGKILL):  # nobody lives to write down that another died
         for process in processes:
             os.kill(process, number)
-    idle_slurm.wait_for("the end of the job", lambda: idle_slurm.job_state(job) not in ("RUNNING", "COMPLETING"))
-    (run_id,) = claims.running(shared.store)
+    idle_slurm.wait_for("the end of the job", lambda: idle_slurm.read_job_state(job) not in ("RUNNING", "COMPLETING"))
+    (run_id,) = claims.list_claimed_runs(shared.store)
     submitted = shared.sweep(shared.bob, *long)
     assert "Submitted job" in submitted
     idle_slurm.wait_for("a claim of the other", lambda: _owner(shared.store, run_id) == shared.bob.name)
-    (row,) = rows(shared.store)[run_id]
+    (row,) = read_attempts_by_run(shared.store)[run_id]
     assert (row["status"], row["job_id"]) == ("error", job)
     assert f"SLURM ended job {job}: " in row["error"]
 
 
 def _owner(store: Path, run_id: str) -> object:
-    claim = claims.held(store, run_id)
+    claim = claims.find_claim(store, run_id)
     return claim and claim.owner.get("user")
 
 
 def test_a_store_of_ones_own_says_what_keeps_others_out(idle_slurm, shared):
     shared.sweep(shared.alice, "seed=1")
-    (shared.store / ledger.FOLDER / ".lock").chmod(0o600)
-    os.chown(shared.store / ledger.FOLDER / ".lock", 0, 0)
-    done = shared.bob.run("bench.sweep", *SWEEP, quoted(shared.store))
+    (shared.store / ledger.JOBS_FOLDER / ".lock").chmod(0o600)
+    os.chown(shared.store / ledger.JOBS_FOLDER / ".lock", 0, 0)
+    done = shared.bob.run("bench.sweep", *SWEEP, format_store_override(shared.store))
     assert done.returncode == 2
     (sentence,) = done.stderr.splitlines()
     assert sentence.startswith(f"store={shared.store} is not valid: choose a folder that can be written to")

@@ -11,35 +11,37 @@ from omegaconf import OmegaConf
 
 from bench.errors import ImpossibleError, UsageError
 from bench.launch import owners
-from bench.launch.ranks import Ended
+from bench.launch.ranks import RankExit
 from bench.launch.slurm import collect, ledger, queue
-from bench.launch.slurm.job import refuse_too_few_gpus
-from bench.launch.slurm.launcher import SlurmLauncher, shape_of
-from bench.launch.slurm.place import JobPlace
+from bench.launch.slurm.job import refuse_too_few_visible_gpus
+from bench.launch.slurm.launcher import SlurmLauncher, compute_job_shape
+from bench.launch.slurm.place import SlurmJobEnvironment
 from bench.launch.slurm.profile import SlurmProfile
-from bench.launch.slurm.script import script
-from bench.launch.task import Task
-from bench.launch.verdict import verdict
-from bench.planning.compose import composed, groups, parse
-from bench.rank import RankPlace
+from bench.launch.slurm.script import build_sbatch_script
+from bench.launch.task import LaunchTask
+from bench.launch.verdict import build_outcome_columns
+from bench.planning.compose import compose_config, list_config_groups, parse_overrides
+from bench.rank import RankCoordinates
 from bench.records import claims
-from bench.row import configured_row
-from bench.typed import typed
-from tests.conftest import ROOT, configuration
+from bench.row import build_configured_columns
+from bench.typed import build_dataclass
+from tests.conftest import ROOT, compose_run_config
 
 EXAMPLES = sorted((ROOT / "slurm").glob("*.yaml"))
 
 
 def profile(**fields: object) -> SlurmProfile:
-    values = {**composed({"cluster": "slurm"})["cluster"], **fields}
-    made: SlurmProfile = typed("cluster", SlurmProfile, values)
+    values = {**compose_config({"cluster": "slurm"})["cluster"], **fields}
+    made: SlurmProfile = build_dataclass("cluster", SlurmProfile, values)
     return made
 
 
 def flags(**fields: object) -> list[str]:
     """Lines of the batch script for two nodes of eight."""
-    parameters = profile(**fields).sbatch_parameters(job_name="name", nodes=2, tasks_per_node=8, minutes=10)
-    return script(parameters, Path("/jobs"), count=3, command="command").splitlines()
+    parameters = profile(**fields).build_sbatch_parameters(
+        job_name="name", nodes=2, tasks_per_node=8, time_limit_min=10
+    )
+    return build_sbatch_script(parameters, Path("/jobs"), num_elements=3, command="command").splitlines()
 
 
 def test_every_example_is_a_valid_profile():
@@ -47,20 +49,20 @@ def test_every_example_is_a_valid_profile():
     for path in EXAMPLES:
         values = OmegaConf.to_container(OmegaConf.load(path))
         assert isinstance(values, dict)
-        made = typed("cluster", SlurmProfile, {str(key): value for key, value in values.items()})
+        made = build_dataclass("cluster", SlurmProfile, {str(key): value for key, value in values.items()})
         assert made.launcher == "slurm"
-        assert made.hardware in groups()["hardware"]
+        assert made.hardware in list_config_groups()["hardware"]
 
 
 @pytest.mark.parametrize("option", ["slurm", "slurm_test"])
 def test_every_field_of_a_cluster_can_be_set_on_the_command_line(option):
-    assert set(composed({"cluster": option})["cluster"]) == set(SlurmProfile.__dataclass_fields__)
+    assert set(compose_config({"cluster": option})["cluster"]) == set(SlurmProfile.__dataclass_fields__)
 
 
 def test_a_shape_is_asked_for_exactly():
-    assert shape_of(configuration("gpus=8", "cluster.gpus_per_node=8")) == (1, 8, 1)
-    assert shape_of(configuration("gpus=2", "cluster.gpus_per_node=8")) == (1, 2, 1)
-    assert shape_of(configuration("gpus=512", "cluster.gpus_per_node=8")) == (64, 8, 1)
+    assert compute_job_shape(compose_run_config("gpus=8", "cluster.gpus_per_node=8")) == (1, 8, 1)
+    assert compute_job_shape(compose_run_config("gpus=2", "cluster.gpus_per_node=8")) == (1, 2, 1)
+    assert compute_job_shape(compose_run_config("gpus=512", "cluster.gpus_per_node=8")) == (64, 8, 1)
     lines = flags()
     for line in ("--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=10", "--array=0-2%1", "--requeue"):
         assert f"#SBATCH {line}" in lines
@@ -123,11 +125,11 @@ def test_what_sbatch_would_misread_is_refused(field, text):
 
 def test_a_cluster_without_slurm_here_can_still_be_planned(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    queue.max_array_size.cache_clear()
-    cluster = composed({"cluster": "slurm"})["cluster"]
+    queue.query_max_array_size.cache_clear()
+    cluster = compose_config({"cluster": "slurm"})["cluster"]
     launcher = SlurmLauncher(cluster, dry_run=True)
-    launcher.check(configuration("gpus=512", "cluster.gpus_per_node=8"))
-    assert launcher.unasked == "scontrol is not on this machine's PATH"
+    launcher.check(compose_run_config("gpus=512", "cluster.gpus_per_node=8"))
+    assert launcher.unchecked_reason == "scontrol is not on this machine's PATH"
     with pytest.raises(UsageError, match="cluster=slurm cannot be asked: scontrol is not on this machine's PATH"):
         SlurmLauncher(cluster, dry_run=False)
 
@@ -136,13 +138,13 @@ def test_a_cluster_without_slurm_here_can_still_be_planned(monkeypatch, tmp_path
     ("clock", "seconds"), [("0:05", 5), ("12:34", 754), ("1:00:00", 3600), ("2-01:00:00", 176400), ("INVALID", 0)]
 )
 def test_slurms_clock_is_read(clock, seconds):
-    assert queue.seconds(clock) == seconds
+    assert queue.parse_duration_s(clock) == seconds
 
 
 def test_a_line_of_accounting_may_stand_for_many_jobs():
-    assert queue.elements("12") == ["12"]
-    assert queue.elements("12_3") == ["12_3"]
-    assert queue.elements("12_[0,2-4,7%2]") == ["12_0", "12_2", "12_3", "12_4", "12_7"]
+    assert queue.expand_element_ids("12") == ["12"]
+    assert queue.expand_element_ids("12_3") == ["12_3"]
+    assert queue.expand_element_ids("12_[0,2-4,7%2]") == ["12_0", "12_2", "12_3", "12_4", "12_7"]
 
 
 @pytest.mark.parametrize(
@@ -151,13 +153,13 @@ def test_a_line_of_accounting_may_stand_for_many_jobs():
 )
 def test_a_task_may_see_its_own_gpus_or_all_of_its_node(visible, each, tasks):
     """Of an exclusive node whose GPUs nobody asked for (gpu_request=none) it sees more than its job drives."""
-    refuse_too_few_gpus(visible, each, tasks)
+    refuse_too_few_visible_gpus(visible, each, tasks)
 
 
 @pytest.mark.parametrize(("visible", "each", "tasks"), [(0, 1, 1), (4, 1, 8), (1, 2, 1), (3, 2, 2)])
 def test_too_few_gpus_are_refused(visible, each, tasks):
     with pytest.raises(ImpossibleError, match=f"{visible} GPUs are visible to {tasks} tasks, each of which drives"):
-        refuse_too_few_gpus(visible, each, tasks)
+        refuse_too_few_visible_gpus(visible, each, tasks)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +173,14 @@ def test_too_few_gpus_are_refused(visible, each, tasks):
     ],
 )
 def test_options_can_be_typed_as_the_profiles_have_them(typed_as, options):
-    (override,) = parse([typed_as])
+    (override,) = parse_overrides([typed_as])
     assert override.value() == options
 
 
 @pytest.mark.parametrize(("visible", "index"), [(8, 3), (4, 3), (1, 0)])
 def test_a_rank_uses_its_own_of_the_gpus_it_sees(monkeypatch, visible, index):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    assert RankPlace(rank=11, local_rank=3, world_size=16).device("cuda") == torch.device("cuda", index)
+    assert RankCoordinates(rank=11, local_rank=3, world_size=16).select_device("cuda") == torch.device("cuda", index)
 
 
 TASK = {
@@ -198,27 +200,34 @@ TASK = {
 def test_a_task_knows_its_place(monkeypatch):
     for name, value in TASK.items():
         monkeypatch.setenv(name, value)
-    place = JobPlace.from_environment()
-    assert place.rank == RankPlace(3, 1, 4)
-    assert (place.job_id, place.restart, place.node, place.nodes) == ("5_2", 0, 1, ["n3", "n5"])
+    place = SlurmJobEnvironment.from_environment()
+    assert place.coordinates == RankCoordinates(3, 1, 4)
+    assert (place.job_id, place.restart_count, place.node_index, place.nodes) == ("5_2", 0, 1, ["n3", "n5"])
     monkeypatch.setenv("SLURM_NODEID", "0")  # dealt out like cards
     with pytest.raises(RuntimeError, match="not numbered by node"):
-        JobPlace.from_environment()
+        SlurmJobEnvironment.from_environment()
 
 
 def test_ranks_that_ended_alike_are_told_of_once():
     gone = "on n5 has not been heard of again"
-    row = verdict(configuration(), [Ended(2, end=gone), Ended(3, end=gone), Ended(0, end="was killed by SIGKILL")])
+    row = build_outcome_columns(
+        compose_run_config(),
+        [
+            RankExit(2, exit_description=gone),
+            RankExit(3, exit_description=gone),
+            RankExit(0, exit_description="was killed by SIGKILL"),
+        ],
+    )
     assert row["error"] == "rank 2 (and 3) on n5 has not been heard of again; rank 0 was killed by SIGKILL"
 
 
 def test_before_ranks_are_forked_is_imported_what_model_and_strategy_need():
     t5 = "transformers.models.t5.modeling_t5"
-    assert configuration("model=t5_tiny", "strategy=ddp").imports == (t5,)
-    engine = configuration("model=t5_tiny", "strategy=deepspeed").imports
+    assert compose_run_config("model=t5_tiny", "strategy=ddp").modules_to_preload == (t5,)
+    engine = compose_run_config("model=t5_tiny", "strategy=deepspeed").modules_to_preload
     assert engine == (t5, "torch._inductor.compile_fx")
-    on_gpus = configuration("model=t5_tiny", "strategy=deepspeed", "mode=predict", "hardware=a100_80gb")
-    assert on_gpus.imports == (t5,)
+    on_gpus = compose_run_config("model=t5_tiny", "strategy=deepspeed", "mode=predict", "hardware=a100_80gb")
+    assert on_gpus.modules_to_preload == (t5,)
 
 
 # ---- stores that cannot be written, submissions that are stopped
@@ -228,11 +237,11 @@ def test_before_ranks_are_forked_is_imported_what_model_and_strategy_need():
 def launcher(monkeypatch, tmp_path) -> SlurmLauncher:
     """One that has no SLURM to ask."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    queue.max_array_size.cache_clear()
-    return SlurmLauncher(composed({"cluster": "slurm"})["cluster"], dry_run=True)
+    queue.query_max_array_size.cache_clear()
+    return SlurmLauncher(compose_config({"cluster": "slurm"})["cluster"], dry_run=True)
 
 
-@pytest.mark.parametrize("folder", [".code", ledger.FOLDER])
+@pytest.mark.parametrize("folder", [".code", ledger.JOBS_FOLDER])
 def test_a_store_that_cannot_take_a_submission_is_refused(folder, launcher, tmp_path):
     store = tmp_path / "store"
     store.mkdir()
@@ -243,10 +252,13 @@ def test_a_store_that_cannot_take_a_submission_is_refused(folder, launcher, tmp_
 
 
 def test_a_file_where_the_ledger_should_be_is_named(tmp_path):
-    (tmp_path / ledger.FOLDER).touch()
+    (tmp_path / ledger.JOBS_FOLDER).touch()
     with pytest.raises(UsageError, match=r"choose a folder that can be read \(.*\.jobs: Not a directory\)"):
-        ledger.submissions(tmp_path)
-    with pytest.raises(UsageError, match=r"choose a folder that can be written to \(.*"), ledger.submitting(tmp_path):
+        ledger.list_submissions(tmp_path)
+    with (
+        pytest.raises(UsageError, match=r"choose a folder that can be written to \(.*"),
+        ledger.hold_submission_lock(tmp_path),
+    ):
         pass
 
 
@@ -267,9 +279,9 @@ def test_what_a_signal_leaves_in_the_queue_is_said(number, launcher, tmp_path, m
     def silent(*_args):
         raise queue.SlurmError("it does not answer")
 
-    monkeypatch.setattr(queue, "submit", lambda *_args: signal.raise_signal(number))
-    monkeypatch.setattr(queue, "by_name", silent)
-    batches = launcher.batches([Task(configuration("gpus=1"))], tmp_path, "name")
+    monkeypatch.setattr(queue, "submit_script", lambda *_args: signal.raise_signal(number))
+    monkeypatch.setattr(queue, "find_job_ids_by_name", silent)
+    batches = launcher.plan_arrays([LaunchTask(compose_run_config("gpus=1"))], tmp_path, "name")
     with pytest.raises(KeyboardInterrupt):
         launcher.submit(batches, tmp_path, "adhoc", "name")
     assert "could not be cancelled (it does not answer): bench.jobs cancel does it later" in capsys.readouterr().err
@@ -279,31 +291,33 @@ def test_what_a_signal_leaves_in_the_queue_is_said(number, launcher, tmp_path, m
 # ---- following submissions
 
 
-def standing(folder: Path, *, job_id: str | None, tracker: dict[str, object] | None = None) -> collect.Standing:
+def standing(
+    folder: Path, *, job_id: str | None, tracker: dict[str, object] | None = None
+) -> collect.SubmittedRunStatus:
     """A run of a submission that is over."""
-    config = configuration("gpus=1")
-    entry = ledger.Entry(config.run_id, config.label, False, 0, configured_row(config))
-    array = ledger.Array("0-1x1", "bench-0", 1, 1, 10, 1.0, [entry])
+    config = compose_run_config("gpus=1")
+    entry = ledger.SubmittedRun(config.run_id, config.label, False, 0, build_configured_columns(config))
+    array = ledger.JobArray("0-1x1", "bench-0", 1, 1, 10, 1.0, [entry])
     submission = ledger.Submission(folder, "adhoc", "2026-01-01T00:00:00Z", {}, "code", [array], tracker)
     submission.folder.mkdir(parents=True)
     submission.close()
     state = collect.UNSUBMITTED if job_id is None else collect.DONE
-    return collect.Standing(submission, array, 0, entry, job_id, state, None, None, [])
+    return collect.SubmittedRunStatus(submission, array, 0, entry, job_id, state, None, None, [])
 
 
 def test_a_tracker_this_version_does_not_know_leaves_the_other_submissions(tmp_path, monkeypatch, capsys):
     sent = []
-    monkeypatch.setattr(collect.Courier, "send_runs", lambda courier, runs: sent.append(list(runs)))
+    monkeypatch.setattr(collect.TrackerClient, "send_runs", lambda courier, runs: sent.append(list(runs)))
     foreign = standing(tmp_path / "foreign", job_id="1", tracker={"name": "none", "colour": "red"})
-    known = standing(tmp_path / "known", job_id="2", tracker=composed({"tracker": "none"})["tracker"])
-    collect.track(tmp_path, [foreign, known])
-    assert sent == [[known.entry.run_id]]
+    known = standing(tmp_path / "known", job_id="2", tracker=compose_config({"tracker": "none"})["tracker"])
+    collect.send_closed_submissions(tmp_path, [foreign, known])
+    assert sent == [[known.submitted_run.run_id]]
     assert "submission foreign: tracker.colour is not a field" in "".join(capsys.readouterr())
 
 
 def test_a_local_sweep_keeps_the_run_that_was_never_submitted(tmp_path):
     """Neither has a job's id."""
     never = standing(tmp_path / "never", job_id=None)
-    row = {**configured_row(configuration("gpus=1"))}
-    claims.take(tmp_path, row, {"process": owners.this_process()}, 4096)
-    assert not collect._died_holding(tmp_path, never)
+    row = {**build_configured_columns(compose_run_config("gpus=1"))}
+    claims.take_claim(tmp_path, row, {"process": owners.describe_this_process()}, 4096)
+    assert not collect._has_orphaned_claim(tmp_path, never)

@@ -19,22 +19,22 @@ import pytest
 from bench import records
 from bench.records import index, reading
 from tests.conftest import ROOT
-from tests.records_fixture import record, write_store
-from tests.store_writers import KINDS, PADDING
+from tests.records_fixture import make_record, write_store
+from tests.store_writers import PADDING, WRITER_COUNTS
 
 KILLED_AT = """
 import os, signal, sys
 from bench import records
-from tests.records_fixture import record
+from tests.records_fixture import make_record
 
 setattr(os, sys.argv[2], lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
-records.write(sys.argv[1], record())
+records.write_row(sys.argv[1], make_record())
 """
 
 
 @pytest.mark.slow
 def test_hundreds_of_writers_at_once_lose_and_tear_nothing(tmp_path, monkeypatch):
-    for setting in ("FEW", "STALE", "SETTLED_NS"):
+    for setting in ("MIN_INDEXED_ROWS", "MAX_STALE_SHARE", "MIN_FILE_AGE_NS"):
         monkeypatch.setattr(index, setting, 0)  # every load writes the index anew, beside the writers
     writing = subprocess.Popen(
         [sys.executable, "-m", "tests.store_writers", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -44,28 +44,28 @@ def test_hundreds_of_writers_at_once_lose_and_tear_nothing(tmp_path, monkeypatch
         loaded.append(len(records.load(tmp_path)))  # a torn row would be a warning, and a warning is an error here
     ends = {kind: Counter(codes) for kind, codes in json.loads(writing.communicate()[0]).items()}
     assert ends == {
-        "alone": {0: KINDS["alone"]},
-        "contested": {0: 1, 1: KINDS["contested"] - 1},
-        "queueing": {0: KINDS["queueing"]},
-        "doomed": {-signal.SIGKILL: KINDS["doomed"]},
+        "alone": {0: WRITER_COUNTS["alone"]},
+        "contested": {0: 1, 1: WRITER_COUNTS["contested"] - 1},
+        "queueing": {0: WRITER_COUNTS["queueing"]},
+        "doomed": {-signal.SIGKILL: WRITER_COUNTS["doomed"]},
     }
     assert loaded == sorted(loaded)
     assert len(set(loaded)) > 2, "nobody read while they wrote"
 
-    rows = [records.read(path) for path in tmp_path.glob("*/*.json")]
+    rows = [records.read_row(path) for path in tmp_path.glob("*/*.json")]
     assert all(row["error"].endswith(f" {PADDING}") for row in rows)
-    writers = {kind: [int(row["error"].split()[0]) for row in rows if row["sweep"] == kind] for kind in KINDS}
-    assert sorted(writers["alone"]) == list(range(KINDS["alone"]))
+    writers = {kind: [int(row["error"].split()[0]) for row in rows if row["sweep"] == kind] for kind in WRITER_COUNTS}
+    assert sorted(writers["alone"]) == list(range(WRITER_COUNTS["alone"]))
     assert len(writers["contested"]) == 1
-    assert sorted(writers["queueing"]) == list(range(KINDS["queueing"]))
+    assert sorted(writers["queueing"]) == list(range(WRITER_COUNTS["queueing"]))
     attempts = [(row["repeat"], row["attempt"]) for row in rows if row["sweep"] == "queueing"]
-    assert sorted(attempts) == [(run, attempt) for run in range(5) for attempt in range(KINDS["queueing"] // 5)]
+    assert sorted(attempts) == [(run, attempt) for run in range(5) for attempt in range(WRITER_COUNTS["queueing"] // 5)]
     for writer, written in Counter(writers["doomed"]).items():  # each row before the one it died over is there
         runs = sorted(row["repeat"] for row in rows if row["sweep"] == "doomed" and row["repeat"] // 1000 == writer)
         assert runs == [1000 * writer + number for number in range(written)]
 
     left = list(tmp_path.glob("*/.row-*"))
-    assert len(left) <= KINDS["doomed"], "a temporary file that no dead writer left"
+    assert len(left) <= WRITER_COUNTS["doomed"], "a temporary file that no dead writer left"
     assert_same(records.load(tmp_path), unindexed(tmp_path))
 
 
@@ -74,18 +74,18 @@ def test_a_writer_killed_at_any_step_leaves_a_whole_row_or_none(step, tmp_path):
     died = subprocess.run([sys.executable, "-c", KILLED_AT, str(tmp_path), step], cwd=ROOT, check=False)
     assert died.returncode == -signal.SIGKILL
     assert len(list(tmp_path.glob("*/.row-*"))) == 1
-    row = record()
+    row = make_record()
     run_id = row["run_id"]
     linked = step == "unlink"
     assert list(records.load(tmp_path)["run_id"]) == [run_id] * linked
-    assert records.attempts(tmp_path, run_id) == [0] * linked
-    records.write(tmp_path, row | {"attempt": records.next_attempt(tmp_path, run_id)})
+    assert records.list_attempts(tmp_path, run_id) == [0] * linked
+    records.write_row(tmp_path, row | {"attempt": records.find_next_attempt(tmp_path, run_id)})
     assert len(records.load(tmp_path)) == 1
 
 
 def unindexed(path: Path) -> pd.DataFrame:
     """What `load` gives where there is no index."""
-    contents = records.read_all(path)
+    contents = records.read_latest_attempts(path)
     frame = records.to_frame(contents.records)
     frame.attrs["unreadable"] = contents.unreadable
     return frame
@@ -99,10 +99,10 @@ def assert_same(frame: pd.DataFrame, expected: pd.DataFrame) -> None:
 @pytest.fixture
 def indexed(tmp_path, monkeypatch):
     """A store of 40 runs with an index, where one more row is enough for another index."""
-    for setting in ("FEW", "STALE", "SETTLED_NS"):
+    for setting in ("MIN_INDEXED_ROWS", "MAX_STALE_SHARE", "MIN_FILE_AGE_NS"):
         monkeypatch.setattr(index, setting, 0)
     odd = {"mfu": None, "error": "ünïcode \x00 line\nbreak", "parameters": 2**62, "hfu": 1e-300}
-    store = write_store(tmp_path / "store", [record(repeat=n) | (odd if n % 3 else {}) for n in range(40)])
+    store = write_store(tmp_path / "store", [make_record(repeat=n) | (odd if n % 3 else {}) for n in range(40)])
     assert_same(records.load(store), unindexed(store))
     assert (store / ".index").is_file()
     return store
@@ -112,8 +112,8 @@ def indexed(tmp_path, monkeypatch):
 def parsed(monkeypatch):
     """The files that `load` has to parse."""
     files: list[str] = []
-    read = index.read
-    monkeypatch.setattr(index, "read", lambda path: files.append(os.fspath(path)) or read(path))
+    read = index.read_row
+    monkeypatch.setattr(index, "read_row", lambda path: files.append(os.fspath(path)) or read(path))
     return files
 
 
@@ -126,7 +126,7 @@ def test_an_indexed_store_is_not_parsed_again(indexed, parsed):
 
 def replace(store: Path, run: str) -> None:
     """Another row of the same size and modification time."""
-    path = records.row_path(store, run, 0)
+    path = records.get_row_path(store, run, 0)
     before = path.stat()
     other = path.with_name(".other")
     other.write_text(path.read_text().replace('"seed": 0', '"seed": 7'))
@@ -136,12 +136,12 @@ def replace(store: Path, run: str) -> None:
 
 
 def edit(store: Path, run: str) -> None:
-    path = records.row_path(store, run, 0)
+    path = records.get_row_path(store, run, 0)
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 7'))
 
 
 def fail_again(store: Path, run: str) -> None:
-    records.write(store, records.read(records.row_path(store, run, 0)) | {"attempt": 1, "status": "error"})
+    records.write_row(store, records.read_row(records.get_row_path(store, run, 0)) | {"attempt": 1, "status": "error"})
 
 
 def delete(store: Path, run: str) -> None:
@@ -159,7 +159,7 @@ def move(store: Path, run: str) -> None:
 
 
 def add(store: Path, run: str) -> None:
-    records.write(store, record(repeat=100))
+    records.write_row(store, make_record(repeat=100))
 
 
 @pytest.mark.parametrize("change", [replace, edit, fail_again, delete, tear, move, add])
@@ -180,7 +180,7 @@ def test_a_later_attempt_that_goes_away_gives_way_to_the_one_before(indexed):
     run = before["run_id"][3]
     fail_again(indexed, run)
     assert records.load(indexed)["attempt"][3] == 1
-    records.row_path(indexed, run, 1).unlink()
+    records.get_row_path(indexed, run, 1).unlink()
     assert_same(records.load(indexed), before)
 
 
@@ -210,7 +210,7 @@ class Trap:
 
 
 def forged(body: bytes) -> bytes:
-    return index._header(body) + body
+    return index._build_header(body) + body
 
 
 def trapped_arrays(trap: Path) -> bytes:
@@ -272,20 +272,20 @@ def test_a_moved_store_keeps_its_index(indexed, parsed, monkeypatch, tmp_path_fa
 
 
 def test_small_and_unsettled_stores_have_no_index(tmp_path, monkeypatch):
-    few = write_store(tmp_path, [record(repeat=n) for n in range(3)])
-    monkeypatch.setattr(index, "SETTLED_NS", 0)
+    few = write_store(tmp_path, [make_record(repeat=n) for n in range(3)])
+    monkeypatch.setattr(index, "MIN_FILE_AGE_NS", 0)
     records.load(few)
     assert not (few / ".index").exists()
-    monkeypatch.setattr(index, "FEW", 0)
-    monkeypatch.setattr(index, "SETTLED_NS", 10**12)
+    monkeypatch.setattr(index, "MIN_INDEXED_ROWS", 0)
+    monkeypatch.setattr(index, "MIN_FILE_AGE_NS", 10**12)
     records.load(few)
     assert not (few / ".index").exists()
 
 
 def test_a_run_deleted_while_the_store_is_read_is_passed_over(tmp_path, monkeypatch):
-    store = write_store(tmp_path, [record(repeat=n) for n in range(3)])
+    store = write_store(tmp_path, [make_record(repeat=n) for n in range(3)])
     gone = sorted(path.name for path in store.iterdir())[1]
-    listed = reading._folders
+    listed = reading._walk_folders
 
     def folders(path):
         for files, strangers in listed(path):
@@ -293,5 +293,5 @@ def test_a_run_deleted_while_the_store_is_read_is_passed_over(tmp_path, monkeypa
                 delete(store, gone)
             yield files, strangers
 
-    monkeypatch.setattr(reading, "_folders", folders)
+    monkeypatch.setattr(reading, "_walk_folders", folders)
     assert len(records.load(store)) == 2

@@ -15,18 +15,18 @@ from bench import compare, history, records, report
 from bench.launch import attempt as attempts
 from bench.launch.attempt import Attempt, write_lost_row
 from bench.launch.slurm import collect, ledger
-from bench.launch.slurm.ledger import Array, Entry
-from bench.measure.loop import Samples
-from bench.measure.memory import Peaks
-from bench.rank import Outcome
+from bench.launch.slurm.ledger import JobArray, SubmittedRun
+from bench.measure.loop import RankSamples
+from bench.measure.memory import MemoryPeaks
+from bench.rank import RankOutcome
 from bench.records import claims
-from bench.reporting.details import details
-from bench.row import configured_row, environment_row, measured_row
-from tests.conftest import configuration
-from tests.records_fixture import record
+from bench.reporting.details import build_details
+from bench.row import build_configured_columns, build_environment_columns, build_measured_columns
+from tests.conftest import compose_run_config
+from tests.records_fixture import make_record
 
-RUN = configuration("model=gpt_tiny")
-ROW = {**configured_row(RUN), **environment_row([]), "started_at": "2026-01-01T00:00:00+00:00"}
+RUN = compose_run_config("model=gpt_tiny")
+ROW = {**build_configured_columns(RUN), **build_environment_columns([]), "started_at": "2026-01-01T00:00:00+00:00"}
 END = {"status": "error", "error": "somebody's cause", "finished_at": "2026-01-01T00:00:01+00:00"}
 OWNER = {"job": "1", "restart": 0}
 
@@ -36,10 +36,10 @@ OWNER = {"job": "1", "restart": 0}
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_is_kept(loss, tmp_path):
-    row = record(losses=[2.5, loss], final_loss=loss, first_nonfinite_loss_step=1)
-    path = records.write(tmp_path, row)
+    row = make_record(losses=[2.5, loss], final_loss=loss, first_nonfinite_loss_step=1)
+    path = records.write_row(tmp_path, row)
     json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
-    (read,) = records.read_all(tmp_path).records
+    (read,) = records.read_latest_attempts(tmp_path).records
     for found in (read["losses"][1], read["final_loss"], records.load(tmp_path)["final_loss"][0]):
         assert found == loss or (math.isnan(found) and math.isnan(loss))
     assert read["first_nonfinite_loss_step"] == 1
@@ -51,11 +51,11 @@ def test_the_lost_row_of_a_nonsense_configuration_is_written(tmp_path):
     row = json.loads(json.dumps(ROW))
     row["config"]["optimizer"]["learning_rate"] = math.inf
     row["config"]["model"]["name"] = row["model"] = "half a pair: \ud800"
-    claims.take(tmp_path, row, OWNER, 4096)
-    claim = claims.held(tmp_path, RUN.run_id)
+    claims.take_claim(tmp_path, row, OWNER, 4096)
+    claim = claims.find_claim(tmp_path, RUN.run_id)
     assert write_lost_row(claim, status="error", error="killed")
-    assert os.listdir(tmp_path / claims.FOLDER) == []
-    found = records.latest(tmp_path, RUN.run_id)
+    assert os.listdir(tmp_path / claims.CLAIMS_FOLDER) == []
+    found = records.read_latest_row(tmp_path, RUN.run_id)
     assert found["config"]["optimizer"]["learning_rate"] == math.inf
     assert found["model"] == r"half a pair: \ud800"
 
@@ -112,12 +112,12 @@ def healthy(tmp_path_factory) -> tuple[Path, Path]:
     for name, commit, day in (("base", "a" * 40, "04"), ("candidate", "b" * 40, "05")):
         for repeat in range(5):
             at = f"2026-05-{day}T10:0{repeat}:00+00:00"
-            records.write(root / name, record(repeat=repeat, git_sha=commit, started_at=at))
+            records.write_row(root / name, make_record(repeat=repeat, git_sha=commit, started_at=at))
     return root / "base", root / "candidate"
 
 
 def damaged(values: dict[str, object]) -> bytes:
-    row = {"format": 1, **record(repeat=9), **values}
+    row = {"format": 1, **make_record(repeat=9), **values}
     return json.dumps(row).encode()
 
 
@@ -140,8 +140,8 @@ def test_a_row_that_is_none_is_left_out_with_a_sentence(kind, healthy, tmp_path,
     (warning,) = told
     assert str(file) in str(warning.message)
     assert names in str(warning.message)
-    assert len(records.read_all(store).records) == 5
-    assert records.latest(store, "0123456789abcdef") is None
+    assert len(records.read_latest_attempts(store).records) == 5
+    assert records.read_latest_row(store, "0123456789abcdef") is None
     assert compare.main([str(healthy[0]), str(store)]) == 0
     assert names in capsys.readouterr().out
     assert history.main([str(healthy[0]), str(store)]) == 0
@@ -156,10 +156,10 @@ def test_what_is_no_file_is_left_out(healthy, tmp_path):
     (run / "2.json").symlink_to("/dev/zero")
     Path(os.fsdecode(os.fsencode(run) + b"/\xff")).mkdir()
     (run / "3.json").mkdir()
-    found = records.read_all(tmp_path)
+    found = records.read_latest_attempts(tmp_path)
     assert found.records == []
     assert len(found.unreadable) == 3
-    assert records.latest(tmp_path, run.name) is None
+    assert records.read_latest_row(tmp_path, run.name) is None
 
 
 # ---- an interval takes samples enough
@@ -173,12 +173,12 @@ ENOUGH = [(1, False, False), (5, False, False), (6, True, False), (20, True, Tru
 
 @pytest.mark.parametrize(("steps", "interval", "p95"), ENOUGH)
 def test_rows_of_too_few_steps_have_no_interval(steps, interval, p95, tmp_path):
-    row = record(steps=steps, step_time_ci_low_s=0.04, step_time_ci_high_s=0.08)
-    records.write(tmp_path, row)
-    (read,) = records.read_all(tmp_path).records
+    row = make_record(steps=steps, step_time_ci_low_s=0.04, step_time_ci_high_s=0.08)
+    records.write_row(tmp_path, row)
+    (read,) = records.read_latest_attempts(tmp_path).records
     assert [read[name] is not None for name in INTERVALS] == [interval, interval]
     assert (read["step_time_p95_s"] is not None) == p95
-    page = details(read, "0.json", "a run")
+    page = build_details(read, "0.json", "a run")
     (times,) = (dict(block["facts"]) for block in page if block["title"].startswith("Step times"))
     assert ("95 % interval of the median" in times) == interval
     assert ("95 %" in times) == p95
@@ -186,11 +186,13 @@ def test_rows_of_too_few_steps_have_no_interval(steps, interval, p95, tmp_path):
 
 @pytest.mark.parametrize(("steps", "interval", "p95"), ENOUGH)
 def test_a_run_of_too_few_steps_gets_no_interval(steps, interval, p95):
-    config = configuration("model=gpt_tiny", f"measurement.steps={steps}")
-    peaks = Peaks(1, 1, 1, 1, 1, 0)
+    config = compose_run_config("model=gpt_tiny", f"measurement.steps={steps}")
+    peaks = MemoryPeaks(1, 1, 1, 1, 1, 0)
     times = [0.1 + 0.001 * step for step in range(steps)]
-    samples = Samples(times, [math.nan] * steps, setup_s=1.0, skipped_steps=0, peaks=peaks, exposed_communication=None)
-    row = measured_row(config, [Outcome(0, "node-a", samples=samples)])
+    samples = RankSamples(
+        times, [math.nan] * steps, setup_s=1.0, skipped_steps=0, peaks=peaks, exposed_communication=None
+    )
+    row = build_measured_columns(config, [RankOutcome(0, "node-a", samples=samples)])
     assert [row[name] is not None for name in INTERVALS] == [interval, interval]
     assert (row["step_time_p95_s"] is not None) == p95
     assert row["first_nonfinite_loss_step"] == 0
@@ -212,48 +214,48 @@ GARBAGE = [
 
 @pytest.mark.parametrize("content", GARBAGE)
 def test_a_claim_that_cannot_be_read_is_put_aside(content, tmp_path):
-    claim = claims.take(tmp_path, ROW, OWNER, 4096)
+    claim = claims.take_claim(tmp_path, ROW, OWNER, 4096)
     claim.path.write_bytes(content)
-    long_ago = time.time() - 2 * claims.BEING_WRITTEN_S
+    long_ago = time.time() - 2 * claims.MAX_WRITE_DELAY_S
     os.utime(claim.path, (long_ago, long_ago))
-    assert claims.held(tmp_path, RUN.run_id) is None
-    again = claims.take(tmp_path, ROW, {"job": "2", "restart": 0}, 4096)
+    assert claims.find_claim(tmp_path, RUN.run_id) is None
+    again = claims.take_claim(tmp_path, ROW, {"job": "2", "restart": 0}, 4096)
     kept = [path for path in again.path.parent.iterdir() if path.name.startswith(".unreadable-")]
     assert [path.read_bytes() for path in kept] == [content]
     again.write_row({**END, "error": "the second's"})
     claim.write_row({**END, "error": "the first's: it lives"})
-    rows = [row["error"] for row in records.read_attempts(tmp_path).records]
+    rows = [row["error"] for row in records.read_all_attempts(tmp_path).records]
     assert sorted(rows) == ["the first's: it lives", "the second's"]
 
 
 def test_a_claim_is_given_time_to_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "BEING_WRITTEN_S", 3600.0)
-    claim = claims.take(tmp_path, ROW, OWNER, 4096)
+    monkeypatch.setattr(claims, "MAX_WRITE_DELAY_S", 3600.0)
+    claim = claims.take_claim(tmp_path, ROW, OWNER, 4096)
     whole = claim.path.read_bytes()
     claim.path.write_bytes(b"")
     monkeypatch.setattr(time, "sleep", lambda seconds: claim.path.write_bytes(whole))
-    with pytest.raises(claims.TakenError):
-        claims.take(tmp_path, ROW, {"job": "2", "restart": 0}, 4096)
+    with pytest.raises(claims.RunClaimedError):
+        claims.take_claim(tmp_path, ROW, {"job": "2", "restart": 0}, 4096)
 
 
 def test_a_claim_whose_row_is_none_is_put_aside_when_it_is_broken(tmp_path):
-    claim = claims.take(tmp_path, {"run_id": RUN.run_id, "colour": "red"}, OWNER, 4096)
-    assert not claim.break_with(END)
+    claim = claims.take_claim(tmp_path, {"run_id": RUN.run_id, "colour": "red"}, OWNER, 4096)
+    assert not claim.break_claim(END)
     assert [path.name[:12] for path in claim.path.parent.iterdir()] == [".unreadable-"]
 
 
 def test_a_claim_stays_where_its_row_cannot_be_written(tmp_path, monkeypatch):
-    claim = claims.take(tmp_path, ROW, OWNER, 4096)
+    claim = claims.take_claim(tmp_path, ROW, OWNER, 4096)
 
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(claims, "write", full)
+    monkeypatch.setattr(claims, "write_row", full)
     with pytest.raises(OSError, match="No space"):
-        claim.break_with(END)
-    assert claims.held(tmp_path, RUN.run_id) == claim
+        claim.break_claim(END)
+    assert claims.find_claim(tmp_path, RUN.run_id) == claim
     monkeypatch.undo()
-    assert claim.break_with(END)
+    assert claim.break_claim(END)
 
 
 def test_no_link_is_followed(tmp_path):
@@ -262,12 +264,12 @@ def test_no_link_is_followed(tmp_path):
     store = tmp_path / "store"
     (store / RUN.run_id).mkdir(parents=True)
     (store / RUN.run_id / ".row-0").symlink_to(precious)
-    claim = claims.take(store, ROW, OWNER, 4096)
-    claim.reserve.unlink()
-    claim.reserve.symlink_to(precious)
+    claim = claims.take_claim(store, ROW, OWNER, 4096)
+    claim.reserved_file.unlink()
+    claim.reserved_file.symlink_to(precious)
     claim.write_row(END)
     assert precious.read_text() == "mine"
-    assert records.latest(store, RUN.run_id)["error"] == END["error"]
+    assert records.read_latest_row(store, RUN.run_id)["error"] == END["error"]
 
 
 # ---- a row that the store does not take
@@ -277,10 +279,10 @@ def refused(tmp_path, monkeypatch, write) -> tuple[Attempt, Path]:
     """An attempt, and the empty temporary folder that it has."""
     folder = tmp_path / "tmp"
     folder.mkdir()
-    monkeypatch.setattr(attempts, "WRITE_AGAIN_S", (0,))
+    monkeypatch.setattr(attempts, "WRITE_RETRY_DELAYS_S", (0,))
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     attempt = Attempt.begin(RUN, tmp_path / "store", OWNER, {"launcher": "local", "sweep": "test"})
-    monkeypatch.setattr(claims, "write", write)
+    monkeypatch.setattr(claims, "write_row", write)
     return attempt, folder
 
 
@@ -297,33 +299,33 @@ def test_a_row_that_is_refused_is_kept_in_a_private_file(tmp_path, monkeypatch):
     assert str(kept) in str(told.value)
     assert not (tmp_path / "victim").exists()
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert records.read(kept)["error"] == "something"
+    assert records.read_row(kept)["error"] == "something"
 
 
 def test_a_row_that_came_into_the_store_after_all_leaves_no_copy(tmp_path, monkeypatch):
     def late(*arguments, **options):
-        records.write(*arguments, **options)
+        records.write_row(*arguments, **options)
         raise OSError(5, "Input/output error")
 
     attempt, folder = refused(tmp_path, monkeypatch, late)
     attempt.finish([], {"status": "error", "error": "something"})
     assert list(folder.iterdir()) == []
-    assert records.attempts(tmp_path / "store", RUN.run_id) == [0]
-    assert claims.held(tmp_path / "store", RUN.run_id) is None
+    assert records.list_attempts(tmp_path / "store", RUN.run_id) == [0]
+    assert claims.find_claim(tmp_path / "store", RUN.run_id) is None
 
 
 # ---- submissions
 
 
 def submission(store: Path) -> ledger.Submission:
-    entry = Entry(RUN.run_id, RUN.label, False, 0, configured_row(RUN))
-    array = Array("0-1x1", "fsdp-bench-0", 1, 1, 10, 60.0, [entry])
-    return ledger.enter(store, "test", {"name": "slurm"}, "code", [array], ledger.new_name())
+    entry = SubmittedRun(RUN.run_id, RUN.label, False, 0, build_configured_columns(RUN))
+    array = JobArray("0-1x1", "fsdp-bench-0", 1, 1, 10, 60.0, [entry])
+    return ledger.write_submission(store, "test", {"name": "slurm"}, "code", [array], ledger.create_submission_name())
 
 
 def test_a_submission_is_read_as_it_was_entered(tmp_path):
     entered = submission(tmp_path)
-    assert ledger.submissions(tmp_path) == [entered]
+    assert ledger.list_submissions(tmp_path) == [entered]
 
 
 def changed(**values: object) -> bytes:
@@ -347,18 +349,18 @@ SUBMISSIONS = {
 @pytest.mark.parametrize("kind", SUBMISSIONS)
 def test_a_submission_that_cannot_be_read_blocks_nothing(kind, tmp_path):
     good = submission(tmp_path)
-    bad = tmp_path / ledger.FOLDER / "20260101-000000-abcdef"
+    bad = tmp_path / ledger.JOBS_FOLDER / "20260101-000000-abcdef"
     bad.mkdir()
     (bad / "submission.json").write_bytes(SUBMISSIONS[kind])
     with pytest.warns(records.UnreadableRecordWarning, match=str(bad)):
-        assert ledger.submissions(tmp_path) == [good]
+        assert ledger.list_submissions(tmp_path) == [good]
 
 
 @pytest.mark.parametrize("text", ["", "--user=root", "12; rm", "x" * 1000])
 def test_what_is_no_job_id_is_none(text, tmp_path):
     entered = submission(tmp_path)
     (entered.folder / entered.arrays[0].name / "job_id").write_text(text)
-    assert entered.job_id(entered.arrays[0]) is None
+    assert entered.read_job_id(entered.arrays[0]) is None
 
 
 class Trap:
@@ -374,14 +376,16 @@ class Trap:
 def test_a_lost_jobs_row_is_written_without_its_pickle(tmp_path):
     import pickle
 
-    from bench.launch.slurm.collect import LOST, Standing
+    from bench.launch.slurm.collect import LOST, SubmittedRunStatus
 
     entered = submission(tmp_path)
     (array,) = entered.arrays
     (entered.folder / array.name / "17_submitted.pkl").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    collect._write_down(tmp_path, Standing(entered, array, 0, array.entries[0], "17", LOST, None, None, []))
+    collect._write_missing_row(
+        tmp_path, SubmittedRunStatus(entered, array, 0, array.entries[0], "17", LOST, None, None, [])
+    )
     assert not (tmp_path / "sprung").exists()
-    assert "its job 17 never came to the run" in records.latest(tmp_path, RUN.run_id)["error"]
+    assert "its job 17 never came to the run" in records.read_latest_row(tmp_path, RUN.run_id)["error"]
 
 
 def test_a_tracker_that_a_store_names_is_not_imported(tmp_path, monkeypatch, capsys):
@@ -392,10 +396,10 @@ def test_a_tracker_that_a_store_names_is_not_imported(tmp_path, monkeypatch, cap
     path = entered.folder / "submission.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tracker": {"name": ".evil"}}))
     entered.close()
-    (found,) = ledger.submissions(tmp_path / "store", closed=True)
+    (found,) = ledger.list_submissions(tmp_path / "store", include_closed=True)
     array = found.arrays[0]
-    standing = collect.Standing(found, array, 0, array.entries[0], None, collect.DONE, None, None, [])
-    collect.track(tmp_path / "store", [standing])
+    standing = collect.SubmittedRunStatus(found, array, 0, array.entries[0], None, collect.DONE, None, None, [])
+    collect.send_closed_submissions(tmp_path / "store", [standing])
     assert "is not one of the suite's" in capsys.readouterr().out
 
 
@@ -403,16 +407,16 @@ def test_a_tracker_that_a_store_names_is_not_imported(tmp_path, monkeypatch, cap
 
 
 def test_a_model_that_a_row_names_is_not_imported(tmp_path, monkeypatch):
-    from bench.validation.measured import recorded_config
+    from bench.validation.measured import parse_recorded_config
 
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = configured_row(RUN)["config"]
-    assert recorded_config({"config": config}).run_id == RUN.run_id
+    config = build_configured_columns(RUN)["config"]
+    assert parse_recorded_config({"config": config}).run_id == RUN.run_id
     for section, field in (("model", "family"), ("strategy", "name")):
         for name in (".evil", "evil.", "os.path", "../evil", 5, None):
             changed = {**config, section: {**config[section], field: name}}
             with pytest.raises(ValueError, match=f"{section}.{field}="):
-                recorded_config({"config": changed})
+                parse_recorded_config({"config": changed})
     with pytest.raises(ValueError, match="interpolation"):
-        recorded_config({"config": {**config, "model": {**config["model"], "name": "${oc.env:HOME}"}}})
+        parse_recorded_config({"config": {**config, "model": {**config["model"], "name": "${oc.env:HOME}"}}})

@@ -18,24 +18,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import compare, history, records, report
-from bench.comparison import compare as compare_rows
-from bench.comparison import history as history_of
-from bench.launch.host import clear_away_dead
-from bench.launch.owners import this_process
+from bench.comparison import build_histories as history_of
+from bench.comparison import compare_records as compare_rows
+from bench.launch.host import write_dead_attempt_row
+from bench.launch.owners import describe_this_process
 from bench.launch.slurm import ledger
-from bench.launch.slurm.ledger import Array, Entry
-from bench.launch.verdict import describe
+from bench.launch.slurm.ledger import JobArray, SubmittedRun
+from bench.launch.verdict import describe_outcome
 from bench.records import claims
-from bench.records.encoding import dumps
-from bench.reporting.details import details
-from bench.reporting.table import prepare
-from bench.row import configured_row, environment_row
-from bench.tracking.tracked import tracked_run
-from tests.conftest import ROOT, configuration
-from tests.records_fixture import record
+from bench.records.encoding import encode_record
+from bench.reporting.details import build_details
+from bench.reporting.table import prepare_table
+from bench.row import build_configured_columns, build_environment_columns
+from bench.tracking.tracked import build_tracked_run
+from tests.conftest import ROOT, compose_run_config
+from tests.records_fixture import make_record
 
-RUN = configuration("model=gpt_tiny")
-ROW = {**configured_row(RUN), **environment_row([]), "started_at": "2026-01-01T00:00:00+00:00"}
+RUN = compose_run_config("model=gpt_tiny")
+ROW = {**build_configured_columns(RUN), **build_environment_columns([]), "started_at": "2026-01-01T00:00:00+00:00"}
 
 
 def examples(count: int) -> settings:
@@ -55,7 +55,7 @@ REAL = [
     shortest("measured", status="oom"),
     shortest("measured", strategy="pipeline", status="ok"),
     shortest("predicted", status="ok"),
-    {"format": 1, **record(repeat=3)},
+    {"format": 1, **make_record(repeat=3)},
 ]
 
 TEXTS = st.one_of(
@@ -138,13 +138,13 @@ def healthy(tmp_path_factory) -> Path:
     store = tmp_path_factory.mktemp("healthy")
     for repeat in range(6):
         at = f"2026-05-0{1 + repeat // 3}T10:0{repeat}:00+00:00"
-        records.write(store, record(repeat=repeat, git_sha="ab"[repeat // 3] * 40, started_at=at))
+        records.write_row(store, make_record(repeat=repeat, git_sha="ab"[repeat // 3] * 40, started_at=at))
     return store
 
 
 @pytest.fixture(scope="module")
 def healthy_rows(healthy) -> list[dict[str, Any]]:
-    return records.read_all(healthy).records
+    return records.read_latest_attempts(healthy).records
 
 
 ROWS = st.sampled_from(range(len(REAL))).flatmap(lambda number: damaged(REAL[number]))
@@ -161,18 +161,18 @@ def put(path: Path, content: bytes) -> Path:
 def test_a_damaged_row_is_left_out_or_harmless(content, tmp_path_factory, healthy_rows):
     path = put(tmp_path_factory.getbasetemp() / "row" / "0.json", content)
     try:
-        row = records.read(path)
+        row = records.read_row(path)
     except ValueError:
         return
     records.to_frame([row])
-    prepare([row, *healthy_rows])
-    describe(row)
-    details(row, "0.json", "a run")
+    prepare_table([row, *healthy_rows])
+    describe_outcome(row)
+    build_details(row, "0.json", "a run")
     if row["evidence"] != "published":
-        json.dumps(tracked_run(row, path).plain())
+        json.dumps(build_tracked_run(row, path).to_plain_values())
     compare_rows([row, *healthy_rows], healthy_rows)
     history_of([row, *healthy_rows])
-    assert json.loads(dumps(row))
+    assert json.loads(encode_record(row))
 
 
 @examples(8)
@@ -193,36 +193,36 @@ def test_commands_read_a_store_with_damaged_rows(contents, most, tmp_path_factor
     capsys.readouterr()
 
 
-CLAIM = {"attempt": 0, "owner": {"process": this_process()}, "row": {**ROW, "attempt": 0}}
+CLAIM = {"attempt": 0, "owner": {"process": describe_this_process()}, "row": {**ROW, "attempt": 0}}
 
 
 @examples(250)
 @given(content=damaged(CLAIM))
 def test_a_damaged_claim_blocks_nothing(content, tmp_path_factory):
     store = tmp_path_factory.mktemp("store")
-    path = put(store / claims.FOLDER / f"{RUN.run_id}.claim", content)
+    path = put(store / claims.CLAIMS_FOLDER / f"{RUN.run_id}.claim", content)
     os.utime(path, (0, 0))
-    claims.held(store, RUN.run_id)
-    assert claims.running(store) == [RUN.run_id]
-    clear_away_dead(store, RUN.run_id)
+    claims.find_claim(store, RUN.run_id)
+    assert claims.list_claimed_runs(store) == [RUN.run_id]
+    write_dead_attempt_row(store, RUN.run_id)
     try:
-        claim = claims.take(store, ROW, {"process": this_process()}, 4096)
-    except records.TakenError as taken:
+        claim = claims.take_claim(store, ROW, {"process": describe_this_process()}, 4096)
+    except records.RunClaimedError as taken:
         claim = taken.claim
         assert "process" not in claim.owner
-        claim.break_with({"status": "error", "error": "its job is gone", "finished_at": ROW["started_at"]})
-        claim = claims.take(store, ROW, {"process": this_process()}, 4096)
+        claim.break_claim({"status": "error", "error": "its job is gone", "finished_at": ROW["started_at"]})
+        claim = claims.take_claim(store, ROW, {"process": describe_this_process()}, 4096)
     claim.write_row({"status": "error", "error": "the next", "finished_at": ROW["started_at"]})
-    newest = records.latest(store, RUN.run_id)
+    newest = records.read_latest_row(store, RUN.run_id)
     assert newest is not None
     assert newest["error"] == "the next"
-    assert claims.running(store) == []
+    assert claims.list_claimed_runs(store) == []
 
 
 def submitted() -> dict[str, Any]:
     """What `submission.json` says."""
-    entry = Entry(RUN.run_id, RUN.label, False, 0, configured_row(RUN))
-    array = Array("0-1x1", "fsdp-bench-0", 1, 1, 10, 60.0, [entry, entry])
+    entry = SubmittedRun(RUN.run_id, RUN.label, False, 0, build_configured_columns(RUN))
+    array = JobArray("0-1x1", "fsdp-bench-0", 1, 1, 10, 60.0, [entry, entry])
     values = asdict(ledger.Submission(Path(), "test", "2026-01-01T00:00:00Z", {"name": "slurm"}, "code", [array]))
     del values["folder"]
     return values
@@ -232,13 +232,13 @@ def submitted() -> dict[str, Any]:
 @given(content=damaged(submitted()))
 def test_a_damaged_submission_blocks_nothing(content, tmp_path_factory):
     store = tmp_path_factory.mktemp("store")
-    put(store / ledger.FOLDER / "20260101-000000-abcdef" / "submission.json", content)
+    put(store / ledger.JOBS_FOLDER / "20260101-000000-abcdef" / "submission.json", content)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", records.UnreadableRecordWarning)
-        found = ledger.submissions(store)
+        found = ledger.list_submissions(store)
     for submission in found:
         for array in submission.arrays:
             assert (submission.folder / array.name).parent == submission.folder
-            assert submission.job_id(array) is None
-            assert array.most_gpu_hours is not None
-            assert [array.element("7", index) for index in range(len(array.entries))]
+            assert submission.read_job_id(array) is None
+            assert array.max_gpu_hours is not None
+            assert [array.build_element_id("7", index) for index in range(len(array.entries))]

@@ -21,7 +21,7 @@ import pytest
 from bench import records
 from bench.records import index
 from bench.records.schema import FORMAT_VERSION
-from tests.records_fixture import record
+from tests.records_fixture import make_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -32,7 +32,7 @@ NUM_RUNS = 20_000
 def store(tmp_path_factory) -> Iterator[Path]:
     """Rows like those of a real sweep, written without the care that `records.write` takes."""
     root = tmp_path_factory.mktemp("large")
-    rows = [record(repeat=n, steps=50) | {"format": FORMAT_VERSION, "run_id": "RUN"} for n in range(50)]
+    rows = [make_record(repeat=n, steps=50) | {"format": FORMAT_VERSION, "run_id": "RUN"} for n in range(50)]
     templates = [json.dumps(row, indent=1) for row in rows]
     for number in range(NUM_RUNS):
         folder = root / run_id(number)
@@ -58,12 +58,12 @@ def test_looking_up_thousands_of_runs_takes_a_second(store):
     planned = [run_id(number) for number in random.Random(0).sample(range(NUM_RUNS), 2000)]
     new = [f"{number:016x}" for number in range(2000)]
     with at_most(4):  # 0.6
-        found = [records.latest(store, run) for run in planned + new]
+        found = [records.read_latest_row(store, run) for run in planned + new]
     assert [row and row["run_id"] for row in found] == planned + [None] * 2000
 
 
 def test_loading_again_parses_only_what_is_new(store, monkeypatch):
-    monkeypatch.setattr(index, "SETTLED_NS", 0)
+    monkeypatch.setattr(index, "MIN_FILE_AGE_NS", 0)
     with at_most(15):  # 3
         first = records.load(store)
     assert first["run_id"].nunique() == NUM_RUNS
@@ -71,18 +71,18 @@ def test_loading_again_parses_only_what_is_new(store, monkeypatch):
         second = records.load(store)
     pd.testing.assert_frame_equal(first, second)
 
-    records.write(store, record(repeat=1000))
+    records.write_row(store, make_record(repeat=1000))
     with at_most(3):
         third = records.load(store)
     assert len(third) == NUM_RUNS + 1
-    assert third[third["run_id"] != record(repeat=1000)["run_id"]].reset_index(drop=True).equals(first)
+    assert third[third["run_id"] != make_record(repeat=1000)["run_id"]].reset_index(drop=True).equals(first)
 
 
 def test_writing_a_row_takes_no_longer_than_in_an_empty_store(store):
     took = []
     for number in range(30):
-        row = record(repeat=2000 + number)
+        row = make_record(repeat=2000 + number)
         started = time.perf_counter()
-        records.write(store, row)
+        records.write_row(store, row)
         took.append(time.perf_counter() - started)
     assert statistics.median(took) < 0.1  # 5 ms, nearly all of it for the disk to confirm

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from bench.reporting import style
 from bench.reporting.figures import trade
 from bench.reporting.reading import read_store
-from bench.reporting.table import prepare
+from bench.reporting.table import prepare_table
 from tests.conftest import ROOT
 
 COMMITTED = ROOT / "results" / "measured" / "strategies"
@@ -20,7 +20,7 @@ COMMITTED = ROOT / "results" / "measured" / "strategies"
 
 @pytest.fixture(scope="module")
 def committed() -> pd.DataFrame:
-    return prepare(read_store(COMMITTED).records)
+    return prepare_table(read_store(COMMITTED).records)
 
 
 def test_every_committed_strategy_is_a_point(committed: pd.DataFrame) -> None:
@@ -30,8 +30,8 @@ def test_every_committed_strategy_is_a_point(committed: pd.DataFrame) -> None:
     assert set(ran[identity].itertuples(index=False)) == set(selected[identity].itertuples(index=False))
     assert set(ran["effective_strategy"]) >= {"ddp", "ddp/lora", "ddp/qlora", "fsdp/full_shard_lora"}
     assert set(ran["precision"]) == {"fp32", "fp8 autocast"}
-    with style.context():
-        drawings = trade.section(committed, style.palette(committed["variant_key"])).drawings
+    with style.apply_report_style():
+        drawings = trade.build_section(committed, style.build_palette(committed["variant_key"])).drawings
     assert len(drawings) == committed["model"].nunique() == 2
     for drawing in drawings:
         points = [line for line in drawing.figure.axes[0].lines if line.get_marker() in style.MARKERS]
@@ -49,10 +49,10 @@ def test_committed_names_say_nothing_that_tells_nothing_apart(committed: pd.Data
 
 
 def test_points_of_the_committed_strategies_can_be_told_apart(committed: pd.DataFrame) -> None:
-    palette = style.palette(committed["variant_key"])
+    palette = style.build_palette(committed["variant_key"])
     assert len(set(palette.values())) == len(palette)
     for _, facet in trade.select(committed).groupby("model"):
-        looks = trade._marks(facet, palette)
+        looks = trade._assign_marks(facet, palette)
         for one, other in itertools.combinations(looks, 2):
             alike = math.dist(to_rgb(looks[one].colour), to_rgb(looks[other].colour)) < 0.2
             assert looks[one].marker != looks[other].marker or not alike, (one, other)
@@ -67,7 +67,7 @@ def test_points_of_the_committed_strategies_can_be_told_apart(committed: pd.Data
     ],
 )
 def test_adapters_are_a_shade_of_their_strategy(committed: pd.DataFrame, adapters: str, kind: str) -> None:
-    colour, base = style.palette(committed["variant_key"])[adapters].colour, style.COLOURS[kind]
+    colour, base = style.build_palette(committed["variant_key"])[adapters].colour, style.STRATEGY_COLOURS[kind]
     added = [(own - one) / (1 - one) for own, one in zip(to_rgb(colour), to_rgb(base), strict=True)]
     assert added == pytest.approx([added[0]] * 3, abs=0.01)
     assert added[0] > 0.1

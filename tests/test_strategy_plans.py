@@ -8,27 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from bench.config import RunConfig, run_config
+from bench.config import RunConfig, build_run_config
 from bench.errors import ImpossibleError
-from bench.models.stages import cut
-from bench.planning.compose import composed
-from bench.simulate.layout import layout_of
-from bench.simulate.pipeline_parts import arranged
-from bench.simulate.predict import tape_key
-from bench.simulate.stage_tape import StageKey, parts_of, traced
+from bench.models.stages import split_blocks_into_stages
+from bench.planning.compose import compose_config
+from bench.simulate.layout import build_parameter_layout
+from bench.simulate.pipeline_parts import arrange_stage
+from bench.simulate.predict import build_trace_key
+from bench.simulate.stage_tape import StageTraceKey, list_stage_blocks, shorten_stage_blocks
 from bench.strategies.base import Strategy
 from bench.strategies.plan import (
-    PARAMETERS,
-    REPLICAS,
-    SHARDS,
-    STAY,
-    TOLD,
-    WORLD,
-    Parameter,
-    Plan,
-    Setting,
-    Unit,
-    gradients_of,
+    GRADIENTS_HANDLED_ONE_BY_ONE,
+    GRADIENTS_KEPT,
+    PARAMETER_MEMORY,
+    REPLICA_GROUP,
+    SHARD_GROUP,
+    WORLD_GROUP,
+    ParameterSpec,
+    PlanInputs,
+    ShardingUnit,
+    StepPlan,
+    name_unit_gradients,
 )
 
 VARIANTS: list[dict[str, Any]] = [
@@ -63,44 +63,46 @@ class Notebook:
         self.names: Counter[str] = Counter()
         self.most = 0.0
 
-    def hold(self, name: str, size: float, part: str) -> None:
+    def allocate(self, name: str, size: float, part: str) -> None:
         assert size >= 0
         self.held[name] = (size, part)
         self.most = max(self.most, self.total())
 
-    def grow(self, name: str, size: float, part: str) -> None:
-        self.hold(name, self.held.get(name, (0.0, part))[0] + size, part)
+    def grow_allocation(self, name: str, size: float, part: str) -> None:
+        self.allocate(name, self.held.get(name, (0.0, part))[0] + size, part)
 
-    def release(self, name: str, *, after: str | None = None) -> None:
+    def free(self, name: str, *, after: str | None = None) -> None:
         self.held.pop(name, None)
 
-    def copy(self, name: str, size: float) -> None:
+    def copy_within_device(self, name: str, size: float) -> None:
         assert size >= 0
 
-    def send(self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None) -> None:
+    def run_collective(
+        self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None
+    ) -> None:
         self.sent.append((kind, size, group))
         self.names[name] += 1
 
-    def transfer(self, name: str, size: float, stream: str, *, after: str | None = None) -> None:
+    def copy_host_device(self, name: str, size: float, stream: str, *, after: str | None = None) -> None:
         self.moved.append((name, size))
         self.names[name] += 1
 
-    def wait(self, name: str) -> None:
+    def wait_for_event(self, name: str) -> None:
         assert self.names[name], f"waits for {name}, which was never sent"
 
-    def mark(self, name: str) -> None:
+    def record_event(self, name: str) -> None:
         self.names[name] += 1
 
-    def follow(self, stream: str, name: str) -> None:
+    def follow_stream(self, stream: str, name: str) -> None:
         assert self.names[name], f"follows {name}, which was never marked"
 
-    def note_release(self, *, after: str | None = None) -> None:
+    def note_late_free(self, *, after: str | None = None) -> None:
         pass
 
-    def throttle(self, most: int) -> None:
+    def limit_all_gathers(self, max_unfinished: int) -> None:
         pass
 
-    def hooks(self, count: float = 1.0) -> None:
+    def run_hooks(self, count: float = 1.0) -> None:
         pass
 
     def total(self) -> float:
@@ -118,24 +120,24 @@ class Notebook:
 
 def config(**settings: Any) -> RunConfig:
     base = {"model": "gpt_mini", "gpus": 8, "hardware": "a100_80gb", "precision": "fp32", "sequence_length": 64}
-    return run_config(composed({key: str(value) for key, value in {**base, **settings}.items()}))
+    return build_run_config(compose_config({key: str(value) for key, value in {**base, **settings}.items()}))
 
 
-def plan_of(run: RunConfig) -> tuple[Plan, Setting]:
-    layout = layout_of(run.model, 1, run.precision.scales_loss)
-    setting = Setting(
+def plan_of(run: RunConfig) -> tuple[StepPlan, PlanInputs]:
+    layout = build_parameter_layout(run.model, 1, run.precision.scales_loss)
+    setting = PlanInputs(
         layout.units,
         run.precision,
         run.gpus,
         run.optimizer.states_per_parameter,
         run.gradient_accumulation,
         run.optimizer.keep_gradients,
-        casts=not run.strategy.uses_autocast(run.precision),
+        casts_parameters=not run.strategy.uses_autocast(run.precision),
     )
     return run.strategy.plan(setting), setting
 
 
-def step(plan: Plan, setting: Setting, device: Notebook, *, micro_batches: int = 1, every: bool = False) -> None:
+def step(plan: StepPlan, setting: PlanInputs, device: Notebook, *, micro_batches: int = 1, every: bool = False) -> None:
     """The events of a step, without the model in between."""
     root, *blocks = setting.units
     for number in range(micro_batches):
@@ -152,17 +154,17 @@ def step(plan: Plan, setting: Setting, device: Notebook, *, micro_batches: int =
             plan.after_backward(device, unit)
         gradients(plan, device, root)
         plan.after_backward(device, root)
-        plan.after_step_backward(device)
-    plan.after_optimizer(device)
+        plan.after_micro_batch_backward(device)
+    plan.after_optimizer_step(device)
 
 
-def gradients(plan: Plan, device: Notebook, unit: Any) -> None:
-    fate = plan.gradients(unit)
+def gradients(plan: StepPlan, device: Notebook, unit: Any) -> None:
+    fate = plan.choose_gradient_handling(unit)
     for parameter in reversed(unit.parameters):
-        if fate == STAY:
-            device.grow(gradients_of(unit), plan.gradient_bytes(parameter), "gradients")
-        elif fate == TOLD:
-            plan.gradient(device, unit, parameter)
+        if fate == GRADIENTS_KEPT:
+            device.grow_allocation(name_unit_gradients(unit), plan.compute_gradient_bytes(parameter), "gradients")
+        elif fate == GRADIENTS_HANDLED_ONE_BY_ONE:
+            plan.after_gradient(device, unit, parameter)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -174,7 +176,7 @@ def test_a_step_leaves_behind_what_it_found(variant, precision, micro_batches):
     run = config(**variant, precision=precision, gradient_accumulation=micro_batches, gradient_accumulation_sync=every)
     plan, setting = plan_of(run)
     device = Notebook()
-    plan.begin(device)
+    plan.allocate_persistent_state(device)
     found = dict(device.held)
     for _ in range(2):
         step(plan, setting, device, micro_batches=micro_batches, every=every)
@@ -186,7 +188,7 @@ def test_a_step_leaves_behind_what_it_found(variant, precision, micro_batches):
 def test_communicating_after_every_micro_batch_leaves_nothing_behind_either(variant):
     plan, setting = plan_of(config(**variant))
     device = Notebook()
-    plan.begin(device)
+    plan.allocate_persistent_state(device)
     found = dict(device.held)
     step(plan, setting, device, micro_batches=2, every=True)
     assert device.held == found
@@ -198,8 +200,8 @@ def test_gradients_that_are_kept_are_there_from_the_start(variant, precision):
     run = config(**variant, precision=precision, **{"optimizer.keep_gradients": True})
     plan, setting = plan_of(run)
     device, freed = Notebook(), Notebook()
-    plan.begin(device)
-    plan_of(config(**variant, precision=precision))[0].begin(freed)
+    plan.allocate_persistent_state(device)
+    plan_of(config(**variant, precision=precision))[0].allocate_persistent_state(freed)
     found = dict(device.held)
     step(plan, setting, device)
     assert device.held == found
@@ -218,19 +220,24 @@ DEEP = {"t5_tiny": {"model.num_encoder_layers": 9}, "gpt_tiny": {"model.num_laye
 @pytest.mark.parametrize("model", DEEP)
 def test_parameters_are_known_in_the_order_of_the_model(model, together, apart):
     family = config(model=model, **DEEP[model]).model
-    layout = layout_of(family, together, True, fp32_apart=apart)
-    found = [layout.units[unit].parameters[own].shape for unit, own in layout.order]
-    assert found == [tuple(parameter.shape) for parameter in family.build().parameters()]
+    layout = build_parameter_layout(family, together, True, shards_fp32_separately=apart)
+    found = [layout.units[unit].parameters[own].shape for unit, own in layout.parameter_order]
+    assert found == [tuple(parameter.shape) for parameter in family.build_model().parameters()]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("model", DEEP)
 def test_a_stages_parameters_are_known_in_the_order_of_its_module(model, stage):
     run = config(model=model, strategy="pipeline", gpus=2, **DEEP[model])
-    cuts = cut(run.model.num_blocks or 0, 2)
-    parts = parts_of(layout_of(run.model, 1, False).lengths, cuts[stage])
-    units, _ = arranged(stage, StageKey(tape_key(run), traced(parts)), tuple(part.count for part in parts), ())
-    module = run.model.stage(run.model.build(), cuts[stage])
+    cuts = split_blocks_into_stages(run.model.num_blocks or 0, 2)
+    parts = list_stage_blocks(build_parameter_layout(run.model, 1, False).block_counts, cuts[stage])
+    units, _ = arrange_stage(
+        stage,
+        StageTraceKey(build_trace_key(run), shorten_stage_blocks(parts)),
+        tuple(part.num_blocks for part in parts),
+        (),
+    )
+    module = run.model.build_stage(run.model.build_model(), cuts[stage])
     assert [each.shape for each in units.parameters] == [tuple(parameter.shape) for parameter in module.parameters()]
 
 
@@ -247,10 +254,10 @@ def test_without_shards_fsdp1_adds_to_gradients_that_are_there(precision, keeps,
     """Bytes per parameter of a model of one, and 4 of AdamW's count of steps."""
     settings = {"strategy": "fsdp1", "strategy.sharding_factor": 1, "optimizer.keep_gradients": keeps}
     run = config(**settings, precision=precision)
-    unit = Unit(-1, "model", (Parameter("weight", (100, 40)),))
-    setting = Setting((unit,), run.precision, 8, 2, 2, keeps, on_cpu=on_cpu)
+    unit = ShardingUnit(-1, "model", (ParameterSpec("weight", (100, 40)),))
+    setting = PlanInputs((unit,), run.precision, 8, 2, 2, keeps, is_on_cpu=on_cpu)
     plan, device = run.strategy.plan(setting), Notebook()
-    plan.begin(device)
+    plan.allocate_persistent_state(device)
     step(plan, setting, device, micro_batches=2, every=every)
     assert device.most == expected * 4000 + 4
 
@@ -258,7 +265,7 @@ def test_without_shards_fsdp1_adds_to_gradients_that_are_there(precision, keeps,
 def state_bytes(run: RunConfig) -> float:
     plan, _ = plan_of(run)
     device = Notebook()
-    plan.begin(device)
+    plan.allocate_persistent_state(device)
     return device.total()
 
 
@@ -279,7 +286,7 @@ def test_replicated_states_and_buckets_are_16_bytes_per_parameter():
 def sent(run: RunConfig) -> Notebook:
     plan, setting = plan_of(run)
     device = Notebook()
-    plan.begin(device)
+    plan.allocate_persistent_state(device)
     step(plan, setting, device)
     return device
 
@@ -289,15 +296,15 @@ def test_full_sharding_gathers_twice_and_reduces_once(strategy):
     """Zhao et al. 2023, section 3.2.1: 3 M (W - 1) / W per GPU. The root is gathered once, since backward needs it."""
     run = config(strategy=strategy, gpus=8)
     device, size = sent(run), 4 * run.model.num_parameters
-    root = 4 * sum(parameter.numel for parameter in layout_of(run.model, 1, False).units[0].parameters)
-    assert device.volume("all-gather", SHARDS) == pytest.approx(2 * size - root, rel=1e-3)
-    assert device.volume("reduce-scatter", SHARDS) == pytest.approx(size, rel=1e-3)
+    root = 4 * sum(parameter.numel for parameter in build_parameter_layout(run.model, 1, False).units[0].parameters)
+    assert device.volume("all-gather", SHARD_GROUP) == pytest.approx(2 * size - root, rel=1e-3)
+    assert device.volume("reduce-scatter", SHARD_GROUP) == pytest.approx(size, rel=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (5, 3), (3,), (1, 2, 2)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_the_first_shard_is_torchs_first_chunk(shape, ranks):
-    assert Parameter("weight", shape).first_shard(ranks) == torch.empty(shape).chunk(ranks)[0].numel()
+    assert ParameterSpec("weight", shape).compute_first_shard_numel(ranks) == torch.empty(shape).chunk(ranks)[0].numel()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
@@ -311,7 +318,7 @@ def test_what_is_gathered_and_reduced_has_equal_shards(strategy, gpus):
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
 def test_keeping_parameters_until_backward_gathers_once(strategy):
     run = config(strategy=strategy, **{"strategy.reshard_after_forward": False})
-    assert sent(run).volume("all-gather", SHARDS) == pytest.approx(4 * run.model.num_parameters, rel=1e-3)
+    assert sent(run).volume("all-gather", SHARD_GROUP) == pytest.approx(4 * run.model.num_parameters, rel=1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
@@ -319,16 +326,16 @@ def test_hybrid_sharding_sends_a_shard_across_nodes(strategy):
     """Zhao et al. 2023: across hosts an all-reduce of M / G, with G GPUs per host."""
     run = config(strategy=strategy, gpus=32, **{"strategy.sharding_factor": "node"})
     device, size = sent(run), 4 * run.model.num_parameters
-    assert device.volume("all-reduce", REPLICAS) == pytest.approx(size / 8, rel=1e-3)
-    assert device.volume("reduce-scatter", SHARDS) == pytest.approx(size, rel=1e-3)
+    assert device.volume("all-reduce", REPLICA_GROUP) == pytest.approx(size / 8, rel=1e-3)
+    assert device.volume("reduce-scatter", SHARD_GROUP) == pytest.approx(size, rel=1e-3)
 
 
-@pytest.mark.parametrize(("strategy", "group"), [("ddp", WORLD), ("fsdp1", WORLD), ("fsdp", REPLICAS)])
+@pytest.mark.parametrize(("strategy", "group"), [("ddp", WORLD_GROUP), ("fsdp1", WORLD_GROUP), ("fsdp", REPLICA_GROUP)])
 def test_replication_reduces_every_gradient_once(strategy, group):
     run = config(strategy=strategy, **{"strategy.sharding_factor": 1})
     device = sent(run)
     assert device.volume("all-reduce", group) == pytest.approx(4 * run.model.num_parameters, rel=1e-3)
-    assert device.volume("all-gather", SHARDS) == 0
+    assert device.volume("all-gather", SHARD_GROUP) == 0
 
 
 def test_buckets_are_as_large_as_asked_for():
@@ -350,37 +357,37 @@ def test_as_torch_has_it_the_first_bucket_is_small(strategy):
 
 def test_a_mesh_without_replicas_reduces_nothing_among_them():
     run = config(strategy="fsdp")
-    assert sent(run).volume("all-reduce", REPLICAS) == 0
+    assert sent(run).volume("all-reduce", REPLICA_GROUP) == 0
     asked = config(strategy="fsdp", **{"strategy.mesh_2d": True})
-    assert sent(asked).volume("all-reduce", REPLICAS) == pytest.approx(4 * run.model.num_parameters / 8, rel=1e-3)
-    assert sent(config(strategy="fsdp1")).volume("all-reduce", REPLICAS) == 0
+    assert sent(asked).volume("all-reduce", REPLICA_GROUP) == pytest.approx(4 * run.model.num_parameters / 8, rel=1e-3)
+    assert sent(config(strategy="fsdp1")).volume("all-reduce", REPLICA_GROUP) == 0
     split = {"strategy": "tensor_parallel", "strategy.degree": 2, "strategy.sequence_parallel": False}
-    assert sent(config(**split)).volume("all-reduce", REPLICAS) == 0
-    assert sent(config(**split, **{"strategy.sharding_factor": 4})).volume("all-reduce", REPLICAS) > 0
+    assert sent(config(**split)).volume("all-reduce", REPLICA_GROUP) == 0
+    assert sent(config(**split, **{"strategy.sharding_factor": 4})).volume("all-reduce", REPLICA_GROUP) > 0
 
 
 def test_gradients_reduced_in_another_format_are_sent_in_it():
     run = config(strategy="ddp", precision="bf16", **{"precision.reduce": "bf16"})
-    assert sent(run).volume("all-reduce", WORLD) == pytest.approx(2 * run.model.num_parameters, rel=1e-3)
+    assert sent(run).volume("all-reduce", WORLD_GROUP) == pytest.approx(2 * run.model.num_parameters, rel=1e-3)
     run = config(strategy="fsdp", precision="bf16")
     device = sent(run)
-    assert device.volume("reduce-scatter", SHARDS) == pytest.approx(4 * run.model.num_parameters, rel=1e-3)
+    assert device.volume("reduce-scatter", SHARD_GROUP) == pytest.approx(4 * run.model.num_parameters, rel=1e-3)
 
 
 def test_without_communication_nothing_is_sent():
     plan, setting = plan_of(config(strategy="fsdp", gradient_accumulation=4))
     device = Notebook()
-    plan.begin(device)
+    plan.allocate_persistent_state(device)
     plan.begin_micro_batch(device, synchronize=False)
     before = device.parts()
     step(plan, setting, device, micro_batches=4)
-    assert device.volume("reduce-scatter", SHARDS) == pytest.approx(4 * config().model.num_parameters, rel=1e-3)
-    assert before[PARAMETERS] > 0
+    assert device.volume("reduce-scatter", SHARD_GROUP) == pytest.approx(4 * config().model.num_parameters, rel=1e-3)
+    assert before[PARAMETER_MEMORY] > 0
 
 
 def test_a_strategy_without_a_plan_says_so():
     class Unplanned(Strategy):
-        def effective(self, world_size: int) -> str:
+        def describe_effective_strategy(self, world_size: int) -> str:
             return "unplanned"
 
         def wrap(self, model: Any, job: Any) -> Any:

@@ -21,20 +21,30 @@ import pytest
 
 from bench import records
 from bench import sweep as command
-from bench.config import MOST_TOKENS, RunConfig
+from bench.config import MAX_TOKENS_PER_PROCESS, RunConfig
 from bench.launch.local import LocalLauncher
-from bench.launch.task import largest_batch
-from bench.planning.compose import composed, groups
-from bench.planning.plan import make_plan
-from bench.planning.request import read_request
-from bench.planning.search import largest_fitting, next_batch_size
-from bench.predicting import BatchSearch
+from bench.launch.task import search_largest_batch
+from bench.planning.compose import compose_config, list_config_groups
+from bench.planning.plan import build_sweep_plan
+from bench.planning.request import parse_sweep_request
+from bench.planning.search import choose_next_batch_size, find_largest_fitting
+from bench.predicting import SweepBatchSearch
 from bench.records.schema import COLUMNS, FORMAT_VERSION
-from bench.row import configured_row
+from bench.row import build_configured_columns
 from bench.simulate.prediction import FITS
-from bench.typed import as_typed
-from tests.fake_model import CPU, FLOPS_PER_TOKEN, OVERRIDES, ROOT, Sweep, files, planned, rows, sweep
-from tests.records_fixture import record
+from bench.typed import format_override_value
+from tests.fake_model import (
+    CPU,
+    FAKE_MODEL_OVERRIDES,
+    FLOPS_PER_TOKEN,
+    ROOT,
+    SweepProcess,
+    plan_runs,
+    read_attempts_by_run,
+    read_row_files,
+    run_sweep,
+)
+from tests.records_fixture import make_record
 from tests.test_finetune import needs_both, needs_peft
 
 # Harness truth
@@ -43,12 +53,12 @@ STEP_S, SLOWER_S, STEPS = 0.15, 0.05, 3
 
 
 @pytest.fixture(scope="module")
-def known_times(tmp_path_factory) -> Sweep:
+def known_times(tmp_path_factory) -> SweepProcess:
     store = tmp_path_factory.mktemp("truth") / "store"
-    return sweep(
+    return run_sweep(
         store,
         "-m",
-        *OVERRIDES,
+        *FAKE_MODEL_OVERRIDES,
         "strategy=ddp",
         "gpus=1,2",
         "gradient_accumulation=1,2",
@@ -65,7 +75,7 @@ def known_times(tmp_path_factory) -> Sweep:
 def test_a_known_step_time_comes_back_with_its_speed(known_times, gpus, accumulation):
     (row,) = [
         attempts[0]
-        for attempts in rows(known_times.store).values()
+        for attempts in read_attempts_by_run(known_times.store).values()
         if (attempts[0]["world_size"], attempts[0]["gradient_accumulation"]) == (gpus, accumulation)
     ]
     expected_s = accumulation * (STEP_S + (SLOWER_S if gpus == 2 else 0))
@@ -98,32 +108,32 @@ def test_a_sweep_without_a_terminal_is_quiet(known_times):
 
 # Side by side
 
-THREE = ("-m", *OVERRIDES, "strategy=ddp", "gpus=2", "+model.step_s=0.2", "repeat=0,1,2")
+THREE = ("-m", *FAKE_MODEL_OVERRIDES, "strategy=ddp", "gpus=2", "+model.step_s=0.2", "repeat=0,1,2")
 
 
 @pytest.mark.slow
 def test_sweeps_side_by_side_execute_every_run_once(tmp_path):
     shared, own = tmp_path / "shared" / "store", tmp_path / "own" / "store"
-    started = [Sweep(store, *THREE) for store in (shared, shared, own)]
+    started = [SweepProcess(store, *THREE) for store in (shared, shared, own)]
     try:
         for process in started:
             assert process.wait() == 0, process.output
             assert process.output.count(" ok ") == 3, process.output
     finally:
-        left = [process.left() for process in started]
+        left = [process.wait_for_leftover_pids() for process in started]
         for process in started:
             process.clean_up()
     assert left == [[], [], []]
-    ids = [config.run_id for config in planned(*THREE[1:])]
+    ids = [config.run_id for config in plan_runs(*THREE[1:])]
     for store in (shared, own):
-        recorded = rows(store)
+        recorded = read_attempts_by_run(store)
         assert sorted(recorded) == sorted(ids)
         assert [[row["status"] for row in attempts] for attempts in recorded.values()] == [["ok"]] * 3
 
 
 # What is recorded already
 
-FIVE = ("-m", *OVERRIDES, "strategy=single", "repeat=0,1,2,3,4")
+FIVE = ("-m", *FAKE_MODEL_OVERRIDES, "strategy=single", "repeat=0,1,2,3,4")
 
 
 def put(store: Path, config: RunConfig, status: str, **columns: Any) -> None:
@@ -134,15 +144,23 @@ def put(store: Path, config: RunConfig, status: str, **columns: Any) -> None:
     }
     ended = figures.get(status, {"error": f"ended as {status}"})
     when = {"started_at": "2026-01-01T00:00:00+00:00", "finished_at": "2026-01-01T00:00:01+00:00"}
-    row = {**configured_row(config), **ended, **when, "status": status, "sweep": "adhoc", "attempt": 0, **columns}
-    records.write(store, row)
+    row = {
+        **build_configured_columns(config),
+        **ended,
+        **when,
+        "status": status,
+        "sweep": "adhoc",
+        "attempt": 0,
+        **columns,
+    }
+    records.write_row(store, row)
 
 
 @pytest.fixture
 def five(tmp_path) -> tuple[Path, list[str]]:
     """A store with a run of each status, and their run ids."""
     store = tmp_path / "store"
-    configs = planned(*FIVE[1:])
+    configs = plan_runs(*FIVE[1:])
     for config, status in zip(configs, ("ok", "oom", "error", "timeout", "preempted"), strict=True):
         put(store, config, status)
     return store, [config.run_id for config in configs]
@@ -151,13 +169,13 @@ def five(tmp_path) -> tuple[Path, list[str]]:
 @pytest.mark.slow
 def test_results_are_not_repeated_unless_forced_and_failures_are(five):
     store, ids = five
-    before = files(store)
-    again = sweep(store, *FIVE, "report=true")
+    before = read_row_files(store)
+    again = run_sweep(store, *FIVE, "report=true")
     assert again.process.returncode == 0, again.output
     assert "5 runs, 2 done, 3 to run" in again.output
-    after = files(store)
+    after = read_row_files(store)
     assert {path: after[path] for path in before} == before
-    assert [[row["status"] for row in rows(store)[run]] for run in ids] == [
+    assert [[row["status"] for row in read_attempts_by_run(store)[run]] for run in ids] == [
         ["ok"],
         ["oom"],
         ["error", "ok"],
@@ -167,12 +185,15 @@ def test_results_are_not_repeated_unless_forced_and_failures_are(five):
     assert "Report: " in again.output
     assert (store / "report").is_dir()
 
-    forced = sweep(store, *FIVE, "repeat=0,1", "force=true")
+    forced = run_sweep(store, *FIVE, "repeat=0,1", "force=true")
     assert forced.process.returncode == 0, forced.output
     assert "2 runs, 0 done, 2 to run" in forced.output
-    assert {path: files(store)[path] for path in after} == after
-    assert [[row["status"] for row in rows(store)[run]] for run in ids[:2]] == [["ok", "ok"], ["oom", "ok"]]
-    assert rows(store)[ids[0]][1]["attempt"] == 1
+    assert {path: read_row_files(store)[path] for path in after} == after
+    assert [[row["status"] for row in read_attempts_by_run(store)[run]] for run in ids[:2]] == [
+        ["ok", "ok"],
+        ["oom", "ok"],
+    ]
+    assert read_attempts_by_run(store)[ids[0]][1]["attempt"] == 1
     assert records.load(store)["attempt"].sum() == 5
 
 
@@ -184,19 +205,19 @@ def no_launch(monkeypatch) -> None:
         pytest.fail("something was launched")
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
-    monkeypatch.setattr(command, "detect", lambda: CPU)
+    monkeypatch.setattr(command, "detect_device", lambda: CPU)
 
 
 @pytest.mark.usefixtures("no_launch")
 def test_a_finished_sweep_starts_nothing_and_its_report_changes_no_row(five, capsys):
     store, ids = five
-    before = files(store)
+    before = read_row_files(store)
     assert command.main([*FIVE, "repeat=0,1", f"store={store}", "report=true"]) == 0
     shown = capsys.readouterr().out
     assert "2 runs, 2 done, 0 to run" in shown
     assert "Report: " in shown
-    assert files(store) == before
-    assert sorted(rows(store)) == sorted(ids)
+    assert read_row_files(store) == before
+    assert sorted(read_attempts_by_run(store)) == sorted(ids)
 
 
 # The plan
@@ -231,7 +252,7 @@ def test_a_dry_run_without_a_store_makes_none(tmp_path, monkeypatch, capsys):
 
 def test_the_grid_of_a_command_line_is_the_one_made_by_hand():
     typed = ["model=gpt_tiny,t5_tiny", "strategy=ddp,fsdp", "strategy.sharding_factor=1,2", "gpus=1,2"]
-    request = read_request(typed, multirun=True, device=CPU)
+    request = parse_sweep_request(typed, multirun=True, device=CPU)
     assert request.points == [
         {"model": model, "strategy": strategy, "strategy.sharding_factor": factor, "gpus": gpus, "hardware": "cpu"}
         for model in ("gpt_tiny", "t5_tiny")
@@ -239,8 +260,10 @@ def test_the_grid_of_a_command_line_is_the_one_made_by_hand():
         for factor in ("1", "2")
         for gpus in ("1", "2")
     ]
-    plan = make_plan(request.points, Path("none"), force=False, check=lambda config: None)
-    assert [(run.model.name, run.strategy.name, run.strategy.factor, run.gpus) for run in plan.to_run] == [
+    plan = build_sweep_plan(request.points, Path("none"), force=False, check_run=lambda config: None)
+    assert [
+        (run.model.name, run.strategy.name, run.strategy.resolved_sharding_factor, run.gpus) for run in plan.to_run
+    ] == [
         (model, *rest)
         for model in ("gpt_tiny", "t5_tiny")
         for rest in (("ddp", 1, 1), ("ddp", 1, 2), ("fsdp", 1, 1), ("fsdp", 1, 2), ("fsdp", 2, 2))
@@ -250,8 +273,8 @@ def test_the_grid_of_a_command_line_is_the_one_made_by_hand():
 
 def possible(*arguments: str) -> list[RunConfig]:
     """The runs that these overrides ask for and that could run somewhere."""
-    request = read_request(arguments, multirun=True, device=CPU)
-    return make_plan(request.points, Path("none"), force=True, check=lambda config: None).to_run
+    request = parse_sweep_request(arguments, multirun=True, device=CPU)
+    return build_sweep_plan(request.points, Path("none"), force=True, check_run=lambda config: None).to_run
 
 
 def command_lines(grid: dict[str, Any]) -> Iterator[list[str]]:
@@ -259,15 +282,21 @@ def command_lines(grid: dict[str, Any]) -> Iterator[list[str]]:
     axes = grid.get("axes") or {}
     plain = {key: values for key, values in axes.items() if not isinstance(values[0], dict)}
     linked = [values for key, values in axes.items() if key not in plain]
-    settings = {**(grid.get("fixed") or {}), **{key: ",".join(map(as_typed, values)) for key, values in plain.items()}}
+    settings = {
+        **(grid.get("fixed") or {}),
+        **{key: ",".join(map(format_override_value, values)) for key, values in plain.items()},
+    }
     for alternatives in itertools.product(*linked):
         chosen = {key: value for alternative in alternatives for key, value in alternative.items()}
-        yield [f"{key}={value if key in plain else as_typed(value)}" for key, value in {**settings, **chosen}.items()]
+        yield [
+            f"{key}={value if key in plain else format_override_value(value)}"
+            for key, value in {**settings, **chosen}.items()
+        ]
 
 
-@pytest.mark.parametrize("name", sorted(set(groups()["sweep"]) - {"adhoc"}))
+@pytest.mark.parametrize("name", sorted(set(list_config_groups()["sweep"]) - {"adhoc"}))
 def test_a_sweep_file_and_the_command_line_come_to_the_same_runs(name):
-    described = composed({"sweep": name})["sweep"]
+    described = compose_config({"sweep": name})["sweep"]
     on = ["hardware=h200"] if described.get("device") == "cuda" else []
     from_file = {config.run_id for config in possible(f"sweep={name}", "sweep.repeats=1", *on)}
     grids = described["grids"]
@@ -280,8 +309,8 @@ def test_a_sweep_file_and_the_command_line_come_to_the_same_runs(name):
 
 def test_linked_axes_on_the_command_line_are_those_of_a_file():
     grid = "sweep.grids=[{fixed:{gpus:2},axes:{model:[gpt_tiny,t5_tiny],variant:[{strategy:ddp},{strategy:fsdp}]}}]"
-    inline = [config.run_id for config in planned(grid)]
-    assert inline == [config.run_id for config in planned("gpus=2", "model=gpt_tiny,t5_tiny", "strategy=ddp,fsdp")]
+    inline = [config.run_id for config in plan_runs(grid)]
+    assert inline == [config.run_id for config in plan_runs("gpus=2", "model=gpt_tiny,t5_tiny", "strategy=ddp,fsdp")]
 
 
 # What names a run
@@ -323,7 +352,7 @@ def changed(value: Any) -> Any:
 )
 @pytest.mark.parametrize("model", ["t5_tiny", "gpt_tiny"])
 def test_every_knob_is_part_of_a_runs_name(model, asked):
-    (config,) = planned(f"model={model}", *asked.split())
+    (config,) = plan_runs(f"model={model}", *asked.split())
     seen = {config.run_id}
     paths = list(leaves(config))
     assert len(paths) > 35
@@ -344,7 +373,7 @@ def test_every_knob_is_part_of_a_runs_name(model, asked):
 
 def test_a_run_is_named_by_its_settings_alone(tmp_path):
     base = ("model=gpt_tiny", "strategy=fsdp", "gpus=2")
-    (config,) = planned(*base)
+    (config,) = plan_runs(*base)
     elsewhere = (
         f"store={tmp_path}",
         "force=true",
@@ -359,10 +388,10 @@ def test_a_run_is_named_by_its_settings_alone(tmp_path):
         "sweep=adhoc",
     )
     for setting in elsewhere:
-        (same,) = planned(*base, setting)
+        (same,) = plan_runs(*base, setting)
         assert same.run_id == config.run_id, setting
     for setting in ("seed=1", "repeat=1", "measurement.steps=21", "hardware.memory_limit_gib=1", "model.name=mine"):
-        (other,) = planned(*base, setting)
+        (other,) = plan_runs(*base, setting)
         assert other.run_id != config.run_id, setting
 
 
@@ -370,14 +399,14 @@ def test_a_run_is_named_by_its_settings_alone(tmp_path):
 
 
 def test_torn_foreign_and_later_files_are_named_and_passed_over(tmp_path):
-    good, torn, later = (record(repeat=repeat) for repeat in range(3))
+    good, torn, later = (make_record(repeat=repeat) for repeat in range(3))
     for row in (good, torn, later):
-        records.write(tmp_path, row)
-    whole = records.row_path(tmp_path, torn["run_id"], 0).read_text()
+        records.write_row(tmp_path, row)
+    whole = records.get_row_path(tmp_path, torn["run_id"], 0).read_text()
     problems = {
-        records.row_path(tmp_path, torn["run_id"], 1): whole[: len(whole) // 2],
-        records.row_path(tmp_path, torn["run_id"], 2): "",
-        records.row_path(tmp_path, later["run_id"], 1): json.dumps({**later, "format": FORMAT_VERSION + 1}),
+        records.get_row_path(tmp_path, torn["run_id"], 1): whole[: len(whole) // 2],
+        records.get_row_path(tmp_path, torn["run_id"], 2): "",
+        records.get_row_path(tmp_path, later["run_id"], 1): json.dumps({**later, "format": FORMAT_VERSION + 1}),
         tmp_path / good["run_id"] / "notes.txt": "remember the milk",
         tmp_path / good["run_id"] / "7.json": "[1, 2]",
         tmp_path / good["run_id"] / "8.json": "\xff\xfe",
@@ -394,11 +423,11 @@ def test_torn_foreign_and_later_files_are_named_and_passed_over(tmp_path):
     for path in problems:
         assert sum(str(path) in message for message in reported) == 1, path
     assert any(f"format {FORMAT_VERSION + 1} is newer" in message for message in reported)
-    assert records.latest(tmp_path, torn["run_id"])["attempt"] == 0
+    assert records.read_latest_row(tmp_path, torn["run_id"])["attempt"] == 0
 
 
 def test_thousands_of_rows_load_in_about_a_second(tmp_path):
-    template = {**record(), "format": FORMAT_VERSION}
+    template = {**make_record(), "format": FORMAT_VERSION}
     for number in range(3000):
         row = {**template, "run_id": f"{number:016x}", "repeat": number}
         folder = tmp_path / row["run_id"]
@@ -424,7 +453,7 @@ def work(writer):
                "error": f"{writer} {number} " + "x" * 20000}
         while True:
             try:
-                records.write(sys.argv[1], {**row, "attempt": records.next_attempt(sys.argv[1], row["run_id"])})
+                records.write_row(sys.argv[1], {**row, "attempt": records.find_next_attempt(sys.argv[1], row["run_id"])})
                 break
             except FileExistsError:
                 refused += 1
@@ -448,7 +477,7 @@ def test_concurrent_writers_to_one_run_lose_and_tear_nothing(tmp_path):
         check=True,
     )
     assert int(done.stdout) > 0, "nobody ever raced, so nothing was tried"
-    written = rows(store)["0" * 16]
+    written = read_attempts_by_run(store)["0" * 16]
     assert [row["attempt"] for row in written] == list(range(16 * 20))
     assert sorted(row["error"].split(" x")[0] for row in written) == sorted(
         f"{writer} {number}" for writer in range(16) for number in range(20)
@@ -459,10 +488,10 @@ def test_concurrent_writers_to_one_run_lose_and_tear_nothing(tmp_path):
 
 
 def test_a_taken_attempt_stays_as_it_is(tmp_path):
-    path = records.write(tmp_path, record(attempt=0))
+    path = records.write_row(tmp_path, make_record(attempt=0))
     before = path.read_bytes()
     with pytest.raises(FileExistsError):
-        records.write(tmp_path, record(attempt=0) | {"git_sha": "other"})
+        records.write_row(tmp_path, make_record(attempt=0) | {"git_sha": "other"})
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == ["0.json"]
 
@@ -472,7 +501,7 @@ def test_a_store_that_cannot_be_written_is_refused(capsys):
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     read_only = [mount[1] for mount in mounts if "ro" in mount[3].split(",") and Path(mount[1]).is_dir()]
     for store in [*read_only[:1], "/proc/runs", f"{__file__}/runs"]:
-        assert command.main([*OVERRIDES, f"store={store}"]) == 2
+        assert command.main([*FAKE_MODEL_OVERRIDES, f"store={store}"]) == 2
         shown = capsys.readouterr()
         assert shown.out == ""
         assert shown.err.startswith(f"store={store} is not valid: choose a folder that can be written to (")
@@ -488,14 +517,14 @@ def search(
     """What the search finds where a batch takes so much memory (None: more than there is), and what it tried."""
     tried: dict[int, int | None] = {}
     order = []
-    while (size := next_batch_size(tried, start, limit, unit)) is not None:
+    while (size := choose_next_batch_size(tried, start, limit, unit)) is not None:
         assert size >= 1
         assert size % unit == 0
         assert size not in tried, f"{size} again after {order}"
         assert len(order) < 60, "no end"
         tried[size] = fits(size)
         order.append(size)
-    return largest_fitting(tried), order
+    return find_largest_fitting(tried), order
 
 
 def linear(limit: int, fixed: int, per_sequence: int, noise: float = 0.0) -> Callable[[int], int | None]:
@@ -560,30 +589,30 @@ def test_the_search_does_not_crawl_where_reported_memory_stops_growing():
 
 
 def test_a_search_without_an_answer_ends():
-    (config,) = planned("model=gpt_tiny", "strategy=single")
+    (config,) = plan_runs("model=gpt_tiny", "strategy=single")
     tried = []
 
     def attempt(run: RunConfig) -> dict[str, Any]:
         tried.append(run.batch_size_per_gpu)
         return {"status": "error" if len(tried) > 2 else "ok", "peak_reserved_bytes": 10}
 
-    assert largest_batch(config, attempt) is None
+    assert search_largest_batch(config, attempt) is None
     assert len(tried) == 3
-    assert largest_batch(config, lambda run: None) is None
+    assert search_largest_batch(config, lambda run: None) is None
 
 
 def test_a_search_ends_at_the_most_tokens_a_run_may_have():
     """However much memory there is."""
-    (config,) = planned("model=gpt_tiny", "strategy=single", "sequence_length=64")
-    most = MOST_TOKENS // 64
-    assert largest_batch(config, lambda run: {"status": "ok", "peak_reserved_bytes": 10}) == most
-    search = BatchSearch(config)
+    (config,) = plan_runs("model=gpt_tiny", "strategy=single", "sequence_length=64")
+    most = MAX_TOKENS_PER_PROCESS // 64
+    assert search_largest_batch(config, lambda run: {"status": "ok", "peak_reserved_bytes": 10}) == most
+    search = SweepBatchSearch(config)
     memory = {"verdict": FITS, "capacity_bytes": 10**15}
-    while (tried := search.next) is not None:
+    while (tried := search.next_config) is not None:
         size = tried.batch_size_per_gpu
         row = {"batch_size_per_gpu": size, "peak_reserved_bytes": 1000 * size, "prediction": {"memory": memory}}
-        search.note(row, lambda row: True)
-    assert search.largest == most
+        search.add_row(row, lambda row: True)
+    assert search.largest_batch_size == most
 
 
 @pytest.mark.slow
@@ -602,9 +631,9 @@ def test_the_largest_batch_is_really_the_largest(tmp_path):
         "search=largest_batch",
         "report=false",
     ]
-    found = sweep(tmp_path / "store", *typed)
+    found = run_sweep(tmp_path / "store", *typed)
     assert found.process.returncode == 0, found.output
-    recorded = list(rows(found.store).values())
+    recorded = list(read_attempts_by_run(found.store).values())
     assert all(len(attempts) == 1 for attempts in recorded)
     by_size = {attempts[0]["batch_size_per_gpu"]: attempts[0] for attempts in recorded}
     assert len(by_size) == len(recorded) <= 10, sorted(by_size)  # on a CPU more than tensors counts against the limit

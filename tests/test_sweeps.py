@@ -13,16 +13,16 @@ import yaml
 
 from bench.config import RunConfig
 from bench.errors import UsageError
-from bench.hardware.detect import Device
-from bench.planning.compose import CONF
-from bench.planning.grid import read_grids
-from bench.planning.plan import Plan, make_plan
-from bench.planning.request import Request, read_request
-from bench.row import configured_row
+from bench.hardware.detect import DetectedDevice
+from bench.planning.compose import CONF_FOLDER
+from bench.planning.grid import parse_grids
+from bench.planning.plan import SweepPlan, build_sweep_plan
+from bench.planning.request import SweepRequest, parse_sweep_request
+from bench.row import build_configured_columns
 
-CLUSTER = Device("cuda", "NVIDIA A100-SXM4-80GB", 512)
-README = CONF / "sweep" / "README.md"
-FILES = sorted(CONF.glob("sweep/*.yaml"))
+CLUSTER = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 512)
+README = CONF_FOLDER / "sweep" / "README.md"
+FILES = sorted(CONF_FOLDER.glob("sweep/*.yaml"))
 PAPER = {"model_scale", "prefetch", "rate_limiter", "gpt_175b_scale", "t5_11b_scale", "memory"}
 SIZES = {
     "model_scale": 159,
@@ -37,12 +37,14 @@ SIZES = {
 }
 
 
-def request(*arguments: str) -> Request:
-    return read_request([*arguments, "hardware=a100_80gb"], multirun=True, device=CLUSTER)
+def request(*arguments: str) -> SweepRequest:
+    return parse_sweep_request([*arguments, "hardware=a100_80gb"], multirun=True, device=CLUSTER)
 
 
-def plan(*arguments: str) -> Plan:
-    return make_plan(request(*arguments).points, Path("/no/such/store"), force=True, check=lambda config: None)
+def plan(*arguments: str) -> SweepPlan:
+    return build_sweep_plan(
+        request(*arguments).points, Path("/no/such/store"), force=True, check_run=lambda config: None
+    )
 
 
 def runs(*arguments: str) -> list[RunConfig]:
@@ -58,7 +60,7 @@ def once(sweep: str, *arguments: str) -> list[RunConfig]:
 
 
 def kinds(configs: list[RunConfig]) -> list[str]:
-    return [config.strategy.effective(config.gpus) for config in configs]
+    return [config.strategy.describe_effective_strategy(config.gpus) for config in configs]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -67,24 +69,24 @@ def test_a_file_says_what_it_is_and_reads(file: Path) -> None:
     assert set(values) - {"device"} == {"name", "repeats", "grids"}
     assert values["name"] == file.stem
     assert file.read_text().startswith("# ")
-    assert read_grids(file.stem, values)
+    assert parse_grids(file.stem, values)
 
 
 def test_sweeps_run_on_whatever_gpus_there_are() -> None:
     for sweep in SIZES:
-        values = yaml.safe_load((CONF / "sweep" / f"{sweep}.yaml").read_text())
+        values = yaml.safe_load((CONF_FOLDER / "sweep" / f"{sweep}.yaml").read_text())
         assert not any("hardware" in {**grid["fixed"], **grid.get("axes", {})} for grid in values["grids"])
-    asked = read_request(["sweep=prefetch"], multirun=False, device=CLUSTER)
+    asked = parse_sweep_request(["sweep=prefetch"], multirun=False, device=CLUSTER)
     assert {point["hardware"] for point in asked.points} == {"a100_80gb"}
 
 
 @pytest.mark.parametrize(("sweep", "size"), SIZES.items())
 def test_every_point_is_a_run_and_no_run_comes_twice(sweep: str, size: int) -> None:
     asked = request(f"sweep={sweep}")
-    made = make_plan(asked.points, asked.store, force=True, check=lambda config: None)
+    made = build_sweep_plan(asked.points, asked.store, force=True, check_run=lambda config: None)
     assert not made.impossible
     assert len(asked.points) == len(made.to_run) == size
-    repeats = yaml.safe_load((CONF / "sweep" / f"{sweep}.yaml").read_text())["repeats"]
+    repeats = yaml.safe_load((CONF_FOLDER / "sweep" / f"{sweep}.yaml").read_text())["repeats"]
     assert Counter(config.repeat for config in made.to_run) == dict.fromkeys(range(repeats), size // repeats)
 
 
@@ -96,7 +98,7 @@ def test_the_readme_lists_every_sweep_with_its_size() -> None:
 
 def test_the_readmes_example_is_of_the_format_it_describes() -> None:
     example = yaml.safe_load(README.read_text().partition("```yaml")[2].partition("```")[0])
-    points = [point for grid in read_grids("mine", example) for point in grid.points()]
+    points = [point for grid in parse_grids("mine", example) for point in grid.iterate_points()]
     assert [(point["model"], point["batch_size_per_gpu"]) for point in points] == [
         ("gpt_125m", "8"),
         ("gpt_125m", "16"),
@@ -112,7 +114,7 @@ def test_sweeps_of_the_paper_run_as_the_paper_says(sweep: str) -> None:
         assert config.sequence_length == (2048 if config.model.name == "gpt_175b" else 512)
         if sweep not in ("model_scale", "rate_limiter"):
             assert config.precision.name == "bf16"
-            assert config.strategy.effective(config.gpus) == "fsdp1/full_shard"
+            assert config.strategy.describe_effective_strategy(config.gpus) == "fsdp1/full_shard"
             assert config.activation_checkpointing == "full"
         if config.strategy.name == "fsdp1" and sweep not in ("prefetch", "rate_limiter"):
             assert vars(config.strategy)["backward_prefetch"] == "pre"
@@ -126,12 +128,12 @@ def test_model_scale_compares_every_strategy_on_every_model() -> None:
     ways = {("bf16", "autocast"): seven, ("bf16", "fsdp policy"): seven - {"ddp"}, ("tf32", "none"): seven}
     for model, (precision, mixed) in itertools.product(("t5_611m", "t5_2b", "t5_11b"), ways):
         asked = [config for config in configs if (config.model.name, config.precision.name) == (model, precision)]
-        same = [config for config in asked if configured_row(config)["mixed_precision"] == mixed]
+        same = [config for config in asked if build_configured_columns(config)["mixed_precision"] == mixed]
         expected = ways[precision, mixed] if (model, precision) != ("t5_11b", "tf32") else set()
         assert sorted(kinds(same)) == sorted(expected)
         assert all((c.gpus, c.batch_size_per_gpu, c.activation_checkpointing) == (64, 8, "full") for c in same)
     assert len(configs) == 3 * 7 + 3 * 6 + 2 * 7
-    assert {config.strategy.factor for config in configs if "hybrid" in kinds([config])[0]} == {8}
+    assert {config.strategy.resolved_sharding_factor for config in configs if "hybrid" in kinds([config])[0]} == {8}
 
 
 def test_prefetch_differs_in_prefetch_alone() -> None:
@@ -162,7 +164,7 @@ def test_sharding_factor_takes_every_factor_and_shares_runs_with_model_scale() -
     configs = once("sharding_factor")
     factors: dict[str, list[int]] = {}
     for config in configs:
-        factors.setdefault(config.strategy.name, []).append(config.strategy.factor)
+        factors.setdefault(config.strategy.name, []).append(config.strategy.resolved_sharding_factor)
     powers = [1, 2, 4, 8, 16, 32, 64]
     assert factors == {"ddp": [1], "fsdp": 2 * powers, "fsdp1": 2 * powers}
     shared = {config.run_id for config in configs} & {config.run_id for config in once("model_scale")}
@@ -175,7 +177,7 @@ def test_oom_frontier_varies_what_decides_about_memory() -> None:
     assert {config.gpus for config in configs} == {8, 64, 512}
     sharded = {"fsdp/full_replication", "fsdp/full_shard", "fsdp/hybrid_shard", "fsdp1/full_shard"}
     assert set(kinds(configs)) == {"ddp", *sharded}
-    ways = {(config.strategy.name, configured_row(config)["mixed_precision"]) for config in configs}
+    ways = {(config.strategy.name, build_configured_columns(config)["mixed_precision"]) for config in configs}
     assert ways == {("ddp", "autocast"), ("fsdp", "fsdp policy"), ("fsdp1", "fsdp policy")}
     assert {config.activation_checkpointing for config in configs} == {"full", "none"}
     lengths = {config.model.family: config.sequence_length for config in configs}
@@ -186,8 +188,10 @@ def test_oom_frontier_varies_what_decides_about_memory() -> None:
 
 
 def test_oom_frontier_cpu_measures_what_this_machine_can_and_rehearses_the_rest() -> None:
-    request = read_request(["sweep=oom_frontier_cpu"], multirun=False, device=Device("cpu", "a processor", 0))
-    configs = make_plan(request.points, Path("/no/such/store"), force=True, check=lambda config: None).to_run
+    request = parse_sweep_request(
+        ["sweep=oom_frontier_cpu"], multirun=False, device=DetectedDevice("cpu", "a processor", 0)
+    )
+    configs = build_sweep_plan(request.points, Path("/no/such/store"), force=True, check_run=lambda config: None).to_run
     ranks = {(config.evidence, config.gpus) for config in configs}
     assert {size for kind, size in ranks if kind == "measured"} == {1, 2, 4}
     for kind in ("rehearsed", "predicted"):
@@ -210,21 +214,21 @@ def test_the_command_line_selects_from_linked_axes_or_replaces_their_key() -> No
     several = once("model_scale", "strategy=ddp,fsdp1", *one_way)
     assert kinds(several) == ["ddp", "fsdp1/no_shard", "fsdp1/hybrid_shard", "fsdp1/full_shard"]
     unknown = once("model_scale", "strategy=fsdp", "strategy.sharding_factor=4", *one_way)
-    assert [config.strategy.factor for config in unknown] == [4]
+    assert [config.strategy.resolved_sharding_factor for config in unknown] == [4]
     strategies = once("model_scale", "strategy=single", "gpus=1", *one_way)
     assert kinds(strategies) == ["single"]
 
 
 def test_fewer_gpus_leave_out_the_factors_that_do_not_fit_and_say_why() -> None:
     made = plan("sweep=sharding_factor", "sweep.repeats=1", "gpus=16")
-    assert sorted({config.strategy.factor for config in made.to_run}) == [1, 2, 4, 8, 16]
+    assert sorted({config.strategy.resolved_sharding_factor for config in made.to_run}) == [1, 2, 4, 8, 16]
     assert len(made.impossible) == 2 * 2
     assert all("strategy.sharding_factor=32 is not valid" in reason for _, reason in made.impossible)
 
 
 def test_node_follows_the_cluster() -> None:
     hybrid = once("model_scale", "cluster.gpus_per_node=4", "model=t5_2b", "precision=bf16")
-    assert {config.strategy.factor for config in hybrid} == {1, 4, 64}
+    assert {config.strategy.resolved_sharding_factor for config in hybrid} == {1, 4, 64}
 
 
 @pytest.mark.parametrize(

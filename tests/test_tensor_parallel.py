@@ -12,15 +12,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from bench.errors import ImpossibleError
-from bench.models.division import Division
-from bench.simulate.layout import layout_of
-from bench.simulate.network import Group, collective_seconds
-from bench.simulate.pace import group_of
-from bench.simulate.predict import predict, tape_key
-from bench.simulate.tape import TapeKey, record
-from bench.strategies.plan import REPLICAS, SHARDS, TENSOR, WORLD
-from bench.strategies.split import Split
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from bench.models.division import LayerDivision
+from bench.simulate.layout import build_parameter_layout
+from bench.simulate.network import CollectiveGroup, compute_collective_seconds
+from bench.simulate.pace import build_collective_group
+from bench.simulate.predict import build_trace_key, predict_run
+from bench.simulate.tape import TraceKey, trace_step
+from bench.strategies.plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP
+from bench.strategies.split import TensorParallelSplit
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -65,7 +65,7 @@ def test_split_layers_compute_what_one_process_does_and_keep_what_is_predicted(e
         assert found["mixed_precision"] == ("fsdp policy" if found["precision"] == "bf16" else "none")
         rounding = 0.02 if found["precision"] == "bf16" else 1e-5
         assert found["losses"] == pytest.approx(single["losses"], rel=rounding), name
-        expected = predict(configuration(*overrides)).memory.allocated.value
+        expected = predict_run(compose_run_config(*overrides)).memory.allocated.value
         assert found["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), name
     assert single["losses"][-1] < single["losses"][0] - 0.3
 
@@ -76,7 +76,7 @@ def test_a_rehearsed_rank_keeps_its_part(execute: Execute) -> None:
     run = (*SMALL_GPT, *STEPS, *SPLIT, *many, "mode=rehearse")
     (alone,) = execute(run)
     assert alone["status"] == "ok", alone["error"]
-    expected = predict(configuration(*run)).memory.allocated.value
+    expected = predict_run(compose_run_config(*run)).memory.allocated.value
     assert alone["peak_allocated_bytes"] == pytest.approx(expected, rel=0.001)
     assert all(0 < loss < 10 for loss in alone["losses"])  # means nothing, but is a number
 
@@ -84,26 +84,26 @@ def test_a_rehearsed_rank_keeps_its_part(execute: Execute) -> None:
 def test_a_fused_matrix_is_divided_part_by_part() -> None:
     query, key, value = torch.arange(12.0).reshape(3, 1, 4)
     fused = torch.cat([query, key, value], dim=-1)
-    arranged = Division(fused={"weight": 3}).arranged("weight", fused, 2)
+    arranged = LayerDivision(fused_matrix_counts={"weight": 3}).arrange_parameter("weight", fused, 2)
     for rank, mine in enumerate(arranged.chunk(2, dim=-1)):
         expected = torch.cat([each.chunk(2, dim=-1)[rank] for each in (query, key, value)], dim=-1)
         assert torch.equal(mine, expected)
-    assert Division().arranged("weight", fused, 2) is fused
+    assert LayerDivision().arrange_parameter("weight", fused, 2) is fused
 
 
 @pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
 def test_a_rank_has_its_share_of_every_layer(model: tuple[str, ...]) -> None:
-    config = configuration(*model, "strategy=single", "gpus=1")
+    config = compose_run_config(*model, "strategy=single", "gpus=1")
 
-    def held(split: Split | None) -> dict[tuple[int, str], int]:
-        units = layout_of(config.model, 1, False, split).units
+    def held(split: TensorParallelSplit | None) -> dict[tuple[int, str], int]:
+        units = build_parameter_layout(config.model, 1, False, split).units
         return {
             (unit.index, parameter.name.replace("parametrizations.", "").replace(".original", "")): parameter.numel
             for unit in units
             for parameter in unit.parameters
         }
 
-    whole, quarter = held(None), held(Split(4, sequence_parallel=True))
+    whole, quarter = held(None), held(TensorParallelSplit(4, sequence_parallel=True))
     shared = {name for name in whole if quarter[name] == whole[name]}
     assert all(quarter[name] * 4 == whole[name] for name in set(whole) - shared)
     # Whole on every rank are layer norms, learned positions, and biases that are added after the parts are summed up.
@@ -111,7 +111,7 @@ def test_a_rank_has_its_share_of_every_layer(model: tuple[str, ...]) -> None:
 
 
 def collectives(config: Any) -> list[tuple[str, str, int]]:
-    trace = record(tape_key(config), config.sequences_per_device)
+    trace = trace_step(build_trace_key(config), config.sequences_per_device)
     inside = [segment for segment in trace.segments if segment.place is not None and segment.place[0] >= 0]
     return [(segment.phase, event.kind, event.size) for segment in inside for event in segment.collectives]
 
@@ -120,7 +120,7 @@ def test_each_block_sends_what_megatron_says() -> None:
     """Two all-reduces forward and two backward per block (Shoeybi et al. 2019, section 3); with sequence parallelism
     an all-gather and a reduce-scatter for each of them (Korthikanti et al. 2022, section 4.2.2)."""
     sizes = (*SMALL_GPT, "sequence_length=16", "strategy=tensor_parallel", "gpus=4", "batch_size_per_gpu=1")
-    whole, divided = configuration(*sizes, *WHOLE), configuration(*sizes)
+    whole, divided = compose_run_config(*sizes, *WHOLE), compose_run_config(*sizes)
     hidden = 4 * 16 * 32 * 4  # sequences, tokens, hidden size, bytes
     blocks = 2
     sent = collectives(whole)
@@ -135,10 +135,10 @@ def test_kernels_are_not_fused_over_what_ranks_exchange() -> None:
     """What is exchanged comes before the layer norm's backward, and after the sum of a bias's gradient: these stay
     apart, others become one."""
     sizes = (*SMALL_GPT, "sequence_length=16", "strategy=tensor_parallel", "gpus=4", "batch_size_per_gpu=1")
-    key = tape_key(configuration(*sizes, *WHOLE))
+    key = build_trace_key(compose_run_config(*sizes, *WHOLE))
 
-    def kernels_before(key: TapeKey) -> list[list[int]]:
-        segments = [segment for segment in record(key, 4).segments if segment.place == (0, 0)]
+    def kernels_before(key: TraceKey) -> list[list[int]]:
+        segments = [segment for segment in trace_step(key, 4).segments if segment.place == (0, 0)]
         return [[event.kernel for event in segment.collectives] for segment in segments]
 
     assert kernels_before(key) == [[5, 11], [7, 17]]
@@ -147,12 +147,12 @@ def test_kernels_are_not_fused_over_what_ranks_exchange() -> None:
 
 def test_the_group_that_shares_layers_is_as_near_as_can_be() -> None:
     run = (*SMALL_GPT, "cluster.gpus_per_node=8", "strategy=tensor_parallel", "gpus=32", "mode=predict")
-    config = configuration(*run, "strategy.degree=4", "strategy.sharding_factor=16", "hardware=h100_80gb")
-    assert group_of(config, TENSOR) == Group(4, 4, sharing=2)
-    assert group_of(config, SHARDS) == Group(4, 2, sharing=4)
-    assert group_of(config, REPLICAS) == Group(2, 1, sharing=8)
-    assert group_of(config, WORLD) == Group(8, 2, sharing=4)
-    assert [config.strategy.batch_share(rank, 32) for rank in (0, 3, 4, 31)] == [(0, 8), (0, 8), (1, 8), (7, 8)]
+    config = compose_run_config(*run, "strategy.degree=4", "strategy.sharding_factor=16", "hardware=h100_80gb")
+    assert build_collective_group(config, TENSOR_GROUP) == CollectiveGroup(4, 4, concurrent_groups=2)
+    assert build_collective_group(config, SHARD_GROUP) == CollectiveGroup(4, 2, concurrent_groups=4)
+    assert build_collective_group(config, REPLICA_GROUP) == CollectiveGroup(2, 1, concurrent_groups=8)
+    assert build_collective_group(config, WORLD_GROUP) == CollectiveGroup(8, 2, concurrent_groups=4)
+    assert [config.strategy.find_batch_share(rank, 32) for rank in (0, 3, 4, 31)] == [(0, 8), (0, 8), (1, 8), (7, 8)]
 
 
 def test_waiting_inside_blocks_is_part_of_the_step() -> None:
@@ -166,15 +166,15 @@ def test_waiting_inside_blocks_is_part_of_the_step() -> None:
         "batch_size_per_gpu=1",
         "mode=predict",
     )
-    config = configuration(*split, *WHOLE)
-    time = predict(config).time
+    config = compose_run_config(*split, *WHOLE)
+    time = predict_run(config).time
     assert time is not None
     size = 8 * 2048 * 5120 * 2
-    each = collective_seconds("all-reduce", size, Group(8, 8), config.hardware.speeds.links)  # type: ignore[union-attr]
+    each = compute_collective_seconds("all-reduce", size, CollectiveGroup(8, 8), config.hardware.speeds.links)  # type: ignore[union-attr]
     in_blocks = 40 * 4 * each
     assert in_blocks < time.exposed_communication_s < 1.5 * in_blocks
     # Across machines everybody waits longer for the same.
-    far = predict(configuration(*split, *WHOLE, "cluster.gpus_per_node=4")).time
+    far = predict_run(compose_run_config(*split, *WHOLE, "cluster.gpus_per_node=4")).time
     assert far is not None
     assert far.exposed_communication_s > 1.5 * time.exposed_communication_s
 
@@ -215,34 +215,39 @@ REFUSED = {
 def test_what_makes_no_sense_is_refused(name: str) -> None:
     overrides, reason = REFUSED[name]
     with pytest.raises(ValueError, match=reason):
-        configuration("strategy=tensor_parallel", *overrides)
+        compose_run_config("strategy=tensor_parallel", *overrides)
 
 
 def test_what_it_comes_to_can_be_asked_for() -> None:
     """The knobs on a row make the same run again."""
     for overrides in ((), TWO, (*TWO, *DDP)):
-        config = configuration(*SMALL_T5, "strategy=tensor_parallel", "gpus=4", *overrides)
+        config = compose_run_config(*SMALL_T5, "strategy=tensor_parallel", "gpus=4", *overrides)
         values = {name: value for name, value in config.to_dict()["strategy"].items() if name != "name"}
         again = [f"strategy.{name}={'null' if value is None else value}" for name, value in values.items()]
-        assert configuration(*SMALL_T5, "strategy=tensor_parallel", "gpus=4", *again).run_id == config.run_id
+        assert compose_run_config(*SMALL_T5, "strategy=tensor_parallel", "gpus=4", *again).run_id == config.run_id
 
 
 def test_an_impossible_degree_leaves_a_run_out_of_a_sweep() -> None:
     with pytest.raises(ImpossibleError):
-        configuration(*SMALL_T5, "strategy=tensor_parallel", "strategy.degree=3", "gpus=4")
+        compose_run_config(*SMALL_T5, "strategy=tensor_parallel", "strategy.degree=3", "gpus=4")
 
 
 def test_tied_parameters_stay_tied_when_they_are_divided() -> None:
-    config = configuration(*SMALL_T5, "strategy=single", "gpus=1")
-    names = [parameter.name for parameter in layout_of(config.model, 1, False, Split(2, False)).units[0].parameters]
+    config = compose_run_config(*SMALL_T5, "strategy=single", "gpus=1")
+    names = [
+        parameter.name
+        for parameter in build_parameter_layout(config.model, 1, False, TensorParallelSplit(2, False))
+        .units[0]
+        .parameters
+    ]
     assert sum("shared" in name or "embed_tokens" in name or "lm_head" in name for name in names) == 1
 
 
 def test_a_model_is_as_it_was_after_it_has_been_traced() -> None:
     """Splitting a model for a trace leaves nothing: no process group, no hook, no operators of divided losses."""
-    config = configuration(*SMALL_GPT, "strategy=tensor_parallel", "gpus=2", "batch_size_per_gpu=1")
+    config = compose_run_config(*SMALL_GPT, "strategy=tensor_parallel", "gpus=2", "batch_size_per_gpu=1")
     excepthook = sys.excepthook
-    record(tape_key(config), 2)
+    trace_step(build_trace_key(config), 2)
     assert sys.excepthook is excepthook
     assert not torch.distributed.is_initialized()
     assert torch.ops.aten._log_softmax.default not in DTensor._op_dispatcher._custom_op_handlers

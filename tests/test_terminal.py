@@ -8,12 +8,12 @@ from rich.table import Table
 
 from bench import sweep
 from bench.errors import UsageError
-from bench.terminal import Terminal
+from bench.terminal import PlainConsole
 
 
 def shown(thing: object) -> str:
     file = io.StringIO()
-    Terminal(file=file, width=100).print(thing)
+    PlainConsole(file=file, width=100).print(thing)
     return file.getvalue()
 
 

@@ -12,35 +12,35 @@ import pytest
 
 from bench import records, track
 from bench.records import COLUMN_NAMES
-from bench.tracking.attempts import all_attempts
-from bench.tracking.tracked import identifier
+from bench.tracking.attempts import list_all_attempts
+from bench.tracking.tracked import build_attempt_id
 from tests.conftest import ROOT
 from tests.fake_model import wait_until
 from tests.fake_wandb import fake_wandb
-from tests.records_fixture import record, write_store
-from tests.wandb_files import offline_runs
-from tests.wandb_login import logged_in, nobody_logged_in
+from tests.records_fixture import make_record, write_store
+from tests.wandb_files import read_offline_runs
+from tests.wandb_login import add_wandb_login, remove_wandb_login
 
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch, tmp_path):
-    nobody_logged_in(monkeypatch, tmp_path / "home")
+    remove_wandb_login(monkeypatch, tmp_path / "home")
 
 
 @pytest.fixture
 def store(tmp_path) -> Path:
     """A run that failed, was taken off its machine and then ended well; one out of memory; what was foretold of one."""
-    failed = record(model="gpt_tiny", status="error", error="rank 1 was killed by SIGKILL", started_at=at(1))
+    failed = make_record(model="gpt_tiny", status="error", error="rank 1 was killed by SIGKILL", started_at=at(1))
     tried = {"run_id": failed["run_id"], "model": "gpt_tiny"}
-    foretold = record(evidence="predicted", strategy="fsdp", sharding_factor=2, steps=0)
+    foretold = make_record(evidence="predicted", strategy="fsdp", sharding_factor=2, steps=0)
     return write_store(
         tmp_path / "store",
         [
             failed,
-            record(**tried, attempt=1, status="preempted", error="stopped by SIGTERM", started_at=at(2)),
-            record(**tried, attempt=2, started_at=at(3), losses=[9.9, 9.8], steps=2),
-            record(status="oom", strategy="fsdp1"),
-            record(evidence="rehearsed", world_size=8),
+            make_record(**tried, attempt=1, status="preempted", error="stopped by SIGTERM", started_at=at(2)),
+            make_record(**tried, attempt=2, started_at=at(3), losses=[9.9, 9.8], steps=2),
+            make_record(status="oom", strategy="fsdp1"),
+            make_record(evidence="rehearsed", world_size=8),
             foretold,
         ],
     )
@@ -53,7 +53,7 @@ def at(hour: int) -> str:
 
 def recorded(store: Path) -> dict[str, records.Record]:
     """Every attempt by its id in wandb."""
-    return {identifier(row): row for row in map(records.read, all_attempts(store))}
+    return {build_attempt_id(row): row for row in map(records.read_row, list_all_attempts(store))}
 
 
 def columns(row: records.Record) -> dict[str, object]:
@@ -67,7 +67,7 @@ def test_every_attempt_is_written_offline_once(store, capfd):
     said = capfd.readouterr()
     assert said.out.startswith("6 sent, 0 there already\n")
     assert "nobody is logged in" in said.err
-    runs, rows = offline_runs(store / ".tracking"), recorded(store)
+    runs, rows = read_offline_runs(store / ".tracking"), recorded(store)
     assert runs.keys() == rows.keys()
     for number, row in rows.items():
         assert runs[number].summary.items() >= columns(row).items()
@@ -81,14 +81,14 @@ def test_every_attempt_is_written_offline_once(store, capfd):
     shutil.rmtree(gone)
     assert track.main([str(store)]) == 0
     assert capfd.readouterr().out.startswith("1 sent, 5 there already\n")
-    assert offline_runs(store / ".tracking").keys() == rows.keys()
+    assert read_offline_runs(store / ".tracking").keys() == rows.keys()
 
 
 @pytest.mark.slow
 def test_a_server_gets_every_attempt_once_however_often_it_is_sent(store, monkeypatch, capfd):
     rows = recorded(store)
     with fake_wandb() as server:
-        logged_in(monkeypatch, server)
+        add_wandb_login(monkeypatch, server)
         assert track.main([str(store), "tracker.project=ours", "tracker.tags=[baseline]"]) == 0
         said = capfd.readouterr()
         assert said.out == f"6 sent, 0 there already\nwandb: 6 runs at {server.url}/team/ours\n"
@@ -97,15 +97,15 @@ def test_a_server_gets_every_attempt_once_however_often_it_is_sent(store, monkey
             run = server.runs[number]
             assert run.summary.items() >= columns(row).items()
             assert run.config["model"]["value"] == row["config"]["model"]
-            assert run.facts["groupName"] == "default"
-            assert run.facts["tags"][-1] == "baseline"
+            assert run.creation_variables["groupName"] == "default"
+            assert run.creation_variables["tags"][-1] == "baseline"
             assert run.complete
             assert run.exit_code == int(row["status"] in ("error", "preempted"))
             assert run.preempting == (row["status"] == "preempted")
         (well,) = [run for number, run in server.runs.items() if rows[number].get("losses")]
         assert [line.get("step/loss") for line in well.history.values()] == [9.9, 9.8, None]
         kept = {artifact.run: artifact for artifact in server.artifacts.values() if artifact.type == "record"}
-        written = {identifier(records.read(path)): path.read_bytes() for path in all_attempts(store)}
+        written = {build_attempt_id(records.read_row(path)): path.read_bytes() for path in list_all_attempts(store)}
         assert {number: artifact.files["record.json"] for number, artifact in kept.items()} == written
         assert all(artifact.committed for artifact in server.artifacts.values())
 
@@ -119,20 +119,20 @@ def test_a_server_gets_every_attempt_once_however_often_it_is_sent(store, monkey
         assert track.main([str(store), "tracker.project=ours"]) == 0
         assert server.runs.keys() == rows.keys()
         assert {number: run.history for number, run in server.runs.items()} == history
-        assert server.unknown == []
+        assert server.unknown_requests == []
 
 
 @pytest.mark.slow
 def test_an_interrupted_upload_is_completed_by_the_next(store, monkeypatch):
     command = [sys.executable, "-m", "bench.track", str(store)]
     with fake_wandb() as server:
-        logged_in(monkeypatch, server)
+        add_wandb_login(monkeypatch, server)
         server.silent_after = ("CommitArtifact", 4)
         sending = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        assert wait_until(lambda: server.silent, 60)
+        assert wait_until(lambda: server.is_silent, 60)
         sending.send_signal(signal.SIGKILL)
         sending.wait()
-        server.silent, server.silent_after = False, None
+        server.is_silent, server.silent_after = False, None
         noted = list(store.glob(".tracking/sent/*/*.json"))
         assert 0 < len(noted) < 6
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
@@ -144,9 +144,9 @@ def test_an_interrupted_upload_is_completed_by_the_next(store, monkeypatch):
 @pytest.mark.slow
 def test_offline_runs_that_wandb_itself_synchronises_are_not_doubled(store, monkeypatch, capfd):
     assert track.main([str(store)]) == 0
-    runs = offline_runs(store / ".tracking")
+    runs = read_offline_runs(store / ".tracking")
     with fake_wandb() as server:
-        logged_in(monkeypatch, server)
+        add_wandb_login(monkeypatch, server)
         folders = [str(run.folder) for run in runs.values()]
         done = subprocess.run(
             [sys.executable, "-m", "wandb", "sync", *folders],
@@ -165,19 +165,19 @@ def test_offline_runs_that_wandb_itself_synchronises_are_not_doubled(store, monk
 
 @pytest.mark.slow
 def test_a_server_that_cannot_be_reached_is_said_and_nothing_is_noted(store, monkeypatch, capfd):
-    logged_in(monkeypatch, "http://127.0.0.1:1")
+    add_wandb_login(monkeypatch, "http://127.0.0.1:1")
     assert track.main([str(store)]) == 1
     said = capfd.readouterr()
     assert said.out == "0 sent, 0 there already, 6 not sent\n"
     assert "cannot be reached" in said.err
     assert not list(store.glob(".tracking/sent/*/*"))
-    assert not offline_runs(store / ".tracking")
+    assert not read_offline_runs(store / ".tracking")
 
 
 @pytest.mark.slow
 def test_a_folder_of_stores_and_a_file_that_is_torn(tmp_path, capfd):
-    write_store(tmp_path / "all" / "one", [record()])
-    write_store(tmp_path / "all" / "two", [record(started_at=at(1))])
+    write_store(tmp_path / "all" / "one", [make_record()])
+    write_store(tmp_path / "all" / "two", [make_record(started_at=at(1))])
     torn = tmp_path / "all" / "two" / ("0" * 16) / "0.json"
     torn.parent.mkdir()
     torn.write_text('{"format": 1, "run_id"')
@@ -185,7 +185,7 @@ def test_a_folder_of_stores_and_a_file_that_is_torn(tmp_path, capfd):
     said = capfd.readouterr()
     assert said.out.startswith("2 sent, 0 there already, 1 not sent\n")
     assert str(torn) in said.err
-    assert len(offline_runs(tmp_path / "elsewhere")) == 2
+    assert len(read_offline_runs(tmp_path / "elsewhere")) == 2
     assert not (tmp_path / "all" / ".tracking").exists()
 
 
@@ -214,7 +214,7 @@ def test_a_folder_of_stores_and_a_file_that_is_torn(tmp_path, capfd):
 )
 def test_what_is_mistyped_is_said_in_one_sentence_and_nothing_is_sent(arguments, parts, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(ROOT)
-    store = write_store(tmp_path / "STORE", [record()])
+    store = write_store(tmp_path / "STORE", [make_record()])
     assert track.main([str(store) if word == "STORE" else word for word in arguments]) == 2
     said = capfd.readouterr()
     assert said.out == ""

@@ -13,45 +13,52 @@ from matplotlib import figure
 
 from bench import records
 from bench.errors import UsageError
-from bench.hardware.detect import Device
-from bench.planning.compose import composed
-from bench.planning.request import read_request
+from bench.hardware.detect import DetectedDevice
+from bench.planning.compose import compose_config
+from bench.planning.request import parse_sweep_request
 from bench.records import COLUMN_NAMES
-from bench.tracking import Courier, load_tracker
-from bench.tracking.attempts import all_attempts, report_run
-from bench.tracking.tracked import configuration, identifier, scaling_series, tracked_run
-from tests.fake_model import HUGE_BYTES, OVERRIDES, Sweep, rows, sweep
+from bench.tracking import TrackerClient, load_tracker
+from bench.tracking.attempts import build_report_run, list_all_attempts
+from bench.tracking.tracked import build_attempt_id, build_tracked_run, format_configuration, format_scaling_series
+from tests.fake_model import FAKE_MODEL_OVERRIDES, OOM_REQUEST_BYTES, SweepProcess, read_attempts_by_run, run_sweep
 from tests.fake_wandb import fake_wandb
-from tests.records_fixture import record, write_store
+from tests.records_fixture import make_record, write_store
 from tests.slow_tracker import SlowTracker
-from tests.wandb_files import OfflineRun, offline_runs, read_run
-from tests.wandb_login import logged_in, nobody_logged_in
+from tests.wandb_files import OfflineRun, read_offline_runs, read_run
+from tests.wandb_login import add_wandb_login, remove_wandb_login
 
-CPU = Device("cpu", "a processor", 0)
+CPU = DetectedDevice("cpu", "a processor", 0)
 FAULTS = ("none", "oom:forward:1", "raise:forward:1")
 
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch, tmp_path):
-    nobody_logged_in(monkeypatch, tmp_path)
+    remove_wandb_login(monkeypatch, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory) -> Sweep:
+def swept(tmp_path_factory) -> SweepProcess:
     """A sweep with a run that is well, one that runs out of memory and one that fails; nobody is logged in."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        nobody_logged_in(monkeypatch, tmp_path_factory.mktemp("home"))
-        return sweep(
+        remove_wandb_login(monkeypatch, tmp_path_factory.mktemp("home"))
+        return run_sweep(
             tmp_path_factory.mktemp("tracked") / "store",
-            *("-m", *OVERRIDES, "gpus=2", "strategy=ddp", "hardware.memory_limit_gib=1", "measurement.steps=3"),
+            *(
+                "-m",
+                *FAKE_MODEL_OVERRIDES,
+                "gpus=2",
+                "strategy=ddp",
+                "hardware.memory_limit_gib=1",
+                "measurement.steps=3",
+            ),
             *(f"+model.fault={','.join(FAULTS)}", "tracker=wandb", "tracker.tags=[baseline,mine]"),
         )
 
 
-def run_and_row(swept: Sweep, fault: str) -> tuple[OfflineRun, records.Record]:
+def run_and_row(swept: SweepProcess, fault: str) -> tuple[OfflineRun, records.Record]:
     """What the client wrote of a run, and the run's row."""
-    (row,) = [row for (row,) in rows(swept.store).values() if row["config"]["model"]["fault"] == fault]
-    return offline_runs(swept.store / ".tracking")[identifier(row)], row
+    (row,) = [row for (row,) in read_attempts_by_run(swept.store).values() if row["config"]["model"]["fault"] == fault]
+    return read_offline_runs(swept.store / ".tracking")[build_attempt_id(row)], row
 
 
 @pytest.mark.slow
@@ -102,7 +109,7 @@ def test_out_of_memory_is_finished_and_an_error_has_failed_and_both_can_be_seen(
     values = json.loads(table.read_text())
     shown = dict(zip(values["columns"], values["data"][0], strict=True))
     assert (shown["model"], shown["phase"], shown["rank"]) == ("gpt_tiny", "forward", 1)
-    assert shown["oom_gib"] == HUGE_BYTES / 2**30
+    assert shown["oom_gib"] == OOM_REQUEST_BYTES / 2**30
 
 
 @pytest.mark.slow
@@ -111,8 +118,8 @@ def test_a_sweep_says_where_its_runs_are_and_leaves_nothing_behind(swept):
     assert "nobody is logged in" in swept.output
     assert "3 runs offline under" in swept.output
     assert swept.output.count("wandb: nobody") == 1
-    assert len(offline_runs(swept.store / ".tracking")) == 3
-    assert not swept.left()
+    assert len(read_offline_runs(swept.store / ".tracking")) == 3
+    assert not swept.wait_for_leftover_pids()
     assert not list(Path.cwd().glob("wandb"))
 
 
@@ -121,11 +128,11 @@ def test_what_is_sent_goes_out_between_runs_never_during_one(swept):
     """Each run's file was begun after its row was written, and finished before the next run started."""
     found = sorted(
         (run_and_row(swept, fault) for fault in FAULTS),
-        key=lambda pair: records.row_path(swept.store, pair[1]["run_id"], 0).stat().st_mtime,
+        key=lambda pair: records.get_row_path(swept.store, pair[1]["run_id"], 0).stat().st_mtime,
     )
     times = []
     for run, row in found:
-        times.append(records.row_path(swept.store, row["run_id"], 0).stat().st_mtime)
+        times.append(records.get_row_path(swept.store, row["run_id"], 0).stat().st_mtime)
         times.append(max(path.stat().st_mtime for path in run.folder.glob("*.wandb")))
     assert times == sorted(times)
 
@@ -142,45 +149,47 @@ def closed_port() -> str:
 
 @pytest.mark.slow
 def test_an_unreachable_server_fails_and_delays_nothing(monkeypatch, tmp_path):
-    logged_in(monkeypatch, closed_port())
-    ran = sweep(tmp_path / "store", *OVERRIDES, "gpus=1", "strategy=ddp", "tracker=wandb", "tracker.time_limit_s=30")
+    add_wandb_login(monkeypatch, closed_port())
+    ran = run_sweep(
+        tmp_path / "store", *FAKE_MODEL_OVERRIDES, "gpus=1", "strategy=ddp", "tracker=wandb", "tracker.time_limit_s=30"
+    )
     assert ran.process.returncode == 0
     assert "cannot be reached: runs are kept offline" in ran.output
     assert ran.output.count("cannot be reached") == 1
     assert "Traceback" not in ran.output
-    (run,) = offline_runs(tmp_path / "store" / ".tracking").values()
+    (run,) = read_offline_runs(tmp_path / "store" / ".tracking").values()
     assert run.exit_code == 0
 
 
 def wandb_tracker(**fields: object):
-    return load_tracker({**composed({"tracker": "wandb"})["tracker"], **fields})
+    return load_tracker({**compose_config({"tracker": "wandb"})["tracker"], **fields})
 
 
 @pytest.mark.slow
 def test_a_server_that_never_answers_costs_the_time_limit_once(monkeypatch, tmp_path):
-    store = write_store(tmp_path / "store", [record(repeat=repeat) for repeat in range(3)])
+    store = write_store(tmp_path / "store", [make_record(repeat=repeat) for repeat in range(3)])
     said: list[str] = []
     with fake_wandb() as server:
-        logged_in(monkeypatch, server)
-        server.silent = True
-        courier = Courier(wandb_tracker(time_limit_s=10), store, said.append)
+        add_wandb_login(monkeypatch, server)
+        server.is_silent = True
+        courier = TrackerClient(wandb_tracker(time_limit_s=10), store, said.append)
         started = time.monotonic()
-        courier.send(all_attempts(store))
-        courier.send(all_attempts(store))  # as after the next run
+        courier.send(list_all_attempts(store))
+        courier.send(list_all_attempts(store))  # as after the next run
         assert time.monotonic() - started < 30
     assert len(said) == 1
     assert "runs are kept offline" in said[0]
-    assert len(offline_runs(store / ".tracking")) == 3
+    assert len(read_offline_runs(store / ".tracking")) == 3
 
 
 @pytest.mark.slow
 def test_a_tracker_that_hangs_is_killed_at_its_time_limit(tmp_path):
-    store = write_store(tmp_path / "store", [record(repeat=repeat) for repeat in range(3)])
+    store = write_store(tmp_path / "store", [make_record(repeat=repeat) for repeat in range(3)])
     said: list[str] = []
-    courier = Courier(SlowTracker("tests.slow_tracker"), store, said.append)
+    courier = TrackerClient(SlowTracker("tests.slow_tracker"), store, said.append)
     started = time.monotonic()
-    courier.send(all_attempts(store))
-    courier.send(all_attempts(store))
+    courier.send(list_all_attempts(store))
+    courier.send(list_all_attempts(store))
     assert 5 <= time.monotonic() - started < 20
     assert courier.counts["sent"] == 1
     assert len(said) == 1
@@ -190,38 +199,42 @@ def test_a_tracker_that_hangs_is_killed_at_its_time_limit(tmp_path):
 
 @pytest.mark.slow
 def test_a_login_that_is_none_is_said_and_runs_are_kept(monkeypatch, tmp_path):
-    store = write_store(tmp_path / "store", [record()])
+    store = write_store(tmp_path / "store", [make_record()])
     said: list[str] = []
     with fake_wandb() as server:
-        logged_in(monkeypatch, server)
-        server.refusing = True
-        Courier(wandb_tracker(), store, said.append).send(all_attempts(store))
+        add_wandb_login(monkeypatch, server)
+        server.rejects_key = True
+        TrackerClient(wandb_tracker(), store, said.append).send(list_all_attempts(store))
     assert len(said) == 1
     assert "invalid API key" in said[0]
-    assert len(offline_runs(store / ".tracking")) == 1
+    assert len(read_offline_runs(store / ".tracking")) == 1
 
 
 # What a run is made of
 
 
 def test_ids_are_fixed_and_tell_every_attempt_from_every_other():
-    row = record()
+    row = make_record()
     others = [{"attempt": 1}, {"started_at": "2026-05-05T10:00:00+00:00"}, {"hosts": "node-b"}, {"git_sha": "f" * 40}]
-    ids = [identifier(row), *(identifier(row | other) for other in others), identifier(record(repeat=1))]
+    ids = [
+        build_attempt_id(row),
+        *(build_attempt_id(row | other) for other in others),
+        build_attempt_id(make_record(repeat=1)),
+    ]
     assert len(set(ids)) == len(ids)
-    assert identifier(json.loads(json.dumps(row))) == ids[0]
-    assert identifier(row | {"finished_at": "2026-05-04T11:00:00+00:00"}) == ids[0]
+    assert build_attempt_id(json.loads(json.dumps(row))) == ids[0]
+    assert build_attempt_id(row | {"finished_at": "2026-05-04T11:00:00+00:00"}) == ids[0]
 
 
 def test_a_configuration_is_the_same_at_every_commit_and_repeat_and_another_with_any_other_knob():
-    row = record()
-    assert configuration(record(repeat=3, git_sha="f" * 40)) == configuration(row)
+    row = make_record()
+    assert format_configuration(make_record(repeat=3, git_sha="f" * 40)) == format_configuration(row)
     config = {**row["config"], "compile": True}
-    assert configuration(record(config=config)) != configuration(row)
-    two, four = (record(world_size=size, strategy="fsdp", sharding_factor=size) for size in (2, 4))
-    assert configuration(two) != configuration(four)
-    assert scaling_series(two) == scaling_series(four)
-    assert scaling_series(two) != scaling_series(record(world_size=2, strategy="ddp"))
+    assert format_configuration(make_record(config=config)) != format_configuration(row)
+    two, four = (make_record(world_size=size, strategy="fsdp", sharding_factor=size) for size in (2, 4))
+    assert format_configuration(two) != format_configuration(four)
+    assert format_scaling_series(two) == format_scaling_series(four)
+    assert format_scaling_series(two) != format_scaling_series(make_record(world_size=2, strategy="ddp"))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +249,7 @@ def test_a_configuration_is_the_same_at_every_commit_and_repeat_and_another_with
     ],
 )
 def test_what_counts_as_failed(status, failed, preempted, tmp_path):
-    run = tracked_run(record(status=status, error=None if status == "ok" else "why"), tmp_path / "0.json")
+    run = build_tracked_run(make_record(status=status, error=None if status == "ok" else "why"), tmp_path / "0.json")
     assert (run.failed, run.preempted) == (failed, preempted)
     assert status in run.tags
     assert run.notes == ("" if status == "ok" else "why")
@@ -245,34 +258,34 @@ def test_what_counts_as_failed(status, failed, preempted, tmp_path):
 
 @pytest.mark.parametrize("folder", ["measured/cpu_2core", "measured/cpu_memory", "predicted/a100_80gb"])
 def test_rows_of_every_evidence_become_runs(folder):
-    for path in all_attempts(Path("results") / folder)[:40]:
-        row = records.read(path)
-        run = tracked_run(row, path)
+    for path in list_all_attempts(Path("results") / folder)[:40]:
+        row = records.read_row(path)
+        run = build_tracked_run(row, path)
         assert run.job_type == row["evidence"]
         assert run.summary["status"] == row["status"]
         assert len(run.name) <= 128
         assert all(0 < len(tag) <= 64 for tag in run.tags)
-        json.dumps(run.plain(), allow_nan=False)
+        json.dumps(run.to_plain_values(), allow_nan=False)
 
 
 def test_a_trace_is_sent_with_its_row(tmp_path):
     (tmp_path / "0.trace.json.gz").write_bytes(b"trace")
-    files = tracked_run(record(trace="0.trace.json.gz"), tmp_path / "0.json").files
+    files = build_tracked_run(make_record(trace="0.trace.json.gz"), tmp_path / "0.json").files
     assert files == {"record.json": str(tmp_path / "0.json"), "trace.json.gz": str(tmp_path / "0.trace.json.gz")}
 
 
 @pytest.mark.slow
 def test_a_report_in_the_store_is_a_run_with_its_figures(tmp_path):
-    assert report_run(tmp_path, "default") is None
+    assert build_report_run(tmp_path, "default") is None
     (tmp_path / "report" / "figures").mkdir(parents=True)
     for ending in ("png", "svg"):
         figure.Figure().savefig(tmp_path / "report" / "figures" / f"speed.{ending}")
     page = tmp_path / "report" / "index.html"
     said: list[str] = []
-    courier = Courier(wandb_tracker(), tmp_path, said.append)
+    courier = TrackerClient(wandb_tracker(), tmp_path, said.append)
     for text in ("first", "first", "second"):
         page.write_text(text)
-        run = report_run(tmp_path, "default")
+        run = build_report_run(tmp_path, "default")
         assert run is not None
         courier.send(runs=[run])
     assert (courier.counts["sent"], courier.counts["known"]) == (2, 1)
@@ -290,16 +303,16 @@ def test_a_report_in_the_store_is_a_run_with_its_figures(tmp_path):
 
 
 def test_a_tracker_is_no_part_of_a_runs_identity():
-    plain = read_request(["model=gpt_tiny"], multirun=False, device=CPU)
-    tracked = read_request(["model=gpt_tiny", "tracker=wandb", "tracker.tags=[a]"], multirun=False, device=CPU)
+    plain = parse_sweep_request(["model=gpt_tiny"], multirun=False, device=CPU)
+    tracked = parse_sweep_request(["model=gpt_tiny", "tracker=wandb", "tracker.tags=[a]"], multirun=False, device=CPU)
     assert tracked.points == plain.points
-    assert not plain.tracker.active
+    assert not plain.tracker.is_active
     assert tracked.tracker == dataclasses.replace(wandb_tracker(), tags=["a"])
 
 
 def test_wandb_can_be_turned_off_altogether(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert not wandb_tracker().active
+    assert not wandb_tracker().is_active
 
 
 def test_projects_and_entities_come_from_wandbs_own_variables_where_nothing_is_said(monkeypatch):
@@ -312,8 +325,8 @@ def test_projects_and_entities_come_from_wandbs_own_variables_where_nothing_is_s
 
 def test_a_trackers_folder_is_the_same_wherever_a_job_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert wandb_tracker(folder="here").home(Path("store")) == tmp_path / "here"
-    assert wandb_tracker().home(Path("store")) == Path("store/.tracking")
+    assert wandb_tracker(folder="here").get_local_folder(Path("store")) == tmp_path / "here"
+    assert wandb_tracker().get_local_folder(Path("store")) == Path("store/.tracking")
 
 
 def test_a_tracker_that_is_not_there_is_named():
@@ -324,15 +337,15 @@ def test_a_tracker_that_is_not_there_is_named():
 @pytest.mark.slow
 def test_the_fake_server_knows_all_that_it_is_asked(monkeypatch, tmp_path):
     """So that a new version of the client, which asks for more, is noticed here first."""
-    store = write_store(tmp_path / "store", [record(), record(status="oom")])
+    store = write_store(tmp_path / "store", [make_record(), make_record(status="oom")])
     said: list[str] = []
     with fake_wandb() as server:
-        logged_in(monkeypatch, server)
+        add_wandb_login(monkeypatch, server)
         for name, value in {"RUN_ID": "one", "RESUME": "must", "TAGS": "theirs", "NAME": "theirs"}.items():
             monkeypatch.setenv(f"WANDB_{name}", value)  # of somebody's own run
         monkeypatch.delenv("WANDB_BASE_URL")
-        Courier(wandb_tracker(base_url=server.url), store, said.append).send(all_attempts(store))
-        assert server.unknown == []
-        assert server.runs.keys() == {identifier(records.read(path)) for path in all_attempts(store)}
-        assert not any("theirs" in json.dumps(run.facts) for run in server.runs.values())
+        TrackerClient(wandb_tracker(base_url=server.url), store, said.append).send(list_all_attempts(store))
+        assert server.unknown_requests == []
+        assert server.runs.keys() == {build_attempt_id(records.read_row(path)) for path in list_all_attempts(store)}
+        assert not any("theirs" in json.dumps(run.creation_variables) for run in server.runs.values())
     assert said == []

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from bench.planning.compose import groups
-from bench.planning.plan import make_plan
-from bench.planning.request import read_request
+from bench.planning.compose import list_config_groups
+from bench.planning.plan import build_sweep_plan
+from bench.planning.request import parse_sweep_request
 from bench.records import Record
-from bench.records.reading import read_all, read_attempts
+from bench.records.reading import read_all_attempts, read_latest_attempts
 from bench.reporting import style
-from bench.reporting.drawing import Section, save
+from bench.reporting.drawing import ReportSection, save_drawing
 from bench.reporting.figures import trade
-from bench.reporting.table import prepare
+from bench.reporting.table import prepare_table
 from tests.conftest import CPU, ROOT
-from tests.records_fixture import record
+from tests.records_fixture import make_record
 
 ROWS = ROOT / "results" / "measured" / "strategies"
 
@@ -28,16 +28,16 @@ ROWS = ROOT / "results" / "measured" / "strategies"
 def rows(**columns: Any) -> list[Record]:
     four = {"world_size": 4, "device": "cpu", **columns}
     return [
-        record(strategy="ddp", effective_strategy="ddp", **four),
-        record(strategy="zero1", effective_strategy="zero1", **four),
-        record(strategy="fsdp", effective_strategy="fsdp/full_shard", sharding_factor=4, **four),
+        make_record(strategy="ddp", effective_strategy="ddp", **four),
+        make_record(strategy="zero1", effective_strategy="zero1", **four),
+        make_record(strategy="fsdp", effective_strategy="fsdp/full_shard", sharding_factor=4, **four),
     ]
 
 
-def drawn(records: list[Record]) -> Section:
-    table = prepare(records)
-    with style.context():
-        return trade.section(table, style.palette(table["variant_key"]))
+def drawn(records: list[Record]) -> ReportSection:
+    table = prepare_table(records)
+    with style.apply_report_style():
+        return trade.build_section(table, style.build_palette(table["variant_key"]))
 
 
 def test_three_strategies_of_one_workload_are_a_figure(tmp_path: Path) -> None:
@@ -49,13 +49,13 @@ def test_three_strategies_of_one_workload_are_a_figure(tmp_path: Path) -> None:
         assert name in drawing.alt
     assert "Fastest: DDP" in drawing.caption
     assert "Least memory: FSDP2 full shard" in drawing.caption
-    assert save(drawing, tmp_path).count("<path") > 10
+    assert save_drawing(drawing, tmp_path).count("<path") > 10
 
 
 def test_two_are_no_choice() -> None:
     result = drawn(rows()[:2])
     assert result.drawings == []
-    assert "3 strategies" in result.nothing
+    assert "3 strategies" in result.notice
 
 
 def test_runs_without_a_peak_are_no_points() -> None:
@@ -63,11 +63,11 @@ def test_runs_without_a_peak_are_no_points() -> None:
 
 
 def test_what_ran_out_of_memory_has_a_name_and_no_throughput() -> None:
-    lost = record(
+    lost = make_record(
         strategy="fsdp", effective_strategy="fsdp/hybrid_shard", sharding_factor=2, world_size=4, device="cpu",
         status="oom", oom_phase="backward",
     )  # fmt: skip
-    table = prepare([*rows(), lost])
+    table = prepare_table([*rows(), lost])
     selected = trade.select(table)
     assert list(selected[selected["median"].isna()]["choice"]) == ["FSDP2 hybrid (F=2)"]
     (drawing,) = drawn([*rows(), lost]).drawings
@@ -81,7 +81,7 @@ def test_what_ran_out_of_memory_has_a_name_and_no_throughput() -> None:
 
 
 def test_a_precision_of_few_strategies_stands_among_the_usual() -> None:
-    few = [record(strategy="ddp", effective_strategy="ddp", precision="fp8", world_size=4, device="cpu")]
+    few = [make_record(strategy="ddp", effective_strategy="ddp", precision="fp8", world_size=4, device="cpu")]
     (drawing,) = drawn([*rows(precision="bf16"), *few]).drawings
     assert ", bf16, " in drawing.title
     assert "DDP, fp8" in drawing.alt
@@ -90,7 +90,7 @@ def test_a_precision_of_few_strategies_stands_among_the_usual() -> None:
 
 def test_what_differs_from_most_is_part_of_the_name() -> None:
     checkpointed = rows(activation_checkpointing="full")[2]
-    choices = set(trade.select(prepare([*rows(), checkpointed]))["choice"])
+    choices = set(trade.select(prepare_table([*rows(), checkpointed]))["choice"])
     assert choices == {"DDP", "ZeRO-1", "FSDP2 full shard", "FSDP2 full shard, checkpointing full"}
 
 
@@ -121,15 +121,15 @@ def kind(effective: str, config: Mapping[str, Any]) -> str:
 
 
 def test_the_sweep_has_every_strategy_once_for_each_model() -> None:
-    request = read_request(["sweep=strategies"], multirun=False, device=CPU)
-    plan = make_plan(
-        request.points, Path("nowhere"), force=True, check=lambda config: config.strategy.check_installed()
+    request = parse_sweep_request(["sweep=strategies"], multirun=False, device=CPU)
+    plan = build_sweep_plan(
+        request.points, Path("nowhere"), force=True, check_run=lambda config: config.strategy.check_installed()
     )
     here = KINDS.union(*(kinds for names, kinds in OF_LIBRARIES.items() if all(map(find_spec, names))))
     found = sorted((config.model.name, kind(config.effective_strategy, config.to_dict())) for config in plan.to_run)
     assert found == sorted((model, each) for model in MODELS for each in here)
     elsewhere = {"single", "data_parallel", "zero2", "zero2_fsdp1"}  # zero2: a knob of FSDP
-    strategies = set(groups()["strategy"]) - elsewhere
+    strategies = set(list_config_groups()["strategy"]) - elsewhere
     strategies -= {name for name in ("accelerate", "deepspeed", "lightning") if find_spec(name) is None}
     assert {config.strategy.name for config in plan.to_run} == strategies
 
@@ -140,7 +140,10 @@ def test_the_sweep_has_every_strategy_once_for_each_model() -> None:
 def test_every_row_of_the_sweep_trains_as_ddp_does() -> None:
     """Four processes, both families. What rounds on purpose, by narrower numbers or factors, is not held to it; what
     trains adapters is held to other adapters."""
-    found = {(row["model"], kind(row["effective_strategy"], row["config"])): row for row in read_all(ROWS).records}
+    found = {
+        (row["model"], kind(row["effective_strategy"], row["config"])): row
+        for row in read_latest_attempts(ROWS).records
+    }
     every = KINDS.union(*OF_LIBRARIES.values())
     assert found.keys() == {(model, each) for model in MODELS for each in every}
     assert {row["world_size"] for row in found.values()} == {4}
@@ -156,7 +159,7 @@ def test_every_row_of_the_sweep_trains_as_ddp_does() -> None:
 
 
 def test_the_sweep_takes_less_than_ten_minutes() -> None:
-    first = [row for row in read_attempts(ROWS).records if row["attempt"] == 0]
+    first = [row for row in read_all_attempts(ROWS).records if row["attempt"] == 0]
     assert len(first) == len(MODELS) * len(KINDS.union(*OF_LIBRARIES.values()))
     seconds = [
         (datetime.fromisoformat(row["finished_at"]) - datetime.fromisoformat(row["started_at"])).total_seconds()

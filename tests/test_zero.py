@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from bench.errors import ImpossibleError
-from bench.hardware.speeds import Gloo, Links
-from bench.measure.rehearsal import start_rehearsal
-from bench.simulate.layout import layout_of
-from bench.simulate.network import Group, collective_seconds
-from bench.simulate.predict import predict
-from bench.strategies.zero1 import partition
-from tests.conftest import SMALL_GPT, SMALL_T5, configuration
+from bench.hardware.speeds import GlooSpeed, LinkSpeeds
+from bench.measure.rehearsal import init_rehearsal_group
+from bench.simulate.layout import build_parameter_layout
+from bench.simulate.network import CollectiveGroup, compute_collective_seconds
+from bench.simulate.predict import predict_run
+from bench.strategies.zero1 import partition_parameters
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -42,7 +42,7 @@ def test_zero_computes_what_one_process_does_and_keeps_what_is_predicted(execute
     for name, record in runs.items():
         assert record["status"] == "ok", record["error"]
         assert record["losses"] == pytest.approx(single["losses"], rel=1e-5), name
-        expected = predict(configuration(*asked[name])).memory.allocated.value
+        expected = predict_run(compose_run_config(*asked[name])).memory.allocated.value
         assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), name
     assert single["losses"][-1] < single["losses"][0] - 0.01
     assert [runs[name]["effective_strategy"] for name in ("zero1", "zero2", "zero2_fsdp1")] == [
@@ -66,38 +66,38 @@ def test_a_rehearsed_rank_keeps_its_part(execute: Execute) -> None:
 
 def test_a_stage_by_its_name_is_the_run_that_its_knob_makes() -> None:
     for name, base in (("zero2", "fsdp"), ("zero2_fsdp1", "fsdp1")):
-        named = configuration(*SMALL_T5, f"strategy={name}", "gpus=4")
-        knob = configuration(*SMALL_T5, f"strategy={base}", "strategy.reshard_after_forward=false", "gpus=4")
+        named = compose_run_config(*SMALL_T5, f"strategy={name}", "gpus=4")
+        knob = compose_run_config(*SMALL_T5, f"strategy={base}", "strategy.reshard_after_forward=false", "gpus=4")
         assert named.run_id == knob.run_id
 
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    start_rehearsal(4)
+    init_rehearsal_group(4)
     yield
     dist.destroy_process_group()
 
 
 def test_parameters_are_divided_as_the_optimizer_divides_them(four_ranks: None) -> None:
-    config = configuration(*SMALL_T5, "gpus=4")
-    units = layout_of(config.model, 1, False).units
+    config = compose_run_config(*SMALL_T5, "gpus=4")
+    units = build_parameter_layout(config.model, 1, False).units
     parameters = [parameter for unit in units for parameter in unit.parameters]
     tensors = [torch.nn.Parameter(torch.empty(parameter.shape)) for parameter in parameters]
     optimizer = ZeroRedundancyOptimizer(tensors, torch.optim.AdamW)
     theirs = [[tensor.numel() for tensor in groups[0]["params"]] for groups in optimizer._partition_parameters()]
-    assert [[parameter.numel for parameter in part] for part in partition(parameters, 4)] == theirs
+    assert [[parameter.numel for parameter in part] for part in partition_parameters(parameters, 4)] == theirs
 
 
 def test_the_updated_parameters_are_sent_once() -> None:
-    links = Links(100.0, 1.0, 10.0, 1.0, adapters=1, congestion=0.0, latency=1.0)
-    size, eight = 1e9, Group(8, 8)
-    seconds = collective_seconds("broadcast", size, eight, links)
+    links = LinkSpeeds(100.0, 1.0, 10.0, 1.0, adapters=1, congestion=0.0, latency=1.0)
+    size, eight = 1e9, CollectiveGroup(8, 8)
+    seconds = compute_collective_seconds("broadcast", size, eight, links)
     assert 1.0 < seconds / (size / 100e9) < 1.1  # the whole, once round
-    assert collective_seconds("broadcast", size, Group(1, 1), links) == 0.0
-    gloo = Links(1.0, 1.0, 1.0, 1.0, adapters=1, congestion=0.0, latency=1.0, gloo=Gloo(100.0, 1.0, 1.0))
-    assert collective_seconds("broadcast", size, eight, gloo) == pytest.approx(3 * (1e-4 + 1.0))
+    assert compute_collective_seconds("broadcast", size, CollectiveGroup(1, 1), links) == 0.0
+    gloo = LinkSpeeds(1.0, 1.0, 1.0, 1.0, adapters=1, congestion=0.0, latency=1.0, gloo=GlooSpeed(100.0, 1.0, 1.0))
+    assert compute_collective_seconds("broadcast", size, eight, gloo) == pytest.approx(3 * (1e-4 + 1.0))
 
 
 def test_zero1_shards_no_parameters() -> None:
     with pytest.raises(ImpossibleError, match=r"sharding_factor=2 is not valid for strategy=zero1"):
-        configuration(*SMALL_T5, "strategy=zero1", "strategy.sharding_factor=2", "gpus=4")
+        compose_run_config(*SMALL_T5, "strategy=zero1", "strategy.sharding_factor=2", "gpus=4")

@@ -20,13 +20,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.slurm_cluster import PATIENCE_S
+from tests.slurm_cluster import SLURM_TIMEOUT_S
 
-OPENED = Path("/tmp/bench-tests-opened-folders.json")
+OPENED_FOLDERS_FILE = Path("/tmp/bench-tests-opened-folders.json")
 """Which folders the tests on this machine have opened; locked by each of them for as long as they need it."""
 
 
-FORKER = """
+FORKER_SCRIPT = """
 import importlib, json, os, sys, traceback
 import bench.jobs, bench.sweep
 for line in sys.stdin:
@@ -67,14 +67,14 @@ class Account:
         """``python -m module arguments`` as this account."""
         account = pwd.getpwnam(self.name)
         with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
-            asked = {
+            request = {
                 **{"module": module, "arguments": arguments, "output": [output.name, errors.name]},
                 **{"user": account.pw_uid, "group": account.pw_gid, "groups": [grp.getgrnam(self.group).gr_gid]},
                 **{"umask": self.umask, "home": self.home},
             }
             assert self.forker.stdin is not None
             assert self.forker.stdout is not None
-            self.forker.stdin.write(json.dumps(asked) + "\n")
+            self.forker.stdin.write(json.dumps(request) + "\n")
             self.forker.stdin.flush()
             code = int(self.forker.stdout.readline())
             return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
@@ -91,30 +91,30 @@ class Account:
             env={"PATH": os.environ["PATH"], "HOME": self.home, "PYTHONPATH": str(ROOT), **self.environment},
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=SLURM_TIMEOUT_S,
             check=False,
         )
 
 
 @contextlib.contextmanager
-def team(environment: Mapping[str, str], umasks: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Account]]]:
+def create_team(environment: Mapping[str, str], umasks: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Account]]]:
     """Accounts of one group, by a short name each, and the group; they can read this checkout and its interpreter."""
     if os.geteuid() != 0 or shutil.which("useradd") is None:
         pytest.skip("only root can make accounts, with useradd")
     group = f"team{os.getpid()}"
-    names = {name: f"{name}{os.getpid()}" for name in umasks}
+    account_names = {name: f"{name}{os.getpid()}" for name in umasks}
     with (
-        contextlib.ExitStack() as homes,
+        contextlib.ExitStack() as stack,
         _open_folders(ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve()),
     ):
         try:
-            _call("groupadd", group)
-            for account in names.values():
-                _call("useradd", "--no-create-home", "--user-group", "--groups", group, account)
-            members = {}
-            forker = homes.enter_context(
+            _run_command("groupadd", group)
+            for account in account_names.values():
+                _run_command("useradd", "--no-create-home", "--user-group", "--groups", group, account)
+            accounts = {}
+            forker = stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, "-c", FORKER],
+                    [sys.executable, "-c", FORKER_SCRIPT],
                     cwd=ROOT,
                     env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
                     stdin=subprocess.PIPE,
@@ -123,12 +123,12 @@ def team(environment: Mapping[str, str], umasks: Mapping[str, int]) -> Iterator[
                 )
             )
             for name, umask in umasks.items():
-                home = homes.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
-                shutil.chown(home, names[name], names[name])
-                members[name] = Account(names[name], group, umask, home, environment, forker)
-            yield group, members
+                home = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
+                shutil.chown(home, account_names[name], account_names[name])
+                accounts[name] = Account(account_names[name], group, umask, home, environment, forker)
+            yield group, accounts
         finally:
-            for account in names.values():
+            for account in account_names.values():
                 subprocess.run(["userdel", account], capture_output=True, check=False)
             subprocess.run(["groupdel", group], capture_output=True, check=False)
 
@@ -136,16 +136,16 @@ def team(environment: Mapping[str, str], umasks: Mapping[str, int]) -> Iterator[
 @contextlib.contextmanager
 def _open_folders(*paths: Path) -> Iterator[None]:
     """Let everybody pass through the folders above some paths, as long as any test on this machine needs it."""
-    with OPENED.open("a+") as file:
+    with OPENED_FOLDERS_FILE.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        before: dict[str, int] = json.loads(file.read() or "{}")
+        previous_modes: dict[str, int] = json.loads(file.read() or "{}")
         for folder in {folder for path in paths for folder in path.parents}:
             mode = stat.S_IMODE(folder.stat().st_mode)
             if not mode & stat.S_IXOTH:
-                before.setdefault(str(folder), mode)
+                previous_modes.setdefault(str(folder), mode)
                 folder.chmod(mode | stat.S_IXOTH)
-        _rewrite(file.fileno(), json.dumps(before))
+        _rewrite_file(file.fileno(), json.dumps(previous_modes))
         fcntl.flock(file, fcntl.LOCK_SH)
         try:
             yield
@@ -155,14 +155,14 @@ def _open_folders(*paths: Path) -> Iterator[None]:
                 file.seek(0)
                 for name, mode in json.loads(file.read() or "{}").items():
                     Path(name).chmod(mode)
-                _rewrite(file.fileno(), "")
+                _rewrite_file(file.fileno(), "")
 
 
-def _rewrite(descriptor: int, text: str) -> None:
+def _rewrite_file(descriptor: int, text: str) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
 
 
-def _call(*command: str) -> None:
+def _run_command(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}: {done.stderr}"

@@ -13,7 +13,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 BLOCK_BYTES = 32768
 HEADER_BYTES = 7
-WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 @dataclass
@@ -39,7 +39,7 @@ class OfflineRun:
     exit_code: int | None = None
 
 
-def offline_runs(folder: Path) -> dict[str, OfflineRun]:
+def read_offline_runs(folder: Path) -> dict[str, OfflineRun]:
     """All offline runs below a folder, by id; none is there twice."""
     runs: dict[str, OfflineRun] = {}
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
@@ -51,49 +51,49 @@ def offline_runs(folder: Path) -> dict[str, OfflineRun]:
 
 def read_run(path: Path) -> OfflineRun:
     """One run, from its file."""
-    found = OfflineRun(path.parent)
-    for data in _records(path.read_bytes()):
+    offline_run = OfflineRun(path.parent)
+    for data in _split_records(path.read_bytes()):
         record = Record.FromString(data)
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run = record.run
-            found.id, found.project, found.entity = run.run_id, run.project, run.entity
-            found.name, found.group, found.job_type = run.display_name, run.run_group, run.job_type
-            found.notes, found.tags = run.notes, list(run.tags)
-            found.config |= _values(run.config.update)
+            offline_run.id, offline_run.project, offline_run.entity = run.run_id, run.project, run.entity
+            offline_run.name, offline_run.group, offline_run.job_type = run.display_name, run.run_group, run.job_type
+            offline_run.notes, offline_run.tags = run.notes, list(run.tags)
+            offline_run.config |= _parse_items(run.config.update)
         elif kind == "config":
-            found.config |= _values(record.config.update)
+            offline_run.config |= _parse_items(record.config.update)
         elif kind == "history":
-            found.history.append(_values(record.history.item))
+            offline_run.history.append(_parse_items(record.history.item))
         elif kind == "summary":
-            found.summary |= _values(record.summary.update)
+            offline_run.summary |= _parse_items(record.summary.update)
         elif kind == "artifact":
             contents = record.artifact.manifest.contents
-            found.artifacts[record.artifact.name] = {entry.path: Path(entry.local_path) for entry in contents}
+            offline_run.artifacts[record.artifact.name] = {entry.path: Path(entry.local_path) for entry in contents}
         elif kind == "alert":
-            found.alerts.append((record.alert.title, record.alert.text, record.alert.level))
+            offline_run.alerts.append((record.alert.title, record.alert.text, record.alert.level))
         elif kind == "preempting":
-            found.preempting = True
+            offline_run.preempting = True
         elif kind == "exit":
-            found.exit_code = record.exit.exit_code
-    return found
+            offline_run.exit_code = record.exit.exit_code
+    return offline_run
 
 
-def _values(items: Any) -> dict[str, Any]:
+def _parse_items(items: Any) -> dict[str, Any]:
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def _records(data: bytes) -> Iterator[bytes]:
+def _split_records(data: bytes) -> Iterator[bytes]:
     """The records of a file, put together from their pieces."""
     assert data[:4] == b":W&B"
-    position, whole = HEADER_BYTES, b""
+    position, record_bytes = HEADER_BYTES, b""
     while position + HEADER_BYTES <= len(data):
         if BLOCK_BYTES - position % BLOCK_BYTES < HEADER_BYTES:  # nothing fits into the rest of a block
             position += BLOCK_BYTES - position % BLOCK_BYTES
             continue
         _, length, kind = struct.unpack("<IHB", data[position : position + HEADER_BYTES])
-        piece = data[position + HEADER_BYTES : position + HEADER_BYTES + length]
+        fragment = data[position + HEADER_BYTES : position + HEADER_BYTES + length]
         position += HEADER_BYTES + length
-        whole = piece if kind in (WHOLE, FIRST) else whole + piece
-        if kind in (WHOLE, LAST):
-            yield whole
+        record_bytes = fragment if kind in (FULL, FIRST) else record_bytes + fragment
+        if kind in (FULL, LAST):
+            yield record_bytes

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_wandb import KEY, FakeWandb
+from tests.fake_wandb import API_KEY, FakeWandb
 
 
-def nobody_logged_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+def remove_wandb_login(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     """A home without a login, and none of wandb's variables."""
     for name in list(os.environ):
         if name.startswith("WANDB_") or name == "NETRC":
@@ -18,7 +18,7 @@ def nobody_logged_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     monkeypatch.setenv("HOME", str(home))
 
 
-def logged_in(monkeypatch: pytest.MonkeyPatch, server: FakeWandb | str) -> None:
+def add_wandb_login(monkeypatch: pytest.MonkeyPatch, server: FakeWandb | str) -> None:
     """A login at a server, given by its address if it is not there."""
     monkeypatch.setenv("WANDB_BASE_URL", server if isinstance(server, str) else server.url)
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_API_KEY", API_KEY)

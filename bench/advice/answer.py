@@ -5,37 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.advice.candidates import Candidates, candidates
-from bench.advice.question import Question
-from bench.advice.ranking import Ranking, ranked
-from bench.advice.rules import Compared, compare_rules
-from bench.advice.sentence import advise
+from bench.advice.candidates import CandidateSet, build_candidates
+from bench.advice.question import AdviceQuestion
+from bench.advice.ranking import CandidateRanking, rank_with_last_resort
+from bench.advice.rules import RuleComparison, compare_rules
+from bench.advice.sentence import describe_advice
 from bench.errors import ImpossibleError, UsageError
-from bench.planning.grid import Settings
+from bench.planning.grid import RunSettings
 
 
 @dataclass(frozen=True)
-class Section:
+class AdviceSection:
     """What is ranked against each other: one model on one number of one kind of GPUs."""
 
-    settings: Settings
+    settings: RunSettings
     advice: str
-    ranking: Ranking
-    impossible: dict[str, int]
+    ranking: CandidateRanking
+    impossible_reasons: dict[str, int]
     """Why some combinations cannot be, or cannot be predicted, and how many."""
-    rules: list[Compared]
+    rule_comparisons: list[RuleComparison]
 
 
 @dataclass(frozen=True)
-class Answer:
+class AdviceAnswer:
     """All sections, and those that came to nothing."""
 
-    sections: list[Section]
-    left_out: list[tuple[str, str]]
+    sections: list[AdviceSection]
+    skipped_sections: list[tuple[str, str]]
     """What cannot be at all, of several things asked for, and why."""
 
 
-def answer(question: Question, on_progress: Callable[[str], None] = lambda words: None) -> Answer:
+def answer_question(
+    question: AdviceQuestion, on_progress: Callable[[str], None] = lambda message: None
+) -> AdviceAnswer:
     """Answer a question.
 
     Parameters
@@ -48,24 +50,26 @@ def answer(question: Question, on_progress: Callable[[str], None] = lambda words
     UsageError
         If something is a mistake, or nothing that was asked for is possible.
     """
-    asked = []
-    left_out = []
-    for settings in question.sections():  # every mistake is found before anything is predicted
+    section_candidates = []
+    skipped_sections = []
+    for settings in question.list_sections():  # every mistake is found before anything is predicted
         try:
-            asked.append((settings, candidates(settings, question.knobs)))
+            section_candidates.append((settings, build_candidates(settings, question.knobs)))
         except ImpossibleError as error:
-            left_out.append((question.heading(settings), str(error)))
-    if not asked:
-        raise UsageError(left_out[0][1])
+            skipped_sections.append((question.format_heading(settings), str(error)))
+    if not section_candidates:
+        raise UsageError(skipped_sections[0][1])
     sections = []
-    for settings, found in asked:
-        on_progress(f"{question.heading(settings)}: predicting {len(found.to_predict)} candidates")
-        sections.append(_section(settings, found, question))
-    return Answer(sections, left_out)
+    for settings, candidates in section_candidates:
+        on_progress(f"{question.format_heading(settings)}: predicting {len(candidates.to_predict)} candidates")
+        sections.append(_build_section(settings, candidates, question))
+    return AdviceAnswer(sections, skipped_sections)
 
 
-def _section(settings: Settings, found: Candidates, question: Question) -> Section:
-    ranking = ranked(settings, question.knobs, found)
-    reasons = {**found.impossible, **ranking.untold}
-    rules = compare_rules(ranking.first)
-    return Section(settings, advise(ranking.possible, ranking.infeasible), ranking, reasons, rules)
+def _build_section(settings: RunSettings, candidates: CandidateSet, question: AdviceQuestion) -> AdviceSection:
+    ranking = rank_with_last_resort(settings, question.knobs, candidates)
+    impossible_reasons = {**candidates.impossible_reasons, **ranking.unpredictable_reasons}
+    rule_comparisons = compare_rules(ranking.top_candidate)
+    return AdviceSection(
+        settings, describe_advice(ranking.possible, ranking.infeasible), ranking, impossible_reasons, rule_comparisons
+    )

@@ -10,25 +10,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.config import MODES, RunConfig, run_config
-from bench.errors import ImpossibleError, bad_value
+from bench.config import EVIDENCE_BY_MODE, RunConfig, build_run_config
+from bench.errors import ImpossibleError, invalid_value_error
 from bench.hardware import Hardware
-from bench.models.blocks import CHECKPOINTING
-from bench.planning.compose import composed, groups
-from bench.planning.grid import Settings
+from bench.models.blocks import CHECKPOINTING_MODES
+from bench.planning.compose import compose_config, list_config_groups
+from bench.planning.grid import RunSettings
 from bench.precision import Precision
-from bench.typed import checked, type_hints
+from bench.typed import get_field_types, validate_value
 
-STRATEGIES = ("ddp", "fsdp")
-"""Compared unless asked otherwise; `ON_ONE_GPU` where there is nothing to spread."""
-ON_ONE_GPU = ("single",)
-ALSO_PLAIN = ("fsdp1", "zero1")
+DEFAULT_STRATEGIES = ("ddp", "fsdp")
+"""Compared unless asked otherwise; `SINGLE_GPU_STRATEGIES` where there is nothing to spread."""
+SINGLE_GPU_STRATEGIES = ("single",)
+FALLBACK_STRATEGIES = ("fsdp1", "zero1")
 """Compared where only they have a knob that was set; strategies of other libraries come last."""
-WHERE_NOTHING_FITS = ("tensor_parallel",)
+LAST_RESORT_STRATEGIES = ("tensor_parallel",)
 """Compared besides where nothing else fits: they make the largest layer smaller, at the price of waiting in each."""
-PRECISIONS = ("bf16", "fp16", "fp32")
+PREFERRED_PRECISIONS = ("bf16", "fp16", "fp32")
 """The first that the GPU has a peak for is taken unless asked otherwise."""
-MOST_BEYOND_NODE = 8
+MAX_MULTI_NODE_FACTORS = 8
 """Sharding factors compared that span nodes, besides the world size: beyond some hundred ranks a shard is small, and
 what the next doubling saves is little."""
 
@@ -37,27 +37,27 @@ what the next doubling saves is little."""
 class Candidate:
     """One way to train, its batch size still to be found unless it was asked for."""
 
-    settings: Settings
+    settings: RunSettings
     """What is typed for it, without the batch size."""
     config: RunConfig
-    asked_batch: bool
+    has_requested_batch: bool
 
 
 @dataclass
-class Candidates:
+class CandidateSet:
     """All that is compared under one heading."""
 
     to_predict: list[Candidate] = field(default_factory=list)
-    impossible: dict[str, int] = field(default_factory=dict)
+    impossible_reasons: dict[str, int] = field(default_factory=dict)
     """Why some combinations cannot be, and how many."""
 
 
-def candidates(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Candidates:
+def build_candidates(section_settings: RunSettings, knobs: Mapping[str, Sequence[str]]) -> CandidateSet:
     """Everything to compare.
 
     Parameters
     ----------
-    section: settings
+    section_settings: settings
         What all candidates have in common.
     knobs: mapping
         The values that were given for what is compared.
@@ -69,111 +69,131 @@ def candidates(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Candida
     ImpossibleError
         If nothing that was asked for can be.
     """
-    found = Candidates()
-    seen = set()
-    for settings in _points(section, knobs):
-        batch = settings.get("batch_size_per_gpu")
-        mode = {"mode": "predict"} if "predict" in MODES else {}
+    candidates = CandidateSet()
+    seen_run_ids = set()
+    for settings in _list_combinations(section_settings, knobs):
+        requested_batch = settings.get("batch_size_per_gpu")
+        mode_setting = {"mode": "predict"} if "predict" in EVIDENCE_BY_MODE else {}
         try:
-            config = run_config(composed({**settings, **mode}))
-            _check_format(config.hardware, config.precision)
+            config = build_run_config(compose_config({**settings, **mode_setting}))
+            _require_peak(config.hardware, config.precision)
         except ImpossibleError as error:
-            found.impossible[str(error)] = found.impossible.get(str(error), 0) + 1
+            candidates.impossible_reasons[str(error)] = candidates.impossible_reasons.get(str(error), 0) + 1
             continue
-        if config.run_id not in seen:
-            seen.add(config.run_id)
+        if config.run_id not in seen_run_ids:
+            seen_run_ids.add(config.run_id)
             settings.pop("batch_size_per_gpu", None)
-            found.to_predict.append(Candidate(settings, config, asked_batch=batch is not None))
-    if not found.to_predict:
-        raise ImpossibleError(next(iter(found.impossible)))
-    return found
+            candidates.to_predict.append(Candidate(settings, config, has_requested_batch=requested_batch is not None))
+    if not candidates.to_predict:
+        raise ImpossibleError(next(iter(candidates.impossible_reasons)))
+    return candidates
 
 
-def last_resort(section: Settings, knobs: Mapping[str, Sequence[str]]) -> list[Candidate]:
+def list_last_resort_candidates(section_settings: RunSettings, knobs: Mapping[str, Sequence[str]]) -> list[Candidate]:
     """What is compared besides where nothing fits; nothing if the user has chosen a strategy or a knob of one."""
     if any(key.partition(".")[0] == "strategy" for key in knobs):
         return []
     try:
-        return candidates(section, {**knobs, "strategy": WHERE_NOTHING_FITS}).to_predict
+        return build_candidates(section_settings, {**knobs, "strategy": LAST_RESORT_STRATEGIES}).to_predict
     except ImpossibleError:
         return []
 
 
-def _points(section: Settings, knobs: Mapping[str, Sequence[str]]) -> Iterator[Settings]:
+def _list_combinations(section_settings: RunSettings, knobs: Mapping[str, Sequence[str]]) -> Iterator[RunSettings]:
     """Settings of every combination."""
-    values = composed(section)
-    gpus, per_node = (checked(key, type_hints(RunConfig)[key], values[key]) for key in ("gpus", "gpus_per_node"))
-    common: dict[str, Sequence[str]] = {key: given for key, given in knobs.items() if key not in ("strategy",)}
-    common.setdefault("precision", [usual_precision(values["hardware"])])
-    common.setdefault("activation_checkpointing", CHECKPOINTING)
-    for strategy in _strategies(knobs, gpus):
-        fields = composed({"strategy": strategy})["strategy"]
-        axes = {**common, "strategy": [strategy]}
-        factor, reshard = "strategy.sharding_factor", "strategy.reshard_after_forward"
-        if "stages" in fields:  # which decide the factor
-            several = [str(number) for number in sharding_factors(gpus, per_node) if number > 1]
-            axes.setdefault("strategy.stages", several or [str(fields["stages"])])
-        elif can_shard(fields) and "degree" not in fields and fields["sharding_factor"] not in fields:
+    section_values = compose_config(section_settings)
+    gpus, gpus_per_node = (
+        validate_value(key, get_field_types(RunConfig)[key], section_values[key]) for key in ("gpus", "gpus_per_node")
+    )
+    common_axes: dict[str, Sequence[str]] = {key: values for key, values in knobs.items() if key not in ("strategy",)}
+    common_axes.setdefault("precision", [choose_default_precision(section_values["hardware"])])
+    common_axes.setdefault("activation_checkpointing", CHECKPOINTING_MODES)
+    for strategy in _choose_strategies(knobs, gpus):
+        strategy_fields = compose_config({"strategy": strategy})["strategy"]
+        axes = {**common_axes, "strategy": [strategy]}
+        factor_key, reshard_key = "strategy.sharding_factor", "strategy.reshard_after_forward"
+        if "stages" in strategy_fields:  # which decide the factor
+            stage_counts = [str(factor) for factor in list_sharding_factors(gpus, gpus_per_node) if factor > 1]
+            axes.setdefault("strategy.stages", stage_counts or [str(strategy_fields["stages"])])
+        elif (
+            can_shard(strategy_fields)
+            and "degree" not in strategy_fields
+            and strategy_fields["sharding_factor"] not in strategy_fields
+        ):
             # neither the degree nor a knob that the file names in the factor's place decides it
-            axes.setdefault(factor, [str(number) for number in sharding_factors(gpus, per_node)])
-        if fields.get("reshard_after_forward") is True:  # not where the file says otherwise, or leaves it to a library
-            axes.setdefault(reshard, ["true", "false"])
+            axes.setdefault(factor_key, [str(factor) for factor in list_sharding_factors(gpus, gpus_per_node)])
+        if (
+            strategy_fields.get("reshard_after_forward") is True
+        ):  # not where the file says otherwise, or leaves it to a library
+            axes.setdefault(reshard_key, ["true", "false"])
         for combination in itertools.product(*axes.values()):
             settings = dict(zip(axes, combination, strict=True))
-            gathers = settings.get(factor) != "1"
-            if reshard not in knobs and not gathers and settings.get(reshard) == "false":
+            is_sharded = settings.get(factor_key) != "1"
+            if reshard_key not in knobs and not is_sharded and settings.get(reshard_key) == "false":
                 continue  # nothing is gathered, so nothing is freed
-            yield {**section, **settings}
+            yield {**section_settings, **settings}
 
 
-def _strategies(knobs: Mapping[str, Sequence[str]], gpus: int) -> Sequence[str]:
+def _choose_strategies(knobs: Mapping[str, Sequence[str]], gpus: int) -> Sequence[str]:
     """Those asked for, or those that have every knob that was set."""
     if "strategy" in knobs:
         return knobs["strategy"]
-    usual = ON_ONE_GPU if gpus == 1 else STRATEGIES
-    others = [name for name in groups()["strategy"] if name not in (*ON_ONE_GPU, *STRATEGIES, *ALSO_PLAIN)]
-    for options in (usual, STRATEGIES, ALSO_PLAIN, others):
-        able = [name for name in options if _takes(composed({"strategy": name})["strategy"], knobs)]
-        if able:
-            return able
-    return usual
+    default_strategies = SINGLE_GPU_STRATEGIES if gpus == 1 else DEFAULT_STRATEGIES
+    other_strategies = [
+        name
+        for name in list_config_groups()["strategy"]
+        if name not in (*SINGLE_GPU_STRATEGIES, *DEFAULT_STRATEGIES, *FALLBACK_STRATEGIES)
+    ]
+    for choices in (default_strategies, DEFAULT_STRATEGIES, FALLBACK_STRATEGIES, other_strategies):
+        capable_strategies = [
+            name for name in choices if _takes_knobs(compose_config({"strategy": name})["strategy"], knobs)
+        ]
+        if capable_strategies:
+            return capable_strategies
+    return default_strategies
 
 
-def _takes(fields: Mapping[str, Any], knobs: Mapping[str, Sequence[str]]) -> bool:
-    names = [key.partition(".")[2].partition(".")[0] for key in knobs if key.startswith("strategy.")]
-    factors = knobs.get("strategy.sharding_factor", ["1"])
-    return all(name in fields for name in names) and (can_shard(fields) or "1" in factors)
+def _takes_knobs(strategy_fields: Mapping[str, Any], knobs: Mapping[str, Sequence[str]]) -> bool:
+    knob_names = [key.partition(".")[2].partition(".")[0] for key in knobs if key.startswith("strategy.")]
+    requested_factors = knobs.get("strategy.sharding_factor", ["1"])
+    return all(name in strategy_fields for name in knob_names) and (
+        can_shard(strategy_fields) or "1" in requested_factors
+    )
 
 
-def can_shard(fields: Mapping[str, Any]) -> bool:
+def can_shard(strategy_fields: Mapping[str, Any]) -> bool:
     """Whether a strategy, by the fields of its file, spreads a model over several ranks."""
-    return fields.get("sharding_factor", 1) != 1
+    return strategy_fields.get("sharding_factor", 1) != 1
 
 
-def sharding_factors(gpus: int, per_node: int) -> list[int]:
+def list_sharding_factors(gpus: int, gpus_per_node: int) -> list[int]:
     """The factors worth comparing: 1, those within a node, doublings of the node, the world size."""
-    node = min(per_node, gpus)
-    within = [factor for factor in range(1, node + 1) if node % factor == 0 and gpus % factor == 0]
-    doublings = [node * 2**power for power in range(1, MOST_BEYOND_NODE + 1)]
-    return sorted({*within, *(factor for factor in doublings if gpus % factor == 0), gpus})
+    node_size = min(gpus_per_node, gpus)
+    node_factors = [factor for factor in range(1, node_size + 1) if node_size % factor == 0 and gpus % factor == 0]
+    multi_node_factors = [node_size * 2**power for power in range(1, MAX_MULTI_NODE_FACTORS + 1)]
+    return sorted({*node_factors, *(factor for factor in multi_node_factors if gpus % factor == 0), gpus})
 
 
-def usual_precision(hardware: Mapping[str, Any]) -> str:
+def choose_default_precision(hardware_fields: Mapping[str, Any]) -> str:
     """The usual precision of a device: bf16 where it has it, then fp16; fp32 on a CPU."""
-    if hardware.get("device") == "cpu":
+    if hardware_fields.get("device") == "cpu":
         return "fp32"
-    peaks = hardware.get("peak_tflops") or {}
-    return next((name for name in PRECISIONS if name in peaks), PRECISIONS[0])
+    peaks = hardware_fields.get("peak_tflops") or {}
+    return next((name for name in PREFERRED_PRECISIONS if name in peaks), PREFERRED_PRECISIONS[0])
 
 
-def _check_format(hardware: Hardware, precision: Precision) -> None:
+def _require_peak(hardware: Hardware, precision: Precision) -> None:
     """Raise `ImpossibleError` where a described device has no peak in the format a run computes in."""
     peaks = hardware.peak_tflops
     if precision.tf32 and hardware.device == "cpu":
-        raise bad_value("precision", precision.name, "another: TF32 needs an NVIDIA GPU", ImpossibleError)
+        raise invalid_value_error("precision", precision.name, "another: TF32 needs an NVIDIA GPU", ImpossibleError)
     if peaks and precision.peak not in peaks:
-        able = [name for name in groups()["precision"] if composed({"precision": name})["precision"]["peak"] in peaks]
+        supported_precisions = [
+            name
+            for name in list_config_groups()["precision"]
+            if compose_config({"precision": name})["precision"]["peak"] in peaks
+        ]
         raise ImpossibleError(
             f"precision={precision.name} is not valid on hardware={hardware.name}, which has no peak for "
-            f"{precision.peak}: choose {', '.join(able)}."
+            f"{precision.peak}: choose {', '.join(supported_precisions)}."
         )

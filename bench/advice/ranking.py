@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.advice.batches import search_batches
-from bench.advice.candidates import Candidate, Candidates, last_resort
+from bench.advice.batches import search_largest_batches
+from bench.advice.candidates import Candidate, CandidateSet, list_last_resort_candidates
 from bench.config import RunConfig
 from bench.errors import UsageError
-from bench.planning.forecast import Untold, forecasts
-from bench.planning.grid import Settings
+from bench.planning.forecast import Unpredictable, predict_configs
+from bench.planning.grid import RunSettings
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, Prediction
 
 SECONDS_PER_HOUR = 3600
@@ -19,10 +19,10 @@ HOURS_PER_DAY = 24
 
 
 @dataclass(frozen=True)
-class Row:
+class RankedCandidate:
     """One candidate at one batch size."""
 
-    settings: Settings
+    settings: RunSettings
     """What is typed for it, with the batch size."""
     config: RunConfig
     prediction: Prediction
@@ -30,12 +30,12 @@ class Row:
     """Sequences per GPU that fit, 0 if not even one does; None where the memory is unknown."""
 
     @property
-    def possible(self) -> bool:
+    def can_fit(self) -> bool:
         """Whether it may fit: it is not sure that it does not."""
         return self.prediction.memory.verdict != DOES_NOT_FIT
 
     @property
-    def fits(self) -> bool:
+    def does_fit(self) -> bool:
         """Whether it is predicted to fit, or nothing is known that it would have to fit into."""
         return self.prediction.memory.verdict in (FITS, None)
 
@@ -43,7 +43,7 @@ class Row:
     def tokens_per_step(self) -> int:
         """Tokens one rank reads in one optimizer step."""
         config = self.config
-        tokens = config.model.tokens_per_sequence(config.sequence_length)
+        tokens = config.model.count_tokens_per_sequence(config.sequence_length)
         return tokens * config.batch_size_per_gpu * config.gradient_accumulation
 
     @property
@@ -59,22 +59,22 @@ class Row:
     @property
     def tflops_per_gpu(self) -> float | None:
         """The model's FLOPs, without recomputation, in TFLOP/s."""
-        return self._tflops("none")
+        return self._compute_tflops("none")
 
     @property
     def hardware_tflops_per_gpu(self) -> float | None:
         """What the device executes, recomputation included, in TFLOP/s."""
-        return self._tflops(self.config.activation_checkpointing)
+        return self._compute_tflops(self.config.activation_checkpointing)
 
     @property
     def mfu(self) -> float | None:
         """Share of the dense peak of the precision that the model's FLOPs reach, from 0 to 1."""
-        return self._share_of_peak(self.tflops_per_gpu)
+        return self._compute_peak_share(self.tflops_per_gpu)
 
     @property
     def hfu(self) -> float | None:
         """Share of the dense peak that the executed FLOPs reach, from 0 to 1."""
-        return self._share_of_peak(self.hardware_tflops_per_gpu)
+        return self._compute_peak_share(self.hardware_tflops_per_gpu)
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -82,55 +82,59 @@ class Row:
         memory = self.prediction.memory
         return None if memory.capacity is None else int(memory.capacity - memory.reserved.value)
 
-    def gpu_hours(self, tokens: float | None) -> float | None:
+    def compute_gpu_hours(self, tokens: float | None) -> float | None:
         """To train on so many tokens, without restarts and evaluation."""
         if tokens is None or self.tokens_per_second_per_gpu is None:
             return None
         return tokens / self.tokens_per_second_per_gpu / SECONDS_PER_HOUR
 
-    def days(self, tokens: float | None) -> float | None:
+    def compute_days(self, tokens: float | None) -> float | None:
         """To train on so many tokens with all GPUs, day and night."""
-        hours = self.gpu_hours(tokens)
+        hours = self.compute_gpu_hours(tokens)
         return None if hours is None else hours / self.config.gpus / HOURS_PER_DAY
 
-    def _tflops(self, activation_checkpointing: str) -> float | None:
+    def _compute_tflops(self, activation_checkpointing: str) -> float | None:
         if self.prediction.time is None:
             return None
         config = self.config
-        count = config.trained.flops_per_sequence(config.sequence_length).hardware(activation_checkpointing)
-        flops = count * config.batch_size_per_gpu * config.gradient_accumulation
-        return flops / self.prediction.time.step_s.value / 1e12
+        flops_per_sequence = config.trained_model.count_flops_per_sequence(
+            config.sequence_length
+        ).compute_hardware_flops(activation_checkpointing)
+        flops_per_step = flops_per_sequence * config.batch_size_per_gpu * config.gradient_accumulation
+        return flops_per_step / self.prediction.time.step_s.value / 1e12
 
-    def _share_of_peak(self, tflops: float | None) -> float | None:
-        peak = self.config.hardware.peak_tflops.get(self.config.precision.peak)
-        return None if tflops is None or not peak else tflops / peak
+    def _compute_peak_share(self, tflops: float | None) -> float | None:
+        peak_tflops = self.config.hardware.peak_tflops.get(self.config.precision.peak)
+        return None if tflops is None or not peak_tflops else tflops / peak_tflops
 
 
 @dataclass
-class Ranking:
+class CandidateRanking:
     """All candidates, each at the batch asked for, else at the largest that fits."""
 
-    possible: list[Row] = field(default_factory=list)
+    possible: list[RankedCandidate] = field(default_factory=list)
     """Those that may fit, fastest first; where speeds are unknown, smallest first."""
-    infeasible: list[Row] = field(default_factory=list)
+    infeasible: list[RankedCandidate] = field(default_factory=list)
     """Those that surely do not fit, those nearest to fitting first."""
-    untold: dict[str, int] = field(default_factory=dict)
+    unpredictable_reasons: dict[str, int] = field(default_factory=dict)
     """Why there is no prediction of some, and of how many."""
 
     @property
-    def first(self) -> Row:
+    def top_candidate(self) -> RankedCandidate:
         """The best, or what is nearest to fitting."""
         return (self.possible or self.infeasible)[0]
 
 
-def ranked(section: Settings, knobs: Mapping[str, Sequence[str]], found: Candidates) -> Ranking:
+def rank_with_last_resort(
+    section_settings: RunSettings, knobs: Mapping[str, Sequence[str]], candidates: CandidateSet
+) -> CandidateRanking:
     """Everything to compare in order; where nothing of it fits, with what is a last resort.
 
     Parameters
     ----------
-    section, knobs
-        What `candidates` was asked.
-    found: Candidates
+    section_settings, knobs
+        What `build_candidates` was asked.
+    candidates: CandidateSet
         What it found.
 
     Raises
@@ -138,14 +142,14 @@ def ranked(section: Settings, knobs: Mapping[str, Sequence[str]], found: Candida
     UsageError
         If nothing can be predicted.
     """
-    ranking = rank(found.to_predict)
-    if any(row.fits for row in ranking.possible):
+    ranking = rank_candidates(candidates.to_predict)
+    if any(candidate.does_fit for candidate in ranking.possible):
         return ranking
-    more = last_resort(section, knobs)
-    return rank([*found.to_predict, *more]) if more else ranking
+    last_resort_candidates = list_last_resort_candidates(section_settings, knobs)
+    return rank_candidates([*candidates.to_predict, *last_resort_candidates]) if last_resort_candidates else ranking
 
 
-def rank(candidates: Sequence[Candidate]) -> Ranking:
+def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
     """Predict all candidates and put them in order.
 
     Raises
@@ -153,40 +157,44 @@ def rank(candidates: Sequence[Candidate]) -> Ranking:
     UsageError
         If none of them can be predicted.
     """
-    searches = search_batches([candidate.config for candidate in candidates])
+    searches = search_largest_batches([candidate.config for candidate in candidates])
     configs = [
         candidate.config
-        if candidate.asked_batch or search.largest is None
-        else dataclasses.replace(candidate.config, batch_size_per_gpu=max(search.largest, search.unit))
+        if candidate.has_requested_batch or search.largest_batch is None
+        else dataclasses.replace(candidate.config, batch_size_per_gpu=max(search.largest_batch, search.batch_unit))
         for candidate, search in zip(candidates, searches, strict=True)
     ]
-    found = Ranking()
-    for candidate, config, search, forecast in zip(candidates, configs, searches, forecasts(configs), strict=True):
-        told = search.untold or forecast
-        if isinstance(told, Untold):
-            found.untold[told.reason] = found.untold.get(told.reason, 0) + 1
+    ranking = CandidateRanking()
+    for candidate, config, search, batch_prediction in zip(
+        candidates, configs, searches, predict_configs(configs), strict=True
+    ):
+        prediction = search.unpredictable or batch_prediction
+        if isinstance(prediction, Unpredictable):
+            ranking.unpredictable_reasons[prediction.reason] = (
+                ranking.unpredictable_reasons.get(prediction.reason, 0) + 1
+            )
             continue
         settings = {**candidate.settings, "batch_size_per_gpu": str(config.batch_size_per_gpu)}
-        row = Row(settings, config, told, search.largest)
-        (found.possible if row.possible else found.infeasible).append(row)
-    if not (found.possible or found.infeasible):
-        raise UsageError(next(iter(found.untold)))
-    found.possible.sort(key=_worth)
-    found.infeasible.sort(key=_lack)
-    return found
+        ranked_candidate = RankedCandidate(settings, config, prediction, search.largest_batch)
+        (ranking.possible if ranked_candidate.can_fit else ranking.infeasible).append(ranked_candidate)
+    if not (ranking.possible or ranking.infeasible):
+        raise UsageError(next(iter(ranking.unpredictable_reasons)))
+    ranking.possible.sort(key=_compute_rank_key)
+    ranking.infeasible.sort(key=_compute_shortfall_bytes)
+    return ranking
 
 
-def _worth(row: Row) -> tuple[bool, float, float]:
-    speed = row.tokens_per_second
-    return speed is None, -(speed or 0.0), _size(row)
+def _compute_rank_key(candidate: RankedCandidate) -> tuple[bool, float, float]:
+    tokens_per_second = candidate.tokens_per_second
+    return tokens_per_second is None, -(tokens_per_second or 0.0), _find_reserved_bytes(candidate)
 
 
-def _size(row: Row) -> float:
-    return row.prediction.memory.reserved.value
+def _find_reserved_bytes(candidate: RankedCandidate) -> float:
+    return candidate.prediction.memory.reserved.value
 
 
-def _lack(row: Row) -> float:
+def _compute_shortfall_bytes(candidate: RankedCandidate) -> float:
     """Bytes that are too few on the device, or around it where more are lacking there."""
-    memory = row.prediction.memory
-    pairs = ((memory.reserved.value, memory.capacity), (memory.host, memory.host_capacity))
-    return max(needed - available for needed, available in pairs if available is not None)
+    memory = candidate.prediction.memory
+    needs_and_capacities = ((memory.reserved.value, memory.capacity), (memory.host, memory.host_capacity))
+    return max(needed - available for needed, available in needs_and_capacities if available is not None)

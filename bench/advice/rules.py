@@ -13,27 +13,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench.advice.ranking import Row
-from bench.advice.words import PARTS, STATES, gib, listing, strategy
-from bench.config import RunConfig, run_config
+from bench.advice.ranking import RankedCandidate
+from bench.advice.words import MEMORY_PART_LABELS, MODEL_STATE_PARTS, format_gib, format_strategy, join_items
+from bench.config import RunConfig, build_run_config
 from bench.errors import UsageError
-from bench.planning.compose import composed
-from bench.planning.forecast import forecasts
+from bench.planning.compose import compose_config
+from bench.planning.forecast import predict_configs
 from bench.simulate.prediction import MemoryPrediction, Prediction
 
-WEIGHT, GRADIENT, ADAM = 2, 2, 12
+WEIGHT_BYTES, GRADIENT_BYTES, ADAM_BYTES = 2, 2, 12
 """Bytes per parameter: 16-bit weight, its gradient, Adam's two moments with an fp32 copy of the weight."""
-TRAINED_SHARE = 1 / 64
+LORA_TRAINED_SHARE = 1 / 64
 """Of the parameters, with LoRA."""
-FOUR_BIT = 0.5
-WORTH_NAMING = 0.02
+FOUR_BIT_WEIGHT_BYTES = 0.5
+MIN_NAMED_SHARE = 0.02
 """Share of the difference below which a part is not named."""
 
-FULL = {"strategy": "fsdp", "strategy.sharding_factor": "full"}
+FULL_SHARD_SETTINGS = {"strategy": "fsdp", "strategy.sharding_factor": "full"}
 
 
 @dataclass(frozen=True)
-class Rule:
+class MemoryRule:
     """One rule: bytes per parameter and GPU, and the run of ours that it speaks about."""
 
     name: str
@@ -44,54 +44,65 @@ class Rule:
     """What makes a run the one the rule is for; None where the suite has no such run."""
     note: str = ""
     """Why there is none, or what else to know."""
-    counts: tuple[str, ...] = STATES
+    counted_parts: tuple[str, ...] = MODEL_STATE_PARTS
     """The parts of a trace's peak that the rule counts."""
     finetune: str = "full"
     """What is trained: a rule for adapters is compared where the question is about them."""
 
 
-RULES = (
-    Rule("16 bytes per parameter", "2 + 2 + 12", lambda n: WEIGHT + GRADIENT + ADAM, {"strategy": "ddp"}),
-    Rule(
+MEMORY_RULES = (
+    MemoryRule(
+        "16 bytes per parameter",
+        "2 + 2 + 12",
+        lambda n: WEIGHT_BYTES + GRADIENT_BYTES + ADAM_BYTES,
+        {"strategy": "ddp"},
+    ),
+    MemoryRule(
         "20 x the weights (fp32)",
         "20 x 4",
         lambda n: 20 * 4,
         {"strategy": "ddp", "precision": "fp32"},
         "16 bytes are the states; the other 64 stand for activations, whatever the batch",
     ),
-    Rule("ZeRO-1", "4 + 12 / N", lambda n: WEIGHT + GRADIENT + ADAM / n, None, "no strategy here shards that alone"),
-    Rule(
+    MemoryRule(
+        "ZeRO-1",
+        "4 + 12 / N",
+        lambda n: WEIGHT_BYTES + GRADIENT_BYTES + ADAM_BYTES / n,
+        None,
+        "no strategy here shards that alone",
+    ),
+    MemoryRule(
         "ZeRO-2",
         "2 + 14 / N",
-        lambda n: WEIGHT + (GRADIENT + ADAM) / n,
-        {**FULL, "strategy.reshard_after_forward": "false"},
-        counts=(*STATES, "gathered"),  # the whole 16-bit weights
+        lambda n: WEIGHT_BYTES + (GRADIENT_BYTES + ADAM_BYTES) / n,
+        {**FULL_SHARD_SETTINGS, "strategy.reshard_after_forward": "false"},
+        counted_parts=(*MODEL_STATE_PARTS, "gathered"),  # the whole 16-bit weights
     ),
-    Rule(
+    MemoryRule(
         "ZeRO-3",
         "16 / N",
-        lambda n: (WEIGHT + GRADIENT + ADAM) / n,
-        {**FULL, "strategy.reshard_after_forward": "true"},
+        lambda n: (WEIGHT_BYTES + GRADIENT_BYTES + ADAM_BYTES) / n,
+        {**FULL_SHARD_SETTINGS, "strategy.reshard_after_forward": "true"},
     ),
-    Rule(
+    MemoryRule(
         "4-bit weights, all trained",
         "0.5 + 14",
-        lambda n: FOUR_BIT + GRADIENT + ADAM,
+        lambda n: FOUR_BIT_WEIGHT_BYTES + GRADIENT_BYTES + ADAM_BYTES,
         None,
         "quantised weights are frozen here, with adapters that are trained",
     ),
-    Rule(
+    MemoryRule(
         "LoRA, 1/64 trained",
         "2 + 14 / 64",
-        lambda n: WEIGHT + (GRADIENT + ADAM) * TRAINED_SHARE,
+        lambda n: WEIGHT_BYTES + (GRADIENT_BYTES + ADAM_BYTES) * LORA_TRAINED_SHARE,
         {"strategy": "ddp"},
         "ask with finetune=lora",
         finetune="lora",
     ),
-    Rule(
+    MemoryRule(
         "QLoRA, 1/64 trained",
         "0.5 + 14 / 64",
-        lambda n: FOUR_BIT + (GRADIENT + ADAM) * TRAINED_SHARE,
+        lambda n: FOUR_BIT_WEIGHT_BYTES + (GRADIENT_BYTES + ADAM_BYTES) * LORA_TRAINED_SHARE,
         {"strategy": "ddp"},
         "ask with finetune=qlora",
         finetune="qlora",
@@ -100,67 +111,99 @@ RULES = (
 
 
 @dataclass(frozen=True)
-class Compared:
+class RuleComparison:
     """A rule applied to a run, beside the prediction of the run that it speaks about."""
 
-    rule: Rule
-    says_bytes: float
+    rule: MemoryRule
+    rule_bytes: float
     config: RunConfig | None
     memory: MemoryPrediction | None
-    why: str
+    explanation: str
     """Why the two differ, or why there is nothing to compare with."""
 
 
-def compare_rules(row: Row) -> list[Compared]:
+def compare_rules(candidate: RankedCandidate) -> list[RuleComparison]:
     """All rules for a row's model, GPUs and batch."""
-    parameters = row.config.model.num_parameters
-    asked = row.config.finetune.name
-    comparable = [rule.settings is not None and rule.finetune in ("full", asked) for rule in RULES]
-    configs = [_run(row, rule) if able else None for rule, able in zip(RULES, comparable, strict=True)]
-    known = [config for config in configs if config is not None]
-    predictions = dict(zip((config.run_id for config in known), forecasts(known), strict=True))
-    compared = []
-    for rule, config, able in zip(RULES, configs, comparable, strict=True):
-        says = rule.bytes_per_parameter(row.config.gpus) * parameters
-        forecast = None if config is None else predictions[config.run_id]
-        memory = forecast.memory if isinstance(forecast, Prediction) else None
-        why = "not predicted: no such run is possible" if able else f"not predicted: {rule.note}"
+    parameters = candidate.config.model.num_parameters
+    requested_finetune = candidate.config.finetune.name
+    comparable_rules = [
+        rule.settings is not None and rule.finetune in ("full", requested_finetune) for rule in MEMORY_RULES
+    ]
+    configs = [
+        _build_rule_config(candidate, rule) if is_comparable else None
+        for rule, is_comparable in zip(MEMORY_RULES, comparable_rules, strict=True)
+    ]
+    runnable_configs = [config for config in configs if config is not None]
+    predictions = dict(
+        zip((config.run_id for config in runnable_configs), predict_configs(runnable_configs), strict=True)
+    )
+    comparisons = []
+    for rule, config, is_comparable in zip(MEMORY_RULES, configs, comparable_rules, strict=True):
+        rule_bytes = rule.bytes_per_parameter(candidate.config.gpus) * parameters
+        prediction = None if config is None else predictions[config.run_id]
+        memory = prediction.memory if isinstance(prediction, Prediction) else None
+        explanation = "not predicted: no such run is possible" if is_comparable else f"not predicted: {rule.note}"
         if memory is not None and config is not None:
-            why = _difference(rule, says, memory, config)
-        compared.append(Compared(rule, says, config, memory, why))
-    return compared
+            explanation = _describe_difference(rule, rule_bytes, memory, config)
+        comparisons.append(RuleComparison(rule, rule_bytes, config, memory, explanation))
+    return comparisons
 
 
-def _run(row: Row, rule: Rule) -> RunConfig | None:
+def _build_rule_config(candidate: RankedCandidate, rule: MemoryRule) -> RunConfig | None:
     """The row's run with another strategy, and another precision where the rule is for one, or all of it trained."""
-    settings = rule.settings or {}
-    replaced = {"strategy", *settings} | ({"finetune"} if rule.finetune == "full" else set())
-    kept = {key: value for key, value in row.settings.items() if key.lstrip("+").partition(".")[0] not in replaced}
-    single = {"strategy": "single"} if row.config.gpus == 1 and settings["strategy"] == "ddp" else {}
+    rule_settings = rule.settings or {}
+    replaced_groups = {"strategy", *rule_settings} | ({"finetune"} if rule.finetune == "full" else set())
+    kept_settings = {
+        key: value
+        for key, value in candidate.settings.items()
+        if key.lstrip("+").partition(".")[0] not in replaced_groups
+    }
+    single_setting = {"strategy": "single"} if candidate.config.gpus == 1 and rule_settings["strategy"] == "ddp" else {}
     try:
-        return run_config(composed({**kept, **settings, **single, "mode": row.config.mode}))
+        return build_run_config(
+            compose_config({**kept_settings, **rule_settings, **single_setting, "mode": candidate.config.mode})
+        )
     except UsageError:
         return None
 
 
-def _difference(rule: Rule, says: float, memory: MemoryPrediction, config: RunConfig) -> str:
+def _describe_difference(rule: MemoryRule, rule_bytes: float, memory: MemoryPrediction, config: RunConfig) -> str:
     """Why a rule and a trace differ, from the parts of the peak."""
-    peak = memory.allocated.value
-    counted = sum(memory.parts.get(name, 0) for name in rule.counts)
-    names = listing([PARTS[name] for name in rule.counts])
-    beside = {name: size for name, size in memory.parts.items() if name not in rule.counts}
-    large = sorted((name for name in beside if beside[name] > WORTH_NAMING * peak), key=lambda name: -beside[name])
-    named = listing([f"{gib(beside[name])} GiB of {PARTS[name]}" for name in large]) if large else "little else"
-    if abs(counted - says) <= WORTH_NAMING * says:
-        agrees = f"{names} take the {gib(counted)} GiB it says"
+    peak_bytes = memory.allocated.value
+    counted_bytes = sum(memory.parts.get(name, 0) for name in rule.counted_parts)
+    counted_labels = join_items([MEMORY_PART_LABELS[name] for name in rule.counted_parts])
+    other_parts = {name: size for name, size in memory.parts.items() if name not in rule.counted_parts}
+    large_parts = sorted(
+        (name for name in other_parts if other_parts[name] > MIN_NAMED_SHARE * peak_bytes),
+        key=lambda name: -other_parts[name],
+    )
+    other_parts_text = (
+        join_items([f"{format_gib(other_parts[name])} GiB of {MEMORY_PART_LABELS[name]}" for name in large_parts])
+        if large_parts
+        else "little else"
+    )
+    if abs(counted_bytes - rule_bytes) <= MIN_NAMED_SHARE * rule_bytes:
+        counted_text = f"{counted_labels} take the {format_gib(counted_bytes)} GiB it says"
     else:
-        trains_all = config.finetune.name == "full"
-        missing = trains_all and memory.parts.get("gradients", 0) < memory.parts.get("parameters", 0) / 2
-        because = "before most gradients are there" if missing else f"parameters in {config.precision.parameters}"
-        because += ", but those quantised in the blocks" if config.finetune.name == "qlora" else ""
-        agrees = f"{names} take {gib(counted)} GiB at the peak in {memory.phase} ({because})"
-    ratio = f"{peak / says:.2f} times the rule for {strategy(config)}, batch {config.batch_size_per_gpu}"
+        trains_all_parameters = config.finetune.name == "full"
+        lacks_gradients = (
+            trains_all_parameters and memory.parts.get("gradients", 0) < memory.parts.get("parameters", 0) / 2
+        )
+        reason_text = (
+            "before most gradients are there" if lacks_gradients else f"parameters in {config.precision.parameters}"
+        )
+        reason_text += ", but those quantised in the blocks" if config.finetune.name == "qlora" else ""
+        counted_text = (
+            f"{counted_labels} take {format_gib(counted_bytes)} GiB at the peak in {memory.phase} ({reason_text})"
+        )
+    ratio_text = (
+        f"{peak_bytes / rule_bytes:.2f} times the rule for {format_strategy(config)}, batch {config.batch_size_per_gpu}"
+    )
     if config.finetune.name != "full":
-        share = sum(each.numel() for each in config.trained.build().parameters() if each.requires_grad)
-        agrees = f"adapters are 1/{config.model.num_parameters / share:.0f} of the parameters, and {agrees}"
-    return f"{ratio}: {agrees}; beside them there is {named}"
+        trained_parameters = sum(
+            parameter.numel()
+            for parameter in config.trained_model.build_model().parameters()
+            if parameter.requires_grad
+        )
+        counted_text = f"adapters are 1/{config.model.num_parameters / trained_parameters:.0f} of the parameters, and {counted_text}"
+    return f"{ratio_text}: {counted_text}; beside them there is {other_parts_text}"

@@ -4,183 +4,230 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.advice.ranking import Row
-from bench.advice.reasons import MOST_GPUS, spread, why_not
-from bench.advice.words import CHECKPOINTING, of_capacity, percent, strategy, untimed
-from bench.planning.compose import composed, groups
+from bench.advice.ranking import RankedCandidate
+from bench.advice.reasons import MAX_GPUS_TRIED, describe_misfit, find_scale_out
+from bench.advice.words import (
+    CHECKPOINTING_LABELS,
+    describe_missing_time,
+    format_memory_use,
+    format_percent,
+    format_strategy,
+)
+from bench.planning.compose import compose_config, list_config_groups
 from bench.reporting import labels
 
-NETWORK_MATTERS = 0.05
+MIN_NETWORK_SHARE = 0.05
 """Share of a step from which waiting for the network is given as a reason."""
 
-NEGLIGIBLE = 0.02
+NEGLIGIBLE_SLOWDOWN = 0.02
 """Loss of speed for which nobody should put up with sharding."""
 
-UNSEEN = 0.005
+MIN_VISIBLE_DIFFERENCE = 0.005
 """Difference that no percentage shows."""
 
 
-def advise(possible: Sequence[Row], infeasible: Sequence[Row]) -> str:
+def describe_advice(possible: Sequence[RankedCandidate], infeasible: Sequence[RankedCandidate]) -> str:
     """What to do, and why.
 
     Parameters
     ----------
     possible, infeasible: sequences of rows
-        As `ranking.ranked` gives them.
+        As `rank_with_last_resort` gives them.
     """
-    fitting = [row for row in possible if row.fits]
+    fitting = [candidate for candidate in possible if candidate.does_fit]
     if not possible:
-        return _nothing_fits(infeasible)
+        return _describe_no_fit(infeasible)
     if possible[0].prediction.time is None:
-        return _by_memory(fitting or possible)
+        return _describe_by_memory(fitting or possible)
     if not fitting:
-        row = min(possible, key=lambda row: row.prediction.memory.reserved.value)
+        candidate = min(possible, key=lambda candidate: candidate.prediction.memory.reserved.value)
         return (
-            f"Too close to call: {row_name(row)} needs about {of_capacity(row)}, and nothing is predicted to fit; "
+            f"Too close to call: {describe_candidate(candidate)} needs about {format_memory_use(candidate)}, and nothing is predicted to fit; "
             "try it, or take more GPUs."
         )
     if len(possible) + len(infeasible) == 1:
-        return _alone(possible[0])
-    best = recommended(fitting)
-    return f"Use {row_name(best)}: {_why(best, possible, infeasible)}{_margin(best, fitting)}."
+        return _describe_only_candidate(possible[0])
+    best = choose_recommended(fitting)
+    return f"Use {describe_candidate(best)}: {_describe_sharding_reason(best, possible, infeasible)}{_describe_runner_up(best, fitting)}."
 
 
-def recommended(fitting: Sequence[Row]) -> Row:
+def choose_recommended(fitting: Sequence[RankedCandidate]) -> RankedCandidate:
     """The fastest, or a whole copy per GPU where that is as good: it is simpler."""
-    copy = _copy(fitting)
-    return copy if copy is not None and _speed(copy) > (1 - NEGLIGIBLE) * _speed(fitting[0]) else fitting[0]
+    replicated = _find_replicated(fitting)
+    return (
+        replicated
+        if replicated is not None
+        and _require_tokens_per_second(replicated) > (1 - NEGLIGIBLE_SLOWDOWN) * _require_tokens_per_second(fitting[0])
+        else fitting[0]
+    )
 
 
-def _alone(row: Row) -> str:
+def _describe_only_candidate(candidate: RankedCandidate) -> str:
     """What becomes of the only candidate."""
-    time = row.prediction.time
+    time = candidate.prediction.time
     assert time is not None
-    speed = f"{labels.count(row.tokens_per_second)} tokens/s (±{percent(_uncertainty(row))})"
-    share = "" if row.mfu is None else f"{percent(row.mfu)} of the peak, "
-    return f"{row_name(row)} fits, {of_capacity(row)}, and reads {speed}: {share}limited by {time.limited_by}."
+    speed_text = f"{labels.format_count(candidate.tokens_per_second)} tokens/s (±{format_percent(_compute_uncertainty(candidate))})"
+    peak_share_text = "" if candidate.mfu is None else f"{format_percent(candidate.mfu)} of the peak, "
+    return f"{describe_candidate(candidate)} fits, {format_memory_use(candidate)}, and reads {speed_text}: {peak_share_text}limited by {time.limited_by}."
 
 
-def _nothing_fits(infeasible: Sequence[Row]) -> str:
+def _describe_no_fit(infeasible: Sequence[RankedCandidate]) -> str:
     nearest = infeasible[0]
-    return f"Nothing fits: {row_name(nearest)} comes nearest, but {why_not(nearest)}; {_on_more_gpus(infeasible)}."
+    return f"Nothing fits: {describe_candidate(nearest)} comes nearest, but {describe_misfit(nearest)}; {_describe_scale_out(infeasible)}."
 
 
-def _on_more_gpus(infeasible: Sequence[Row]) -> str:
-    found = spread(infeasible)
-    if found.fits is not None:
-        return f"strategy={found.fits[0]} would fit from {found.fits[1]} GPUs on"
-    if not found.tried:
+def _describe_scale_out(infeasible: Sequence[RankedCandidate]) -> str:
+    scale_out = find_scale_out(infeasible)
+    if scale_out.smallest_fit is not None:
+        return f"strategy={scale_out.smallest_fit[0]} would fit from {scale_out.smallest_fit[1]} GPUs on"
+    if not scale_out.predicted_strategies:
         return "whether it would on more GPUs is not predicted"
-    return f"nor would strategy={' or '.join(found.tried)} fit on any number of GPUs tried, up to {MOST_GPUS:,}"
+    return f"nor would strategy={' or '.join(scale_out.predicted_strategies)} fit on any number of GPUs tried, up to {MAX_GPUS_TRIED:,}"
 
 
-def _by_memory(rows: Sequence[Row]) -> str:
-    row = rows[0]
-    choice = ""
-    if row.config.hardware.speeds is None:
-        described = [name for name in groups()["hardware"] if composed({"hardware": name})["hardware"].get("speeds")]
-        choice = f" (choose one of {', '.join(described)} to predict time too)"
-    reason = f"Only memory is predicted, since {untimed(row.config)}{choice}"
-    return f"{reason}: {row_name(row)} needs least, {of_capacity(row)}."
+def _describe_by_memory(candidates: Sequence[RankedCandidate]) -> str:
+    candidate = candidates[0]
+    hardware_hint = ""
+    if candidate.config.hardware.speeds is None:
+        described_hardware = [
+            name
+            for name in list_config_groups()["hardware"]
+            if compose_config({"hardware": name})["hardware"].get("speeds")
+        ]
+        hardware_hint = f" (choose one of {', '.join(described_hardware)} to predict time too)"
+    reason = f"Only memory is predicted, since {describe_missing_time(candidate.config)}{hardware_hint}"
+    return f"{reason}: {describe_candidate(candidate)} needs least, {format_memory_use(candidate)}."
 
 
-def _why(best: Row, possible: Sequence[Row], infeasible: Sequence[Row]) -> str:
+def _describe_sharding_reason(
+    best: RankedCandidate, possible: Sequence[RankedCandidate], infeasible: Sequence[RankedCandidate]
+) -> str:
     """The reason for how far the best shards."""
     config = best.config
     if config.gpus == 1:
-        return f"it fits on the one GPU there is, {of_capacity(best)}"
-    if config.strategy.factor == 1:
-        return f"a whole copy of the model fits on each GPU ({of_capacity(best)}), so nothing needs to be gathered"
-    copy = _copy([row for row in possible if row.fits])
-    if copy is not None:
-        reason = f"a whole copy of the model fits on each GPU too, but {row_name(copy)} is {compared(copy, best)}"
-    elif too_large := [row for row in infeasible if row.config.strategy.factor == 1]:
-        where = (
-            "for each GPU does not fit" if too_large[0].prediction.memory.host_is_short else "does not fit on one GPU"
+        return f"it fits on the one GPU there is, {format_memory_use(best)}"
+    if config.strategy.resolved_sharding_factor == 1:
+        return (
+            f"a whole copy of the model fits on each GPU ({format_memory_use(best)}), so nothing needs to be gathered"
         )
-        reason = f"a whole copy of the model {where} ({why_not(too_large[0])})"
+    replicated = _find_replicated([candidate for candidate in possible if candidate.does_fit])
+    if replicated is not None:
+        reason = f"a whole copy of the model fits on each GPU too, but {describe_candidate(replicated)} is {describe_speed_difference(replicated, best)}"
+    elif oversized_candidates := [
+        candidate for candidate in infeasible if candidate.config.strategy.resolved_sharding_factor == 1
+    ]:
+        misfit_text = (
+            "for each GPU does not fit"
+            if oversized_candidates[0].prediction.memory.is_host_memory_short
+            else "does not fit on one GPU"
+        )
+        reason = f"a whole copy of the model {misfit_text} ({describe_misfit(oversized_candidates[0])})"
     else:
-        reason = f"it is the fastest of those that fit ({of_capacity(best)})"
-    return reason + _network(best, possible)
+        reason = f"it is the fastest of those that fit ({format_memory_use(best)})"
+    return reason + _describe_network_cost(best, possible)
 
 
-def _copy(rows: Sequence[Row]) -> Row | None:
+def _find_replicated(candidates: Sequence[RankedCandidate]) -> RankedCandidate | None:
     """The fastest of those with a whole copy per GPU, of those that never gather if there are any."""
-    copies = [row for row in rows if row.config.strategy.factor == 1]
-    plain = [row for row in copies if getattr(row.config.strategy, "reshard_after_forward", None) is None]
-    return next(iter(plain or copies), None)
+    replicated_candidates = [
+        candidate for candidate in candidates if candidate.config.strategy.resolved_sharding_factor == 1
+    ]
+    never_resharded = [
+        candidate
+        for candidate in replicated_candidates
+        if getattr(candidate.config.strategy, "reshard_after_forward", None) is None
+    ]
+    return next(iter(never_resharded or replicated_candidates), None)
 
 
-def _network(best: Row, possible: Sequence[Row]) -> str:
+def _describe_network_cost(best: RankedCandidate, possible: Sequence[RankedCandidate]) -> str:
     """What sharding over all GPUs would cost, where it costs waiting for the network."""
-    full = [row for row in possible if row.config.strategy.factor == row.config.gpus]
-    if best.config.strategy.factor == best.config.gpus or not full:
+    fully_sharded = [
+        candidate
+        for candidate in possible
+        if candidate.config.strategy.resolved_sharding_factor == candidate.config.gpus
+    ]
+    if best.config.strategy.resolved_sharding_factor == best.config.gpus or not fully_sharded:
         return ""
     assert best.prediction.time is not None
-    cost = (_exposed(full[0]) - _exposed(best)) * best.tokens_per_step / best.prediction.time.step_s.value
-    if cost < NETWORK_MATTERS:
+    waiting_share = (
+        (_compute_exposed_s_per_token(fully_sharded[0]) - _compute_exposed_s_per_token(best))
+        * best.tokens_per_step
+        / best.prediction.time.step_s.value
+    )
+    if waiting_share < MIN_NETWORK_SHARE:
         return ""
-    return f", and sharded over all {best.config.gpus} it would wait for the network {percent(cost)} of its time more"
+    return f", and sharded over all {best.config.gpus} it would wait for the network {format_percent(waiting_share)} of its time more"
 
 
-def _margin(best: Row, fitting: Sequence[Row]) -> str:
+def _describe_runner_up(best: RankedCandidate, fitting: Sequence[RankedCandidate]) -> str:
     """How the next approach compares, and how sure that is."""
-    told = {_approach(best)}
-    copy = None if best.config.strategy.factor == 1 else _copy(fitting)
-    if copy is not None:
-        told.add(_approach(copy))
-    others = [row for row in fitting if _approach(row) not in told]
-    others = others or [row for row in fitting if row is not best and row is not copy]
-    return f"; {row_name(others[0])} is {compared(others[0], best)}" if others else ""
-
-
-def compared(row: Row, best: Row) -> str:
-    """``4 % slower, within the predictor's uncertainty (±10 %)``."""
-    ratio = _speed(row) / _speed(best)
-    sure = "within" if overlap(best, row) else "beyond"
-    difference = f"{percent(ratio - 1)} faster" if ratio > 1 else f"{percent(1 - ratio)} slower"
-    how = "as fast" if abs(ratio - 1) < UNSEEN else difference
-    return f"{how}, {sure} the predictor's uncertainty (±{percent(max(_uncertainty(best), _uncertainty(row)))})"
-
-
-def row_name(row: Row) -> str:
-    """``FSDP2 full shard with no activation checkpointing, bf16, batch 8``."""
-    config = row.config
+    described_approaches = {_find_approach(best)}
+    replicated = None if best.config.strategy.resolved_sharding_factor == 1 else _find_replicated(fitting)
+    if replicated is not None:
+        described_approaches.add(_find_approach(replicated))
+    other_candidates = [candidate for candidate in fitting if _find_approach(candidate) not in described_approaches]
+    other_candidates = other_candidates or [
+        candidate for candidate in fitting if candidate is not best and candidate is not replicated
+    ]
     return (
-        f"{strategy(config)} with {CHECKPOINTING[config.activation_checkpointing]}, "
+        f"; {describe_candidate(other_candidates[0])} is {describe_speed_difference(other_candidates[0], best)}"
+        if other_candidates
+        else ""
+    )
+
+
+def describe_speed_difference(candidate: RankedCandidate, best: RankedCandidate) -> str:
+    """``4 % slower, within the predictor's uncertainty (±10 %)``."""
+    speed_ratio = _require_tokens_per_second(candidate) / _require_tokens_per_second(best)
+    certainty = "within" if has_overlapping_speeds(best, candidate) else "beyond"
+    difference_text = (
+        f"{format_percent(speed_ratio - 1)} faster" if speed_ratio > 1 else f"{format_percent(1 - speed_ratio)} slower"
+    )
+    speed_text = "as fast" if abs(speed_ratio - 1) < MIN_VISIBLE_DIFFERENCE else difference_text
+    return f"{speed_text}, {certainty} the predictor's uncertainty (±{format_percent(max(_compute_uncertainty(best), _compute_uncertainty(candidate)))})"
+
+
+def describe_candidate(candidate: RankedCandidate) -> str:
+    """``FSDP2 full shard with no activation checkpointing, bf16, batch 8``."""
+    config = candidate.config
+    return (
+        f"{format_strategy(config)} with {CHECKPOINTING_LABELS[config.activation_checkpointing]}, "
         f"{config.precision.name}, batch {config.batch_size_per_gpu}"
     )
 
 
-def _approach(row: Row) -> tuple[str, int]:
-    return row.config.strategy.effective(row.config.gpus), row.config.strategy.factor
+def _find_approach(candidate: RankedCandidate) -> tuple[str, int]:
+    return candidate.config.strategy.describe_effective_strategy(
+        candidate.config.gpus
+    ), candidate.config.strategy.resolved_sharding_factor
 
 
-def _speed(row: Row) -> float:
-    assert row.tokens_per_second is not None
-    return row.tokens_per_second
+def _require_tokens_per_second(candidate: RankedCandidate) -> float:
+    assert candidate.tokens_per_second is not None
+    return candidate.tokens_per_second
 
 
-def _exposed(row: Row) -> float:
+def _compute_exposed_s_per_token(candidate: RankedCandidate) -> float:
     """Seconds of waiting for communication per token that a rank reads."""
-    assert row.prediction.time is not None
-    return row.prediction.time.exposed_communication_s / row.tokens_per_step
+    assert candidate.prediction.time is not None
+    return candidate.prediction.time.exposed_communication_s / candidate.tokens_per_step
 
 
-def overlap(one: Row, other: Row) -> bool:
+def has_overlapping_speeds(first: RankedCandidate, second: RankedCandidate) -> bool:
     """Whether the intervals of their tokens per second overlap."""
-    (low, high), (other_low, other_high) = _interval(one), _interval(other)
-    return low <= other_high and other_low <= high
+    (first_low, first_high), (second_low, second_high) = _compute_speed_interval(first), _compute_speed_interval(second)
+    return first_low <= second_high and second_low <= first_high
 
 
-def _interval(row: Row) -> tuple[float, float]:
+def _compute_speed_interval(candidate: RankedCandidate) -> tuple[float, float]:
     """Tokens per second of a rank, at the slowest and at the fastest step expected."""
-    assert row.prediction.time is not None
-    step = row.prediction.time.step_s
-    return row.tokens_per_step / step.high, row.tokens_per_step / step.low
+    assert candidate.prediction.time is not None
+    step_time = candidate.prediction.time.step_s
+    return candidate.tokens_per_step / step_time.high, candidate.tokens_per_step / step_time.low
 
 
-def _uncertainty(row: Row) -> float:
-    assert row.prediction.time is not None
-    step = row.prediction.time.step_s
-    return (step.high - step.low) / 2 / step.value
+def _compute_uncertainty(candidate: RankedCandidate) -> float:
+    assert candidate.prediction.time is not None
+    step_time = candidate.prediction.time.step_s
+    return (step_time.high - step_time.low) / 2 / step_time.value

@@ -8,62 +8,66 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bench.advice.answer import Answer, Section
-from bench.advice.ranking import Ranking, Row
-from bench.advice.reasons import hopeless, notes, states_bytes, why_not
-from bench.advice.words import UNSHARDED, gib, percent, strategy
+from bench.advice.answer import AdviceAnswer, AdviceSection
+from bench.advice.ranking import CandidateRanking, RankedCandidate
+from bench.advice.reasons import count_state_bytes, describe_misfit, is_too_large_at_any_batch, list_notes
+from bench.advice.words import NO_RESHARD_SUFFIX, format_gib, format_percent, format_strategy
 from bench.config import RunConfig
 from bench.reporting import labels
-from bench.reporting.labels import MISSING, number
+from bench.reporting.labels import MISSING, format_number
 from bench.simulate.prediction import FITS, TOO_CLOSE
 
-STYLES = {FITS: "green", TOO_CLOSE: "yellow"}
+FIT_STYLES = {FITS: "green", TOO_CLOSE: "yellow"}
 
-ASSUMED = ("model", "hardware", "gpus", "sequence_length")
+ASSUMED_KEYS = ("model", "hardware", "gpus", "sequence_length")
 """What a person is told where it was not given."""
 
 
-def answer_tables(answer: Answer, tokens: float | None, top: int | None) -> RenderableType:
+def build_answer_tables(answer: AdviceAnswer, tokens: float | None, max_rows: int | None) -> RenderableType:
     """All sections, one below the other."""
-    parts: list[RenderableType] = []
+    renderables: list[RenderableType] = []
     for section in answer.sections:
-        parts += [*section_tables(section, tokens, top), Text()]
-    parts += [Text(f"Not possible: {question}: {reason}", style="yellow") for question, reason in answer.left_out]
-    return Group(*parts) if answer.left_out else Group(*parts[:-1])
-
-
-def section_tables(section: Section, tokens: float | None, top: int | None) -> list[RenderableType]:
-    """The heading, the advice and the tables of one section."""
-    parts: list[RenderableType] = [Text(_heading(section), style="bold"), Text(section.advice)]
-    notices = list(dict.fromkeys(note for row in section.ranking.possible for note in notes(row.config)))
-    parts += [Text(f"Note: {note}.", style="yellow") for note in notices]
-    if section.ranking.possible:
-        parts += [Text(), *_ranked(section.ranking.possible, tokens, top)]
-    if section.ranking.infeasible:
-        parts += [Text(), *_infeasible(section.ranking, top)]
-    parts += [
-        Text(f"Not possible ({labels.counted(count, 'candidate')}): {reason}", style="yellow")
-        for reason, count in section.impossible.items()
+        renderables += [*build_section_tables(section, tokens, max_rows), Text()]
+    renderables += [
+        Text(f"Not possible: {question}: {reason}", style="yellow") for question, reason in answer.skipped_sections
     ]
-    return parts
+    return Group(*renderables) if answer.skipped_sections else Group(*renderables[:-1])
 
 
-def _heading(section: Section) -> str:
-    config = section.ranking.first.config
-    capacity = section.ranking.first.prediction.memory.capacity
-    memory = "memory unknown" if capacity is None else f"{gib(capacity)} GiB each for the allocator"
-    per_node = f", {config.gpus_per_node} per node" if config.nodes > 1 else ""
-    said = {key.partition(".")[0] for key in section.settings}
-    assumed = [key for key in ("sequence_length", "gpus") if key not in said]
-    default = f" (not given: {' and '.join(assumed)})" if assumed else ""
+def build_section_tables(section: AdviceSection, tokens: float | None, max_rows: int | None) -> list[RenderableType]:
+    """The heading, the advice and the tables of one section."""
+    renderables: list[RenderableType] = [Text(_format_heading(section), style="bold"), Text(section.advice)]
+    unique_notes = list(
+        dict.fromkeys(note for candidate in section.ranking.possible for note in list_notes(candidate.config))
+    )
+    renderables += [Text(f"Note: {note}.", style="yellow") for note in unique_notes]
+    if section.ranking.possible:
+        renderables += [Text(), *_build_ranked_table(section.ranking.possible, tokens, max_rows)]
+    if section.ranking.infeasible:
+        renderables += [Text(), *_build_infeasible_lines(section.ranking, max_rows)]
+    renderables += [
+        Text(f"Not possible ({labels.format_plural(count, 'candidate')}): {reason}", style="yellow")
+        for reason, count in section.impossible_reasons.items()
+    ]
+    return renderables
+
+
+def _format_heading(section: AdviceSection) -> str:
+    config = section.ranking.top_candidate.config
+    capacity = section.ranking.top_candidate.prediction.memory.capacity
+    memory_text = "memory unknown" if capacity is None else f"{format_gib(capacity)} GiB each for the allocator"
+    per_node_text = f", {config.gpus_per_node} per node" if config.nodes > 1 else ""
+    given_keys = {key.partition(".")[0] for key in section.settings}
+    assumed_keys = [key for key in ("sequence_length", "gpus") if key not in given_keys]
+    assumed_text = f" (not given: {' and '.join(assumed_keys)})" if assumed_keys else ""
     return (
-        f"{config.model.name}, {labels.count(config.model.num_parameters)} parameters, on "
-        f"{labels.ranks(config.gpus, config.hardware.device)} {config.hardware.name} ({memory}{per_node}), "
-        f"{config.sequence_length} tokens per sequence{default}"
+        f"{config.model.name}, {labels.format_count(config.model.num_parameters)} parameters, on "
+        f"{labels.format_ranks(config.gpus, config.hardware.device)} {config.hardware.name} ({memory_text}{per_node_text}), "
+        f"{config.sequence_length} tokens per sequence{assumed_text}"
     )
 
 
-TOLD_ONCE = (
+COLLAPSIBLE_COLUMNS = (
     "strategy",
     "F",
     "reshard",
@@ -77,131 +81,169 @@ TOLD_ONCE = (
 )
 """Columns that are no column where all rows say the same."""
 
-UNREMARKABLE = (("accumulate", "1"), ("compile", "false"))
+OMITTED_VALUES = (("accumulate", "1"), ("compile", "false"))
 """What is not even told."""
 
-MOST_REASONS = 6
+MAX_REASON_LINES = 6
 """Lines on what does not fit, unless all are asked for."""
 
-LARGEST = "Each at the largest batch that fits; batch_size_per_gpu=N compares all at one."
+LARGEST_BATCH_NOTE = "Each at the largest batch that fits; batch_size_per_gpu=N compares all at one."
 
-Column = tuple[str, bool, Callable[[Row], str]]
+CandidateColumn = tuple[str, bool, Callable[[RankedCandidate], str]]
 """Heading, whether it is a number, and the text of a row."""
 
 
-def _columns(tokens: float | None) -> list[Column]:
-    columns: list[Column] = [
-        ("strategy", False, lambda row: row.config.strategy.name),
-        ("F", True, lambda row: str(row.config.strategy.factor)),
-        ("reshard", False, lambda row: reshard(row.config)),
-        ("offloaded", False, lambda row: row.config.strategy.offloaded or MISSING),
-        ("precision", False, lambda row: row.config.precision.name),
-        ("checkpoint", False, lambda row: row.config.activation_checkpointing),
-        ("accumulate", True, lambda row: str(row.config.gradient_accumulation)),
-        ("compile", False, lambda row: str(row.config.compile).lower()),
-        ("batch", True, lambda row: str(row.config.batch_size_per_gpu)),
-        ("largest", True, lambda row: MISSING if row.largest_batch is None else str(row.largest_batch)),
-        ("TFLOP/s", True, lambda row: number(row.tflops_per_gpu)),
-        ("MFU", True, lambda row: MISSING if row.mfu is None else f"{row.mfu:.1%}"),
-        ("tokens/s/GPU", True, lambda row: number(row.tokens_per_second_per_gpu)),
-        ("tokens/s", True, lambda row: labels.count(row.tokens_per_second)),
-        ("tokens/step", True, lambda row: labels.count(row.tokens_per_step * row.config.gpus)),
-        ("ms/step", True, _step),
-        ("GiB", True, lambda row: gib(row.prediction.memory.reserved.value)),
-        ("on host", True, lambda row: gib(row.prediction.memory.host) if row.prediction.memory.host else MISSING),
-        ("free", True, _free),
-        ("verdict", False, lambda row: row.prediction.memory.verdict or MISSING),
-        ("limited by", False, _limit),
+def _list_columns(tokens: float | None) -> list[CandidateColumn]:
+    columns: list[CandidateColumn] = [
+        ("strategy", False, lambda candidate: candidate.config.strategy.name),
+        ("F", True, lambda candidate: str(candidate.config.strategy.resolved_sharding_factor)),
+        ("reshard", False, lambda candidate: format_reshard(candidate.config)),
+        ("offloaded", False, lambda candidate: candidate.config.strategy.offloaded_state or MISSING),
+        ("precision", False, lambda candidate: candidate.config.precision.name),
+        ("checkpoint", False, lambda candidate: candidate.config.activation_checkpointing),
+        ("accumulate", True, lambda candidate: str(candidate.config.gradient_accumulation)),
+        ("compile", False, lambda candidate: str(candidate.config.compile).lower()),
+        ("batch", True, lambda candidate: str(candidate.config.batch_size_per_gpu)),
+        (
+            "largest",
+            True,
+            lambda candidate: MISSING if candidate.largest_batch is None else str(candidate.largest_batch),
+        ),
+        ("TFLOP/s", True, lambda candidate: format_number(candidate.tflops_per_gpu)),
+        ("MFU", True, lambda candidate: MISSING if candidate.mfu is None else f"{candidate.mfu:.1%}"),
+        ("tokens/s/GPU", True, lambda candidate: format_number(candidate.tokens_per_second_per_gpu)),
+        ("tokens/s", True, lambda candidate: labels.format_count(candidate.tokens_per_second)),
+        ("tokens/step", True, lambda candidate: labels.format_count(candidate.tokens_per_step * candidate.config.gpus)),
+        ("ms/step", True, _format_step_time),
+        ("GiB", True, lambda candidate: format_gib(candidate.prediction.memory.reserved.value)),
+        (
+            "on host",
+            True,
+            lambda candidate: (
+                format_gib(candidate.prediction.memory.host) if candidate.prediction.memory.host else MISSING
+            ),
+        ),
+        ("free", True, _format_free_memory),
+        ("verdict", False, lambda candidate: candidate.prediction.memory.verdict or MISSING),
+        ("limited by", False, _format_limit),
     ]
     if tokens is not None:
         columns += [
-            ("GPU-hours", True, lambda row: number(row.gpu_hours(tokens))),
-            ("days", True, lambda row: number(row.days(tokens))),
+            ("GPU-hours", True, lambda candidate: format_number(candidate.compute_gpu_hours(tokens))),
+            ("days", True, lambda candidate: format_number(candidate.compute_days(tokens))),
         ]
     return columns
 
 
-def reshard(config: RunConfig) -> str:
+def format_reshard(config: RunConfig) -> str:
     """Whether gathered parameters are freed after forward; a dash where nothing is gathered."""
-    value = getattr(config.strategy, "reshard_after_forward", None)
-    return MISSING if value is None or config.strategy.factor == 1 else "yes" if value else "no"
+    reshard_after_forward = getattr(config.strategy, "reshard_after_forward", None)
+    return (
+        MISSING
+        if reshard_after_forward is None or config.strategy.resolved_sharding_factor == 1
+        else "yes"
+        if reshard_after_forward
+        else "no"
+    )
 
 
-def _step(row: Row) -> str:
-    time = row.prediction.time
+def _format_step_time(candidate: RankedCandidate) -> str:
+    time = candidate.prediction.time
     if time is None:
         return MISSING
-    uncertain = (time.step_s.high - time.step_s.low) / 2 / time.step_s.value
-    return f"{number(time.step_s.value * 1e3)} ±{percent(uncertain)}"
+    relative_uncertainty = (time.step_s.high - time.step_s.low) / 2 / time.step_s.value
+    return f"{format_number(time.step_s.value * 1e3)} ±{format_percent(relative_uncertainty)}"
 
 
-def _free(row: Row) -> str:
-    capacity = row.prediction.memory.capacity
-    return MISSING if capacity is None or row.headroom_bytes is None else percent(row.headroom_bytes / capacity)
+def _format_free_memory(candidate: RankedCandidate) -> str:
+    capacity = candidate.prediction.memory.capacity
+    return (
+        MISSING
+        if capacity is None or candidate.headroom_bytes is None
+        else format_percent(candidate.headroom_bytes / capacity)
+    )
 
 
-def _limit(row: Row) -> str:
-    time = row.prediction.time
+def _format_limit(candidate: RankedCandidate) -> str:
+    time = candidate.prediction.time
     return MISSING if time is None else time.limited_by + (", degraded" if time.degraded else "")
 
 
-def _ranked(rows: Sequence[Row], tokens: float | None, top: int | None) -> list[RenderableType]:
+def _build_ranked_table(
+    candidates: Sequence[RankedCandidate], tokens: float | None, max_rows: int | None
+) -> list[RenderableType]:
     """The table; a column that says the same in every row is told once, below."""
-    shown = rows[:top]
-    kept: list[Column] = []
-    told: list[str] = []
-    for column in _columns(tokens):
-        heading, _, cell = column
-        cells = {cell(row) for row in shown}
-        if heading == "largest" and all(row.largest_batch == row.config.batch_size_per_gpu for row in rows):
+    shown_candidates = candidates[:max_rows]
+    shown_columns: list[CandidateColumn] = []
+    constant_values: list[str] = []
+    for column in _list_columns(tokens):
+        heading, _, format_cell = column
+        cells = {format_cell(candidate) for candidate in shown_candidates}
+        if heading == "largest" and all(
+            candidate.largest_batch == candidate.config.batch_size_per_gpu for candidate in candidates
+        ):
             continue
         if cells == {MISSING}:
             continue
-        if len(cells) > 1 or heading not in TOLD_ONCE:
-            kept.append(column)
-        elif (heading, *cells) not in UNREMARKABLE:
-            told.append(f"{heading} {cells.pop()}")
+        if len(cells) > 1 or heading not in COLLAPSIBLE_COLUMNS:
+            shown_columns.append(column)
+        elif (heading, *cells) not in OMITTED_VALUES:
+            constant_values.append(f"{heading} {cells.pop()}")
     table = Table(box=None, pad_edge=False)
     table.add_column("#", justify="right")
-    for heading, is_number, _ in kept:
+    for heading, is_number, _ in shown_columns:
         table.add_column(heading, no_wrap=True, justify="right" if is_number else "left")
-    for rank, row in enumerate(shown, 1):
-        style = STYLES.get(row.prediction.memory.verdict or "", "") if not row.fits else ""
-        table.add_row(str(rank), *(cell(row) for _, _, cell in kept), style=style)
-    parts: list[RenderableType] = [table]
-    if told:
-        parts.append(Text(f"In every row: {', '.join(told)}.", style="dim"))
-    if all(row.largest_batch == row.config.batch_size_per_gpu for row in rows):
-        parts.append(Text(LARGEST, style="dim"))
-    if len(rows) > len(shown):
-        parts.append(Text(f"{len(rows) - len(shown)} more: top=all shows them.", style="dim"))
-    return parts
+    for rank, candidate in enumerate(shown_candidates, 1):
+        style = FIT_STYLES.get(candidate.prediction.memory.verdict or "", "") if not candidate.does_fit else ""
+        table.add_row(str(rank), *(format_cell(candidate) for _, _, format_cell in shown_columns), style=style)
+    renderables: list[RenderableType] = [table]
+    if constant_values:
+        renderables.append(Text(f"In every row: {', '.join(constant_values)}.", style="dim"))
+    if all(candidate.largest_batch == candidate.config.batch_size_per_gpu for candidate in candidates):
+        renderables.append(Text(LARGEST_BATCH_NOTE, style="dim"))
+    if len(candidates) > len(shown_candidates):
+        renderables.append(Text(f"{len(candidates) - len(shown_candidates)} more: top=all shows them.", style="dim"))
+    return renderables
 
 
-def _infeasible(ranking: Ranking, top: int | None) -> list[RenderableType]:
+def _build_infeasible_lines(ranking: CandidateRanking, max_rows: int | None) -> list[RenderableType]:
     """What surely does not fit: first, in one line, what no batch would make fit; then a line per way to shard."""
     lines: list[RenderableType] = [Text("Does not fit:", style="yellow")]
-    never: dict[str, Row] = {}
-    ways: dict[str, list[Row]] = {}
-    for row in ranking.infeasible:
-        if hopeless(row):
-            never.setdefault(strategy(row.config).removesuffix(UNSHARDED), row)
+    oversized_by_strategy: dict[str, RankedCandidate] = {}
+    infeasible_by_strategy: dict[str, list[RankedCandidate]] = {}
+    for candidate in ranking.infeasible:
+        if is_too_large_at_any_batch(candidate):
+            oversized_by_strategy.setdefault(
+                format_strategy(candidate.config).removesuffix(NO_RESHARD_SUFFIX), candidate
+            )
         else:
-            ways.setdefault(strategy(row.config), []).append(row)
-    if never:
+            infeasible_by_strategy.setdefault(format_strategy(candidate.config), []).append(candidate)
+    if oversized_by_strategy:
         capacity = ranking.infeasible[0].prediction.memory.capacity
-        what = f"parameters, gradients and optimizer state alone, of {gib(capacity or 0)} GiB"
-        named = ", ".join(f"{name} {gib(states_bytes(row))}" for name, row in never.items())
-        lines.append(Text(f"  at any batch, for {what}: {named}"))
-    fitting = {strategy(row.config) for row in ranking.possible}
-    others = [way for way in ways if way not in fitting]
-    shown = list(ways) if top is None else others[:MOST_REASONS]
-    for way in shown:
-        row = ways[way][0]
-        knobs = f"checkpointing {row.config.activation_checkpointing}, {row.config.precision.name}"
-        more = f"; {len(ways[way]) - 1} more with other knobs" if len(ways[way]) > 1 else ""
-        lines.append(Text(f"  {way}, {knobs}: {why_not(row)}{more}"))
-    left = sum(len(rows) for way, rows in ways.items() if way not in shown)
-    if left:
-        lines.append(Text(f"  {left} more combinations: top=all.", style="dim"))
+        states_text = f"parameters, gradients and optimizer state alone, of {format_gib(capacity or 0)} GiB"
+        sizes_text = ", ".join(
+            f"{name} {format_gib(count_state_bytes(candidate))}" for name, candidate in oversized_by_strategy.items()
+        )
+        lines.append(Text(f"  at any batch, for {states_text}: {sizes_text}"))
+    fitting_strategies = {format_strategy(candidate.config) for candidate in ranking.possible}
+    other_strategies = [
+        strategy_label for strategy_label in infeasible_by_strategy if strategy_label not in fitting_strategies
+    ]
+    shown_strategies = list(infeasible_by_strategy) if max_rows is None else other_strategies[:MAX_REASON_LINES]
+    for strategy_label in shown_strategies:
+        candidate = infeasible_by_strategy[strategy_label][0]
+        knobs_text = f"checkpointing {candidate.config.activation_checkpointing}, {candidate.config.precision.name}"
+        more_text = (
+            f"; {len(infeasible_by_strategy[strategy_label]) - 1} more with other knobs"
+            if len(infeasible_by_strategy[strategy_label]) > 1
+            else ""
+        )
+        lines.append(Text(f"  {strategy_label}, {knobs_text}: {describe_misfit(candidate)}{more_text}"))
+    hidden_count = sum(
+        len(candidates)
+        for strategy_label, candidates in infeasible_by_strategy.items()
+        if strategy_label not in shown_strategies
+    )
+    if hidden_count:
+        lines.append(Text(f"  {hidden_count} more combinations: top=all.", style="dim"))
     return lines

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
-from bench.terminal import Terminal
+from bench.terminal import PlainConsole
 
-Question = TypeVar("Question")
-Found = TypeVar("Found")
+QuestionT = TypeVar("QuestionT")
+AnswerT = TypeVar("AnswerT")
 
 
-def question_parser(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
+def build_question_parser(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
     """Parser of a command that is asked in Hydra's overrides; the command adds options of its own."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {command}",
@@ -24,10 +24,12 @@ def question_parser(command: str, description: str | None, epilog: str) -> argpa
     return parser
 
 
-def answered(answer: Callable[[Question, Callable[[str], None]], Found], question: Question) -> Found:
+def answer_with_progress(
+    answer_question: Callable[[QuestionT, Callable[[str], None]], AnswerT], question: QuestionT
+) -> AnswerT:
     """The answer, with a line on the terminal as long as it takes."""
-    errors = Terminal(stderr=True)
-    if not errors.is_terminal:
-        return answer(question, lambda progress: None)
-    with errors.status("predicting") as status:
-        return answer(question, status.update)
+    error_console = PlainConsole(stderr=True)
+    if not error_console.is_terminal:
+        return answer_question(question, lambda message: None)
+    with error_console.status("predicting") as status:
+        return answer_question(question, status.update)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from bench.advice.ranking import Row
+from bench.advice.ranking import RankedCandidate
 from bench.config import RunConfig
-from bench.planning.grid import Settings
-from bench.reporting.labels import number, variant
+from bench.planning.grid import RunSettings
+from bench.reporting.labels import build_variant, format_number
 
 GIB = 2**30
 
-CHECKPOINTING = {
+CHECKPOINTING_LABELS = {
     "none": "no activation checkpointing",
     "selective": "selective checkpointing",
     "full": "full checkpointing",
 }
 
-PARTS = {
+MEMORY_PART_LABELS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
@@ -24,55 +24,59 @@ PARTS = {
     "reduced": "buffers for reducing gradients",
     "temporaries": "temporary results",
 }
-"""Names of `bench.simulate.prediction.PARTS` in a sentence."""
+"""Names of `….MEMORY_PARTS` in a sentence."""
 
-STATES = ("parameters", "gradients", "optimizer")
+MODEL_STATE_PARTS = ("parameters", "gradients", "optimizer")
 """Parts that grow with the model alone, not with the batch."""
 
 
-UNSHARDED = " without resharding"
+NO_RESHARD_SUFFIX = " without resharding"
 """Where gathered parameters are kept until backward."""
 
 
-def strategy(config: RunConfig) -> str:
+def format_strategy(config: RunConfig) -> str:
     """A strategy at its sharding factor: ``DDP``, ``FSDP2 hybrid (F=8)``, ``FSDP2 full shard without resharding``."""
-    effective = config.strategy.effective(config.gpus).removesuffix("_offload")
-    resharded = effective.replace("hybrid_shard_grad_op", "hybrid_shard").replace("shard_grad_op", "full_shard")
-    label = variant(config.strategy.name, resharded, config.strategy.factor, config.gpus).label
-    offloaded = config.strategy.offloaded
-    offload = f" with {offloaded} offloaded" if offloaded else ""
-    return label + (UNSHARDED if resharded != effective else "") + offload
+    effective_strategy = config.strategy.describe_effective_strategy(config.gpus).removesuffix("_offload")
+    resharded_strategy = effective_strategy.replace("hybrid_shard_grad_op", "hybrid_shard").replace(
+        "shard_grad_op", "full_shard"
+    )
+    label = build_variant(
+        config.strategy.name, resharded_strategy, config.strategy.resolved_sharding_factor, config.gpus
+    ).label
+    offloaded = config.strategy.offloaded_state
+    offload_suffix = f" with {offloaded} offloaded" if offloaded else ""
+    return label + (NO_RESHARD_SUFFIX if resharded_strategy != effective_strategy else "") + offload_suffix
 
 
-def gib(count: float) -> str:
+def format_gib(size_bytes: float) -> str:
     """Bytes in GiB, without the unit."""
-    return number(count / GIB)
+    return format_number(size_bytes / GIB)
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """A share as a whole percentage, ``<1 %`` where it is less."""
-    rounded = round(100 * share)
-    return f"{rounded} %" if rounded or share == 0 else "<1 %"
+    rounded_percent = round(100 * share)
+    return f"{rounded_percent} %" if rounded_percent or share == 0 else "<1 %"
 
 
-def of_capacity(row: Row) -> str:
+def format_memory_use(candidate: RankedCandidate) -> str:
     """``46.1 of 79.2 GiB``: what is predicted to be reserved, of what there is."""
-    memory = row.prediction.memory
-    capacity = "" if memory.capacity is None else f" of {gib(memory.capacity)}"
-    return f"{gib(memory.reserved.value)}{capacity} GiB"
+    memory = candidate.prediction.memory
+    capacity_text = "" if memory.capacity is None else f" of {format_gib(memory.capacity)}"
+    return f"{format_gib(memory.reserved.value)}{capacity_text} GiB"
 
 
-def listing(items: list[str]) -> str:
+def join_items(items: list[str]) -> str:
     """``a, b and c``."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
-def overrides(settings: Settings) -> list[str]:
+def format_overrides(settings: RunSettings) -> list[str]:
     """Settings as typed, in the order they were given."""
     return [f"{key}={value.lower() if value in ('True', 'False') else value}" for key, value in settings.items()]
 
 
-def untimed(config: RunConfig) -> str:
+def describe_missing_time(config: RunConfig) -> str:
     """Why no time is predicted for a run."""
     if config.hardware.speeds is None:
         return f"hardware={config.hardware.name} says nothing of its speed"

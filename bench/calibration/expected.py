@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from bench.calibration.fit_links import expected_seconds
-from bench.calibration.parts import predicted
-from bench.calibration.sample import ATTENTION, COLLECTIVE, MATMUL, MEMORY, OPERATOR, OPTIMIZER, Sample
+from bench.calibration.fit_links import predict_collective_seconds
+from bench.calibration.parts import predict_kernel_seconds
+from bench.calibration.sample import ATTENTION, COLLECTIVE, MATMUL, MEMORY, OPERATOR, OPTIMIZER, CalibrationSample
 from bench.hardware import Hardware
 
 
-def explained_seconds(sample: Sample, hardware: Hardware) -> float | None:
+def predict_sample_seconds(sample: CalibrationSample, hardware: Hardware) -> float | None:
     """Seconds that predictions come to; None for what no prediction takes on its own, or no number is known for."""
     assert hardware.speeds is not None
     if sample.kind == COLLECTIVE:
-        return expected_seconds(sample, hardware.speeds.links)
+        return predict_collective_seconds(sample, hardware.speeds.links)
     if sample.kind == OPTIMIZER and hardware.speeds.processor is not None:
         updates = hardware.speeds.processor.updates
         return (
@@ -22,6 +22,6 @@ def explained_seconds(sample: Sample, hardware: Hardware) -> float | None:
     if sample.kind not in (MATMUL, ATTENTION, OPERATOR, MEMORY):
         return None
     try:
-        return float(predicted([sample], hardware)[0])
+        return float(predict_kernel_seconds([sample], hardware)[0])
     except ValueError:  # a format without a speed
         return None

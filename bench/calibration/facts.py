@@ -11,7 +11,7 @@ from bench.measure import environment
 
 
 @dataclass(frozen=True)
-class Facts:
+class CalibrationProvenance:
     """What a reader must know to trust a calibration, or to repeat it. No part of any run's identity."""
 
     date: str
@@ -24,25 +24,29 @@ class Facts:
     commit: str
 
     @classmethod
-    def gathered(cls, device: torch.device, processes: str) -> Facts:
+    def from_environment(cls, device: torch.device, processes: str) -> CalibrationProvenance:
         """Of this process, here and now."""
-        software, commit, reported = environment.software(), environment.commit(), environment.device([device])
+        software, commit, device_report = (
+            environment.describe_software(),
+            environment.find_commit(),
+            environment.describe_devices([device]),
+        )
         versions = {
             "torch": software["torch"],
             "transformers": software["packages"]["transformers"],
             "CUDA": software["cuda"],
             "NCCL": software["nccl"],
-            "driver": reported.get("driver"),
+            "driver": device_report.get("driver"),
             "Python": software["python"],
         }
-        changed = ", changed since" if commit["git_clean"] is False else ""
+        changed_suffix = ", changed since" if commit["git_clean"] is False else ""
         return cls(
             date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            host=environment.host(),
-            device=str(reported["name"]),
+            host=environment.get_host_name(),
+            device=str(device_report["name"]),
             processes=processes,
             versions={name: str(version) for name, version in versions.items() if version},
-            commit=f"{commit['git_sha'] or 'unknown'}{changed}",
+            commit=f"{commit['git_sha'] or 'unknown'}{changed_suffix}",
         )
 
     def __str__(self) -> str:

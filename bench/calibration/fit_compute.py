@@ -10,42 +10,42 @@ import numpy as np
 
 from bench.calibration.fit_gpu import fit_gpu
 from bench.calibration.fit_processor import fit_processor
-from bench.calibration.parts import Parts, predicted
-from bench.calibration.sample import ATTENTION, MATMUL, OPERATOR, OPTIMIZER, Sample
+from bench.calibration.parts import SingleDeviceSpeeds, predict_kernel_seconds
+from bench.calibration.sample import ATTENTION, MATMUL, OPERATOR, OPTIMIZER, CalibrationSample
 from bench.hardware import Hardware
-from bench.hardware.speeds import Links, Outside, Speeds
+from bench.hardware.speeds import HardwareSpeeds, LinkSpeeds, MemoryOutsideAllocator
 
 
 @dataclass(frozen=True)
-class Residual:
+class FitResidual:
     """How well the fitted numbers explain one kind of samples: relative errors, absolute values."""
 
     count: int
-    mean: float
+    mean_error: float
     """Each timing weighs as much as it takes."""
-    worst: float
+    max_error: float
 
 
 @dataclass(frozen=True)
 class ComputeFit:
     """What was fitted on one device's timings."""
 
-    parts: Parts
-    residuals: Mapping[str, Residual]
+    device_speeds: SingleDeviceSpeeds
+    residuals: Mapping[str, FitResidual]
     """Per kind and format, as ``matmul bf16``."""
 
     @property
     def memory_bandwidth_gb_s(self) -> float:
         """For `Hardware.memory_bandwidth_gb_s`: the base's where it has one, else as measured."""
-        return self.parts.memory_bandwidth_gb_s
+        return self.device_speeds.memory_bandwidth_gb_s
 
-    def speeds(self, links: Links, outside: Outside) -> Speeds:
+    def build_speeds(self, links: LinkSpeeds, outside: MemoryOutsideAllocator) -> HardwareSpeeds:
         """The fitted numbers together with those that one device alone cannot show, for `Hardware.speeds`."""
-        return self.parts.speeds(links, outside)
+        return self.device_speeds.build_speeds(links, outside)
 
 
-def fit_compute(samples: Sequence[Sample], base: Hardware) -> ComputeFit:
-    """Fit everything of `Speeds` but `links` and `outside`.
+def fit_compute(samples: Sequence[CalibrationSample], base: Hardware) -> ComputeFit:
+    """Fit everything of `HardwareSpeeds` but `links` and `outside`.
 
     Parameters
     ----------
@@ -59,33 +59,39 @@ def fit_compute(samples: Sequence[Sample], base: Hardware) -> ComputeFit:
     UsageError
         If no peak of a GPU is known.
     """
-    parts = (fit_processor if base.device == "cpu" else fit_gpu)(samples, base)
-    return ComputeFit(parts, _residuals(samples, parts, base))
+    device_speeds = (fit_processor if base.device == "cpu" else fit_gpu)(samples, base)
+    return ComputeFit(device_speeds, _compute_residuals(samples, device_speeds, base))
 
 
-def _residuals(samples: Sequence[Sample], parts: Parts, base: Hardware) -> dict[str, Residual]:
+def _compute_residuals(
+    samples: Sequence[CalibrationSample], device_speeds: SingleDeviceSpeeds, base: Hardware
+) -> dict[str, FitResidual]:
     """Of everything that is predicted one operator at a time."""
-    groups: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    sample_groups: dict[tuple[str, str], list[CalibrationSample]] = defaultdict(list)
     for sample in samples:
-        known = base.device == "cpu" or sample.format in base.peak_tflops or sample.kind == OPERATOR
-        if sample.kind in (MATMUL, ATTENTION, OPERATOR) and known:
-            groups[sample.kind, sample.format].append(sample)
-    device = parts.device(base)
-    found = {
-        f"{kind} {format_}": _residual(predicted(group, device), group) for (kind, format_), group in groups.items()
+        is_predictable = base.device == "cpu" or sample.format in base.peak_tflops or sample.kind == OPERATOR
+        if sample.kind in (MATMUL, ATTENTION, OPERATOR) and is_predictable:
+            sample_groups[sample.kind, sample.format].append(sample)
+    fitted_hardware = device_speeds.build_hardware(base)
+    residuals = {
+        f"{kind} {format_}": _compute_residual(predict_kernel_seconds(group, fitted_hardware), group)
+        for (kind, format_), group in sample_groups.items()
     }
-    updates = [sample for sample in samples if sample.kind == OPTIMIZER]
-    if parts.processor is not None and updates:
-        speed = parts.processor.updates
-        seconds = [
-            each.dims[0] * speed.tensor_us[each.name] * 1e-6 + each.bytes_moved / speed.gb_s[each.name] / 1e9
-            for each in updates
+    optimizer_samples = [sample for sample in samples if sample.kind == OPTIMIZER]
+    if device_speeds.processor is not None and optimizer_samples:
+        update_speeds = device_speeds.processor.updates
+        predicted_seconds = [
+            sample.dims[0] * update_speeds.tensor_us[sample.name] * 1e-6
+            + sample.bytes_moved / update_speeds.gb_s[sample.name] / 1e9
+            for sample in optimizer_samples
         ]
-        found[f"{OPTIMIZER} fp32"] = _residual(np.array(seconds), updates)
-    return found
+        residuals[f"{OPTIMIZER} fp32"] = _compute_residual(np.array(predicted_seconds), optimizer_samples)
+    return residuals
 
 
-def _residual(seconds: np.ndarray, samples: Sequence[Sample]) -> Residual:
-    measured = np.array([sample.median_s for sample in samples])
-    errors = np.abs(seconds / measured - 1)
-    return Residual(len(samples), float(np.average(errors, weights=measured)), float(errors.max()))
+def _compute_residual(predicted_seconds: np.ndarray, samples: Sequence[CalibrationSample]) -> FitResidual:
+    measured_seconds = np.array([sample.median_s for sample in samples])
+    relative_errors = np.abs(predicted_seconds / measured_seconds - 1)
+    return FitResidual(
+        len(samples), float(np.average(relative_errors, weights=measured_seconds)), float(relative_errors.max())
+    )

@@ -9,33 +9,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.calibration.launch import KERNEL
-from bench.calibration.least_squares import fitted
-from bench.calibration.memory import ELEMENTWISE
-from bench.calibration.parts import Parts, predicted
-from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, Sample
-from bench.calibration.steps import STEP
+from bench.calibration.launch import KERNEL_SAMPLE
+from bench.calibration.least_squares import fit_least_squares
+from bench.calibration.memory import ELEMENTWISE_OPERATOR
+from bench.calibration.parts import SingleDeviceSpeeds, predict_kernel_seconds
+from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, CalibrationSample
+from bench.calibration.steps import STEP_SAMPLE
 from bench.errors import UsageError
 from bench.hardware import Hardware
-from bench.hardware.speeds import Attention, Launch, Matmul
-from bench.simulate.cost import SLOW, operator_key
+from bench.hardware.speeds import AttentionSpeed, LaunchOverhead, MatmulSpeed
+from bench.simulate.cost import OPERATOR_BANDWIDTH_SHARES, build_operator_key
 
-START_SHARE, START_WIDTH = 0.6, 64.0
+INITIAL_PEAK_SHARE, INITIAL_HALF_SPEED_SIZE = 0.6, 64.0
 """Where fits begin: shares of a peak, and the sizes at which half the speed is reached."""
 
-OVERLAP_LOSS, UNIT_US = 0.15, 120.0
+DEFAULT_OVERLAP_LOSS, DEFAULT_UNIT_US = 0.15, 120.0
 """As in conf/hardware of GPUs: nothing was measured beside communication, hooks of FSDP run in no single process."""
 
-LARGE_BYTES = 2**24
+MIN_MEMORY_BOUND_BYTES = 2**24
 """From this size on an operator is bound by memory, not by its launch."""
 
-SAME = 0.05
+OPERATOR_TOLERANCE = 0.05
 """Operators that are within this share of the elementwise ones need no number of their own."""
 
-DIGITS = 4
+SIGNIFICANT_DIGITS = 4
 
 
-def fit_gpu(samples: Sequence[Sample], base: Hardware) -> Parts:
+def fit_gpu(samples: Sequence[CalibrationSample], base: Hardware) -> SingleDeviceSpeeds:
     """Numbers for the timings of a GPU. What `base` knows and timings do not show is kept.
 
     Raises
@@ -43,121 +43,152 @@ def fit_gpu(samples: Sequence[Sample], base: Hardware) -> Parts:
     UsageError
         If no peak is known of any format that was timed.
     """
-    by_kind = defaultdict(list)
+    samples_by_kind = defaultdict(list)
     for sample in samples:
-        by_kind[sample.kind].append(sample)
-    products = [sample for sample in by_kind[MATMUL] if sample.format in base.peak_tflops]
-    if not products:
+        samples_by_kind[sample.kind].append(sample)
+    matmul_samples = [sample for sample in samples_by_kind[MATMUL] if sample.format in base.peak_tflops]
+    if not matmul_samples:
         raise UsageError(
             f"hardware={base.name} has no peak_tflops, of which speeds are shares: describe the GPU under "
             "conf/hardware first, each peak with its source."
         )
-    elementwise = max(sample.bytes_moved / sample.median_s for sample in by_kind[MEMORY] if sample.name == ELEMENTWISE)
-    bandwidth = base.memory_bandwidth_gb_s * 1e9 if base.memory_bandwidth_gb_s else elementwise
-    start = Parts(
-        matmul=Matmul(
-            dict.fromkeys(_formats(products), START_SHARE),
-            _multiprocessors(by_kind[LAUNCH], base),
+    elementwise_bandwidth = max(
+        sample.bytes_moved / sample.median_s
+        for sample in samples_by_kind[MEMORY]
+        if sample.name == ELEMENTWISE_OPERATOR
+    )
+    peak_bandwidth = base.memory_bandwidth_gb_s * 1e9 if base.memory_bandwidth_gb_s else elementwise_bandwidth
+    initial_speeds = SingleDeviceSpeeds(
+        matmul=MatmulSpeed(
+            dict.fromkeys(_list_formats(matmul_samples), INITIAL_PEAK_SHARE),
+            _find_multiprocessors(samples_by_kind[LAUNCH], base),
             64.0,
-            _workspace_mib(base),
+            _choose_workspace_mib(base),
         ),
-        attention=Attention(START_SHARE, START_SHARE, START_WIDTH),
-        memory_bandwidth_gb_s=bandwidth / 1e9,
-        memory_efficiency=_rounded(min(1.0, elementwise / bandwidth)),
-        overlap_loss=base.speeds.overlap_loss if base.speeds else OVERLAP_LOSS,
-        launch=_launch(by_kind[LAUNCH], base),
-        operators=_operators(by_kind[OPERATOR], elementwise),
+        attention=AttentionSpeed(INITIAL_PEAK_SHARE, INITIAL_PEAK_SHARE, INITIAL_HALF_SPEED_SIZE),
+        memory_bandwidth_gb_s=peak_bandwidth / 1e9,
+        memory_efficiency=_round_significant(min(1.0, elementwise_bandwidth / peak_bandwidth)),
+        overlap_loss=base.speeds.overlap_loss if base.speeds else DEFAULT_OVERLAP_LOSS,
+        launch=_fit_launch(samples_by_kind[LAUNCH], base),
+        operators=_fit_operators(samples_by_kind[OPERATOR], elementwise_bandwidth),
         processor=None,
     )
-    with_products = _fit_products(products, start, base)
-    timed = [sample for sample in by_kind[ATTENTION] if sample.format in base.peak_tflops]
-    return _fit_attention(timed, with_products, base) if timed else with_products
+    speeds_with_products = _fit_products(matmul_samples, initial_speeds, base)
+    attention_samples = [sample for sample in samples_by_kind[ATTENTION] if sample.format in base.peak_tflops]
+    return _fit_attention(attention_samples, speeds_with_products, base) if attention_samples else speeds_with_products
 
 
-def _workspace_mib(base: Hardware) -> float:
+def _choose_workspace_mib(base: Hardware) -> float:
     """Nothing that is timed shows it."""
-    known = base.speeds is not None and base.speeds.matmul is not None
-    return base.speeds.matmul.workspace_mib if known else Matmul.workspace_mib  # type: ignore[union-attr]
+    is_known = base.speeds is not None and base.speeds.matmul is not None
+    return base.speeds.matmul.workspace_mib if is_known else MatmulSpeed.workspace_mib  # type: ignore[union-attr]
 
 
-def _fit_products(samples: Sequence[Sample], start: Parts, base: Hardware) -> Parts:
+def _fit_products(
+    samples: Sequence[CalibrationSample], initial_speeds: SingleDeviceSpeeds, base: Hardware
+) -> SingleDeviceSpeeds:
     """Efficiency of every format, and the inner dimension at which half of it is reached."""
-    formats = _formats(samples)
-    ordered = [sample for format_ in formats for sample in samples if sample.format == format_]
-    assert start.matmul is not None
-    matmul = start.matmul
+    formats = _list_formats(samples)
+    ordered_samples = [sample for format_ in formats for sample in samples if sample.format == format_]
+    assert initial_speeds.matmul is not None
+    initial_matmul = initial_speeds.matmul
 
-    def parts(numbers: np.ndarray) -> Parts:
-        shares = {name: _share(number) for name, number in zip(formats, numbers[:-1], strict=True)}
-        fitted_matmul = dataclasses.replace(matmul, efficiency=shares, half_depth=float(numbers[-1]))
-        return dataclasses.replace(start, matmul=fitted_matmul)
+    def build_speeds(parameters: np.ndarray) -> SingleDeviceSpeeds:
+        efficiencies = {name: _limit_share(parameter) for name, parameter in zip(formats, parameters[:-1], strict=True)}
+        fitted_matmul = dataclasses.replace(initial_matmul, efficiency=efficiencies, half_depth=float(parameters[-1]))
+        return dataclasses.replace(initial_speeds, matmul=fitted_matmul)
 
-    def seconds(numbers: np.ndarray) -> np.ndarray:
-        return _predicted_by_format(ordered, parts(numbers).device(base))
+    def predict_seconds(parameters: np.ndarray) -> np.ndarray:
+        return _predict_by_format(ordered_samples, build_speeds(parameters).build_hardware(base))
 
-    found = fitted(seconds, [sample.median_s for sample in ordered], [START_SHARE] * len(formats) + [START_WIDTH])
-    return parts(np.array([_rounded(number) for number in found]))
+    fitted_parameters = fit_least_squares(
+        predict_seconds,
+        [sample.median_s for sample in ordered_samples],
+        [INITIAL_PEAK_SHARE] * len(formats) + [INITIAL_HALF_SPEED_SIZE],
+    )
+    return build_speeds(np.array([_round_significant(parameter) for parameter in fitted_parameters]))
 
 
-def _fit_attention(samples: Sequence[Sample], start: Parts, base: Hardware) -> Parts:
+def _fit_attention(
+    samples: Sequence[CalibrationSample], initial_speeds: SingleDeviceSpeeds, base: Hardware
+) -> SingleDeviceSpeeds:
     """Shares of the peak forward and backward, and the head dimension at which half of them is reached."""
-    ordered = sorted(samples, key=lambda sample: sample.format)
+    ordered_samples = sorted(samples, key=lambda sample: sample.format)
 
-    def parts(numbers: np.ndarray) -> Parts:
+    def build_speeds(parameters: np.ndarray) -> SingleDeviceSpeeds:
         return dataclasses.replace(
-            start, attention=Attention(_share(numbers[0]), _share(numbers[1]), float(numbers[2]))
+            initial_speeds,
+            attention=AttentionSpeed(_limit_share(parameters[0]), _limit_share(parameters[1]), float(parameters[2])),
         )
 
-    def seconds(numbers: np.ndarray) -> np.ndarray:
-        return _predicted_by_format(ordered, parts(numbers).device(base))
+    def predict_seconds(parameters: np.ndarray) -> np.ndarray:
+        return _predict_by_format(ordered_samples, build_speeds(parameters).build_hardware(base))
 
-    found = fitted(seconds, [sample.median_s for sample in ordered], [START_SHARE, START_SHARE, START_WIDTH])
-    return parts(np.array([_rounded(number) for number in found]))
+    fitted_parameters = fit_least_squares(
+        predict_seconds,
+        [sample.median_s for sample in ordered_samples],
+        [INITIAL_PEAK_SHARE, INITIAL_PEAK_SHARE, INITIAL_HALF_SPEED_SIZE],
+    )
+    return build_speeds(np.array([_round_significant(parameter) for parameter in fitted_parameters]))
 
 
-def _predicted_by_format(ordered: Sequence[Sample], device: Hardware) -> np.ndarray:
+def _predict_by_format(ordered_samples: Sequence[CalibrationSample], hardware: Hardware) -> np.ndarray:
     """Of samples that lie together by format."""
-    formats = list(dict.fromkeys(sample.format for sample in ordered))
-    groups = ([sample for sample in ordered if sample.format == format_] for format_ in formats)
-    return np.concatenate([predicted(group, device) for group in groups])
+    formats = list(dict.fromkeys(sample.format for sample in ordered_samples))
+    format_groups = ([sample for sample in ordered_samples if sample.format == format_] for format_ in formats)
+    return np.concatenate([predict_kernel_seconds(group, hardware) for group in format_groups])
 
 
-def _launch(samples: Sequence[Sample], base: Hardware) -> Launch:
+def _fit_launch(samples: Sequence[CalibrationSample], base: Hardware) -> LaunchOverhead:
     """The shortest time between kernels, and that of an operator on the processor."""
-    kernel = [sample.median_s for sample in samples if sample.name == KERNEL]
-    operator = [sample.median_s / sample.dims[0] for sample in samples if sample.name.startswith(STEP)]
-    return Launch(
-        kernel_us=_rounded(statistics.fmean(kernel) * 1e6),
-        operator_us=_rounded(statistics.fmean(operator) * 1e6),
-        unit_us=base.speeds.launch.unit_us if base.speeds else UNIT_US,
+    kernel_seconds = [sample.median_s for sample in samples if sample.name == KERNEL_SAMPLE]
+    operator_seconds = [sample.median_s / sample.dims[0] for sample in samples if sample.name.startswith(STEP_SAMPLE)]
+    return LaunchOverhead(
+        kernel_us=_round_significant(statistics.fmean(kernel_seconds) * 1e6),
+        operator_us=_round_significant(statistics.fmean(operator_seconds) * 1e6),
+        unit_us=base.speeds.launch.unit_us if base.speeds else DEFAULT_UNIT_US,
     )
 
 
-def _operators(samples: Sequence[Sample], elementwise: float) -> dict[str, float] | None:
+def _fit_operators(samples: Sequence[CalibrationSample], elementwise_bandwidth: float) -> dict[str, float] | None:
     """Bandwidth of operators as multiples of the elementwise ones'; rough shares where nothing large was timed."""
-    groups = defaultdict(list)
+    rates_by_operator = defaultdict(list)
     for sample in samples:
-        if sample.bytes_moved >= LARGE_BYTES:
-            groups[operator_key(sample.name, sample.format)].append(sample.bytes_moved / sample.median_s)
-    measured = {name: _rounded(statistics.median(rates) / elementwise) for name, rates in sorted(groups.items())}
-    different = {name: share for name, share in measured.items() if abs(share - 1) > SAME}
-    return {**{name: share for name, share in SLOW.items() if name not in measured}, **different} if measured else None
+        if sample.bytes_moved >= MIN_MEMORY_BOUND_BYTES:
+            rates_by_operator[build_operator_key(sample.name, sample.format)].append(
+                sample.bytes_moved / sample.median_s
+            )
+    relative_bandwidths = {
+        name: _round_significant(statistics.median(rates) / elementwise_bandwidth)
+        for name, rates in sorted(rates_by_operator.items())
+    }
+    differing_bandwidths = {
+        name: share for name, share in relative_bandwidths.items() if abs(share - 1) > OPERATOR_TOLERANCE
+    }
+    return (
+        {
+            **{name: share for name, share in OPERATOR_BANDWIDTH_SHARES.items() if name not in relative_bandwidths},
+            **differing_bandwidths,
+        }
+        if relative_bandwidths
+        else None
+    )
 
 
-def _multiprocessors(samples: Sequence[Sample], base: Hardware) -> int:
+def _find_multiprocessors(samples: Sequence[CalibrationSample], base: Hardware) -> int:
     if base.speeds is not None and base.speeds.matmul is not None:
         return base.speeds.matmul.multiprocessors
-    return next(sample.dims[1] for sample in samples if sample.name == KERNEL)
+    return next(sample.dims[1] for sample in samples if sample.name == KERNEL_SAMPLE)
 
 
-def _formats(samples: Sequence[Sample]) -> list[str]:
+def _list_formats(samples: Sequence[CalibrationSample]) -> list[str]:
     return sorted({sample.format for sample in samples})
 
 
-def _share(number: float) -> float:
+def _limit_share(share: float) -> float:
     """A share of a peak: nothing is faster than on paper."""
-    return min(1.0, float(number))
+    return min(1.0, float(share))
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+def _round_significant(value: float) -> float:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

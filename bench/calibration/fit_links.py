@@ -1,4 +1,4 @@
-"""From timings of collectives to the few numbers of `Links` that explain them."""
+"""From timings of collectives to the few numbers of `LinkSpeeds` that explain them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bench.calibration.fit_compute import Residual
-from bench.calibration.least_squares import Floats, fitted
-from bench.calibration.sample import COLLECTIVE, Sample
-from bench.hardware.speeds import Gloo, Links
-from bench.simulate.network import ALL_GATHER, ALL_REDUCE, Group, collective_seconds
+from bench.calibration.fit_compute import FitResidual
+from bench.calibration.least_squares import FloatArray, fit_least_squares
+from bench.calibration.sample import COLLECTIVE, CalibrationSample
+from bench.hardware.speeds import GlooSpeed, LinkSpeeds
+from bench.simulate.network import ALL_GATHER, ALL_REDUCE, CollectiveGroup, compute_collective_seconds
 
-SIGNIFICANT = 4
+SIGNIFICANT_DIGITS = 4
 """Digits that a fitted number is given with."""
 
 
@@ -22,162 +22,183 @@ SIGNIFICANT = 4
 class LinksFit:
     """What was fitted on timings of collectives."""
 
-    links: Links
-    residuals: dict[str, Residual]
+    links: LinkSpeeds
+    residuals: dict[str, FitResidual]
     """Per collective and number of ranks: ``all-gather, 8 ranks on 1 node``."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each number of `links` comes from, in words, by its name."""
 
 
-def fit_links(samples: Sequence[Sample], base: Links | None, *, gloo: bool, base_name: str) -> LinksFit:
+def fit_links(
+    samples: Sequence[CalibrationSample], base_links: LinkSpeeds | None, *, uses_gloo: bool, base_name: str
+) -> LinksFit:
     """Fit bandwidth and latency inside nodes and across them, as far as collectives were timed there.
 
     Parameters
     ----------
     samples: sequence of Sample
         As `bench.calibration.collectives.measure_collectives` makes them; anything else among them is passed over.
-    base: Links or None
+    base_links: Links or None
         What is known already; None where nothing is.
-    gloo: bool
+    uses_gloo: bool
         Whether the collectives are gloo's and not NCCL's.
     base_name: str
-        How to name where `base` comes from.
+        How to name where `base_links` comes from.
 
     Raises
     ------
     ValueError
         If no collective was timed.
     """
-    timed = [sample for sample in samples if sample.kind == COLLECTIVE]
-    inside = [sample for sample in timed if _group(sample).nodes == 1]
-    across = [sample for sample in timed if _group(sample).nodes > 1]
-    if not timed:
+    collective_samples = [sample for sample in samples if sample.kind == COLLECTIVE]
+    intra_node_samples = [sample for sample in collective_samples if _build_group(sample).nodes == 1]
+    inter_node_samples = [sample for sample in collective_samples if _build_group(sample).nodes > 1]
+    if not collective_samples:
         raise ValueError("no collective was timed")
-    links = _beginning(base, timed, gloo=gloo)
-    kept = f"not measured: as in {base_name}" if base else None
-    sources = dict.fromkeys((each.name for each in dataclasses.fields(Links)), kept or "not measured: assumed")
-    latency = "gloo" if gloo else "gpu_latency"
-    if inside:
-        links = _fit(links, inside, _inside_parameters(links, inside))
-        sources |= dict.fromkeys(("gpu_gb_s", "gpu_efficiency", latency), "measured inside a node")
-    if across:
-        links = _fit(links, across, _across_parameters(links, across, steps_known=bool(inside)))
+    links = _choose_initial_links(base_links, collective_samples, uses_gloo=uses_gloo)
+    kept_source = f"not measured: as in {base_name}" if base_links else None
+    sources = dict.fromkeys(
+        (links_field.name for links_field in dataclasses.fields(LinkSpeeds)), kept_source or "not measured: assumed"
+    )
+    latency_field = "gloo" if uses_gloo else "gpu_latency"
+    if intra_node_samples:
+        links = _fit_links_parameters(links, intra_node_samples, _list_intra_node_parameters(links, intra_node_samples))
+        sources |= dict.fromkeys(("gpu_gb_s", "gpu_efficiency", latency_field), "measured inside a node")
+    if inter_node_samples:
+        links = _fit_links_parameters(
+            links,
+            inter_node_samples,
+            _list_inter_node_parameters(links, inter_node_samples, has_fitted_steps=bool(intra_node_samples)),
+        )
         sources |= dict.fromkeys(("node_gb_s", "node_efficiency", "latency"), "measured across nodes")
-        if gloo and not inside:
+        if uses_gloo and not intra_node_samples:
             sources["gloo"] = "measured across nodes"
-    elif base is None:
+    elif base_links is None:
         links = dataclasses.replace(links, node_gb_s=links.gpu_gb_s, node_efficiency=links.gpu_efficiency)
-        words = "not measured, for want of a second node: as inside a node"
-        sources |= dict.fromkeys(("node_gb_s", "node_efficiency", "latency"), words)
-    if not inside and base is None:
+        source_text = "not measured, for want of a second node: as inside a node"
+        sources |= dict.fromkeys(("node_gb_s", "node_efficiency", "latency"), source_text)
+    if not intra_node_samples and base_links is None:
         links = dataclasses.replace(links, gpu_gb_s=links.node_gb_s, gpu_efficiency=links.node_efficiency)
-        words = "not measured, for want of a second rank on a node: as across nodes"
-        sources |= dict.fromkeys(("gpu_gb_s", "gpu_efficiency"), words)
-    for nominal in ("gpu_gb_s", "node_gb_s"):  # of which what was measured is a share
-        if base and getattr(base, nominal) == getattr(links, nominal):
-            sources[nominal] = f"as in {base_name}"
-    unused = "gpu_latency" if gloo else "gloo"
-    sources[unused] = f"collectives are {'gloo' if gloo else 'NCCL'}'s"
-    return LinksFit(links, _residuals(timed, links), sources)
+        source_text = "not measured, for want of a second rank on a node: as across nodes"
+        sources |= dict.fromkeys(("gpu_gb_s", "gpu_efficiency"), source_text)
+    for nominal_field in ("gpu_gb_s", "node_gb_s"):  # of which what was measured is a share
+        if base_links and getattr(base_links, nominal_field) == getattr(links, nominal_field):
+            sources[nominal_field] = f"as in {base_name}"
+    unused_field = "gpu_latency" if uses_gloo else "gloo"
+    sources[unused_field] = f"collectives are {'gloo' if uses_gloo else 'NCCL'}'s"
+    return LinksFit(links, _compute_residuals(collective_samples, links), sources)
 
 
-Parameter = tuple[float, Callable[[Links, float], Links]]
+LinksParameter = tuple[float, Callable[[LinkSpeeds, float], LinkSpeeds]]
 """Where to begin, and how a value becomes part of the links."""
 
 
-def _beginning(base: Links | None, timed: Sequence[Sample], *, gloo: bool) -> Links:
+def _choose_initial_links(
+    base_links: LinkSpeeds | None, collective_samples: Sequence[CalibrationSample], *, uses_gloo: bool
+) -> LinkSpeeds:
     """The links to begin with: what is known, or round numbers of the right size."""
-    if base is None:
-        rate = _fastest(timed)
-        base = Links(rate, 1.0, rate, 1.0, adapters=1, congestion=0.0, latency=1.0)
-    if not gloo:
-        return dataclasses.replace(base, gloo=None)
-    shortest = min(timed, key=lambda sample: (sample.name != ALL_GATHER, sample.bytes_moved))
-    step_us = shortest.median_s * 1e6 / (shortest.ranks - 1)
-    return dataclasses.replace(base, gloo=base.gloo or Gloo(step_us, 1.0, 2.0))
+    if base_links is None:
+        rate_gb_s = _find_max_bus_gb_s(collective_samples)
+        base_links = LinkSpeeds(rate_gb_s, 1.0, rate_gb_s, 1.0, adapters=1, congestion=0.0, latency=1.0)
+    if not uses_gloo:
+        return dataclasses.replace(base_links, gloo=None)
+    smallest_sample = min(collective_samples, key=lambda sample: (sample.name != ALL_GATHER, sample.bytes_moved))
+    step_us = smallest_sample.median_s * 1e6 / (smallest_sample.ranks - 1)
+    return dataclasses.replace(base_links, gloo=base_links.gloo or GlooSpeed(step_us, 1.0, 2.0))
 
 
-def _inside_parameters(links: Links, timed: Sequence[Sample]) -> list[Parameter]:
-    bandwidth: Parameter = (_fastest(timed), _with_gpu_rate)
+def _list_intra_node_parameters(links: LinkSpeeds, samples: Sequence[CalibrationSample]) -> list[LinksParameter]:
+    bandwidth_parameter: LinksParameter = (_find_max_bus_gb_s(samples), _set_gpu_rate)
     if links.gloo is not None:
-        return [bandwidth, *_gloo_parameters(links.gloo)]
-    return [bandwidth, (links.gpu_latency, lambda links, value: dataclasses.replace(links, gpu_latency=value))]
+        return [bandwidth_parameter, *_list_gloo_parameters(links.gloo)]
+    return [
+        bandwidth_parameter,
+        (links.gpu_latency, lambda links, value: dataclasses.replace(links, gpu_latency=value)),
+    ]
 
 
-def _across_parameters(links: Links, timed: Sequence[Sample], *, steps_known: bool) -> list[Parameter]:
-    bandwidth: Parameter = (_fastest(timed), _with_node_rate)
-    if links.gloo is not None and not steps_known:
-        return [bandwidth, *_gloo_parameters(links.gloo)]
-    return [bandwidth, (links.latency, lambda links, value: dataclasses.replace(links, latency=value))]
+def _list_inter_node_parameters(
+    links: LinkSpeeds, samples: Sequence[CalibrationSample], *, has_fitted_steps: bool
+) -> list[LinksParameter]:
+    bandwidth_parameter: LinksParameter = (_find_max_bus_gb_s(samples), _set_node_rate)
+    if links.gloo is not None and not has_fitted_steps:
+        return [bandwidth_parameter, *_list_gloo_parameters(links.gloo)]
+    return [bandwidth_parameter, (links.latency, lambda links, value: dataclasses.replace(links, latency=value))]
 
 
-def _gloo_parameters(gloo: Gloo) -> list[Parameter]:
-    def change(name: str) -> Callable[[Links, float], Links]:
-        def changed(links: Links, value: float) -> Links:
+def _list_gloo_parameters(gloo: GlooSpeed) -> list[LinksParameter]:
+    def build_setter(field_name: str) -> Callable[[LinkSpeeds, float], LinkSpeeds]:
+        def set_field(links: LinkSpeeds, value: float) -> LinkSpeeds:
             assert links.gloo is not None
-            return dataclasses.replace(links, gloo=dataclasses.replace(links.gloo, **{name: value}))
+            return dataclasses.replace(links, gloo=dataclasses.replace(links.gloo, **{field_name: value}))
 
-        return changed
+        return set_field
 
-    return [(getattr(gloo, each.name), change(each.name)) for each in dataclasses.fields(Gloo)]
+    return [
+        (getattr(gloo, gloo_field.name), build_setter(gloo_field.name)) for gloo_field in dataclasses.fields(GlooSpeed)
+    ]
 
 
-def _with_gpu_rate(links: Links, rate: float) -> Links:
+def _set_gpu_rate(links: LinkSpeeds, rate_gb_s: float) -> LinkSpeeds:
     """A rate as a share of the nominal one; where it is more than that, or nothing is known, as itself."""
-    nominal = max(rate, links.gpu_gb_s) if links.gpu_efficiency < 1 else rate
-    return dataclasses.replace(links, gpu_gb_s=nominal, gpu_efficiency=rate / nominal)
+    nominal_gb_s = max(rate_gb_s, links.gpu_gb_s) if links.gpu_efficiency < 1 else rate_gb_s
+    return dataclasses.replace(links, gpu_gb_s=nominal_gb_s, gpu_efficiency=rate_gb_s / nominal_gb_s)
 
 
-def _with_node_rate(links: Links, rate: float) -> Links:
-    nominal = max(rate, links.node_gb_s) if links.node_efficiency < 1 else rate
-    return dataclasses.replace(links, node_gb_s=nominal, node_efficiency=rate / nominal)
+def _set_node_rate(links: LinkSpeeds, rate_gb_s: float) -> LinkSpeeds:
+    nominal_gb_s = max(rate_gb_s, links.node_gb_s) if links.node_efficiency < 1 else rate_gb_s
+    return dataclasses.replace(links, node_gb_s=nominal_gb_s, node_efficiency=rate_gb_s / nominal_gb_s)
 
 
-def _fit(links: Links, samples: Sequence[Sample], parameters: Sequence[Parameter]) -> Links:
-    def changed(values: Sequence[float] | Floats) -> Links:
-        result = links
-        for (_, change), value in zip(parameters, values, strict=True):
-            result = change(result, float(value))
-        return result
+def _fit_links_parameters(
+    links: LinkSpeeds, samples: Sequence[CalibrationSample], parameters: Sequence[LinksParameter]
+) -> LinkSpeeds:
+    def apply_values(values: Sequence[float] | FloatArray) -> LinkSpeeds:
+        changed_links = links
+        for (_, set_value), value in zip(parameters, values, strict=True):
+            changed_links = set_value(changed_links, float(value))
+        return changed_links
 
-    def predict(values: Floats) -> Floats:
-        tried = changed(values)
-        return np.array([expected_seconds(sample, tried) for sample in samples])
+    def predict_seconds(values: FloatArray) -> FloatArray:
+        tried_links = apply_values(values)
+        return np.array([predict_collective_seconds(sample, tried_links) for sample in samples])
 
-    found = fitted(predict, [sample.median_s for sample in samples], [start for start, _ in parameters])
-    return changed([float(f"{value:.{SIGNIFICANT}g}") for value in found])
+    fitted_values = fit_least_squares(
+        predict_seconds, [sample.median_s for sample in samples], [initial_value for initial_value, _ in parameters]
+    )
+    return apply_values([float(f"{value:.{SIGNIFICANT_DIGITS}g}") for value in fitted_values])
 
 
-def expected_seconds(sample: Sample, links: Links) -> float:
+def predict_collective_seconds(sample: CalibrationSample, links: LinkSpeeds) -> float:
     """What the model says of a timed collective."""
-    return collective_seconds(sample.name, sample.bytes_moved, _group(sample), links)
+    return compute_collective_seconds(sample.name, sample.bytes_moved, _build_group(sample), links)
 
 
-def _group(sample: Sample) -> Group:
-    return Group(sample.ranks, sample.ranks_per_node)
+def _build_group(sample: CalibrationSample) -> CollectiveGroup:
+    return CollectiveGroup(sample.ranks, sample.ranks_per_node)
 
 
-def _fastest(timed: Sequence[Sample]) -> float:
+def _find_max_bus_gb_s(samples: Sequence[CalibrationSample]) -> float:
     """The highest bus bandwidth of all, in GB/s."""
-    return max(bus_bytes(sample) / sample.median_s / 1e9 for sample in timed)
+    return max(count_bus_bytes(sample) / sample.median_s / 1e9 for sample in samples)
 
 
-def bus_bytes(sample: Sample) -> float:
+def count_bus_bytes(sample: CalibrationSample) -> float:
     """Bytes that every rank receives, as nccl-tests counts them for the bus bandwidth."""
     return (2 if sample.name == ALL_REDUCE else 1) * sample.bytes_moved * (sample.ranks - 1) / sample.ranks
 
 
-def _residuals(timed: Sequence[Sample], links: Links) -> dict[str, Residual]:
-    found: dict[str, list[tuple[float, float]]] = {}
-    for sample in timed:
-        nodes = _group(sample).nodes
+def _compute_residuals(samples: Sequence[CalibrationSample], links: LinkSpeeds) -> dict[str, FitResidual]:
+    errors_by_group: dict[str, list[tuple[float, float]]] = {}
+    for sample in samples:
+        nodes = _build_group(sample).nodes
         name = f"{sample.name}, {sample.ranks} ranks on {nodes} node{'s' * (nodes > 1)}"
-        error = abs(expected_seconds(sample, links) - sample.median_s)
-        found.setdefault(name, []).append((error, sample.median_s))
-    return {name: _residual(pairs) for name, pairs in found.items()}
+        error = abs(predict_collective_seconds(sample, links) - sample.median_s)
+        errors_by_group.setdefault(name, []).append((error, sample.median_s))
+    return {name: _compute_residual(pairs) for name, pairs in errors_by_group.items()}
 
 
-def _residual(pairs: Sequence[tuple[float, float]]) -> Residual:
+def _compute_residual(pairs: Sequence[tuple[float, float]]) -> FitResidual:
     """Of errors and what was timed, both in seconds."""
-    errors, timed = (sum(column) for column in zip(*pairs, strict=True))
-    return Residual(len(pairs), errors / timed, max(error / seconds for error, seconds in pairs))
+    total_error_s, total_measured_s = (sum(column) for column in zip(*pairs, strict=True))
+    return FitResidual(len(pairs), total_error_s / total_measured_s, max(error / seconds for error, seconds in pairs))

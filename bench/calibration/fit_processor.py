@@ -10,158 +10,193 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.calibration.attention import BACKWARD
-from bench.calibration.linear import per_unit
-from bench.calibration.memory import ELEMENTWISE
-from bench.calibration.parts import Parts
-from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, OPTIMIZER, Sample
-from bench.calibration.steps import CALL, STEP
+from bench.calibration.linear import fit_seconds_per_unit
+from bench.calibration.memory import ELEMENTWISE_OPERATOR
+from bench.calibration.parts import SingleDeviceSpeeds
+from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, OPTIMIZER, CalibrationSample
+from bench.calibration.steps import CALL_SAMPLE, STEP_SAMPLE
 from bench.hardware import Hardware
-from bench.hardware.processor import FusedAttention, Processor, Products, Updates
-from bench.hardware.speeds import Launch
-from bench.simulate.cost import operator_key
-from bench.simulate.processor_cost import attention_work, product_bytes
+from bench.hardware.processor import (
+    ProcessorAttentionSpeed,
+    ProcessorMatmulSpeed,
+    ProcessorOptimizerSpeed,
+    ProcessorSpeed,
+)
+from bench.hardware.speeds import LaunchOverhead
+from bench.simulate.cost import build_operator_key
+from bench.simulate.processor_cost import count_attention_work, count_matmul_operand_bytes
 
-OVERLAP_LOSS = 0.0
+DEFAULT_OVERLAP_LOSS = 0.0
 """Nothing was measured beside communication."""
 
-UNIT_US = 100.0
+DEFAULT_UNIT_US = 100.0
 """Of FSDP's hooks, which one process alone does not run: assumed."""
 
-DIGITS = 4
+SIGNIFICANT_DIGITS = 4
 """Significant digits that are kept."""
 
-LEAST_BYTES = 2**15
+MIN_OPERATOR_BYTES = 2**15
 """Below this an operator is its call, and says nothing about bytes."""
 
-SAME = 0.05
+OPERATOR_TOLERANCE = 0.05
 """Operators that are within this share of the elementwise ones need no number of their own."""
 
 
-def fit_processor(samples: Sequence[Sample], base: Hardware) -> Parts:
+def fit_processor(samples: Sequence[CalibrationSample], base: Hardware) -> SingleDeviceSpeeds:
     """Numbers for the timings of a CPU. What `base` knows of its hooks and of overlap is kept."""
-    by_kind = defaultdict(list)
+    samples_by_kind = defaultdict(list)
     for sample in samples:
-        by_kind[sample.kind].append(sample)
-    call_s = statistics.fmean(sample.median_s for sample in by_kind[LAUNCH] if sample.name.startswith(CALL))
-    rates = _rates(by_kind[OPERATOR], call_s)
-    bandwidth = max(sample.bytes_moved / sample.median_s for sample in by_kind[MEMORY] if sample.name == ELEMENTWISE)
-    elementwise = min(rates.pop(ELEMENTWISE, bandwidth), bandwidth)
-    processor = Processor(
-        products=_products(by_kind[MATMUL], call_s),
-        attention=_attention(by_kind[ATTENTION], call_s),
-        updates=_updates(by_kind[OPTIMIZER]),
+        samples_by_kind[sample.kind].append(sample)
+    call_s = statistics.fmean(
+        sample.median_s for sample in samples_by_kind[LAUNCH] if sample.name.startswith(CALL_SAMPLE)
     )
-    known = base.speeds.launch.unit_us if base.speeds else UNIT_US
-    steps = [sample for sample in by_kind[LAUNCH] if sample.name.startswith(STEP)]
-    around_s = _around_s(steps, call_s, elementwise, processor)
-    return Parts(
+    operator_rates = _fit_operator_rates(samples_by_kind[OPERATOR], call_s)
+    peak_bandwidth = max(
+        sample.bytes_moved / sample.median_s
+        for sample in samples_by_kind[MEMORY]
+        if sample.name == ELEMENTWISE_OPERATOR
+    )
+    elementwise_bandwidth = min(operator_rates.pop(ELEMENTWISE_OPERATOR, peak_bandwidth), peak_bandwidth)
+    processor = ProcessorSpeed(
+        products=_fit_products(samples_by_kind[MATMUL], call_s),
+        attention=_fit_attention(samples_by_kind[ATTENTION], call_s),
+        updates=_fit_updates(samples_by_kind[OPTIMIZER]),
+    )
+    unit_us = base.speeds.launch.unit_us if base.speeds else DEFAULT_UNIT_US
+    step_samples = [sample for sample in samples_by_kind[LAUNCH] if sample.name.startswith(STEP_SAMPLE)]
+    overhead_s = _compute_overhead_s(step_samples, call_s, elementwise_bandwidth, processor)
+    return SingleDeviceSpeeds(
         matmul=None,
         attention=None,
-        memory_bandwidth_gb_s=_rounded(bandwidth / 1e9),
-        memory_efficiency=_rounded(elementwise / bandwidth),
-        overlap_loss=base.speeds.overlap_loss if base.speeds else OVERLAP_LOSS,
-        launch=Launch(kernel_us=_rounded(call_s * 1e6), operator_us=_rounded(around_s * 1e6), unit_us=known),
+        memory_bandwidth_gb_s=_round_significant(peak_bandwidth / 1e9),
+        memory_efficiency=_round_significant(elementwise_bandwidth / peak_bandwidth),
+        overlap_loss=base.speeds.overlap_loss if base.speeds else DEFAULT_OVERLAP_LOSS,
+        launch=LaunchOverhead(
+            kernel_us=_round_significant(call_s * 1e6),
+            operator_us=_round_significant(overhead_s * 1e6),
+            unit_us=unit_us,
+        ),
         operators={
-            name: _rounded(rate / elementwise)
-            for name, rate in sorted(rates.items())
-            if abs(rate / elementwise - 1) > SAME
+            name: _round_significant(rate / elementwise_bandwidth)
+            for name, rate in sorted(operator_rates.items())
+            if abs(rate / elementwise_bandwidth - 1) > OPERATOR_TOLERANCE
         },
         processor=processor,
     )
 
 
-def _rates(samples: Sequence[Sample], call_s: float) -> dict[str, float]:
+def _fit_operator_rates(samples: Sequence[CalibrationSample], call_s: float) -> dict[str, float]:
     """Bytes per second of every operator."""
-    groups = defaultdict(list)
+    samples_by_operator = defaultdict(list)
     for sample in samples:
-        groups[operator_key(sample.name, sample.format)].append(sample)
+        samples_by_operator[build_operator_key(sample.name, sample.format)].append(sample)
     rates = {}
-    for name, group in groups.items():
-        work = [sample for sample in group if sample.bytes_moved >= LEAST_BYTES and sample.median_s > 1.5 * call_s]
-        if work:
-            (each,) = per_unit([[sample.bytes_moved] for sample in work], [s.median_s - call_s for s in work])
-            rates[name] = float(1 / each)
+    for name, group in samples_by_operator.items():
+        work_samples = [
+            sample for sample in group if sample.bytes_moved >= MIN_OPERATOR_BYTES and sample.median_s > 1.5 * call_s
+        ]
+        if work_samples:
+            (seconds_per_byte,) = fit_seconds_per_unit(
+                [[sample.bytes_moved] for sample in work_samples], [sample.median_s - call_s for sample in work_samples]
+            )
+            rates[name] = float(1 / seconds_per_byte)
     return rates
 
 
-def _products(samples: Sequence[Sample], call_s: float) -> Products:
-    found: dict[str, dict[str, float]] = {field.name: {} for field in dataclasses.fields(Products)}
-    for format_ in _formats(samples):
-        here = [sample for sample in samples if sample.format == format_]
-        dims = np.array([sample.dims for sample in here], dtype=float)
-        flops, transposed = np.array([sample.flops for sample in here]), dims[:, 4]
-        straight = flops * (1 - transposed)
-        work = np.stack([np.ones(len(here)), straight, flops * transposed, *product_bytes(dims, format_).T], axis=1)
-        each = per_unit(work.tolist(), _beyond(here, call_s))
-        found["call_us"][format_] = _rounded(each[0] * 1e6)
-        for name, seconds in zip(RATES, each[1:], strict=True):
-            found[name][format_] = _rate(seconds)
-    return Products(**found)
+def _fit_products(samples: Sequence[CalibrationSample], call_s: float) -> ProcessorMatmulSpeed:
+    rates_by_field: dict[str, dict[str, float]] = {field.name: {} for field in dataclasses.fields(ProcessorMatmulSpeed)}
+    for format_ in _list_formats(samples):
+        format_samples = [sample for sample in samples if sample.format == format_]
+        dims = np.array([sample.dims for sample in format_samples], dtype=float)
+        flops, is_transposed = np.array([sample.flops for sample in format_samples]), dims[:, 4]
+        straight_flops = flops * (1 - is_transposed)
+        work_amounts = np.stack(
+            [
+                np.ones(len(format_samples)),
+                straight_flops,
+                flops * is_transposed,
+                *count_matmul_operand_bytes(dims, format_).T,
+            ],
+            axis=1,
+        )
+        seconds_per_unit = fit_seconds_per_unit(work_amounts.tolist(), _subtract_call_time(format_samples, call_s))
+        rates_by_field["call_us"][format_] = _round_significant(seconds_per_unit[0] * 1e6)
+        for rate_field, seconds in zip(PRODUCT_RATE_FIELDS, seconds_per_unit[1:], strict=True):
+            rates_by_field[rate_field][format_] = _compute_rate(seconds)
+    return ProcessorMatmulSpeed(**rates_by_field)
 
 
-RATES = ("gflops", "transposed_gflops", "copied_gb_s", "other_gb_s", "result_gb_s")
+PRODUCT_RATE_FIELDS = ("gflops", "transposed_gflops", "copied_gb_s", "other_gb_s", "result_gb_s")
 """Of matrix products, in the order of the work they belong to."""
 
 
-def _beyond(samples: Sequence[Sample], call_s: float) -> list[float]:
+def _subtract_call_time(samples: Sequence[CalibrationSample], call_s: float) -> list[float]:
     """Seconds beyond what any operator takes."""
     return [max(sample.median_s - call_s, sample.median_s / 2) for sample in samples]
 
 
-def _attention(samples: Sequence[Sample], call_s: float) -> FusedAttention:
-    found: dict[str, dict[str, float]] = defaultdict(dict)
-    for format_ in _formats(samples):
-        for backward in (False, True):
-            here = [each for each in samples if each.format == format_ and (each.name == BACKWARD) == backward]
-            blocks, executed = attention_work(
-                np.array([sample.dims for sample in here], dtype=float),
-                np.array([sample.flops for sample in here]),
-                np.full(len(here), backward),
+def _fit_attention(samples: Sequence[CalibrationSample], call_s: float) -> ProcessorAttentionSpeed:
+    values_by_field: dict[str, dict[str, float]] = defaultdict(dict)
+    for format_ in _list_formats(samples):
+        for is_backward in (False, True):
+            pass_samples = [
+                sample for sample in samples if sample.format == format_ and (sample.name == BACKWARD) == is_backward
+            ]
+            block_counts, executed_flops = count_attention_work(
+                np.array([sample.dims for sample in pass_samples], dtype=float),
+                np.array([sample.flops for sample in pass_samples]),
+                np.full(len(pass_samples), is_backward),
             )
-            block, flop = per_unit(np.stack([blocks, executed], axis=1).tolist(), _beyond(here, call_s))
-            name = "backward" if backward else "forward"
-            found[f"{name}_block_us"][format_] = _rounded(block * 1e6)
-            found[f"{name}_gflops"][format_] = _rate(flop)
-    return FusedAttention(**found)
+            seconds_per_block, seconds_per_flop = fit_seconds_per_unit(
+                np.stack([block_counts, executed_flops], axis=1).tolist(), _subtract_call_time(pass_samples, call_s)
+            )
+            pass_name = "backward" if is_backward else "forward"
+            values_by_field[f"{pass_name}_block_us"][format_] = _round_significant(seconds_per_block * 1e6)
+            values_by_field[f"{pass_name}_gflops"][format_] = _compute_rate(seconds_per_flop)
+    return ProcessorAttentionSpeed(**values_by_field)
 
 
-def _updates(samples: Sequence[Sample]) -> Updates:
+def _fit_updates(samples: Sequence[CalibrationSample]) -> ProcessorOptimizerSpeed:
     tensor_us, gb_s = {}, {}
     for name in sorted({sample.name for sample in samples}):
-        here = [sample for sample in samples if sample.name == name]
-        work = [[float(sample.dims[0]), sample.bytes_moved] for sample in here]
-        tensor, byte = per_unit(work, [sample.median_s for sample in here])
-        tensor_us[name], gb_s[name] = _rounded(tensor * 1e6), _rate(byte)
-    return Updates(tensor_us, gb_s)
-
-
-def _around_s(samples: Sequence[Sample], call_s: float, elementwise: float, processor: Processor) -> float:
-    """Seconds around the call of an operator: what the smallest steps take beyond their operators, per operator."""
-    found = []
-    for sample in samples:
-        kernels, products, forward, backward = sample.dims
-        within = (
-            kernels * call_s
-            + products * processor.products.call_us[sample.format] * 1e-6
-            + forward * processor.attention.forward_block_us[sample.format] * 1e-6
-            + backward * processor.attention.backward_block_us[sample.format] * 1e-6
-            + sample.bytes_moved / elementwise
+        optimizer_samples = [sample for sample in samples if sample.name == name]
+        work_amounts = [[float(sample.dims[0]), sample.bytes_moved] for sample in optimizer_samples]
+        seconds_per_tensor, seconds_per_byte = fit_seconds_per_unit(
+            work_amounts, [sample.median_s for sample in optimizer_samples]
         )
-        found.append((sample.median_s - within) / kernels)
-    return max(statistics.fmean(found), 1e-7)
+        tensor_us[name], gb_s[name] = _round_significant(seconds_per_tensor * 1e6), _compute_rate(seconds_per_byte)
+    return ProcessorOptimizerSpeed(tensor_us, gb_s)
 
 
-def _formats(samples: Sequence[Sample]) -> list[str]:
+def _compute_overhead_s(
+    samples: Sequence[CalibrationSample], call_s: float, elementwise_bandwidth: float, processor: ProcessorSpeed
+) -> float:
+    """Seconds around the call of an operator: what the smallest steps take beyond their operators, per operator."""
+    overheads_s = []
+    for sample in samples:
+        kernel_count, product_count, forward_blocks, backward_blocks = sample.dims
+        operators_s = (
+            kernel_count * call_s
+            + product_count * processor.products.call_us[sample.format] * 1e-6
+            + forward_blocks * processor.attention.forward_block_us[sample.format] * 1e-6
+            + backward_blocks * processor.attention.backward_block_us[sample.format] * 1e-6
+            + sample.bytes_moved / elementwise_bandwidth
+        )
+        overheads_s.append((sample.median_s - operators_s) / kernel_count)
+    return max(statistics.fmean(overheads_s), 1e-7)
+
+
+def _list_formats(samples: Sequence[CalibrationSample]) -> list[str]:
     return sorted({sample.format for sample in samples})
 
 
-FASTEST = 1e6
+MAX_RATE = 1e6
 """Of a rate in 10^9 per second, where timings show no time at all for a kind of work."""
 
 
-def _rate(seconds: float) -> float:
-    return _rounded(min(FASTEST, 1e-9 / seconds)) if seconds > 0 else FASTEST
+def _compute_rate(seconds: float) -> float:
+    return _round_significant(min(MAX_RATE, 1e-9 / seconds)) if seconds > 0 else MAX_RATE
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+def _round_significant(value: float) -> float:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.precision import DTYPES, Precision, dtype_of
+from bench.precision import TORCH_DTYPE_NAMES, Precision, get_torch_dtype
 
 
-def formats_of(device: torch.device) -> tuple[str, ...]:
+def list_formats(device: torch.device) -> tuple[str, ...]:
     """What is measured: fp32 and bf16 on a CPU, all that its compute capability allows on a GPU."""
     if device.type == "cpu":
         return "fp32", "bf16"
@@ -18,29 +18,29 @@ def formats_of(device: torch.device) -> tuple[str, ...]:
     return ("fp32", "tf32", "bf16", "fp16") if capability >= (8, 0) else ("fp32", "fp16")
 
 
-def operand_dtype(format_: str) -> torch.dtype:
+def find_operand_dtype(format_: str) -> torch.dtype:
     """How operands are stored: in fp32 for TF32."""
-    return dtype_of(format_) if format_ in DTYPES else torch.float32
+    return get_torch_dtype(format_) if format_ in TORCH_DTYPE_NAMES else torch.float32
 
 
 @contextlib.contextmanager
-def computing_in(format_: str) -> Iterator[None]:
+def use_format(format_: str) -> Iterator[None]:
     """Within, fp32 matrix products use TF32 if that is the format."""
-    before = torch.get_float32_matmul_precision()
+    previous_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if format_ == "tf32" else "highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous_precision)
 
 
-def precision_of(format_: str) -> Precision:
+def build_precision(format_: str) -> Precision:
     """Training as the suite does it in a format: mixed precision where it is narrower than fp32."""
     return Precision(
         name=format_,
         parameters="fp32",
-        compute=format_ if format_ in DTYPES else "fp32",
+        compute=format_ if format_ in TORCH_DTYPE_NAMES else "fp32",
         reduce="fp32",
         tf32=format_ == "tf32",
-        peak=format_ if format_ in (*DTYPES, "tf32") else "fp32",
+        peak=format_ if format_ in (*TORCH_DTYPE_NAMES, "tf32") else "fp32",
     )

@@ -8,13 +8,15 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-Floats = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 
-OUTLIER = 0.25
+OUTLIER_RELATIVE_ERROR = 0.25
 """Relative error beyond which a timing pulls no harder: Huber's loss."""
 
 
-def fitted(predict: Callable[[Floats], Floats], measured: Sequence[float], start: Sequence[float]) -> Floats:
+def fit_least_squares(
+    predict: Callable[[FloatArray], FloatArray], measured: Sequence[float], initial_parameters: Sequence[float]
+) -> FloatArray:
     """The parameters at which predictions are closest to what was measured, in the logarithm.
 
     Parameters
@@ -23,13 +25,18 @@ def fitted(predict: Callable[[Floats], Floats], measured: Sequence[float], start
         Parameters, all above 0, to predictions, all above 0.
     measured: sequence
         One value above 0 for each prediction.
-    start: sequence
+    initial_parameters: sequence
         Where to begin: rough values of the parameters.
     """
-    target = np.log(np.asarray(measured, dtype=float))
+    log_measured = np.log(np.asarray(measured, dtype=float))
 
-    def errors(logarithms: Floats) -> Floats:
-        return np.asarray(np.log(predict(np.exp(logarithms))) - target, dtype=float)
+    def compute_log_errors(log_parameters: FloatArray) -> FloatArray:
+        return np.asarray(np.log(predict(np.exp(log_parameters))) - log_measured, dtype=float)
 
-    found = least_squares(errors, np.log(np.asarray(start, dtype=float)), loss="huber", f_scale=OUTLIER)
-    return np.asarray(np.exp(found.x), dtype=float)
+    solution = least_squares(
+        compute_log_errors,
+        np.log(np.asarray(initial_parameters, dtype=float)),
+        loss="huber",
+        f_scale=OUTLIER_RELATIVE_ERROR,
+    )
+    return np.asarray(np.exp(solution.x), dtype=float)

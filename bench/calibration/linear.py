@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-Floats = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 
-POWER = 0.5
+WEIGHT_POWER = 0.5
 """Weight of a timing is its inverse to this power: between errors in seconds (0) and relative ones (1). What is large
 makes up a step, what is small shows what does not grow."""
 
 
-def per_unit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Floats:
+def fit_seconds_per_unit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> FloatArray:
     """Seconds per unit of each kind of work, none below 0.
 
     Parameters
@@ -25,8 +25,8 @@ def per_unit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Float
     seconds: sequence
         Each timing.
     """
-    amounts, target = np.asarray(work, dtype=float), np.asarray(seconds, dtype=float)
-    weights = target**-POWER
+    amounts, target_seconds = np.asarray(work, dtype=float), np.asarray(seconds, dtype=float)
+    weights = target_seconds**-WEIGHT_POWER
     scale = np.maximum(amounts.max(axis=0), 1e-300)
-    left, right = amounts / scale * weights[:, None], target * weights
-    return np.asarray(nnls(left, right)[0] / scale, dtype=float)
+    weighted_amounts, weighted_seconds = amounts / scale * weights[:, None], target_seconds * weights
+    return np.asarray(nnls(weighted_amounts, weighted_seconds)[0] / scale, dtype=float)

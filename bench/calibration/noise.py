@@ -11,25 +11,25 @@ from pathlib import Path
 
 import torch
 
-from bench.calibration.sample import COLLECTIVE, KINDS, LAUNCH, MATMUL, Sample
-from bench.calibration.timer import timer_of
+from bench.calibration.sample import COLLECTIVE, LAUNCH, MATMUL, SAMPLE_KINDS, CalibrationSample
+from bench.calibration.timer import build_timer
 
-SPREAD_LIMIT = {COLLECTIVE: 0.35, LAUNCH: 0.20}
-OTHER_SPREAD_LIMIT = 0.15
+MAX_SPREAD_BY_KIND = {COLLECTIVE: 0.35, LAUNCH: 0.20}
+MAX_OTHER_SPREAD = 0.15
 """What the spread of repeated timings may be (half the distance between the quartiles, as a share of the median): that
 of the median measurement of a kind. Some scatter more on any machine: small messages among processes that must be
 woken for each, operators timed inside of real steps."""
 
-DRIFT_LIMIT = {COLLECTIVE: 1.0}
-OTHER_DRIFT_LIMIT = 0.30
+MAX_DRIFT_BY_KIND = {COLLECTIVE: 1.0}
+MAX_OTHER_DRIFT = 0.30
 """By how much the same measurement may differ from one time to another. A core of a shared host changes its speed by a
 quarter from second to second, over which a calibration of minutes averages; a step of gloo waits for a process to be
 woken."""
 
-WAITING_LIMIT = 0.05
+MAX_WAIT_SHARE = 0.05
 """Share of the time in which the process that measures may have to wait while others have its processor."""
 
-REFERENCE = "reference"
+REFERENCE_NAME = "reference"
 """Name of the measurement that is repeated at the beginning, in the middle and at the end."""
 
 REFERENCE_SIZE, REFERENCE_REPETITIONS = {"cpu": 512, "cuda": 4096}, {"cpu": 1000, "cuda": 400}
@@ -40,16 +40,16 @@ REFERENCE_SIZE, REFERENCE_REPETITIONS = {"cpu": 512, "cuda": 4096}, {"cpu": 1000
 class Disturbance:
     """Something that says that the machine was not quiet."""
 
-    what: str
+    description: str
     """The measurement and what of it, in words."""
     value: float
     limit: float
 
     def __str__(self) -> str:
-        return f"{self.what} is {100 * self.value:.0f} %, above the limit of {100 * self.limit:.0f} %"
+        return f"{self.description} is {100 * self.value:.0f} %, above the limit of {100 * self.limit:.0f} %"
 
 
-class Waiting:
+class ProcessorWait:
     """How long this process was ready to compute while others computed, as Linux counts it; 0 where it does not."""
 
     def __init__(self) -> None:
@@ -57,14 +57,14 @@ class Waiting:
         self.elapsed_s = 0.0
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Count what happens within."""
-        waited, start = _run_queue_s(), time.perf_counter()
+        waited_before_s, start_s = _read_run_queue_s(), time.perf_counter()
         try:
             yield
         finally:
-            self.waited_s += _run_queue_s() - waited
-            self.elapsed_s += time.perf_counter() - start
+            self.waited_s += _read_run_queue_s() - waited_before_s
+            self.elapsed_s += time.perf_counter() - start_s
 
     @property
     def share(self) -> float:
@@ -72,7 +72,7 @@ class Waiting:
         return self.waited_s / self.elapsed_s if self.elapsed_s else 0.0
 
 
-def _run_queue_s() -> float:
+def _read_run_queue_s() -> float:
     """Seconds that this process's first thread has waited for a processor (``schedstat`` in proc(5))."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) * 1e-9
@@ -80,72 +80,78 @@ def _run_queue_s() -> float:
         return 0.0
 
 
-def reference(device: torch.device) -> Sample:
+def time_reference(device: torch.device) -> CalibrationSample:
     """Time one matrix product, always the same, to be compared with itself later."""
     size = REFERENCE_SIZE[device.type]
     left, right, product = (torch.randn(size, size, device=device) for _ in range(3))
-    seconds = timer_of(device).repeated(
+    seconds = build_timer(device).time_repetitions(
         [lambda: torch.mm(left, right, out=product)], REFERENCE_REPETITIONS[device.type]
     )
-    moved = 3.0 * 4 * size**2
-    return Sample(MATMUL, REFERENCE, "fp32", (1, size, size, size), 2.0 * size**3, moved, seconds)
+    bytes_moved = 3.0 * 4 * size**2
+    return CalibrationSample(MATMUL, REFERENCE_NAME, "fp32", (1, size, size, size), 2.0 * size**3, bytes_moved, seconds)
 
 
-def disturbances(samples: Sequence[Sample], waiting: float = 0.0) -> list[Disturbance]:
+def find_disturbances(samples: Sequence[CalibrationSample], wait_share: float = 0.0) -> list[Disturbance]:
     """What says that the machine was not quiet; nothing, if it was.
 
     Parameters
     ----------
     samples: sequence of Sample
         In the order they were timed. The same measurement may occur several times, to be compared.
-    waiting: float
+    wait_share: float
         Share of the time that the process that measured had to wait for a processor.
     """
-    found = []
-    if waiting > WAITING_LIMIT:
-        found.append(Disturbance("the time in which other processes had the processor", waiting, WAITING_LIMIT))
-    for kind in KINDS:
-        found += _scattered([sample for sample in samples if sample.kind == kind], spread_limit(kind))
-    for several in _repeated(samples):
-        limit = DRIFT_LIMIT.get(several[0].kind, OTHER_DRIFT_LIMIT)
-        medians = [sample.median_s for sample in several]
+    disturbances = []
+    if wait_share > MAX_WAIT_SHARE:
+        disturbances.append(
+            Disturbance("the time in which other processes had the processor", wait_share, MAX_WAIT_SHARE)
+        )
+    for kind in SAMPLE_KINDS:
+        disturbances += _find_scattered([sample for sample in samples if sample.kind == kind], find_spread_limit(kind))
+    for repeated_samples in _group_repeated(samples):
+        limit = MAX_DRIFT_BY_KIND.get(repeated_samples[0].kind, MAX_OTHER_DRIFT)
+        medians = [sample.median_s for sample in repeated_samples]
         drift = max(medians) / min(medians) - 1
         if drift > limit:
-            what = f"the difference between {described(several[0])} at one time and another"
-            found.append(Disturbance(what, drift, limit))
-    return found
+            description = f"the difference between {describe_sample(repeated_samples[0])} at one time and another"
+            disturbances.append(Disturbance(description, drift, limit))
+    return disturbances
 
 
-def spread_limit(kind: str) -> float:
+def find_spread_limit(kind: str) -> float:
     """The limit for the typical spread of one kind of measurement."""
-    return SPREAD_LIMIT.get(kind, OTHER_SPREAD_LIMIT)
+    return MAX_SPREAD_BY_KIND.get(kind, MAX_OTHER_SPREAD)
 
 
-def _scattered(samples: Sequence[Sample], limit: float) -> list[Disturbance]:
+def _find_scattered(samples: Sequence[CalibrationSample], limit: float) -> list[Disturbance]:
     """What is typical of one kind, if it is above the limit."""
     if not samples:
         return []
-    typical = statistics.median(sample.spread for sample in samples)
-    if typical <= limit:
+    typical_spread = statistics.median(sample.spread for sample in samples)
+    if typical_spread <= limit:
         return []
-    worst = max(samples, key=lambda sample: sample.spread)
-    example = f"the worst, of {described(worst)}, is {100 * worst.spread:.0f} %"
+    worst_sample = max(samples, key=lambda sample: sample.spread)
+    example_text = f"the worst, of {describe_sample(worst_sample)}, is {100 * worst_sample.spread:.0f} %"
     return [
-        Disturbance(f"the typical spread of {len(samples)} {samples[0].kind} measurements ({example})", typical, limit)
+        Disturbance(
+            f"the typical spread of {len(samples)} {samples[0].kind} measurements ({example_text})",
+            typical_spread,
+            limit,
+        )
     ]
 
 
-def _repeated(samples: Sequence[Sample]) -> list[list[Sample]]:
+def _group_repeated(samples: Sequence[CalibrationSample]) -> list[list[CalibrationSample]]:
     """Measurements that were made more than once to be compared. Operators of steps that are alike may be different."""
-    found: dict[tuple[object, ...], list[Sample]] = {}
+    samples_by_key: dict[tuple[object, ...], list[CalibrationSample]] = {}
     for sample in samples:
-        if sample.name == REFERENCE or sample.kind == COLLECTIVE:
+        if sample.name == REFERENCE_NAME or sample.kind == COLLECTIVE:
             key = (sample.name, sample.dims, sample.ranks, sample.ranks_per_node)
-            found.setdefault(key, []).append(sample)
-    return [several for several in found.values() if len(several) > 1]
+            samples_by_key.setdefault(key, []).append(sample)
+    return [repeated_samples for repeated_samples in samples_by_key.values() if len(repeated_samples) > 1]
 
 
-def described(sample: Sample) -> str:
+def describe_sample(sample: CalibrationSample) -> str:
     """A measurement in a few words."""
     if sample.kind == COLLECTIVE:
         return f"{sample.name} of {sample.bytes_moved:,.0f} bytes among {sample.ranks} ranks"

@@ -8,35 +8,42 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.calibration.formats import precision_of
-from bench.calibration.sample import ATTENTION, MATMUL, Sample
+from bench.calibration.formats import build_precision
+from bench.calibration.sample import ATTENTION, MATMUL, CalibrationSample
 from bench.hardware import Hardware
-from bench.hardware.processor import Processor
-from bench.hardware.speeds import Attention, Launch, Links, Matmul, Outside, Speeds
+from bench.hardware.processor import ProcessorSpeed
+from bench.hardware.speeds import (
+    AttentionSpeed,
+    HardwareSpeeds,
+    LaunchOverhead,
+    LinkSpeeds,
+    MatmulSpeed,
+    MemoryOutsideAllocator,
+)
 from bench.simulate import kernels
-from bench.simulate.cost import kernel_seconds
-from bench.simulate.kernels import FORMATS, Floats, Kernels
+from bench.simulate.cost import compute_kernel_seconds
+from bench.simulate.kernels import OPERAND_FORMATS, FloatArray, KernelArrays
 
-NOBODY = Links(1.0, 1.0, 1.0, 1.0, 1, 0.0, 1.0), Outside(1.0, 1.0, 1.0)
+SINGLE_DEVICE_PLACEHOLDERS = LinkSpeeds(1.0, 1.0, 1.0, 1.0, 1, 0.0, 1.0), MemoryOutsideAllocator(1.0, 1.0, 1.0)
 """Where no others are: times of one device do not depend on it."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Everything of `Speeds` that one device alone shows, and its memory's bandwidth."""
+class SingleDeviceSpeeds:
+    """Everything of `HardwareSpeeds` that one device alone shows, and its memory's bandwidth."""
 
-    matmul: Matmul | None
-    attention: Attention | None
+    matmul: MatmulSpeed | None
+    attention: AttentionSpeed | None
     memory_bandwidth_gb_s: float
     memory_efficiency: float
     overlap_loss: float
-    launch: Launch
+    launch: LaunchOverhead
     operators: dict[str, float] | None
-    processor: Processor | None
+    processor: ProcessorSpeed | None
 
-    def speeds(self, links: Links, outside: Outside) -> Speeds:
+    def build_speeds(self, links: LinkSpeeds, outside: MemoryOutsideAllocator) -> HardwareSpeeds:
         """Together with the rest."""
-        return Speeds(
+        return HardwareSpeeds(
             matmul=self.matmul,
             attention=self.attention,
             memory_efficiency=self.memory_efficiency,
@@ -48,33 +55,39 @@ class Parts:
             processor=self.processor,
         )
 
-    def device(self, base: Hardware) -> Hardware:
+    def build_hardware(self, base: Hardware) -> Hardware:
         """The device they describe."""
-        return dataclasses.replace(base, memory_bandwidth_gb_s=self.memory_bandwidth_gb_s, speeds=self.speeds(*NOBODY))
+        return dataclasses.replace(
+            base,
+            memory_bandwidth_gb_s=self.memory_bandwidth_gb_s,
+            speeds=self.build_speeds(*SINGLE_DEVICE_PLACEHOLDERS),
+        )
 
 
-def predicted(samples: Sequence[Sample], hardware: Hardware) -> Floats:
+def predict_kernel_seconds(samples: Sequence[CalibrationSample], hardware: Hardware) -> FloatArray:
     """Seconds that predictions come to for matrix products, attention and operators of one format."""
-    return kernel_seconds(as_kernels(samples), hardware, precision_of(samples[0].format))
+    return compute_kernel_seconds(build_kernels(samples), hardware, build_precision(samples[0].format))
 
 
-def as_kernels(samples: Sequence[Sample]) -> Kernels:
+def build_kernels(samples: Sequence[CalibrationSample]) -> KernelArrays:
     """Timings as the kernels of a trace, all of one format."""
-    kinds = {MATMUL: kernels.MATMUL, ATTENTION: kernels.ATTENTION}
+    kernel_kinds = {MATMUL: kernels.MATMUL, ATTENTION: kernels.ATTENTION}
     dims = np.zeros((len(samples), 5))
     for index, sample in enumerate(samples):
-        if sample.kind in kinds:
+        if sample.kind in kernel_kinds:
             dims[index, : len(sample.dims)] = sample.dims
-    return Kernels(
+    return KernelArrays(
         operators=tuple(sample.name for sample in samples),
-        kinds=np.array([kinds.get(sample.kind, kernels.MEMORY) for sample in samples], dtype=np.int64),
-        formats=np.array([FORMATS.index(stored_in(sample.format)) for sample in samples], dtype=np.int64),
+        kinds=np.array([kernel_kinds.get(sample.kind, kernels.MEMORY_BOUND) for sample in samples], dtype=np.int64),
+        formats=np.array(
+            [OPERAND_FORMATS.index(find_storage_format(sample.format)) for sample in samples], dtype=np.int64
+        ),
         dims=dims,
         flops=np.array([sample.flops for sample in samples]),
         bytes_moved=np.array([sample.bytes_moved for sample in samples]),
     )
 
 
-def stored_in(format_: str) -> str:
+def find_storage_format(format_: str) -> str:
     """The format of operands: TF32 is fp32 in memory."""
     return "fp32" if format_ == "tf32" else format_

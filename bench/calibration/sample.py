@@ -14,15 +14,15 @@ MATMUL, ATTENTION, MEMORY, OPERATOR, OPTIMIZER, LAUNCH, COLLECTIVE = (
     "launch",
     "collective",
 )
-KINDS = (MATMUL, ATTENTION, MEMORY, OPERATOR, OPTIMIZER, LAUNCH, COLLECTIVE)
+SAMPLE_KINDS = (MATMUL, ATTENTION, MEMORY, OPERATOR, OPTIMIZER, LAUNCH, COLLECTIVE)
 
 
 @dataclass(frozen=True)
-class Sample:
+class CalibrationSample:
     """Repeated timings of one operation at one size."""
 
     kind: str
-    """One of `KINDS`."""
+    """One of `SAMPLE_KINDS`."""
     name: str
     """Operator (``mm``, ``gelu_backward``), optimizer and its implementation, or collective (``all-gather``)."""
     format: str

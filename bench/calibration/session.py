@@ -9,48 +9,50 @@ import torch
 
 from bench.calibration.collectives import measure_collectives
 from bench.calibration.compute import measure_compute
-from bench.calibration.noise import Waiting, disturbances, reference
-from bench.calibration.sample import Sample
-from bench.calibration.world import Process, on_this_machine
+from bench.calibration.noise import ProcessorWait, find_disturbances, time_reference
+from bench.calibration.sample import CalibrationSample
+from bench.calibration.world import CalibrationProcess, run_local_processes
 from bench.measure import environment
 
 
 @dataclass(frozen=True)
-class Extent:
+class CalibrationSettings:
     """What is to be timed."""
 
-    device: str
+    device_type: str
     """cpu or cuda."""
-    threads: int
+    cpu_threads: int
     """That a process computes with on a CPU."""
-    compute: bool
-    collectives: bool
-    ranks: int
+    times_compute: bool
+    times_collectives: bool
+    local_ranks: int
     """Processes to start for collectives, where nobody has started them; fewer than 2 time none."""
-    quick: bool
+    is_quick: bool
 
 
 @dataclass
-class Measured:
+class CalibrationMeasurements:
     """What was timed."""
 
     device: torch.device
-    processes: str = "1 process"
+    processes_text: str = "1 process"
     """Who communicated, in words."""
-    references: list[Sample] = field(default_factory=list)
+    reference_samples: list[CalibrationSample] = field(default_factory=list)
     """The same measurement, again and again."""
-    compute: list[Sample] = field(default_factory=list)
-    collectives: list[Sample] = field(default_factory=list)
-    waiting: float = 0.0
+    compute_samples: list[CalibrationSample] = field(default_factory=list)
+    collective_samples: list[CalibrationSample] = field(default_factory=list)
+    wait_share: float = 0.0
     """Share of the time in which other processes had this one's processor."""
 
     @property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[CalibrationSample]:
         """All of it."""
-        return [*self.references, *self.compute, *self.collectives]
+        return [*self.reference_samples, *self.compute_samples, *self.collective_samples]
 
 
-def measured(extent: Extent, process: Process | None) -> Measured | None:
+def run_calibration(
+    settings: CalibrationSettings, process: CalibrationProcess | None
+) -> CalibrationMeasurements | None:
     """Time everything; None on a process that only communicates with the one that leads.
 
     On a machine that is busy from the beginning that is all that is found: the rest would take minutes for nothing.
@@ -61,50 +63,64 @@ def measured(extent: Extent, process: Process | None) -> Measured | None:
         This one among those that torchrun or srun started; None to start others where they are needed.
     """
     if process is not None and process.rank > 0:
-        communicate(process, extent)
+        measure_rank_collectives(process, settings)
         return None
-    torch.set_num_threads(extent.threads)
-    on_gpu = extent.device == "cuda"
-    device = process.device(extent.device) if process else torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    found, waiting = Measured(device), Waiting()
-    with waiting.watched():
-        found.references.append(reference(device))
-    if process is None and disturbances(found.references, waiting.share):
-        found.waiting = waiting.share
-        return found
-    if extent.collectives and (process is not None or extent.ranks > 1):
-        found.collectives = (
-            communicate(process, extent) if process else on_this_machine(extent.ranks, communicate, extent)
+    torch.set_num_threads(settings.cpu_threads)
+    is_gpu = settings.device_type == "cuda"
+    device = (
+        process.select_device(settings.device_type)
+        if process
+        else torch.device("cuda", 0)
+        if is_gpu
+        else torch.device("cpu")
+    )
+    measurements, processor_wait = CalibrationMeasurements(device), ProcessorWait()
+    with processor_wait.measure():
+        measurements.reference_samples.append(time_reference(device))
+    if process is None and find_disturbances(measurements.reference_samples, processor_wait.share):
+        measurements.wait_share = processor_wait.share
+        return measurements
+    if settings.times_collectives and (process is not None or settings.local_ranks > 1):
+        measurements.collective_samples = (
+            measure_rank_collectives(process, settings)
+            if process
+            else run_local_processes(settings.local_ranks, measure_rank_collectives, settings)
         )
-        found.processes = _processes(process.size if process else extent.ranks, found.collectives)
-        with waiting.watched():
-            found.references.append(reference(device))
-    if extent.compute:
-        with waiting.watched():
-            found.compute = measure_compute(device, extent.threads, quick=extent.quick, progress=say)
-            found.references.append(reference(device))
-    found.waiting = waiting.share
-    return found
+        measurements.processes_text = _describe_processes(
+            process.world_size if process else settings.local_ranks, measurements.collective_samples
+        )
+        with processor_wait.measure():
+            measurements.reference_samples.append(time_reference(device))
+    if settings.times_compute:
+        with processor_wait.measure():
+            measurements.compute_samples = measure_compute(
+                device, settings.cpu_threads, quick=settings.is_quick, on_progress=print_progress
+            )
+            measurements.reference_samples.append(time_reference(device))
+    measurements.wait_share = processor_wait.share
+    return measurements
 
 
-def communicate(process: Process, extent: Extent) -> list[Sample]:
+def measure_rank_collectives(process: CalibrationProcess, settings: CalibrationSettings) -> list[CalibrationSample]:
     """One process's part in the timing of collectives; all get the samples."""
-    torch.set_num_threads(extent.threads)
-    device = process.device(extent.device)
-    with process.communicating(device):
-        host, leads = environment.host(), process.rank == 0
-        return measure_collectives(device, host, quick=extent.quick, progress=say if leads else _say_nothing)
+    torch.set_num_threads(settings.cpu_threads)
+    device = process.select_device(settings.device_type)
+    with process.init_process_group(device):
+        host, is_leader = environment.get_host_name(), process.rank == 0
+        return measure_collectives(
+            device, host, quick=settings.is_quick, on_progress=print_progress if is_leader else _ignore_progress
+        )
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     """Tell whoever waits what is being timed."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _say_nothing(text: str) -> None:
+def _ignore_progress(text: str) -> None:
     pass
 
 
-def _processes(number: int, timed: list[Sample]) -> str:
-    nodes = max((-(-sample.ranks // sample.ranks_per_node) for sample in timed), default=1)
-    return f"{number} processes on {nodes} node{'s' * (nodes > 1)}"
+def _describe_processes(process_count: int, collective_samples: list[CalibrationSample]) -> str:
+    nodes = max((-(-sample.ranks // sample.ranks_per_node) for sample in collective_samples), default=1)
+    return f"{process_count} processes on {nodes} node{'s' * (nodes > 1)}"

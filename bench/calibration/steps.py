@@ -16,64 +16,71 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.calibration.formats import precision_of
-from bench.calibration.optimizer import Optimizers
+from bench.calibration.formats import build_precision
+from bench.calibration.optimizer import TimedOptimizers
 from bench.calibration.sample import ATTENTION as ATTENTION_SAMPLE
-from bench.calibration.sample import LAUNCH, OPERATOR, OPTIMIZER, Sample
+from bench.calibration.sample import LAUNCH, OPERATOR, OPTIMIZER, CalibrationSample
 from bench.calibration.sample import MATMUL as MATMUL_SAMPLE
-from bench.calibration.timer import Timer, timer_of
+from bench.calibration.timer import CallTimer, build_timer
 from bench.models import Batch, Family
-from bench.models.gpt import GPT
-from bench.models.t5 import T5
-from bench.simulate.kernels import ATTENTION, FORMATS, MATMUL
-from bench.simulate.recorder import describe, is_kernel
-from bench.strategies.single import Single
-from bench.training.engine import Engine, build_engine, micro_batches
+from bench.models.gpt import GPTFamily
+from bench.models.t5 import T5Family
+from bench.simulate.kernels import ATTENTION, MATMUL, OPERAND_FORMATS
+from bench.simulate.recorder import describe_kernel, is_kernel
+from bench.strategies.single import SingleProcessStrategy
+from bench.training.engine import Engine, build_engine, build_micro_batches
 from bench.training.optimizer import OptimizerConfig
 
-STEP = "step"
+STEP_SAMPLE = "step"
 """Name of the samples of whole forward and backward passes, of so little work that starting it is all."""
 
-CALL = "call"
+CALL_SAMPLE = "call"
 """Name of the samples of one operator among those of such a pass."""
 
-KIND = {MATMUL: MATMUL_SAMPLE, ATTENTION: ATTENTION_SAMPLE}
-LEAST_S = 10e-6
+SAMPLE_KIND_BY_KERNEL = {MATMUL: MATMUL_SAMPLE, ATTENTION: ATTENTION_SAMPLE}
+MIN_OPERATOR_S = 10e-6
 """Operators that take less say nothing about rates."""
 
-VOCABULARY, SMALLEST_VOCABULARY = 3000, 64
+VOCABULARY_SIZE, SMALLEST_VOCABULARY_SIZE = 3000, 64
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """A model and a batch."""
 
-    width: int
-    heads: int
-    batch: int
-    length: int
-    vocabulary: int = VOCABULARY
+    hidden_size: int
+    num_heads: int
+    batch_size: int
+    sequence_length: int
+    vocabulary_size: int = VOCABULARY_SIZE
     activation: str = "gelu_pytorch_tanh"
     """Of the GPT."""
 
-    def models(self) -> tuple[Family, Family]:
+    def build_models(self) -> tuple[Family, Family]:
         """A GPT and a T5."""
-        named = ("calibration", "gpt", "sdpa", self.vocabulary)
-        gpt = GPT(*named, 1024, hidden_size=self.width, num_layers=2, num_heads=self.heads, activation=self.activation)
-        named = ("calibration", "t5", "sdpa", self.vocabulary)
-        dimensions = (self.width, 4 * self.width, self.width // self.heads, self.heads)
-        return gpt, T5(*named, *dimensions, num_encoder_layers=1, num_decoder_layers=2)
+        common_arguments = ("calibration", "gpt", "sdpa", self.vocabulary_size)
+        gpt = GPTFamily(
+            *common_arguments,
+            1024,
+            hidden_size=self.hidden_size,
+            num_layers=2,
+            num_heads=self.num_heads,
+            activation=self.activation,
+        )
+        common_arguments = ("calibration", "t5", "sdpa", self.vocabulary_size)
+        dimensions = (self.hidden_size, 4 * self.hidden_size, self.hidden_size // self.num_heads, self.num_heads)
+        return gpt, T5Family(*common_arguments, *dimensions, num_encoder_layers=1, num_decoder_layers=2)
 
 
-def _shapes(*sizes: tuple[int, int, int, int]) -> tuple[Shape, ...]:
+def _build_shapes(*sizes: tuple[int, int, int, int]) -> tuple[StepShape, ...]:
     """Shapes whose activation is one operator or several, in turn."""
-    return tuple(Shape(*size, activation=ACTIVATIONS[number % 2]) for number, size in enumerate(sizes))
+    return tuple(StepShape(*size, activation=ACTIVATIONS[index % 2]) for index, size in enumerate(sizes))
 
 
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu_new")
 
-SHAPES = {
-    "cpu": _shapes(
+STEP_SHAPES = {
+    "cpu": _build_shapes(
         (96, 3, 8, 224),
         (192, 6, 4, 96),
         (320, 5, 1, 40),
@@ -82,60 +89,73 @@ SHAPES = {
         (640, 10, 4, 160),
         (896, 14, 2, 96),
     ),
-    "cuda": _shapes((1280, 20, 8, 512), (2560, 20, 4, 1024)),
+    "cuda": _build_shapes((1280, 20, 8, 512), (2560, 20, 4, 1024)),
 }
-QUICK_SHAPES = {
-    "cpu": _shapes((96, 3, 4, 96), (320, 5, 1, 40), (320, 5, 4, 112), (640, 10, 3, 72)),
-    "cuda": SHAPES["cuda"][:1],
+QUICK_STEP_SHAPES = {
+    "cpu": _build_shapes((96, 3, 4, 96), (320, 5, 1, 40), (320, 5, 4, 112), (640, 10, 3, 72)),
+    "cuda": STEP_SHAPES["cuda"][:1],
 }
-SMALLEST = tuple(Shape(*each, SMALLEST_VOCABULARY) for each in ((32, 2, 1, 8), (48, 3, 1, 16)))
+SMALLEST_SHAPES = tuple(StepShape(*size, SMALLEST_VOCABULARY_SIZE) for size in ((32, 2, 1, 8), (48, 3, 1, 16)))
 """Models whose steps are nothing but starting operators."""
 
-TOGETHER = {"cpu": 1, "cuda": 10}
+CALLS_TOGETHER = {"cpu": 1, "cuda": 10}
 """Calls of an operator that are timed together: a GPU has to be busy while the processor launches."""
 
-STEPS, QUICK_STEPS = 4, 3
-PASSES, QUICK_PASSES = 3, 1
+STEPS_PER_MODEL, QUICK_STEPS_PER_MODEL = 4, 3
+MODEL_PASSES, QUICK_MODEL_PASSES = 3, 1
 """How often all models are gone through: what disturbs one pass may spare the other."""
 
 
 def measure_steps(
-    device: torch.device, formats: Sequence[str], *, quick: bool, progress: Callable[[str], None]
-) -> list[Sample]:
+    device: torch.device, formats: Sequence[str], *, quick: bool, on_progress: Callable[[str], None]
+) -> list[CalibrationSample]:
     """Time operators within training steps, and whole steps of the smallest models."""
-    found = _Found()
-    for number in range(QUICK_PASSES if quick else PASSES):
+    operator_times = _OperatorTimes()
+    for pass_index in range(QUICK_MODEL_PASSES if quick else MODEL_PASSES):
         for format_ in formats:
-            for shape in (QUICK_SHAPES if quick else SHAPES)[device.type]:
-                for family in shape.models():
-                    progress(f"steps of {family.family} of width {shape.width} in {format_}, pass {number + 1}")
-                    _watch(family, shape, format_, device, QUICK_STEPS if quick else STEPS, found)
-    samples = found.samples()
-    tiny = _Found()
-    for shape in SMALLEST:
-        for family in shape.models():
-            _watch(family, shape, "fp32", device, QUICK_STEPS, tiny)
-    samples += [sample for sample in tiny.samples() if sample.kind == OPTIMIZER]
+            for shape in (QUICK_STEP_SHAPES if quick else STEP_SHAPES)[device.type]:
+                for family in shape.build_models():
+                    on_progress(
+                        f"steps of {family.family} of width {shape.hidden_size} in {format_}, pass {pass_index + 1}"
+                    )
+                    _time_operators(
+                        family,
+                        shape,
+                        format_,
+                        device,
+                        QUICK_STEPS_PER_MODEL if quick else STEPS_PER_MODEL,
+                        operator_times,
+                    )
+    samples = operator_times.build_samples()
+    smallest_times = _OperatorTimes()
+    for shape in SMALLEST_SHAPES:
+        for family in shape.build_models():
+            _time_operators(family, shape, "fp32", device, QUICK_STEPS_PER_MODEL, smallest_times)
+    samples += [sample for sample in smallest_times.build_samples() if sample.kind == OPTIMIZER]
     for format_ in formats:
-        for shape in SMALLEST:
-            progress(f"steps of the smallest models in {format_}")
-            for family in shape.models():
-                samples += _smallest(family, shape, format_, device, 15 if quick else 40)
+        for shape in SMALLEST_SHAPES:
+            on_progress(f"steps of the smallest models in {format_}")
+            for family in shape.build_models():
+                samples += _time_smallest_steps(family, shape, format_, device, 15 if quick else 40)
     return samples
 
 
-def _engine(family: Family, shape: Shape, format_: str, device: torch.device) -> tuple[Engine, list[Batch]]:
+def _build_step_engine(
+    family: Family, shape: StepShape, format_: str, device: torch.device
+) -> tuple[Engine, list[Batch]]:
     engine = build_engine(
         family,
-        Single("single", 1),
-        precision_of(format_),
+        SingleProcessStrategy("single", 1),
+        build_precision(format_),
         OptimizerConfig("adamw", "fused", learning_rate=1e-4),
         device=device,
     )
-    return engine, micro_batches(family, batch_size=shape.batch, sequence_length=shape.length, device=device)
+    return engine, build_micro_batches(
+        family, batch_size=shape.batch_size, sequence_length=shape.sequence_length, device=device
+    )
 
 
-def _passes(engine: Engine, batches: Sequence[Batch]) -> None:
+def _run_forward_backward(engine: Engine, batches: Sequence[Batch]) -> None:
     """Forward and backward as in `Engine.step`, without the optimizer, which is timed by itself."""
     engine.module.zero_grad(set_to_none=True)
     (batch,) = batches
@@ -144,85 +164,98 @@ def _passes(engine: Engine, batches: Sequence[Batch]) -> None:
     engine.loss(logits, batch.labels).backward()
 
 
-def _watch(family: Family, shape: Shape, format_: str, device: torch.device, steps: int, found: _Found) -> None:
-    engine, batches = _engine(family, shape, format_, device)
+def _time_operators(
+    family: Family, shape: StepShape, format_: str, device: torch.device, steps: int, operator_times: _OperatorTimes
+) -> None:
+    engine, batches = _build_step_engine(family, shape, format_, device)
     for _ in range(2):
         engine.step(batches)
-    watch = _Watch(timer_of(device), TOGETHER[device.type], format_)
+    operator_timer = _OperatorTimer(build_timer(device), CALLS_TOGETHER[device.type], format_)
     for _ in range(steps):
-        watch.times.clear()
-        with watch:
-            _passes(engine, batches)
-        found.add(watch.times)
+        operator_timer.times.clear()
+        with operator_timer:
+            _run_forward_backward(engine, batches)
+        operator_times.add_step(operator_timer.times)
     if format_ == "fp32":
-        _update(engine, batches, device, steps, found)
+        _time_optimizers(engine, batches, device, steps, operator_times)
 
 
-def _update(engine: Engine, batches: Sequence[Batch], device: torch.device, steps: int, found: _Found) -> None:
+def _time_optimizers(
+    engine: Engine, batches: Sequence[Batch], device: torch.device, steps: int, operator_times: _OperatorTimes
+) -> None:
     """Steps of all optimizers with gradients of a real pass."""
-    optimizers = Optimizers(engine.module, device)
-    _passes(engine, batches)
-    optimizers.prepare()
+    optimizers = TimedOptimizers(engine.module, device)
+    _run_forward_backward(engine, batches)
+    optimizers.initialize_states()
     for _ in range(steps):
-        timed = optimizers.timed(timer_of(device))
-        found.add([((OPTIMIZER, name, "fp32", size, 0.0, moved), seconds) for name, size, moved, seconds in timed])
+        step_times = optimizers.time_steps(build_timer(device))
+        operator_times.add_step(
+            [
+                ((OPTIMIZER, name, "fp32", size, 0.0, bytes_moved), seconds)
+                for name, size, bytes_moved, seconds in step_times
+            ]
+        )
 
 
-def _smallest(family: Family, shape: Shape, format_: str, device: torch.device, repetitions: int) -> list[Sample]:
+def _time_smallest_steps(
+    family: Family, shape: StepShape, format_: str, device: torch.device, repetitions: int
+) -> list[CalibrationSample]:
     """Both passes of a model with next to nothing to compute, and an operator that is bound by memory there."""
-    engine, batches = _engine(family, shape, format_, device)
-    counter = _Counter()
-    _passes(engine, batches)
+    engine, batches = _build_step_engine(family, shape, format_, device)
+    counter = _OperatorCounter()
+    _run_forward_backward(engine, batches)
     with counter:
-        _passes(engine, batches)
-    seconds = timer_of(device).repeated([lambda: _passes(engine, batches)], repetitions)
-    dims = (counter.kernels, counter.products, *counter.attention)
-    calls = []
-    watch = _Watch(timer_of(device), 1, format_)
+        _run_forward_backward(engine, batches)
+    seconds = build_timer(device).time_repetitions([lambda: _run_forward_backward(engine, batches)], repetitions)
+    dims = (counter.kernel_count, counter.product_count, *counter.attention_pairs)
+    call_seconds = []
+    operator_timer = _OperatorTimer(build_timer(device), 1, format_)
     for _ in range(repetitions):
-        watch.times.clear()
-        with watch:
-            _passes(engine, batches)
-        calls.append(statistics.median(seconds for key, seconds in watch.times if key[0] == OPERATOR))
+        operator_timer.times.clear()
+        with operator_timer:
+            _run_forward_backward(engine, batches)
+        call_seconds.append(statistics.median(seconds for key, seconds in operator_timer.times if key[0] == OPERATOR))
     return [
-        Sample(LAUNCH, f"{STEP} {family.family}", format_, dims, counter.flops, counter.bytes_moved, seconds),
-        Sample(LAUNCH, f"{CALL} {family.family}", format_, dims, 0.0, 0.0, tuple(calls)),
+        CalibrationSample(
+            LAUNCH, f"{STEP_SAMPLE} {family.family}", format_, dims, counter.flops, counter.bytes_moved, seconds
+        ),
+        CalibrationSample(LAUNCH, f"{CALL_SAMPLE} {family.family}", format_, dims, 0.0, 0.0, tuple(call_seconds)),
     ]
 
 
-Key = tuple[str, str, str, tuple[int, ...], float, float]
+SampleKey = tuple[str, str, str, tuple[int, ...], float, float]
 """Kind, name, format, dimensions, FLOPs and bytes of a sample."""
 
 
-class _Found:
+class _OperatorTimes:
     """Times of the same operator on the same operands, put together."""
 
     def __init__(self) -> None:
-        self._times: dict[Key, list[float]] = defaultdict(list)
+        self._times: dict[SampleKey, list[float]] = defaultdict(list)
 
-    def add(self, times: Sequence[tuple[Key, float]]) -> None:
+    def add_step(self, times: Sequence[tuple[SampleKey, float]]) -> None:
         """Of one step: the mean of all calls that are alike is one repetition."""
-        step: dict[Key, list[float]] = defaultdict(list)
+        seconds_by_key: dict[SampleKey, list[float]] = defaultdict(list)
         for key, seconds in times:
-            step[key].append(seconds)
-        for key, several in step.items():
-            self._times[key].append(statistics.fmean(several))
+            seconds_by_key[key].append(seconds)
+        for key, call_seconds in seconds_by_key.items():
+            self._times[key].append(statistics.fmean(call_seconds))
 
-    def samples(self) -> list[Sample]:
+    def build_samples(self) -> list[CalibrationSample]:
         """Those that take long enough to say anything."""
-        made = [Sample(*key, seconds=tuple(seconds)) for key, seconds in self._times.items()]
-        return [sample for sample in made if sample.median_s >= LEAST_S]
+        samples = [CalibrationSample(*key, seconds=tuple(seconds)) for key, seconds in self._times.items()]
+        return [sample for sample in samples if sample.median_s >= MIN_OPERATOR_S]
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorTimer(TorchDispatchMode):
     """Times every operator that is called within."""
 
-    def __init__(self, timer: Timer, together: int, format_: str) -> None:
+    def __init__(self, timer: CallTimer, calls_together: int, format_: str) -> None:
         super().__init__()
         self._timer = timer
-        self._together = together
+        self._calls_together = calls_together
         self._format = format_
-        self.times: list[tuple[Key, float]] = []
+        self.times: list[tuple[SampleKey, float]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -230,47 +263,52 @@ class _Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         results: list[Any] = [None]
 
-        def call() -> None:
+        def run_operator() -> None:
             results[0] = func(*args, **kwargs)
 
-        seconds = self._timer.stretch([call] * self._together) / self._together
-        name, kind, number, dims, flops, moved = describe(func, args, kwargs, results[0])
-        format_ = FORMATS[number]
+        seconds = self._timer.time_calls([run_operator] * self._calls_together) / self._calls_together
+        name, kind, format_index, dims, flops, bytes_moved = describe_kernel(func, args, kwargs, results[0])
+        format_ = OPERAND_FORMATS[format_index]
         if kind == MATMUL and format_ == "fp32" and self._format == "tf32":
             format_ = "tf32"
         if kind == ATTENTION:
             format_ = "fp32" if self._format == "tf32" else self._format
             name = "backward" if "backward" in name else "forward"
-        if kind not in KIND:
-            dims = (_elements(results[0]),)
-        self.times.append(((KIND.get(kind, OPERATOR), name, format_, dims, float(flops), float(moved)), seconds))
+        if kind not in SAMPLE_KIND_BY_KERNEL:
+            dims = (_count_elements(results[0]),)
+        self.times.append(
+            (
+                (SAMPLE_KIND_BY_KERNEL.get(kind, OPERATOR), name, format_, dims, float(flops), float(bytes_moved)),
+                seconds,
+            )
+        )
         return results[0]
 
 
-class _Counter(TorchDispatchMode):
+class _OperatorCounter(TorchDispatchMode):
     """Counts operators, what they compute and what they move."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels = self.products = 0
-        self.attention = [0, 0]
+        self.kernel_count = self.product_count = 0
+        self.attention_pairs = [0, 0]
         """Pairs of sequence and head, forward and backward."""
         self.flops = self.bytes_moved = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         if is_kernel(func):
-            name, kind, _, dims, flops, moved = describe(func, args, kwargs, out)
-            self.kernels += 1
-            self.products += kind == MATMUL
+            name, kind, _, dims, flops, bytes_moved = describe_kernel(func, args, kwargs, output)
+            self.kernel_count += 1
+            self.product_count += kind == MATMUL
             if kind == ATTENTION:
-                self.attention["backward" in name] += dims[0] * dims[1]
+                self.attention_pairs["backward" in name] += dims[0] * dims[1]
             self.flops += flops
-            self.bytes_moved += moved
-        return out
+            self.bytes_moved += bytes_moved
+        return output
 
 
-def _elements(out: Any) -> int:
-    first = out[0] if isinstance(out, (tuple, list)) and out else out
-    return math.prod(first.shape) if isinstance(first, torch.Tensor) else 0
+def _count_elements(output: Any) -> int:
+    first_output = output[0] if isinstance(output, (tuple, list)) and output else output
+    return math.prod(first_output.shape) if isinstance(first_output, torch.Tensor) else 0

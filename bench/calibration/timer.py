@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 
-WARM_UP = 2
+WARM_UP_CALLS = 2
 """Calls before anything is timed: libraries choose their kernels in the first."""
 
 
-class Timer(ABC):
+class CallTimer(ABC):
     """Times calls on one device."""
 
-    least_s: float
+    min_timed_s: float
     """Shortest stretch that is timed at once: below it, several calls are timed together."""
 
     @abstractmethod
-    def stretch(self, calls: Sequence[Call]) -> float:
+    def time_calls(self, calls: Sequence[TimedCall]) -> float:
         """Seconds all calls take, one after the other."""
 
-    def repeated(self, calls: Sequence[Call], repetitions: int) -> tuple[float, ...]:
+    def time_repetitions(self, calls: Sequence[TimedCall], repetitions: int) -> tuple[float, ...]:
         """Seconds of one call, as often as it is repeated.
 
         Parameters
@@ -33,56 +33,56 @@ class Timer(ABC):
             The same work on different operands, taken in turn: what one call leaves in the caches is of no use to the
             next.
         """
-        for number in range(WARM_UP):
-            calls[number % len(calls)]()
-        once = self.stretch(calls[:1])
-        together = max(1, min(MOST_TOGETHER, round(self.least_s / max(once, 1e-9))))
-        first = 0
-        found = []
+        for index in range(WARM_UP_CALLS):
+            calls[index % len(calls)]()
+        call_s = self.time_calls(calls[:1])
+        calls_together = max(1, min(MAX_CALLS_TOGETHER, round(self.min_timed_s / max(call_s, 1e-9))))
+        first_index = 0
+        seconds = []
         for _ in range(repetitions):
-            stretch = [calls[(first + number) % len(calls)] for number in range(together)]
-            first += together
-            found.append(self.stretch(stretch) / together)
-        return tuple(found)
+            timed_calls = [calls[(first_index + index) % len(calls)] for index in range(calls_together)]
+            first_index += calls_together
+            seconds.append(self.time_calls(timed_calls) / calls_together)
+        return tuple(seconds)
 
 
-MOST_TOGETHER = 200
+MAX_CALLS_TOGETHER = 200
 """Calls that are timed together at most."""
 
 
-class CpuTimer(Timer):
+class CpuTimer(CallTimer):
     """The host's monotonic clock: work on a CPU is done when its call returns."""
 
-    least_s = 0.5e-3
+    min_timed_s = 0.5e-3
 
-    def stretch(self, calls: Sequence[Call]) -> float:
-        """As `Timer` says."""
-        start = time.perf_counter()
+    def time_calls(self, calls: Sequence[TimedCall]) -> float:
+        """As `CallTimer` says."""
+        start_s = time.perf_counter()
         for call in calls:
             call()
-        return time.perf_counter() - start
+        return time.perf_counter() - start_s
 
 
-class CudaTimer(Timer):
+class CudaTimer(CallTimer):
     """Events before and after; the host runs ahead of the device."""
 
-    least_s = 2e-3
+    min_timed_s = 2e-3
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def stretch(self, calls: Sequence[Call]) -> float:
-        """As `Timer` says."""
+    def time_calls(self, calls: Sequence[TimedCall]) -> float:
+        """As `CallTimer` says."""
         stream = torch.cuda.current_stream(self._device)
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record(stream)
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_event.record(stream)
         for call in calls:
             call()
-        after.record(stream)
-        after.synchronize()
-        return float(before.elapsed_time(after)) / 1000
+        end_event.record(stream)
+        end_event.synchronize()
+        return float(start_event.elapsed_time(end_event)) / 1000
 
 
-def timer_of(device: torch.device) -> Timer:
+def build_timer(device: torch.device) -> CallTimer:
     """The timer for a device."""
     return CudaTimer(device) if device.type == "cuda" else CpuTimer()

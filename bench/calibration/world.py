@@ -15,47 +15,51 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.errors import UsageError
-from bench.processes import signals_held
-from bench.rendezvous import LOOPBACK, address_of, listening_store, stay_on_this_machine
+from bench.processes import block_signals
+from bench.rendezvous import LOOPBACK, find_address_of, restrict_gloo_to_loopback, serve_tcp_store
 
-FIRST_PORT, PORTS = 15000, 15000
+FIRST_PORT, PORT_COUNT = 15000, 15000
 """Where a job step without MASTER_PORT meets: below the ports that Linux hands out itself."""
 
 
 @dataclass(frozen=True)
-class Process:
+class CalibrationProcess:
     """One process of those that communicate, and where they all meet."""
 
     rank: int
     local_rank: int
-    size: int
-    meeting: tuple[str, int] | None = None
+    world_size: int
+    rendezvous_address: tuple[str, int] | None = None
     """Host and port of the store in which they find each other; None for what torchrun has put in the environment."""
-    listen: str | None = None
+    listen_address: str | None = None
     """This machine's address if it opens that store itself: nobody has done so for it."""
 
-    def device(self, kind: str) -> torch.device:
+    def select_device(self, device_type: str) -> torch.device:
         """Its own GPU, be it the only one it is shown or that of its local rank; or the processor."""
-        if kind == "cpu":
+        if device_type == "cpu":
             return torch.device("cpu")
         return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
-    def _store(self) -> dist.Store | None:
-        if self.meeting is None:
+    def _open_store(self) -> dist.Store | None:
+        if self.rendezvous_address is None:
             return None
-        host, port = self.meeting
-        return listening_store(self.listen, port) if self.listen else dist.TCPStore(host, port, is_master=False)
+        host, port = self.rendezvous_address
+        return (
+            serve_tcp_store(self.listen_address, port)
+            if self.listen_address
+            else dist.TCPStore(host, port, is_master=False)
+        )
 
     @contextmanager
-    def communicating(self, device: torch.device) -> Iterator[None]:
+    def init_process_group(self, device: torch.device) -> Iterator[None]:
         """Within, the default process group is that of all processes."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=self._store(),
+            store=self._open_store(),
             rank=self.rank,
-            world_size=self.size,
+            world_size=self.world_size,
             device_id=device if device.type == "cuda" else None,
         )
         try:
@@ -64,7 +68,7 @@ class Process:
             dist.destroy_process_group()
 
 
-def started_process() -> Process | None:
+def find_launched_process() -> CalibrationProcess | None:
     """This process among those that torchrun or srun started with it; None if it was started alone.
 
     Raises
@@ -74,67 +78,71 @@ def started_process() -> Process | None:
     """
     env = os.environ
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
-        return Process(int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"]))
+        return CalibrationProcess(int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"]))
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        rank, size = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
-        step = int(env["SLURM_JOB_ID"]) * 101 + int(env["SLURM_STEP_ID"])
-        port = int(env.get("MASTER_PORT", FIRST_PORT + step % PORTS))
-        first, *others = _hosts()
-        listen = address_of(first, others) if rank == 0 else None
-        return Process(rank, int(env["SLURM_LOCALID"]), size, (first, port), listen)
+        rank, world_size = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
+        step_number = int(env["SLURM_JOB_ID"]) * 101 + int(env["SLURM_STEP_ID"])
+        port = int(env.get("MASTER_PORT", FIRST_PORT + step_number % PORT_COUNT))
+        first_host, *other_hosts = _list_step_hosts()
+        listen_address = find_address_of(first_host, other_hosts) if rank == 0 else None
+        return CalibrationProcess(rank, int(env["SLURM_LOCALID"]), world_size, (first_host, port), listen_address)
     return None
 
 
-def _hosts() -> list[str]:
+def _list_step_hosts() -> list[str]:
     """The nodes of the job step, that of rank 0 first: srun numbers tasks from the first node of its step on."""
-    nodes = os.environ["SLURM_STEP_NODELIST"]
+    node_list = os.environ["SLURM_STEP_NODELIST"]
     try:
-        said = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=60
+        result = subprocess.run(
+            ["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=True, timeout=60
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise UsageError(f"SLURM_STEP_NODELIST={nodes} cannot be read with scontrol: {error}.") from None
-    return said.stdout.split()
+        raise UsageError(f"SLURM_STEP_NODELIST={node_list} cannot be read with scontrol: {error}.") from None
+    return result.stdout.split()
 
 
-def on_this_machine(ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Start processes of our own, and give what `work` returns in the first of them.
+def run_local_processes(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Start processes of our own, and give what `function` returns in the first of them.
 
     Parameters
     ----------
-    ranks: int
+    world_size: int
         How many.
-    work: callable
-        Called in each with its `Process` and the arguments. All of it is pickled: the processes begin from nothing.
+    function: callable
+        Called in each with its `CalibrationProcess` and the arguments. All of it is pickled: the processes begin from nothing.
 
     Raises
     ------
     RuntimeError
         If one of them fails; the others are ended.
     """
-    server = listening_store(LOOPBACK)
-    results = mp.get_context("spawn").SimpleQueue()
-    found, context = [], None
+    store = serve_tcp_store(LOOPBACK)
+    result_queue = mp.get_context("spawn").SimpleQueue()
+    results, process_context = [], None
     try:
-        with signals_held(signal.SIGINT):
-            context = mp.start_processes(
-                _begin, (ranks, server.port, results, work, arguments), nprocs=ranks, join=False, start_method="spawn"
+        with block_signals(signal.SIGINT):
+            process_context = mp.start_processes(
+                _run_local_process,
+                (world_size, store.port, result_queue, function, arguments),
+                nprocs=world_size,
+                join=False,
+                start_method="spawn",
             )
-        while not context.join(timeout=0.1):  # raises if a process has failed
-            if not results.empty():
-                found.append(results.get())
+        while not process_context.join(timeout=0.1):  # raises if a process has failed
+            if not result_queue.empty():
+                results.append(result_queue.get())
     except KeyboardInterrupt:
-        for process in context.processes if context else ():
+        for process in process_context.processes if process_context else ():
             process.kill()
             process.join()
         raise
-    return found[0] if found else results.get()
+    return results[0] if results else result_queue.get()
 
 
-def _begin(
-    rank: int, ranks: int, port: int, results: Any, work: Callable[..., Any], arguments: tuple[Any, ...]
+def _run_local_process(
+    rank: int, world_size: int, port: int, result_queue: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    stay_on_this_machine()
-    result = work(Process(rank, rank, ranks, (LOOPBACK, port)), *arguments)
+    restrict_gloo_to_loopback()
+    result = function(CalibrationProcess(rank, rank, world_size, (LOOPBACK, port)), *arguments)
     if rank == 0:
-        results.put(result)
+        result_queue.put(result)

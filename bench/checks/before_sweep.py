@@ -10,22 +10,24 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from bench.checks.machine import driver_version
-from bench.checks.session import Checked
+from bench.checks.machine import read_driver_version
+from bench.checks.session import CheckReport
 from bench.config import RunConfig
 from bench.errors import UsageError
-from bench.hardware.detect import Device
-from bench.simulate.cache import cache_file
+from bench.hardware.detect import DetectedDevice
+from bench.simulate.cache import find_cache_file
 
 
-def check_once(configs: Iterable[RunConfig], device: Device, check: Callable[[Device], Checked]) -> None:
+def check_machine_once(
+    configs: Iterable[RunConfig], device: DetectedDevice, run_check: Callable[[DetectedDevice], CheckReport]
+) -> None:
     """Check this machine, unless it passed with these GPUs, this driver and this torch, or no run is on a GPU.
 
     Parameters
     ----------
     configs: iterable of RunConfig
         What is to be executed on this machine.
-    check: callable
+    run_check: callable
         Checks a device, and shows what it found.
 
     Raises
@@ -37,30 +39,30 @@ def check_once(configs: Iterable[RunConfig], device: Device, check: Callable[[De
     """
     if device.kind != "cuda" or not any(config.hardware.device == "cuda" for config in configs):
         return
-    file = cache_file()
-    passed = file.with_name("checked.json") if file else None
-    machine = _machine(device)
-    known: list[str] = []
-    if passed is not None:
+    cache_path = find_cache_file()
+    passed_path = cache_path.with_name("checked.json") if cache_path else None
+    machine_key = _compute_machine_key(device)
+    passed_keys: list[str] = []
+    if passed_path is not None:
         with contextlib.suppress(OSError, ValueError, TypeError):
-            known = [entry for entry in json.loads(passed.read_text()) if isinstance(entry, str)]
-    if machine in known:
+            passed_keys = [entry for entry in json.loads(passed_path.read_text()) if isinstance(entry, str)]
+    if machine_key in passed_keys:
         return
-    checked = check(device)
-    if checked.stopped:
+    report = run_check(device)
+    if report.stop_signal_name:
         raise KeyboardInterrupt
-    if not checked.passed:
+    if not report.has_passed:
         raise UsageError(
             "No run was started, since this machine failed its check (the table above; python -m bench.check repeats "
             "it): choose check=false to start the sweep all the same."
         )
-    if passed is not None:
+    if passed_path is not None:
         with contextlib.suppress(OSError):  # a check that cannot be remembered comes again
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.write_text(json.dumps([*known, machine]) + "\n")
+            passed_path.parent.mkdir(parents=True, exist_ok=True)
+            passed_path.write_text(json.dumps([*passed_keys, machine_key]) + "\n")
 
 
-def _machine(device: Device) -> str:
+def _compute_machine_key(device: DetectedDevice) -> str:
     """What a check holds for: another GPU, driver or torch wants another one."""
-    parts = (socket.gethostname(), device.name, device.count, driver_version(), torch.__version__)
+    parts = (socket.gethostname(), device.name, device.count, read_driver_version(), torch.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -4,112 +4,130 @@ from __future__ import annotations
 
 import math
 
-from bench.checks.result import NOT_RUN, Result
-from bench.checks.runs import SHORT, Ran, configure
-from bench.hardware.detect import Device
-from bench.simulate.predict import predict
+from bench.checks.result import NOT_RUN, CheckResult
+from bench.checks.runs import SHORT_RUN_SETTINGS, CheckRun, build_check_config
+from bench.hardware.detect import DetectedDevice
+from bench.simulate.predict import predict_run
 
-OOM_WITHIN_S = 15.0
+MAX_OOM_DURATION_S = 15.0
 """From the start of a run to the row that says that it ran out of memory."""
 
-AGREES_WITHIN = 0.03
+PEAK_TOLERANCE = 0.03
 """Of peaks of memory: rehearsed and predicted against measured."""
 
-FITS, EXHAUSTED = 1.5, 0.5
+SUFFICIENT_LIMIT_FACTOR, EXHAUSTED_LIMIT_FACTOR = 1.5, 0.5
 """Limits that are tried, as multiples of the peak without a limit."""
 
-MODEL = {
+MODEL_SETTINGS = {
     "cpu": ("model=gpt_mini", "sequence_length=64"),
     "cuda": ("model=gpt_350m", "sequence_length=1024", "precision=bf16"),
 }
 
-STEPS = ("batch_size_per_gpu=2", "measurement.steps=2", *SHORT)
+STEP_SETTINGS = ("batch_size_per_gpu=2", "measurement.steps=2", *SHORT_RUN_SETTINGS)
 
-PIPELINE = ("strategy=pipeline", "gpus=2", "model.vocabulary_size=32768", "strategy.micro_batches=2")
+PIPELINE_SETTINGS = ("strategy=pipeline", "gpus=2", "model.vocabulary_size=32768", "strategy.micro_batches=2")
 """The last of two stages has the output layer, and needs far more memory than the first."""
 
 
-def peak_runs(device: Device) -> dict[str, tuple[str, ...]]:
+def build_peak_runs(device: DetectedDevice) -> dict[str, tuple[str, ...]]:
     """Runs without a limit: their peaks say which limits to try."""
-    size = 2 if device.kind == "cpu" or device.count > 1 else 1
-    shared = (*MODEL[device.kind], *STEPS)
-    sharded = (*shared, "strategy=fsdp", f"gpus={size}")
+    world_size = 2 if device.kind == "cpu" or device.count > 1 else 1
+    common_settings = (*MODEL_SETTINGS[device.kind], *STEP_SETTINGS)
+    sharded_settings = (*common_settings, "strategy=fsdp", f"gpus={world_size}")
     return {
-        "measured": sharded,
-        "rehearsed": (*sharded, "mode=rehearse"),
-        "pipeline": (*shared, *PIPELINE),
+        "measured": sharded_settings,
+        "rehearsed": (*sharded_settings, "mode=rehearse"),
+        "pipeline": (*common_settings, *PIPELINE_SETTINGS),
     }
 
 
-def limited_runs(device: Device, peaks: dict[str, Ran]) -> dict[str, tuple[str, ...]]:
+def build_limited_runs(device: DetectedDevice, peak_runs: dict[str, CheckRun]) -> dict[str, tuple[str, ...]]:
     """The same with limits, chosen from the peaks: one that suffices, one that does not, one that one of two ranks
     keeps."""
-    asked = peak_runs(device)
+    settings_by_run = build_peak_runs(device)
     runs = {}
-    if not peaks["measured"].error:
-        peak = peaks["measured"].row["peak_reserved_bytes"]
-        for name, share in (("fits", FITS), ("exhausted", EXHAUSTED)):
-            runs[name] = (*asked["measured"], _limit(min(share * peak, device.memory_bytes or math.inf)))
-    if not peaks["pipeline"].error:
-        per_rank = [rank["peak_reserved_bytes"] for rank in peaks["pipeline"].row["ranks"]]
-        runs["one of two"] = (*asked["pipeline"], _limit(sum(per_rank) / 2))
+    if not peak_runs["measured"].error:
+        peak_bytes = peak_runs["measured"].row["peak_reserved_bytes"]
+        for name, limit_factor in (("fits", SUFFICIENT_LIMIT_FACTOR), ("exhausted", EXHAUSTED_LIMIT_FACTOR)):
+            runs[name] = (
+                *settings_by_run["measured"],
+                _format_limit_setting(min(limit_factor * peak_bytes, device.memory_bytes or math.inf)),
+            )
+    if not peak_runs["pipeline"].error:
+        rank_peaks_bytes = [rank["peak_reserved_bytes"] for rank in peak_runs["pipeline"].row["ranks"]]
+        runs["one of two"] = (*settings_by_run["pipeline"], _format_limit_setting(sum(rank_peaks_bytes) / 2))
     return runs
 
 
-def _limit(limit_bytes: float) -> str:
+def _format_limit_setting(limit_bytes: float) -> str:
     return f"hardware.memory_limit_gib={limit_bytes / 2**30:.4f}"
 
 
-def check_memory(device: Device, peaks: dict[str, Ran], limited: dict[str, Ran]) -> list[Result]:
+def check_memory(
+    device: DetectedDevice, peak_runs: dict[str, CheckRun], limited_runs: dict[str, CheckRun]
+) -> list[CheckResult]:
     """Limits that are kept, runs out of memory that say so at once, and peaks that agree."""
     return [
-        _check_limit(limited.get("fits")),
-        _check_exhausted("out of memory", limited.get("exhausted")),
-        _check_exhausted("out of memory on one rank of two", limited.get("one of two"), peaks["pipeline"].reason),
-        *_check_peaks(device, peaks),
+        _check_limit(limited_runs.get("fits")),
+        _check_exhausted("out of memory", limited_runs.get("exhausted")),
+        _check_exhausted(
+            "out of memory on one rank of two", limited_runs.get("one of two"), peak_runs["pipeline"].reason
+        ),
+        *_check_peaks(device, peak_runs),
     ]
 
 
-def _check_limit(run: Ran | None) -> Result:
+def _check_limit(run: CheckRun | None) -> CheckResult:
     title = "memory limit is kept"
     if run is None:
-        return Result(title, NOT_RUN, "the run without a limit has no peak")
+        return CheckResult(title, NOT_RUN, "the run without a limit has no peak")
     if run.record is None:
-        return Result(title, NOT_RUN, run.reason, "ok")
+        return CheckResult(title, NOT_RUN, run.reason, "ok")
     if run.error:
-        return Result.of(title, False, run.error, "ok")
-    reserved, limit = run.row["peak_reserved_bytes"], run.row["memory_limit_bytes"]
-    return Result.of(title, reserved <= limit, f"{_mib(reserved)} reserved", f"at most {_mib(limit)}")
+        return CheckResult.from_outcome(title, False, run.error, "ok")
+    reserved_bytes, limit_bytes = run.row["peak_reserved_bytes"], run.row["memory_limit_bytes"]
+    return CheckResult.from_outcome(
+        title,
+        reserved_bytes <= limit_bytes,
+        f"{_format_mib(reserved_bytes)} reserved",
+        f"at most {_format_mib(limit_bytes)}",
+    )
 
 
-def _check_exhausted(title: str, run: Ran | None, reason: str = "") -> Result:
-    expected = f"oom, within {OOM_WITHIN_S:g} s"
+def _check_exhausted(title: str, run: CheckRun | None, reason: str = "") -> CheckResult:
+    expected = f"oom, within {MAX_OOM_DURATION_S:g} s"
     if run is None or run.record is None:
-        why = reason or (run.reason if run else "the run without a limit has no peak")
-        return Result(title, NOT_RUN, why, expected)
-    passed = run.row["status"] == "oom" and run.took_s <= OOM_WITHIN_S
-    phase = f" in {run.row['oom_phase']}" if run.row["status"] == "oom" else f" ({run.row['error']})"
-    return Result.of(title, passed, f"{run.row['status']}{phase} after {run.took_s:.1f} s", expected)
+        not_run_reason = reason or (run.reason if run else "the run without a limit has no peak")
+        return CheckResult(title, NOT_RUN, not_run_reason, expected)
+    passed = run.row["status"] == "oom" and run.duration_s <= MAX_OOM_DURATION_S
+    phase_text = f" in {run.row['oom_phase']}" if run.row["status"] == "oom" else f" ({run.row['error']})"
+    return CheckResult.from_outcome(
+        title, passed, f"{run.row['status']}{phase_text} after {run.duration_s:.1f} s", expected
+    )
 
 
-def _check_peaks(device: Device, peaks: dict[str, Ran]) -> list[Result]:
+def _check_peaks(device: DetectedDevice, peak_runs: dict[str, CheckRun]) -> list[CheckResult]:
     titles = ("peak of memory: rehearsed", "peak of memory: predicted")
-    measured, rehearsed = peaks["measured"], peaks["rehearsed"]
-    if measured.error:
-        return [Result(title, NOT_RUN, f"the measured run: {measured.error}") for title in titles]
-    peak = measured.row["peak_allocated_bytes"]
-    prediction = predict(configure(device, *peak_runs(device)["measured"]))
-    compared = [Result.of(titles[0], False, rehearsed.error, f"{_mib(peak)}, as measured")]
-    if not rehearsed.error:
-        compared = [_compare(titles[0], rehearsed.row["peak_allocated_bytes"], peak)]
-    return [*compared, _compare(titles[1], prediction.memory.allocated.value, peak)]
+    measured_run, rehearsed_run = peak_runs["measured"], peak_runs["rehearsed"]
+    if measured_run.error:
+        return [CheckResult(title, NOT_RUN, f"the measured run: {measured_run.error}") for title in titles]
+    peak_bytes = measured_run.row["peak_allocated_bytes"]
+    prediction = predict_run(build_check_config(device, *build_peak_runs(device)["measured"]))
+    results = [
+        CheckResult.from_outcome(titles[0], False, rehearsed_run.error, f"{_format_mib(peak_bytes)}, as measured")
+    ]
+    if not rehearsed_run.error:
+        results = [_compare_peak(titles[0], rehearsed_run.row["peak_allocated_bytes"], peak_bytes)]
+    return [*results, _compare_peak(titles[1], prediction.memory.allocated.value, peak_bytes)]
 
 
-def _compare(title: str, found: float, measured: float) -> Result:
-    off = found / measured - 1
-    expected = f"{_mib(measured)}, as measured, within {AGREES_WITHIN:.0%}"
-    return Result.of(title, abs(off) <= AGREES_WITHIN, f"{_mib(found)} ({off:+.2%})", expected)
+def _compare_peak(title: str, found_bytes: float, measured_bytes: float) -> CheckResult:
+    relative_error = found_bytes / measured_bytes - 1
+    expected = f"{_format_mib(measured_bytes)}, as measured, within {PEAK_TOLERANCE:.0%}"
+    return CheckResult.from_outcome(
+        title, abs(relative_error) <= PEAK_TOLERANCE, f"{_format_mib(found_bytes)} ({relative_error:+.2%})", expected
+    )
 
 
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+def _format_mib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:,.1f} MiB"

@@ -11,11 +11,11 @@ from rich.text import Text
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
-STYLES = {PASSED: "green", FAILED: "bold red", NOT_RUN: "yellow"}
+STATUS_STYLES = {PASSED: "green", FAILED: "bold red", NOT_RUN: "yellow"}
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """One check: what was asked, what was found, and whether that is as it should be."""
 
     name: str
@@ -26,12 +26,12 @@ class Result:
     expected: str = ""
 
     @classmethod
-    def of(cls, name: str, passed: bool, found: str, expected: str) -> Result:
+    def from_outcome(cls, name: str, passed: bool, found: str, expected: str) -> CheckResult:
         """A check that ran."""
         return cls(name, PASSED if passed else FAILED, found, expected)
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether something is wrong with the machine; what did not run says nothing about it."""
         return self.status == FAILED
 
@@ -40,11 +40,11 @@ class Result:
         return dataclasses.asdict(self)
 
 
-def results_table(results: Sequence[Result]) -> Table:
+def build_results_table(results: Sequence[CheckResult]) -> Table:
     """A row for each check."""
     table = Table("check", "", "found", "expected", box=None, pad_edge=False)
     for result in results:
-        words = (result.name, result.found, result.expected)  # as they are: square brackets are no markup
-        name, found, expected = map(Text, words)
-        table.add_row(name, Text(result.status, style=STYLES[result.status]), found, expected)
+        texts = (result.name, result.found, result.expected)  # as they are: square brackets are no markup
+        name, found, expected = map(Text, texts)
+        table.add_row(name, Text(result.status, style=STATUS_STYLES[result.status]), found, expected)
     return table

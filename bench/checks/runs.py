@@ -8,33 +8,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import records
-from bench.config import RunConfig, run_config
+from bench.config import RunConfig, build_run_config
 from bench.errors import ImpossibleError
-from bench.hardware.detect import Device
+from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
 from bench.launch.stop import StopSignal
-from bench.launch.task import Task
-from bench.launch.worker import Event
-from bench.planning.compose import composed
-from bench.planning.request import read_request
+from bench.launch.task import LaunchTask
+from bench.launch.worker import WorkerEvent
+from bench.planning.compose import compose_config
+from bench.planning.request import parse_sweep_request
 from bench.records import Record
 
-SHORT = ("measurement.warmup_steps=2", "measurement.min_warmup_s=0", "measurement.min_timed_s=0")
+SHORT_RUN_SETTINGS = ("measurement.warmup_steps=2", "measurement.min_warmup_s=0", "measurement.min_timed_s=0")
 """Of runs whose times nobody looks at: as few steps as are asked for, on a GPU, too."""
 
-TIME_LIMIT_S = 120
+RUN_TIME_LIMIT_S = 120
 """Of one run: a rank that hangs is a failed check, not a check that never ends."""
 
 
 @dataclass(frozen=True)
-class Ran:
+class CheckRun:
     """What became of one run."""
 
     record: Record | None
     """None if it could not run here, or left no row."""
     reason: str = ""
     """Why not."""
-    took_s: float = 0.0
+    duration_s: float = 0.0
     """From its start to its end, as its launcher told them."""
 
     @property
@@ -51,13 +51,15 @@ class Ran:
         return "" if self.record["status"] == "ok" else f"{self.record['status']}: {self.record['error']}"
 
 
-def configure(device: Device, *overrides: str) -> RunConfig:
+def build_check_config(device: DetectedDevice, *overrides: str) -> RunConfig:
     """A configuration as the commands compose it on this machine."""
-    (point,) = read_request(["sweep=adhoc", *overrides], multirun=False, device=device).points
-    return run_config(composed(point))
+    (point,) = parse_sweep_request(["sweep=adhoc", *overrides], multirun=False, device=device).points
+    return build_run_config(compose_config(point))
 
 
-def execute(runs: Mapping[str, tuple[str, ...]], device: Device, store: Path, stop: StopSignal) -> dict[str, Ran]:
+def execute_runs(
+    runs: Mapping[str, tuple[str, ...]], device: DetectedDevice, store: Path, stop_signal: StopSignal
+) -> dict[str, CheckRun]:
     """Execute runs one after the other, as a sweep does.
 
     Parameters
@@ -72,29 +74,35 @@ def execute(runs: Mapping[str, tuple[str, ...]], device: Device, store: Path, st
     dict
         What became of each, by its name.
     """
-    launcher = LocalLauncher({**composed({})["cluster"], "time_limit_s": TIME_LIMIT_S}, device)
+    launcher = LocalLauncher({**compose_config({})["cluster"], "time_limit_s": RUN_TIME_LIMIT_S}, device)
     configs: dict[str, RunConfig] = {}
-    ran: dict[str, Ran] = {}
+    check_runs: dict[str, CheckRun] = {}
     for name, overrides in runs.items():
         try:
-            config = configure(device, *overrides)
+            config = build_check_config(device, *overrides)
             launcher.check(config)
             configs[name] = config
-        except ImpossibleError as impossible:
-            ran[name] = Ran(None, str(impossible))
-    took_s: dict[str, float] = {}
-    last_start = time.monotonic()
+        except ImpossibleError as error:
+            check_runs[name] = CheckRun(None, str(error))
+    durations_s: dict[str, float] = {}
+    last_start_s = time.monotonic()
 
-    def keep_time(event: Event) -> None:
-        nonlocal last_start
+    def record_duration(event: WorkerEvent) -> None:
+        nonlocal last_start_s
         if event["event"] == "start":
-            last_start = time.monotonic()
+            last_start_s = time.monotonic()
         elif event["event"] == "end":
-            took_s[event["run_id"]] = time.monotonic() - last_start
+            durations_s[event["run_id"]] = time.monotonic() - last_start_s
 
     if configs:
-        launcher.launch([Task(config, force=True) for config in configs.values()], store, "check", stop, keep_time)
+        launcher.launch(
+            [LaunchTask(config, force=True) for config in configs.values()],
+            store,
+            "check",
+            stop_signal,
+            record_duration,
+        )
     for name, config in configs.items():
-        record = records.latest(store, config.run_id)
-        ran[name] = Ran(record, "" if record else "it left no row", took_s.get(config.run_id, 0.0))
-    return ran
+        record = records.read_latest_row(store, config.run_id)
+        check_runs[name] = CheckRun(record, "" if record else "it left no row", durations_s.get(config.run_id, 0.0))
+    return check_runs

@@ -14,95 +14,95 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.checks.losses import compare_losses, loss_runs
-from bench.checks.machine import VARIABLE, check_free, describe_machine, used_bytes
-from bench.checks.memory import check_memory, limited_runs, peak_runs
-from bench.checks.result import Result
-from bench.checks.runs import Ran, execute
-from bench.checks.timing import check_clock, check_profile, profiled_run
-from bench.hardware.detect import Device
+from bench.checks.losses import build_loss_runs, compare_losses
+from bench.checks.machine import TOKEN_VARIABLE, check_device_free, describe_machine, read_used_bytes
+from bench.checks.memory import build_limited_runs, build_peak_runs, check_memory
+from bench.checks.result import CheckResult
+from bench.checks.runs import CheckRun, execute_runs
+from bench.checks.timing import build_profiled_run, check_clock, check_profile
+from bench.hardware.detect import DetectedDevice
 from bench.launch.stop import StopSignal
 
-FORMAT = 1
+FORMAT_VERSION = 1
 """Of the file."""
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckReport:
     """What a check found."""
 
-    results: list[Result]
-    rows: dict[str, Any]
+    results: list[CheckResult]
+    rows_by_run: dict[str, Any]
     """The row of every run, by the run's name."""
-    took_s: float
-    stopped: str | None
+    duration_s: float
+    stop_signal_name: str | None
     """Name of the signal that ended it early."""
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether nothing failed, and everything that can run did."""
-        return not self.stopped and not any(result.failed for result in self.results)
+        return not self.stop_signal_name and not any(result.has_failed for result in self.results)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values: what the file holds."""
         return {
-            "format": FORMAT,
+            "format": FORMAT_VERSION,
             "host": socket.gethostname(),
-            "passed": self.passed,
-            "stopped": self.stopped,
-            "took_s": round(self.took_s, 1),
+            "passed": self.has_passed,
+            "stopped": self.stop_signal_name,
+            "took_s": round(self.duration_s, 1),
             "checks": [result.to_dict() for result in self.results],
-            "rows": self.rows,
+            "rows": self.rows_by_run,
         }
 
 
-def check_machine(device: Device, say: Callable[[str], None]) -> Checked:
+def check_machine(device: DetectedDevice, on_progress: Callable[[str], None]) -> CheckReport:
     """Check this machine.
 
     Parameters
     ----------
-    say: callable
+    on_progress: callable
         Told what is being done.
     """
-    if device.unusable is not None:
-        return Checked([describe_machine(device)], {}, 0.0, None)
-    started = time.monotonic()
+    if device.unusable_reason is not None:
+        return CheckReport([describe_machine(device)], {}, 0.0, None)
+    start_s = time.monotonic()
     token = uuid.uuid4().hex
-    before = used_bytes(device)
+    used_before = read_used_bytes(device)
     results = [describe_machine(device)]
-    ran: dict[str, Ran] = {}
-    with StopSignal() as stop, tempfile.TemporaryDirectory(prefix="bench-check-") as folder:
+    runs: dict[str, CheckRun] = {}
+    with StopSignal() as stop_signal, tempfile.TemporaryDirectory(prefix="bench-check-") as folder:
         store = Path(folder)
-        with _marked(token):
-            say("every strategy, without a limit, and under the profiler")
-            first = {**loss_runs(device), **peak_runs(device), "profiled": profiled_run(device)}
-            ran |= execute(first, device, store, stop)
-            if not stop.received:
-                say("memory limits")
-                ran |= execute(limited_runs(device, ran), device, store, stop)
-        if not stop.received:
-            say("clocks")
-            results += compare_losses({name: ran[name] for name in loss_runs(device)}, device)
-            results += check_memory(device, ran, ran)
+        with _mark_processes(token):
+            on_progress("every strategy, without a limit, and under the profiler")
+            first_runs = {**build_loss_runs(device), **build_peak_runs(device), "profiled": build_profiled_run(device)}
+            runs |= execute_runs(first_runs, device, store, stop_signal)
+            if not stop_signal.received:
+                on_progress("memory limits")
+                runs |= execute_runs(build_limited_runs(device, runs), device, store, stop_signal)
+        if not stop_signal.received:
+            on_progress("clocks")
+            results += compare_losses({name: runs[name] for name in build_loss_runs(device)}, device)
+            results += check_memory(device, runs, runs)
             results.append(check_clock(device))
-            results += check_profile(device, ran["profiled"], store)
-            results.append(check_free(device, token, before))
-        stopped = stop.received
-    rows = {name: run.record for name, run in ran.items() if run.record is not None}
-    return Checked(results, rows, time.monotonic() - started, stopped)
+            results += check_profile(device, runs["profiled"], store)
+            results.append(check_device_free(device, token, used_before))
+        stop_signal_name = stop_signal.received
+    rows_by_run = {name: run.record for name, run in runs.items() if run.record is not None}
+    return CheckReport(results, rows_by_run, time.monotonic() - start_s, stop_signal_name)
 
 
 @contextlib.contextmanager
-def _marked(token: str) -> Iterator[None]:
+def _mark_processes(token: str) -> Iterator[None]:
     """Have processes that are started within carry a token, by which those that are left are found."""
-    os.environ[VARIABLE] = token
+    os.environ[TOKEN_VARIABLE] = token
     try:
         yield
     finally:
-        del os.environ[VARIABLE]
+        del os.environ[TOKEN_VARIABLE]
 
 
-def write_file(checked: Checked, file: Path) -> None:
+def write_report(report: CheckReport, path: Path) -> None:
     """Write what was found as JSON.
 
     Raises
@@ -110,5 +110,5 @@ def write_file(checked: Checked, file: Path) -> None:
     OSError
         If it cannot be written.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(checked.to_dict(), indent=1, default=str) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report.to_dict(), indent=1, default=str) + "\n")

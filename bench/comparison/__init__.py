@@ -3,12 +3,18 @@
 Pure functions on records, whatever reads or shows them.
 """
 
-from bench.comparison.comparing import compare
-from bench.comparison.detectable import detectable_change, detection_probability
-from bench.comparison.history import ChangePoint, Point, Series, history
-from bench.comparison.machines import Difference
-from bench.comparison.result import Change, Comparison, Overall, Row, Unmatched
-from bench.comparison.settings import Settings
+from bench.comparison.comparing import compare_records
+from bench.comparison.detectable import compute_detectable_change, compute_detection_probability
+from bench.comparison.history import ChangePoint, HistoryPoint, HistorySeries, build_histories
+from bench.comparison.machines import EnvironmentDifference
+from bench.comparison.result import (
+    ComparedConfiguration,
+    OverallComparison,
+    QuantityChange,
+    RunComparison,
+    UnmatchedConfiguration,
+)
+from bench.comparison.settings import ComparisonSettings
 from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
 
 __all__ = [
@@ -16,18 +22,18 @@ __all__ = [
     "IMPROVEMENT",
     "NO_CHANGE",
     "REGRESSION",
-    "Change",
     "ChangePoint",
-    "Comparison",
-    "Difference",
-    "Overall",
-    "Point",
-    "Row",
-    "Series",
-    "Settings",
-    "Unmatched",
-    "compare",
-    "detectable_change",
-    "detection_probability",
-    "history",
+    "ComparedConfiguration",
+    "ComparisonSettings",
+    "EnvironmentDifference",
+    "HistoryPoint",
+    "HistorySeries",
+    "OverallComparison",
+    "QuantityChange",
+    "RunComparison",
+    "UnmatchedConfiguration",
+    "build_histories",
+    "compare_records",
+    "compute_detectable_change",
+    "compute_detection_probability",
 ]

@@ -9,11 +9,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.comparison import judging, machines, remarks, timing
-from bench.comparison.machines import MACHINE, SOFTWARE, Difference
-from bench.comparison.pairing import Pair, pairs
-from bench.comparison.result import Change, Comparison, Overall, Row, Unmatched, worst
-from bench.comparison.settings import Settings
-from bench.comparison.timing import Times
+from bench.comparison.machines import MACHINE_FACTS, SOFTWARE_FACTS, EnvironmentDifference
+from bench.comparison.pairing import ConfigurationRuns, pair_runs
+from bench.comparison.result import (
+    ComparedConfiguration,
+    OverallComparison,
+    QuantityChange,
+    RunComparison,
+    UnmatchedConfiguration,
+    find_worst_verdict,
+)
+from bench.comparison.settings import ComparisonSettings
+from bench.comparison.timing import StepTimes
 from bench.comparison.words import (
     ALLOCATED,
     CANNOT_TELL,
@@ -21,212 +28,263 @@ from bench.comparison.words import (
     NO_CHANGE,
     REGRESSION,
     RESERVED,
+    STEP_TIME,
     TFLOPS,
-    TIME,
     VERDICTS,
-    Quantity,
-    names,
+    ComparedQuantity,
+    name_configurations,
 )
 from bench.records import Record
 
-OTHER_MACHINE = "different machines"
-OTHER_MEMORY = "memory and status depend on the device"
+OTHER_MACHINE_REASON = "different machines"
+OTHER_DEVICE_REASON = "memory and status depend on the device"
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _ComparedPair:
     """A configuration on its way to a row."""
 
-    pair: Pair
-    machines: tuple[Difference, ...]
-    changes: tuple[Change, ...]
-    times: Times | None
+    pair: ConfigurationRuns
+    machine_differences: tuple[EnvironmentDifference, ...]
+    changes: tuple[QuantityChange, ...]
+    times: StepTimes | None
     notes: tuple[str, ...]
-    comparable: bool
+    is_comparable: bool
 
 
-def compare(base: Sequence[Record], candidate: Sequence[Record], settings: Settings | None = None) -> Comparison:
+def compare_records(
+    base: Sequence[Record], candidate: Sequence[Record], settings: ComparisonSettings | None = None
+) -> RunComparison:
     """Compare two sets of rows.
 
     Parameters
     ----------
     base, candidate: sequence of records
-        Latest attempts, as `bench.records.read_all` gives them. Runs of one configuration are repeats of each other,
+        Latest attempts, as `bench.records.read_latest_attempts` gives them. Runs of one configuration are repeats of each other,
         whatever their ``repeat``, seed, number of timed steps or sweep. Published rows are left out.
-    settings: Settings
+    settings: ComparisonSettings
         Thresholds and error rates.
     """
-    settings = settings or Settings()
-    every = pairs(base, candidate)
-    titles = _titles(every)
-    matched = [(name, pair) for name, pair in zip(titles, every, strict=True) if pair.base and pair.candidate]
-    judged = [(name, _judge(pair, settings)) for name, pair in matched]
-    kinds = list(dict.fromkeys(found.pair.evidence for _, found in judged))
-    scattering = sum(any(f.times and not f.times.exact for _, f in judged if f.pair.evidence == kind) for kind in kinds)
-    shared = replace(settings, false_alarms=settings.false_alarms / max(scattering, 1))
-    rows: list[Row] = []
-    overall: list[Overall] = []
-    for kind in kinds:
-        found = [(name, each) for name, each in judged if each.pair.evidence == kind]
-        timed, together = timing.time_changes([each.times for _, each in found if each.times], shared)
-        results = iter(timed)
-        of_kind = [_row(name, each, next(results) if each.times else None, shared) for name, each in found]
-        rows += of_kind
-        overall.append(_overall(kind, of_kind, together, found, shared))
-    told = _differences(judged, MACHINE), _differences(judged, SOFTWARE)
-    comparable = any(each.comparable for _, each in judged)
-    verdict = _verdict(rows, overall) if comparable else CANNOT_TELL
-    counts = Counter(row.verdict for row in rows)
-    return Comparison(
+    settings = settings or ComparisonSettings()
+    pairs = pair_runs(base, candidate)
+    titles = _name_pairs(pairs)
+    matched_pairs = [(name, pair) for name, pair in zip(titles, pairs, strict=True) if pair.base and pair.candidate]
+    compared_pairs = [(name, _compare_pair(pair, settings)) for name, pair in matched_pairs]
+    evidence_kinds = list(dict.fromkeys(compared.pair.evidence for _, compared in compared_pairs))
+    num_scattering_kinds = sum(
+        any(
+            compared.times and not compared.times.is_exact
+            for _, compared in compared_pairs
+            if compared.pair.evidence == evidence
+        )
+        for evidence in evidence_kinds
+    )
+    shared_settings = replace(settings, false_alarms=settings.false_alarms / max(num_scattering_kinds, 1))
+    rows: list[ComparedConfiguration] = []
+    overall: list[OverallComparison] = []
+    for evidence in evidence_kinds:
+        kind_pairs = [(name, compared) for name, compared in compared_pairs if compared.pair.evidence == evidence]
+        time_changes, overall_time_change = timing.compare_times(
+            [compared.times for _, compared in kind_pairs if compared.times], shared_settings
+        )
+        remaining_changes = iter(time_changes)
+        kind_rows = [
+            _build_configuration(name, compared, next(remaining_changes) if compared.times else None, shared_settings)
+            for name, compared in kind_pairs
+        ]
+        rows += kind_rows
+        overall.append(_build_overall(evidence, kind_rows, overall_time_change, kind_pairs, shared_settings))
+    differences = (
+        _collect_differences(compared_pairs, MACHINE_FACTS),
+        _collect_differences(compared_pairs, SOFTWARE_FACTS),
+    )
+    is_comparable = any(compared.is_comparable for _, compared in compared_pairs)
+    verdict = _decide_verdict(rows, overall) if is_comparable else CANNOT_TELL
+    verdict_counts = Counter(row.verdict for row in rows)
+    return RunComparison(
         settings,
         verdict,
-        remarks.sentence(verdict, rows, overall, told[0], comparable, settings),
+        remarks.format_sentence(verdict, rows, overall, differences[0], is_comparable, settings),
         tuple(rows),
         tuple(overall),
-        _unmatched(titles, every, "candidate"),
-        _unmatched(titles, every, "base"),
-        told[0],
-        told[1],
-        (*remarks.notes(base, candidate), *remarks.drift([each.pair for _, each in judged], rows, overall)),
-        comparable,
-        {verdict: counts[verdict] for verdict in VERDICTS},
+        _list_unmatched(titles, pairs, "candidate"),
+        _list_unmatched(titles, pairs, "base"),
+        differences[0],
+        differences[1],
+        (
+            *remarks.list_notes(base, candidate),
+            *remarks.list_drift_warnings([compared.pair for _, compared in compared_pairs], rows, overall),
+        ),
+        is_comparable,
+        {verdict: verdict_counts[verdict] for verdict in VERDICTS},
     )
 
 
-def _titles(every: Sequence[Pair]) -> list[str]:
+def _name_pairs(pairs: Sequence[ConfigurationRuns]) -> list[str]:
     """A name for each pair, unique among those of its kind of evidence."""
-    found: dict[int, str] = {}
-    for kind in {pair.evidence for pair in every}:
-        numbers = [number for number, pair in enumerate(every) if pair.evidence == kind]
-        titles = names([every[number].any for number in numbers], [every[number].question for number in numbers])
-        found |= dict(zip(numbers, titles, strict=True))
-    return [found[number] for number in range(len(every))]
+    titles_by_index: dict[int, str] = {}
+    for evidence in {pair.evidence for pair in pairs}:
+        indices = [index for index, pair in enumerate(pairs) if pair.evidence == evidence]
+        titles = name_configurations(
+            [pairs[index].representative_row for index in indices], [pairs[index].question for index in indices]
+        )
+        titles_by_index |= dict(zip(indices, titles, strict=True))
+    return [titles_by_index[index] for index in range(len(pairs))]
 
 
-def _judge(pair: Pair, settings: Settings) -> _Judged:
+def _compare_pair(pair: ConfigurationRuns, settings: ComparisonSettings) -> _ComparedPair:
     """Everything but the verdict on the time, which all configurations share the error rate of."""
-    sides = judging.judged(pair.base), judging.judged(pair.candidate)
-    different = tuple(machines.differences(pair.base, pair.candidate, MACHINE))
-    blocked = bool(different) and not settings.across_machines
-    memory_blocked = blocked and any(difference.memory for difference in different)
-    notes = [*remarks.left_out(pair), *remarks.kept_apart(sides)]
-    changes = [judging.status_change(*sides)]
-    times: Times | None = None
-    values = [[row[TIME.column] for row in side if _timed(row)] for side in sides]
-    if all(values) and not blocked:
-        times = Times(tuple(values[0]), tuple(values[1]), pair.evidence == "predicted")
+    sides = judging.select_results(pair.base), judging.select_results(pair.candidate)
+    machine_differences = tuple(machines.find_differences(pair.base, pair.candidate, MACHINE_FACTS))
+    is_time_blocked = bool(machine_differences) and not settings.across_machines
+    is_memory_blocked = is_time_blocked and any(difference.memory for difference in machine_differences)
+    notes = [*remarks.list_left_out(pair), *remarks.list_other_differences(sides)]
+    changes = [judging.compare_statuses(*sides)]
+    times: StepTimes | None = None
+    values = [[row[STEP_TIME.column] for row in side if _has_valid_time(row)] for side in sides]
+    if all(values) and not is_time_blocked:
+        times = StepTimes(tuple(values[0]), tuple(values[1]), pair.evidence == "predicted")
     elif all(values):
-        changes.append(_blocked(TIME, *values))
-    elif all(any(row["status"] == "ok" and row.get(TIME.column) is not None for row in side) for side in sides):
-        changes.append(Change(TIME.column, CANNOT_TELL, "every run of a side is degraded"))
+        changes.append(_build_unjudged_change(STEP_TIME, *values))
+    elif all(any(row["status"] == "ok" and row.get(STEP_TIME.column) is not None for row in side) for side in sides):
+        changes.append(QuantityChange(STEP_TIME.column, CANNOT_TELL, "every run of a side is degraded"))
     for quantity, threshold in ((ALLOCATED, settings.memory_threshold), (RESERVED, settings.reserved_threshold)):
         values = [[float(row[quantity.column]) for row in side if _has_memory(row, quantity)] for side in sides]
         if all(values):
-            changes.append(judging.memory_change(quantity, values[0], values[1], threshold))
-    if memory_blocked:
-        changes = [_on_another_device(change) for change in changes]
-    comparable = bool(sides[0] and sides[1]) and not memory_blocked
-    return _Judged(pair, different, tuple(changes), times, tuple(notes), comparable)
+            changes.append(judging.compare_memory(quantity, values[0], values[1], threshold))
+    if is_memory_blocked:
+        changes = [_withhold_verdict(change) for change in changes]
+    is_comparable = bool(sides[0] and sides[1]) and not is_memory_blocked
+    return _ComparedPair(pair, machine_differences, tuple(changes), times, tuple(notes), is_comparable)
 
 
-def _timed(row: Record) -> bool:
-    return row["status"] == "ok" and row.get(TIME.column) is not None and not row.get("degraded")
+def _has_valid_time(row: Record) -> bool:
+    return row["status"] == "ok" and row.get(STEP_TIME.column) is not None and not row.get("degraded")
 
 
-def _has_memory(row: Record, quantity: Quantity) -> bool:
+def _has_memory(row: Record, quantity: ComparedQuantity) -> bool:
     """A predicted run out of memory says what it would take."""
     return row.get(quantity.column) is not None and (row["status"] == "ok" or row["evidence"] == "predicted")
 
 
-def _on_another_device(change: Change) -> Change:
+def _withhold_verdict(change: QuantityChange) -> QuantityChange:
     """What another device may explain is told and not judged; that all runs ended as before needs no explanation."""
     if change.quantity == "status" and change.verdict == NO_CHANGE:
         return change
     return replace(
-        change, verdict=CANNOT_TELL, reason=OTHER_MACHINE if change.quantity == TIME.column else OTHER_MEMORY
+        change,
+        verdict=CANNOT_TELL,
+        reason=OTHER_MACHINE_REASON if change.quantity == STEP_TIME.column else OTHER_DEVICE_REASON,
     )
 
 
-def _blocked(quantity: Quantity, base: Sequence[float], candidate: Sequence[float]) -> Change:
+def _build_unjudged_change(
+    quantity: ComparedQuantity, base: Sequence[float], candidate: Sequence[float]
+) -> QuantityChange:
     """A change that is told and not judged."""
     before, after = (float(np.exp(np.mean(np.log(side)))) for side in (base, candidate))
-    return Change(
-        quantity.column, CANNOT_TELL, OTHER_MACHINE, before, after, len(base), len(candidate), after / before - 1
+    return QuantityChange(
+        quantity.column, CANNOT_TELL, OTHER_MACHINE_REASON, before, after, len(base), len(candidate), after / before - 1
     )
 
 
-def _row(name: str, found: _Judged, time: Change | None, settings: Settings) -> Row:
-    status, *others = found.changes
-    told = next((change for change in others if change.quantity == TIME.column), time)
-    others = [change for change in others if change.quantity != TIME.column]
-    throughput: list[Change] = []
+def _build_configuration(
+    name: str, compared: _ComparedPair, time_change: QuantityChange | None, settings: ComparisonSettings
+) -> ComparedConfiguration:
+    status, *other_changes = compared.changes
+    shown_time_change = next((change for change in other_changes if change.quantity == STEP_TIME.column), time_change)
+    other_changes = [change for change in other_changes if change.quantity != STEP_TIME.column]
+    throughput_changes: list[QuantityChange] = []
     values = [
-        [float(row[TFLOPS.column]) for row in side if _timed(row) and row.get(TFLOPS.column)]
-        for side in (found.pair.base, found.pair.candidate)
+        [float(row[TFLOPS.column]) for row in side if _has_valid_time(row) and row.get(TFLOPS.column)]
+        for side in (compared.pair.base, compared.pair.candidate)
     ]
-    if told is not None and all(values):
-        throughput = [timing.throughput_change(told, values[0], values[1], settings)]
-    changes = (status, *([told] if told else []), *throughput, *others)
-    software = tuple(machines.differences(found.pair.base, found.pair.candidate, SOFTWARE))
-    verdict = worst([change.verdict for change in changes])
-    return Row(
-        name, found.pair.evidence, verdict, changes, dict(found.pair.question), found.machines, software, found.notes
+    if shown_time_change is not None and all(values):
+        throughput_changes = [timing.compare_throughput(shown_time_change, values[0], values[1], settings)]
+    changes = (status, *([shown_time_change] if shown_time_change else []), *throughput_changes, *other_changes)
+    software = tuple(machines.find_differences(compared.pair.base, compared.pair.candidate, SOFTWARE_FACTS))
+    verdict = find_worst_verdict([change.verdict for change in changes])
+    return ComparedConfiguration(
+        name,
+        compared.pair.evidence,
+        verdict,
+        changes,
+        dict(compared.pair.question),
+        compared.machine_differences,
+        software,
+        compared.notes,
     )
 
 
-def _overall(
-    kind: str, rows: Sequence[Row], time: Change | None, found: Sequence[tuple[str, _Judged]], settings: Settings
-) -> Overall:
-    changes: list[Change] = [time] if time else []
-    if time is not None:
-        compared = [row.get(TFLOPS.column) for row, (_, each) in zip(rows, found, strict=True) if each.times]
-        ratios = [1 + (change.change or 0) for change in compared if change]
+def _build_overall(
+    evidence: str,
+    rows: Sequence[ComparedConfiguration],
+    time_change: QuantityChange | None,
+    kind_pairs: Sequence[tuple[str, _ComparedPair]],
+    settings: ComparisonSettings,
+) -> OverallComparison:
+    changes: list[QuantityChange] = [time_change] if time_change else []
+    if time_change is not None:
+        throughput_changes = [
+            row.get(TFLOPS.column) for row, (_, compared) in zip(rows, kind_pairs, strict=True) if compared.times
+        ]
+        ratios = [1 + (change.change or 0) for change in throughput_changes if change]
         if ratios:
-            changes.append(replace(_mean(TFLOPS, ratios), verdict=time.verdict))
+            changes.append(replace(_compute_mean_change(TFLOPS, ratios), verdict=time_change.verdict))
     for quantity, threshold in ((ALLOCATED, settings.memory_threshold), (RESERVED, settings.reserved_threshold)):
-        known = [row.get(quantity.column) for row in rows]
-        judged = [change for change in known if change and change.reason != OTHER_MEMORY]
-        if judged:
-            mean = _mean(quantity, [1 + (change.change or 0) for change in judged])
+        quantity_changes = [row.get(quantity.column) for row in rows]
+        judged_changes = [change for change in quantity_changes if change and change.reason != OTHER_DEVICE_REASON]
+        if judged_changes:
+            mean_change = _compute_mean_change(quantity, [1 + (change.change or 0) for change in judged_changes])
             verdict = NO_CHANGE
-            if mean.change and abs(mean.change) >= threshold:
-                verdict = REGRESSION if mean.change * quantity.worse > 0 else IMPROVEMENT
-                verdict = verdict if any(change.verdict == verdict for change in judged) else CANNOT_TELL
-            changes.append(replace(mean, verdict=verdict))
-    verdict = _verdict(rows, [Overall(kind, len(rows), "", tuple(changes))])
-    return Overall(kind, len(rows), verdict, tuple(changes))
+            if mean_change.change and abs(mean_change.change) >= threshold:
+                verdict = REGRESSION if mean_change.change * quantity.worse_direction > 0 else IMPROVEMENT
+                verdict = verdict if any(change.verdict == verdict for change in judged_changes) else CANNOT_TELL
+            changes.append(replace(mean_change, verdict=verdict))
+    verdict = _decide_verdict(rows, [OverallComparison(evidence, len(rows), "", tuple(changes))])
+    return OverallComparison(evidence, len(rows), verdict, tuple(changes))
 
 
-def _mean(quantity: Quantity, ratios: Sequence[float]) -> Change:
+def _compute_mean_change(quantity: ComparedQuantity, ratios: Sequence[float]) -> QuantityChange:
     change = float(np.exp(np.mean(np.log(ratios)))) - 1
-    return Change(quantity.column, NO_CHANGE, base_runs=len(ratios), candidate_runs=len(ratios), change=change)
+    return QuantityChange(quantity.column, NO_CHANGE, base_runs=len(ratios), candidate_runs=len(ratios), change=change)
 
 
-def _verdict(rows: Sequence[Row], overall: Sequence[Overall]) -> str:
+def _decide_verdict(rows: Sequence[ComparedConfiguration], overall: Sequence[OverallComparison]) -> str:
     """Any regression is one of the whole; "no change" holds if all rows say so, or all of them together do."""
-    verdicts = [row.verdict for row in rows] + [change.verdict for each in overall for change in each.changes]
+    verdicts = [row.verdict for row in rows] + [
+        change.verdict for kind_overall in overall for change in kind_overall.changes
+    ]
     if REGRESSION in verdicts or IMPROVEMENT in verdicts:
-        return worst(verdicts)
+        return find_worst_verdict(verdicts)
     if all(row.verdict == NO_CHANGE for row in rows):
         return NO_CHANGE
-    steady = all(row["status"].verdict == NO_CHANGE for row in rows)
-    times = [each.get(TIME.column) for each in overall]
-    together = all(change is not None and change.verdict == NO_CHANGE for change in times)
-    return NO_CHANGE if steady and together else CANNOT_TELL
+    is_status_unchanged = all(row["status"].verdict == NO_CHANGE for row in rows)
+    time_changes = [kind_overall.get(STEP_TIME.column) for kind_overall in overall]
+    are_times_unchanged = all(change is not None and change.verdict == NO_CHANGE for change in time_changes)
+    return NO_CHANGE if is_status_unchanged and are_times_unchanged else CANNOT_TELL
 
 
-def _differences(judged: Iterable[tuple[str, _Judged]], facts: Sequence[machines.Fact]) -> tuple[Difference, ...]:
+def _collect_differences(
+    compared_pairs: Iterable[tuple[str, _ComparedPair]], facts: Sequence[machines.EnvironmentFact]
+) -> tuple[EnvironmentDifference, ...]:
     """The differences of all configurations, each once."""
-    found: dict[Difference, None] = {}
-    for _, each in judged:
-        known = each.machines if facts is MACHINE else machines.differences(each.pair.base, each.pair.candidate, facts)
-        found |= dict.fromkeys(known)
-    return tuple(found)
+    unique_differences: dict[EnvironmentDifference, None] = {}
+    for _, compared in compared_pairs:
+        pair_differences = (
+            compared.machine_differences
+            if facts is MACHINE_FACTS
+            else machines.find_differences(compared.pair.base, compared.pair.candidate, facts)
+        )
+        unique_differences |= dict.fromkeys(pair_differences)
+    return tuple(unique_differences)
 
 
-def _unmatched(titles: Sequence[str], every: Sequence[Pair], missing: str) -> tuple[Unmatched, ...]:
-    found = []
-    for name, pair in zip(titles, every, strict=True):
+def _list_unmatched(
+    titles: Sequence[str], pairs: Sequence[ConfigurationRuns], missing: str
+) -> tuple[UnmatchedConfiguration, ...]:
+    unmatched = []
+    for name, pair in zip(titles, pairs, strict=True):
         if not getattr(pair, missing):
-            found.append(Unmatched(name, pair.evidence, len(pair.base) + len(pair.candidate)))
-    return tuple(found)
+            unmatched.append(UnmatchedConfiguration(name, pair.evidence, len(pair.base) + len(pair.candidate)))
+    return tuple(unmatched)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from bench.comparison.power import detectable_slowdown, found_probability
-from bench.comparison.settings import Settings
-from bench.comparison.timing import POWER, criterion_of
+from bench.comparison.power import compute_detectable_slowdown, compute_regression_probability
+from bench.comparison.settings import ComparisonSettings
+from bench.comparison.timing import DETECTION_POWER, build_criterion
 
 
-def detectable_change(
+def compute_detectable_change(
     repeats: int,
     spread: float,
     *,
     candidate_repeats: int | None = None,
     configurations: int = 1,
-    power: float = POWER,
-    settings: Settings | None = None,
+    power: float = DETECTION_POWER,
+    settings: ComparisonSettings | None = None,
 ) -> float:
-    """The smallest true slowdown of one configuration that `compare` calls a regression with probability `power`.
+    """The smallest true slowdown of one configuration that `compare_records` calls a regression with probability `power`.
 
     Parameters
     ----------
@@ -33,25 +33,29 @@ def detectable_change(
     float
         A fraction; NaN with fewer than two runs on a side, which show no spread.
     """
-    settings = settings or Settings()
-    others = repeats if candidate_repeats is None else candidate_repeats
-    degrees = configurations * (repeats + others - 2)
-    return detectable_slowdown(spread, repeats, others, criterion_of(configurations, settings), power, degrees)
+    settings = settings or ComparisonSettings()
+    candidate_runs = repeats if candidate_repeats is None else candidate_repeats
+    degrees = configurations * (repeats + candidate_runs - 2)
+    return compute_detectable_slowdown(
+        spread, repeats, candidate_runs, build_criterion(configurations, settings), power, degrees
+    )
 
 
-def detection_probability(
+def compute_detection_probability(
     slowdown: float,
     repeats: int,
     spread: float,
     *,
     candidate_repeats: int | None = None,
     configurations: int = 1,
-    settings: Settings | None = None,
+    settings: ComparisonSettings | None = None,
 ) -> float:
     """How often `compare` finds a true slowdown of one configuration; parameters as in `detectable_change`."""
-    settings = settings or Settings()
-    others = repeats if candidate_repeats is None else candidate_repeats
-    if min(repeats, others) < 2:
+    settings = settings or ComparisonSettings()
+    candidate_runs = repeats if candidate_repeats is None else candidate_repeats
+    if min(repeats, candidate_runs) < 2:
         return 0.0
-    degrees = configurations * (repeats + others - 2)
-    return found_probability(slowdown, spread, repeats, others, criterion_of(configurations, settings), degrees)
+    degrees = configurations * (repeats + candidate_runs - 2)
+    return compute_regression_probability(
+        slowdown, spread, repeats, candidate_runs, build_criterion(configurations, settings), degrees
+    )

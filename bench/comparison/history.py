@@ -9,27 +9,27 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bench.comparison import change_points, judging, machines
-from bench.comparison.change_points import Step
-from bench.comparison.machines import MACHINE, SOFTWARE, Difference
-from bench.comparison.pairing import by_device, unpublished
-from bench.comparison.settings import Settings
+from bench.comparison.change_points import LevelChange
+from bench.comparison.machines import MACHINE_FACTS, SOFTWARE_FACTS, EnvironmentDifference
+from bench.comparison.pairing import group_by_device, select_matchable_rows
+from bench.comparison.settings import ComparisonSettings
 from bench.comparison.words import (
     CANNOT_TELL,
     IMPROVEMENT,
     QUANTITIES,
     REGRESSION,
     RESERVED,
+    STEP_TIME,
     TFLOPS,
-    TIME,
-    Quantity,
-    names,
+    ComparedQuantity,
+    name_configurations,
 )
 from bench.records import Record
-from bench.records.matching import Question, identity, run_question
+from bench.records.matching import ConfigKey, build_run_key, encode_config_key
 
 
 @dataclass(frozen=True)
-class Point:
+class HistoryPoint:
     """The runs of one configuration with one commit and one set of versions, on one day."""
 
     git_sha: str | None
@@ -88,8 +88,8 @@ class ChangePoint:
     p: float | None
     verdict: str
     """regression, improvement, or cannot tell where the machine changed at the same point."""
-    machines: tuple[Difference, ...] = ()
-    software: tuple[Difference, ...] = ()
+    machines: tuple[EnvironmentDifference, ...] = ()
+    software: tuple[EnvironmentDifference, ...] = ()
 
     @property
     def date(self) -> str:
@@ -98,134 +98,172 @@ class ChangePoint:
 
 
 @dataclass(frozen=True)
-class Series:
+class HistorySeries:
     """One quantity of one configuration on one device over commits, in order of time."""
 
     name: str
     evidence: str
     device: str
-    quantity: Quantity
-    question: Question
-    points: tuple[Point, ...]
+    quantity: ComparedQuantity
+    question: ConfigKey
+    points: tuple[HistoryPoint, ...]
     change_points: tuple[ChangePoint, ...] = ()
 
 
-def history(records: Sequence[Record], settings: Settings | None = None) -> list[Series]:
+def build_histories(records: Sequence[Record], settings: ComparisonSettings | None = None) -> list[HistorySeries]:
     """The history of every configuration that was run at more than one commit, date or set of versions.
 
     Parameters
     ----------
     records: sequence of records
-        Every attempt (`bench.records.read_attempts`): a run that was forced again with another commit is a new attempt.
+        Every attempt (`bench.records.read_all_attempts`): a run that was forced again with another commit is a new attempt.
     settings: Settings
-        Thresholds as in `compare`; `false_alarms` is the probability that any of the series of times that are all
+        Thresholds as in `compare_records`; `false_alarms` is the probability that any of the series of times that are all
         flat is split.
     """
-    settings = settings or Settings()
-    found: list[Series] = []
-    groups = _groups(records)
-    of_kind = {kind: [group for group in groups if group[0] == kind] for kind in dict.fromkeys(g[0] for g in groups)}
-    for kind, members in of_kind.items():
-        titles = names([rows[-1] for _, _, _, rows in members], [question for _, question, _, _ in members])
+    settings = settings or ComparisonSettings()
+    all_series: list[HistorySeries] = []
+    groups = _group_rows(records)
+    groups_by_evidence = {
+        evidence: [group for group in groups if group[0] == evidence]
+        for evidence in dict.fromkeys(group[0] for group in groups)
+    }
+    for evidence, members in groups_by_evidence.items():
+        titles = name_configurations(
+            [rows[-1] for _, _, _, rows in members], [question for _, question, _, _ in members]
+        )
         for name, (_, question, device, rows) in zip(titles, members, strict=True):
-            points = _points(rows)
+            points = _group_into_points(rows)
             if len(points) > 1:
-                series = [Series(name, kind, device, each, question, _valued(points, each)) for each in QUANTITIES]
-                found += [each for each in series if any(point.value is not None for point in each.points)]
-    tested = sum(series.quantity == TIME and series.evidence != "predicted" for series in found)
-    level = settings.false_alarms / max(tested, 1)
-    return [replace(series, change_points=_change_points(series, level, settings)) for series in found]
+                quantity_series = [
+                    HistorySeries(name, evidence, device, quantity, question, _build_points(points, quantity))
+                    for quantity in QUANTITIES
+                ]
+                all_series += [
+                    series for series in quantity_series if any(point.value is not None for point in series.points)
+                ]
+    num_tested = sum(series.quantity == STEP_TIME and series.evidence != "predicted" for series in all_series)
+    significance = settings.false_alarms / max(num_tested, 1)
+    return [replace(series, change_points=_find_change_points(series, significance, settings)) for series in all_series]
 
 
-def _groups(records: Sequence[Record]) -> list[tuple[str, Question, str, list[Record]]]:
+def _group_rows(records: Sequence[Record]) -> list[tuple[str, ConfigKey, str, list[Record]]]:
     """Rows that are results, by kind of evidence, configuration and device, in order of time."""
-    same: dict[tuple[str, str], list[Record]] = {}
-    for row in judging.judged(unpublished(records)):
-        same.setdefault((row["evidence"], identity(run_question(row) or {})), []).append(row)
+    rows_by_question: dict[tuple[str, str], list[Record]] = {}
+    for row in judging.select_results(select_matchable_rows(records)):
+        rows_by_question.setdefault((row["evidence"], encode_config_key(build_run_key(row) or {})), []).append(row)
     return [
-        (kind, run_question(rows[0]) or {}, device, here)
-        for (kind, _), rows in same.items()
-        for device, here in by_device(rows).items()
+        (evidence, build_run_key(rows[0]) or {}, device, device_rows)
+        for (evidence, _), rows in rows_by_question.items()
+        for device, device_rows in group_by_device(rows).items()
     ]
 
 
-def _points(rows: Sequence[Record]) -> list[list[Record]]:
+def _group_into_points(rows: Sequence[Record]) -> list[list[Record]]:
     """Rows of one commit, one set of versions and one day, in order of their first run."""
-    found: dict[tuple[object, ...], list[Record]] = {}
+    rows_by_point: dict[tuple[object, ...], list[Record]] = {}
     for row in rows:
-        names_ = ("git_sha", "git_clean", "torch_version", "predictor")
-        found.setdefault((*(row.get(name) for name in names_), str(row.get("started_at"))[:10]), []).append(row)
-    return list(found.values())
+        point_columns = ("git_sha", "git_clean", "torch_version", "predictor")
+        rows_by_point.setdefault(
+            (*(row.get(name) for name in point_columns), str(row.get("started_at"))[:10]), []
+        ).append(row)
+    return list(rows_by_point.values())
 
 
-def _valued(points: Sequence[Sequence[Record]], quantity: Quantity) -> tuple[Point, ...]:
-    found = []
-    for rows in points:
-        ok = [row for row in rows if row["status"] == "ok" and row.get(quantity.column)]
-        timed = quantity in (TIME, TFLOPS)
-        values = [float(row[quantity.column]) for row in ok if not (timed and row.get("degraded"))]
-        slowed = [float(row[quantity.column]) for row in ok if timed and row.get("degraded")]
-        first = rows[0]
-        found.append(
-            Point(
-                first.get("git_sha"),
-                first.get("git_clean"),
-                first.get("started_at") or "",
-                _middle(values, timed),
+def _build_points(point_rows: Sequence[Sequence[Record]], quantity: ComparedQuantity) -> tuple[HistoryPoint, ...]:
+    points = []
+    for rows in point_rows:
+        ok_rows = [row for row in rows if row["status"] == "ok" and row.get(quantity.column)]
+        is_timed = quantity in (STEP_TIME, TFLOPS)
+        values = [float(row[quantity.column]) for row in ok_rows if not (is_timed and row.get("degraded"))]
+        degraded_values = [float(row[quantity.column]) for row in ok_rows if is_timed and row.get("degraded")]
+        first_row = rows[0]
+        points.append(
+            HistoryPoint(
+                first_row.get("git_sha"),
+                first_row.get("git_clean"),
+                first_row.get("started_at") or "",
+                _compute_mean_or_median(values, is_timed),
                 min(values, default=None),
                 max(values, default=None),
                 len(values),
-                len(slowed),
+                len(degraded_values),
                 dict(Counter(row["status"] for row in rows)),
-                _middle(slowed, timed),
+                _compute_mean_or_median(degraded_values, is_timed),
                 tuple(rows),
             )
         )
-    return tuple(found)
+    return tuple(points)
 
 
-def _middle(values: Sequence[float], timed: bool) -> float | None:
+def _compute_mean_or_median(values: Sequence[float], is_timed: bool) -> float | None:
     if not values:
         return None
-    return float(np.exp(np.mean(np.log(values)))) if timed else float(np.median(values))
+    return float(np.exp(np.mean(np.log(values)))) if is_timed else float(np.median(values))
 
 
-def _change_points(series: Series, level: float, settings: Settings) -> tuple[ChangePoint, ...]:
+def _find_change_points(
+    series: HistorySeries, significance: float, settings: ComparisonSettings
+) -> tuple[ChangePoint, ...]:
     """Changes of level, and of status where a configuration began to fail or to work."""
-    known = [index for index, point in enumerate(series.points) if point.value is not None]
-    values = [series.points[index].value or 0.0 for index in known]
-    steps: list[Step] = []
-    if series.quantity in (TIME, TFLOPS) and series.evidence != "predicted":
-        steps = change_points.steps(values, level, settings.threshold)
+    known_indices = [index for index, point in enumerate(series.points) if point.value is not None]
+    values = [series.points[index].value or 0.0 for index in known_indices]
+    level_changes: list[LevelChange] = []
+    if series.quantity in (STEP_TIME, TFLOPS) and series.evidence != "predicted":
+        level_changes = change_points.find_level_changes(values, significance, settings.threshold)
     elif len(values) > 1:
-        thresholds = {TIME: settings.threshold, TFLOPS: settings.threshold, RESERVED: settings.reserved_threshold}
-        steps = change_points.exact_steps(values, thresholds.get(series.quantity, settings.memory_threshold))
-    found = []
-    for step in steps:
-        worse = step.change * series.quantity.worse > 0
-        before, after = known[step.index - 1], known[step.index]
-        found.append(_point(series, before, after, step.before, step.after, worse, step.change, step.p))
+        thresholds = {STEP_TIME: settings.threshold, TFLOPS: settings.threshold, RESERVED: settings.reserved_threshold}
+        level_changes = change_points.find_exact_level_changes(
+            values, thresholds.get(series.quantity, settings.memory_threshold)
+        )
+    changes = []
+    for level_change in level_changes:
+        is_worse = level_change.change * series.quantity.worse_direction > 0
+        before_index, after_index = known_indices[level_change.index - 1], known_indices[level_change.index]
+        changes.append(
+            _build_change_point(
+                series,
+                before_index,
+                after_index,
+                level_change.before,
+                level_change.after,
+                is_worse,
+                level_change.change,
+                level_change.p,
+            )
+        )
     for index in range(1, len(series.points)):
-        old, new = series.points[index - 1].status, series.points[index].status
-        if (old == "ok") != (new == "ok"):
-            found.append(_point(series, index - 1, index, old, new, old == "ok"))
-    return tuple(sorted(found, key=lambda change: change.index))
+        old_status, new_status = series.points[index - 1].status, series.points[index].status
+        if (old_status == "ok") != (new_status == "ok"):
+            changes.append(_build_change_point(series, index - 1, index, old_status, new_status, old_status == "ok"))
+    return tuple(sorted(changes, key=lambda change: change.index))
 
 
-def _point(
-    series: Series,
-    before: int,
-    after: int,
-    old: float | str,
-    new: float | str,
-    worse: bool,
+def _build_change_point(
+    series: HistorySeries,
+    before_index: int,
+    after_index: int,
+    old_level: float | str,
+    new_level: float | str,
+    is_worse: bool,
     change: float | None = None,
     p: float | None = None,
 ) -> ChangePoint:
-    first, last = series.points[after], series.points[before]
-    other = tuple(machines.differences(last.rows, first.rows, MACHINE))
-    verdict = CANNOT_TELL if other else REGRESSION if worse else IMPROVEMENT
-    software = tuple(machines.differences(last.rows, first.rows, SOFTWARE))
+    new_point, old_point = series.points[after_index], series.points[before_index]
+    machine_differences = tuple(machines.find_differences(old_point.rows, new_point.rows, MACHINE_FACTS))
+    verdict = CANNOT_TELL if machine_differences else REGRESSION if is_worse else IMPROVEMENT
+    software_differences = tuple(machines.find_differences(old_point.rows, new_point.rows, SOFTWARE_FACTS))
     return ChangePoint(
-        after, first.git_sha, first.commit, first.started_at, last.commit, old, new, change, p, verdict, other, software
+        after_index,
+        new_point.git_sha,
+        new_point.commit,
+        new_point.started_at,
+        old_point.commit,
+        old_level,
+        new_level,
+        change,
+        p,
+        verdict,
+        machine_differences,
+        software_differences,
     )

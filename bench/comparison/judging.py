@@ -8,72 +8,74 @@ from statistics import median
 
 from scipy import stats
 
-from bench.comparison.result import Change
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, Quantity, percent
+from bench.comparison.result import QuantityChange
+from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, ComparedQuantity, format_percent
 from bench.records import Record
 
-NO_RESULT = ("preempted", "skipped")
+NO_RESULT_STATUSES = ("preempted", "skipped")
 """Statuses that say nothing of the run: it was taken away, or never started."""
 
-MIXED_LEVEL = 0.05
+FLAKY_SIGNIFICANCE_LEVEL = 0.05
 """Significance of a difference between runs of which some end well and some do not (Fisher's exact test)."""
 
 
-def judged(records: Sequence[Record]) -> list[Record]:
+def select_results(records: Sequence[Record]) -> list[Record]:
     """The rows that are results."""
-    return [record for record in records if record["status"] not in NO_RESULT]
+    return [record for record in records if record["status"] not in NO_RESULT_STATUSES]
 
 
-def status_change(base: Sequence[Record], candidate: Sequence[Record]) -> Change:
+def compare_statuses(base: Sequence[Record], candidate: Sequence[Record]) -> QuantityChange:
     """What became of the runs: all of them ending otherwise than before is a change, whatever their number.
 
     Where some runs of one side end well and some do not (flaky), only a difference that is significant counts.
     """
-    sides = [[record["status"] for record in side] for side in (base, candidate)]
-    words = [_words(statuses) for statuses in sides]
-    fine = [statuses.count("ok") for statuses in sides]
-    failed = [len(statuses) - ok for statuses, ok in zip(sides, fine, strict=True)]
+    side_statuses = [[record["status"] for record in side] for side in (base, candidate)]
+    status_texts = [_format_statuses(statuses) for statuses in side_statuses]
+    ok_counts = [statuses.count("ok") for statuses in side_statuses]
+    failed_counts = [len(statuses) - ok_count for statuses, ok_count in zip(side_statuses, ok_counts, strict=True)]
     verdict, reason = NO_CHANGE, ""
-    if not sides[0] or not sides[1]:
-        verdict, reason = CANNOT_TELL, f"no run of the {'candidate' if sides[0] else 'base'} came to a result"
-    elif not failed[0] and not fine[1]:
-        verdict, reason = REGRESSION, f"ended ok, now {words[1]}{_cause(candidate)}"
-    elif not fine[0] and not failed[1]:
-        verdict, reason = IMPROVEMENT, f"was {words[0]}, now ok"
-    elif not fine[0] and not fine[1]:
-        if set(sides[0]) != set(sides[1]):
+    if not side_statuses[0] or not side_statuses[1]:
+        verdict, reason = CANNOT_TELL, f"no run of the {'candidate' if side_statuses[0] else 'base'} came to a result"
+    elif not failed_counts[0] and not ok_counts[1]:
+        verdict, reason = REGRESSION, f"ended ok, now {status_texts[1]}{_describe_failure(candidate)}"
+    elif not ok_counts[0] and not failed_counts[1]:
+        verdict, reason = IMPROVEMENT, f"was {status_texts[0]}, now ok"
+    elif not ok_counts[0] and not ok_counts[1]:
+        if set(side_statuses[0]) != set(side_statuses[1]):
             verdict, reason = (
                 CANNOT_TELL,
-                f"failed in both: {words[0]}, now {words[1]}{_cause(candidate)}",
+                f"failed in both: {status_texts[0]}, now {status_texts[1]}{_describe_failure(candidate)}",
             )
-        elif set(sides[0]) != {"oom"}:
-            verdict, reason = CANNOT_TELL, f"failed in both: {words[1]}{_cause(candidate)}"
+        elif set(side_statuses[0]) != {"oom"}:
+            verdict, reason = CANNOT_TELL, f"failed in both: {status_texts[1]}{_describe_failure(candidate)}"
         else:
             reason = "out of memory in both"
-    elif failed[0] or failed[1]:
-        verdict, reason = _flaky(fine, failed)
-        reason = f"flaky: {words[0]}, now {words[1]}{_cause(candidate)}; {reason}"
-    return Change("status", verdict, reason, words[0], words[1], len(sides[0]), len(sides[1]))
+    elif failed_counts[0] or failed_counts[1]:
+        verdict, reason = _judge_flaky(ok_counts, failed_counts)
+        reason = f"flaky: {status_texts[0]}, now {status_texts[1]}{_describe_failure(candidate)}; {reason}"
+    return QuantityChange(
+        "status", verdict, reason, status_texts[0], status_texts[1], len(side_statuses[0]), len(side_statuses[1])
+    )
 
 
-def _flaky(fine: Sequence[int], failed: Sequence[int]) -> tuple[str, str]:
-    table = [[fine[0], failed[0]], [fine[1], failed[1]]]
-    if stats.fisher_exact(table, "greater").pvalue <= MIXED_LEVEL:
+def _judge_flaky(ok_counts: Sequence[int], failed_counts: Sequence[int]) -> tuple[str, str]:
+    table = [[ok_counts[0], failed_counts[0]], [ok_counts[1], failed_counts[1]]]
+    if stats.fisher_exact(table, "greater").pvalue <= FLAKY_SIGNIFICANCE_LEVEL:
         return REGRESSION, "too many more to be chance"
-    if stats.fisher_exact(table, "less").pvalue <= MIXED_LEVEL:
+    if stats.fisher_exact(table, "less").pvalue <= FLAKY_SIGNIFICANCE_LEVEL:
         return IMPROVEMENT, "too many fewer to be chance"
     return CANNOT_TELL, "may be chance"
 
 
-def _words(statuses: Sequence[str]) -> str:
+def _format_statuses(statuses: Sequence[str]) -> str:
     """``oom``, or ``2 ok, 1 oom`` where they differ."""
-    found = Counter(statuses)
-    if len(found) == 1:
+    status_counts = Counter(statuses)
+    if len(status_counts) == 1:
         return statuses[0]
-    return ", ".join(f"{count} {status}" for status, count in found.most_common()) or "no result"
+    return ", ".join(f"{count} {status}" for status, count in status_counts.most_common()) or "no result"
 
 
-def _cause(records: Sequence[Record]) -> str:
+def _describe_failure(records: Sequence[Record]) -> str:
     """In brackets, what the first run that did not end well says of it."""
     for record in records:
         if record["status"] == "oom" and record.get("oom_phase"):
@@ -83,20 +85,27 @@ def _cause(records: Sequence[Record]) -> str:
     return ""
 
 
-def memory_change(quantity: Quantity, base: Sequence[float], candidate: Sequence[float], threshold: float) -> Change:
+def compare_memory(
+    quantity: ComparedQuantity, base: Sequence[float], candidate: Sequence[float], threshold: float
+) -> QuantityChange:
     """The peak of memory: equal code takes the same, so a single run of each side says it.
 
     A change counts if the median changed by at least `threshold`, and no run of one side lies within the range of
     the other.
     """
-    low, high = median(base), median(candidate)
-    change = high / low - 1 if low else 0.0
-    apart = min(candidate) > max(base) if change > 0 else max(candidate) < min(base)
+    base_median, candidate_median = median(base), median(candidate)
+    change = candidate_median / base_median - 1 if base_median else 0.0
+    is_separate = min(candidate) > max(base) if change > 0 else max(candidate) < min(base)
     verdict, reason = NO_CHANGE, ""
     if abs(change) >= threshold and change != 0:
-        if apart:
-            verdict = REGRESSION if change * quantity.worse > 0 else IMPROVEMENT
-            reason = f"{quantity.title} {percent(change)}"
+        if is_separate:
+            verdict = REGRESSION if change * quantity.worse_direction > 0 else IMPROVEMENT
+            reason = f"{quantity.title} {format_percent(change)}"
         else:
-            verdict, reason = CANNOT_TELL, f"{quantity.title} {percent(change)}, but the runs of both sides overlap"
-    return Change(quantity.column, verdict, reason, low, high, len(base), len(candidate), change)
+            verdict, reason = (
+                CANNOT_TELL,
+                f"{quantity.title} {format_percent(change)}, but the runs of both sides overlap",
+            )
+    return QuantityChange(
+        quantity.column, verdict, reason, base_median, candidate_median, len(base), len(candidate), change
+    )

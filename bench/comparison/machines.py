@@ -17,26 +17,26 @@ from typing import Any
 
 from bench.records import Record
 
-LINK = re.compile(r"^(NV\d+|PIX|PXB|PHB|NODE|SYS)$")
+LINK_PATTERN = re.compile(r"^(NV\d+|PIX|PXB|PHB|NODE|SYS)$")
 """How two devices of a machine are connected, in the words of ``nvidia-smi topo -m``."""
 
-NETWORK_VARIABLES = ("NCCL_", "GLOO_")
-SAYS_NOTHING = ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "CUDA_VISIBLE_DEVICES")
+NETWORK_VARIABLE_PREFIXES = ("NCCL_", "GLOO_")
+IGNORED_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "CUDA_VISIBLE_DEVICES")
 """Variables that change what is printed, or are different in every job."""
 
 
 @dataclass(frozen=True)
-class Fact:
+class EnvironmentFact:
     """One thing that rows say about where they ran."""
 
     name: str
-    read: Callable[[Record], Any]
-    memory: Callable[[Record], bool] = lambda record: False
+    read_value: Callable[[Record], Any]
+    affects_memory: Callable[[Record], bool] = lambda record: False
     """Whether another value may change what memory a run takes, or has."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class EnvironmentDifference:
     """A fact in which base and candidate differ."""
 
     name: str
@@ -48,37 +48,37 @@ class Difference:
         return f"{self.name}: {self.base} → {self.candidate}"
 
 
-def _environment(record: Record) -> dict[str, Any]:
+def _get_environment(record: Record) -> dict[str, Any]:
     return record.get("environment") or {}
 
 
-def _of_devices(name: str, unit: str = "", scale: float = 1.0) -> Callable[[Record], str | None]:
+def _build_device_reader(name: str, unit: str = "", scale: float = 1.0) -> Callable[[Record], str | None]:
     """Reads a fact of the ranks' devices; ranks that differ are all told."""
 
-    def read(record: Record) -> str | None:
-        devices = (_environment(record).get("devices") or {}).values()
-        values = sorted({facts[name] for facts in devices if facts.get(name) is not None})
-        told = [f"{value / scale:g}{unit}" if isinstance(value, int | float) else str(value) for value in values]
-        return ", ".join(told) or None
+    def read_devices(record: Record) -> str | None:
+        devices = (_get_environment(record).get("devices") or {}).values()
+        values = sorted({device_facts[name] for device_facts in devices if device_facts.get(name) is not None})
+        value_texts = [f"{value / scale:g}{unit}" if isinstance(value, int | float) else str(value) for value in values]
+        return ", ".join(value_texts) or None
 
-    return read
+    return read_devices
 
 
-def _device_name(record: Record) -> str | None:
+def _get_device_name(record: Record) -> str | None:
     """Its name; a rank that ends early does not say, and nothing ran for a prediction."""
     return None if record.get("evidence") == "predicted" else record.get("gpu_name")
 
 
-def _description(record: Record) -> str | None:
+def _describe_hardware(record: Record) -> str | None:
     """Predictions: the hardware they are made for, down to every number that is believed of it."""
     hardware = (record.get("config") or {}).get("hardware")
     if record.get("evidence") != "predicted" or not hardware:
         return None
-    believed = json.dumps({name: value for name, value in hardware.items() if name != "sources"}, sort_keys=True)
-    return f"{hardware.get('name')} ({hashlib.sha256(believed.encode()).hexdigest()[:6]})"
+    believed_values = json.dumps({name: value for name, value in hardware.items() if name != "sources"}, sort_keys=True)
+    return f"{hardware.get('name')} ({hashlib.sha256(believed_values.encode()).hexdigest()[:6]})"
 
 
-def _ranks_per_node(record: Record) -> str | None:
+def _describe_ranks_per_node(record: Record) -> str | None:
     world_size, nodes = record.get("world_size"), record.get("nodes")
     return (
         f"{world_size // nodes} on each of {nodes} nodes"
@@ -87,88 +87,93 @@ def _ranks_per_node(record: Record) -> str | None:
     )
 
 
-def _links(record: Record) -> str | None:
+def _count_links(record: Record) -> str | None:
     """How often each kind of link occurs between devices of a node: columns of affinities differ between jobs."""
-    topology = _environment(record).get("topology")
+    topology = _get_environment(record).get("topology")
     if not topology:
         return None
-    found = Counter(word for word in str(topology).partition("Legend")[0].split() if LINK.match(word))
-    return ", ".join(f"{link} {count}×" for link, count in sorted(found.items())) or "none"
+    link_counts = Counter(word for word in str(topology).partition("Legend")[0].split() if LINK_PATTERN.match(word))
+    return ", ".join(f"{link} {count}×" for link, count in sorted(link_counts.items())) or "none"
 
 
-def _variables(network: bool) -> Callable[[Record], str | None]:
-    def read(record: Record) -> str | None:
-        variables = _environment(record).get("variables")
+def _build_variable_reader(is_network: bool) -> Callable[[Record], str | None]:
+    def read_variables(record: Record) -> str | None:
+        variables = _get_environment(record).get("variables")
         if variables is None:
             return None
-        told = [
+        assignments = [
             f"{name}={value}"
             for name, value in sorted(variables.items())
-            if name.startswith(NETWORK_VARIABLES) == network and name not in SAYS_NOTHING
+            if name.startswith(NETWORK_VARIABLE_PREFIXES) == is_network and name not in IGNORED_VARIABLES
         ]
-        return " ".join(told) or "none set"
+        return " ".join(assignments) or "none set"
 
-    return read
-
-
-def _from_environment(name: str) -> Callable[[Record], Any]:
-    return lambda record: _environment(record).get(name)
+    return read_variables
 
 
-def _package(name: str) -> Callable[[Record], Any]:
-    return lambda record: (_environment(record).get("packages") or {}).get(name)
+def _build_environment_reader(name: str) -> Callable[[Record], Any]:
+    return lambda record: _get_environment(record).get(name)
 
 
-def _commit(record: Record) -> str | None:
+def _build_package_reader(name: str) -> Callable[[Record], Any]:
+    return lambda record: (_get_environment(record).get("packages") or {}).get(name)
+
+
+def _format_commit(record: Record) -> str | None:
     sha = record.get("git_sha")
     return None if sha is None else sha[:10] + ("" if record.get("git_clean") is not False else " with changes")
 
 
-def _on_gpu(record: Record) -> bool:
+def _is_on_gpu(record: Record) -> bool:
     return record.get("device") != "cpu"
 
 
-MACHINE = (
-    Fact("device", _device_name, _on_gpu),
-    Fact("hardware description", _description, lambda record: True),
-    Fact("device memory", _of_devices("memory_bytes", " GiB", 2**30), lambda record: True),
-    Fact("ranks", _ranks_per_node),
-    Fact("power limit", _of_devices("power_limit_w", " W")),
-    Fact("highest SM clock", _of_devices("sm_clock_max_mhz", " MHz")),
-    Fact("driver", _of_devices("driver")),
-    Fact("links inside a node", _links),
-    Fact("network settings", _variables(network=True)),
-    Fact("network backend", lambda record: (record.get("effective") or {}).get("backend")),
-    Fact("processor cores", _from_environment("processor_cores")),
-    Fact("threads per rank", _of_devices("threads")),
+MACHINE_FACTS = (
+    EnvironmentFact("device", _get_device_name, _is_on_gpu),
+    EnvironmentFact("hardware description", _describe_hardware, lambda record: True),
+    EnvironmentFact("device memory", _build_device_reader("memory_bytes", " GiB", 2**30), lambda record: True),
+    EnvironmentFact("ranks", _describe_ranks_per_node),
+    EnvironmentFact("power limit", _build_device_reader("power_limit_w", " W")),
+    EnvironmentFact("highest SM clock", _build_device_reader("sm_clock_max_mhz", " MHz")),
+    EnvironmentFact("driver", _build_device_reader("driver")),
+    EnvironmentFact("links inside a node", _count_links),
+    EnvironmentFact("network settings", _build_variable_reader(is_network=True)),
+    EnvironmentFact("network backend", lambda record: (record.get("effective") or {}).get("backend")),
+    EnvironmentFact("processor cores", _build_environment_reader("processor_cores")),
+    EnvironmentFact("threads per rank", _build_device_reader("threads")),
 )
 """What makes times of two rows incomparable where it differs."""
 
-SOFTWARE = (
-    Fact("commit", _commit),
-    Fact("predictor", lambda record: record.get("predictor")),
-    Fact("torch", lambda record: record.get("torch_version")),
-    Fact("CUDA", _from_environment("cuda")),
-    Fact("NCCL", _from_environment("nccl")),
+SOFTWARE_FACTS = (
+    EnvironmentFact("commit", _format_commit),
+    EnvironmentFact("predictor", lambda record: record.get("predictor")),
+    EnvironmentFact("torch", lambda record: record.get("torch_version")),
+    EnvironmentFact("CUDA", _build_environment_reader("cuda")),
+    EnvironmentFact("NCCL", _build_environment_reader("nccl")),
     *(
-        Fact(name, _package(name))
+        EnvironmentFact(name, _build_package_reader(name))
         for name in ("transformers", "triton", "numpy", "hydra-core", "omegaconf", "submitit")
     ),
-    Fact("Python", _from_environment("python")),
-    Fact("kernel", _from_environment("kernel")),
-    Fact("variables", _variables(network=False)),
+    EnvironmentFact("Python", _build_environment_reader("python")),
+    EnvironmentFact("kernel", _build_environment_reader("kernel")),
+    EnvironmentFact("variables", _build_variable_reader(is_network=False)),
 )
 """What an upgrade changes: told, and judged by its effect."""
 
 
-def differences(base: Sequence[Record], candidate: Sequence[Record], facts: Iterable[Fact]) -> list[Difference]:
+def find_differences(
+    base: Sequence[Record], candidate: Sequence[Record], facts: Iterable[EnvironmentFact]
+) -> list[EnvironmentDifference]:
     """Facts in which two sets of rows differ. What either side does not say counts as no difference."""
-    found = []
+    differences = []
     for fact in facts:
         sides = [
-            sorted({str(value) for row in rows if (value := fact.read(row)) is not None}) for rows in (base, candidate)
+            sorted({str(value) for row in rows if (value := fact.read_value(row)) is not None})
+            for rows in (base, candidate)
         ]
         if sides[0] and sides[1] and sides[0] != sides[1]:
-            memory = any(fact.memory(row) for row in (*base, *candidate))
-            found.append(Difference(fact.name, " and ".join(sides[0]), " and ".join(sides[1]), memory))
-    return found
+            affects_memory = any(fact.affects_memory(row) for row in (*base, *candidate))
+            differences.append(
+                EnvironmentDifference(fact.name, " and ".join(sides[0]), " and ".join(sides[1]), affects_memory)
+            )
+    return differences

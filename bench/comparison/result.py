@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bench.comparison.machines import Difference
-from bench.comparison.settings import Settings
+from bench.comparison.machines import EnvironmentDifference
+from bench.comparison.settings import ComparisonSettings
 from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
 
 FORMAT_VERSION = 1
@@ -13,7 +13,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Change:
+class QuantityChange:
     """One quantity of one configuration, or of all of them together (geometric means)."""
 
     quantity: str
@@ -40,49 +40,51 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedConfiguration:
     """One configuration that both sides have."""
 
     name: str
     evidence: str
     verdict: str
-    changes: tuple[Change, ...]
+    changes: tuple[QuantityChange, ...]
     """Status first, then the quantities that both sides have."""
     question: dict[str, object]
     """The configuration, as path -> value."""
-    machines: tuple[Difference, ...] = ()
-    software: tuple[Difference, ...] = ()
+    machines: tuple[EnvironmentDifference, ...] = ()
+    software: tuple[EnvironmentDifference, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def __getitem__(self, quantity: str) -> Change:
+    def __getitem__(self, quantity: str) -> QuantityChange:
         return next(change for change in self.changes if change.quantity == quantity)
 
-    def get(self, quantity: str) -> Change | None:
+    def get(self, quantity: str) -> QuantityChange | None:
         """The change of a quantity; None where either side does not have it."""
         return next((change for change in self.changes if change.quantity == quantity), None)
 
     @property
     def reasons(self) -> list[str]:
         """Reasons of the changes that decided the verdict."""
-        return list(dict.fromkeys(c.reason for c in self.changes if c.verdict == self.verdict and c.reason))
+        return list(
+            dict.fromkeys(change.reason for change in self.changes if change.verdict == self.verdict and change.reason)
+        )
 
 
 @dataclass(frozen=True)
-class Overall:
+class OverallComparison:
     """All configurations of one kind of evidence together."""
 
     evidence: str
     configurations: int
     verdict: str
-    changes: tuple[Change, ...]
+    changes: tuple[QuantityChange, ...]
 
-    def get(self, quantity: str) -> Change | None:
+    def get(self, quantity: str) -> QuantityChange | None:
         """The change of a quantity; None where no configuration has it."""
         return next((change for change in self.changes if change.quantity == quantity), None)
 
 
 @dataclass(frozen=True)
-class Unmatched:
+class UnmatchedConfiguration:
     """A configuration that only one side has."""
 
     name: str
@@ -91,21 +93,21 @@ class Unmatched:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Everything that comparing two sets of rows says."""
 
-    settings: Settings
+    settings: ComparisonSettings
     verdict: str
     sentence: str
     """The verdict in one sentence."""
-    rows: tuple[Row, ...]
-    overall: tuple[Overall, ...]
+    rows: tuple[ComparedConfiguration, ...]
+    overall: tuple[OverallComparison, ...]
     """One per kind of evidence."""
-    only_base: tuple[Unmatched, ...] = ()
-    only_candidate: tuple[Unmatched, ...] = ()
-    machines: tuple[Difference, ...] = ()
+    only_base: tuple[UnmatchedConfiguration, ...] = ()
+    only_candidate: tuple[UnmatchedConfiguration, ...] = ()
+    machines: tuple[EnvironmentDifference, ...] = ()
     """Of any configuration; if there are some, they are to be told first."""
-    software: tuple[Difference, ...] = ()
+    software: tuple[EnvironmentDifference, ...] = ()
     notes: tuple[str, ...] = ()
     comparable: bool = True
     """Whether anything could be compared at all."""
@@ -115,7 +117,7 @@ class Comparison:
         """0 no regression, 1 regression, 2 nothing comparable."""
         return 2 if not self.comparable else int(self.verdict == REGRESSION)
 
-    def of(self, verdict: str) -> list[Row]:
+    def list_with_verdict(self, verdict: str) -> list[ComparedConfiguration]:
         """The configurations with a verdict."""
         return [row for row in self.rows if row.verdict == verdict]
 
@@ -123,7 +125,7 @@ class Comparison:
     """Configurations per verdict."""
 
 
-def worst(verdicts: list[str]) -> str:
+def find_worst_verdict(verdicts: list[str]) -> str:
     """The verdict of several quantities of one configuration: what is bad first, then what is good."""
     for verdict in (REGRESSION, IMPROVEMENT, CANNOT_TELL):
         if verdict in verdicts:

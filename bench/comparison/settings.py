@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.errors import bad_value
+from bench.errors import invalid_value_error
 
 
 @dataclass(frozen=True)
-class Settings:
+class ComparisonSettings:
     """Thresholds and error rates of a comparison. All are fractions: 0.015 is 1.5 %."""
 
     threshold: float = 0.015
@@ -29,9 +29,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("threshold", "memory_threshold", "reserved_threshold"):
             if not 0 <= getattr(self, name) < 1:
-                raise bad_value(name, getattr(self, name), "a number of at least 0 and below 1 (100 %)")
+                raise invalid_value_error(name, getattr(self, name), "a number of at least 0 and below 1 (100 %)")
         if not self.threshold <= self.margin < 1:
-            raise bad_value("margin", self.margin, f"a number from threshold={self.threshold:g} to 1 (100 %)")
+            raise invalid_value_error("margin", self.margin, f"a number from threshold={self.threshold:g} to 1 (100 %)")
         for name in ("false_alarms", "confidence"):
             if not 0 < getattr(self, name) < 1:
-                raise bad_value(name, getattr(self, name), "a number between 0 and 1")
+                raise invalid_value_error(name, getattr(self, name), "a number between 0 and 1")

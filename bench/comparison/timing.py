@@ -9,33 +9,33 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.comparison import statistics
-from bench.comparison.power import Criterion, detectable_slowdown
-from bench.comparison.result import Change
-from bench.comparison.settings import Settings
-from bench.comparison.statistics import Shift
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, TFLOPS, TIME, percent
+from bench.comparison.power import RegressionCriterion, compute_detectable_slowdown
+from bench.comparison.result import QuantityChange
+from bench.comparison.settings import ComparisonSettings
+from bench.comparison.statistics import LogShift
+from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, STEP_TIME, TFLOPS, format_percent
 
-POWER = 0.95
+DETECTION_POWER = 0.95
 """How often a detectable slowdown is found."""
 
-FEW = "one run on a side shows no spread, so nothing can be significant: repeat it (sweep.repeats=5)"
+TOO_FEW_RUNS_REASON = "one run on a side shows no spread, so nothing can be significant: repeat it (sweep.repeats=5)"
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTimes:
     """Step times of one configuration, in seconds, one per run in the order of the runs."""
 
     base: tuple[float, ...]
     candidate: tuple[float, ...]
-    exact: bool = False
+    is_exact: bool = False
     """Nothing ran, so nothing scatters: predictions."""
 
 
 @dataclass(frozen=True)
-class Judged:
+class TimeJudgement:
     """A shift, how significant it is among its like, and the verdict."""
 
-    shift: Shift
+    shift: LogShift
     p: float
     """Corrected for the number of comparisons."""
     level: float
@@ -43,12 +43,12 @@ class Judged:
     verdict: str
 
 
-TOGETHER, APART = 0.1, 0.6
+OVERALL_ALARM_SHARE, CONFIGURATION_ALARM_SHARE = 0.1, 0.6
 """Shares of the false alarms that all configurations together may take (a common shift is easily found), and that each
 of them may. The rest is kept back: spreads that inform each other differ, which costs up to half as many again."""
 
-ALONE, QUIET = 0.9, 1.4
-"""The level of a single configuration over `Settings.false_alarms`, and the same where its runs scatter by no more than
+SINGLE_LEVEL_FACTOR, QUIET_LEVEL_FACTOR = 0.9, 1.4
+"""The level of a single configuration over `ComparisonSettings.false_alarms`, and the same where its runs scatter by no more than
 the threshold.
 
 There the threshold rules out false alarms by itself, so that fewer than `Settings.false_alarms` remain at spreads up to
@@ -59,15 +59,21 @@ their spread finds more than 94 and raises no more than 1 % of false alarms at e
 """
 
 
-def criterion_of(configurations: int, settings: Settings) -> Criterion:
+def build_criterion(configurations: int, settings: ComparisonSettings) -> RegressionCriterion:
     """What the clearest of so many configurations is held to."""
     if configurations == 1:
-        return Criterion(settings.threshold, ALONE * settings.false_alarms, min(QUIET * settings.false_alarms, 0.5))
-    level = APART * settings.false_alarms / configurations
-    return Criterion(settings.threshold, level, level)
+        return RegressionCriterion(
+            settings.threshold,
+            SINGLE_LEVEL_FACTOR * settings.false_alarms,
+            min(QUIET_LEVEL_FACTOR * settings.false_alarms, 0.5),
+        )
+    level = CONFIGURATION_ALARM_SHARE * settings.false_alarms / configurations
+    return RegressionCriterion(settings.threshold, level, level)
 
 
-def judge(times: Sequence[Times], settings: Settings) -> tuple[list[Judged], Judged | None]:
+def judge_times(
+    times: Sequence[StepTimes], settings: ComparisonSettings
+) -> tuple[list[TimeJudgement], TimeJudgement | None]:
     """A verdict for each configuration, and one for all together (None if there are none).
 
     With more than one configuration a small share of `settings.false_alarms` goes to all together, and the rest to the
@@ -76,82 +82,121 @@ def judge(times: Sequence[Times], settings: Settings) -> tuple[list[Judged], Jud
     if not times:
         return [], None
     # A single configuration shows too little of both spreads to tell them apart.
-    alike = len(times) == 1 or statistics.spread_alike([(e.base, e.candidate) for e in times if not e.exact])
-    shifts = [statistics.shift(each.base, each.candidate, alike=alike) for each in times]
-    tested = [number for number, each in enumerate(times) if shifts[number].known and not each.exact]
-    for number, shift in zip(tested, statistics.moderated([shifts[number] for number in tested]), strict=True):
-        shifts[number] = shift
-    corrected = {
-        direction: dict(zip(tested, statistics.holm([shifts[i].p_value(direction) for i in tested]), strict=True))
+    equal_spread = len(times) == 1 or statistics.has_equal_spread(
+        [(step_times.base, step_times.candidate) for step_times in times if not step_times.is_exact]
+    )
+    shifts = [
+        statistics.compute_shift(step_times.base, step_times.candidate, equal_spread=equal_spread)
+        for step_times in times
+    ]
+    tested_indices = [
+        index for index, step_times in enumerate(times) if shifts[index].has_spread and not step_times.is_exact
+    ]
+    for index, shift in zip(
+        tested_indices, statistics.moderate_shifts([shifts[index] for index in tested_indices]), strict=True
+    ):
+        shifts[index] = shift
+    p_by_direction = {
+        direction: dict(
+            zip(
+                tested_indices,
+                statistics.correct_p_values([shifts[index].compute_p_value(direction) for index in tested_indices]),
+                strict=True,
+            )
+        )
         for direction in (1, -1)
     }
-    alone = []
-    for number, (each, shift) in enumerate(zip(times, shifts, strict=True)):
-        p = corrected[1 if shift.log_change >= 0 else -1].get(number, 1.0)
+    judgements = []
+    for index, (step_times, shift) in enumerate(zip(times, shifts, strict=True)):
+        p = p_by_direction[1 if shift.log_change >= 0 else -1].get(index, 1.0)
         level = (
-            criterion_of(1, settings).level_at(shift.spread, shift.degrees)
+            build_criterion(1, settings).choose_level(shift.spread, shift.degrees)
             if len(times) == 1
-            else APART * settings.false_alarms
+            else CONFIGURATION_ALARM_SHARE * settings.false_alarms
         )
-        verdict = _exact(shift, settings) if each.exact else _verdict(shift, p, level, settings)
-        alone.append(Judged(shift, p, level, verdict))
+        verdict = (
+            _decide_exact_verdict(shift, settings)
+            if step_times.is_exact
+            else _decide_verdict(shift, p, level, settings)
+        )
+        judgements.append(TimeJudgement(shift, p, level, verdict))
     if len(times) == 1:
-        return alone, alone[0]
-    usable = [times[number] for number in tested] or times
-    together = statistics.pooled([(each.base, each.candidate) for each in usable])
-    p = together.p_value(1 if together.log_change >= 0 else -1)
-    level = TOGETHER * settings.false_alarms
-    exact = all(each.exact for each in times)
-    verdict = _exact(together, settings) if exact else _verdict(together, p, level, settings)
-    return alone, Judged(together, p, level, verdict)
+        return judgements, judgements[0]
+    usable_times = [times[index] for index in tested_indices] or times
+    pooled_shift = statistics.pool_shifts([(step_times.base, step_times.candidate) for step_times in usable_times])
+    p = pooled_shift.compute_p_value(1 if pooled_shift.log_change >= 0 else -1)
+    level = OVERALL_ALARM_SHARE * settings.false_alarms
+    is_exact = all(step_times.is_exact for step_times in times)
+    verdict = (
+        _decide_exact_verdict(pooled_shift, settings) if is_exact else _decide_verdict(pooled_shift, p, level, settings)
+    )
+    return judgements, TimeJudgement(pooled_shift, p, level, verdict)
 
 
-def _exact(shift: Shift, settings: Settings) -> str:
-    return _direction(shift) if abs(shift.change) >= settings.threshold and shift.change else NO_CHANGE
+def _decide_exact_verdict(shift: LogShift, settings: ComparisonSettings) -> str:
+    return _choose_direction(shift) if abs(shift.change) >= settings.threshold and shift.change else NO_CHANGE
 
 
-def _verdict(shift: Shift, p: float, level: float, settings: Settings) -> str:
-    if not shift.known:
+def _decide_verdict(shift: LogShift, p: float, level: float, settings: ComparisonSettings) -> str:
+    if not shift.has_spread:
         return CANNOT_TELL
     if abs(shift.log_change) >= math.log1p(settings.threshold) and p <= level:
-        return _direction(shift)
-    low, high = shift.interval(settings.confidence)
+        return _choose_direction(shift)
+    low, high = shift.compute_interval(settings.confidence)
     return NO_CHANGE if -settings.margin <= low and high <= settings.margin else CANNOT_TELL
 
 
-def _direction(shift: Shift) -> str:
+def _choose_direction(shift: LogShift) -> str:
     return REGRESSION if shift.log_change > 0 else IMPROVEMENT
 
 
-def time_changes(times: Sequence[Times], settings: Settings) -> tuple[list[Change], Change | None]:
-    """What `judge` says, with all numbers."""
+def compare_times(
+    times: Sequence[StepTimes], settings: ComparisonSettings
+) -> tuple[list[QuantityChange], QuantityChange | None]:
+    """What `judge_times` says, with all numbers."""
     if not times:
         return [], None
-    alone, together = judge(times, settings)
-    criterion = criterion_of(len(times), settings)
-    changes = [_change(each, judged, criterion, settings) for each, judged in zip(times, alone, strict=True)]
-    if together is None or len(times) == 1:
+    judgements, overall_judgement = judge_times(times, settings)
+    criterion = build_criterion(len(times), settings)
+    changes = [
+        _build_change(step_times, judgement, criterion, settings)
+        for step_times, judgement in zip(times, judgements, strict=True)
+    ]
+    if overall_judgement is None or len(times) == 1:
         return changes, changes[0]
-    usable = [each for each, judged in zip(times, alone, strict=True) if judged.shift.known] or times
-    longest = [max((getattr(each, side) for each in usable), key=len) for side in ("base", "candidate")]
-    criterion = Criterion(settings.threshold, together.level, together.level)
-    every = _change(Times(longest[0], longest[1], all(each.exact for each in times)), together, criterion, settings)
-    return changes, replace(every, base=None, candidate=None)
+    usable_times = [
+        step_times for step_times, judgement in zip(times, judgements, strict=True) if judgement.shift.has_spread
+    ] or times
+    longest_times = [
+        max((getattr(step_times, side) for step_times in usable_times), key=len) for side in ("base", "candidate")
+    ]
+    criterion = RegressionCriterion(settings.threshold, overall_judgement.level, overall_judgement.level)
+    overall_change = _build_change(
+        StepTimes(longest_times[0], longest_times[1], all(step_times.is_exact for step_times in times)),
+        overall_judgement,
+        criterion,
+        settings,
+    )
+    return changes, replace(overall_change, base=None, candidate=None)
 
 
-def _change(times: Times, judged: Judged, criterion: Criterion, settings: Settings) -> Change:
+def _build_change(
+    times: StepTimes, judgement: TimeJudgement, criterion: RegressionCriterion, settings: ComparisonSettings
+) -> QuantityChange:
     """All numbers."""
-    shift, tested = judged.shift, judged.shift.known and not times.exact
-    low, high = shift.interval(settings.confidence) if tested else (None, None)
+    shift, is_tested = judgement.shift, judgement.shift.has_spread and not times.is_exact
+    low, high = shift.compute_interval(settings.confidence) if is_tested else (None, None)
     detectable = None
-    if tested:
-        runs = len(times.base), len(times.candidate)
-        least = detectable_slowdown(shift.error_spread(*runs), *runs, criterion, POWER, shift.degrees)
-        detectable = None if math.isnan(least) else least
-    return Change(
-        TIME.column,
-        judged.verdict,
-        _reason(judged, detectable, exact=times.exact),
+    if is_tested:
+        run_counts = len(times.base), len(times.candidate)
+        least_detectable = compute_detectable_slowdown(
+            shift.compute_error_spread(*run_counts), *run_counts, criterion, DETECTION_POWER, shift.degrees
+        )
+        detectable = None if math.isnan(least_detectable) else least_detectable
+    return QuantityChange(
+        STEP_TIME.column,
+        judgement.verdict,
+        _format_reason(judgement, detectable, is_exact=times.is_exact),
         float(np.exp(np.mean(np.log(times.base)))),
         float(np.exp(np.mean(np.log(times.candidate)))),
         len(times.base),
@@ -159,38 +204,42 @@ def _change(times: Times, judged: Judged, criterion: Criterion, settings: Settin
         shift.change,
         low,
         high,
-        judged.p if tested else None,
-        shift.spread if tested else None,
+        judgement.p if is_tested else None,
+        shift.spread if is_tested else None,
         detectable,
     )
 
 
-def _reason(judged: Judged, detectable: float | None, *, exact: bool) -> str:
-    if judged.verdict in (REGRESSION, IMPROVEMENT):
-        return f"step time {percent(judged.shift.change)}"
-    if judged.verdict == NO_CHANGE or exact:
+def _format_reason(judgement: TimeJudgement, detectable: float | None, *, is_exact: bool) -> str:
+    if judgement.verdict in (REGRESSION, IMPROVEMENT):
+        return f"step time {format_percent(judgement.shift.change)}"
+    if judgement.verdict == NO_CHANGE or is_exact:
         return ""
-    if not judged.shift.known:
-        return FEW
-    scatter = f"runs scatter by {percent(judged.shift.spread, signed=False)}"
+    if not judgement.shift.has_spread:
+        return TOO_FEW_RUNS_REASON
+    scatter_text = f"runs scatter by {format_percent(judgement.shift.spread, signed=False)}"
     if detectable is None:
-        return scatter
-    return f"{scatter}: only a slowdown of {percent(detectable, signed=False)} would be found 95 times in 100"
+        return scatter_text
+    return (
+        f"{scatter_text}: only a slowdown of {format_percent(detectable, signed=False)} would be found 95 times in 100"
+    )
 
 
-def throughput_change(time: Change, base: Sequence[float], candidate: Sequence[float], settings: Settings) -> Change:
+def compare_throughput(
+    time_change: QuantityChange, base: Sequence[float], candidate: Sequence[float], settings: ComparisonSettings
+) -> QuantityChange:
     """TFLOPS per GPU: the inverse of the time, with its verdict, as long as a step's FLOPs are counted as before."""
-    found = statistics.shift(base, candidate)
-    tested = found.known and time.low is not None
-    low, high = found.interval(settings.confidence) if tested else (None, None)
+    shift = statistics.compute_shift(base, candidate)
+    is_tested = shift.has_spread and time_change.low is not None
+    low, high = shift.compute_interval(settings.confidence) if is_tested else (None, None)
     means = [float(np.exp(np.mean(np.log(side)))) for side in (base, candidate)]
     return replace(
-        time,
+        time_change,
         quantity=TFLOPS.column,
         reason="",
         base=means[0],
         candidate=means[1],
-        change=found.change,
+        change=shift.change,
         low=low,
         high=high,
         detectable=None,

@@ -6,23 +6,23 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.comparison import REGRESSION, Comparison
+from bench.comparison import REGRESSION, RunComparison
 from bench.records import Record
-from bench.tracking import Courier, Tracker
-from bench.tracking.tracked import TrackedRun, identifier
+from bench.tracking import Tracker, TrackerClient
+from bench.tracking.tracked import TrackedRun, build_attempt_id
 
-MOST_NAMED = 10
-LONGEST_TITLE = 63
+MAX_NAMED_CONFIGURATIONS = 10
+MAX_TITLE_CHARS = 63
 """Characters; wandb takes no longer one."""
 
 
-def tell(
-    comparison: Comparison,
+def send_alert(
+    comparison: RunComparison,
     base: str,
     candidate: str,
-    compared: Sequence[Record],
+    compared_rows: Sequence[Record],
     tracker: Tracker,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> None:
     """Send a comparison, with a message if it found a regression; whatever comes of it, it raises nothing.
 
@@ -30,19 +30,19 @@ def tell(
     ----------
     base, candidate: str
         The stores that were compared.
-    compared: sequence of records
+    compared_rows: sequence of records
         All their rows.
     say: callable
         Takes a line for the user.
     """
-    ids = [identifier(row) for row in compared if row["evidence"] != "published"]
-    courier = Courier(tracker, Path(candidate), say)
-    courier.send(runs=[comparison_run(comparison, base, candidate, ids)])
-    if courier.whereabouts:
-        say(courier.summary())
+    run_ids = [build_attempt_id(row) for row in compared_rows if row["evidence"] != "published"]
+    client = TrackerClient(tracker, Path(candidate), print_line)
+    client.send(runs=[build_comparison_run(comparison, base, candidate, run_ids)])
+    if client.location:
+        print_line(client.format_summary())
 
 
-def comparison_run(comparison: Comparison, base: str, candidate: str, run_ids: Sequence[str]) -> TrackedRun:
+def build_comparison_run(comparison: RunComparison, base: str, candidate: str, run_ids: Sequence[str]) -> TrackedRun:
     """A comparison as a run: its verdict, and a message if it found a regression.
 
     Parameters
@@ -52,9 +52,15 @@ def comparison_run(comparison: Comparison, base: str, candidate: str, run_ids: S
     run_ids: sequence of str
         Ids of all attempts that were compared: equal ones are the same comparison, and nobody is told twice.
     """
-    worse = [str(row.name) for row in comparison.of(REGRESSION)]
-    more = [f"and {len(worse) - MOST_NAMED} more"] if len(worse) > MOST_NAMED else []
-    text = "\n".join([comparison.sentence, f"{base} against {candidate}", *worse[:MOST_NAMED], *more])
+    regressed_names = [str(row.name) for row in comparison.list_with_verdict(REGRESSION)]
+    more_note = (
+        [f"and {len(regressed_names) - MAX_NAMED_CONFIGURATIONS} more"]
+        if len(regressed_names) > MAX_NAMED_CONFIGURATIONS
+        else []
+    )
+    text = "\n".join(
+        [comparison.sentence, f"{base} against {candidate}", *regressed_names[:MAX_NAMED_CONFIGURATIONS], *more_note]
+    )
     title = f"Regression: {Path(candidate).name} against {Path(base).name}"
     digest = hashlib.sha256("|".join(run_ids).encode()).hexdigest()[:16]
     return TrackedRun(
@@ -65,6 +71,6 @@ def comparison_run(comparison: Comparison, base: str, candidate: str, run_ids: S
         tags=["comparison", comparison.verdict],
         notes=text,
         config={"base": base, "candidate": candidate},
-        summary={"verdict": comparison.verdict, "exit_code": comparison.exit_code, "regressions": len(worse)},
-        alert=(title[:LONGEST_TITLE], text) if comparison.exit_code == 1 else None,
+        summary={"verdict": comparison.verdict, "exit_code": comparison.exit_code, "regressions": len(regressed_names)},
+        alert=(title[:MAX_TITLE_CHARS], text) if comparison.exit_code == 1 else None,
     )

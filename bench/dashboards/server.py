@@ -12,7 +12,7 @@ import wandb_workspaces.workspaces as ws
 from wandb_workspaces.workspaces import internal as views
 
 
-def default_entity() -> str:
+def get_default_entity() -> str:
     """User or team of whoever is logged in."""
     import wandb
 
@@ -24,7 +24,7 @@ def ensure_project(entity: str, project: str) -> None:
     import wandb
 
     api = wandb.Api()
-    if all(known.name != project for known in api.projects(entity)):
+    if all(existing_project.name != project for existing_project in api.projects(entity)):
         api.create_project(project, entity)
 
 
@@ -32,11 +32,11 @@ def save_workspace(workspace: ws.Workspace) -> str:
     """Create the workspace, or update the one with its internal name; returns its address."""
     name = workspace._internal_name
     try:
-        found = views.get_view_dict(workspace.entity, workspace.project, views._internal_name_to_url_query_str(name))
+        view = views.get_view_dict(workspace.entity, workspace.project, views._internal_name_to_url_query_str(name))
     except ValueError:  # there is none yet
-        found = {}
-    workspace._internal_id = found.get("id", "")
-    with _quiet():
+        view = {}
+    workspace._internal_id = view.get("id", "")
+    with _silence_stderr():
         workspace.save()
     return str(workspace.url)
 
@@ -46,16 +46,16 @@ def save_report(report: wr.Report) -> str:
     import wandb
 
     with contextlib.suppress(ValueError):  # no such project: saving makes it
-        for known in wandb.Api().reports(f"{report.entity}/{report.project}"):
-            if known.display_name == report.title:
-                report.id = known.id
+        for existing_report in wandb.Api().reports(f"{report.entity}/{report.project}"):
+            if existing_report.display_name == report.title:
+                report.id = existing_report.id
                 break
-    with _quiet():
+    with _silence_stderr():
         report.save()
     return str(report.url)
 
 
-def specification(workspace: ws.Workspace, report: wr.Report) -> dict[str, Any]:
+def build_specification(workspace: ws.Workspace, report: wr.Report) -> dict[str, Any]:
     """Everything that would be sent, as plain values."""
     view = workspace._to_model()
     page = report._to_model()
@@ -78,7 +78,7 @@ def specification(workspace: ws.Workspace, report: wr.Report) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_stderr() -> Iterator[None]:
     """Without the library's own lines, which say the address in their way."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield

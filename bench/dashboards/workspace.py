@@ -5,9 +5,9 @@ from __future__ import annotations
 import wandb_workspaces.workspaces as ws
 from wandb_workspaces import expr
 
-from bench.dashboards.panels import MOST_RUNS, STEPS, figures, numbered, short_id
+from bench.dashboards.panels import MAX_RUNS, STEPS_TITLE, assign_panel_ids, build_panel_groups, build_short_id
 
-COLUMNS = (
+RUN_TABLE_COLUMNS = (
     "status",
     "git_sha",
     "tflops_per_gpu",
@@ -19,7 +19,7 @@ COLUMNS = (
 """Columns of the record that the table of runs shows."""
 
 
-def workspace(entity: str, project: str, name: str, *, baseline: str, evidence: str) -> ws.Workspace:
+def build_workspace(entity: str, project: str, name: str, *, baseline: str, evidence: str) -> ws.Workspace:
     """The workspace, complete, as yet known to no server.
 
     Parameters
@@ -31,27 +31,27 @@ def workspace(entity: str, project: str, name: str, *, baseline: str, evidence: 
     evidence: str
         Kind of rows shown: kinds are never mixed.
     """
-    made = ws.Workspace(
+    workspace = ws.Workspace(
         entity=entity,
         project=project,
         name=name,
         sections=[
             ws.Section(
-                name=part.title,
-                panels=part.panels,
-                is_open=part.title != STEPS,
-                layout_settings=ws.SectionLayoutSettings(columns=min(3, len(part.panels)), rows=1),
+                name=panel_group.title,
+                panels=panel_group.panels,
+                is_open=panel_group.title != STEPS_TITLE,
+                layout_settings=ws.SectionLayoutSettings(columns=min(3, len(panel_group.panels)), rows=1),
             )
-            for part in numbered(figures(baseline, apart=False), "workspace")
+            for panel_group in assign_panel_ids(build_panel_groups(baseline, separate_baseline=False), "workspace")
         ],
-        settings=ws.WorkspaceSettings(max_runs=MOST_RUNS, tooltip_number_of_runs="all_runs"),
+        settings=ws.WorkspaceSettings(max_runs=MAX_RUNS, tooltip_number_of_runs="all_runs"),
         runset_settings=ws.RunsetSettings(
             filters=f"Metric('JobType') == '{evidence}'",
             groupby=[expr.Config("configuration"), expr.Config("labels")],
             order=[expr.Ordering(expr.Metric("CreatedTimestamp"), ascending=False)],
-            pinned_columns=[f"summary:{column}" for column in COLUMNS],
+            pinned_columns=[f"summary:{column}" for column in RUN_TABLE_COLUMNS],
         ),
     )
-    made._internal_name = f"nw-{short_id(entity, project, name)}-v"
-    made._internal_runset_id = short_id("workspace", "runs")
-    return made
+    workspace._internal_name = f"nw-{build_short_id(entity, project, name)}-v"
+    workspace._internal_runset_id = build_short_id("workspace", "runs")
+    return workspace

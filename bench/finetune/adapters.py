@@ -8,29 +8,29 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from bench.finetune.shape import ALL_LINEAR, Shape
+from bench.finetune.shape import ALL_LINEAR, AdapterSpec
 from bench.models import Family
 
-ADAPTERS = (".lora_A.", ".lora_B.")
+ADAPTER_NAME_PARTS = (".lora_A.", ".lora_B.")
 """In the names of their parameters."""
 
-BASE = ".base_layer"
+BASE_LAYER_SUFFIX = ".base_layer"
 """What peft adds to the name of a layer that it has wrapped."""
 
 
 @functools.cache
-def linear_layers(family: Family) -> dict[str, tuple[tuple[int, int], ...]]:
+def find_linear_layers(family: Family) -> dict[str, tuple[tuple[int, int], ...]]:
     """Names of the linear layers within the blocks, in order, each with the shapes (in, out) that it has there."""
-    model = (family.shortened(2) or family).build()
-    found: dict[str, tuple[tuple[int, int], ...]] = {}
-    for _, name, layer in inside_blocks(family, model):
-        found[name] = tuple(dict.fromkeys((*found.get(name, ()), dimensions(layer))))
-    return found
+    model = (family.limit_blocks(2) or family).build_model()
+    shapes_by_name: dict[str, tuple[tuple[int, int], ...]] = {}
+    for _, name, layer in iterate_linear_layers(family, model):
+        shapes_by_name[name] = tuple(dict.fromkeys((*shapes_by_name.get(name, ()), find_layer_dimensions(layer))))
+    return shapes_by_name
 
 
-def inside_blocks(family: Family, model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def iterate_linear_layers(family: Family, model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Every linear layer of the blocks: what it hangs in, its name there, and itself."""
-    for blocks in family.block_lists(model):
+    for blocks in family.find_block_lists(model):
         for parent in list(blocks.modules()):
             for name, child in list(parent.named_children()):
                 if is_linear(child):
@@ -47,29 +47,29 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def dimensions(layer: nn.Module) -> tuple[int, int]:
+def find_layer_dimensions(layer: nn.Module) -> tuple[int, int]:
     """Width of a linear layer's input and output."""
     rows, columns = layer.weight.shape  # type: ignore[misc]
     return (rows, columns) if is_transposed(layer) else (columns, rows)
 
 
-def add_adapters(family: Family, model: nn.Module, shape: Shape) -> None:
+def add_adapters(family: Family, model: nn.Module, adapter_spec: AdapterSpec) -> None:
     """Put adapters beside the layers that are named, and freeze everything else. The model stays on meta."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    layers = {name: layer for _, name, layer in inside_blocks(family, model)}
-    names = list(layers) if shape.target_modules == (ALL_LINEAR,) else list(shape.target_modules)
+    layers = {name: layer for _, name, layer in iterate_linear_layers(family, model)}
+    target_names = list(layers) if adapter_spec.target_modules == (ALL_LINEAR,) else list(adapter_spec.target_modules)
     config = LoraConfig(
-        r=shape.rank,
-        lora_alpha=shape.alpha,  # type: ignore[arg-type]
-        target_modules=names,
-        fan_in_fan_out=any(is_transposed(layers[name]) for name in names),
+        r=adapter_spec.rank,
+        lora_alpha=adapter_spec.alpha,  # type: ignore[arg-type]
+        target_modules=target_names,
+        fan_in_fan_out=any(is_transposed(layers[name]) for name in target_names),
     )
     with torch.device("meta"):
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
 
 
-def initial_std(name: str, parameter: torch.Tensor) -> float | None:
+def find_adapter_init_std(name: str, parameter: torch.Tensor) -> float | None:
     """Standard deviation of an adapter's parameter: of A as of a linear layer in torch, B starts as zeros.
 
     That is how LoRA starts (section 4.1), so that adapters change nothing at first; peft draws A from a uniform

@@ -16,12 +16,12 @@ from bench import processes
 from bench.models import Family, FlopCount
 from bench.models.blocks import checkpoint_blocks
 
-FEW, MORE = 2, 3
+FEWER_COUNTED_BLOCKS, MORE_COUNTED_BLOCKS = 2, 3
 """Blocks per list that are counted; all further ones cost as much as the third."""
 
 
 @dataclass(frozen=True)
-class CountedFlops(FlopCount):
+class AdapterFlopCount(FlopCount):
     """FLOPs of a step of one sequence, with frozen weights.
 
     Forward computes every product and the adapters' two. Backward computes the gradient of every product's input and of
@@ -34,73 +34,81 @@ class CountedFlops(FlopCount):
     sequence_length: int
 
     @staticmethod
-    def of(family: Family, sequence_length: int) -> CountedFlops:
+    def from_family(family: Family, sequence_length: int) -> AdapterFlopCount:
         """Of a family with adapters. The forward products of the base are told apart as the base tells them."""
-        base = family.base.flops_per_sequence(sequence_length)  # type: ignore[attr-defined]
-        return CountedFlops(**vars(base), family=family, sequence_length=sequence_length)
+        base = family.base.count_flops_per_sequence(sequence_length)  # type: ignore[attr-defined]
+        return AdapterFlopCount(**vars(base), family=family, sequence_length=sequence_length)
 
     @property
-    def model(self) -> int:
+    def model_flops(self) -> int:
         """Forward and backward without recomputation."""
-        return self.hardware("none")
+        return self.compute_hardware_flops("none")
 
-    def hardware(self, activation_checkpointing: str) -> int:
+    def compute_hardware_flops(self, activation_checkpointing: str) -> int:
         """What the device executes."""
-        return counted(self.family, self.sequence_length, activation_checkpointing)
+        return count_training_flops(self.family, self.sequence_length, activation_checkpointing)
 
 
 @functools.lru_cache(maxsize=256)
-def counted(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
+def count_training_flops(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
     """FLOPs of the matrix products of one sequence's forward and backward pass, from a step of the model on meta.
 
     Apart where there may be GPUs: there is a backward pass, and peft imports bitsandbytes, which starts CUDA.
     """
-    return processes.apart(_count, family, sequence_length, activation_checkpointing)
+    return processes.call_isolated(_count_training_flops, family, sequence_length, activation_checkpointing)
 
 
-def _count(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
-    lengths = {len(blocks) for blocks in family.block_lists(family.base.build())}  # type: ignore[attr-defined]
-    few, more = family.shortened(FEW), family.shortened(MORE)
-    if few is None or more is None or len(lengths) > 1 or min(lengths) <= MORE:
-        return _step(family, sequence_length, activation_checkpointing)
-    first, second = (_step(each, sequence_length, activation_checkpointing) for each in (few, more))
-    return first + (min(lengths) - FEW) * (second - first)
+def _count_training_flops(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
+    lengths = {len(blocks) for blocks in family.find_block_lists(family.base.build_model())}  # type: ignore[attr-defined]
+    shorter_family, longer_family = family.limit_blocks(FEWER_COUNTED_BLOCKS), family.limit_blocks(MORE_COUNTED_BLOCKS)
+    if shorter_family is None or longer_family is None or len(lengths) > 1 or min(lengths) <= MORE_COUNTED_BLOCKS:
+        return _count_step_flops(family, sequence_length, activation_checkpointing)
+    shorter_flops, longer_flops = (
+        _count_step_flops(short_family, sequence_length, activation_checkpointing)
+        for short_family in (shorter_family, longer_family)
+    )
+    return shorter_flops + (min(lengths) - FEWER_COUNTED_BLOCKS) * (longer_flops - shorter_flops)
 
 
-def _step(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
+def _count_step_flops(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
     """Counted with attention as separate products over the full square of scores, as `FlopCount` says."""
-    fused = dataclasses.replace(family, base=dataclasses.replace(family.base, attention="sdpa"))  # type: ignore
-    model = fused.build()
+    sdpa_family = dataclasses.replace(family, base=dataclasses.replace(family.base, attention="sdpa"))  # type: ignore
+    model = sdpa_family.build_model()
     model.train()
-    checkpoint_blocks(fused, model, activation_checkpointing)
-    batch = fused.batch(1, sequence_length, torch.Generator())
+    checkpoint_blocks(sdpa_family, model, activation_checkpointing)
+    batch = sdpa_family.build_batch(1, sequence_length, torch.Generator())
     inputs = {name: tensor.to("meta") for name, tensor in batch.inputs.items()}
-    count = _Count()
-    attention, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, _products
+    flop_counter = _MatmulFlopCounter()
+    original_attention, functional.scaled_dot_product_attention = (
+        functional.scaled_dot_product_attention,
+        _compute_unfused_attention,
+    )
     try:
-        with count:
+        with flop_counter:
             model(**inputs)["logits"].sum().backward()
     finally:
-        functional.scaled_dot_product_attention = attention
-    return count.flops
+        functional.scaled_dot_product_attention = original_attention
+    return flop_counter.total_flops
 
 
-def _products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _compute_unfused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
     """The two matrix products of attention."""
     return torch.softmax(query @ key.transpose(-2, -1), dim=-1) @ value
 
 
-class _Count(TorchDispatchMode):
+class _MatmulFlopCounter(TorchDispatchMode):
     """Adds up the FLOPs of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = 0
+        self.total_flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then count it."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func._overloadpacket in flop_registry:
-            self.flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-        return out
+            self.total_flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+        return result

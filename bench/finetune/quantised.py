@@ -1,7 +1,7 @@
 """Linear layers with weights of 4 or 8 bits: bitsandbytes', which has kernels for NVIDIA GPUs and for CPUs.
 
 bitsandbytes is QLoRA's own library, peft and transformers build on it, and it has both 4 and 8 bits. Its layers take
-their weights in two steps: as they are drawn, then quantised (`store`), one layer after the other, so that no rank ever
+their weights in two steps: as they are drawn, then quantised (`quantise_drawn_weight`), one layer after the other, so that no rank ever
 holds more than one of them whole.
 
 4 bits: two weights to a byte, an absolute maximum for each block of 64. With double quantisation these have 8 bits
@@ -19,73 +19,75 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from bench.finetune.adapters import dimensions, inside_blocks, is_transposed
-from bench.finetune.shape import Shape
+from bench.finetune.adapters import find_layer_dimensions, is_transposed, iterate_linear_layers
+from bench.finetune.shape import AdapterSpec
 from bench.models import Family
 from bench.precision import Precision
 
-BLOCK, SCALES_BLOCK = 64, 256
+WEIGHTS_PER_SCALE, SCALES_PER_OUTER_SCALE = 64, 256
 """Weights that share a scale; scales that share a scale of theirs."""
 
-CODE, SCALES_CODE = 2**4, 2**8
+WEIGHT_CODE_SIZE, SCALE_CODE_SIZE = 2**4, 2**8
 """Values that a weight and a scale may have."""
 
 FP32_BYTES = 4
 
 
-def quantise_layers(family: Family, model: nn.Module, shape: Shape, precision: Precision) -> None:
+def quantise_layers(family: Family, model: nn.Module, adapter_spec: AdapterSpec, precision: Precision) -> None:
     """Put layers that hold quantised weights into the place of every linear layer of the blocks, on meta.
 
     Packed weights are stored as numbers of the parameters' format: T5 converts what it puts into a layer to the format
     of the layer's weight.
     """
-    bnb = _library()
-    for parent, name, layer in inside_blocks(family, model):
-        inputs, outputs = dimensions(layer)
+    bitsandbytes = _import_bitsandbytes()
+    for parent, name, layer in iterate_linear_layers(family, model):
+        inputs, outputs = find_layer_dimensions(layer)
         bias = layer.bias is not None
-        made: Any
-        if shape.bits == 4:
-            made = bnb.nn.Linear4bit(
+        quantised_layer: Any
+        if adapter_spec.bits == 4:
+            quantised_layer = bitsandbytes.nn.Linear4bit(
                 inputs,
                 outputs,
                 bias=bias,
                 compute_dtype=precision.compute_dtype,
-                compress_statistics=shape.double_quantisation,
+                compress_statistics=adapter_spec.double_quantisation,
                 quant_type="nf4",
                 quant_storage=precision.parameter_dtype,
                 device="meta",
             )
         else:
-            made = bnb.nn.Linear8bitLt(inputs, outputs, bias=bias, has_fp16_weights=False, device="meta")
-        made.double_quantisation = shape.double_quantisation
-        made.drawn_transposed = is_transposed(layer)
-        made.drawn_shape = tuple(layer.weight.shape)  # type: ignore[arg-type]
-        setattr(parent, name, made)
-    model.is_loaded_in_4bit = shape.bits == 4  # type: ignore[assignment]
-    model.is_loaded_in_8bit = shape.bits == 8  # type: ignore[assignment]
+            quantised_layer = bitsandbytes.nn.Linear8bitLt(
+                inputs, outputs, bias=bias, has_fp16_weights=False, device="meta"
+            )
+        quantised_layer.double_quantisation = adapter_spec.double_quantisation
+        quantised_layer.drawn_transposed = is_transposed(layer)
+        quantised_layer.drawn_shape = tuple(layer.weight.shape)  # type: ignore[arg-type]
+        setattr(parent, name, quantised_layer)
+    model.is_loaded_in_4bit = adapter_spec.bits == 4  # type: ignore[assignment]
+    model.is_loaded_in_8bit = adapter_spec.bits == 8  # type: ignore[assignment]
 
 
-def expect_drawn_weights(model: nn.Module) -> None:
+def prepare_drawn_weights(model: nn.Module) -> None:
     """Have every such layer wait for its weight as the base draws it: once adapters have asked what they stand beside.
 
     What was a `Conv1D` is drawn the other way round.
     """
-    for module in _layers(model):
+    for module in _list_quantised_layers(model):
         module.weight = nn.Parameter(torch.empty(module.drawn_shape, device="meta"), requires_grad=False)
 
 
-def store(module: Any) -> None:
+def quantise_drawn_weight(module: Any) -> None:
     """Quantise a layer's weight, if it is such a layer, that was drawn; on fake tensors, make what comes of it."""
     if not _is_quantised(module):
         return
-    bnb = _library()
+    bitsandbytes = _import_bitsandbytes()
     weight = module.weight.data
     if isinstance(weight, FakeTensor):
-        _store_fake(module, weight)
+        _quantise_fake_weight(module, weight)
         return
     weight = weight.t().contiguous() if module.drawn_transposed else weight
-    if isinstance(module, bnb.nn.Linear4bit):
-        module.weight = bnb.nn.Params4bit(
+    if isinstance(module, bitsandbytes.nn.Linear4bit):
+        module.weight = bitsandbytes.nn.Params4bit(
             weight.to(module.compute_dtype),
             requires_grad=False,
             compress_statistics=module.double_quantisation,
@@ -95,72 +97,78 @@ def store(module: Any) -> None:
         ).to(weight.device)
     else:
         # It is quantised on the way from the CPU.
-        module.weight = bnb.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False).to(weight.device)
+        module.weight = bitsandbytes.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False).to(
+            weight.device
+        )
 
 
-def _store_fake(module: Any, weight: torch.Tensor) -> None:
-    """What `store` makes, without values."""
-    bnb = _library()
+def _quantise_fake_weight(module: Any, weight: torch.Tensor) -> None:
+    """What `quantise_drawn_weight` makes, without values."""
+    bitsandbytes = _import_bitsandbytes()
     outputs, inputs = module.out_features, module.in_features
-    if not isinstance(module, bnb.nn.Linear4bit):
-        packed = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8), requires_grad=False)
-        packed.CB = packed.SCB = None  # type: ignore[attr-defined]
-        module.state.CB, module.state.SCB = packed.data, torch.empty(outputs)
+    if not isinstance(module, bitsandbytes.nn.Linear4bit):
+        packed_weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8), requires_grad=False)
+        packed_weight.CB = packed_weight.SCB = None  # type: ignore[attr-defined]
+        module.state.CB, module.state.SCB = packed_weight.data, torch.empty(outputs)
     else:
-        blocks = -(-weight.numel() // BLOCK)
-        size = weight.numel() // 2 // module.quant_storage.itemsize
-        packed = nn.Parameter(torch.empty(size, 1, dtype=module.quant_storage), requires_grad=False)
-        nested = None
+        num_blocks = -(-weight.numel() // WEIGHTS_PER_SCALE)
+        packed_size = weight.numel() // 2 // module.quant_storage.itemsize
+        packed_weight = nn.Parameter(torch.empty(packed_size, 1, dtype=module.quant_storage), requires_grad=False)
+        scale_state = None
         if module.double_quantisation:
-            nested = bnb.functional.QuantState(
-                torch.empty(-(-blocks // SCALES_BLOCK)),
+            scale_state = bitsandbytes.functional.QuantState(
+                torch.empty(-(-num_blocks // SCALES_PER_OUTER_SCALE)),
                 code=torch.empty(256),
-                blocksize=SCALES_BLOCK,
+                blocksize=SCALES_PER_OUTER_SCALE,
                 dtype=torch.float32,
             )
-        packed.quant_state = bnb.functional.QuantState(  # type: ignore[attr-defined]
-            torch.empty(blocks, dtype=torch.uint8 if nested else torch.float32),
+        packed_weight.quant_state = bitsandbytes.functional.QuantState(  # type: ignore[attr-defined]
+            torch.empty(num_blocks, dtype=torch.uint8 if scale_state else torch.float32),
             shape=torch.Size((outputs, inputs)),
             code=torch.empty(16),
-            blocksize=BLOCK,
+            blocksize=WEIGHTS_PER_SCALE,
             quant_type="nf4",
             dtype=module.compute_dtype,
-            offset=torch.empty(()) if nested else None,
-            state2=nested,
+            offset=torch.empty(()) if scale_state else None,
+            state2=scale_state,
         )
-    module.weight = packed
+    module.weight = packed_weight
 
 
-def stored_bytes(model: nn.Module) -> dict[int, int]:
+def find_quantised_bytes(model: nn.Module) -> dict[int, int]:
     """Bytes of every quantised weight with its scales, by the identity of the parameter."""
-    bnb = _library()
-    found = {}
-    for module in _layers(model):
-        weights = module.in_features * module.out_features
-        if isinstance(module, bnb.nn.Linear4bit):
-            found[id(module.weight)] = weights // 2 + scale_bytes(weights, double=module.double_quantisation)
+    bitsandbytes = _import_bitsandbytes()
+    bytes_by_id = {}
+    for module in _list_quantised_layers(model):
+        num_weights = module.in_features * module.out_features
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            bytes_by_id[id(module.weight)] = num_weights // 2 + count_scale_bytes(
+                num_weights, has_double_quantisation=module.double_quantisation
+            )
         else:
-            found[id(module.weight)] = weights + FP32_BYTES * module.out_features
-    return found
+            bytes_by_id[id(module.weight)] = num_weights + FP32_BYTES * module.out_features
+    return bytes_by_id
 
 
-def scale_bytes(weights: int, *, double: bool) -> int:
+def count_scale_bytes(num_weights: int, *, has_double_quantisation: bool) -> int:
     """Of the scales of a matrix in 4 bits: per weight 4 / 64 bytes, or 1 / 64 + 4 / (64 x 256) with double.
 
     Every layer also has its own table of the values that 4 bits stand for, and 8 bits of a scale.
     """
-    blocks = math.ceil(weights / BLOCK)
-    if not double:
-        return FP32_BYTES * (blocks + CODE)
-    return blocks + FP32_BYTES * (math.ceil(blocks / SCALES_BLOCK) + 1 + CODE + SCALES_CODE)
+    num_blocks = math.ceil(num_weights / WEIGHTS_PER_SCALE)
+    if not has_double_quantisation:
+        return FP32_BYTES * (num_blocks + WEIGHT_CODE_SIZE)
+    return num_blocks + FP32_BYTES * (
+        math.ceil(num_blocks / SCALES_PER_OUTER_SCALE) + 1 + WEIGHT_CODE_SIZE + SCALE_CODE_SIZE
+    )
 
 
-def _library() -> Any:
+def _import_bitsandbytes() -> Any:
     """bitsandbytes, an optional extra."""
     return importlib.import_module("bitsandbytes")
 
 
-def _layers(model: nn.Module) -> list[Any]:
+def _list_quantised_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if _is_quantised(module)]
 
 

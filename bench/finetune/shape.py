@@ -9,7 +9,7 @@ ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
-class Shape:
+class AdapterSpec:
     """How a model is changed: hashable, as traces are remembered by it."""
 
     rank: int

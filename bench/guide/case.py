@@ -5,54 +5,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.advice.ranking import Ranking, Row
-from bench.advice.words import overrides
-from bench.config import RunConfig, run_config
+from bench.advice.ranking import CandidateRanking, RankedCandidate
+from bench.advice.words import format_overrides
+from bench.config import RunConfig, build_run_config
 from bench.errors import ImpossibleError
-from bench.models.blocks import CHECKPOINTING
-from bench.planning.compose import composed
-from bench.planning.forecast import Untold, forecasts
-from bench.planning.grid import Settings
+from bench.models.blocks import CHECKPOINTING_MODES
+from bench.planning.compose import compose_config
+from bench.planning.forecast import Unpredictable, predict_configs
+from bench.planning.grid import RunSettings
 from bench.simulate.prediction import Prediction
 
 
 @dataclass(frozen=True)
-class Case:
+class GuideCase:
     """What the tree is asked about."""
 
-    settings: Settings
+    settings: RunSettings
     """What is typed, the strategy and checkpointing left open; precision is chosen."""
-    precision_asked: bool
+    has_requested_precision: bool
     """Whether the user chose it."""
-    checkpointing: Sequence[str]
+    checkpointing_choices: Sequence[str]
     """Kinds of activation checkpointing that may be used."""
-    batch: int | None
+    requested_batch: int | None
     """Sequences per GPU asked for, None where the largest that fits is searched."""
-    ranking: Ranking
+    ranking: CandidateRanking
     """The answer of ``bench.predict``."""
 
     @property
     def config(self) -> RunConfig:
         """A run of the case: model, hardware, GPUs."""
-        return self.ranking.first.config
+        return self.ranking.top_candidate.config
 
     @property
-    def per_node(self) -> int:
+    def gpus_on_node(self) -> int:
         """GPUs of the case on one node."""
         return min(self.config.gpus, self.config.gpus_per_node)
 
     @property
-    def kinds(self) -> list[str]:
+    def checkpointing_extremes(self) -> list[str]:
         """None and full checkpointing, as far as they may be used: the most and the least memory."""
-        return [kind for kind in CHECKPOINTING[:2] if kind in self.checkpointing] or list(self.checkpointing[:1])
+        return [kind for kind in CHECKPOINTING_MODES[:2] if kind in self.checkpointing_choices] or list(
+            self.checkpointing_choices[:1]
+        )
 
-    def knobs(self) -> dict[str, list[str]]:
+    def build_knobs(self) -> dict[str, list[str]]:
         """What a way may vary, and the batch where it was asked for."""
-        asked = {} if self.batch is None else {"batch_size_per_gpu": [str(self.batch)]}
-        precision = [self.settings["precision"]]
-        return {"precision": precision, "activation_checkpointing": list(self.checkpointing), **asked}
+        batch_knob = {} if self.requested_batch is None else {"batch_size_per_gpu": [str(self.requested_batch)]}
+        precision_values = [self.settings["precision"]]
+        return {
+            "precision": precision_values,
+            "activation_checkpointing": list(self.checkpointing_choices),
+            **batch_knob,
+        }
 
-    def predicted(self, **settings: str) -> Probe | Untold:
+    def predict_run(self, **settings: str) -> PredictedRun | Unpredictable:
         """The prediction of one run of the case, at the batch asked for or one sequence.
 
         Parameters
@@ -60,29 +66,37 @@ class Case:
         settings: str
             What is typed for it beside the case, ``__`` standing for a dot.
         """
-        typed = {key.replace("__", "."): value for key, value in settings.items()}
-        typed = {**self.settings, "batch_size_per_gpu": str(self.batch or 1), **typed}
+        run_settings = {key.replace("__", "."): value for key, value in settings.items()}
+        run_settings = {**self.settings, "batch_size_per_gpu": str(self.requested_batch or 1), **run_settings}
         try:
-            config = run_config(composed({**typed, "mode": "predict"}))
+            config = build_run_config(compose_config({**run_settings, "mode": "predict"}))
         except ImpossibleError as error:
-            return Untold(str(error), refused=True)
-        (forecast,) = forecasts([config])
-        return forecast if isinstance(forecast, Untold) else self._probe(typed, config, forecast)
+            return Unpredictable(str(error), is_impossible=True)
+        (prediction,) = predict_configs([config])
+        return (
+            prediction
+            if isinstance(prediction, Unpredictable)
+            else self._build_predicted_run(run_settings, config, prediction)
+        )
 
-    def probe(self, row: Row) -> Probe:
+    def convert_candidate(self, candidate: RankedCandidate) -> PredictedRun:
         """A ranked candidate."""
-        return self._probe(row.settings, row.config, row.prediction)
+        return self._build_predicted_run(candidate.settings, candidate.config, candidate.prediction)
 
-    def _probe(self, typed: Settings, config: RunConfig, prediction: Prediction) -> Probe:
-        apart = {key: value for key, value in typed.items() if self.settings.get(key) != value and key != "gpus"}
-        return Probe({"gpus": str(config.gpus), **apart}, config, prediction)
+    def _build_predicted_run(
+        self, run_settings: RunSettings, config: RunConfig, prediction: Prediction
+    ) -> PredictedRun:
+        distinguishing_settings = {
+            key: value for key, value in run_settings.items() if self.settings.get(key) != value and key != "gpus"
+        }
+        return PredictedRun({"gpus": str(config.gpus), **distinguishing_settings}, config, prediction)
 
 
 @dataclass(frozen=True)
-class Probe:
+class PredictedRun:
     """A run that was predicted to answer a step."""
 
-    apart: Settings
+    distinguishing_settings: RunSettings
     """The number of GPUs, and what sets it apart from other runs of the case."""
     config: RunConfig
     prediction: Prediction
@@ -90,4 +104,4 @@ class Probe:
     @property
     def source(self) -> str:
         """Which run of the case it is."""
-        return "predicted: " + " ".join(overrides(self.apart))
+        return "predicted: " + " ".join(format_overrides(self.distinguishing_settings))

@@ -7,72 +7,76 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bench.advice.data import row_values, subject
-from bench.guide.guide import Guidance
-from bench.guide.path import Taken
-from bench.guide.tree import SOURCE
-from bench.guide.weighing import Weighed
+from bench.advice.data import build_candidate_values, build_subject_values
+from bench.guide.guide import CaseGuidance
+from bench.guide.path import DecisionStep
+from bench.guide.tree import TREE_SOURCE
+from bench.guide.weighing import RankedOption
 
-FORMAT = 1
+FORMAT_VERSION = 1
 
 
-def as_json(found: Sequence[Guidance]) -> str:
+def format_guidance_json(guidances: Sequence[CaseGuidance]) -> str:
     """Everything: ``format``, ``source`` of the tree, and ``cases``."""
-    values = {"format": FORMAT, "source": SOURCE, "cases": [_case(guidance) for guidance in found]}
+    values = {
+        "format": FORMAT_VERSION,
+        "source": TREE_SOURCE,
+        "cases": [_build_case_values(guidance) for guidance in guidances],
+    }
     return json.dumps(values, indent=2, allow_nan=False)
 
 
-def _case(guidance: Guidance) -> dict[str, Any]:
+def _build_case_values(guidance: CaseGuidance) -> dict[str, Any]:
     config, ranking = guidance.case.config, guidance.case.ranking
     return {
         "question": {
             "settings": guidance.case.settings,
-            **subject(config),
+            **build_subject_values(config),
             "precision": config.precision.name,
             "sequence_length": config.sequence_length,
-            "batch_size_per_gpu": guidance.case.batch,
+            "batch_size_per_gpu": guidance.case.requested_batch,
         },
-        "steps": [_step(taken) for taken in guidance.path],
+        "steps": [_build_step_values(step) for step in guidance.decision_path],
         "leaf": {
             "name": guidance.leaf.key,
             "advice": guidance.leaf.advice,
-            "ways": [_way(each, guidance) for each in guidance.ways],
+            "ways": [_build_option_values(option, guidance) for option in guidance.ranked_options],
         },
         "ranking": {
-            "advice": guidance.advice,
-            "best": row_values(ranking.possible[0], 1, None) if ranking.possible else None,
+            "advice": guidance.ranking_advice,
+            "best": build_candidate_values(ranking.possible[0], 1, None) if ranking.possible else None,
             "possible": len(ranking.possible),
             "infeasible": len(ranking.infeasible),
         },
-        "agrees": guidance.agrees,
-        "agreement": guidance.agreement,
-        "may_fit": guidance.may_fit,
+        "agrees": guidance.does_agree,
+        "agreement": guidance.agreement_text,
+        "may_fit": guidance.can_fit,
     }
 
 
-def _step(taken: Taken) -> dict[str, Any]:
-    found = taken.answered
+def _build_step_values(step: DecisionStep) -> dict[str, Any]:
+    answer = step.answer
     return {
-        "number": taken.number,
-        "key": taken.step.key,
-        "question": taken.step.question,
-        "answer": found.answer,
-        "because": found.because,
-        "numbers": [dataclasses.asdict(each) for each in found.numbers],
-        "threshold": None if found.threshold is None else dataclasses.asdict(found.threshold),
-        "source": found.source,
-        "assumed": found.assumed,
+        "number": step.number,
+        "key": step.node.key,
+        "question": step.node.question,
+        "answer": answer.text,
+        "because": answer.reason,
+        "numbers": [dataclasses.asdict(quantity) for quantity in answer.numbers],
+        "threshold": None if answer.threshold is None else dataclasses.asdict(answer.threshold),
+        "source": answer.source,
+        "assumed": answer.is_assumed,
     }
 
 
-def _way(each: Weighed, guidance: Guidance) -> dict[str, Any]:
+def _build_option_values(option: RankedOption, guidance: CaseGuidance) -> dict[str, Any]:
     return {
-        "name": each.way.name,
-        "remark": each.way.remark,
-        "settings": each.settings,
-        "fits": None if each.row is None else each.fits,
-        "why_not_predicted": each.why_none or None,
-        "run": each.sweep(guidance.case),
-        "predict": each.predict(guidance.case),
-        "best": None if each.row is None else row_values(each.row, None, None),
+        "name": option.training_option.name,
+        "remark": option.training_option.note,
+        "settings": option.settings,
+        "fits": None if option.candidate is None else option.does_fit,
+        "why_not_predicted": option.missing_reason or None,
+        "run": option.format_sweep_command(guidance.case),
+        "predict": option.format_predict_command(guidance.case),
+        "best": None if option.candidate is None else build_candidate_values(option.candidate, None, None),
     }

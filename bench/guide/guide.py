@@ -5,45 +5,49 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.advice.candidates import Candidates, candidates, usual_precision
-from bench.advice.question import Question
-from bench.advice.ranking import ranked
-from bench.advice.sentence import advise
-from bench.errors import UsageError, bad_value
-from bench.guide.agreement import agreement
-from bench.guide.case import Case
-from bench.guide.path import Taken, walk
-from bench.guide.tree import Leaf
-from bench.guide.weighing import Weighed, weigh
-from bench.models.blocks import CHECKPOINTING
-from bench.planning.compose import composed
-from bench.planning.grid import Settings
+from bench.advice.candidates import CandidateSet, build_candidates, choose_default_precision
+from bench.advice.question import AdviceQuestion
+from bench.advice.ranking import rank_with_last_resort
+from bench.advice.sentence import describe_advice
+from bench.errors import UsageError, invalid_value_error
+from bench.guide.agreement import describe_agreement
+from bench.guide.case import GuideCase
+from bench.guide.path import DecisionStep, walk_tree
+from bench.guide.tree import TreeLeaf
+from bench.guide.weighing import RankedOption, rank_options
+from bench.models.blocks import CHECKPOINTING_MODES
+from bench.planning.compose import compose_config
+from bench.planning.grid import RunSettings
 
-VARIED = ("activation_checkpointing", "batch_size_per_gpu")
+VARIED_KNOBS = ("activation_checkpointing", "batch_size_per_gpu")
 """Knobs that differ among the runs of a case, unless one value is asked for."""
 
 
 @dataclass(frozen=True)
-class Guidance:
+class CaseGuidance:
     """The answer for one case."""
 
-    case: Case
-    path: list[Taken]
-    leaf: Leaf
-    ways: list[Weighed]
-    advice: str
+    case: GuideCase
+    decision_path: list[DecisionStep]
+    leaf: TreeLeaf
+    ranked_options: list[RankedOption]
+    ranking_advice: str
     """The sentence of ``bench.predict`` on the ranking."""
-    agrees: bool | None
+    does_agree: bool | None
     """Whether leaf and ranking do."""
-    agreement: str
+    agreement_text: str
 
     @property
-    def may_fit(self) -> bool:
+    def can_fit(self) -> bool:
         """Whether anything may."""
-        return bool(self.case.ranking.possible) or any(each.row is not None and each.row.possible for each in self.ways)
+        return bool(self.case.ranking.possible) or any(
+            option.candidate is not None and option.candidate.can_fit for option in self.ranked_options
+        )
 
 
-def guide(question: Question, on_progress: Callable[[str], None] = lambda words: None) -> list[Guidance]:
+def build_guidance(
+    question: AdviceQuestion, on_progress: Callable[[str], None] = lambda message: None
+) -> list[CaseGuidance]:
     """Answer a question, case by case.
 
     Raises
@@ -51,45 +55,53 @@ def guide(question: Question, on_progress: Callable[[str], None] = lambda words:
     UsageError
         If something is a mistake, or asks for what the guide is to answer.
     """
-    _check(question)
-    asked = []
-    for section in question.sections():  # every mistake is found before anything is predicted
-        settings = _settings(section, question)
-        asked.append((settings, candidates(settings, _knobs(settings, question))))
-    return [_guidance(settings, found, question, on_progress) for settings, found in asked]
+    _check_question(question)
+    case_candidates = []
+    for section_settings in question.list_sections():  # every mistake is found before anything is predicted
+        settings = _build_case_settings(section_settings, question)
+        case_candidates.append((settings, build_candidates(settings, _build_case_knobs(settings, question))))
+    return [
+        _build_case_guidance(settings, candidates, question, on_progress) for settings, candidates in case_candidates
+    ]
 
 
-def _guidance(
-    settings: Settings, found: Candidates, question: Question, on_progress: Callable[[str], None]
-) -> Guidance:
-    on_progress(f"{question.heading(settings)}: predicting {len(found.to_predict)} candidates")
-    batch = question.knobs.get("batch_size_per_gpu")
-    case = Case(
+def _build_case_guidance(
+    settings: RunSettings, candidates: CandidateSet, question: AdviceQuestion, on_progress: Callable[[str], None]
+) -> CaseGuidance:
+    on_progress(f"{question.format_heading(settings)}: predicting {len(candidates.to_predict)} candidates")
+    batch_values = question.knobs.get("batch_size_per_gpu")
+    case = GuideCase(
         settings=settings,
-        precision_asked=any(key.lstrip("+").partition(".")[0] == "precision" for key in question.knobs),
-        checkpointing=question.knobs.get("activation_checkpointing", CHECKPOINTING),
-        batch=int(batch[0]) if batch else None,
-        ranking=ranked(settings, _knobs(settings, question), found),
+        has_requested_precision=any(key.lstrip("+").partition(".")[0] == "precision" for key in question.knobs),
+        checkpointing_choices=question.knobs.get("activation_checkpointing", CHECKPOINTING_MODES),
+        requested_batch=int(batch_values[0]) if batch_values else None,
+        ranking=rank_with_last_resort(settings, _build_case_knobs(settings, question), candidates),
     )
-    path, leaf = walk(case)
-    ways = weigh(case, leaf, on_progress)
-    advice = advise(case.ranking.possible, case.ranking.infeasible)
-    return Guidance(case, path, leaf, ways, advice, *agreement(case, path, ways))
+    decision_path, leaf = walk_tree(case)
+    ranked_options = rank_options(case, leaf, on_progress)
+    advice = describe_advice(case.ranking.possible, case.ranking.infeasible)
+    return CaseGuidance(
+        case, decision_path, leaf, ranked_options, advice, *describe_agreement(case, decision_path, ranked_options)
+    )
 
 
-def _settings(section: Settings, question: Question) -> Settings:
+def _build_case_settings(section_settings: RunSettings, question: AdviceQuestion) -> RunSettings:
     """What all runs of a case have in common, the precision among it."""
-    given = {key: values[0] for key, values in question.knobs.items() if key.partition(".")[0] not in VARIED}
-    precision = given.get("precision") or usual_precision(composed(section)["hardware"])
-    return {**section, **given, "precision": precision}
+    given_settings = {
+        key: values[0] for key, values in question.knobs.items() if key.partition(".")[0] not in VARIED_KNOBS
+    }
+    precision = given_settings.get("precision") or choose_default_precision(
+        compose_config(section_settings)["hardware"]
+    )
+    return {**section_settings, **given_settings, "precision": precision}
 
 
-def _knobs(settings: Settings, question: Question) -> dict[str, list[str]]:
-    varied = {key: values for key, values in question.knobs.items() if key in VARIED}
-    return {"precision": [settings["precision"]], **varied}
+def _build_case_knobs(settings: RunSettings, question: AdviceQuestion) -> dict[str, list[str]]:
+    varied_knobs = {key: values for key, values in question.knobs.items() if key in VARIED_KNOBS}
+    return {"precision": [settings["precision"]], **varied_knobs}
 
 
-def _check(question: Question) -> None:
+def _check_question(question: AdviceQuestion) -> None:
     for key, values in question.knobs.items():
         if key.partition(".")[0] == "strategy":
             raise UsageError(
@@ -97,4 +109,4 @@ def _check(question: Question) -> None:
                 f"or ask python -m bench.predict {key}={','.join(values)}."
             )
         if len(values) > 1 and key != "activation_checkpointing":
-            raise bad_value(key, ",".join(values), "one value: the guide answers for one at a time")
+            raise invalid_value_error(key, ",".join(values), "one value: the guide answers for one at a time")

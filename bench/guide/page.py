@@ -8,100 +8,131 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bench.advice.reasons import why_not
-from bench.advice.words import gib
-from bench.guide.guide import Guidance
-from bench.guide.names import NAMES
-from bench.guide.title import title
-from bench.guide.tree import SOURCE, worded
-from bench.guide.weighing import Weighed
-from bench.reporting.labels import MISSING, number
+from bench.advice.reasons import describe_misfit
+from bench.advice.words import format_gib
+from bench.guide.guide import CaseGuidance
+from bench.guide.names import TRAINING_TERMS
+from bench.guide.title import format_title
+from bench.guide.tree import TREE_SOURCE, adapt_to_device
+from bench.guide.weighing import RankedOption
+from bench.reporting.labels import MISSING, format_number
 
 
-def pages(found: Sequence[Guidance]) -> RenderableType:
+def build_pages(guidances: Sequence[CaseGuidance]) -> RenderableType:
     """A page per case, one below the other, and where the tree is from."""
-    parts: list[RenderableType] = []
-    for guidance in found:
-        parts += [*page(guidance), Text()]
-    parts.append(Text(f"The tree's general advice is that of {SOURCE}; every number is predicted.", style="dim"))
-    return Group(*parts)
+    renderables: list[RenderableType] = []
+    for guidance in guidances:
+        renderables += [*build_page(guidance), Text()]
+    renderables.append(
+        Text(f"The tree's general advice is that of {TREE_SOURCE}; every number is predicted.", style="dim")
+    )
+    return Group(*renderables)
 
 
-def page(guidance: Guidance) -> list[RenderableType]:
+def build_page(guidance: CaseGuidance) -> list[RenderableType]:
     """The page of one case."""
     return [
-        Text(title(guidance.case), style="bold"),
+        Text(format_title(guidance.case), style="bold"),
         Text(),
-        _steps(guidance),
+        _build_steps_table(guidance),
         Text(),
         Text.assemble(
-            "→ ", (guidance.leaf.key, "bold"), ". ", worded(guidance.leaf.advice, guidance.case.config.hardware.device)
+            "→ ",
+            (guidance.leaf.key, "bold"),
+            ". ",
+            adapt_to_device(guidance.leaf.advice, guidance.case.config.hardware.device),
         ),
         Text(),
-        _ways(guidance.ways, guidance.case.config.hardware.device),
+        _build_options_table(guidance.ranked_options, guidance.case.config.hardware.device),
         Text(),
-        Text.assemble(("Ranked prediction: ", "bold"), guidance.advice),
-        Text.assemble(("Tree and ranking: ", "bold"), guidance.agreement),
-        *_commands(guidance),
+        Text.assemble(("Ranked prediction: ", "bold"), guidance.ranking_advice),
+        Text.assemble(("Tree and ranking: ", "bold"), guidance.agreement_text),
+        *_build_command_lines(guidance),
     ]
 
 
-def names_table() -> RenderableType:
+def build_terms_table() -> RenderableType:
     """Every name of the field, and what it is here."""
     table = Table(box=None, pad_edge=False)
     for heading in ("name", "here", "when"):
         table.add_column(heading, overflow="fold")
-    for name in NAMES:
-        table.add_row(Text(name.name, style="bold"), name.here or name.instead, name.when)
+    for term in TRAINING_TERMS:
+        table.add_row(Text(term.name, style="bold"), term.settings_text or term.missing_reason, term.when_to_use)
     return table
 
 
-def _steps(guidance: Guidance) -> RenderableType:
+def _build_steps_table(guidance: CaseGuidance) -> RenderableType:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     device = guidance.case.config.hardware.device
-    for taken in guidance.path:
-        found = taken.answered
-        answer = (f"→ {worded(found.answer, device)}" + (" (assumed)" if found.assumed else ""), "bold cyan")
-        text = Text.assemble((worded(taken.step.question, device), "bold"), " ", answer, "\n", found.because, ".\n")
-        text.append(found.source, style="dim")
-        table.add_row(f"{taken.number}.", text)
+    for step in guidance.decision_path:
+        node_answer = step.answer
+        styled_answer = (
+            f"→ {adapt_to_device(node_answer.text, device)}" + (" (assumed)" if node_answer.is_assumed else ""),
+            "bold cyan",
+        )
+        text = Text.assemble(
+            (adapt_to_device(step.node.question, device), "bold"), " ", styled_answer, "\n", node_answer.reason, ".\n"
+        )
+        text.append(node_answer.source, style="dim")
+        table.add_row(f"{step.number}.", text)
     return table
 
 
-def _ways(ways: Sequence[Weighed], device: str) -> RenderableType:
+def _build_options_table(ranked_options: Sequence[RankedOption], device: str) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     table.add_column("what the tree names", overflow="fold")
     for heading in ("batch", "GiB", "tokens/s/GPU"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("predicted", overflow="fold")
-    for each in ways:
-        name = Text(each.way.name)
-        name.append(f" – {worded(each.way.remark, device)}" if each.way.remark else "", style="dim")
-        row = each.row
-        if row is None:
-            table.add_row(name, MISSING, MISSING, MISSING, each.why_none)
+    for option in ranked_options:
+        option_text = Text(option.training_option.name)
+        option_text.append(
+            f" – {adapt_to_device(option.training_option.note, device)}" if option.training_option.note else "",
+            style="dim",
+        )
+        candidate = option.candidate
+        if candidate is None:
+            table.add_row(option_text, MISSING, MISSING, MISSING, option.missing_reason)
             continue
-        memory = row.prediction.memory
-        verdict = memory.verdict or "memory unknown"
-        speed = number(row.tokens_per_second_per_gpu) if row.prediction.time is not None and row.possible else MISSING
-        note = f"{verdict}, checkpointing {row.config.activation_checkpointing}"
-        note += f", precision {row.config.precision.name}" if "precision" in each.settings else ""
-        note += "" if row.prediction.time is not None else "; time not predicted"
-        note += f": {why_not(row)}" if memory.host_is_short else ""
-        table.add_row(name, str(row.config.batch_size_per_gpu), gib(memory.reserved.value), speed, note)
+        memory = candidate.prediction.memory
+        fit_label = memory.verdict or "memory unknown"
+        speed_text = (
+            format_number(candidate.tokens_per_second_per_gpu)
+            if candidate.prediction.time is not None and candidate.can_fit
+            else MISSING
+        )
+        prediction_text = f"{fit_label}, checkpointing {candidate.config.activation_checkpointing}"
+        prediction_text += f", precision {candidate.config.precision.name}" if "precision" in option.settings else ""
+        prediction_text += "" if candidate.prediction.time is not None else "; time not predicted"
+        prediction_text += f": {describe_misfit(candidate)}" if memory.is_host_memory_short else ""
+        table.add_row(
+            option_text,
+            str(candidate.config.batch_size_per_gpu),
+            format_gib(memory.reserved.value),
+            speed_text,
+            prediction_text,
+        )
     return table
 
 
-def _commands(guidance: Guidance) -> list[RenderableType]:
+def _build_command_lines(guidance: CaseGuidance) -> list[RenderableType]:
     """What to type for each way; commands are never broken, so that they can be copied."""
-    parts: list[RenderableType] = []
-    for each in guidance.ways:
-        surely_not = each.row is not None and not each.row.possible
-        typed = {"run": each.sweep(guidance.case), "predict": each.predict(guidance.case)}
-        commands = {verb: command for verb, command in typed.items() if command is not None and not surely_not}
+    renderables: list[RenderableType] = []
+    for option in guidance.ranked_options:
+        cannot_fit = option.candidate is not None and not option.candidate.can_fit
+        command_by_verb = {
+            "run": option.format_sweep_command(guidance.case),
+            "predict": option.format_predict_command(guidance.case),
+        }
+        commands = {
+            verb: command for verb, command in command_by_verb.items() if command is not None and not cannot_fit
+        }
         if commands:
-            parts += [Text(), Text(f"{each.way.name}: {', and '.join(f'to {verb} it' for verb in commands)},")]
-            parts += [Text(f"  {command}", no_wrap=True, overflow="ignore") for command in commands.values()]
-    return parts
+            renderables += [
+                Text(),
+                Text(f"{option.training_option.name}: {', and '.join(f'to {verb} it' for verb in commands)},"),
+            ]
+            renderables += [Text(f"  {command}", no_wrap=True, overflow="ignore") for command in commands.values()]
+    return renderables

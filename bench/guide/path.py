@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.guide.case import Case
-from bench.guide.steps import ANSWERS, Answered
-from bench.guide.tree import TREE, Leaf, Step
+from bench.guide.case import GuideCase
+from bench.guide.steps import ANSWER_FUNCTIONS, NodeAnswer
+from bench.guide.tree import DECISION_TREE, TreeLeaf, TreeNode
 
 
 @dataclass(frozen=True)
-class Taken:
+class DecisionStep:
     """A step that was answered."""
 
     number: int
     """From 1."""
-    step: Step
-    answered: Answered
+    node: TreeNode
+    answer: NodeAnswer
 
     @property
-    def following(self) -> Step | Leaf:
+    def next_node(self) -> TreeNode | TreeLeaf:
         """Where the answer leads."""
-        return self.step.after(self.answered.answer)
+        return self.node.find_branch(self.answer.text)
 
 
-def walk(case: Case) -> tuple[list[Taken], Leaf]:
+def walk_tree(case: GuideCase) -> tuple[list[DecisionStep], TreeLeaf]:
     """Answer one step after the other, down to a leaf."""
-    place: Step | Leaf = TREE
-    path: list[Taken] = []
-    while isinstance(place, Step):
-        path.append(Taken(len(path) + 1, place, ANSWERS[place.key](case)))
-        place = path[-1].following
-    return path, place
+    node: TreeNode | TreeLeaf = DECISION_TREE
+    decision_path: list[DecisionStep] = []
+    while isinstance(node, TreeNode):
+        decision_path.append(DecisionStep(len(decision_path) + 1, node, ANSWER_FUNCTIONS[node.key](case)))
+        node = decision_path[-1].next_node
+    return decision_path, node

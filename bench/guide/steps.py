@@ -6,32 +6,39 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from bench.advice.ranking import Row
-from bench.advice.words import PARTS, STATES, gib, listing, percent, untimed
-from bench.guide.case import Case, Probe
-from bench.guide.tree import CHECKPOINTED, FAST, NO, ONE_GPU, ONE_NODE, SEVERAL_NODES, SLOW, UNKNOWN, YES
-from bench.planning.forecast import Untold
+from bench.advice.ranking import RankedCandidate
+from bench.advice.words import (
+    MEMORY_PART_LABELS,
+    MODEL_STATE_PARTS,
+    describe_missing_time,
+    format_gib,
+    format_percent,
+    join_items,
+)
+from bench.guide.case import GuideCase, PredictedRun
+from bench.guide.tree import FAST, NO, ONE_GPU, ONE_NODE, SEVERAL_NODES, SLOW, UNKNOWN, YES, YES_WITH_CHECKPOINTING
+from bench.planning.forecast import Unpredictable
 from bench.reporting import labels
-from bench.reporting.labels import number
-from bench.simulate.network import ALL_GATHER, Group, bus_gb_s
-from bench.simulate.pace import TIME_SHARE
+from bench.reporting.labels import format_number
+from bench.simulate.network import ALL_GATHER, CollectiveGroup, compute_bus_bandwidth
+from bench.simulate.pace import TIME_INTERVAL_SHARE
 from bench.simulate.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, TimePrediction
 
 GIB = 2**30
 
-MANY = 512
+MIN_GPUS_FOR_LAYER = 512
 """GPUs that share a model, at least, for what one of them must hold of the largest layer whatever their number."""
 
-NAMED = 0.1
+MIN_NAMED_SHARE = 0.1
 """Share of a peak from which on a part of it is named."""
 
-SLOW_FROM = TIME_SHARE
+SLOW_NETWORK_SHARE = TIME_INTERVAL_SHARE
 """Share of a step spent waiting for the network from which on it is called slow: what is less is within the
 uncertainty of a predicted step."""
 
 
 @dataclass(frozen=True)
-class Number:
+class NamedQuantity:
     """A number that has a part in a decision."""
 
     name: str
@@ -41,271 +48,327 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Answered:
+class NodeAnswer:
     """The answer to a step."""
 
-    answer: str
-    because: str
+    text: str
+    reason: str
     """The comparison that decided, in words, with units."""
-    numbers: tuple[Number, ...]
-    threshold: Number | None
+    numbers: tuple[NamedQuantity, ...]
+    threshold: NamedQuantity | None
     source: str
     """Where the numbers come from."""
-    assumed: bool = False
+    is_assumed: bool = False
     """Nobody knows the number, or it is too close to call; the answer is the one that leaves most open."""
 
 
-def answer_gpus(case: Case) -> Answered:
+def answer_gpu_count(case: GuideCase) -> NodeAnswer:
     """One GPU, one node, or several."""
     config = case.config
     answer = ONE_GPU if config.gpus == 1 else ONE_NODE if config.nodes == 1 else SEVERAL_NODES
-    nodes = labels.counted(config.nodes, "node")
-    return Answered(
+    nodes_text = labels.format_plural(config.nodes, "node")
+    return NodeAnswer(
         answer,
-        f"{labels.ranks(config.gpus, config.hardware.device)}, at most {config.gpus_per_node} on a node: {nodes}",
-        (Number("gpus", config.gpus, "GPUs"), Number("nodes", config.nodes, "nodes")),
-        Number("gpus_per_node", config.gpus_per_node, "GPUs"),
+        f"{labels.format_ranks(config.gpus, config.hardware.device)}, at most {config.gpus_per_node} on a node: {nodes_text}",
+        (NamedQuantity("gpus", config.gpus, "GPUs"), NamedQuantity("nodes", config.nodes, "nodes")),
+        NamedQuantity("gpus_per_node", config.gpus_per_node, "GPUs"),
         "asked for: gpus, gpus_per_node",
     )
 
 
-def answer_fits(case: Case) -> Answered:
+def answer_copy_fits(case: GuideCase) -> NodeAnswer:
     """The predicted peak of a whole copy under training, without and with activation checkpointing."""
     strategy = "single" if case.config.gpus == 1 else "ddp"
-    found = {kind: case.predicted(strategy=strategy, activation_checkpointing=kind) for kind in case.kinds}
-    probes = {kind: probe for kind, probe in found.items() if isinstance(probe, Probe)}
-    if not probes:
-        return _untold(YES, found.values())
-    numbers = tuple(Number(f"peak, checkpointing {kind}", _gib(probe), "GiB") for kind, probe in probes.items())
-    fitting = [kind for kind, probe in probes.items() if probe.prediction.memory.verdict in (FITS, None)]
-    close = [kind for kind, probe in probes.items() if probe.prediction.memory.verdict == TOO_CLOSE]
-    first = next(iter(probes.values()))
-    answer = YES if fitting[:1] == ["none"] or ("none" not in probes and fitting) else CHECKPOINTED if fitting else NO
-    peaks = listing([f"{gib(_reserved(probe))} GiB with checkpointing {kind}" for kind, probe in probes.items()])
-    states = ""
-    if not fitting:
-        smallest = min(probes.values(), key=_reserved).prediction.memory
-        held = sum(smallest.parts.get(name, 0) for name in STATES)
-        states = f"; of it {gib(held)} GiB are parameters, gradients and optimizer state"
-        states += _smaller(case, strategy=strategy)
-    threshold, limit = _capacity(first)
-    unsure = f"; {listing(close)}: too close to call" if close and not fitting else ""
-    return Answered(
+    predictions = {
+        kind: case.predict_run(strategy=strategy, activation_checkpointing=kind) for kind in case.checkpointing_extremes
+    }
+    runs = {kind: run for kind, run in predictions.items() if isinstance(run, PredictedRun)}
+    if not runs:
+        return _assume_answer(YES, predictions.values())
+    numbers = tuple(
+        NamedQuantity(f"peak, checkpointing {kind}", _compute_reserved_gib(run), "GiB") for kind, run in runs.items()
+    )
+    fitting_kinds = [kind for kind, run in runs.items() if run.prediction.memory.verdict in (FITS, None)]
+    close_kinds = [kind for kind, run in runs.items() if run.prediction.memory.verdict == TOO_CLOSE]
+    first_run = next(iter(runs.values()))
+    answer = (
+        YES
+        if fitting_kinds[:1] == ["none"] or ("none" not in runs and fitting_kinds)
+        else YES_WITH_CHECKPOINTING
+        if fitting_kinds
+        else NO
+    )
+    peaks_text = join_items(
+        [f"{format_gib(_find_reserved_bytes(run))} GiB with checkpointing {kind}" for kind, run in runs.items()]
+    )
+    states_text = ""
+    if not fitting_kinds:
+        smallest_memory = min(runs.values(), key=_find_reserved_bytes).prediction.memory
+        state_bytes = sum(smallest_memory.parts.get(name, 0) for name in MODEL_STATE_PARTS)
+        states_text = f"; of it {format_gib(state_bytes)} GiB are parameters, gradients and optimizer state"
+        states_text += _describe_batch_one_peak(case, strategy=strategy)
+    threshold, limit_text = _describe_capacity(first_run)
+    uncertainty_text = f"; {join_items(close_kinds)}: too close to call" if close_kinds and not fitting_kinds else ""
+    return NodeAnswer(
         answer,
-        f"{peaks}, batch {first.config.batch_size_per_gpu}{states}; {limit}{unsure}",
+        f"{peaks_text}, batch {first_run.config.batch_size_per_gpu}{states_text}; {limit_text}{uncertainty_text}",
         numbers,
         threshold,
-        first.source.replace("activation_checkpointing=none", "activation_checkpointing=" + ",".join(probes)),
-        assumed=threshold.value is None or bool(close and not fitting),
+        first_run.source.replace("activation_checkpointing=none", "activation_checkpointing=" + ",".join(runs)),
+        is_assumed=threshold.value is None or bool(close_kinds and not fitting_kinds),
     )
 
 
-def answer_layer(case: Case) -> Answered:
+def answer_layer_fits(case: GuideCase) -> NodeAnswer:
     """What a GPU holds at its peak when so many share the model that its own share is next to nothing, at batch 1."""
-    per_node = case.config.gpus_per_node
-    many = max(case.config.gpus, per_node * -(-MANY // per_node))
-    probe = case.predicted(
+    gpus_per_node = case.config.gpus_per_node
+    gpu_count = max(case.config.gpus, gpus_per_node * -(-MIN_GPUS_FOR_LAYER // gpus_per_node))
+    run = case.predict_run(
         strategy="fsdp",
         strategy__sharding_factor="full",
-        activation_checkpointing=case.kinds[-1],
+        activation_checkpointing=case.checkpointing_extremes[-1],
         batch_size_per_gpu="1",
-        gpus=str(many),
+        gpus=str(gpu_count),
     )
-    if isinstance(probe, Untold):
-        return _untold(YES, [probe])
-    memory = probe.prediction.memory
-    parts = {name: size for name, size in memory.parts.items() if size > NAMED * memory.allocated.value}
-    named = listing([f"{gib(size)} {PARTS[name]}" for name, size in sorted(parts.items(), key=lambda part: -part[1])])
-    threshold, limit = _capacity(probe)
-    close = memory.verdict == TOO_CLOSE
-    return Answered(
+    if isinstance(run, Unpredictable):
+        return _assume_answer(YES, [run])
+    memory = run.prediction.memory
+    large_parts = {name: size for name, size in memory.parts.items() if size > MIN_NAMED_SHARE * memory.allocated.value}
+    parts_text = join_items(
+        [
+            f"{format_gib(size)} {MEMORY_PART_LABELS[name]}"
+            for name, size in sorted(large_parts.items(), key=lambda part: -part[1])
+        ]
+    )
+    threshold, limit_text = _describe_capacity(run)
+    is_close = memory.verdict == TOO_CLOSE
+    return NodeAnswer(
         YES if memory.verdict in (FITS, TOO_CLOSE, None) else NO,
-        f"sharded over {many} ranks each still needs {gib(_reserved(probe))} GiB in {memory.phase} ({memory.module}): "
-        f"{named}; {limit}" + ("; too close to call" if close else ""),
-        (Number("peak with the model spread thin", _gib(probe), "GiB"),),
+        f"sharded over {gpu_count} ranks each still needs {format_gib(_find_reserved_bytes(run))} GiB in {memory.phase} ({memory.module}): "
+        f"{parts_text}; {limit_text}" + ("; too close to call" if is_close else ""),
+        (NamedQuantity("peak with the model spread thin", _compute_reserved_gib(run), "GiB"),),
         threshold,
-        probe.source,
-        assumed=threshold.value is None or close,
+        run.source,
+        is_assumed=threshold.value is None or is_close,
     )
 
 
-def answer_together(case: Case) -> Answered:
+def answer_shards_fit(case: GuideCase) -> NodeAnswer:
     """The predicted peak of full sharding over the GPUs there are."""
-    found = [
-        case.predicted(strategy="fsdp", strategy__sharding_factor="full", activation_checkpointing=kind)
-        for kind in case.kinds
+    predictions = [
+        case.predict_run(strategy="fsdp", strategy__sharding_factor="full", activation_checkpointing=kind)
+        for kind in case.checkpointing_extremes
     ]
-    probes = [probe for probe in found if isinstance(probe, Probe)]
-    if not probes:
-        refusals = [each.reason for each in found if isinstance(each, Untold) and each.refused]
-        return Answered(NO, refusals[0].rstrip("."), (), None, "not predicted") if refusals else _untold(YES, found)
-    probe = min(probes, key=_reserved)
-    memory = probe.prediction.memory
-    threshold, limit = _capacity(probe)
-    close = memory.verdict == TOO_CLOSE
-    return Answered(
+    runs = [run for run in predictions if isinstance(run, PredictedRun)]
+    if not runs:
+        refusal_reasons = [
+            prediction.reason
+            for prediction in predictions
+            if isinstance(prediction, Unpredictable) and prediction.is_impossible
+        ]
+        return (
+            NodeAnswer(NO, refusal_reasons[0].rstrip("."), (), None, "not predicted")
+            if refusal_reasons
+            else _assume_answer(YES, predictions)
+        )
+    run = min(runs, key=_find_reserved_bytes)
+    memory = run.prediction.memory
+    threshold, limit_text = _describe_capacity(run)
+    is_close = memory.verdict == TOO_CLOSE
+    return NodeAnswer(
         YES if memory.verdict in (FITS, TOO_CLOSE, None) else NO,
-        f"sharded over all {probe.config.gpus} each needs {gib(_reserved(probe))} GiB, checkpointing "
-        f"{probe.config.activation_checkpointing}, batch {probe.config.batch_size_per_gpu}"
-        + ("" if memory.verdict != DOES_NOT_FIT else _smaller(case, strategy="fsdp", strategy__sharding_factor="full"))
-        + f"; {limit}"
-        + ("; too close to call" if close else ""),
-        (Number("peak, fully sharded", _gib(probe), "GiB"),),
+        f"sharded over all {run.config.gpus} each needs {format_gib(_find_reserved_bytes(run))} GiB, checkpointing "
+        f"{run.config.activation_checkpointing}, batch {run.config.batch_size_per_gpu}"
+        + (
+            ""
+            if memory.verdict != DOES_NOT_FIT
+            else _describe_batch_one_peak(case, strategy="fsdp", strategy__sharding_factor="full")
+        )
+        + f"; {limit_text}"
+        + ("; too close to call" if is_close else ""),
+        (NamedQuantity("peak, fully sharded", _compute_reserved_gib(run), "GiB"),),
         threshold,
-        probe.source,
-        assumed=threshold.value is None or close,
+        run.source,
+        is_assumed=threshold.value is None or is_close,
     )
 
 
-def answer_network(case: Case) -> Answered:
+def answer_network_speed(case: GuideCase) -> NodeAnswer:
     """The share of a step that waits for the network: DDP's where a copy fits, else that of full sharding."""
     gpus = case.config.gpus
-    rows = [row for row in case.ranking.possible if row.prediction.time is not None]
-    copies = [row for row in rows if row.fits and row.config.strategy.name == "ddp"]
-    sharded = [row for row in rows if row.config.strategy.name == "fsdp" and row.config.strategy.factor == gpus]
-    row = next(iter(copies or sharded), None)
-    if row is None:
-        return _untold(FAST, [Untold(_no_time(case), refused=True)])
-    probe, spare = _with_memory_to_spare(case, case.probe(row))
-    time, one = probe.prediction.time, _at_one(case, row)
+    timed_candidates = [candidate for candidate in case.ranking.possible if candidate.prediction.time is not None]
+    ddp_candidates = [
+        candidate for candidate in timed_candidates if candidate.does_fit and candidate.config.strategy.name == "ddp"
+    ]
+    fsdp_candidates = [
+        candidate
+        for candidate in timed_candidates
+        if candidate.config.strategy.name == "fsdp" and candidate.config.strategy.resolved_sharding_factor == gpus
+    ]
+    candidate = next(iter(ddp_candidates or fsdp_candidates), None)
+    if candidate is None:
+        return _assume_answer(FAST, [Unpredictable(_describe_missing_network_time(case), is_impossible=True)])
+    run, spare_memory_text = _predict_with_spare_memory(case, case.convert_candidate(candidate))
+    time, batch_one_time = run.prediction.time, _predict_at_batch_one(case, candidate)
     assert time is not None
-    share = _waiting(time)
-    at_one = "" if one is None else f" (batch 1: {percent(_waiting(one))})"
-    answer = SLOW if share > SLOW_FROM else FAST
-    links = _links(case)
-    what = "DDP" if copies else f"FSDP over all {gpus}"
-    speeds = listing([f"{number(link.value)} {link.unit} in an {link.name}" for link in links])
+    waiting_share = _compute_waiting_share(time)
+    batch_one_text = (
+        "" if batch_one_time is None else f" (batch 1: {format_percent(_compute_waiting_share(batch_one_time))})"
+    )
+    answer = SLOW if waiting_share > SLOW_NETWORK_SHARE else FAST
+    link_bandwidths = _list_link_bandwidths(case)
+    strategy_text = "DDP" if ddp_candidates else f"FSDP over all {gpus}"
+    links_text = join_items([f"{format_number(link.value)} {link.unit} in an {link.name}" for link in link_bandwidths])
     numbers = (
-        Number("step waiting for the network", 100 * share, "%"),
-        Number("communication", 1e3 * time.communication_s, "ms"),
-        Number("compute", 1e3 * time.compute_s, "ms"),
-        Number("exposed communication", 1e3 * time.exposed_communication_s, "ms"),
-        *([] if one is None else [Number("step waiting for the network at batch 1", 100 * _waiting(one), "%")]),
-        *links,
+        NamedQuantity("step waiting for the network", 100 * waiting_share, "%"),
+        NamedQuantity("communication", 1e3 * time.communication_s, "ms"),
+        NamedQuantity("compute", 1e3 * time.compute_s, "ms"),
+        NamedQuantity("exposed communication", 1e3 * time.exposed_communication_s, "ms"),
+        *(
+            []
+            if batch_one_time is None
+            else [
+                NamedQuantity(
+                    "step waiting for the network at batch 1", 100 * _compute_waiting_share(batch_one_time), "%"
+                )
+            ]
+        ),
+        *link_bandwidths,
     )
-    return Answered(
+    return NodeAnswer(
         answer,
-        f"{what} sends for {labels.seconds(time.communication_s)} beside {labels.seconds(time.compute_s)} of compute "
-        f"at batch {row.config.batch_size_per_gpu}, and waits {percent(share)} of the step{at_one}{spare}; slow "
-        f"from {percent(SLOW_FROM)} on. Links, per GPU: {speeds}",
+        f"{strategy_text} sends for {labels.format_seconds(time.communication_s)} beside {labels.format_seconds(time.compute_s)} of compute "
+        f"at batch {candidate.config.batch_size_per_gpu}, and waits {format_percent(waiting_share)} of the step{batch_one_text}{spare_memory_text}; slow "
+        f"from {format_percent(SLOW_NETWORK_SHARE)} on. Links, per GPU: {links_text}",
         numbers,
-        Number("slow from", 100 * SLOW_FROM, "%"),
-        probe.source,
+        NamedQuantity("slow from", 100 * SLOW_NETWORK_SHARE, "%"),
+        run.source,
     )
 
 
-def answer_host(case: Case) -> Answered:
+def answer_host_memory(case: GuideCase) -> NodeAnswer:
     """What is held while the optimizer steps, which is parameters, gradients and its state, of a node's GPUs."""
-    sharded = {"strategy": "fsdp", "strategy__sharding_factor": "full"}
-    probe = case.predicted(
-        activation_checkpointing=case.kinds[-1],
+    sharded_settings = {"strategy": "fsdp", "strategy__sharding_factor": "full"}
+    run = case.predict_run(
+        activation_checkpointing=case.checkpointing_extremes[-1],
         batch_size_per_gpu="1",
-        **({"strategy": "single"} if case.config.gpus == 1 else sharded),
+        **({"strategy": "single"} if case.config.gpus == 1 else sharded_settings),
     )
-    if isinstance(probe, Untold):
-        return _untold(UNKNOWN, [probe])
-    size = case.per_node * probe.prediction.memory.phase_peaks["optimizer"]
+    if isinstance(run, Unpredictable):
+        return _assume_answer(UNKNOWN, [run])
+    host_bytes = case.gpus_on_node * run.prediction.memory.phase_peaks["optimizer"]
     host = case.config.hardware.host
     if host is None:
-        has = f"hardware={case.config.hardware.name} does not say how much a node's CPU has"
+        host_text = f"hardware={case.config.hardware.name} does not say how much a node's CPU has"
     else:
-        has = f"a node with {case.config.hardware.name} has {host.memory_gib:,g} GiB"
-        has += "" if size <= host.memory_gib * GIB else ": too little, unless some of it goes to NVMe"
-    return Answered(
-        f"{gib(size)} GiB",
-        f"{gib(size)} GiB of parameters, gradients and optimizer state, and what the system itself needs; {has}",
-        (Number("memory of a node's CPU", size / GIB, "GiB"),),
-        Number("memory that a node's CPU has", None if host is None else host.memory_gib, "GiB"),
-        probe.source,
+        host_text = f"a node with {case.config.hardware.name} has {host.memory_gib:,g} GiB"
+        host_text += "" if host_bytes <= host.memory_gib * GIB else ": too little, unless some of it goes to NVMe"
+    return NodeAnswer(
+        f"{format_gib(host_bytes)} GiB",
+        f"{format_gib(host_bytes)} GiB of parameters, gradients and optimizer state, and what the system itself needs; {host_text}",
+        (NamedQuantity("memory of a node's CPU", host_bytes / GIB, "GiB"),),
+        NamedQuantity("memory that a node's CPU has", None if host is None else host.memory_gib, "GiB"),
+        run.source,
     )
 
 
-ANSWERS: dict[str, Callable[[Case], Answered]] = {
-    "gpus": answer_gpus,
-    "fits": answer_fits,
-    "layer": answer_layer,
-    "together": answer_together,
-    "host": answer_host,
-    "network": answer_network,
+ANSWER_FUNCTIONS: dict[str, Callable[[GuideCase], NodeAnswer]] = {
+    "gpus": answer_gpu_count,
+    "fits": answer_copy_fits,
+    "layer": answer_layer_fits,
+    "together": answer_shards_fit,
+    "host": answer_host_memory,
+    "network": answer_network_speed,
 }
 """By the key of a step."""
 
 
-def _no_time(case: Case) -> str:
+def _describe_missing_network_time(case: GuideCase) -> str:
     """Why there is no time of what the network is asked about."""
     if case.config.hardware.speeds is None:
-        return untimed(case.config)
+        return describe_missing_time(case.config)
     if not case.ranking.possible:
         return "nothing that is ranked may fit"
     return "no time is predicted of DDP, nor of FSDP over all GPUs"
 
 
-def _with_memory_to_spare(case: Case, probe: Probe) -> tuple[Probe, str]:
+def _predict_with_spare_memory(case: GuideCase, run: PredictedRun) -> tuple[PredictedRun, str]:
     """The same run, and words for it, as it would be if the allocator never had to retry.
 
     What a GPU waits for the allocator hides communication, and says nothing of the network.
     """
-    time = probe.prediction.time
+    time = run.prediction.time
     if time is None or not time.degraded:
-        return probe, ""
-    typed = {**probe.apart, "hardware.memory_limit_gib": str(math.ceil(2 * _gib(probe)))}
-    found = case.predicted(**{key.replace(".", "__"): value for key, value in typed.items()})
-    if isinstance(found, Untold):
-        return probe, ""
-    return found, ", were there memory to spare, so that the allocator need not retry"
+        return run, ""
+    run_settings = {
+        **run.distinguishing_settings,
+        "hardware.memory_limit_gib": str(math.ceil(2 * _compute_reserved_gib(run))),
+    }
+    spare_run = case.predict_run(**{key.replace(".", "__"): value for key, value in run_settings.items()})
+    if isinstance(spare_run, Unpredictable):
+        return run, ""
+    return spare_run, ", were there memory to spare, so that the allocator need not retry"
 
 
-def _at_one(case: Case, row: Row) -> TimePrediction | None:
+def _predict_at_batch_one(case: GuideCase, candidate: RankedCandidate) -> TimePrediction | None:
     """The time of the same run at one sequence per GPU, where the batch was not asked for."""
-    if case.batch is not None or row.config.batch_size_per_gpu == 1:
+    if case.requested_batch is not None or candidate.config.batch_size_per_gpu == 1:
         return None
-    typed = {key.replace(".", "__"): value for key, value in row.settings.items()}
-    small = case.predicted(**{**typed, "batch_size_per_gpu": "1"})
-    return None if isinstance(small, Untold) else _with_memory_to_spare(case, small)[0].prediction.time
+    run_settings = {key.replace(".", "__"): value for key, value in candidate.settings.items()}
+    batch_one_run = case.predict_run(**{**run_settings, "batch_size_per_gpu": "1"})
+    return (
+        None
+        if isinstance(batch_one_run, Unpredictable)
+        else _predict_with_spare_memory(case, batch_one_run)[0].prediction.time
+    )
 
 
-def _smaller(case: Case, **settings: str) -> str:
+def _describe_batch_one_peak(case: GuideCase, **settings: str) -> str:
     """What the same would need at batch 1, where a larger one was asked for: perhaps only the batch is too large."""
-    if case.batch in (None, 1):
+    if case.requested_batch in (None, 1):
         return ""
-    probe = case.predicted(**{"activation_checkpointing": case.kinds[-1], **settings, "batch_size_per_gpu": "1"})
-    return f"; at batch 1 {gib(_reserved(probe))} GiB" if isinstance(probe, Probe) else ""
+    run = case.predict_run(
+        **{"activation_checkpointing": case.checkpointing_extremes[-1], **settings, "batch_size_per_gpu": "1"}
+    )
+    return f"; at batch 1 {format_gib(_find_reserved_bytes(run))} GiB" if isinstance(run, PredictedRun) else ""
 
 
-def _waiting(time: TimePrediction) -> float:
+def _compute_waiting_share(time: TimePrediction) -> float:
     return time.exposed_communication_s / time.step_s.value
 
 
-def _links(case: Case) -> list[Number]:
+def _list_link_bandwidths(case: GuideCase) -> list[NamedQuantity]:
     """What each GPU receives in a large all-gather: in its node, and over all nodes."""
     assert case.config.hardware.speeds is not None
-    links, gpus, node = case.config.hardware.speeds.links, case.config.gpus, case.per_node
-    groups = {"within the node": Group(node, node)} if node > 1 else {}
+    link_speeds, gpus, gpus_on_node = case.config.hardware.speeds.links, case.config.gpus, case.gpus_on_node
+    groups = {"within the node": CollectiveGroup(gpus_on_node, gpus_on_node)} if gpus_on_node > 1 else {}
     if case.config.nodes > 1:
-        groups["over all nodes"] = Group(gpus, node)
+        groups["over all nodes"] = CollectiveGroup(gpus, gpus_on_node)
     return [
-        Number(f"all-gather {where}", bus_gb_s(ALL_GATHER, GIB, group, links), "GB/s")
-        for where, group in groups.items()
+        NamedQuantity(f"all-gather {link_label}", compute_bus_bandwidth(ALL_GATHER, GIB, group, link_speeds), "GB/s")
+        for link_label, group in groups.items()
     ]
 
 
-def _reserved(probe: Probe) -> float:
-    return probe.prediction.memory.reserved.value
+def _find_reserved_bytes(run: PredictedRun) -> float:
+    return run.prediction.memory.reserved.value
 
 
-def _gib(probe: Probe) -> float:
-    return _reserved(probe) / GIB
+def _compute_reserved_gib(run: PredictedRun) -> float:
+    return _find_reserved_bytes(run) / GIB
 
 
-def _capacity(probe: Probe) -> tuple[Number, str]:
+def _describe_capacity(run: PredictedRun) -> tuple[NamedQuantity, str]:
     """The memory a GPU has for the allocator, and words for it."""
-    capacity = probe.prediction.memory.capacity
+    capacity = run.prediction.memory.capacity
     if capacity is None:
-        return Number("capacity", None, "GiB"), "how much there is nobody knows (hardware.memory_limit_gib=N says it)"
-    return Number("capacity", capacity / GIB, "GiB"), f"there are {gib(capacity)} GiB"
+        return NamedQuantity(
+            "capacity", None, "GiB"
+        ), "how much there is nobody knows (hardware.memory_limit_gib=N says it)"
+    return NamedQuantity("capacity", capacity / GIB, "GiB"), f"there are {format_gib(capacity)} GiB"
 
 
-def _untold(answer: str, untold: Iterable[object]) -> Answered:
+def _assume_answer(answer: str, predictions: Iterable[object]) -> NodeAnswer:
     """No prediction: the answer that leaves most open, and why it is only assumed."""
-    reasons = [each.reason for each in untold if isinstance(each, Untold)]
-    return Answered(answer, f"Assumed: {reasons[0].rstrip('.')}", (), None, "not predicted", assumed=True)
+    reasons = [prediction.reason for prediction in predictions if isinstance(prediction, Unpredictable)]
+    return NodeAnswer(answer, f"Assumed: {reasons[0].rstrip('.')}", (), None, "not predicted", is_assumed=True)

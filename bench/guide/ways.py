@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bench.planning.grid import Settings
+from bench.planning.grid import RunSettings
 
-NODE, NODES, GPUS = "{node}", "{nodes}", "{gpus}"
+NODE_GPUS_PLACEHOLDER, NODES_PLACEHOLDER, GPUS_PLACEHOLDER = "{node}", "{nodes}", "{gpus}"
 """In a value: GPUs of a node, number of nodes, all GPUs."""
 
-FILLING = 4
+MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches per stage of a pipeline that is to be busy: idle (P - 1) / (4 P + P - 1) of a step, a fifth."""
 
-FILL_GPUS, FILL_NODES = "{micro-batches of gpus}", "{micro-batches of nodes}"
+GPU_MICRO_BATCHES_PLACEHOLDER, NODE_MICRO_BATCHES_PLACEHOLDER = "{micro-batches of gpus}", "{micro-batches of nodes}"
 """In a value: micro-batches that fill a pipeline of as many stages."""
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingOption:
     """One way to train."""
 
     name: str
     """As the field calls it."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """What is typed for it; NODE, NODES and GPUS are filled in."""
-    remark: str = ""
+    note: str = ""
     """What to know before taking it."""
 
     @property
@@ -33,69 +33,86 @@ class Way:
         """Whether it leaves the model's weights as they are."""
         return "finetune" in self.settings
 
-    def filled(self, gpus: int, per_node: int, batch: int | None) -> Settings:
+    def fill_settings(self, gpus: int, gpus_per_node: int, requested_batch: int | None) -> RunSettings:
         """The settings for some GPUs, and a batch of so many sequences per GPU; None for one that is to be searched."""
-        nodes = -(-gpus // per_node)
-        numbers = {NODE: min(gpus, per_node), NODES: nodes, GPUS: gpus}
-        numbers |= {FILL_GPUS: _filling(gpus, batch), FILL_NODES: _filling(nodes, batch)}
-        values = {name: str(number) for name, number in numbers.items()}
-        return {key: values.get(value, value) for key, value in self.settings.items()}
+        nodes = -(-gpus // gpus_per_node)
+        number_by_placeholder = {
+            NODE_GPUS_PLACEHOLDER: min(gpus, gpus_per_node),
+            NODES_PLACEHOLDER: nodes,
+            GPUS_PLACEHOLDER: gpus,
+        }
+        number_by_placeholder |= {
+            GPU_MICRO_BATCHES_PLACEHOLDER: _choose_micro_batches(gpus, requested_batch),
+            NODE_MICRO_BATCHES_PLACEHOLDER: _choose_micro_batches(nodes, requested_batch),
+        }
+        text_by_placeholder = {placeholder: str(number) for placeholder, number in number_by_placeholder.items()}
+        return {key: text_by_placeholder.get(value, value) for key, value in self.settings.items()}
 
 
-def _filling(stages: int, batch: int | None) -> int:
-    """Micro-batches of a pipeline: `FILLING` per stage, or as near to it as divides the sequences of one copy."""
-    sequences = stages * (batch or FILLING)
-    return max(count for count in range(1, FILLING * stages + 1) if sequences % count == 0)
+def _choose_micro_batches(stages: int, requested_batch: int | None) -> int:
+    """Micro-batches of a pipeline: `MICRO_BATCHES_PER_STAGE` per stage, or as near to it as divides the sequences of one copy."""
+    sequences = stages * (requested_batch or MICRO_BATCHES_PER_STAGE)
+    return max(count for count in range(1, MICRO_BATCHES_PER_STAGE * stages + 1) if sequences % count == 0)
 
 
-def _fsdp(**knobs: str) -> dict[str, str]:
+def _build_fsdp_settings(**knobs: str) -> dict[str, str]:
     return {"strategy": "fsdp", **{f"strategy.{name}": value for name, value in knobs.items()}}
 
 
-SINGLE = Way("one process", {"strategy": "single"})
-DDP = Way("DDP", {"strategy": "ddp"})
-ZERO_1 = Way("ZeRO-1", {"strategy": "zero1"}, "a whole copy of the model, optimizer state divided among the GPUs")
-ZERO_2 = Way(
+SINGLE_PROCESS = TrainingOption("one process", {"strategy": "single"})
+DDP = TrainingOption("DDP", {"strategy": "ddp"})
+ZERO_1 = TrainingOption(
+    "ZeRO-1", {"strategy": "zero1"}, "a whole copy of the model, optimizer state divided among the GPUs"
+)
+ZERO_2 = TrainingOption(
     "ZeRO-2",
-    _fsdp(sharding_factor="full", reshard_after_forward="false"),
+    _build_fsdp_settings(sharding_factor="full", reshard_after_forward="false"),
     "FSDP that keeps gathered parameters from forward to backward",
 )
-ZERO_3 = Way(
+ZERO_3 = TrainingOption(
     "ZeRO-3, which is FSDP full shard",
-    _fsdp(sharding_factor="full", reshard_after_forward="true"),
+    _build_fsdp_settings(sharding_factor="full", reshard_after_forward="true"),
     "the model's code stays as it is",
 )
-HYBRID = Way(
+HYBRID_SHARDING = TrainingOption(
     "hybrid sharding: FSDP within each node",
-    _fsdp(sharding_factor="node"),
+    _build_fsdp_settings(sharding_factor="node"),
     "only gradients cross the network between nodes",
 )
-COMPRESSED = Way(
+COMPRESSED_DDP = TrainingOption(
     "DDP with gradients compressed to bf16",
     {"strategy": "ddp", "strategy.communication_hook": "bf16"},
     "half the bytes; gradients are rounded",
 )
-TENSOR = Way(
+TENSOR_PARALLEL = TrainingOption(
     "tensor parallelism within the node",
-    {"strategy": "tensor_parallel", "strategy.degree": NODE},
+    {"strategy": "tensor_parallel", "strategy.degree": NODE_GPUS_PLACEHOLDER},
     "every layer is cut, so the largest may be larger than a GPU; needs fast links and changes to the model",
 )
-PIPELINE = Way(
+PIPELINE = TrainingOption(
     "pipeline parallelism",
-    {"strategy": "pipeline", "strategy.stages": GPUS, "strategy.micro_batches": FILL_GPUS},
+    {
+        "strategy": "pipeline",
+        "strategy.stages": GPUS_PLACEHOLDER,
+        "strategy.micro_batches": GPU_MICRO_BATCHES_PLACEHOLDER,
+    },
     "sends activations only; idle at the start and end of a step; a layer must fit on one GPU",
 )
-PIPELINE_OF_NODES = Way(
+PIPELINE_OF_NODES = TrainingOption(
     "pipeline parallelism, a stage per node",
-    {"strategy": "pipeline", "strategy.stages": NODES, "strategy.micro_batches": FILL_NODES},
+    {
+        "strategy": "pipeline",
+        "strategy.stages": NODES_PLACEHOLDER,
+        "strategy.micro_batches": NODE_MICRO_BATCHES_PLACEHOLDER,
+    },
     "sends activations only between nodes; idle at the start and end of a step",
 )
-OFFLOAD_FSDP = Way(
+OFFLOAD_FSDP = TrainingOption(
     "ZeRO-3 (FSDP) with parameters and optimizer on the CPU",
-    _fsdp(sharding_factor="full", cpu_offload="true"),
+    _build_fsdp_settings(sharding_factor="full", cpu_offload="true"),
     "as fast as the link to the CPU and its optimizer step allow",
 )
-OFFLOAD_DEEPSPEED = Way(
+OFFLOAD_DEEPSPEED = TrainingOption(
     "DeepSpeed ZeRO-3 with parameters and optimizer on the CPU",
     {
         "strategy": "deepspeed",
@@ -106,5 +123,7 @@ OFFLOAD_DEEPSPEED = Way(
     },
     "offload_parameters=nvme and strategy.nvme_path=FOLDER where the CPU's memory is too small as well",
 )
-LORA = Way("LoRA", {"finetune": "lora"}, "for fine-tuning only: trains small adapters, the model's weights stay frozen")
-QLORA = Way("QLoRA", {"finetune": "qlora", "finetune.bits": "4"}, "as LoRA, with frozen weights of 4 bits")
+LORA = TrainingOption(
+    "LoRA", {"finetune": "lora"}, "for fine-tuning only: trains small adapters, the model's weights stay frozen"
+)
+QLORA = TrainingOption("QLoRA", {"finetune": "qlora", "finetune.bits": "4"}, "as LoRA, with frozen weights of 4 bits")

@@ -5,112 +5,130 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.advice.candidates import candidates
-from bench.advice.ranking import Row, rank
-from bench.advice.words import overrides
-from bench.config import run_config
+from bench.advice.candidates import build_candidates
+from bench.advice.ranking import RankedCandidate, rank_candidates
+from bench.advice.words import format_overrides
+from bench.config import build_run_config
 from bench.errors import UsageError
-from bench.guide.case import Case
-from bench.guide.tree import Leaf
-from bench.guide.ways import FILLING, Way
-from bench.planning.compose import composed, groups
-from bench.planning.grid import Settings
+from bench.guide.case import GuideCase
+from bench.guide.tree import TreeLeaf
+from bench.guide.ways import MICRO_BATCHES_PER_STAGE, TrainingOption
+from bench.planning.compose import compose_config, list_config_groups
+from bench.planning.grid import RunSettings
 
 
 @dataclass(frozen=True)
-class Weighed:
+class RankedOption:
     """A way with its best candidate."""
 
-    way: Way
-    settings: Settings
+    training_option: TrainingOption
+    settings: RunSettings
     """What is typed for it beside the case, or in place of what the case says."""
-    row: Row | None
+    candidate: RankedCandidate | None
     """The best: fastest of those that fit, else what is nearest to fitting. None where there is no prediction."""
-    why_none: str
+    missing_reason: str
     """Why there is none, in a sentence; empty where there is one."""
-    runs: bool = True
+    can_run: bool = True
     """Whether it can be asked for: not where the suite refuses it in this case."""
 
     @property
-    def fits(self) -> bool:
+    def does_fit(self) -> bool:
         """Whether it is predicted to fit."""
-        return self.row is not None and self.row.possible and self.row.fits
+        return self.candidate is not None and self.candidate.can_fit and self.candidate.does_fit
 
-    def sweep(self, case: Case) -> str | None:
+    def format_sweep_command(self, case: GuideCase) -> str | None:
         """The command that runs it."""
-        if not self.runs:
+        if not self.can_run:
             return None
-        best = self.row.settings if self.row is not None else _together(case, self.settings)
-        return " ".join(["python -m bench.sweep", *overrides(best)])
+        best_settings = self.candidate.settings if self.candidate is not None else _merge_settings(case, self.settings)
+        return " ".join(["python -m bench.sweep", *format_overrides(best_settings)])
 
-    def predict(self, case: Case) -> str | None:
+    def format_predict_command(self, case: GuideCase) -> str | None:
         """The command that predicts it, at every batch and checkpointing that the case leaves open."""
-        if self.row is None:
+        if self.candidate is None:
             return None
-        asked = {} if case.batch is None else {"batch_size_per_gpu": str(case.batch)}
-        return " ".join(["python -m bench.predict", *overrides({**_together(case, self.settings), **asked})])
+        batch_setting = {} if case.requested_batch is None else {"batch_size_per_gpu": str(case.requested_batch)}
+        return " ".join(
+            ["python -m bench.predict", *format_overrides({**_merge_settings(case, self.settings), **batch_setting})]
+        )
 
 
-def weigh(case: Case, leaf: Leaf, on_progress: Callable[[str], None]) -> list[Weighed]:
+def rank_options(case: GuideCase, leaf: TreeLeaf, on_progress: Callable[[str], None]) -> list[RankedOption]:
     """Predict all ways of a leaf, in its order."""
-    weighed = []
-    for way in leaf.ways:
-        on_progress(f"predicting {way.name}")
-        weighed.append(_weighed(case, way))
-    return weighed
+    ranked_options = []
+    for option in leaf.options:
+        on_progress(f"predicting {option.name}")
+        ranked_options.append(_rank_option(case, option))
+    return ranked_options
 
 
-def _weighed(case: Case, way: Way) -> Weighed:
+def _rank_option(case: GuideCase, option: TrainingOption) -> RankedOption:
     """In the precision of the case; in others, too, where the user chose none and it is refused or does not fit.
 
     Some ways refuse to scale the loss, which fp32 does not need; and weights that stay as they are may be in bf16.
     """
-    settings = way.filled(case.config.gpus, case.per_node, case.batch)
-    usual = _attempt(case, way, settings)
-    if usual.fits or case.precision_asked:
-        return usual
-    others = [*(["bf16_pure"] if way.trains_adapters else []), *(["fp32"] if usual.row is None else [])]
-    attempts = [_attempt(case, way, {**settings, "precision": precision}) for precision in others]
-    return min([usual, *attempts], key=lambda each: (not each.fits, each.row is None, not each.runs))
+    settings = option.fill_settings(case.config.gpus, case.gpus_on_node, case.requested_batch)
+    default_attempt = _rank_with_settings(case, option, settings)
+    if default_attempt.does_fit or case.has_requested_precision:
+        return default_attempt
+    other_precisions = [
+        *(["bf16_pure"] if option.trains_adapters else []),
+        *(["fp32"] if default_attempt.candidate is None else []),
+    ]
+    attempts = [
+        _rank_with_settings(case, option, {**settings, "precision": precision}) for precision in other_precisions
+    ]
+    return min(
+        [default_attempt, *attempts],
+        key=lambda attempt: (not attempt.does_fit, attempt.candidate is None, not attempt.can_run),
+    )
 
 
-def _attempt(case: Case, way: Way, settings: Settings) -> Weighed:
-    strategy = {key: [value] for key, value in settings.items() if key.partition(".")[0] == "strategy"}
-    others = {key: value for key, value in settings.items() if key not in strategy}
-    knobs = {**case.knobs(), "precision": [settings.get("precision", case.settings["precision"])]}
+def _rank_with_settings(case: GuideCase, option: TrainingOption, settings: RunSettings) -> RankedOption:
+    strategy_knobs = {key: [value] for key, value in settings.items() if key.partition(".")[0] == "strategy"}
+    other_settings = {key: value for key, value in settings.items() if key not in strategy_knobs}
+    knobs = {**case.build_knobs(), "precision": [settings.get("precision", case.settings["precision"])]}
     try:
-        ranking = rank(candidates(_together(case, others), {**knobs, **strategy}).to_predict)
+        ranking = rank_candidates(
+            build_candidates(_merge_settings(case, other_settings), {**knobs, **strategy_knobs}).to_predict
+        )
     except UsageError as error:
-        return Weighed(way, settings, None, str(error), runs=_runs(case, settings))
-    fitting = [row for row in ranking.possible if row.fits]
-    if fitting and fitting[0].prediction.time is None:
-        fitting.sort(key=_untimed_worth)
-    return Weighed(way, settings, (fitting or [ranking.first])[0], "")
+        return RankedOption(option, settings, None, str(error), can_run=_is_runnable(case, settings))
+    fitting_candidates = [candidate for candidate in ranking.possible if candidate.does_fit]
+    if fitting_candidates and fitting_candidates[0].prediction.time is None:
+        fitting_candidates.sort(key=_compute_untimed_key)
+    return RankedOption(option, settings, (fitting_candidates or [ranking.top_candidate])[0], "")
 
 
-def _untimed_worth(row: Row) -> tuple[int, float]:
+def _compute_untimed_key(candidate: RankedCandidate) -> tuple[int, float]:
     """What comes first where no time is predicted: a larger batch moves less per token; then what computes least."""
-    config = row.config
-    flops = config.trained.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
-    return -config.batch_size_per_gpu, flops
+    config = candidate.config
+    flops_per_sequence = config.trained_model.count_flops_per_sequence(config.sequence_length).compute_hardware_flops(
+        config.activation_checkpointing
+    )
+    return -config.batch_size_per_gpu, flops_per_sequence
 
 
-def _together(case: Case, settings: Settings) -> Settings:
+def _merge_settings(case: GuideCase, option_settings: RunSettings) -> RunSettings:
     """What is typed for the case and a way, without fields of the case that what a way chooses does not have."""
-    chosen = {group: composed({group: value})[group] for group, value in settings.items() if group in groups()}
-    kept = {}
+    chosen_fields = {
+        group: compose_config({group: value})[group]
+        for group, value in option_settings.items()
+        if group in list_config_groups()
+    }
+    kept_settings = {}
     for key, value in case.settings.items():
         group, _, name = key.partition(".")
-        if not name or group not in chosen or name.partition(".")[0] in chosen[group]:
-            kept[key] = value
-    return {**kept, **settings}
+        if not name or group not in chosen_fields or name.partition(".")[0] in chosen_fields[group]:
+            kept_settings[key] = value
+    return {**kept_settings, **option_settings}
 
 
-def _runs(case: Case, settings: Settings) -> bool:
+def _is_runnable(case: GuideCase, settings: RunSettings) -> bool:
     """Whether a way that is not predicted can be run: some is only not predicted."""
-    batch = {"batch_size_per_gpu": str(case.batch or FILLING)}
+    batch_setting = {"batch_size_per_gpu": str(case.requested_batch or MICRO_BATCHES_PER_STAGE)}
     try:
-        run_config(composed({**_together(case, settings), **batch}))
+        build_run_config(compose_config({**_merge_settings(case, settings), **batch_setting}))
     except UsageError:
         return False
     return True

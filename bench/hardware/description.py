@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from bench.hardware.host import Host
-from bench.hardware.speeds import FORMATS, Speeds
-from bench.typed import OneOf, Text, Within
+from bench.hardware.host import HostHardware
+from bench.hardware.speeds import NUMBER_FORMATS, HardwareSpeeds
+from bench.typed import OneOf, TextRule, Within
 
 GIB = 2**30
-PEAK = Within(1e-6, 1e6, unit="TFLOP/s")
+PEAK_BOUNDS = Within(1e-6, 1e6, unit="TFLOP/s")
 
-SLACK = 0.02
+MEMORY_SLACK_SHARE = 0.02
 """Share of a GPU's memory that its vendor and NVML count, and CUDA does not give out: about 1 % of 80 GiB."""
 
 
@@ -24,21 +24,25 @@ class Hardware:
     device: Annotated[str, OneOf("cpu", "cuda")]
     gpu_names: list[str] = field(default_factory=list)
     """Names the driver gives this kind of GPU; `hardware=auto` finds the description by them."""
-    peak_tflops: dict[Annotated[str, OneOf(*FORMATS)], Annotated[float, PEAK]] = field(default_factory=dict)
+    peak_tflops: dict[Annotated[str, OneOf(*NUMBER_FORMATS)], Annotated[float, PEAK_BOUNDS]] = field(
+        default_factory=dict
+    )
     """Dense peak per format (fp32, tf32, bf16, fp16, fp8) in TFLOP/s; a format the device lacks is left out."""
     memory_gb: Annotated[float | None, Within(1e-3, 1e6, unit="GB")] = None
     """Memory of one device as its vendor gives it, in GB."""
     memory_bandwidth_gb_s: Annotated[float | None, Within(1e-3, 1e6, unit="GB/s")] = None
     """Bandwidth of that memory in 10^9 bytes per second."""
-    memory_limit_gib: Annotated[float | None, Within(0, 1e6, above=True, unit="GiB")] = None
+    memory_limit_gib: Annotated[float | None, Within(0, 1e6, exclusive_minimum=True, unit="GiB")] = None
     """Memory each rank may use, enforced; null for all there is."""
     cpu_threads: Annotated[int, Within(1, 4096)] = 1
     """Threads each rank computes with on a CPU, so that a rank is the same device at every world size."""
-    speeds: Speeds | None = None
+    speeds: HardwareSpeeds | None = None
     """How fast it really is, for predictions of time; null where nobody knows. A measurement does not depend on it."""
-    host: Host | None = None
+    host: HostHardware | None = None
     """The machine around the device, for what is offloaded to it; null where nobody knows."""
-    sources: dict[str, Annotated[str, Text("text", lines=True, empty=True)]] = field(default_factory=dict)
+    sources: dict[str, Annotated[str, TextRule("text", is_multiline=True, can_be_empty=True)]] = field(
+        default_factory=dict
+    )
     """Where each number comes from; no part of a run's identity."""
 
     @property

@@ -17,29 +17,29 @@ from pathlib import Path
 from bench import processes
 from bench.errors import ImpossibleError
 from bench.hardware import facts
-from bench.hardware.description import SLACK, Hardware
-from bench.hardware.facts import Gpu, GpuFacts
+from bench.hardware.description import MEMORY_SLACK_SHARE, Hardware
+from bench.hardware.facts import CudaSetup, VisibleGpu
 from bench.precision import Precision
 
-FP8_CAPABILITY = (8, 9)
+MIN_FP8_CAPABILITY = (8, 9)
 """From which compute capability on a GPU multiplies in FP8 (``torch._scaled_mm``)."""
 
 
-DRIVER_OF_CUDA = {12: 525, 13: 580}
+MIN_DRIVER_BY_CUDA_MAJOR = {12: 525, 13: 580}
 """NVIDIA's oldest driver for each major version of CUDA, on which builds for all its minor versions run
 (docs.nvidia.com/deploy/cuda-compatibility)."""
 
-WHEELS = "https://download.pytorch.org/whl"
+WHEEL_INDEX_URL = "https://download.pytorch.org/whl"
 
-ANSWER_S = 120.0
+DRIVER_QUERY_TIMEOUT_S = 120.0
 """How long the driver may take to describe its GPUs."""
 
-BUSY_PERCENT, TAKEN_BYTES = 10, 2 * 2**30
+MIN_BUSY_PERCENT, MIN_TAKEN_BYTES = 10, 2 * 2**30
 """From when on a GPU counts as used by others: a driver alone takes some hundred MiB."""
 
 
 @dataclass(frozen=True)
-class Device:
+class DetectedDevice:
     """The device of this machine: its kind, the name it reports, how many there are."""
 
     kind: str
@@ -49,14 +49,14 @@ class Device:
     """CUDA compute capability, None on CPU."""
     memory_bytes: int | None = None
     """Memory of one GPU that CUDA can give out, None on CPU."""
-    unusable: str | None = None
+    unusable_reason: str | None = None
     """Why the GPUs of this machine cannot be used, in a sentence; None if they can, or if there are none."""
-    remarks: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     """Sentences to say before something is measured."""
 
 
 @functools.cache
-def detect() -> Device:
+def detect_device() -> DetectedDevice:
     """The GPUs of this machine if torch was built for them, else its processor.
 
     A machine is taken to have one kind of GPU, that of the first visible one. For a CPU `count` is 0: processes are not
@@ -65,70 +65,93 @@ def detect() -> Device:
     import torch
 
     try:
-        if processes.may_reach_gpus():
-            with processes.worker_pool(1) as pool:
-                found = pool.submit(facts.gather).result(ANSWER_S)
+        if processes.can_reach_gpus():
+            with processes.open_worker_pool(1) as pool:
+                cuda_setup = pool.submit(facts.query_cuda_setup).result(DRIVER_QUERY_TIMEOUT_S)
         elif processes.has_gpu_driver():
-            found = facts.gather()
+            cuda_setup = facts.query_cuda_setup()
         else:
-            found = GpuFacts(torch.__version__, torch.version.cuda)
+            cuda_setup = CudaSetup(torch.__version__, torch.version.cuda)
     except (TimeoutError, BrokenProcessPool):
-        words = f"CUDA did not start: the process that asked it did not answer within {ANSWER_S:g} s, or crashed"
-        found = GpuFacts(torch.__version__, torch.version.cuda, present=("a GPU",), failure=words)
-    return device_of(found)
+        failure = f"CUDA did not start: the process that asked it did not answer within {DRIVER_QUERY_TIMEOUT_S:g} s, or crashed"
+        cuda_setup = CudaSetup(torch.__version__, torch.version.cuda, installed_gpu_names=("a GPU",), failure=failure)
+    return choose_device(cuda_setup)
 
 
-def device_of(found: GpuFacts) -> Device:
+def choose_device(cuda_setup: CudaSetup) -> DetectedDevice:
     """The device to take, from what is known of the machine."""
-    processor = Device("cpu", processor_name(), 0)
-    if found.cuda_build is None:
-        if not found.present or found.rocm_build is not None:
-            return processor
-        why = f"torch {found.torch_version} is built without CUDA ({_install(found, _wheel(found))} has it)"
-        remark = f"The {_counted(found.present)} of this machine are not used, runs are on its CPU: {why}."
-        return dataclasses.replace(processor, unusable=why, remarks=(remark,))
-    if found.hidden or not (found.present or found.gpus):
-        return processor
-    if not found.gpus:
-        return Device("cuda", found.present[0], len(found.present), unusable=_why_not_started(found))
-    first = found.gpus[0]
-    remarks = tuple(filter(None, [_mig_remark(found), _usage_remark(found)]))
-    device = Device("cuda", first.name, len(found.gpus), first.capability, first.memory_bytes, remarks=remarks)
-    if found.architectures and not any(_runs_on(code, first.capability) for code in found.architectures):
-        return dataclasses.replace(device, unusable=_why_no_kernels(found, first))
+    cpu_device = DetectedDevice("cpu", read_processor_name(), 0)
+    if cuda_setup.cuda_build is None:
+        if not cuda_setup.installed_gpu_names or cuda_setup.rocm_build is not None:
+            return cpu_device
+        reason = f"torch {cuda_setup.torch_version} is built without CUDA ({_format_install_command(cuda_setup, _find_wheel(cuda_setup))} has it)"
+        message = f"The {_format_counts(cuda_setup.installed_gpu_names)} of this machine are not used, runs are on its CPU: {reason}."
+        return dataclasses.replace(cpu_device, unusable_reason=reason, messages=(message,))
+    if cuda_setup.all_gpus_hidden or not (cuda_setup.installed_gpu_names or cuda_setup.visible_gpus):
+        return cpu_device
+    if not cuda_setup.visible_gpus:
+        return DetectedDevice(
+            "cuda",
+            cuda_setup.installed_gpu_names[0],
+            len(cuda_setup.installed_gpu_names),
+            unusable_reason=_describe_start_failure(cuda_setup),
+        )
+    first_gpu = cuda_setup.visible_gpus[0]
+    messages = tuple(filter(None, [_describe_mig(cuda_setup), _describe_usage(cuda_setup)]))
+    device = DetectedDevice(
+        "cuda",
+        first_gpu.name,
+        len(cuda_setup.visible_gpus),
+        first_gpu.capability,
+        first_gpu.memory_bytes,
+        messages=messages,
+    )
+    if cuda_setup.cuda_architectures and not any(
+        _can_run_on(architecture, first_gpu.capability) for architecture in cuda_setup.cuda_architectures
+    ):
+        return dataclasses.replace(device, unusable_reason=_describe_missing_kernels(cuda_setup, first_gpu))
     return device
 
 
-def _why_not_started(found: GpuFacts) -> str:
+def _describe_start_failure(cuda_setup: CudaSetup) -> str:
     """Why CUDA did not start, and what to do."""
-    built = int(str(found.cuda_build).partition(".")[0])
-    if found.driver_cuda is None or found.driver_cuda // 1000 >= built:
-        return f"CUDA cannot be started: {found.failure}"
-    needed = f"{DRIVER_OF_CUDA[built]} or later" if built in DRIVER_OF_CUDA else f"for CUDA {built}"
-    older = _wheel(found)
+    built_major = int(str(cuda_setup.cuda_build).partition(".")[0])
+    if cuda_setup.driver_cuda is None or cuda_setup.driver_cuda // 1000 >= built_major:
+        return f"CUDA cannot be started: {cuda_setup.failure}"
+    needed_driver = (
+        f"{MIN_DRIVER_BY_CUDA_MAJOR[built_major]} or later"
+        if built_major in MIN_DRIVER_BY_CUDA_MAJOR
+        else f"for CUDA {built_major}"
+    )
+    older_wheel = _find_wheel(cuda_setup)
     return (
-        f"torch {found.torch_version} is built for CUDA {found.cuda_build}, which needs NVIDIA's driver {needed}, and "
-        f"this machine has {found.driver} (CUDA {found.driver_cuda // 1000}.{found.driver_cuda % 1000 // 10}): "
-        f"update the driver{f', or {_install(found, older)}' if older else ''}"
+        f"torch {cuda_setup.torch_version} is built for CUDA {cuda_setup.cuda_build}, which needs NVIDIA's driver {needed_driver}, and "
+        f"this machine has {cuda_setup.driver_version} (CUDA {cuda_setup.driver_cuda // 1000}.{cuda_setup.driver_cuda % 1000 // 10}): "
+        f"update the driver{f', or {_format_install_command(cuda_setup, older_wheel)}' if older_wheel else ''}"
     )
 
 
-def _why_no_kernels(found: GpuFacts, gpu: Gpu) -> str:
-    codes = ", ".join(found.architectures)
-    fitting = _wheel(found, gpu.capability)
+def _describe_missing_kernels(cuda_setup: CudaSetup, gpu: VisibleGpu) -> str:
+    architectures = ", ".join(cuda_setup.cuda_architectures)
+    matching_wheel = _find_wheel(cuda_setup, gpu.capability)
     return (
-        f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, and torch {found.torch_version} "
-        f"has kernels for {codes}" + (f": {_install(found, fitting)}" if fitting else ", as have all builds of it")
+        f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, and torch {cuda_setup.torch_version} "
+        f"has kernels for {architectures}"
+        + (
+            f": {_format_install_command(cuda_setup, matching_wheel)}"
+            if matching_wheel
+            else ", as have all builds of it"
+        )
     )
 
 
-def _runs_on(code: str, capability: tuple[int, int]) -> bool:
+def _can_run_on(architecture: str, capability: tuple[int, int]) -> bool:
     """Whether kernels built for an architecture run on a GPU.
 
     Machine code (sm_86) runs on later GPUs of the same major version, intermediate code (compute_86) is compiled for
     any later one; what is built for one architecture alone (sm_90a) needs that one.
     """
-    kind, _, number = code.partition("_")
+    kind, _, number = architecture.partition("_")
     major, minor = int(number.rstrip("af")[:-1]), int(number.rstrip("af")[-1])
     if number.endswith("a"):
         return capability == (major, minor)
@@ -137,74 +160,84 @@ def _runs_on(code: str, capability: tuple[int, int]) -> bool:
     return capability[0] == major and capability[1] >= minor
 
 
-def _wheel(found: GpuFacts, capability: tuple[int, int] | None = None) -> str | None:
+def _find_wheel(cuda_setup: CudaSetup, capability: tuple[int, int] | None = None) -> str | None:
     """CUDA version of a published build of torch for a machine's driver, and a GPU: torch's own table of its builds.
 
     Of several the newest one that is no newer than the driver's CUDA; the oldest one, if all of its major version are.
     """
     import torch
 
-    machine = "aarch64" if found.machine == "aarch64" else "x86_64"
+    cpu_architecture = "aarch64" if cuda_setup.cpu_architecture == "aarch64" else "x86_64"
     builds = {
-        _number(version): version
-        for version, codes in getattr(torch.cuda, "PYTORCH_RELEASES_CODE_CC", {}).items()
-        if capability is None or any(_runs_on(f"sm_{code}", capability) for code in _of_machine(codes, machine))
+        _encode_cuda_version(version): version
+        for version, release_capabilities in getattr(torch.cuda, "PYTORCH_RELEASES_CODE_CC", {}).items()
+        if capability is None
+        or any(
+            _can_run_on(f"sm_{capability_number}", capability)
+            for capability_number in _get_release_capabilities(release_capabilities, cpu_architecture)
+        )
     }
-    newest = found.driver_cuda or max(builds, default=0)
-    on_driver = sorted(number for number in builds if number // 1000 <= newest // 1000)
-    if not on_driver:
+    newest_cuda = cuda_setup.driver_cuda or max(builds, default=0)
+    supported_numbers = sorted(number for number in builds if number // 1000 <= newest_cuda // 1000)
+    if not supported_numbers:
         return None
-    return builds[max((number for number in on_driver if number <= newest), default=on_driver[0])]
+    return builds[max((number for number in supported_numbers if number <= newest_cuda), default=supported_numbers[0])]
 
 
-def _of_machine(codes: Mapping[str, Collection[int]] | Collection[int], machine: str) -> Collection[int]:
+def _get_release_capabilities(
+    release_capabilities: Mapping[str, Collection[int]] | Collection[int], cpu_architecture: str
+) -> Collection[int]:
     """Architectures of a build for a kind of processor; torch 2.11 knows but one list."""
-    return codes.get(machine, ()) if isinstance(codes, Mapping) else codes
+    return (
+        release_capabilities.get(cpu_architecture, ())
+        if isinstance(release_capabilities, Mapping)
+        else release_capabilities
+    )
 
 
-def _number(version: str) -> int:
+def _encode_cuda_version(version: str) -> int:
     """A version of CUDA as drivers count it: 12.6 is 12060."""
     major, _, minor = version.partition(".")
     return 1000 * int(major) + 10 * int(minor)
 
 
-def _install(found: GpuFacts, cuda: str | None) -> str:
-    index = f" --index-url {WHEELS}/cu{cuda.replace('.', '')}" if cuda else ""
-    return f"pip install torch=={found.torch_version.partition('+')[0]}{index}"
+def _format_install_command(cuda_setup: CudaSetup, cuda: str | None) -> str:
+    index_option = f" --index-url {WHEEL_INDEX_URL}/cu{cuda.replace('.', '')}" if cuda else ""
+    return f"pip install torch=={cuda_setup.torch_version.partition('+')[0]}{index_option}"
 
 
-def _mig_remark(found: GpuFacts) -> str | None:
-    if "MIG" not in found.gpus[0].name:
+def _describe_mig(cuda_setup: CudaSetup) -> str | None:
+    if "MIG" not in cuda_setup.visible_gpus[0].name:
         return None
-    return f"{found.gpus[0].name}: CUDA shows a process one MIG device, so there is 1 GPU, however many are set up."
+    return f"{cuda_setup.visible_gpus[0].name}: CUDA shows a process one MIG device, so there is 1 GPU, however many are set up."
 
 
-def _usage_remark(found: GpuFacts) -> str | None:
+def _describe_usage(cuda_setup: CudaSetup) -> str | None:
     """Which of the visible GPUs others use, and how much."""
-    used = []
-    for index, gpu in enumerate(found.gpus):
-        usage = found.usage.get(gpu.pci)
+    used_gpus = []
+    for index, gpu in enumerate(cuda_setup.visible_gpus):
+        usage = cuda_setup.usage_by_pci_address.get(gpu.pci_address)
         if usage is None:
             continue
         parts = []
         if usage.processes:
             parts.append(f"{usage.processes} process{'es' * (usage.processes > 1)}")
-        if (usage.busy_percent or 0) >= BUSY_PERCENT:
+        if (usage.busy_percent or 0) >= MIN_BUSY_PERCENT:
             parts.append(f"{usage.busy_percent} % busy")
-        if (usage.used_bytes or 0) >= TAKEN_BYTES or (parts and usage.used_bytes):
+        if (usage.used_bytes or 0) >= MIN_TAKEN_BYTES or (parts and usage.used_bytes):
             parts.append(f"{(usage.used_bytes or 0) / 2**30:.1f} GiB taken")
         if parts:
-            used.append(f"GPU {index} ({', '.join(parts)})")
-    if not used:
+            used_gpus.append(f"GPU {index} ({', '.join(parts)})")
+    if not used_gpus:
         return None
-    return f"Others use {', '.join(used)}: runs beside them are slower and have less memory."
+    return f"Others use {', '.join(used_gpus)}: runs beside them are slower and have less memory."
 
 
-def _counted(names: Sequence[str]) -> str:
+def _format_counts(names: Sequence[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
 
 
-def processor_name() -> str:
+def read_processor_name() -> str:
     """Name of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -215,11 +248,13 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def refuse_unsupported(hardware: Hardware, device: Device, precision: Precision, *, compile_blocks: bool) -> None:
+def refuse_unsupported(
+    hardware: Hardware, device: DetectedDevice, precision: Precision, *, compile_blocks: bool
+) -> None:
     """Raise `ImpossibleError` where this machine's device cannot do what a run asks of it."""
-    if hardware.device == "cuda" and device.unusable is not None:
+    if hardware.device == "cuda" and device.unusable_reason is not None:
         raise ImpossibleError(
-            f"hardware={hardware.name} cannot be used here: {device.unusable}. Or choose hardware=cpu."
+            f"hardware={hardware.name} cannot be used here: {device.unusable_reason}. Or choose hardware=cpu."
         )
     if hardware.device == "cuda" and device.kind != "cuda":
         raise ImpossibleError(
@@ -231,16 +266,16 @@ def refuse_unsupported(hardware: Hardware, device: Device, precision: Precision,
             f"{device.name}: choose hardware=auto (hardware.memory_limit_gib makes a larger GPU as small as you like)."
         )
     limit, memory = hardware.memory_limit_bytes, device.memory_bytes
-    if limit is not None and memory is not None and limit > (1 + SLACK) * memory:
+    if limit is not None and memory is not None and limit > (1 + MEMORY_SLACK_SHARE) * memory:
         raise ImpossibleError(
             f"hardware.memory_limit_gib={hardware.memory_limit_gib:g} is more than {device.name} has: "
             f"choose at most {memory / 2**30:.1f}, or null."
         )
-    sold = hardware.memory_gb
-    if memory is not None and sold is not None and not 0.85 < memory / (sold * 1e9) < 1.15:
+    nominal_gb = hardware.memory_gb
+    if memory is not None and nominal_gb is not None and not 0.85 < memory / (nominal_gb * 1e9) < 1.15:
         raise ImpossibleError(
-            f"hardware.memory_gb={sold:g} is not what {device.name} has, {memory / 2**30:.1f} GiB: choose "
-            f"hardware.memory_limit_gib={sold:g} to use no more, or mode=predict for another device."
+            f"hardware.memory_gb={nominal_gb:g} is not what {device.name} has, {memory / 2**30:.1f} GiB: choose "
+            f"hardware.memory_limit_gib={nominal_gb:g} to use no more, or mode=predict for another device."
         )
     capability = device.capability or (0, 0)
     on_gpu = hardware.device == "cuda"
@@ -249,7 +284,7 @@ def refuse_unsupported(hardware: Hardware, device: Device, precision: Precision,
             f"precision={precision.name} needs an NVIDIA GPU of compute capability 8.0 or later, "
             f"not {device.name}: choose fp32, bf16 or bf16_pure."
         )
-    if precision.in_float8 and not precision.float8_emulated and not (on_gpu and capability >= FP8_CAPABILITY):
+    if precision.uses_float8 and not precision.float8_emulated and not (on_gpu and capability >= MIN_FP8_CAPABILITY):
         raise ImpossibleError(
             f"precision={precision.name} needs the FP8 tensor cores of an NVIDIA GPU of compute capability 8.9 or "
             f"later (H100, H200), which {device.name} lacks: choose bf16, or precision.float8_emulated=true to see how "
@@ -261,10 +296,10 @@ def refuse_unsupported(hardware: Hardware, device: Device, precision: Precision,
             "choose fp32 or fp16."
         )
     if compile_blocks:
-        _refuse_to_compile(on_gpu)
+        _refuse_missing_compiler(on_gpu)
 
 
-def _refuse_to_compile(on_gpu: bool) -> None:
+def _refuse_missing_compiler(on_gpu: bool) -> None:
     """Raise `ImpossibleError` without a compiler: inductor's for a CPU, that of Triton's launcher for a GPU."""
     language, compilers = ("C", ("gcc", "clang", "cc")) if on_gpu else ("C++", ("g++", "clang++"))
     if not any(map(shutil.which, (*compilers, os.environ.get("CC" if on_gpu else "CXX", "")))):

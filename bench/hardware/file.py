@@ -13,14 +13,14 @@ import yaml
 from bench.described import read_plain_yaml
 from bench.errors import UsageError
 from bench.hardware.description import Hardware
-from bench.typed import typed
+from bench.typed import build_dataclass
 
-ENDING = ".yaml"
+YAML_SUFFIX = ".yaml"
 """Of a value of ``hardware`` that names a file, not a description under ``conf/hardware``."""
 
 
 @functools.cache
-def read_hardware(path: Path) -> Hardware:
+def read_hardware_file(path: Path) -> Hardware:
     """The description in a file. A command reads each file once, whatever happens to it meanwhile.
 
     Parameters
@@ -35,13 +35,13 @@ def read_hardware(path: Path) -> Hardware:
     """
     values = read_plain_yaml("hardware", path)
     try:
-        hardware: Hardware = typed("hardware", Hardware, values)
+        hardware: Hardware = build_dataclass("hardware", Hardware, values)
     except UsageError as error:
         raise UsageError(f"hardware={path} cannot be used: {error}") from None
     return hardware
 
 
-def plain(hardware: Hardware) -> dict[str, Any]:
+def hardware_to_dict(hardware: Hardware) -> dict[str, Any]:
     """A description as plain values: every field, those that a file left out at what that means."""
     return dataclasses.asdict(hardware)
 
@@ -55,7 +55,7 @@ def scale_device_memory(values: dict[str, Any], before_gb: Any) -> None:
         outside["device_gib"] = outside["device_gib"] / before_gb * values["memory_gb"]
 
 
-def as_yaml(hardware: Hardware, heading: str) -> str:
-    """The text of a file that `read_hardware` reads back equal; `heading` becomes a comment at its top."""
+def format_hardware_yaml(hardware: Hardware, heading: str) -> str:
+    """The text of a file that `read_hardware_file` reads back equal; `heading` becomes a comment at its top."""
     comment = "".join(f"# {line}\n" for line in heading.splitlines())
-    return comment + yaml.safe_dump(plain(hardware), sort_keys=False, width=120, allow_unicode=True)
+    return comment + yaml.safe_dump(hardware_to_dict(hardware), sort_keys=False, width=120, allow_unicode=True)

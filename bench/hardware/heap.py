@@ -21,7 +21,7 @@ def keep_freed_memory() -> None:
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
-def give_memory_back_at_once() -> None:
+def return_freed_memory_at_once() -> None:
     """Have glibc map large blocks one by one, share one heap among threads, and reserve small stacks for them."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)

@@ -9,7 +9,7 @@ from bench.typed import Within
 
 
 @dataclass(frozen=True)
-class Host:
+class HostHardware:
     """Processors, memory and links of one machine. GB are 10^9 bytes, GiB 2^30."""
 
     memory_gib: Annotated[float, Within(1e-3, 1e9, unit="GiB")]
@@ -23,10 +23,10 @@ class Host:
     gpus_per_link: Annotated[int, Within(1, 1024)]
     """GPUs that share the way to the machine's memory: each has so much less when all use it at once."""
 
-    def link_seconds_per_byte(self, gpus: int) -> float:
-        """Of a transfer in one direction while `gpus` GPUs of the machine do the same."""
-        return min(gpus, self.gpus_per_link) / (self.link_gb_s * 1e9)
+    def compute_link_seconds_per_byte(self, active_gpus: int) -> float:
+        """Of a transfer in one direction while `active_gpus` GPUs of the machine do the same."""
+        return min(active_gpus, self.gpus_per_link) / (self.link_gb_s * 1e9)
 
-    def memory_seconds_per_byte(self, ranks: int) -> float:
-        """Of what a rank's processes read or write while `ranks` ranks of the machine do the same."""
-        return ranks / (self.memory_gb_s * self.memory_efficiency * 1e9)
+    def compute_memory_seconds_per_byte(self, active_ranks: int) -> float:
+        """Of what a rank's processes read or write while `active_ranks` active_ranks of the machine do the same."""
+        return active_ranks / (self.memory_gb_s * self.memory_efficiency * 1e9)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.hardware.description import SLACK
-from bench.hardware.heap import THREAD_STACK_BYTES, give_memory_back_at_once, keep_freed_memory
+from bench.hardware.description import MEMORY_SLACK_SHARE
+from bench.hardware.heap import THREAD_STACK_BYTES, keep_freed_memory, return_freed_memory_at_once
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ class MemoryLimit:
     CUDA: the caching allocator's share of each device: what it holds (reserved), blocks that it keeps for reuse and
     cuBLAS's workspaces included. CUDA's context (0.3 to 0.6 GiB, with the code of kernels) and NCCL's buffers (0.3 to
     2 GiB) lie outside of it, as they lie outside of what the allocator reports: on a real card of that size they would
-    have to fit beside it. A card's own size can be asked for as its vendor gives it: where that is up to `SLACK` more
+    have to fit beside it. A card's own size can be asked for as its vendor gives it: where that is up to `MEMORY_SLACK_SHARE` more
     than CUDA reports, the limit is all that CUDA reports.
 
     CPU: the process's data segment (RLIMIT_DATA), counted from what it uses when the limit is set, so that Python
@@ -43,8 +43,8 @@ class MemoryLimit:
     """
 
     def __init__(self, limit_bytes: int | None, devices: Sequence[torch.device]) -> None:
-        self._original: tuple[int, int] | None = None
-        self.bytes = limit_bytes
+        self._original_rlimit: tuple[int, int] | None = None
+        self.limit_bytes = limit_bytes
         """What a device may really hold: less than what was asked for where the device has a little less."""
         if devices[0].type == "cuda":
             for device in devices:
@@ -52,22 +52,22 @@ class MemoryLimit:
         elif limit_bytes is None:
             keep_freed_memory()
         else:
-            give_memory_back_at_once()
-            self._original = resource.getrlimit(resource.RLIMIT_DATA)
-            self._allow(data_segment_bytes() + limit_bytes)
+            return_freed_memory_at_once()
+            self._original_rlimit = resource.getrlimit(resource.RLIMIT_DATA)
+            self._set_limit(read_data_segment_bytes() + limit_bytes)
 
     def _limit_gpu(self, device: torch.device) -> None:
-        if self.bytes is None:
+        if self.limit_bytes is None:
             return
         import torch
 
         total = torch.cuda.get_device_properties(device).total_memory
-        if self.bytes > (1 + SLACK) * total:
+        if self.limit_bytes > (1 + MEMORY_SLACK_SHARE) * total:
             raise ValueError(
-                f"a limit of {self.bytes / 2**30:.1f} GiB is more than the GPU has ({total / 2**30:.1f} GiB)"
+                f"a limit of {self.limit_bytes / 2**30:.1f} GiB is more than the GPU has ({total / 2**30:.1f} GiB)"
             )
-        self.bytes = min(self.bytes, total)
-        torch.cuda.set_per_process_memory_fraction(self.bytes / total, device)
+        self.limit_bytes = min(self.limit_bytes, total)
+        torch.cuda.set_per_process_memory_fraction(self.limit_bytes / total, device)
 
     def lift(self) -> bool:
         """Give memory back to a process that has run out, so that it can say so.
@@ -77,32 +77,32 @@ class MemoryLimit:
         bool
             Whether so little of a CPU limit was left that no thread could be started, for lack of memory for its stack.
         """
-        if self._original is None:
+        if self._original_rlimit is None:
             return False
-        allowed = resource.getrlimit(resource.RLIMIT_DATA)[0]
-        resource.setrlimit(resource.RLIMIT_DATA, self._original)
-        self._original = None
-        return data_segment_bytes() + 2 * THREAD_STACK_BYTES > allowed
+        current_limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        resource.setrlimit(resource.RLIMIT_DATA, self._original_rlimit)
+        self._original_rlimit = None
+        return read_data_segment_bytes() + 2 * THREAD_STACK_BYTES > current_limit
 
     @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspend(self) -> Iterator[None]:
         """Around work of the harness itself: what it needs, and keeps, does not count."""
-        if self._original is None:
+        if self._original_rlimit is None:
             yield
             return
-        allowed, before = resource.getrlimit(resource.RLIMIT_DATA)[0], data_segment_bytes()
-        resource.setrlimit(resource.RLIMIT_DATA, self._original)
+        current_limit, previous_bytes = resource.getrlimit(resource.RLIMIT_DATA)[0], read_data_segment_bytes()
+        resource.setrlimit(resource.RLIMIT_DATA, self._original_rlimit)
         try:
             yield
         finally:
-            self._allow(allowed + max(0, data_segment_bytes() - before))
+            self._set_limit(current_limit + max(0, read_data_segment_bytes() - previous_bytes))
 
-    def _allow(self, total_bytes: int) -> None:
-        assert self._original is not None
-        resource.setrlimit(resource.RLIMIT_DATA, (total_bytes, self._original[1]))
+    def _set_limit(self, total_bytes: int) -> None:
+        assert self._original_rlimit is not None
+        resource.setrlimit(resource.RLIMIT_DATA, (total_bytes, self._original_rlimit[1]))
 
 
-def data_segment_bytes() -> int:
+def read_data_segment_bytes() -> int:
     """Size of this process's data segment, which RLIMIT_DATA limits: private writable memory, touched or not."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):

@@ -12,59 +12,59 @@ from typing import Annotated
 
 from bench.typed import Within
 
-Times = dict[str, Annotated[float, Within(0, 1e7, unit="microseconds")]]
-Rates = dict[str, Annotated[float, Within(1e-6, 1e9)]]
+TimesByName = dict[str, Annotated[float, Within(0, 1e7, unit="microseconds")]]
+RatesByName = dict[str, Annotated[float, Within(1e-6, 1e9)]]
 
 
 @dataclass(frozen=True)
-class Products:
+class ProcessorMatmulSpeed:
     """Matrix products: the sum of a call, of their arithmetic and of the bytes of operands and result, each once.
 
     Libraries copy one operand into an order of their own: the right one, or the left one if that is transposed.
     """
 
-    call_us: Times
+    call_us: TimesByName
     """Microseconds of a call, beyond what any operator takes."""
-    gflops: Rates
+    gflops: RatesByName
     """10^9 floating-point operations per second, a multiply-add counting 2."""
-    transposed_gflops: Rates
+    transposed_gflops: RatesByName
     """The same where the left operand is transposed, as in the gradient of a weight."""
-    copied_gb_s: Rates
+    copied_gb_s: RatesByName
     """10^9 bytes per second of the operand that is copied."""
-    other_gb_s: Rates
+    other_gb_s: RatesByName
     """10^9 bytes per second of the other operand."""
-    result_gb_s: Rates
+    result_gb_s: RatesByName
     """10^9 bytes per second of the result."""
 
 
 @dataclass(frozen=True)
-class FusedAttention:
+class ProcessorAttentionSpeed:
     """Fused attention: the sum of its blocks of queries and of their arithmetic over the whole square of scores."""
 
-    forward_gflops: Rates
+    forward_gflops: RatesByName
     """10^9 floating-point operations per second, forward (2 products over the scores)."""
-    backward_gflops: Rates
+    backward_gflops: RatesByName
     """The same backward (5 products)."""
-    forward_block_us: Times
+    forward_block_us: TimesByName
     """Microseconds that starting a block of queries and keys takes, forward."""
-    backward_block_us: Times
+    backward_block_us: TimesByName
     """The same backward."""
 
 
 @dataclass(frozen=True)
-class Updates:
+class ProcessorOptimizerSpeed:
     """Optimizers' steps; keys are an optimizer and its implementation, as ``adamw fused``."""
 
-    tensor_us: Times
+    tensor_us: TimesByName
     """Microseconds per tensor that is updated."""
-    gb_s: Rates
-    """10^9 bytes per second, of those that `bench.simulate.pace.OPTIMIZER_PASSES` counts."""
+    gb_s: RatesByName
+    """10^9 bytes per second, of those that `(module moves; name stays)` counts."""
 
 
 @dataclass(frozen=True)
-class Processor:
+class ProcessorSpeed:
     """A processor as a device."""
 
-    products: Products
-    attention: FusedAttention
-    updates: Updates
+    products: ProcessorMatmulSpeed
+    attention: ProcessorAttentionSpeed
+    updates: ProcessorOptimizerSpeed

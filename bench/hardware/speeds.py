@@ -8,97 +8,97 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from bench.errors import bad_value
-from bench.hardware.processor import Processor
+from bench.errors import invalid_value_error
+from bench.hardware.processor import ProcessorSpeed
 from bench.typed import OneOf, Within
 
-FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+NUMBER_FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
-SHARE = Within(1e-6, 1)
+SHARE_BOUNDS = Within(1e-6, 1)
 """Of a peak."""
-MULTIPLE = Within(1e-6, 1e6)
-MICROSECONDS = Within(1e-6, 1e7, unit="microseconds")
-BANDWIDTH = Within(1e-6, 1e6, unit="GB/s")
+MULTIPLE_BOUNDS = Within(1e-6, 1e6)
+MICROSECOND_BOUNDS = Within(1e-6, 1e7, unit="microseconds")
+BANDWIDTH_BOUNDS = Within(1e-6, 1e6, unit="GB/s")
 
 
 @dataclass(frozen=True)
-class Matmul:
+class MatmulSpeed:
     """Matrix products on dense operands."""
 
-    efficiency: dict[Annotated[str, OneOf(*FORMATS)], Annotated[float, SHARE]]
+    efficiency: dict[Annotated[str, OneOf(*NUMBER_FORMATS)], Annotated[float, SHARE_BOUNDS]]
     """Share of the dense peak that large products reach while training, per format (fp32, tf32, bf16, fp16, fp8)."""
     multiprocessors: Annotated[int, Within(1, 100_000)]
     """Streaming multiprocessors: thread blocks that compute at once, for wave quantisation."""
-    half_depth: Annotated[float, MULTIPLE]
+    half_depth: Annotated[float, MULTIPLE_BOUNDS]
     """Inner dimension k at which a thread block starts and ends as long as it multiplies: half the speed."""
-    workspace_mib: Annotated[float, MULTIPLE] = 8.125
+    workspace_mib: Annotated[float, MULTIPLE_BOUNDS] = 8.125
     """MiB of the caching allocator that cuBLAS has per handle and stream: PyTorch gives it 2 x 4 MiB and 8 x 16 KiB,
     and 32 MiB from compute capability 9.0 on."""
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSpeed:
     """Fused attention kernels: share of the dense peak that the products they compute reach, were they alone."""
 
-    forward: Annotated[float, SHARE]
-    backward: Annotated[float, SHARE]
-    half_width: Annotated[float, MULTIPLE]
+    forward: Annotated[float, SHARE_BOUNDS]
+    backward: Annotated[float, SHARE_BOUNDS]
+    half_width: Annotated[float, MULTIPLE_BOUNDS]
     """Head dimension at which the exponential and its like take as long as the products: half that speed."""
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchOverhead:
     """What starting work takes, in microseconds."""
 
-    kernel_us: Annotated[float, MICROSECONDS]
+    kernel_us: Annotated[float, MICROSECOND_BOUNDS]
     """On the device: the shortest time from one kernel's start to the next one's. On a CPU what the call of an operator
     takes however little there is to do."""
-    operator_us: Annotated[float, MICROSECONDS]
+    operator_us: Annotated[float, MICROSECOND_BOUNDS]
     """On the processor: one operator of eager PyTorch, forward, backward or optimizer. On a CPU what is spent around
     its call: Python, autograd, views."""
-    unit_us: Annotated[float, MICROSECONDS]
+    unit_us: Annotated[float, MICROSECOND_BOUNDS]
     """On the processor: what FSDP's hooks do around one unit in one pass, collectives included."""
 
 
 @dataclass(frozen=True)
-class Gloo:
+class GlooSpeed:
     """Collectives of gloo, between processes on processors: rings over TCP, every copy and sum made by a core."""
 
-    step_us: Annotated[float, MICROSECONDS]
+    step_us: Annotated[float, MICROSECOND_BOUNDS]
     """Latency of one step of a ring, in microseconds."""
-    reduce: Annotated[float, MULTIPLE]
+    reduce: Annotated[float, MULTIPLE_BOUNDS]
     """Time per byte of an all-reduce, as a multiple of an all-gather's: cores add what they receive."""
-    reduce_scatter: Annotated[float, MULTIPLE]
+    reduce_scatter: Annotated[float, MULTIPLE_BOUNDS]
     """The same of a reduce-scatter, which PyTorch has gloo carry out as an all-reduce of a copy."""
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkSpeeds:
     """Between GPUs of a node, and between nodes. GB are 10^9 bytes."""
 
-    gpu_gb_s: Annotated[float, BANDWIDTH]
+    gpu_gb_s: Annotated[float, BANDWIDTH_BOUNDS]
     """Of one GPU to the others of its node, one direction, as its vendor gives it."""
-    gpu_efficiency: Annotated[float, SHARE]
+    gpu_efficiency: Annotated[float, SHARE_BOUNDS]
     """Share of it that large collectives reach."""
-    node_gb_s: Annotated[float, BANDWIDTH]
+    node_gb_s: Annotated[float, BANDWIDTH_BOUNDS]
     """Of all network adapters of a node, one direction, line rate."""
-    node_efficiency: Annotated[float, SHARE]
+    node_efficiency: Annotated[float, SHARE_BOUNDS]
     """Share of it that large collectives reach between two nodes."""
     adapters: Annotated[int, Within(1, 1024)]
     """Network adapters per node: a group with one rank per node reaches one of them."""
     congestion: Annotated[float, Within(0, 1000)]
     """Growth of the time on the network with every doubling of the number of nodes, as a share of it."""
-    latency: Annotated[float, MULTIPLE]
+    latency: Annotated[float, MULTIPLE_BOUNDS]
     """Latency of the steps of a ring that crosses nodes, as a multiple of what NCCL's own model assumes (of a step
     inside a node, where collectives are gloo's)."""
-    gpu_latency: Annotated[float, MULTIPLE] = 1.0
+    gpu_latency: Annotated[float, MULTIPLE_BOUNDS] = 1.0
     """Latency of a collective inside a node, its start included, as a multiple of what NCCL's own model assumes."""
-    gloo: Gloo | None = None
+    gloo: GlooSpeed | None = None
     """Where collectives are gloo's; null where they are NCCL's."""
 
 
 @dataclass(frozen=True)
-class Outside:
+class MemoryOutsideAllocator:
     """Device memory, and what of it lies outside PyTorch's allocator, in GiB (2^30 bytes)."""
 
     device_gib: Annotated[float, Within(1e-3, 1e6, unit="GiB")]
@@ -110,28 +110,28 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Speeds:
+class HardwareSpeeds:
     """Everything the simulation knows of a device's speed beyond its peaks."""
 
-    matmul: Matmul | None
+    matmul: MatmulSpeed | None
     """Null where `processor` says it."""
-    attention: Attention | None
+    attention: AttentionSpeed | None
     """Null where `processor` says it."""
-    memory_efficiency: Annotated[float, SHARE]
+    memory_efficiency: Annotated[float, SHARE_BOUNDS]
     """Share of the memory's bandwidth that elementwise kernels reach."""
-    overlap_loss: Annotated[float, Within(0, 1, below=True)]
+    overlap_loss: Annotated[float, Within(0, 1, exclusive_maximum=True)]
     """Share of its speed that computation loses while a collective runs beside it: the collective's kernels occupy
     multiprocessors and memory."""
-    launch: Launch
-    links: Links
-    outside: Outside
-    operators: dict[str, Annotated[float, MULTIPLE]] | None = None
+    launch: LaunchOverhead
+    links: LinkSpeeds
+    outside: MemoryOutsideAllocator
+    operators: dict[str, Annotated[float, MULTIPLE_BOUNDS]] | None = None
     """Bandwidth an operator reaches as a multiple of what elementwise kernels reach, where it was measured: by the name
-    of the operator, or name and format (``tanh bf16``). Null for the rough shares of `bench.simulate.cost.SLOW`."""
-    processor: Processor | None = None
+    of the operator, or name and format (``tanh bf16``). Null for the rough shares of `….OPERATOR_BANDWIDTH_SHARES`."""
+    processor: ProcessorSpeed | None = None
     """Of a CPU; null for a GPU."""
 
     def __post_init__(self) -> None:
         if self.processor is None and (self.matmul is None or self.attention is None):
             missing = "matmul" if self.matmul is None else "attention"
-            raise bad_value(f"hardware.speeds.{missing}", None, "numbers, or null beside speeds.processor")
+            raise invalid_value_error(f"hardware.speeds.{missing}", None, "numbers, or null beside speeds.processor")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 
 from bench.config import RunConfig
-from bench.launch.host import StuckError, execute
+from bench.launch.host import UnkillableRankError, execute_run
 from bench.launch.stop import StopSignal
-from bench.launch.worker import turn
-from bench.planning.request import Request
+from bench.launch.worker import hold_run_lock
+from bench.planning.request import SweepRequest
 from bench.records import Record
-from bench.tracking import Courier
+from bench.tracking import TrackerClient
 
 
-def run_alone(request: Request, config: RunConfig) -> Record | None:
+def execute_single_run(request: SweepRequest, config: RunConfig) -> Record | None:
     """Execute one run here, whatever is recorded of it, as a new attempt, once no other sweep executes it.
 
     Returns
@@ -29,28 +29,28 @@ def run_alone(request: Request, config: RunConfig) -> Record | None:
         If the store cannot be written.
     """
     with StopSignal() as stop:
-        with turn(request.store, config.run_id, stop):
+        with hold_run_lock(request.store, config.run_id, stop):
             if stop.received:
                 print(f"Stopped by {stop.received}.", file=sys.stderr)
                 return None
             try:
-                record = execute(
+                record = execute_run(
                     config,
                     request.store,
                     launcher="alone",
                     sweep=request.sweep,
                     time_limit_s=float(request.cluster["time_limit_s"]),
                     stop=stop,
-                    log=False,
+                    log_to_file=False,
                 )
-            except StuckError as error:
+            except UnkillableRankError as error:
                 print(error, file=sys.stderr)
                 record = error.record
-        courier = Courier(
+        tracker_client = TrackerClient(
             request.tracker,
             request.store,
             lambda line: print(line, file=sys.stderr),
-            hurry=lambda: stop.received is not None,
+            is_stopping=lambda: stop.received is not None,
         )
-        courier.send_runs([config.run_id])
+        tracker_client.send_runs([config.run_id])
         return record

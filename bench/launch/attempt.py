@@ -14,25 +14,25 @@ from typing import Any
 
 from bench import records
 from bench.config import RunConfig
-from bench.launch.ranks import Ended
-from bench.launch.verdict import verdict
+from bench.launch.ranks import RankExit
+from bench.launch.verdict import build_outcome_columns
 from bench.measure import environment
-from bench.records import Claim, Record, TakenError, claims
-from bench.records.encoding import dumps
+from bench.records import Claim, Record, RunClaimedError, claims
+from bench.records.encoding import encode_record
 from bench.records.schema import FORMAT_VERSION
-from bench.row import configured_row, environment_row, rank_rows
+from bench.row import build_configured_columns, build_environment_columns, build_rank_rows
 
-LOOK_EVERY_S = 5.0
+CONCURRENT_RUNS_INTERVAL_S = 5.0
 """How often to look which other runs are on."""
 
-WRITE_AGAIN_S = (1, 5, 20, 60)
+WRITE_RETRY_DELAYS_S = (1, 5, 20, 60)
 """When the store cannot be written: how long to wait before each further try."""
 
-SHORT_STEP_S = 0.05
+MIN_STEP_TIME_S = 0.05
 """Few runs that last for a time take shorter steps: for more, disk space is not claimed beforehand."""
 
 
-def now() -> str:
+def format_current_time() -> str:
     """This moment as rows write it: UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
@@ -43,9 +43,9 @@ class Attempt:
 
     config: RunConfig
     claim: Claim
-    concurrent: dict[str, Record] = field(default_factory=dict)
+    concurrent_runs: dict[str, Record] = field(default_factory=dict)
     """Runs seen on beside this one, by run_id."""
-    _looked: float = -LOOK_EVERY_S
+    _noted_at_s: float = -CONCURRENT_RUNS_INTERVAL_S
 
     @classmethod
     def begin(
@@ -53,8 +53,8 @@ class Attempt:
         config: RunConfig,
         store: Path,
         owner: dict[str, Any],
-        facts: Record,
-        slurm: dict[str, Any] | None = None,
+        launch_columns: Record,
+        slurm_environment: dict[str, Any] | None = None,
     ) -> Attempt:
         """Claim a run and the disk space of its row.
 
@@ -62,9 +62,9 @@ class Attempt:
         ----------
         owner: dict
             Who executes it; `bench.launch.owners` can tell whether it lives.
-        facts: Record
+        launch_columns: Record
             Columns that only the caller knows: sweep, launcher, job.
-        slurm: dict, optional
+        slurm_environment: dict, optional
             What the row's environment says of the job.
 
         Raises
@@ -74,42 +74,47 @@ class Attempt:
         OSError
             If the store cannot be written.
         """
-        row = {**configured_row(config), **environment_row([]), **facts, "started_at": now()}
-        if slurm is not None:
-            row["environment"] = {**row["environment"], "slurm": slurm}
-        claim = claims.take(store, row, owner, reserve_bytes=_row_bytes(config))
+        row = {
+            **build_configured_columns(config),
+            **build_environment_columns([]),
+            **launch_columns,
+            "started_at": format_current_time(),
+        }
+        if slurm_environment is not None:
+            row["environment"] = {**row["environment"], "slurm": slurm_environment}
+        claim = claims.take_claim(store, row, owner, reserve_bytes=_compute_max_row_bytes(config))
         return cls(config, claim)
 
     @property
-    def path(self) -> Path:
+    def row_path(self) -> Path:
         """Where the row will lie; trace and log lie beside it."""
-        return records.row_path(self.claim.store, self.claim.run_id, self.claim.attempt)
+        return records.get_row_path(self.claim.store, self.claim.run_id, self.claim.attempt)
 
     @property
-    def trace(self) -> Path:
+    def trace_path(self) -> Path:
         """The profiler trace, if one is asked for."""
-        return self.path.with_suffix(".trace.json.gz")
+        return self.row_path.with_suffix(".trace.json.gz")
 
-    def look_around(self, *, at_once: bool = False) -> None:
+    def note_concurrent_runs(self, *, ignore_interval: bool = False) -> None:
         """Note which other runs of the store are on; cheap, and does nothing if it did a moment ago."""
-        if not at_once and time.monotonic() - self._looked < LOOK_EVERY_S:
+        if not ignore_interval and time.monotonic() - self._noted_at_s < CONCURRENT_RUNS_INTERVAL_S:
             return
-        self._looked = time.monotonic()
-        for run_id in claims.running(self.claim.store):
-            if run_id != self.claim.run_id and run_id not in self.concurrent:
-                other = claims.held(self.claim.store, run_id)
-                if other is not None:
-                    names = ("run_id", "launcher", "job_id", "hosts")
-                    self.concurrent[run_id] = {name: other.row.get(name) for name in names}
+        self._noted_at_s = time.monotonic()
+        for run_id in claims.list_claimed_runs(self.claim.store):
+            if run_id != self.claim.run_id and run_id not in self.concurrent_runs:
+                other_claim = claims.find_claim(self.claim.store, run_id)
+                if other_claim is not None:
+                    columns = ("run_id", "launcher", "job_id", "hosts")
+                    self.concurrent_runs[run_id] = {column: other_claim.row.get(column) for column in columns}
 
-    def finish(self, ranks: Sequence[Ended], cut_short: Record | None = None) -> Record:
+    def finish(self, rank_exits: Sequence[RankExit], abort_outcome: Record | None = None) -> Record:
         """Write the row and give the claim back.
 
         Parameters
         ----------
-        ranks: sequence of Ended
+        rank_exits: sequence of Ended
             All that are known of.
-        cut_short: Record, optional
+        abort_outcome: Record, optional
             Status and error, if the run was not left to end by itself.
 
         Raises
@@ -117,84 +122,96 @@ class Attempt:
         OSError
             If the store cannot be written after all, however often it was tried; says where the row is kept.
         """
-        self.look_around(at_once=True)
-        outcomes = [rank.outcome for rank in ranks if rank.outcome is not None]
-        known, found = self.claim.row, environment_row(outcomes)
-        results: Record = {
-            **found,
-            "hosts": known["hosts"] if "slurm" in known["environment"] else found["hosts"],
-            "environment": {**known["environment"], **found["environment"]},
-            **(cut_short or verdict(self.config, ranks)),
-            "ranks": rank_rows(outcomes),
-            "finished_at": now(),
-            "trace": self.trace.name if self.trace.exists() else None,
-            "concurrent_runs": len(self.concurrent),
-            "concurrent": list(self.concurrent.values()),
+        self.note_concurrent_runs(ignore_interval=True)
+        rank_outcomes = [rank_exit.outcome for rank_exit in rank_exits if rank_exit.outcome is not None]
+        claimed_row, environment_columns = self.claim.row, build_environment_columns(rank_outcomes)
+        result_columns: Record = {
+            **environment_columns,
+            "hosts": claimed_row["hosts"] if "slurm" in claimed_row["environment"] else environment_columns["hosts"],
+            "environment": {**claimed_row["environment"], **environment_columns["environment"]},
+            **(abort_outcome or build_outcome_columns(self.config, rank_exits)),
+            "ranks": build_rank_rows(rank_outcomes),
+            "finished_at": format_current_time(),
+            "trace": self.trace_path.name if self.trace_path.exists() else None,
+            "concurrent_runs": len(self.concurrent_runs),
+            "concurrent": list(self.concurrent_runs.values()),
         }
-        row = {**self.claim.row, **results}
+        row = {**self.claim.row, **result_columns}
         try:
-            persistently(lambda: self.claim.write_row(results))
+            write_with_retries(lambda: self.claim.write_row(result_columns))
         except OSError as error:
-            kept = keep_elsewhere(row)
-            raise OSError(error.errno, f"{error.strerror}; the row is kept in {kept} on {environment.host()}") from None
+            kept_path = save_row_to_temp_file(row)
+            raise OSError(
+                error.errno, f"{error.strerror}; the row is kept in {kept_path} on {environment.get_host_name()}"
+            ) from None
         return row
 
 
-def keep_elsewhere(row: Record) -> Path:
+def save_row_to_temp_file(row: Record) -> Path:
     """Write a row that its store does not take to a new file that only its owner can read; returns where."""
     descriptor, path = tempfile.mkstemp(prefix=f"{row['run_id']}-{row['attempt']}-", suffix=".json")
     with os.fdopen(descriptor, "w") as file:
-        file.write(dumps({"format": FORMAT_VERSION, **row}) + "\n")
+        file.write(encode_record({"format": FORMAT_VERSION, **row}) + "\n")
     return Path(path)
 
 
-def say(text: str) -> None:
+def print_safely(text: str) -> None:
     """Print a line, if what takes the output can take it: a job's output may be on a disk that is full."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
 
 
-def persistently(write: Callable[[], object]) -> None:
+def write_with_retries(write: Callable[[], object]) -> None:
     """Write, again and again while the store refuses: a full disk may be tidied, a file server come back."""
-    for pause_s in (*WRITE_AGAIN_S, None):
+    for pause_s in (*WRITE_RETRY_DELAYS_S, None):
         try:
             write()
             return
         except OSError as error:
             if pause_s is None:
                 raise
-            say(f"cannot write the row ({error}); trying again in {pause_s} s")
+            print_safely(f"cannot write the row ({error}); trying again in {pause_s} s")
             time.sleep(pause_s)
 
 
 def write_lost_row(claim: Claim, *, status: str, error: str) -> bool:
     """Write the row of an attempt whose owner died; False if somebody else was faster."""
-    return claim.break_with({"status": status, "error": error, "finished_at": now()})
+    return claim.break_claim({"status": status, "error": error, "finished_at": format_current_time()})
 
 
-def write_unstarted_row(known: Record, store: Path, *, status: str, error: str, facts: Record) -> None:
-    """Write the row of a run that never came to start; `known` is what `configured_row` says of it."""
-    moment = now()
+def write_unstarted_row(
+    configured_columns: Record, store: Path, *, status: str, error: str, launch_columns: Record
+) -> None:
+    """Write the row of a run that never came to start; `configured_columns` is what `build_configured_columns` says of it."""
+    timestamp = format_current_time()
     row: Record = {
-        **known,
-        **environment_row([]),
-        **facts,
+        **configured_columns,
+        **build_environment_columns([]),
+        **launch_columns,
         "status": status,
         "error": error,
-        "attempt": records.next_attempt(store, known["run_id"]),
-        "started_at": moment,
-        "finished_at": moment,
+        "attempt": records.find_next_attempt(store, configured_columns["run_id"]),
+        "started_at": timestamp,
+        "finished_at": timestamp,
     }
     with contextlib.suppress(FileExistsError):
-        records.write(store, row)
+        records.write_row(store, row)
 
 
-def _row_bytes(config: RunConfig) -> int:
+def _compute_max_row_bytes(config: RunConfig) -> int:
     """Disk space a row may take: each rank has its facts and a number per step, of which a GPU may take more than were
     asked for."""
-    timing = config.measurement
-    lasting = ((timing.min_warmup_s or 0.0) + (timing.min_timed_s or 0.0)) / SHORT_STEP_S
-    return 64 * 1024 + config.processes * (8192 + 32 * (timing.steps + round(lasting)))
+    measurement = config.measurement
+    steps_by_duration = ((measurement.min_warmup_s or 0.0) + (measurement.min_timed_s or 0.0)) / MIN_STEP_TIME_S
+    return 64 * 1024 + config.active_processes * (8192 + 32 * (measurement.steps + round(steps_by_duration)))
 
 
-__all__ = ["Attempt", "TakenError", "now", "persistently", "say", "write_lost_row", "write_unstarted_row"]
+__all__ = [
+    "Attempt",
+    "RunClaimedError",
+    "format_current_time",
+    "print_safely",
+    "write_lost_row",
+    "write_unstarted_row",
+    "write_with_retries",
+]

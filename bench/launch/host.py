@@ -1,6 +1,6 @@
 """Execute one run on this machine alone: start its ranks, watch over them, write its row.
 
-The process that calls `execute` never computes. Each run's ranks are fresh processes with a fresh process group, which
+The process that calls `execute_run` never computes. Each run's ranks are fresh processes with a fresh process group, which
 find torch, and where they are forked the models too, imported already. They die with it.
 """
 
@@ -13,18 +13,18 @@ from pathlib import Path
 from bench import processes
 from bench.config import RunConfig
 from bench.launch.attempt import Attempt, write_lost_row
-from bench.launch.meeting import MeetingPoint, connect
-from bench.launch.owners import this_process
-from bench.launch.ranks import Ended, Rank, kill, start, watch
+from bench.launch.meeting import RendezvousServer, connect_to_rendezvous
+from bench.launch.owners import describe_this_process
+from bench.launch.ranks import RankExit, RankProcess, kill_ranks, start_ranks, wait_for_ranks
 from bench.launch.stop import StopSignal
-from bench.rank import RankPlace
+from bench.rank import RankCoordinates
 from bench.records import Record, claims
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 """How long a rank may wait for the others at the process group's start."""
 
 
-class StuckError(RuntimeError):
+class UnkillableRankError(RuntimeError):
     """A rank of a run that has its row could not be killed: it keeps its device, on which nothing can be measured."""
 
     def __init__(self, label: str, record: Record) -> None:
@@ -32,8 +32,15 @@ class StuckError(RuntimeError):
         self.label, self.record = label, record
 
 
-def execute(
-    config: RunConfig, store: Path, *, launcher: str, sweep: str, time_limit_s: float, stop: StopSignal, log: bool
+def execute_run(
+    config: RunConfig,
+    store: Path,
+    *,
+    launcher: str,
+    sweep: str,
+    time_limit_s: float,
+    stop: StopSignal,
+    log_to_file: bool,
 ) -> Record:
     """Execute one run and write its row, however the run ends. The caller holds the run's lock.
 
@@ -49,7 +56,7 @@ def execute(
         The run is `timeout` when it takes longer, and its processes are gone.
     stop: StopSignal
         When it comes, the ranks are killed and the run is `preempted`.
-    log: bool
+    log_to_file: bool
         Put the ranks' output into a file beside the row; otherwise it stays in this terminal.
 
     Returns
@@ -66,48 +73,53 @@ def execute(
     OSError
         If the store cannot be written.
     """
-    processes.prepare(config.imports)
-    clear_away_dead(store, config.run_id)
-    attempt = Attempt.begin(config, store, {"process": this_process()}, {"launcher": launcher, "sweep": sweep})
-    places = [RankPlace(rank, rank % config.gpus_per_node, config.processes) for rank in range(config.processes)]
-    ranks: list[Rank] = []
-    ended: list[Ended] = []
+    processes.preload_if_forking(config.modules_to_preload)
+    write_dead_attempt_row(store, config.run_id)
+    attempt = Attempt.begin(config, store, {"process": describe_this_process()}, {"launcher": launcher, "sweep": sweep})
+    rank_coordinates = [
+        RankCoordinates(rank, rank % config.gpus_per_node, config.active_processes)
+        for rank in range(config.active_processes)
+    ]
+    rank_processes: list[RankProcess] = []
+    rank_exits: list[RankExit] = []
 
-    with MeetingPoint() as meeting:
+    with RendezvousServer() as rendezvous_server:
 
-        def look_around() -> bool:
-            attempt.look_around()
-            return not meeting.is_open  # without it ranks would wait for each other for minutes
+        def should_abort() -> bool:
+            attempt.note_concurrent_runs()
+            return not rendezvous_server.is_open  # without it ranks would wait for each other for minutes
 
         try:
-            ranks = start(
+            rank_processes = start_ranks(
                 config,
-                places,
-                functools.partial(connect, meeting.host, meeting.port, RENDEZVOUS_TIMEOUT_S),
-                attempt.trace,
-                attempt.path.with_suffix(".log") if log else None,
-                on_one_machine=True,
+                rank_coordinates,
+                functools.partial(
+                    connect_to_rendezvous, rendezvous_server.host, rendezvous_server.port, RENDEZVOUS_TIMEOUT_S
+                ),
+                attempt.trace_path,
+                attempt.row_path.with_suffix(".log") if log_to_file else None,
+                on_one_host=True,
             )
-            ending = watch(ranks, time.monotonic() + time_limit_s, stop, look_around)
+            end_reason = wait_for_ranks(rank_processes, time.monotonic() + time_limit_s, stop, should_abort)
         finally:
-            ended = kill(ranks)
-    cut_short = {
+            rank_exits = kill_ranks(rank_processes)
+    abort_outcomes = {
         "stopped": {"status": "preempted", "error": f"stopped by {stop.received}"},
         "called off": {"status": "error", "error": "the store in which its ranks find each other was killed"},
         "timeout": {"status": "timeout", "error": f"not finished after its time limit of {time_limit_s:g} s"},
     }
-    stuck = any(rank.stuck for rank in ended)
-    record = attempt.finish(ended, None if stuck else cut_short.get(ending))
-    if stuck:
-        raise StuckError(config.label, record)
+    has_unkillable_rank = any(rank_exit.unkillable for rank_exit in rank_exits)
+    record = attempt.finish(rank_exits, None if has_unkillable_rank else abort_outcomes.get(end_reason))
+    if has_unkillable_rank:
+        raise UnkillableRankError(config.label, record)
     return record
 
 
-def clear_away_dead(store: Path, run_id: str) -> None:
+def write_dead_attempt_row(store: Path, run_id: str) -> None:
     """Write the row of an attempt that a process on this machine began and did not live to finish.
 
     Whoever calls holds the run's lock, which that process would have, if it lived.
     """
-    claim = claims.held(store, run_id)
+    claim = claims.find_claim(store, run_id)
     if claim is not None and "process" in claim.owner:
         write_lost_row(claim, status="error", error="its job was killed or crashed")

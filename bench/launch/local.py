@@ -20,25 +20,25 @@ import submitit
 
 from bench import processes, records
 from bench.config import RunConfig
-from bench.errors import ImpossibleError, bad_value
+from bench.errors import ImpossibleError, invalid_value_error
 from bench.hardware import refuse_unsupported
-from bench.hardware.detect import Device
+from bench.hardware.detect import DetectedDevice
 from bench.launch.attempt import write_lost_row, write_unstarted_row
-from bench.launch.capacity import refuse_what_exhausts_this_machine
+from bench.launch.capacity import refuse_host_memory_overrun
 from bench.launch.stop import StopSignal
-from bench.launch.task import Task
-from bench.launch.worker import Event, Worker, give_up
+from bench.launch.task import LaunchTask
+from bench.launch.worker import Worker, WorkerEvent, revoke_worker_lock
 from bench.records import claims, sharing
-from bench.row import configured_row
+from bench.row import build_configured_columns
 from bench.tracking import NO_TRACKER, Tracker
-from bench.typed import Within, typed
+from bench.typed import Within, build_dataclass
 
-POLL_S = 0.1
+POLL_INTERVAL_S = 0.1
 
-ASK_AGAIN_S = 1.0
+STOP_RETRY_INTERVAL_S = 1.0
 """How long a job that was asked to stop has until it is asked again: while it starts, it may not listen."""
 
-FOREVER_MIN = 60 * 24 * 365
+JOB_TIME_LIMIT_MIN = 60 * 24 * 365
 """Each run has a time limit of its own, so the job needs none."""
 
 
@@ -66,41 +66,41 @@ class LocalLauncher:
         This machine's device.
     """
 
-    def __init__(self, cluster: dict[str, Any], device: Device) -> None:
+    def __init__(self, cluster: dict[str, Any], device: DetectedDevice) -> None:
         if cluster.get("launcher") != "local":
-            raise bad_value("cluster.launcher", cluster.get("launcher"), ["local"])
-        self._cluster: LocalProfile = typed("cluster", LocalProfile, cluster)
+            raise invalid_value_error("cluster.launcher", cluster.get("launcher"), ["local"])
+        self._profile: LocalProfile = build_dataclass("cluster", LocalProfile, cluster)
         self._device = device
 
     def check(self, config: RunConfig) -> None:
         """Raise `ImpossibleError` where this machine cannot execute a run."""
         config.strategy.check_installed()
         refuse_unsupported(config.hardware, self._device, config.precision, compile_blocks=config.compile)
-        if config.machines > 1:
+        if config.active_nodes > 1:
             raise ImpossibleError(
                 f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node} GPUs, and cluster=local "
                 f"is one: choose at most {config.gpus_per_node}."
             )
-        if config.hardware.device == "cuda" and config.devices > self._device.count:
+        if config.hardware.device == "cuda" and config.active_devices > self._device.count:
             raise ImpossibleError(
                 f"gpus={config.gpus} is more than the {self._device.count} GPU(s) of this machine: "
                 f"choose at most {self._device.count}, or hardware=cpu."
             )
-        if config.hardware.device == "cpu" and config.processes > self._cluster.max_cpu_processes:
+        if config.hardware.device == "cpu" and config.active_processes > self._profile.max_cpu_processes:
             raise ImpossibleError(
-                f"gpus={config.gpus} is more than the {self._cluster.max_cpu_processes} processes this machine runs "
+                f"gpus={config.gpus} is more than the {self._profile.max_cpu_processes} processes this machine runs "
                 "on its CPU: choose fewer, or raise cluster.max_cpu_processes."
             )
         if config.hardware.device == "cpu":
-            refuse_what_exhausts_this_machine(config)
+            refuse_host_memory_overrun(config)
 
     def launch(
         self,
-        tasks: list[Task],
+        tasks: list[LaunchTask],
         store: Path,
         sweep: str,
         stop: StopSignal,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[WorkerEvent], None],
         time_budget_s: float | None = None,
         tracker: Tracker = NO_TRACKER,
     ) -> bool:
@@ -120,22 +120,22 @@ class LocalLauncher:
         bool
             Whether the time did not suffice.
         """
-        remaining = list(tasks)
+        remaining_tasks = list(tasks)
         deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
-        while remaining and not stop.received:
-            finished = self._launch_job(remaining, store, sweep, stop, on_event, deadline, tracker)
-            if finished is None:
+        while remaining_tasks and not stop.received:
+            num_finished = self._launch_job(remaining_tasks, store, sweep, stop, on_event, deadline, tracker)
+            if num_finished is None:
                 return True
-            remaining = remaining[finished:]
+            remaining_tasks = remaining_tasks[num_finished:]
         return False
 
     def _launch_job(
         self,
-        tasks: list[Task],
+        tasks: list[LaunchTask],
         store: Path,
         sweep: str,
         stop: StopSignal,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[WorkerEvent], None],
         deadline: float | None,
         tracker: Tracker,
     ) -> int | None:
@@ -146,63 +146,67 @@ class LocalLauncher:
         int or None
             How many tasks are over; None if the time does not suffice for the next one.
         """
-        folder = store / ".jobs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{len(tasks)}"
-        sharing.make_folder(folder)
-        events = folder / "events.jsonl"
-        events.touch()
-        executor = submitit.LocalExecutor(folder)
-        executor.update_parameters(timeout_min=FOREVER_MIN, tasks_per_node=1, stderr_to_stdout=True)
+        job_folder = store / ".jobs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{len(tasks)}"
+        sharing.make_folder(job_folder)
+        events_path = job_folder / "events.jsonl"
+        events_path.touch()
+        executor = submitit.LocalExecutor(job_folder)
+        executor.update_parameters(timeout_min=JOB_TIME_LIMIT_MIN, tasks_per_node=1, stderr_to_stdout=True)
         worker = Worker(
             tasks=tasks,
             store=store.resolve(),
             sweep=sweep,
-            time_limit_s=self._cluster.time_limit_s,
-            events=events.resolve(),
+            time_limit_s=self._profile.time_limit_s,
+            events_path=events_path.resolve(),
             visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
             deadline=deadline,
             tracker=tracker,
         )
-        finished, heard, out_of_time, stuck = 0, False, False, False
-        current: Event | None = None
-        with _hold(worker.alive_file), events.open() as stream, sharing.open_lock(worker.own_file) as own_file:
-            with processes.signals_held(signal.SIGINT):
+        num_finished, has_events, out_of_time, has_unkillable_rank = 0, False, False, False
+        start_event: WorkerEvent | None = None
+        with (
+            _hold_lock(worker.sweep_lock_path),
+            events_path.open() as events_file,
+            sharing.open_lock(worker.worker_lock_path) as worker_lock_file,
+        ):
+            with processes.block_signals(signal.SIGINT):
                 job = executor.submit(worker)
-            asked_to_stop = -math.inf
+            stop_sent_at_s = -math.inf
             while True:
                 # submitit's controller may die before the process that works: the job is over when both are gone.
-                over = job.done() and give_up(own_file)
-                for event in _new_events(stream):
-                    heard = True
-                    current = event if event["event"] == "start" else None
-                    finished += event["event"] == "task done"
+                is_job_over = job.done() and revoke_worker_lock(worker_lock_file)
+                for event in _read_new_events(events_file):
+                    has_events = True
+                    start_event = event if event["event"] == "start" else None
+                    num_finished += event["event"] == "task done"
                     out_of_time = out_of_time or event["event"] == "out of time"
-                    stuck = stuck or event["event"] == "stuck"
+                    has_unkillable_rank = has_unkillable_rank or event["event"] == "stuck"
                     on_event(event)
-                if over or stuck:
+                if is_job_over or has_unkillable_rank:
                     break
-                if stop.received and time.monotonic() - asked_to_stop > ASK_AGAIN_S:
-                    _ask_to_stop(job, worker.own_file)
-                    asked_to_stop = time.monotonic()
-                time.sleep(POLL_S)
-        if stuck:
+                if stop.received and time.monotonic() - stop_sent_at_s > STOP_RETRY_INTERVAL_S:
+                    _send_stop_signal(job, worker.worker_lock_path)
+                    stop_sent_at_s = time.monotonic()
+                time.sleep(POLL_INTERVAL_S)
+        if has_unkillable_rank:
             return len(tasks)
-        if finished == len(tasks) or out_of_time:
-            shutil.rmtree(folder)
-            return None if out_of_time else finished
+        if num_finished == len(tasks) or out_of_time:
+            shutil.rmtree(job_folder)
+            return None if out_of_time else num_finished
         if not stop.received:
             # The job itself died: what it was at cannot be blamed on the run after it.
-            error = f"its job was killed or crashed. {_last_words(job)}"
-            config = tasks[finished].config
-            if current is not None:  # in a search, runs have a batch size of their own
-                config = dataclasses.replace(config, batch_size_per_gpu=current["batch_size"])
-                error += _write_down(config, store, sweep, error, current["attempt"])
+            error = f"its job was killed or crashed. {_describe_last_output(job)}"
+            config = tasks[num_finished].config
+            if start_event is not None:  # in a search, runs have a batch size of their own
+                config = dataclasses.replace(config, batch_size_per_gpu=start_event["batch_size"])
+                error += _write_lost_run_row(config, store, sweep, error, start_event["attempt"])
             on_event({"event": "lost", "label": config.label, "error": error})
             # A job that never came to a run would not do so with the next one either.
-            finished = finished + 1 if heard else len(tasks)
-        return finished
+            num_finished = num_finished + 1 if has_events else len(tasks)
+        return num_finished
 
 
-def _write_down(config: RunConfig, store: Path, sweep: str, error: str, attempt: int) -> str:
+def _write_lost_run_row(config: RunConfig, store: Path, sweep: str, error: str, attempt: int) -> str:
     """Write the row of a run whose job died; returns what to add to the message.
 
     Parameters
@@ -211,51 +215,53 @@ def _write_down(config: RunConfig, store: Path, sweep: str, error: str, attempt:
         Number of the attempt that the job had begun. If it has a row, the job died after it was written.
     """
     try:
-        found = records.latest(store, config.run_id)
-        if found is not None and found["attempt"] >= attempt:
+        latest_row = records.read_latest_row(store, config.run_id)
+        if latest_row is not None and latest_row["attempt"] >= attempt:
             return " Its row had been written."
-        claim = claims.held(store, config.run_id)
+        claim = claims.find_claim(store, config.run_id)
         if claim is not None and "process" not in claim.owner:
             return " A job has the run by now."
         if claim is not None:
             write_lost_row(claim, status="error", error=error)
         else:
-            facts = {"launcher": "local", "sweep": sweep}
-            write_unstarted_row(configured_row(config), store, status="error", error=error, facts=facts)
-    except OSError as unwritable:
-        return f" Its row could not be written: {unwritable}"
+            launch_columns = {"launcher": "local", "sweep": sweep}
+            write_unstarted_row(
+                build_configured_columns(config), store, status="error", error=error, launch_columns=launch_columns
+            )
+    except OSError as write_error:
+        return f" Its row could not be written: {write_error}"
     return ""
 
 
-def _new_events(stream: Any) -> Iterator[Event]:
+def _read_new_events(events_file: Any) -> Iterator[WorkerEvent]:
     while True:
-        position = stream.tell()
-        line = stream.readline()
+        position = events_file.tell()
+        line = events_file.readline()
         if not line.endswith("\n"):
-            stream.seek(position)
+            events_file.seek(position)
             return
         yield json.loads(line)
 
 
-def _ask_to_stop(job: submitit.Job[Any], own_file: Path) -> None:
+def _send_stop_signal(job: submitit.Job[Any], worker_lock_path: Path) -> None:
     """Send SIGTERM, which the controller passes on, or its process itself, which may outlive it.
 
     `job.cancel` would have the task killed before it wrote its row.
     """
-    name = own_file.read_text() if job.done() else str(job.job_id)
+    process_id = worker_lock_path.read_text() if job.done() else str(job.job_id)
     with contextlib.suppress(ProcessLookupError):
-        if name.isdecimal():
-            os.kill(int(name), signal.SIGTERM)
+        if process_id.isdecimal():
+            os.kill(int(process_id), signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def _hold(path: Path) -> Iterator[None]:
+def _hold_lock(path: Path) -> Iterator[None]:
     """Hold a file's lock, which is gone when this process is."""
     with sharing.open_lock(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _last_words(job: submitit.Job[Any]) -> str:
-    text = (job.stdout() or "").strip().splitlines()
-    return f"The last of {job.paths.stdout}: {text[-1] if text else 'nothing'}"
+def _describe_last_output(job: submitit.Job[Any]) -> str:
+    output_lines = (job.stdout() or "").strip().splitlines()
+    return f"The last of {job.paths.stdout}: {output_lines[-1] if output_lines else 'nothing'}"

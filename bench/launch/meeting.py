@@ -10,10 +10,10 @@ from types import TracebackType
 import torch.distributed as dist
 
 from bench import processes
-from bench.rendezvous import LOOPBACK, listening_store
+from bench.rendezvous import LOOPBACK, serve_tcp_store
 
 
-class MeetingPoint:
+class RendezvousServer:
     """A `TCPStore` in a child process, while entered, on a port the system chose: no two jobs can share it.
 
     Whoever opens it has no threads because of it and can fork ranks afterwards, and no rank takes it along when it
@@ -30,11 +30,13 @@ class MeetingPoint:
     def __init__(self, host: str = LOOPBACK) -> None:
         self.host = host
 
-    def __enter__(self) -> MeetingPoint:
-        context = processes.context()
-        receiver, sender = context.Pipe(duplex=False)
-        self._server = context.Process(target=_serve, args=(self.host, sender), name="meeting point", daemon=True)
-        self._server.start()
+    def __enter__(self) -> RendezvousServer:
+        mp_context = processes.get_mp_context()
+        receiver, sender = mp_context.Pipe(duplex=False)
+        self._process = mp_context.Process(
+            target=_serve_store, args=(self.host, sender), name="meeting point", daemon=True
+        )
+        self._process.start()
         sender.close()
         try:
             self.port = receiver.recv()
@@ -45,24 +47,24 @@ class MeetingPoint:
     @property
     def is_open(self) -> bool:
         """Whether it is still there to be asked."""
-        return self._server.is_alive()
+        return self._process.is_alive()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._server.kill()
-        self._server.join()
+        self._process.kill()
+        self._process.join()
 
 
-def _serve(host: str, port: connection.Connection) -> None:
-    processes.follow_parent()
-    store = listening_store(host)
-    port.send(store.port)
+def _serve_store(host: str, port_pipe: connection.Connection) -> None:
+    processes.bind_to_parent()
+    tcp_store = serve_tcp_store(host)
+    port_pipe.send(tcp_store.port)
     while True:
         signal.pause()
 
 
-def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+def connect_to_rendezvous(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     """A client of a meeting point.
 
     Raises

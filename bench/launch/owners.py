@@ -11,12 +11,12 @@ from typing import Any
 from bench.measure import environment
 
 
-def this_process() -> dict[str, Any]:
+def describe_this_process() -> dict[str, Any]:
     """This process as the owner of a run."""
-    return {"host": environment.host(), "pid": os.getpid(), "started": _started(os.getpid())}
+    return {"host": environment.get_host_name(), "pid": os.getpid(), "started": _read_start_ticks(os.getpid())}
 
 
-def this_user() -> str:
+def get_user_name() -> str:
     """Name of the account that this process runs as, or its number if it has none."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
@@ -24,20 +24,20 @@ def this_user() -> str:
         return str(os.geteuid())
 
 
-def process_lives(owner: Any) -> bool:
-    """Whether the process that `this_process` described still runs; one on another machine is taken to.
+def is_process_alive(owner: Any) -> bool:
+    """Whether the process that `describe_this_process` described still runs; one on another machine is taken to.
 
     What describes no process is none that lives.
     """
     if not isinstance(owner, dict):
         return False
-    pid, started = owner.get("pid"), owner.get("started")
-    if type(pid) is not int or type(started) is not int:
+    pid, start_ticks = owner.get("pid"), owner.get("started")
+    if type(pid) is not int or type(start_ticks) is not int:
         return False
-    return owner.get("host") != environment.host() or _started(pid) == started
+    return owner.get("host") != environment.get_host_name() or _read_start_ticks(pid) == start_ticks
 
 
-def described(owner: Mapping[str, Any]) -> str:
+def describe_owner(owner: Mapping[str, Any]) -> str:
     """Who has a claim, for a sentence: ``job 12_3``, or ``process 7 on node1``."""
     process = owner.get("process")
     if isinstance(process, dict):
@@ -45,11 +45,11 @@ def described(owner: Mapping[str, Any]) -> str:
     return f"job {owner.get('job')}"
 
 
-def _started(pid: int) -> int | None:
+def _read_start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot: tells it from a later one of the same number."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return None if fields[0] == "Z" else int(fields[19])
+    stat_fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if stat_fields[0] == "Z" else int(stat_fields[19])

@@ -20,158 +20,188 @@ import torch.distributed as dist
 from bench import processes
 from bench.config import RunConfig
 from bench.launch.stop import StopSignal
-from bench.rank import Outcome, RankPlace, run_rank
-from bench.records.schema import PHASES
-from bench.rendezvous import stay_on_this_machine
+from bench.rank import RankCoordinates, RankOutcome, run_rank
+from bench.records.schema import OOM_PHASES
+from bench.rendezvous import restrict_gloo_to_loopback
 
-GRACE_S = 2.0
+FAILURE_REPORT_TIMEOUT_S = 2.0
 """After a rank failed, how long the others may take to say that they failed too, before they are killed."""
 
-POLL_S = 0.25
+POLL_INTERVAL_S = 0.25
 """How often to look for a stop signal while ranks run."""
 
-KILLED_S = 60.0
+KILL_TIMEOUT_S = 60.0
 """How long a killed rank may take to be gone, before it is left behind: one that hangs in a driver cannot be killed."""
 
-CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
+CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankExit:
     """How one rank of a run ended. Plain values, so that it can be sent between processes."""
 
-    number: int
-    outcome: Outcome | None = None
+    rank: int
+    outcome: RankOutcome | None = None
     """What it said itself; None if it did not live to say it."""
-    killed: bool = False
+    killed_by_launcher: bool = False
     """By us, so that its end says nothing about the run."""
     crashed: bool = False
     """Native code in it ended it."""
     last_phase: str = "init"
-    end: str = ""
+    exit_description: str = ""
     """How the process ended, in words."""
-    stuck: bool = False
+    unkillable: bool = False
     """It could not be killed."""
 
 
 @dataclass
-class Rank:
+class RankProcess:
     """A started rank, the pipe its outcome comes through, and the outcome."""
 
-    number: int
+    rank: int
     process: ForkProcess | ForkServerProcess
-    pipe: connection.Connection
-    last_phase: MutableSequence[int]
+    outcome_pipe: connection.Connection
+    last_phase_byte: MutableSequence[int]
     """One byte shared with the rank: number of the phase it last entered."""
-    outcome: Outcome | None = None
-    killed: bool = False
+    outcome: RankOutcome | None = None
+    killed_by_launcher: bool = False
 
-    def receive(self) -> None:
+    def receive_outcome(self) -> None:
         """Take the outcome from the pipe, if it has come."""
         with contextlib.suppress(EOFError, OSError):
-            if self.outcome is None and self.pipe.poll():
-                self.outcome = self.pipe.recv()
+            if self.outcome is None and self.outcome_pipe.poll():
+                self.outcome = self.outcome_pipe.recv()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether it ended other than well."""
-        ended = not self.process.is_alive()  # asked first: what it sent before it ended is there by now
-        self.receive()
+        has_exited = not self.process.is_alive()  # asked first: what it sent before it ended is there by now
+        self.receive_outcome()
         if self.outcome is not None:
             return self.outcome.status != "ok"
-        return ended and not self.killed
+        return has_exited and not self.killed_by_launcher
 
-    def ended(self) -> Ended:
+    def describe_exit(self) -> RankExit:
         """How it ended, or that it cannot be ended."""
         if self.process.is_alive():
-            stuck = "could not be killed: it hangs in the kernel or in a driver, see dmesg"
-            return Ended(self.number, self.outcome, stuck=True, last_phase=PHASES[self.last_phase[0]], end=stuck)
-        code = self.process.exitcode or 0
-        crashed = code in [-number for number in CRASHES]
-        words = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Ended(self.number, self.outcome, self.killed, crashed, PHASES[self.last_phase[0]], words)
+            unkillable_text = "could not be killed: it hangs in the kernel or in a driver, see dmesg"
+            return RankExit(
+                self.rank,
+                self.outcome,
+                unkillable=True,
+                last_phase=OOM_PHASES[self.last_phase_byte[0]],
+                exit_description=unkillable_text,
+            )
+        exit_code = self.process.exitcode or 0
+        crashed = exit_code in [-signal_number for signal_number in CRASH_SIGNALS]
+        exit_description = (
+            f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        )
+        return RankExit(
+            self.rank,
+            self.outcome,
+            self.killed_by_launcher,
+            crashed,
+            OOM_PHASES[self.last_phase_byte[0]],
+            exit_description,
+        )
 
 
-def start(
+def start_ranks(
     config: RunConfig,
-    places: Sequence[RankPlace],
-    rendezvous: Callable[[], dist.Store],
-    trace: Path,
-    log: Path | None,
+    rank_coordinates: Sequence[RankCoordinates],
+    connect_store: Callable[[], dist.Store],
+    trace_path: Path,
+    log_path: Path | None,
     *,
-    on_one_machine: bool,
+    on_one_host: bool,
     check_nodes: bool = False,
-) -> list[Rank]:
+) -> list[RankProcess]:
     """Start a rank for each place.
 
     Parameters
     ----------
-    rendezvous: callable
+    connect_store: callable
         Called in each rank, to which it is pickled: gives the store in which all ranks of the run find each other.
-    trace, log: Path
-        Where rank 0's profiler trace and the ranks' output go; without `log` it stays in this terminal.
-    on_one_machine: bool
+    trace_path, log_path: Path
+        Where rank 0's profiler trace and the ranks' output go; without `log_path` it stays in this terminal.
+    on_one_host: bool
         All ranks of the run are on this one: nothing of them listens to any other.
     check_nodes: bool
         Have every rank check its node first.
     """
-    ranks = []
-    context = processes.context()
-    for place in places:
-        receiver, sender = context.Pipe(duplex=False)
-        last_phase = context.RawArray("B", 1)
-        process = context.Process(
-            target=_rank_main,
-            args=(config, place, rendezvous, sender, last_phase, trace, log, on_one_machine, check_nodes),
-            name=f"rank {place.rank}",
+    rank_processes = []
+    mp_context = processes.get_mp_context()
+    for coordinates in rank_coordinates:
+        receiver, sender = mp_context.Pipe(duplex=False)
+        last_phase_byte = mp_context.RawArray("B", 1)
+        process = mp_context.Process(
+            target=_run_rank_process,
+            args=(
+                config,
+                coordinates,
+                connect_store,
+                sender,
+                last_phase_byte,
+                trace_path,
+                log_path,
+                on_one_host,
+                check_nodes,
+            ),
+            name=f"rank {coordinates.rank}",
             daemon=True,
         )
         process.start()
         sender.close()
-        ranks.append(Rank(place.rank, process, receiver, last_phase))
-    return ranks
+        rank_processes.append(RankProcess(coordinates.rank, process, receiver, last_phase_byte))
+    return rank_processes
 
 
-def _rank_main(
+def _run_rank_process(
     config: RunConfig,
-    place: RankPlace,
-    rendezvous: Callable[[], dist.Store],
-    outcome: connection.Connection,
-    last_phase: MutableSequence[int],
-    trace: Path,
-    log: Path | None,
-    on_one_machine: bool,
+    coordinates: RankCoordinates,
+    connect_store: Callable[[], dist.Store],
+    outcome_pipe: connection.Connection,
+    last_phase_byte: MutableSequence[int],
+    trace_path: Path,
+    log_path: Path | None,
+    on_one_host: bool,
     check_node: bool,
 ) -> None:
-    processes.follow_parent()
-    if on_one_machine:
-        stay_on_this_machine()
-    if log is not None:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    processes.bind_to_parent()
+    if on_one_host:
+        restrict_gloo_to_loopback()
+    if log_path is not None:
+        descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
     faulthandler.enable(file=2)  # a crash in native code leaves its stack in the log
 
-    def note_phase(phase: str) -> None:
-        last_phase[0] = PHASES.index(phase)
+    def report_phase(phase: str) -> None:
+        last_phase_byte[0] = OOM_PHASES.index(phase)
 
-    processes.preload(config.imports)
-    result = run_rank(config, place, rendezvous, trace, note_phase, check_node=check_node)
-    outcome.send(result)
+    processes.preload_modules(config.modules_to_preload)
+    rank_outcome = run_rank(config, coordinates, connect_store, trace_path, report_phase, check_node=check_node)
+    outcome_pipe.send(rank_outcome)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not by way of destructors: those of a process group may wait for ranks that are gone.
-    os._exit(0 if result.status == "ok" else 1)
+    os._exit(0 if rank_outcome.status == "ok" else 1)
 
 
-def watch(ranks: list[Rank], deadline: float, stop: StopSignal, called_off: Callable[[], bool] = lambda: False) -> str:
+def wait_for_ranks(
+    rank_processes: list[RankProcess],
+    deadline: float,
+    stop: StopSignal,
+    should_abort: Callable[[], bool] = lambda: False,
+) -> str:
     """Wait until every rank has ended or one failed.
 
     Parameters
     ----------
     deadline: float
         On `time.monotonic`.
-    called_off: callable
+    should_abort: callable
         Asked now and then whether to wait any longer.
 
     Returns
@@ -180,41 +210,44 @@ def watch(ranks: list[Rank], deadline: float, stop: StopSignal, called_off: Call
         `ended`, `timeout` when time was up first, `stopped` when a signal came, `called off`.
     """
     while True:
-        for rank in ranks:
-            rank.receive()
-        if any(rank.failed for rank in ranks):
-            _let_others_report(ranks)
+        for rank_process in rank_processes:
+            rank_process.receive_outcome()
+        if any(rank_process.has_failed for rank_process in rank_processes):
+            _wait_for_other_reports(rank_processes)
             return "ended"
-        running = [rank for rank in ranks if rank.process.is_alive()]
-        if not running:
+        running_ranks = [rank_process for rank_process in rank_processes if rank_process.process.is_alive()]
+        if not running_ranks:
             return "ended"
-        left = deadline - time.monotonic()
-        if stop.received or left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if stop.received or remaining_s <= 0:
             return "stopped" if stop.received else "timeout"
-        if called_off():
+        if should_abort():
             return "called off"
-        waiting = [rank.pipe for rank in ranks if rank.outcome is None]
-        connection.wait([*(rank.process.sentinel for rank in running), *waiting], timeout=min(left, POLL_S))
+        pending_pipes = [rank_process.outcome_pipe for rank_process in rank_processes if rank_process.outcome is None]
+        connection.wait(
+            [*(rank_process.process.sentinel for rank_process in running_ranks), *pending_pipes],
+            timeout=min(remaining_s, POLL_INTERVAL_S),
+        )
 
 
-def _let_others_report(ranks: list[Rank]) -> None:
-    deadline = time.monotonic() + GRACE_S
-    while any(rank.process.is_alive() for rank in ranks) and time.monotonic() < deadline:
-        for rank in ranks:
-            rank.receive()
+def _wait_for_other_reports(rank_processes: list[RankProcess]) -> None:
+    deadline = time.monotonic() + FAILURE_REPORT_TIMEOUT_S
+    while any(rank_process.process.is_alive() for rank_process in rank_processes) and time.monotonic() < deadline:
+        for rank_process in rank_processes:
+            rank_process.receive_outcome()
         time.sleep(0.02)
 
 
-def kill(ranks: list[Rank]) -> list[Ended]:
+def kill_ranks(rank_processes: list[RankProcess]) -> list[RankExit]:
     """End the ranks that still run, take what the others sent before they ended, and say how each ended."""
-    for rank in ranks:
-        if rank.process.is_alive():
-            rank.killed = True
-            rank.process.kill()
-    deadline = time.monotonic() + KILLED_S
-    for rank in ranks:
-        rank.process.join(max(0.0, deadline - time.monotonic()))
-        rank.receive()
-        if rank.process.is_alive():
-            multiprocessing.process._children.discard(rank.process)  # type: ignore[attr-defined]  # waited for at exit
-    return [rank.ended() for rank in ranks]
+    for rank_process in rank_processes:
+        if rank_process.process.is_alive():
+            rank_process.killed_by_launcher = True
+            rank_process.process.kill()
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    for rank_process in rank_processes:
+        rank_process.process.join(max(0.0, deadline - time.monotonic()))
+        rank_process.receive_outcome()
+        if rank_process.process.is_alive():
+            multiprocessing.process._children.discard(rank_process.process)  # type: ignore[attr-defined]  # waited for at exit
+    return [rank_process.describe_exit() for rank_process in rank_processes]

@@ -13,21 +13,21 @@ class StopSignal:
     def __init__(self, *signals: signal.Signals) -> None:
         self._received: str | None = None
         self._signals = signals or (signal.SIGINT, signal.SIGTERM)
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in self._signals:
-            self._before[number] = signal.signal(number, self._receive)
+        for signal_number in self._signals:
+            self._previous_handlers[signal_number] = signal.signal(signal_number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in self._previous_handlers.items():
+            signal.signal(signal_number, handler)
 
     @property
     def received(self) -> str | None:
         """Name of the signal that came first, if one came."""
         return self._received
 
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        self._received = self._received or signal.Signals(number).name
+    def _receive(self, signal_number: int, _frame: FrameType | None) -> None:
+        self._received = self._received or signal.Signals(signal_number).name

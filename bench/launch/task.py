@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from bench.config import RunConfig
 from bench.errors import ImpossibleError
-from bench.planning.search import largest_fitting, next_batch_size
+from bench.planning.search import choose_next_batch_size, find_largest_fitting
 from bench.records import Record
-from bench.records.schema import FINISHED
+from bench.records.schema import FINISHED_STATUSES
 
 
 @dataclass(frozen=True)
-class Task:
+class LaunchTask:
     """One thing to do."""
 
     config: RunConfig
@@ -26,12 +26,12 @@ class Task:
     """Seconds one run is expected to take."""
 
 
-def largest_batch(config: RunConfig, attempt: Callable[[RunConfig], Record | None]) -> int | None:
+def search_largest_batch(config: RunConfig, attempt_run: Callable[[RunConfig], Record | None]) -> int | None:
     """Search the largest batch size that fits, from the configuration's on.
 
     Parameters
     ----------
-    attempt: callable
+    attempt_run: callable
         Gives the record of a configuration, by executing it or by looking it up.
 
     Returns
@@ -40,16 +40,22 @@ def largest_batch(config: RunConfig, attempt: Callable[[RunConfig], Record | Non
         None if not even one sequence fits, or the search was cut short: there was no record, or one that says
         neither ok nor oom.
     """
-    tried: dict[int, int | None] = {}
-    start, limit, unit = config.batch_size_per_gpu, config.hardware.memory_limit_bytes, config.strategy.batch_unit
-    while (size := next_batch_size(tried, start, limit, unit)) is not None:
+    peak_by_batch_size: dict[int, int | None] = {}
+    first_batch_size, memory_limit_bytes, batch_unit = (
+        config.batch_size_per_gpu,
+        config.hardware.memory_limit_bytes,
+        config.strategy.batch_size_multiple,
+    )
+    while (
+        batch_size := choose_next_batch_size(peak_by_batch_size, first_batch_size, memory_limit_bytes, batch_unit)
+    ) is not None:
         try:
-            sized = dataclasses.replace(config, batch_size_per_gpu=size)
+            sized_config = dataclasses.replace(config, batch_size_per_gpu=batch_size)
         except ImpossibleError:  # more tokens than a run may have
-            tried[size] = None
+            peak_by_batch_size[batch_size] = None
             continue
-        record = attempt(sized)
-        if record is None or record["status"] not in FINISHED:
+        record = attempt_run(sized_config)
+        if record is None or record["status"] not in FINISHED_STATUSES:
             return None
-        tried[size] = None if record["status"] == "oom" else record["peak_reserved_bytes"]
-    return largest_fitting(tried)
+        peak_by_batch_size[batch_size] = None if record["status"] == "oom" else record["peak_reserved_bytes"]
+    return find_largest_fitting(peak_by_batch_size)

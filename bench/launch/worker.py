@@ -15,28 +15,28 @@ from typing import Any, TextIO
 
 from bench import records
 from bench.config import RunConfig
-from bench.launch.host import StuckError, execute
+from bench.launch.host import UnkillableRankError, execute_run
 from bench.launch.stop import StopSignal
-from bench.launch.task import Task, largest_batch
-from bench.launch.verdict import describe
-from bench.records import Record, TakenError, sharing
-from bench.records.schema import FINISHED
-from bench.tracking import NO_TRACKER, Courier, Tracker
+from bench.launch.task import LaunchTask, search_largest_batch
+from bench.launch.verdict import describe_outcome
+from bench.records import Record, RunClaimedError, sharing
+from bench.records.schema import FINISHED_STATUSES
+from bench.tracking import NO_TRACKER, Tracker, TrackerClient
 
-Event = dict[str, Any]
+WorkerEvent = dict[str, Any]
 
-POLL_S = 0.25
+POLL_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True)
 class Worker:
     """Executes tasks one after the other. Called in a process of its own."""
 
-    tasks: list[Task]
+    tasks: list[LaunchTask]
     store: Path
     sweep: str
     time_limit_s: float
-    events: Path
+    events_path: Path
     """File that events are appended to, one JSON object a line."""
     visible_devices: str | None
     """CUDA_VISIBLE_DEVICES of whoever asked, which submitit's local executor overwrites."""
@@ -47,152 +47,154 @@ class Worker:
     """Where attempts are sent, each before the next run starts."""
 
     @property
-    def alive_file(self) -> Path:
+    def sweep_lock_path(self) -> Path:
         """Locked by the sweep for as long as it lives."""
-        return self.events.with_name("sweep-alive")
+        return self.events_path.with_name("sweep-alive")
 
     @property
-    def own_file(self) -> Path:
+    def worker_lock_path(self) -> Path:
         """Locked by this job's process for as long as it or a rank of it lives; names it."""
-        return self.events.with_name("worker-alive")
+        return self.events_path.with_name("worker-alive")
 
     def __call__(self) -> None:
         """Work through the tasks until they are done, a signal comes, or the sweep is gone.
 
         Does nothing if the sweep has given this job up already.
         """
-        with sharing.open_lock(self.own_file) as file:
-            if begin(file):
+        with sharing.open_lock(self.worker_lock_path) as lock_file:
+            if acquire_worker_lock(lock_file):
                 try:
-                    self._work()
-                except StuckError as error:
-                    self._tell(event="stuck", label=error.label, error=str(error))
+                    self._execute_tasks()
+                except UnkillableRankError as error:
+                    self._append_event(event="stuck", label=error.label, error=str(error))
 
-    def _work(self) -> None:
+    def _execute_tasks(self) -> None:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if self.visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_devices
         with StopSignal() as stop:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back since before this process began
-            started, out_of_time = 0, False
-            courier = Courier(
+            num_started, out_of_time = 0, False
+            tracker_client = TrackerClient(
                 self.tracker,
                 self.store,
-                lambda line: self._tell(event="tracking", text=line, offline=courier.offline, failure=courier.failure),
-                hurry=lambda: stop.received is not None,
+                lambda line: self._append_event(
+                    event="tracking", text=line, offline=tracker_client.offline_reason, failure=tracker_client.failure
+                ),
+                is_stopping=lambda: stop.received is not None,
             )
 
-            def attempt(config: RunConfig) -> Record | None:
-                nonlocal started, out_of_time
-                if self._must_end(stop):
+            def attempt_run(config: RunConfig) -> Record | None:
+                nonlocal num_started, out_of_time
+                if self._must_stop(stop):
                     return None
-                record = records.latest(self.store, config.run_id)
-                if record is not None and record["status"] in FINISHED and not task.force:
+                record = records.read_latest_row(self.store, config.run_id)
+                if record is not None and record["status"] in FINISHED_STATUSES and not task.force:
                     return record
-                if started and self.deadline is not None and time.monotonic() + task.expected_s > self.deadline:
+                if num_started and self.deadline is not None and time.monotonic() + task.expected_s > self.deadline:
                     out_of_time = True
                     return None
-                started += 1
-                record = self._run(config, task.force, stop)
+                num_started += 1
+                record = self._execute_unless_recorded(config, task.force, stop)
                 if record is not None:
-                    courier.send_runs([config.run_id])
+                    tracker_client.send_runs([config.run_id])
                 return record
 
             for task in self.tasks:
                 if task.search:
-                    largest_batch(task.config, attempt)
+                    search_largest_batch(task.config, attempt_run)
                 else:
-                    attempt(task.config)
+                    attempt_run(task.config)
                 if out_of_time:
-                    self._tell(event="out of time")
-                if out_of_time or self._must_end(stop):
+                    self._append_event(event="out of time")
+                if out_of_time or self._must_stop(stop):
                     return
-                self._tell(event="task done")
+                self._append_event(event="task done")
 
-    def _must_end(self, stop: StopSignal) -> bool:
-        return stop.received is not None or self._sweep_is_gone()
+    def _must_stop(self, stop: StopSignal) -> bool:
+        return stop.received is not None or self._is_sweep_gone()
 
-    def _run(self, config: RunConfig, force: bool, stop: StopSignal) -> Record | None:
+    def _execute_unless_recorded(self, config: RunConfig, force: bool, stop: StopSignal) -> Record | None:
         """Execute a run unless it is recorded, or another sweep just executed it; None if a signal came first."""
-        with turn(self.store, config.run_id, stop) as waited:
+        with hold_run_lock(self.store, config.run_id, stop) as had_to_wait:
             if stop.received:
                 return None
-            record = records.latest(self.store, config.run_id)
-            if record is None or record["status"] not in FINISHED or (force and not waited):
-                self._tell(
+            record = records.read_latest_row(self.store, config.run_id)
+            if record is None or record["status"] not in FINISHED_STATUSES or (force and not had_to_wait):
+                self._append_event(
                     event="start",
                     label=config.label,
                     batch_size=config.batch_size_per_gpu,
-                    attempt=records.next_attempt(self.store, config.run_id),
+                    attempt=records.find_next_attempt(self.store, config.run_id),
                 )
                 try:
-                    record = execute(
+                    record = execute_run(
                         config,
                         self.store,
                         launcher="local",
                         sweep=self.sweep,
                         time_limit_s=self.time_limit_s,
                         stop=stop,
-                        log=True,
+                        log_to_file=True,
                     )
-                except TakenError as taken:
-                    self._tell(event="taken", label=config.label, by=taken.claim.row.get("job_id"))
+                except RunClaimedError as error:
+                    self._append_event(event="taken", label=config.label, by=error.claim.row.get("job_id"))
                     return None
-            status, summary = record["status"], describe(record)
-            self._tell(event="end", run_id=config.run_id, label=config.label, status=status, summary=summary)
+            status, summary = record["status"], describe_outcome(record)
+            self._append_event(event="end", run_id=config.run_id, label=config.label, status=status, summary=summary)
             return record
 
-    def _tell(self, **event: Any) -> None:
-        with self.events.open("a") as file:
+    def _append_event(self, **event: Any) -> None:
+        with self.events_path.open("a") as file:
             file.write(json.dumps(event) + "\n")
 
-    def _sweep_is_gone(self) -> bool:
-        with self.alive_file.open() as file:
+    def _is_sweep_gone(self) -> bool:
+        with self.sweep_lock_path.open() as lock_file:
             try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
         return True
 
 
-GIVEN_UP = "given up"
+REVOKED_MARK = "given up"
 
 
-def begin(file: TextIO) -> bool:
+def acquire_worker_lock(lock_file: TextIO) -> bool:
     """Take a job's lock and write down who has it, for as long as the file is open; False if it was given up."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    if file.read() == GIVEN_UP:
+    if lock_file.read() == REVOKED_MARK:
         return False
-    file.write(str(os.getpid()))
-    file.flush()
+    lock_file.write(str(os.getpid()))
+    lock_file.flush()
     return True
 
 
-def give_up(file: TextIO) -> bool:
+def revoke_worker_lock(lock_file: TextIO) -> bool:
     """See to it that a job's process does nothing any more; False if it lives and is at work."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    file.seek(0)
-    file.truncate()
-    file.write(GIVEN_UP)
-    file.flush()
-    fcntl.flock(file, fcntl.LOCK_UN)
+    lock_file.seek(0)
+    lock_file.truncate()
+    lock_file.write(REVOKED_MARK)
+    lock_file.flush()
+    fcntl.flock(lock_file, fcntl.LOCK_UN)
     return True
 
 
 @contextlib.contextmanager
-def turn(store: Path, run_id: str, stop: StopSignal) -> Iterator[bool]:
+def hold_run_lock(store: Path, run_id: str, stop: StopSignal) -> Iterator[bool]:
     """Hold a run's lock, however long another sweep has it, unless a signal comes; tells whether it had to wait."""
-    waited = False
+    had_to_wait = False
     while True:
-        with records.lock(store, run_id, blocking=False) as held:
-            if held or stop.received:
-                yield waited
+        with records.lock_run(store, run_id, blocking=False) as has_lock:
+            if has_lock or stop.received:
+                yield had_to_wait
                 return
-        waited = True
-        time.sleep(POLL_S)
+        had_to_wait = True
+        time.sleep(POLL_INTERVAL_S)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-COLLECTIVES = (
+PATCHED_COLLECTIVES = (
     "all_gather",
     "all_gather_single",
     "all_gather_into_tensor",
@@ -26,26 +26,26 @@ COLLECTIVES = (
 )
 """Of `torch.distributed`, those the strategies call; some were renamed from one version of torch to the next."""
 
-PATIENCE_S = 5.0
+RELEASE_TIMEOUT_S = 5.0
 """How long a collective may take to let go before it is left at that: on a busy machine a thread of gloo can be."""
 
-LEAST_PATIENCE_S = 0.02
+MIN_RELEASE_TIMEOUT_S = 0.02
 
 
 @dataclasses.dataclass
-class _Watch:
+class _ReleaseState:
     """Whether collectives are watched, and how long each may take to let go.
 
     Who holds a tensor for as long as that is rather its caller, as DeepSpeed makes views of what is being gathered:
     after every such wait the next may take a quarter as long.
     """
 
-    on: bool = True
-    patience_s: float = dataclasses.field(default_factory=lambda: PATIENCE_S)
+    enabled: bool = True
+    timeout_s: float = dataclasses.field(default_factory=lambda: RELEASE_TIMEOUT_S)
 
 
 @contextlib.contextmanager
-def letting_go() -> Iterator[None]:
+def wait_for_tensor_release() -> Iterator[None]:
     """Within, a collective is over only when no thread of the backend holds its tensors any longer.
 
     It is over when it returns or, if it runs beside its caller, when it was waited for. The profiler sees what the
@@ -58,37 +58,39 @@ def letting_go() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_backend() != dist.Backend.GLOO:
         yield
         return
-    watch = _Watch()  # switched off for those who keep what they find here, as DeepSpeed does
-    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    release_state = _ReleaseState()  # switched off for those who keep what they find here, as DeepSpeed does
+    originals = {name: getattr(dist, name) for name in PATCHED_COLLECTIVES if hasattr(dist, name)}
     with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
-        for name, collective in FUNCTIONAL.items():
-            library.impl(name, _awaited(collective, watch), "CPU")
+        for name, collective in FUNCTIONAL_COLLECTIVES.items():
+            library.impl(name, _wrap_functional_collective(collective, release_state), "CPU")
         try:
             for name, original in originals.items():
-                setattr(dist, name, _letting_go(original, watch))
+                setattr(dist, name, _wrap_collective(original, release_state))
             yield
         finally:
-            watch.on = False
+            release_state.enabled = False
             for name, original in originals.items():
                 setattr(dist, name, original)
 
 
-def _letting_go(collective: Callable[..., Any], watch: _Watch) -> Callable[..., Any]:
+def _wrap_collective(collective: Callable[..., Any], release_state: _ReleaseState) -> Callable[..., Any]:
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not watch.on:
+        if not release_state.enabled:
             return collective(*args, **kwargs)
-        tensors = _Held(watch, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+        references = _TensorReferences(
+            release_state, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        )
         work = collective(*args, **kwargs)
         if isinstance(work, dist.Work):
-            return _LettingGo(work, tensors)
-        tensors.wait_until_let_go()
+            return _ReleasingWork(work, references)
+        references.wait_until_released()
         return work
 
     return call
 
 
-class _Held:
+class _TensorReferences:
     """Tensors of a collective, and how many hold them without its backend.
 
     They are held in C++, too, until the backend has let go of them. Where Python is left as the only holder of a
@@ -97,39 +99,43 @@ class _Held:
     nobody sees that it still holds the tensor.
     """
 
-    def __init__(self, watch: _Watch, tensors: list[torch.Tensor], counts: list[int] | None = None) -> None:
-        self._watch = watch
+    def __init__(
+        self, release_state: _ReleaseState, tensors: list[torch.Tensor], expected_counts: list[int] | None = None
+    ) -> None:
+        self._release_state = release_state
         self.tensors = tensors
-        self._in_cpp = torch._C.ScriptList(tensors) if tensors else None
-        self._counts = counts or [holders(tensor) for tensor in tensors]
+        self._cpp_references = torch._C.ScriptList(tensors) if tensors else None
+        self._expected_counts = expected_counts or [count_references(tensor) for tensor in tensors]
 
-    def wait_until_let_go(self) -> None:
+    def wait_until_released(self) -> None:
         """Wait until no more hold each of the tensors than before."""
-        deadline = time.monotonic() + self._watch.patience_s
-        while any(holders(tensor) > count for tensor, count in zip(self.tensors, self._counts, strict=True)):
+        deadline = time.monotonic() + self._release_state.timeout_s
+        while any(
+            count_references(tensor) > count for tensor, count in zip(self.tensors, self._expected_counts, strict=True)
+        ):
             if time.monotonic() > deadline:
-                self._watch.patience_s = max(self._watch.patience_s / 4, LEAST_PATIENCE_S)
+                self._release_state.timeout_s = max(self._release_state.timeout_s / 4, MIN_RELEASE_TIMEOUT_S)
                 break
             time.sleep(0)
-        self._in_cpp = None
+        self._cpp_references = None
 
 
-class _LettingGo(dist.Work):
+class _ReleasingWork(dist.Work):
     """Work under way which, once waited for, nobody but its caller holds the tensors of.
 
     As the work itself does, it keeps its tensors for as long as it is kept.
     """
 
-    def __init__(self, work: dist.Work, tensors: _Held) -> None:
+    def __init__(self, work: dist.Work, references: _TensorReferences) -> None:
         super().__init__()
         self._work: dist.Work | None = work
-        self._tensors = tensors
+        self._references = references
 
     def wait(self, *args: Any) -> bool:
         if self._work is not None:
             self._work.wait(*args)
             self._work = None
-            self._tensors.wait_until_let_go()
+            self._references.wait_until_released()
         return True
 
     def is_completed(self) -> bool:
@@ -137,28 +143,32 @@ class _LettingGo(dist.Work):
 
     def get_future(self) -> Any:
         if self._work is None:
-            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            done.set_result(self._tensors.tensors)
-            return done
+            future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            future.set_result(self._references.tensors)
+            return future
         return self._work.get_future()
 
 
-def _awaited(collective: Callable[..., Any], watch: _Watch) -> Callable[..., torch.Tensor]:
+def _wrap_functional_collective(
+    collective: Callable[..., Any], release_state: _ReleaseState
+) -> Callable[..., torch.Tensor]:
     def call(*args: Any) -> torch.Tensor:
-        given = _Held(watch, [argument for argument in args if isinstance(argument, torch.Tensor)])
-        started = collective(*args)
-        made = _Held(watch, [started], [holders(torch.empty(0)) + 1])
-        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(started)
-        given.wait_until_let_go()
-        made.wait_until_let_go()
+        input_references = _TensorReferences(
+            release_state, [argument for argument in args if isinstance(argument, torch.Tensor)]
+        )
+        pending_result = collective(*args)
+        result_references = _TensorReferences(release_state, [pending_result], [count_references(torch.empty(0)) + 1])
+        result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(pending_result)
+        input_references.wait_until_released()
+        result_references.wait_until_released()
         return result
 
     return call
 
 
 def _all_reduce(tensor: torch.Tensor, reduce_op: str, group: Any) -> torch.Tensor:
-    own = tensor.clone(memory_format=torch.contiguous_format)
-    return torch.ops._c10d_functional.all_reduce_(own, reduce_op, group)
+    output = tensor.clone(memory_format=torch.contiguous_format)
+    return torch.ops._c10d_functional.all_reduce_(output, reduce_op, group)
 
 
 def _all_gather(tensor: torch.Tensor, group_size: int, group: Any) -> torch.Tensor:
@@ -171,7 +181,7 @@ def _reduce_scatter(tensor: torch.Tensor, reduce_op: str, group_size: int, group
     return torch.ops._c10d_functional.reduce_scatter_tensor_out(tensor, reduce_op, group_size, group, out=out)
 
 
-FUNCTIONAL: dict[str, Callable[..., Any]] = {
+FUNCTIONAL_COLLECTIVES: dict[str, Callable[..., Any]] = {
     "all_reduce": _all_reduce,
     "all_gather_into_tensor": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,
@@ -181,6 +191,6 @@ that writes into a given tensor. (`torch.library.get_kernel` gives the operator'
 lock held, for which a thread of gloo waits that lets go of a tensor: both then wait for ever.)"""
 
 
-def holders(tensor: torch.Tensor) -> int:
+def count_references(tensor: torch.Tensor) -> int:
     """How many hold the tensor or another one on its memory; Python's names for a tensor count as one."""
     return tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]

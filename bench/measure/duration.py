@@ -11,36 +11,36 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-STEPS_PER_S = 1000
+MAX_STEPS_PER_S = 1000
 """Steps shorter than a millisecond are taken to last one: no run takes more steps than this for each second."""
 
-MARGIN = 1.05
+STEP_COUNT_MARGIN = 1.05
 """Steps once warm are a little faster than those that the number is estimated from."""
 
-Agree = Callable[[int], int]
+AgreeOnSteps = Callable[[int], int]
 """What rank 0 says, of what each rank says. All ranks call it together."""
 
 
 @dataclass(frozen=True)
-class WarmUp:
+class WarmUpResult:
     """Steps before timing, and how many to time."""
 
     steps: int
-    seconds: float
+    duration_s: float
     """From the first to the end of the last, on the host's clock."""
-    to_time: int
+    timed_steps: int
 
 
-def warm_up(
+def run_warm_up(
     step: Callable[[], object],
-    wait: Callable[[], object],
-    agree: Agree,
+    synchronize: Callable[[], object],
+    agree_on_steps: AgreeOnSteps,
     *,
     warmup_steps: int,
     steps: int,
     min_warmup_s: float,
     min_timed_s: float,
-) -> WarmUp:
+) -> WarmUpResult:
     """Take steps until they are `warmup_steps` and have lasted `min_warmup_s`.
 
     The first `warmup_steps` start libraries, compile and fill the allocator; they count as steps, but neither as
@@ -48,7 +48,7 @@ def warm_up(
 
     Parameters
     ----------
-    wait: callable
+    synchronize: callable
         Returns once the device has finished all steps.
     min_warmup_s, min_timed_s: float
         With 0 for both nothing is waited for and nothing agreed on.
@@ -58,25 +58,28 @@ def warm_up(
     WarmUp
         With `steps` to time, or as many more as last `min_timed_s`.
     """
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     for _ in range(warmup_steps):
         step()
     if not (min_warmup_s or min_timed_s):
-        return WarmUp(warmup_steps, time.perf_counter() - began, steps)
-    wait()
-    taken, lasted, number = warmup_steps, 0.0, 1
-    while number:
-        start = time.perf_counter()
-        for _ in range(number):
+        return WarmUpResult(warmup_steps, time.perf_counter() - started_at, steps)
+    synchronize()
+    steps_taken, elapsed_s, num_steps = warmup_steps, 0.0, 1
+    while num_steps:
+        round_started_at = time.perf_counter()
+        for _ in range(num_steps):
             step()
-        wait()
-        seconds = time.perf_counter() - start
-        taken, lasted = taken + number, lasted + seconds
-        each, number = seconds / number, agree(steps_for(min_warmup_s - lasted, seconds / number))
-    to_time = agree(max(steps, steps_for(MARGIN * min_timed_s, each)))
-    return WarmUp(taken, time.perf_counter() - began, to_time)
+        synchronize()
+        round_s = time.perf_counter() - round_started_at
+        steps_taken, elapsed_s = steps_taken + num_steps, elapsed_s + round_s
+        step_time_s, num_steps = (
+            round_s / num_steps,
+            agree_on_steps(count_steps(min_warmup_s - elapsed_s, round_s / num_steps)),
+        )
+    timed_steps = agree_on_steps(max(steps, count_steps(STEP_COUNT_MARGIN * min_timed_s, step_time_s)))
+    return WarmUpResult(steps_taken, time.perf_counter() - started_at, timed_steps)
 
 
-def steps_for(seconds: float, step_s: float) -> int:
+def count_steps(duration_s: float, step_time_s: float) -> int:
     """Steps that last so long; none for no time."""
-    return math.ceil(max(0.0, seconds) / max(step_s, 1 / STEPS_PER_S))
+    return math.ceil(max(0.0, duration_s) / max(step_time_s, 1 / MAX_STEPS_PER_S))

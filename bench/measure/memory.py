@@ -21,18 +21,18 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile
 
-from bench.measure.collectives import letting_go
+from bench.measure.collectives import wait_for_tensor_release
 
-OwnWork = Callable[[], contextlib.AbstractContextManager[None]]
+UnmeasuredWork = Callable[[], contextlib.AbstractContextManager[None]]
 
-OPERATORS = {RecordScope.FUNCTION, RecordScope.BACKWARD_FUNCTION}
+OPERATOR_SCOPES = {RecordScope.FUNCTION, RecordScope.BACKWARD_FUNCTION}
 
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+MATMUL_OPERATORS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 """Operators that leave it to a library to multiply matrices."""
 
 
 @dataclass(frozen=True)
-class Peaks:
+class MemoryPeaks:
     """Peaks of one rank in bytes."""
 
     allocated: int
@@ -65,18 +65,18 @@ class MemoryProbe(ABC):
         """Right before the timed steps."""
 
     @abstractmethod
-    def peaks(self) -> Peaks:
+    def read_peaks(self) -> MemoryPeaks:
         """After the timed steps."""
 
 
-class CudaProbe(MemoryProbe):
+class CudaMemoryProbe(MemoryProbe):
     """Reads the caching allocator's own peaks, reset after warm-up: of several devices the largest."""
 
     observed_steps = 0
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._overall_before = 0
+        self._peak_before_timing = 0
         self._retries_before = 0
 
     @contextlib.contextmanager
@@ -88,43 +88,43 @@ class CudaProbe(MemoryProbe):
         """Remember the peak so far and reset it."""
         for device in self._devices:
             torch.cuda.synchronize(device)
-        self._overall_before = self._largest("allocated_bytes.all.peak")
-        self._retries_before = self._retries()
+        self._peak_before_timing = self._read_largest("allocated_bytes.all.peak")
+        self._retries_before = self._count_retries()
         for device in self._devices:
             torch.cuda.reset_peak_memory_stats(device)
 
-    def peaks(self) -> Peaks:
+    def read_peaks(self) -> MemoryPeaks:
         """Peaks since the reset."""
-        allocated = self._largest("allocated_bytes.all.peak")
-        return Peaks(
+        allocated = self._read_largest("allocated_bytes.all.peak")
+        return MemoryPeaks(
             allocated=allocated,
-            active=self._largest("active_bytes.all.peak"),
-            reserved=self._largest("reserved_bytes.all.peak"),
-            allocated_overall=max(allocated, self._overall_before),
+            active=self._read_largest("active_bytes.all.peak"),
+            reserved=self._read_largest("reserved_bytes.all.peak"),
+            allocated_overall=max(allocated, self._peak_before_timing),
             device_used=max(total - free for free, total in map(torch.cuda.mem_get_info, self._devices)),
-            alloc_retries=self._retries() - self._retries_before,
+            alloc_retries=self._count_retries() - self._retries_before,
         )
 
-    def _largest(self, name: str) -> int:
-        return max(int(torch.cuda.memory_stats(device)[name]) for device in self._devices)
+    def _read_largest(self, stat_name: str) -> int:
+        return max(int(torch.cuda.memory_stats(device)[stat_name]) for device in self._devices)
 
-    def _retries(self) -> int:
+    def _count_retries(self) -> int:
         return sum(int(torch.cuda.memory_stats(device)["num_alloc_retries"]) for device in self._devices)
 
 
 @dataclass(frozen=True)
-class Change:
+class MemoryChange:
     """One allocation (positive size) or release (negative) on the CPU."""
 
-    when_ns: int
+    time_ns: int
     address: int
     size: int
-    backend: bool
+    by_backend: bool
     """By a library: within a collective, or by a thread of the communication library, a buffer of its own, which its
     threads release unseen; or within a product of matrices."""
 
 
-class CpuProbe(MemoryProbe):
+class CpuMemoryProbe(MemoryProbe):
     """Adds up the allocations the profiler reports.
 
     The CPU allocator caches nothing: what is allocated is active and is all that is held. Buffers that gloo
@@ -135,42 +135,42 @@ class CpuProbe(MemoryProbe):
 
     observed_steps = 2  # optimizer state first appears in step 1, so step 2 is the first like all others
 
-    def __init__(self, own_work: OwnWork) -> None:
-        self._own_work = own_work
-        self._allocated = 0
-        self._overall = 0
+    def __init__(self, unmeasured_work: UnmeasuredWork) -> None:
+        self._unmeasured_work = unmeasured_work
+        self._steady_peak = 0
+        self._overall_peak = 0
         self._steady_from_ns = 0
 
     @contextlib.contextmanager
     def observe(self) -> Iterator[None]:
         """Under the profiler, which keeps running if what is observed fails: the process is over then."""
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with _of_operators():
+        with _profile_operators_only():
             profiler.start()
-        with letting_go():
+        with wait_for_tensor_release():
             yield
         # Not after a failure: if memory ran out within the profiler's own bookkeeping, stopping it may crash.
-        with self._own_work():
+        with self._unmeasured_work():
             profiler.stop()
-            self._read(profiler)
+            self._read_profile(profiler)
 
-    def _read(self, profiler: profile) -> None:
+    def _read_profile(self, profiler: profile) -> None:
         assert profiler.profiler is not None
         assert profiler.profiler.kineto_results is not None
-        changes: list[Change] = []
+        changes: list[MemoryChange] = []
         roots: list[Any] = profiler.profiler.kineto_results.experimental_event_tree()
-        own_thread = min(roots, key=lambda event: event.start_time_ns).start_tid
+        main_thread = min(roots, key=lambda event: event.start_time_ns).start_tid
         pending = [(event, False) for event in roots]
         while pending:
             event, in_backend = pending.pop()
             name = event.name
-            in_backend = in_backend or name.startswith("c10d::") or event.start_tid != own_thread
+            in_backend = in_backend or name.startswith("c10d::") or event.start_tid != main_thread
             if name == "[memory]":
-                block: Any = event.extra_fields
-                changes.append(Change(event.start_time_ns, block.ptr, block.alloc_size, in_backend))
-            own = _within_product(event) if name in PRODUCTS else set()
-            pending.extend((child, in_backend or child.id in own) for child in event.children)
-        self._overall, self._allocated = peak_of_changes(changes, self._steady_from_ns)
+                allocation: Any = event.extra_fields
+                changes.append(MemoryChange(event.start_time_ns, allocation.ptr, allocation.alloc_size, in_backend))
+            matmul_temporaries = _find_matmul_temporaries(event) if name in MATMUL_OPERATORS else set()
+            pending.extend((child, in_backend or child.id in matmul_temporaries) for child in event.children)
+        self._overall_peak, self._steady_peak = compute_memory_peaks(changes, self._steady_from_ns)
 
     def start_steady_step(self) -> None:
         """Remember when, by the clock of the profiler's events."""
@@ -179,49 +179,49 @@ class CpuProbe(MemoryProbe):
     def start_timed_steps(self) -> None:
         """Nothing to reset: the steady step was observed before."""
 
-    def peaks(self) -> Peaks:
+    def read_peaks(self) -> MemoryPeaks:
         """Peaks of the observed steps."""
-        return Peaks(
-            allocated=self._allocated,
-            active=self._allocated,
-            reserved=self._allocated,
-            allocated_overall=self._overall,
+        return MemoryPeaks(
+            allocated=self._steady_peak,
+            active=self._steady_peak,
+            reserved=self._steady_peak,
+            allocated_overall=self._overall_peak,
             device_used=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             alloc_retries=0,
         )
 
 
 @contextlib.contextmanager
-def _of_operators() -> Iterator[None]:
+def _profile_operators_only() -> Iterator[None]:
     """Have a profiler that is started within follow operators, and nothing that is only named.
 
     Collectives are named, and their end is noted by a thread of gloo, sometimes after the caller, who does not wait
     for that, went on. It would write into the profiler's memory when that is long given back, and the process crashes.
     """
-    enable = autograd_profiler._enable_profiler
-    autograd_profiler._enable_profiler = functools.partial(enable, scopes=OPERATORS)  # type: ignore[call-arg]
+    enable_profiler = autograd_profiler._enable_profiler
+    autograd_profiler._enable_profiler = functools.partial(enable_profiler, scopes=OPERATOR_SCOPES)  # type: ignore[call-arg]
     try:
         yield
     finally:
-        autograd_profiler._enable_profiler = enable
+        autograd_profiler._enable_profiler = enable_profiler
 
 
-def _within_product(product: Any) -> set[int]:
+def _find_matmul_temporaries(matmul_event: Any) -> set[int]:
     """Allocations that a product makes itself, in no operator within it, and releases before it is over: it needs none
     but its result's, which is there afterwards, so that these are the library's."""
-    open_at: dict[int, int] = {}
-    found: set[int] = set()
-    for event in sorted(product.children, key=lambda event: event.start_time_ns):
+    live_event_ids: dict[int, int] = {}
+    temporary_ids: set[int] = set()
+    for event in sorted(matmul_event.children, key=lambda event: event.start_time_ns):
         if event.name == "[memory]":
-            block = event.extra_fields
-            if block.alloc_size > 0:
-                open_at[block.ptr] = event.id
-            elif block.ptr in open_at:
-                found.add(open_at.pop(block.ptr))
-    return found
+            allocation = event.extra_fields
+            if allocation.alloc_size > 0:
+                live_event_ids[allocation.ptr] = event.id
+            elif allocation.ptr in live_event_ids:
+                temporary_ids.add(live_event_ids.pop(allocation.ptr))
+    return temporary_ids
 
 
-def peak_of_changes(changes: Iterable[Change], steady_from_ns: int) -> tuple[int, int]:
+def compute_memory_peaks(changes: Iterable[MemoryChange], steady_from_ns: int) -> tuple[int, int]:
     """Peaks of the memory of a run's own tensors.
 
     Parameters
@@ -236,25 +236,25 @@ def peak_of_changes(changes: Iterable[Change], steady_from_ns: int) -> tuple[int
     overall, steady: int
         Peak in bytes over all changes, and from `steady_from_ns` on (counting what is allocated by then).
     """
-    live: dict[int, int] = {}
-    now = overall = steady = 0
-    started = False
-    for change in sorted(changes, key=lambda change: change.when_ns):
-        if not started and change.when_ns >= steady_from_ns:
-            started, steady = True, now
+    live_sizes: dict[int, int] = {}
+    current = overall_peak = steady_peak = 0
+    is_steady = False
+    for change in sorted(changes, key=lambda change: change.time_ns):
+        if not is_steady and change.time_ns >= steady_from_ns:
+            is_steady, steady_peak = True, current
         # An address given out again was released in between, if unseen.
-        now -= live.pop(change.address, 0)
-        if change.size > 0 and not change.backend:
-            live[change.address] = change.size
-            now += change.size
-        overall = max(overall, now)
-        steady = max(steady, now) if started else 0
-    return overall, steady
+        current -= live_sizes.pop(change.address, 0)
+        if change.size > 0 and not change.by_backend:
+            live_sizes[change.address] = change.size
+            current += change.size
+        overall_peak = max(overall_peak, current)
+        steady_peak = max(steady_peak, current) if is_steady else 0
+    return overall_peak, steady_peak
 
 
-def memory_probe(devices: Sequence[torch.device], own_work: OwnWork) -> MemoryProbe:
+def build_memory_probe(devices: Sequence[torch.device], unmeasured_work: UnmeasuredWork) -> MemoryProbe:
     """The probe for a rank's devices.
 
-    `own_work` gives a context for what the probe itself needs memory for, which is not the run's.
+    `unmeasured_work` gives a context for what the probe itself needs memory for, which is not the run's.
     """
-    return CudaProbe(devices) if devices[0].type == "cuda" else CpuProbe(own_work)
+    return CudaMemoryProbe(devices) if devices[0].type == "cuda" else CpuMemoryProbe(unmeasured_work)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 
-def share_processors(store: dist.Store | None, rank: int, node: Sequence[int]) -> None:
+def limit_cpu_threads(store: dist.Store | None, rank: int, node_ranks: Sequence[int]) -> None:
     """Have this process compute with its share of the threads that torch would start for it alone.
 
     Optimizers of offloaded parameters run on them: each of 8 ranks of a machine with all its processors would be many
@@ -25,36 +25,40 @@ def share_processors(store: dist.Store | None, rank: int, node: Sequence[int]) -
         In which the ranks of the run find each other; None for a rank that is alone.
     rank: int
         This one.
-    node: sequence of int
+    node_ranks: sequence of int
         All ranks of its machine, which call this together.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
-    own = {"host": socket.gethostname(), "cpus": processors()}
-    ranks = [own]
+    own_affinity = {"host": socket.gethostname(), "cpus": list_usable_cpus()}
+    affinities = [own_affinity]
     if store is not None:
-        store.set(f"processors/{rank}", json.dumps(own))
-        ranks = [json.loads(store.get(f"processors/{other}")) for other in node]
-    torch.set_num_threads(threads_of(own, ranks, torch.get_num_threads()))
+        store.set(f"processors/{rank}", json.dumps(own_affinity))
+        affinities = [json.loads(store.get(f"processors/{node_rank}")) for node_rank in node_ranks]
+    torch.set_num_threads(compute_thread_share(own_affinity, affinities, torch.get_num_threads()))
 
 
-def threads_of(own: dict[str, Any], ranks: Sequence[dict[str, Any]], threads: int) -> int:
+def compute_thread_share(own_affinity: dict[str, Any], affinities: Sequence[dict[str, Any]], threads: int) -> int:
     """Of `threads`, those of a rank: an equal part for each rank of its host that may use any of its processors."""
-    sharing = [other for other in ranks if other["host"] == own["host"] and set(other["cpus"]) & set(own["cpus"])]
-    return max(1, threads // max(1, len(sharing)))
+    sharing_ranks = [
+        affinity
+        for affinity in affinities
+        if affinity["host"] == own_affinity["host"] and set(affinity["cpus"]) & set(own_affinity["cpus"])
+    ]
+    return max(1, threads // max(1, len(sharing_ranks)))
 
 
-def processors() -> list[int]:
+def list_usable_cpus() -> list[int]:
     """Numbers of the processors this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers in short: ``0-3,8``."""
-    parts: list[list[int]] = []
+    number_ranges: list[list[int]] = []
     for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
+        if number_ranges and number == number_ranges[-1][-1] + 1:
+            number_ranges[-1] = [number_ranges[-1][0], number]
         else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)
+            number_ranges.append([number])
+    return ",".join("-".join(map(str, number_range)) for number_range in number_ranges)

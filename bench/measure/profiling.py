@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-Interval = tuple[float, float]
+TimeInterval = tuple[float, float]
 
-COMMUNICATION = ("nccl", "oneRankReduce", "gloo:", "c10d::", "record_param_comms")
+COMMUNICATION_MARKERS = ("nccl", "oneRankReduce", "gloo:", "c10d::", "record_param_comms")
 """In the names of what communicates. NCCL calls its kernel for a reduction within a group of one rank oneRankReduce."""
 
-PEER_COPY = "PtoP"
+PEER_COPY_MARKER = "PtoP"
 """In the name of a copy from one GPU to another, which communicates without a kernel."""
 
-HOST_COPIES = ("HtoD", "DtoH")
+HOST_COPY_MARKERS = ("HtoD", "DtoH")
 """In the names of copies between a GPU and its machine: neither communication between ranks nor computation."""
 
-GLOO_ENDS_S = 0.5
+GLOO_COMPLETION_DELAY_S = 0.5
 """A thread of gloo notes the end of a collective shortly after its caller went on. By then the profiler must be there,
 or the process crashes."""
 
@@ -34,49 +34,49 @@ PROFILED_STEPS = 2
 """Steps that every rank takes for the profiler: in the first it starts CUPTI, which takes its time, on rank 0 alone."""
 
 
-def profile_step(step: Callable[[], object], device: torch.device, trace: Path) -> float | None:
+def profile_step(step: Callable[[], object], device: torch.device, trace_path: Path) -> float | None:
     """Take `PROFILED_STEPS` steps, profile the last one, write its Chrome trace.
 
     Parameters
     ----------
     step: callable
         Runs one step; the device is waited for afterwards.
-    trace: Path
+    trace_path: Path
         A ``.json.gz`` file to write.
 
     Returns
     -------
     float or None
-        As `exposed_communication`; None also where the trace could not be written or read (a full disk, say), which is
+        As `compute_exposed_communication`; None also where the trace could not be written or read (a full disk, say), which is
         said: what was measured before is not lost for it.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
     with profile(activities=activities, schedule=schedule(wait=0, warmup=PROFILED_STEPS - 1, active=1)) as profiler:
-        for number in range(PROFILED_STEPS):
-            if number:
+        for step_index in range(PROFILED_STEPS):
+            if step_index:
                 profiler.step()
             step()
             if on_gpu:
                 torch.cuda.synchronize(device)
             else:
-                time.sleep(GLOO_ENDS_S)
+                time.sleep(GLOO_COMPLETION_DELAY_S)
     try:
-        with tempfile.TemporaryDirectory(dir=trace.parent, prefix=".trace-") as folder:
-            plain = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(plain))
-            text = plain.read_bytes()
-            exposed = exposed_communication(json.loads(text)["traceEvents"], on_gpu=on_gpu)
-            packed = Path(folder) / trace.name
-            packed.write_bytes(gzip.compress(text))
-            packed.rename(trace)
+        with tempfile.TemporaryDirectory(dir=trace_path.parent, prefix=".trace-") as folder:
+            json_path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(json_path))
+            trace_json = json_path.read_bytes()
+            exposed_share = compute_exposed_communication(json.loads(trace_json)["traceEvents"], on_gpu=on_gpu)
+            packed_path = Path(folder) / trace_path.name
+            packed_path.write_bytes(gzip.compress(trace_json))
+            packed_path.rename(trace_path)
     except (OSError, ValueError, MemoryError) as error:
         print(f"The run has no trace: {type(error).__name__}: {error}", file=sys.stderr)
         return None
-    return exposed
+    return exposed_share
 
 
-def exposed_communication(events: Iterable[dict[str, Any]], *, on_gpu: bool) -> float | None:
+def compute_exposed_communication(events: Iterable[dict[str, Any]], *, on_gpu: bool) -> float | None:
     """Share of a step's duration in which communication ran and no computation did.
 
     On a GPU computation is kernels, copies within the device and memory being set; communication is NCCL's kernels and
@@ -96,49 +96,49 @@ def exposed_communication(events: Iterable[dict[str, Any]], *, on_gpu: bool) -> 
         None where the trace has no kernel of a GPU, or no operator of a CPU: the profiler saw nothing of the step.
     """
     categories = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op", "user_annotation")
-    communication: list[Interval] = []
-    computation: list[Interval] = []
-    others: list[Interval] = []
-    seen = False
+    communication: list[TimeInterval] = []
+    computation: list[TimeInterval] = []
+    others: list[TimeInterval] = []
+    has_compute_events = False
     for event in events:
         if event.get("ph") != "X" or event.get("cat") not in categories:
             continue
-        name, copies = event["name"], event["cat"] == "gpu_memcpy"
-        seen = seen or event["cat"] in ("kernel", "cpu_op")
-        if any(mark in name for mark in COMMUNICATION) or (copies and PEER_COPY in name):
-            kind = communication
-        elif copies and any(mark in name for mark in HOST_COPIES):
-            kind = others
+        name, is_copy = event["name"], event["cat"] == "gpu_memcpy"
+        has_compute_events = has_compute_events or event["cat"] in ("kernel", "cpu_op")
+        if any(marker in name for marker in COMMUNICATION_MARKERS) or (is_copy and PEER_COPY_MARKER in name):
+            intervals = communication
+        elif is_copy and any(marker in name for marker in HOST_COPY_MARKERS):
+            intervals = others
         elif on_gpu or name.startswith("aten::"):
-            kind = computation
+            intervals = computation
         else:
             continue
-        kind.append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
-    if not seen:
+        intervals.append((float(event["ts"]), float(event["ts"]) + float(event["dur"])))
+    if not has_compute_events:
         return None
-    everything = communication + computation + others
-    duration = max((end for _, end in everything), default=0) - min((start for start, _ in everything), default=0)
-    hidden = overlap(communication, computation)
-    return (covered(communication) - hidden) / duration if duration else 0.0
+    all_intervals = communication + computation + others
+    duration = max((end for _, end in all_intervals), default=0) - min((start for start, _ in all_intervals), default=0)
+    hidden_us = compute_overlap(communication, computation)
+    return (compute_covered_length(communication) - hidden_us) / duration if duration else 0.0
 
 
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[TimeInterval]) -> list[TimeInterval]:
     """The union of intervals as disjoint ones, ascending."""
-    result: list[Interval] = []
+    merged: list[TimeInterval] = []
     for start, end in sorted(intervals):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], end))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            result.append((start, end))
-    return result
+            merged.append((start, end))
+    return merged
 
 
-def covered(intervals: Iterable[Interval]) -> float:
+def compute_covered_length(intervals: Iterable[TimeInterval]) -> float:
     """Length of the union of intervals."""
-    return sum(end - start for start, end in merged(intervals))
+    return sum(end - start for start, end in merge_intervals(intervals))
 
 
-def overlap(first: Iterable[Interval], second: Iterable[Interval]) -> float:
+def compute_overlap(first: Iterable[TimeInterval], second: Iterable[TimeInterval]) -> float:
     """Length of the time both unions cover."""
     first, second = list(first), list(second)
-    return covered(first) + covered(second) - covered([*first, *second])
+    return compute_covered_length(first) + compute_covered_length(second) - compute_covered_length([*first, *second])

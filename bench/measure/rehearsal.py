@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-BACKEND = "rehearsal"
+REHEARSAL_BACKEND = "rehearsal"
 
 RECEIVED_STD = 1e-3
 """Spread of what a rank of a pipeline receives from a neighbour that is not there."""
 
 
-class Done(dist._Work):
+class CompletedWork(dist._Work):
     """Work that is over: what it did is in the order of the stream it was called on."""
 
     def __init__(self, result: Any, device: torch.device | None) -> None:
@@ -43,7 +43,7 @@ class Done(dist._Work):
         return True
 
 
-class LoneGroup(dist.ProcessGroup):
+class RehearsalGroup(dist.ProcessGroup):
     """The first rank of a group whose others are not there.
 
     In a gather every other rank has what this one has: a sharded parameter becomes this rank's shard over and over,
@@ -70,7 +70,7 @@ class LoneGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802
         """As `torch.distributed.get_backend` gives it."""
-        return BACKEND
+        return REHEARSAL_BACKEND
 
     @property
     def pg_name(self) -> str:
@@ -82,62 +82,68 @@ class LoneGroup(dist.ProcessGroup):
         """The same."""
         return self.pg_name
 
-    def barrier(self, opts: Any = None) -> Done:  # type: ignore[override]
+    def barrier(self, opts: Any = None) -> CompletedWork:  # type: ignore[override]
         """Nobody to wait for."""
-        return Done([], None)
+        return CompletedWork([], None)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:  # type: ignore[override]
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> CompletedWork:  # type: ignore[override]
         """Everybody has the same already."""
-        return _done(tensors)
+        return _build_completed_work(tensors)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Done:  # type: ignore[override]
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> CompletedWork:  # type: ignore[override]
         """Leave the tensors as they are."""
-        return _done(tensors)
+        return _build_completed_work(tensors)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Done:  # type: ignore[override]
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> CompletedWork:
         """Each of a list of outputs becomes the input."""
         with torch.no_grad():
-            for parts, own in zip(outputs, inputs, strict=True):
-                for part in parts:
-                    part.copy_(own)
-        return _done(outputs[0])
+            for output_parts, input_tensor in zip(outputs, inputs, strict=True):
+                for output_part in output_parts:
+                    output_part.copy_(input_tensor)
+        return _build_completed_work(outputs[0])
 
-    def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Done:
+    def all_gather_single(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
+    ) -> CompletedWork:
         """The output becomes the input over and over. FSDP2's input is its own part of the output already."""
-        parts = output.view(self._size, -1)
+        output_parts = output_tensor.view(self._size, -1)
         with torch.no_grad():
-            if parts.data_ptr() != own.data_ptr():
-                parts[0].copy_(own.view(-1))
-            parts[1:].copy_(parts[:1])
-        return _done([output])
+            if output_parts.data_ptr() != input_tensor.data_ptr():
+                output_parts[0].copy_(input_tensor.view(-1))
+            output_parts[1:].copy_(output_parts[:1])
+        return _build_completed_work([output_tensor])
 
-    def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> Done:
+    def reduce_scatter_single(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, opts: Any = None
+    ) -> CompletedWork:
         """The output becomes this rank's part of the input."""
         with torch.no_grad():
-            output.view(-1).copy_(whole.view(self._size, -1)[0])
-        return _done([output])
+            output_tensor.view(-1).copy_(input_tensor.view(self._size, -1)[0])
+        return _build_completed_work([output_tensor])
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Done:
+    ) -> CompletedWork:
         """The same of each pair: what DTensors call."""
-        for output, own in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, own)
-        return _done(outputs)
+        for output_tensor, input_tensor in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output_tensor, input_tensor)
+        return _build_completed_work(outputs)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Done:
+    ) -> CompletedWork:
         """The same of each pair: what DTensors call."""
-        for output, whole in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, whole)
-        return _done(outputs)
+        for output_tensor, input_tensor in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output_tensor, input_tensor)
+        return _build_completed_work(outputs)
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Done:  # type: ignore[override]
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> CompletedWork:  # type: ignore[override]
         """Nobody takes it."""
-        return _done(tensors)
+        return _build_completed_work(tensors)
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Done:  # type: ignore[override]
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> CompletedWork:  # type: ignore[override]
         """Numbers drawn at random, small ones as gradients are; whole numbers, which agree on something, are 1."""
         with torch.no_grad():
             for tensor in tensors:
@@ -145,7 +151,7 @@ class LoneGroup(dist.ProcessGroup):
                     tensor.detach().normal_(std=RECEIVED_STD)
                 else:
                     tensor.fill_(1)
-        return _done(tensors)
+        return _build_completed_work(tensors)
 
     # As torch called them before 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -154,18 +160,18 @@ class LoneGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
 
-def _done(tensors: list[torch.Tensor]) -> Done:
-    return Done(tensors, tensors[0].device)
+def _build_completed_work(tensors: list[torch.Tensor]) -> CompletedWork:
+    return CompletedWork(tensors, tensors[0].device)
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> LoneGroup:
+def _create_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> RehearsalGroup:
     if rank:
         raise ValueError(f"rank {rank} cannot be rehearsed: rank 0 is the first of all its groups")
-    return LoneGroup(size)
+    return RehearsalGroup(size)
 
 
-def start_rehearsal(world_size: int) -> None:
+def init_rehearsal_group(world_size: int) -> None:
     """Make this process rank 0 of `world_size` ranks that are not there."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
+    if REHEARSAL_BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(REHEARSAL_BACKEND, _create_group, devices=["cpu", "cuda"])
+    dist.init_process_group(REHEARSAL_BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)

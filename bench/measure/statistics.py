@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 
-def slowest_rank(step_times_by_rank: Sequence[Sequence[float]]) -> list[float]:
+def compute_slowest_rank_times(step_times_by_rank: Sequence[Sequence[float]]) -> list[float]:
     """Time of each step: that of its slowest rank. A run is as fast as the rank the others wait for.
 
     Raises
@@ -18,16 +18,16 @@ def slowest_rank(step_times_by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(times) for times in zip(*step_times_by_rank, strict=True)]
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of the values lie, linear between neighbours."""
+def compute_percentile(values: Sequence[float], fraction: float) -> float:
+    """The value below which `fraction` (0 to 1) of the values lie, linear between neighbours."""
     ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    position = fraction * (len(ordered) - 1)
+    lower = math.floor(position)
+    upper = min(lower + 1, len(ordered) - 1)
+    return ordered[lower] + (ordered[upper] - ordered[lower]) * (position - lower)
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+def compute_median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Confidence interval of the median from order statistics, whatever the distribution.
 
     The number of values below the true median is binomial(n, 1/2); the interval runs from the k-th smallest to the
@@ -44,15 +44,15 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     n = len(ordered)
     if 2 * 0.5**n > 1 - confidence:
         return None
-    tail, k = 0.0, 0
-    for below in range(n // 2):
-        tail += math.comb(n, below) / 2**n
-        if 2 * tail > 1 - confidence:
+    tail_probability, k = 0.0, 0
+    for num_below in range(n // 2):
+        tail_probability += math.comb(n, num_below) / 2**n
+        if 2 * tail_probability > 1 - confidence:
             break
-        k = below + 1
+        k = num_below + 1
     return ordered[k - 1], ordered[n - k]
 
 
-def median(values: Sequence[float]) -> float:
+def compute_median(values: Sequence[float]) -> float:
     """The median."""
     return statistics.median(values)

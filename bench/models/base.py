@@ -14,8 +14,8 @@ from torch import nn
 
 from bench import plugins
 from bench.errors import ImpossibleError
-from bench.models.division import Division
-from bench.models.stages import Stage
+from bench.models.division import LayerDivision
+from bench.models.stages import PipelineStageModule
 from bench.typed import OneOf, Within
 
 
@@ -25,28 +25,28 @@ class Batch:
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
-    """Shape (sequences, predictions); `IGNORED` where there is nothing to predict."""
+    """Shape (sequences, predictions); `IGNORED_LABEL` where there is nothing to predict."""
 
-    def share(self, sequences: slice, device: torch.device) -> Batch:
+    def select_sequences(self, sequences: slice, device: torch.device) -> Batch:
         """Some of the sequences, on a device."""
         inputs = {name: tensor[sequences].to(device) for name, tensor in self.inputs.items()}
         return Batch(inputs, self.labels[sequences].to(device))
 
 
-IGNORED = -100
+IGNORED_LABEL = -100
 """Label of a position without prediction."""
 
-ATTENTIONS = ("sdpa", "eager")
+ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 
-Blocks = Annotated[int, Within(1, 512)]
+BlockCount = Annotated[int, Within(1, 512)]
 """Number of blocks: each is built to be counted, which takes milliseconds."""
-Width = Annotated[int, Within(1, 2**20)]
-Heads = Annotated[int, Within(1, 4096)]
-Words = Annotated[int, Within(1, 10**7)]
+LayerWidth = Annotated[int, Within(1, 2**20)]
+HeadCount = Annotated[int, Within(1, 4096)]
+TokenCount = Annotated[int, Within(1, 10**7)]
 """Size of a vocabulary, or number of positions."""
-LENGTH = Within(1, 2**20)
+SEQUENCE_LENGTH_RANGE = Within(1, 2**20)
 """Of sequences, in tokens."""
-Dropout = Annotated[float, Within(0, 1, below=True)]
+DropoutRate = Annotated[float, Within(0, 1, exclusive_maximum=True)]
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,25 @@ class FlopCount:
     """Matrix products with weights, inside the blocks."""
     blocks_attention: int
     """Scores and their product with the values, inside the blocks."""
-    blocks_final: int
+    blocks_last_linear: int
     """Of `blocks_linear`, the last product of each block: checkpointing stops short of computing it again, because
     its result is no input of the block's backward."""
-    outside: int
+    outside_blocks: int
     """Matrix products outside the blocks: the head over the vocabulary."""
 
     @property
-    def model(self) -> int:
+    def model_flops(self) -> int:
         """Forward and backward without recomputation: backward takes each product twice."""
-        return 3 * (self.blocks_linear + self.blocks_attention + self.outside)
+        return 3 * (self.blocks_linear + self.blocks_attention + self.outside_blocks)
 
-    def hardware(self, activation_checkpointing: str) -> int:
-        """What the device executes: `model` and the forward products that checkpointing computes again."""
-        recomputed = {
+    def compute_hardware_flops(self, activation_checkpointing: str) -> int:
+        """What the device executes: `model_flops` and the forward products that checkpointing computes again."""
+        recomputed_flops = {
             "none": 0,
             "selective": self.blocks_attention,
-            "full": self.blocks_linear + self.blocks_attention - self.blocks_final,
+            "full": self.blocks_linear + self.blocks_attention - self.blocks_last_linear,
         }[activation_checkpointing]
-        return self.model + recomputed
+        return self.model_flops + recomputed_flops
 
 
 @dataclass(frozen=True)
@@ -91,73 +91,73 @@ class Family(ABC):
     """Name of the configuration, for rows and figures."""
     family: str
     """File under bench/models, or module path, that defines the subclass."""
-    attention: Annotated[str, OneOf(*ATTENTIONS)]
+    attention: Annotated[str, OneOf(*ATTENTION_IMPLEMENTATIONS)]
     """Attention implementation: sdpa (flash where the device and the model allow it) or eager."""
 
-    imports: ClassVar[tuple[str, ...]] = ()
+    preload_modules: ClassVar[tuple[str, ...]] = ()
     """Modules worth importing once, before ranks are forked."""
 
-    divides: ClassVar[bool] = False
-    """Whether `division` says how tensor parallelism divides the layers."""
+    can_divide_layers: ClassVar[bool] = False
+    """Whether `build_layer_division` says how tensor parallelism divides the layers."""
 
     @abstractmethod
-    def build(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """The model on meta: ``model(**batch.inputs)["logits"]`` has shape (sequences, predictions, vocabulary)."""
 
     @functools.cached_property
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once. Counted on meta."""
-        return sum(parameter.numel() for parameter in self.build().parameters())
+        return sum(parameter.numel() for parameter in self.build_model().parameters())
 
     @abstractmethod
-    def init_std(self, name: str, parameter: torch.Tensor) -> float | None:
+    def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
         """Standard deviation of the parameter's normal distribution; 0 for zeros, None for ones."""
 
     @abstractmethod
-    def batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
+    def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
         """Synthetic token sequences on the CPU, each tensor of shape (num_sequences, length)."""
 
-    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def compute_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy over all predictions, in fp32 whatever the format of the logits, so that every strategy
         computes the same loss."""
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
-    def shortened(self, blocks: int) -> Family | None:
-        """The same model with at most `blocks` blocks in every list, all others being copies of its inner ones.
+    def limit_blocks(self, max_blocks: int) -> Family | None:
+        """The same model with at most `max_blocks` max_blocks in every list, all others being copies of its inner ones.
 
         None, what a family says by itself, where blocks differ from one another: predictions then trace all of them.
         """
         return None
 
     @abstractmethod
-    def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
+    def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         """The lists of repeated blocks, in the order they run: what strategies wrap and checkpoint one by one."""
 
     @abstractmethod
-    def chain(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Run several blocks as if they were one, with the call the model makes for one block."""
 
     @abstractmethod
-    def flops_per_sequence(self, sequence_length: int) -> FlopCount:
+    def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Matrix products of one sequence's forward pass."""
 
     @abstractmethod
-    def tokens_per_sequence(self, sequence_length: int) -> int:
+    def count_tokens_per_sequence(self, sequence_length: int) -> int:
         """Tokens the model reads per sequence."""
 
     @abstractmethod
     def check_sequence_length(self, sequence_length: int) -> None:
         """Raise `UsageError` if the model cannot take sequences of this length."""
 
-    def drawn_as(self, name: str) -> str:
+    def find_seed_name(self, name: str) -> str:
         """The name by which a parameter is drawn at random: its own, but for layers that were wrapped since."""
         return name
 
-    def store(self, module: nn.Module) -> None:
+    def convert_drawn_parameters(self, module: nn.Module) -> None:
         """A module's own parameters have just been drawn: for what is not stored as it was drawn."""
 
-    def buffer(self, module: nn.Module, name: str, device: torch.device) -> torch.Tensor:
-        """What a module's buffer holds, such as the frequencies of rotary embeddings: `build` leaves it on meta.
+    def build_buffer(self, module: nn.Module, name: str, device: torch.device) -> torch.Tensor:
+        """What a module's buffer holds, such as the frequencies of rotary embeddings: `build_model` leaves it on meta.
 
         Called wherever the model is given its weights, and with fake tensors where it is traced.
 
@@ -175,18 +175,18 @@ class Family(ABC):
         """
         raise ImpossibleError(
             f"model.family={self.family} does not say what the buffer {name} of {type(module).__name__} holds, which "
-            "its model has on meta: give it a `buffer`, or choose a model without buffers."
+            "its model has on meta: give it a `build_buffer`, or choose a model without buffers."
         )
 
-    def stored_bytes(self, model: nn.Module) -> dict[int, int]:
+    def find_stored_bytes(self, model: nn.Module) -> dict[int, int]:
         """Bytes of the parameters that are stored in a format of their own, by their identity."""
         return {}
 
-    def divisible(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
+    def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
         """What tensor parallelism divides evenly among ranks: dimensions by the name of their field."""
         return {}
 
-    def division(self, model: nn.Module, *, sequence_parallel: bool) -> Division:
+    def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
         """How tensor parallelism divides the layers of a model whose blocks may have been wrapped already.
 
         Logits are divided over the vocabulary, hidden states between the layers over the sequence if
@@ -199,28 +199,28 @@ class Family(ABC):
         """Blocks between which the model can be cut into stages; None where the family does not say how."""
         return None
 
-    def stage(self, model: nn.Module, blocks: range) -> Stage:
+    def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
         """The part of the model that runs some of its blocks, counted over all lists in the order they run.
 
         It is made of the model's own blocks, and of modules over its own parameters.
         """
         raise ImpossibleError(f"model.family={self.family} does not say how it is cut into stages.")
 
-    def handed_over(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
+    def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
         """Shape, per sequence, of each tensor that a stage which begins with a block takes from the one before it."""
         raise ImpossibleError(f"model.family={self.family} does not say what its stages take from one another.")
 
-    def fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+    def find_fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Linear layers whose result overflows in fp16, and which fp16 runs therefore keep in fp32."""
         return ()
 
 
-def dividing_families() -> list[str]:
+def list_dividing_families() -> list[str]:
     """Names of the families whose layers tensor parallelism can divide."""
     package = sys.modules[__package__]
-    return [name for name in plugins.names(package, Family) if load_family(name).divides]
+    return [name for name in plugins.list_plugin_names(package, Family) if load_family(name).can_divide_layers]
 
 
 def load_family(name: str) -> type[Family]:
     """The family class that ``bench/models/<name>.py``, or the module with that path, defines."""
-    return plugins.find("model.family", name, sys.modules[__package__], Family)
+    return plugins.find_plugin_class("model.family", name, sys.modules[__package__], Family)

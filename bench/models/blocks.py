@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from bench.models.base import Family
 
-CHECKPOINTING = ("none", "full", "selective")
+CHECKPOINTING_MODES = ("none", "full", "selective")
 
 
 def checkpoint_blocks(family: Family, model: nn.Module, mode: str) -> None:
@@ -25,17 +25,20 @@ def checkpoint_blocks(family: Family, model: nn.Module, mode: str) -> None:
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"checkpoint_impl": CheckpointImpl.NO_REENTRANT, "preserve_rng_state": _drops_out(model)}
+    options: dict[str, Any] = {
+        "checkpoint_impl": CheckpointImpl.NO_REENTRANT,
+        "preserve_rng_state": _has_dropout(model),
+    }
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_linear)
-    for blocks in family.block_lists(model):
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _choose_checkpoint_policy)
+    for blocks in family.find_block_lists(model):
         for index, block in enumerate(blocks):
             blocks[index] = checkpoint_wrapper(block, **options)
 
 
 def compile_blocks(family: Family, model: nn.Module) -> None:
     """Compile each block in place, after it was checkpointed and before it is wrapped."""
-    for blocks in family.block_lists(model):
+    for blocks in family.find_block_lists(model):
         for block in blocks:
             block.compile()
 
@@ -50,7 +53,7 @@ class BlockGroup(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the blocks in turn, with the call the model makes for one block."""
-        return self.family.chain(list(self.blocks), *args, **kwargs)
+        return self.family.run_blocks(list(self.blocks), *args, **kwargs)
 
 
 def group_blocks(family: Family, model: nn.Module, blocks_per_unit: int) -> list[nn.Module]:
@@ -59,12 +62,12 @@ def group_blocks(family: Family, model: nn.Module, blocks_per_unit: int) -> list
     With one block per unit the model stays as it is. Groups never span two block lists (encoder and decoder).
     """
     units: list[nn.Module] = []
-    for blocks in family.block_lists(model):
+    for blocks in family.find_block_lists(model):
         if blocks_per_unit > 1:
-            members = list(blocks)
+            all_blocks = list(blocks)
             groups = [
-                BlockGroup(family, members[start : start + blocks_per_unit])
-                for start in range(0, len(members), blocks_per_unit)
+                BlockGroup(family, all_blocks[start : start + blocks_per_unit])
+                for start in range(0, len(all_blocks), blocks_per_unit)
             ]
             del blocks[:]
             blocks.extend(groups)
@@ -72,10 +75,10 @@ def group_blocks(family: Family, model: nn.Module, blocks_per_unit: int) -> list
     return units
 
 
-def _keep_linear(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+def _choose_checkpoint_policy(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    matmul_operators = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if operator in matmul_operators else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _drops_out(model: nn.Module) -> bool:
+def _has_dropout(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())

@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.errors import ImpossibleError, how_to_install
+from bench.errors import ImpossibleError, format_install_command
 from bench.models.base import Family
 from bench.precision import Precision
 
-MULTIPLE = 16
+SIZE_MULTIPLE = 16
 """Of which ``torch._scaled_mm`` wants both sizes of a weight to be."""
 
 
-def refuse_without_library(precision: Precision) -> None:
+def require_torchao(precision: Precision) -> None:
     """Raise `ImpossibleError` where torchao, which only FP8 needs, is missing."""
-    if precision.in_float8 and importlib.util.find_spec("torchao") is None:
+    if precision.uses_float8 and importlib.util.find_spec("torchao") is None:
         raise ImpossibleError(
             f"precision={precision.name} needs torchao, which is not installed: choose bf16, or install the extra fp8 "
-            f"({how_to_install('fp8')})."
+            f"({format_install_command('fp8')})."
         )
 
 
-def convert(family: Family, model: nn.Module, precision: Precision) -> None:
+def convert_to_float8(family: Family, model: nn.Module, precision: Precision) -> None:
     """Have the linear layers of the blocks compute in FP8, in place; before names are taken of the parameters.
 
     Raises
@@ -42,49 +42,51 @@ def convert(family: Family, model: nn.Module, precision: Precision) -> None:
     ImpossibleError
         If there is none of sizes that FP8 takes.
     """
-    if not precision.in_float8:
+    if not precision.uses_float8:
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(precision.float8)
     if precision.float8_emulated:
         object.__setattr__(config, "emulate", True)
-    converted = 0
-    for blocks in family.block_lists(model):
+    num_converted = 0
+    for blocks in family.find_block_lists(model):
         for block in blocks:
-            convert_to_float8_training(block, config=config, module_filter_fn=lambda module, _: takes(module))
-            converted += sum(type(module).__name__ == "Float8Linear" for module in block.modules())
-            converted += _convert_transposed(block, config)
-    if not converted:
+            convert_to_float8_training(
+                block, config=config, module_filter_fn=lambda module, _: can_convert_linear(module)
+            )
+            num_converted += sum(type(module).__name__ == "Float8Linear" for module in block.modules())
+            num_converted += _convert_conv1d_layers(block, config)
+    if not num_converted:
         raise ImpossibleError(
             f"precision={precision.name} is not valid for model={family.name}, no linear layer of whose blocks has "
-            f"sizes that are multiples of {MULTIPLE}: choose bf16, or another model."
+            f"sizes that are multiples of {SIZE_MULTIPLE}: choose bf16, or another model."
         )
 
 
-def takes(module: nn.Module) -> bool:
+def can_convert_linear(module: nn.Module) -> bool:
     """Whether the sizes of a linear layer are such that FP8 takes it."""
-    return isinstance(module, nn.Linear) and all(size % MULTIPLE == 0 for size in module.weight.shape)
+    return isinstance(module, nn.Linear) and all(size % SIZE_MULTIPLE == 0 for size in module.weight.shape)
 
 
-def _convert_transposed(block: nn.Module, config: Any) -> int:
+def _convert_conv1d_layers(block: nn.Module, config: Any) -> int:
     """Replace GPT-2's linear layers, which transformers writes with transposed weights; returns how many."""
     from transformers.pytorch_utils import Conv1D
 
     modules: list[nn.Module] = list(block.modules())
-    found = [
+    conv_layers = [
         (parent, name, child)
         for parent in modules
         for name, child in parent.named_children()
-        if isinstance(child, Conv1D) and all(size % MULTIPLE == 0 for size in child.weight.shape)
+        if isinstance(child, Conv1D) and all(size % SIZE_MULTIPLE == 0 for size in child.weight.shape)
     ]
-    for parent, name, child in found:
-        setattr(parent, name, _transposed_class()(child, config))
-    return len(found)
+    for parent, name, child in conv_layers:
+        setattr(parent, name, _build_float8_conv1d_class()(child, config))
+    return len(conv_layers)
 
 
 @functools.cache
-def _transposed_class() -> Any:
+def _build_float8_conv1d_class() -> Any:
     """Made when it is first needed, for torchao may not be there."""
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
@@ -107,13 +109,13 @@ def _transposed_class() -> Any:
 
 
 @contextlib.contextmanager
-def as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
+def enable_cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
     """Have torchao, which asks CUDA's autocast alone, find it on: for traces on a machine without GPU."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    previous_state = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
     try:
         yield
     finally:
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
+        torch.set_autocast_enabled("cuda", previous_state[0])
+        torch.set_autocast_dtype("cuda", previous_state[1])

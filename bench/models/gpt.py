@@ -12,47 +12,59 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from bench.errors import ImpossibleError, bad_value
-from bench.models.base import IGNORED, Batch, Blocks, Dropout, Family, FlopCount, Heads, Width, Words
-from bench.models.division import (
-    SEQUENCE,
-    ColwiseConv1D,
-    Division,
-    RowwiseConv1D,
-    first_argument_divided,
-    unwrapped,
+from bench.errors import ImpossibleError, invalid_value_error
+from bench.models.base import (
+    IGNORED_LABEL,
+    Batch,
+    BlockCount,
+    DropoutRate,
+    Family,
+    FlopCount,
+    HeadCount,
+    LayerWidth,
+    TokenCount,
 )
-from bench.models.stages import Stage
+from bench.models.division import (
+    SEQUENCE_SHARD,
+    ColwiseConv1D,
+    LayerDivision,
+    RowwiseConv1D,
+    build_sequence_split,
+    strip_checkpoint_wrappers,
+)
+from bench.models.stages import PipelineStageModule
 from bench.typed import OneOf, Within
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 
 
 @dataclass(frozen=True)
-class GPT(Family):
+class GPTFamily(Family):
     """Shape of a GPT."""
 
-    vocabulary_size: Words
-    block_size: Words
+    vocabulary_size: TokenCount
+    block_size: TokenCount
     """Longest sequence: number of learned positions."""
-    hidden_size: Width
-    num_layers: Blocks
-    num_heads: Heads
+    hidden_size: LayerWidth
+    num_layers: BlockCount
+    num_heads: HeadCount
     intermediate_size: Annotated[int | None, Within(1, 2**22)] = None
     """Width of the feed-forward layer; null for 4 x hidden_size."""
-    dropout: Dropout = 0.0
+    dropout: DropoutRate = 0.0
     activation: Annotated[str, OneOf(*ACTIVATIONS)] = "gelu_new"
     """Of the feed-forward layer, as transformers calls it: gelu, gelu_pytorch_tanh (each one kernel), or gelu_new, the
     same tanh approximation of elementary operators, eight kernels that read and write the widest tensor of a block."""
 
-    imports: ClassVar[tuple[str, ...]] = ("transformers.models.gpt2.modeling_gpt2",)
-    divides: ClassVar[bool] = True
+    preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.gpt2.modeling_gpt2",)
+    can_divide_layers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
-            raise bad_value("model.num_heads", self.num_heads, f"a divisor of model.hidden_size={self.hidden_size}")
+            raise invalid_value_error(
+                "model.num_heads", self.num_heads, f"a divisor of model.hidden_size={self.hidden_size}"
+            )
 
-    def build(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """`GPT2LMHeadModel` on meta."""
         from transformers import GPT2Config
         from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
@@ -63,7 +75,7 @@ class GPT(Family):
             n_embd=self.hidden_size,
             n_layer=self.num_layers,
             n_head=self.num_heads,
-            n_inner=self._intermediate,
+            n_inner=self._intermediate_width,
             activation_function=self.activation,
             resid_pdrop=self.dropout,
             embd_pdrop=self.dropout,
@@ -79,7 +91,7 @@ class GPT(Family):
         model.loss_type = "ForCausalLM"  # the name of this class tells transformers nothing, and it warns
         return model
 
-    def init_std(self, name: str, parameter: torch.Tensor) -> float | None:
+    def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
         """GPT-2's initialisation: 0.02, and 0.02 / sqrt(2 layers) where a residual branch ends."""
         if name.endswith(".bias"):
             return 0.0
@@ -88,21 +100,21 @@ class GPT(Family):
             return None
         return 0.02 / (2 * self.num_layers) ** 0.5 if layer == "c_proj" else 0.02
 
-    def batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
+    def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
         """Random tokens, each to be predicted from those before it."""
         tokens = torch.randint(0, self.vocabulary_size, (num_sequences, sequence_length), generator=generator)
-        following = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
-        return Batch({"input_ids": tokens}, labels=following)
+        next_tokens = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
+        return Batch({"input_ids": tokens}, labels=next_tokens)
 
-    def shortened(self, blocks: int) -> GPT:
+    def limit_blocks(self, max_blocks: int) -> GPTFamily:
         """Fewer layers."""
-        return dataclasses.replace(self, num_layers=min(blocks, self.num_layers))
+        return dataclasses.replace(self, num_layers=min(max_blocks, self.num_layers))
 
-    def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
+    def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         """The one list of blocks."""
         return [model.get_submodule("transformer.h")]  # type: ignore[list-item]
 
-    def chain(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Hand the hidden states from block to block."""
         hidden, *rest = args
         for block in blocks:
@@ -114,29 +126,29 @@ class GPT(Family):
         """As many as layers."""
         return self.num_layers
 
-    def stage(self, model: nn.Module, blocks: range) -> Stage:
+    def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
         """The first stage embeds, the last one has the final norm and the head."""
-        return GPTStage(model, blocks)
+        return GPTPipelineStage(model, blocks)
 
-    def handed_over(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
+    def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
         """Hidden states."""
         return ((sequence_length, self.hidden_size),)
 
-    def flops_per_sequence(self, sequence_length: int) -> FlopCount:
+    def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Query, key, value, output and feed-forward products per token; scores over the full square.
 
         The scores of all heads take ``2 * length**2 * hidden``, their product with the values as much.
         """
         length, hidden = sequence_length, self.hidden_size
-        final = 2 * length * hidden * self._intermediate
+        final_linear = 2 * length * hidden * self._intermediate_width
         return FlopCount(
-            blocks_linear=self.num_layers * (8 * length * hidden * hidden + 2 * final),
+            blocks_linear=self.num_layers * (8 * length * hidden * hidden + 2 * final_linear),
             blocks_attention=self.num_layers * 4 * length * length * hidden,
-            blocks_final=self.num_layers * final,
-            outside=2 * length * hidden * self.vocabulary_size,
+            blocks_last_linear=self.num_layers * final_linear,
+            outside_blocks=2 * length * hidden * self.vocabulary_size,
         )
 
-    def tokens_per_sequence(self, sequence_length: int) -> int:
+    def count_tokens_per_sequence(self, sequence_length: int) -> int:
         """Every token is read once."""
         return sequence_length
 
@@ -144,68 +156,75 @@ class GPT(Family):
         """At least 2, since a label is the next token, and at most the number of positions."""
         if not 2 <= sequence_length <= self.block_size:
             valid = f"a whole number from 2 to model.block_size={self.block_size}"
-            raise bad_value("sequence_length", sequence_length, valid, ImpossibleError)
+            raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
 
-    def divisible(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
+    def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
         """Heads, and the width of the feed-forward layer; the last rank's part of the vocabulary may be smaller."""
-        width = "model.intermediate_size" if self.intermediate_size else "4 x model.hidden_size"
-        sizes = {"model.num_heads": self.num_heads, width: self._intermediate}
+        width_name = "model.intermediate_size" if self.intermediate_size else "4 x model.hidden_size"
+        sizes = {"model.num_heads": self.num_heads, width_name: self._intermediate_width}
         return sizes | {"sequence_length": sequence_length} if sequence_parallel else sizes
 
-    def division(self, model: nn.Module, *, sequence_parallel: bool) -> Division:
+    def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
         """Attention by heads, of which one matrix holds query, key and value; the feed-forward layer by its width."""
-        found = Division()
-        hidden = SEQUENCE if sequence_parallel else Replicate()
+        layer_division = LayerDivision()
+        hidden_layout = SEQUENCE_SHARD if sequence_parallel else Replicate()
         for name, module in model.named_modules():
             layer = name.rpartition(".")[2]
             if layer == "wte":
-                found.styles.append((module, RowwiseParallel(input_layouts=Replicate())))
+                layer_division.parallel_styles.append((module, RowwiseParallel(input_layouts=Replicate())))
             elif layer == "attn":
-                found.counts += [(module, attribute) for attribute in ("num_heads", "embed_dim", "split_size")]
+                layer_division.divided_attributes += [
+                    (module, attribute) for attribute in ("num_heads", "embed_dim", "split_size")
+                ]
             elif layer in ("c_attn", "c_fc"):
-                found.styles.append((module, ColwiseConv1D(input_layouts=hidden)))
+                layer_division.parallel_styles.append((module, ColwiseConv1D(input_layouts=hidden_layout)))
                 if layer == "c_attn":
-                    found.fused |= {f"{unwrapped(name)}.{parameter}": 3 for parameter, _ in module.named_parameters()}
+                    layer_division.fused_matrix_counts |= {
+                        f"{strip_checkpoint_wrappers(name)}.{parameter}": 3
+                        for parameter, _ in module.named_parameters()
+                    }
             elif layer == "c_proj":
-                found.styles.append((module, RowwiseConv1D(output_layouts=hidden)))
+                layer_division.parallel_styles.append((module, RowwiseConv1D(output_layouts=hidden_layout)))
             elif layer in ("ln_1", "ln_2", "ln_f") and sequence_parallel:
-                found.styles.append((module, SequenceParallel()))
+                layer_division.parallel_styles.append((module, SequenceParallel()))
             elif layer == "lm_head":
-                logits = ColwiseParallel(input_layouts=hidden, output_layouts=Shard(-1), use_local_output=False)
-                found.styles.append((module, logits))
+                logits_style = ColwiseParallel(
+                    input_layouts=hidden_layout, output_layouts=Shard(-1), use_local_output=False
+                )
+                layer_division.parallel_styles.append((module, logits_style))
         if sequence_parallel:
-            for blocks in self.block_lists(model):
-                found.styles.append((blocks[0], first_argument_divided(4)))
-        return found
+            for blocks in self.find_block_lists(model):
+                layer_division.parallel_styles.append((blocks[0], build_sequence_split(4)))
+        return layer_division
 
     @property
-    def _intermediate(self) -> int:
+    def _intermediate_width(self) -> int:
         return self.intermediate_size or 4 * self.hidden_size
 
 
-class GPTStage(Stage):
+class GPTPipelineStage(PipelineStageModule):
     """Some blocks of a `GPT2LMHeadModel`, called as `GPT2Model.forward` calls them."""
 
     def __init__(self, model: nn.Module, blocks: range) -> None:
         super().__init__()
         transformer: Any = model.get_submodule("transformer")
         self._config = transformer.config
-        self._embeds, self._ends = blocks.start == 0, blocks.stop == len(transformer.h)
-        if self._embeds:
+        self._has_embedding, self._has_head = blocks.start == 0, blocks.stop == len(transformer.h)
+        if self._has_embedding:
             self.wte, self.wpe, self.drop = transformer.wte, transformer.wpe, transformer.drop
         self.h = nn.ModuleList(transformer.h[index] for index in blocks)
-        if self._ends:
+        if self._has_head:
             self.ln_f, self.lm_head = transformer.ln_f, model.get_submodule("lm_head")
         self.block_lists = (self.h,)
 
-    def forward(self, *handed_over: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
+    def forward(self, *stage_inputs: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Hidden states, or logits."""
         from transformers.masking_utils import create_causal_mask
 
         tokens = inputs["input_ids"]
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        hidden = self.drop(self.wte(tokens) + self.wpe(positions)) if self._embeds else handed_over[0]
-        mask = create_causal_mask(
+        hidden = self.drop(self.wte(tokens) + self.wpe(positions)) if self._has_embedding else stage_inputs[0]
+        causal_mask = create_causal_mask(
             config=self._config,
             inputs_embeds=hidden,
             attention_mask=None,
@@ -213,8 +232,8 @@ class GPTStage(Stage):
             position_ids=positions,
         )
         for block in self.h:
-            hidden = block(hidden, None, mask, None, encoder_attention_mask=None, use_cache=False)
-        return self.lm_head(self.ln_f(hidden)) if self._ends else (hidden,)
+            hidden = block(hidden, None, causal_mask, None, encoder_attention_mask=None, use_cache=False)
+        return self.lm_head(self.ln_f(hidden)) if self._has_head else (hidden,)
 
 
 def register_causal_sdpa() -> str:

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bench.models.base import Family
 
-USUAL_STD = 0.02
+DEFAULT_STD = 0.02
 """GPT-2's, for parameters that nobody draws at random otherwise."""
 
-SAME_EVERYWHERE_ELEMENTS = 2**20
+MAX_CPU_DRAWN_NUMEL = 2**20
 """Up to this size parameters are drawn on the CPU: models of a few million parameters have equal losses on CPU and GPU
 (`bench.check`). Larger ones are drawn where they go, which takes a GPU no time."""
 
@@ -48,81 +48,91 @@ class Materializer:
         self._device = device
         self._seed = seed
         first_name = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._names = {
+        self._name_of_parameter = {
             (id(module), name): first_name[id(parameter)]
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
         }
         self._parameters = {id(parameter): (parameter, name) for name, parameter in model.named_parameters()}
-        self._done: dict[str, nn.Parameter] = {}
+        self._filled_parameters: dict[str, nn.Parameter] = {}
         self._keep_on_cpu = False
-        self.arrange: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole
+        self.arrange_parameter: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, full_parameter: (
+            full_parameter
+        )
         """Puts a whole parameter, drawn by its name, into the order in which it is sharded."""
 
-    def of_part(self, part: nn.Module) -> Materializer:
+    def build_for_part(self, part: nn.Module) -> Materializer:
         """What fills a module that was made of the model's parameters: what it shares with others becomes its own."""
-        own = copy.copy(self)
-        own._names = {
+        part_materializer = copy.copy(self)
+        part_materializer._name_of_parameter = {
             (id(module), name): self._parameters[id(parameter)][1]
             for module in part.modules()
             for name, parameter in module.named_parameters(recurse=False)
         }
-        own._done = {}
-        return own
+        part_materializer._filled_parameters = {}
+        return part_materializer
 
-    def names(self, part: nn.Module) -> list[str]:
+    def list_parameter_names(self, part: nn.Module) -> list[str]:
         """The names that the whole model has for a part's parameters, while they are still on meta."""
         return [self._parameters[id(parameter)][1] for parameter in part.parameters()]
 
-    def model(self, model: nn.Module, *, keep_on_cpu: bool = False) -> None:
+    def fill_model(self, model: nn.Module, *, keep_on_cpu: bool = False) -> None:
         """Fill every parameter of `model` that is still on meta, whether whole or sharded (DTensor).
 
         With `keep_on_cpu` each is drawn and sharded on the device, then kept on the CPU.
         """
         self._keep_on_cpu = keep_on_cpu
         for module in model.modules():
-            self.module(module)
+            self.fill_module(module)
 
-    def module(self, module: nn.Module, *, constants: bool = True) -> None:
+    def fill_module(self, module: nn.Module, *, constants: bool = True) -> None:
         """Fill the parameters that belong to `module` itself, not to its children.
 
         Without `constants` those that start as ones or zeros are drawn at random like the others.
         """
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                setattr(module, name, self._filled(self._names[id(module), name], parameter, constants=constants))
+                setattr(
+                    module,
+                    name,
+                    self._fill_parameter(self._name_of_parameter[id(module), name], parameter, constants=constants),
+                )
         fill_buffers(module, self._family, self._device)
-        self._family.store(module)
+        self._family.convert_drawn_parameters(module)
 
-    def _filled(self, name: str, meta: nn.Parameter, *, constants: bool) -> nn.Parameter:
-        if name not in self._done:
-            whole = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
-            std = self._family.init_std(name, whole)
+    def _fill_parameter(self, name: str, meta_parameter: nn.Parameter, *, constants: bool) -> nn.Parameter:
+        if name not in self._filled_parameters:
+            full_parameter = torch.empty(meta_parameter.shape, dtype=meta_parameter.dtype, device=self._device)
+            std = self._family.find_init_std(name, full_parameter)
             if not constants:
-                std = std or USUAL_STD
+                std = std or DEFAULT_STD
             if std is None:
-                whole.fill_(1.0)
+                full_parameter.fill_(1.0)
             elif std == 0:
-                whole.zero_()
+                full_parameter.zero_()
             else:
-                self._draw(name, whole, std)
-            value = whole
-            if isinstance(meta, DTensor):
-                arranged = self.arrange(name, whole)
-                value = distribute_tensor(arranged, meta.device_mesh, meta.placements, src_data_rank=None)
+                self._draw_values(name, full_parameter, std)
+            value = full_parameter
+            if isinstance(meta_parameter, DTensor):
+                arranged_parameter = self.arrange_parameter(name, full_parameter)
+                value = distribute_tensor(
+                    arranged_parameter, meta_parameter.device_mesh, meta_parameter.placements, src_data_rank=None
+                )
             value = value.cpu() if self._keep_on_cpu else value
-            self._done[name] = nn.Parameter(value, requires_grad=meta.requires_grad)
-        return self._done[name]
+            self._filled_parameters[name] = nn.Parameter(value, requires_grad=meta_parameter.requires_grad)
+        return self._filled_parameters[name]
 
-    def _draw(self, name: str, whole: torch.Tensor, std: float) -> None:
+    def _draw_values(self, name: str, full_parameter: torch.Tensor, std: float) -> None:
         """Fill a parameter at random: a small one on the CPU, so that it is the same on every kind of device."""
-        digest = hashlib.sha256(f"{self._seed}:{self._family.drawn_as(name)}".encode()).digest()
-        device = torch.device("cpu") if whole.numel() <= SAME_EVERYWHERE_ELEMENTS else self._device
+        digest = hashlib.sha256(f"{self._seed}:{self._family.find_seed_name(name)}".encode()).digest()
+        device = torch.device("cpu") if full_parameter.numel() <= MAX_CPU_DRAWN_NUMEL else self._device
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
         if device == self._device:
-            whole.normal_(std=std, generator=generator)
+            full_parameter.normal_(std=std, generator=generator)
         else:
-            whole.copy_(torch.empty(whole.shape, dtype=whole.dtype).normal_(std=std, generator=generator))
+            full_parameter.copy_(
+                torch.empty(full_parameter.shape, dtype=full_parameter.dtype).normal_(std=std, generator=generator)
+            )
 
 
 def fill_buffers(module: nn.Module, family: Family, device: torch.device) -> None:
@@ -134,17 +144,17 @@ def fill_buffers(module: nn.Module, family: Family, device: torch.device) -> Non
         If the family does not say what a buffer holds.
     """
     for name, buffer in module.named_buffers(recurse=False):
-        value = family.buffer(module, name, device) if buffer.is_meta else buffer.to(device)
+        value = family.build_buffer(module, name, device) if buffer.is_meta else buffer.to(device)
         module.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)
 
 
 @functools.lru_cache(maxsize=64)
-def buffers_bytes(family: Family) -> int:
+def count_buffer_bytes(family: Family) -> int:
     """Bytes of all buffers of a family's model, of which every device has a copy."""
-    model = family.build()
+    model = family.build_model()
     if not any(True for _ in model.buffers()):
         return 0
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in model.modules():
             fill_buffers(module, family, torch.device("cpu"))
-    return sum({id(each): each.nbytes for each in model.buffers()}.values())
+    return sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())

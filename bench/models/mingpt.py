@@ -12,18 +12,18 @@ from typing import Annotated
 
 from torch import nn
 
-from bench.models.gpt import ACTIVATIONS, GPT
+from bench.models.gpt import ACTIVATIONS, GPTFamily
 from bench.typed import OneOf
 
 
 @dataclass(frozen=True)
-class MinGPT(GPT):
+class MinGPTFamily(GPTFamily):
     """Shape of a minGPT."""
 
     activation: Annotated[str, OneOf(*ACTIVATIONS)] = "gelu"
 
-    def build(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """On meta."""
-        model = super().build()
+        model = super().build_model()
         model.lm_head = nn.Linear(self.hidden_size, self.vocabulary_size, bias=False, device="meta")
         return model

@@ -11,20 +11,20 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
-from bench.models.base import IGNORED
-from bench.models.gpt import ACTIVATIONS, GPT
+from bench.models.base import IGNORED_LABEL
+from bench.models.gpt import ACTIVATIONS, GPTFamily
 from bench.typed import OneOf
 
 
 @dataclass(frozen=True)
-class MPT(GPT):
+class MPTFamily(GPTFamily):
     """Shape of an MPT."""
 
     activation: Annotated[str, OneOf(*ACTIVATIONS)] = "gelu"
 
-    divides: ClassVar[bool] = False  # its cross entropy takes whole logits
+    can_divide_layers: ClassVar[bool] = False  # its cross entropy takes whole logits
 
-    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def compute_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy in the format of the logits, whose gradient is all that it allocates."""
         return _FusedCrossEntropy.apply(logits.flatten(0, 1), labels.flatten())
 
@@ -34,15 +34,17 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        counted = labels != IGNORED
+        is_counted = labels != IGNORED_LABEL
         log_sum_exp = torch.logsumexp(logits, dim=1)
-        chosen = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-        ctx.save_for_backward(logits, labels, counted)
-        return torch.where(counted, (log_sum_exp - chosen).float(), 0.0).sum() / counted.sum()
+        label_logits = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        ctx.save_for_backward(logits, labels, is_counted)
+        return torch.where(is_counted, (log_sum_exp - label_logits).float(), 0.0).sum() / is_counted.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         logits, labels, counted = ctx.saved_tensors
-        found = torch.softmax(logits, dim=1)
-        found.scatter_add_(1, labels.clamp(min=0)[:, None], -torch.ones_like(labels, dtype=found.dtype)[:, None])
-        return found.mul_((counted / counted.sum() * gradient).to(found.dtype)[:, None]), None
+        logits_gradient = torch.softmax(logits, dim=1)
+        logits_gradient.scatter_add_(
+            1, labels.clamp(min=0)[:, None], -torch.ones_like(labels, dtype=logits_gradient.dtype)[:, None]
+        )
+        return logits_gradient.mul_((counted / counted.sum() * gradient).to(logits_gradient.dtype)[:, None]), None

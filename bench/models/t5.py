@@ -18,33 +18,43 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from bench.models.base import LENGTH, Batch, Blocks, Dropout, Family, FlopCount, Heads, Width, Words
-from bench.models.division import SEQUENCE, Division, first_argument_divided
-from bench.models.stages import Stage, twin
+from bench.models.base import (
+    SEQUENCE_LENGTH_RANGE,
+    Batch,
+    BlockCount,
+    DropoutRate,
+    Family,
+    FlopCount,
+    HeadCount,
+    LayerWidth,
+    TokenCount,
+)
+from bench.models.division import SEQUENCE_SHARD, LayerDivision, build_sequence_split
+from bench.models.stages import PipelineStageModule, copy_sharing_parameters
 
-DECODER_START = 0
+DECODER_START_TOKEN = 0
 """T5 starts its decoder with the padding token."""
 
 
 @dataclass(frozen=True)
-class T5(Family):
+class T5Family(Family):
     """Shape of a T5 of version 1.0: ReLU feed-forward, no biases, tied embeddings."""
 
-    vocabulary_size: Words
-    d_model: Width
-    d_ff: Width
-    d_kv: Width
-    num_heads: Heads
-    num_encoder_layers: Blocks
-    num_decoder_layers: Blocks
-    decoder_sequence_length: Annotated[int | None, LENGTH] = None
+    vocabulary_size: TokenCount
+    d_model: LayerWidth
+    d_ff: LayerWidth
+    d_kv: LayerWidth
+    num_heads: HeadCount
+    num_encoder_layers: BlockCount
+    num_decoder_layers: BlockCount
+    decoder_sequence_length: Annotated[int | None, SEQUENCE_LENGTH_RANGE] = None
     """Tokens per sequence in the decoder; null for the encoder's length."""
-    dropout: Dropout = 0.0
+    dropout: DropoutRate = 0.0
 
-    imports: ClassVar[tuple[str, ...]] = ("transformers.models.t5.modeling_t5",)
-    divides: ClassVar[bool] = True
+    preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.t5.modeling_t5",)
+    can_divide_layers: ClassVar[bool] = True
 
-    def build(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """`T5ForConditionalGeneration` on meta."""
         from transformers import T5Config
         from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
@@ -60,8 +70,8 @@ class T5(Family):
             dropout_rate=self.dropout,
             feed_forward_proj="relu",
             tie_word_embeddings=True,
-            decoder_start_token_id=DECODER_START,
-            pad_token_id=DECODER_START,
+            decoder_start_token_id=DECODER_START_TOKEN,
+            pad_token_id=DECODER_START_TOKEN,
             use_cache=False,
             attn_implementation=self.attention,
         )
@@ -70,40 +80,40 @@ class T5(Family):
         model.tie_weights()
         return model
 
-    def init_std(self, name: str, parameter: torch.Tensor) -> float | None:
+    def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
         """Mesh TensorFlow's initialisation, as in the T5 reference implementation."""
         layer = name.rsplit(".", 2)[-2]
         if "layer_norm" in layer:
             return None
-        inner = self.num_heads * self.d_kv
+        inner_width = self.num_heads * self.d_kv
         return {
             "shared": 1.0,
             "q": (self.d_model * self.d_kv) ** -0.5,
-            "o": inner**-0.5,
+            "o": inner_width**-0.5,
             "wo": self.d_ff**-0.5,
         }.get(layer, self.d_model**-0.5)
 
-    def batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
+    def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
         """Random source and target tokens, without padding."""
-        lengths = [sequence_length, self._decoder_length(sequence_length)]
+        lengths = [sequence_length, self._find_decoder_length(sequence_length)]
         tokens = torch.randint(1, self.vocabulary_size, (num_sequences, sum(lengths)), generator=generator)
-        source, target = (part.contiguous() for part in tokens.split(lengths, dim=1))
-        shifted = nn.functional.pad(target[:, :-1], (1, 0), value=DECODER_START)
-        return Batch({"input_ids": source, "decoder_input_ids": shifted}, labels=target)
+        source, target = (tokens_part.contiguous() for tokens_part in tokens.split(lengths, dim=1))
+        decoder_inputs = nn.functional.pad(target[:, :-1], (1, 0), value=DECODER_START_TOKEN)
+        return Batch({"input_ids": source, "decoder_input_ids": decoder_inputs}, labels=target)
 
-    def shortened(self, blocks: int) -> T5:
+    def limit_blocks(self, max_blocks: int) -> T5Family:
         """Fewer layers in encoder and decoder."""
         return dataclasses.replace(
             self,
-            num_encoder_layers=min(blocks, self.num_encoder_layers),
-            num_decoder_layers=min(blocks, self.num_decoder_layers),
+            num_encoder_layers=min(max_blocks, self.num_encoder_layers),
+            num_decoder_layers=min(max_blocks, self.num_decoder_layers),
         )
 
-    def block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
+    def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         """The encoder's blocks, then the decoder's."""
         return [model.get_submodule("encoder.block"), model.get_submodule("decoder.block")]  # type: ignore[list-item]
 
-    def chain(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Hand hidden states and position biases from block to block, as `T5Stack` does."""
         hidden, mask, bias, encoder_hidden, encoder_mask, cross_bias = args
         for block in blocks:
@@ -115,43 +125,43 @@ class T5(Family):
         """The encoder's, then the decoder's."""
         return self.num_encoder_layers + self.num_decoder_layers
 
-    def stage(self, model: nn.Module, blocks: range) -> Stage:
+    def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
         """Encoder and decoder begin with the embedding and end with a norm; the decoder ends with the head, too."""
-        return T5Stage(self, model, blocks)
+        return T5PipelineStage(self, model, blocks)
 
-    def handed_over(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
+    def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
         """Hidden states of the encoder or, in the decoder, its own and behind them the encoder's output."""
-        source, target = (sequence_length, self.d_model), (self._decoder_length(sequence_length), self.d_model)
+        source, target = (sequence_length, self.d_model), (self._find_decoder_length(sequence_length), self.d_model)
         return (source,) if block <= self.num_encoder_layers else (target, source)
 
-    def flops_per_sequence(self, sequence_length: int) -> FlopCount:
+    def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Encoder and decoder apart; the decoder's cross-attention projects the encoder's output.
 
         The scores of all heads take ``2 * queries * keys * heads * d_kv``, their product with the values as much.
         """
-        source, target = sequence_length, self._decoder_length(sequence_length)
-        inner = self.num_heads * self.d_kv
-        projection = 2 * self.d_model * inner
+        source, target = sequence_length, self._find_decoder_length(sequence_length)
+        inner_width = self.num_heads * self.d_kv
+        projection = 2 * self.d_model * inner_width
         feed_forward = 2 * self.d_model * self.d_ff
         encoder_linear = source * (4 * projection + 2 * feed_forward)
         decoder_linear = target * (4 * projection + 2 * feed_forward) + 2 * (target + source) * projection
-        encoder_attention = 4 * source * source * inner
-        decoder_attention = 4 * (target * target + target * source) * inner
+        encoder_attention = 4 * source * source * inner_width
+        decoder_attention = 4 * (target * target + target * source) * inner_width
         return FlopCount(
             blocks_linear=self.num_encoder_layers * encoder_linear + self.num_decoder_layers * decoder_linear,
             blocks_attention=self.num_encoder_layers * encoder_attention + self.num_decoder_layers * decoder_attention,
-            blocks_final=(self.num_encoder_layers * source + self.num_decoder_layers * target) * feed_forward,
-            outside=2 * target * self.d_model * self.vocabulary_size,
+            blocks_last_linear=(self.num_encoder_layers * source + self.num_decoder_layers * target) * feed_forward,
+            outside_blocks=2 * target * self.d_model * self.vocabulary_size,
         )
 
-    def tokens_per_sequence(self, sequence_length: int) -> int:
+    def count_tokens_per_sequence(self, sequence_length: int) -> int:
         """Encoder and decoder tokens together."""
-        return sequence_length + self._decoder_length(sequence_length)
+        return sequence_length + self._find_decoder_length(sequence_length)
 
     def check_sequence_length(self, sequence_length: int) -> None:
         """Relative positions have no upper limit."""
 
-    def divisible(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
+    def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
         """Heads, and the width of the feed-forward layer; the last rank's part of the vocabulary may be smaller."""
         sizes = {"model.num_heads": self.num_heads, "model.d_ff": self.d_ff}
         if sequence_parallel:
@@ -160,52 +170,56 @@ class T5(Family):
                 sizes["model.decoder_sequence_length"] = self.decoder_sequence_length
         return sizes
 
-    def division(self, model: nn.Module, *, sequence_parallel: bool) -> Division:
+    def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
         """Attention by heads, their position biases with them; the feed-forward layer by its width.
 
         The encoder's output is made whole once, for the cross-attention of all decoder blocks.
         """
-        found = Division()
-        hidden = SEQUENCE if sequence_parallel else Replicate()
-        whole = Replicate()
+        layer_division = LayerDivision()
+        hidden_layout = SEQUENCE_SHARD if sequence_parallel else Replicate()
+        replicated = Replicate()
         for name, module in model.named_modules():
             layer = name.rpartition(".")[2]
             if layer in ("shared", "embed_tokens"):
-                found.styles.append((module, RowwiseParallel(input_layouts=whole)))
+                layer_division.parallel_styles.append((module, RowwiseParallel(input_layouts=replicated)))
             elif layer in ("SelfAttention", "EncDecAttention"):
                 # Once for query, key and value, so that their gradients are added up before they are sent.
-                found.styles.append((module, PrepareModuleInput(input_layouts=hidden, desired_input_layouts=whole)))
-                found.counts += [(module, "n_heads"), (module, "inner_dim")]
-            elif layer in ("q", "k", "v", "relative_attention_bias"):
-                found.styles.append((module, ColwiseParallel()))
-            elif layer == "wi":
-                found.styles.append((module, ColwiseParallel(input_layouts=hidden)))
-            elif layer in ("o", "wo"):
-                found.styles.append((module, RowwiseParallel(output_layouts=hidden)))
-            elif layer in ("layer_norm", "final_layer_norm") and sequence_parallel:
-                found.styles.append((module, SequenceParallel()))
-            if name == "encoder.final_layer_norm":
-                together = PrepareModuleOutput(
-                    output_layouts=hidden, desired_output_layouts=whole, use_local_output=False
+                layer_division.parallel_styles.append(
+                    (module, PrepareModuleInput(input_layouts=hidden_layout, desired_input_layouts=replicated))
                 )
-                found.styles.append((module, together))
+                layer_division.divided_attributes += [(module, "n_heads"), (module, "inner_dim")]
+            elif layer in ("q", "k", "v", "relative_attention_bias"):
+                layer_division.parallel_styles.append((module, ColwiseParallel()))
+            elif layer == "wi":
+                layer_division.parallel_styles.append((module, ColwiseParallel(input_layouts=hidden_layout)))
+            elif layer in ("o", "wo"):
+                layer_division.parallel_styles.append((module, RowwiseParallel(output_layouts=hidden_layout)))
+            elif layer in ("layer_norm", "final_layer_norm") and sequence_parallel:
+                layer_division.parallel_styles.append((module, SequenceParallel()))
+            if name == "encoder.final_layer_norm":
+                output_style = PrepareModuleOutput(
+                    output_layouts=hidden_layout, desired_output_layouts=replicated, use_local_output=False
+                )
+                layer_division.parallel_styles.append((module, output_style))
             if layer == "lm_head":
-                logits = ColwiseParallel(input_layouts=hidden, output_layouts=Shard(-1), use_local_output=False)
-                found.styles.append((module, logits))
+                logits_style = ColwiseParallel(
+                    input_layouts=hidden_layout, output_layouts=Shard(-1), use_local_output=False
+                )
+                layer_division.parallel_styles.append((module, logits_style))
         if sequence_parallel:
-            for blocks in self.block_lists(model):
-                found.styles.append((blocks[0], first_argument_divided(6)))
-        return found
+            for blocks in self.find_block_lists(model):
+                layer_division.parallel_styles.append((blocks[0], build_sequence_split(6)))
+        return layer_division
 
-    def fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+    def find_fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """The feed-forward output projections, which overflow in fp16."""
         return [module for name, module in model.named_modules() if name.endswith("DenseReluDense.wo")]
 
-    def _decoder_length(self, sequence_length: int) -> int:
+    def _find_decoder_length(self, sequence_length: int) -> int:
         return self.decoder_sequence_length or sequence_length
 
 
-class T5Stage(Stage):
+class T5PipelineStage(PipelineStageModule):
     """Some blocks of a `T5ForConditionalGeneration`, called as `T5Stack.forward` calls them.
 
     Stages that run decoder blocks hand the encoder's output on, through which its gradients come back. The position
@@ -213,73 +227,88 @@ class T5Stage(Stage):
     copy of its table.
     """
 
-    def __init__(self, family: T5, model: nn.Module, blocks: range) -> None:
+    def __init__(self, family: T5Family, model: nn.Module, blocks: range) -> None:
         super().__init__()
-        whole: Any = model
-        self._family, self._configs = family, {"encoder": whole.encoder.config, "decoder": whole.decoder.config}
-        boundary, end = family.num_encoder_layers, family.num_blocks
-        encoder = range(blocks.start, min(blocks.stop, boundary))
-        decoder = range(max(blocks.start, boundary) - boundary, blocks.stop - boundary)
-        self._ends, self._scales = blocks.stop == end, whole.config.scale_decoder_outputs
+        t5_model: Any = model
+        self._family, self._configs = family, {"encoder": t5_model.encoder.config, "decoder": t5_model.decoder.config}
+        num_encoder_layers, num_blocks = family.num_encoder_layers, family.num_blocks
+        encoder = range(blocks.start, min(blocks.stop, num_encoder_layers))
+        decoder = range(max(blocks.start, num_encoder_layers) - num_encoder_layers, blocks.stop - num_encoder_layers)
+        self._has_head, self._scales_decoder_outputs = blocks.stop == num_blocks, t5_model.config.scale_decoder_outputs
         self.dropout = nn.Dropout(family.dropout)
-        self.encoder = _first_with_bias(whole.encoder.block, encoder)
-        self.encoder_embedding = whole.encoder.embed_tokens if blocks.start == 0 else None
-        self.encoder_norm = whole.encoder.final_layer_norm if boundary - 1 in encoder else None
-        self.decoder = _first_with_bias(whole.decoder.block, decoder)
-        self.decoder_embedding = whole.decoder.embed_tokens if 0 in decoder else None
-        if self._ends:
-            self.decoder_norm, self.lm_head = whole.decoder.final_layer_norm, whole.lm_head
+        self.encoder = _select_blocks_with_bias(t5_model.encoder.block, encoder)
+        self.encoder_embedding = t5_model.encoder.embed_tokens if blocks.start == 0 else None
+        self.encoder_norm = t5_model.encoder.final_layer_norm if num_encoder_layers - 1 in encoder else None
+        self.decoder = _select_blocks_with_bias(t5_model.decoder.block, decoder)
+        self.decoder_embedding = t5_model.decoder.embed_tokens if 0 in decoder else None
+        if self._has_head:
+            self.decoder_norm, self.lm_head = t5_model.decoder.final_layer_norm, t5_model.lm_head
         self.block_lists = [blocks for blocks in (self.encoder, self.decoder) if len(blocks)]
 
-    def forward(self, *handed_over: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
+    def forward(self, *stage_inputs: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """The encoder's hidden states; the decoder's and the encoder's output; or logits."""
-        *hidden, received = handed_over or (None,)
-        encoded = self._encode(received, inputs["input_ids"]) if len(self.encoder) else received
-        assert encoded is not None
+        *hidden, encoder_hidden = stage_inputs or (None,)
+        encoder_output = self._run_encoder(encoder_hidden, inputs["input_ids"]) if len(self.encoder) else encoder_hidden
+        assert encoder_output is not None
         if not len(self.decoder):
-            return (encoded,)
+            return (encoder_output,)
         if not len(self.encoder):
-            encoded = encoded.view_as(encoded)  # autocast keeps casts of leaves, and checkpointing then misses some
-        decoded = self._decode(hidden[0] if hidden else None, encoded, inputs["decoder_input_ids"])
-        return self._logits(decoded) if self._ends else (decoded, encoded)
+            encoder_output = encoder_output.view_as(
+                encoder_output
+            )  # autocast keeps casts of leaves, and checkpointing then misses some
+        decoder_output = self._run_decoder(hidden[0] if hidden else None, encoder_output, inputs["decoder_input_ids"])
+        return self._compute_logits(decoder_output) if self._has_head else (decoder_output, encoder_output)
 
-    def _encode(self, hidden: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    def _run_encoder(self, hidden: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
         from transformers.masking_utils import create_bidirectional_mask
 
         if self.encoder_embedding is not None:
             hidden = self.dropout(self.encoder_embedding(tokens))
         assert hidden is not None
         mask = create_bidirectional_mask(config=self._configs["encoder"], inputs_embeds=hidden, attention_mask=None)
-        hidden, *_ = self._family.chain(list(self.encoder), hidden, mask, None, None, None, None, past_key_values=None)
+        hidden, *_ = self._family.run_blocks(
+            list(self.encoder), hidden, mask, None, None, None, None, past_key_values=None
+        )
         return hidden if self.encoder_norm is None else self.dropout(self.encoder_norm(hidden))
 
-    def _decode(self, hidden: torch.Tensor | None, encoded: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def _run_decoder(
+        self, hidden: torch.Tensor | None, encoder_output: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
         if self.decoder_embedding is not None:
             hidden = self.dropout(self.decoder_embedding(tokens))
         assert hidden is not None
-        masks = {"config": self._configs["decoder"], "inputs_embeds": hidden, "attention_mask": None}
-        causal = create_causal_mask(**masks, past_key_values=None)
-        across = create_bidirectional_mask(**masks, encoder_hidden_states=encoded)
-        hidden, *_ = self._family.chain(
-            list(self.decoder), hidden, causal, None, encoded, across, None, past_key_values=None
+        mask_options = {"config": self._configs["decoder"], "inputs_embeds": hidden, "attention_mask": None}
+        causal_mask = create_causal_mask(**mask_options, past_key_values=None)
+        cross_attention_mask = create_bidirectional_mask(**mask_options, encoder_hidden_states=encoder_output)
+        hidden, *_ = self._family.run_blocks(
+            list(self.decoder),
+            hidden,
+            causal_mask,
+            None,
+            encoder_output,
+            cross_attention_mask,
+            None,
+            past_key_values=None,
         )
         return hidden
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.dropout(self.decoder_norm(hidden))
-        if self._scales:
+        if self._scales_decoder_outputs:
             hidden = hidden * self._family.d_model**-0.5
         return self.lm_head(hidden)
 
 
-def _first_with_bias(blocks: nn.ModuleList, chosen: range) -> nn.ModuleList:
+def _select_blocks_with_bias(blocks: nn.ModuleList, indices: range) -> nn.ModuleList:
     """Some of the blocks, the first of which computes the position bias that the others use."""
-    found: list[Any] = [blocks[index] for index in chosen]
-    if chosen and chosen.start > 0:
-        origin: Any = blocks[0]
-        attention = found[0].layer[0].SelfAttention
-        attention.relative_attention_bias = twin(origin.layer[0].SelfAttention.relative_attention_bias)
+    selected_blocks: list[Any] = [blocks[index] for index in indices]
+    if indices and indices.start > 0:
+        first_block: Any = blocks[0]
+        attention = selected_blocks[0].layer[0].SelfAttention
+        attention.relative_attention_bias = copy_sharing_parameters(
+            first_block.layer[0].SelfAttention.relative_attention_bias
+        )
         attention.has_relative_attention_bias = True
-    return nn.ModuleList(found)
+    return nn.ModuleList(selected_blocks)

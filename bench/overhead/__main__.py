@@ -15,19 +15,26 @@ import sys
 from bench import command
 from bench.config import RunConfig
 from bench.errors import UsageError, require_at_least, require_choice
-from bench.hardware import detect
+from bench.hardware import detect_device
 from bench.launch.local import LocalLauncher
-from bench.measure.statistics import median
-from bench.overhead.compare import FIXED_LIMIT, STEP_LIMIT, Pair, judged, ours_first, verdict
-from bench.overhead.sides import FAMILIES, SideFailedError, run_bare, run_ours
-from bench.paths import path
-from bench.planning.plan import make_plan
-from bench.planning.request import read_request
+from bench.measure.statistics import compute_median
+from bench.overhead.compare import (
+    MAX_FIXED_RATIO,
+    MAX_STEP_RATIO,
+    OverheadPair,
+    is_ours_first,
+    select_quiet_pairs,
+    summarize_ratios,
+)
+from bench.overhead.sides import MODEL_FAMILIES, SideFailedError, run_bare, run_ours
+from bench.paths import parse_path_argument
+from bench.planning.plan import build_sweep_plan
+from bench.planning.request import parse_sweep_request
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and judge."""
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     try:
         require_at_least("--pairs", options.pairs, 1)
         require_choice("--precision", options.precision, ("fp32", "bf16"))
@@ -40,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             f"{config.label}, {options.steps} timed steps a run; one pair to warm up, then {options.pairs}", flush=True
         )
-        pairs = [measure_pair(config, overrides, number) for number in range(-1, options.pairs)][1:]
+        pairs = [measure_pair(config, overrides, pair_number) for pair_number in range(-1, options.pairs)][1:]
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
@@ -49,17 +56,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if options.output:
         options.output.write_text(json.dumps([dataclasses.asdict(pair) for pair in pairs], indent=1) + "\n")
-    chosen, num_quiet = judged(pairs), sum(pair.quiet for pair in pairs)
-    print(f"{num_quiet} of {len(pairs)} pairs had the machine to themselves; judged by {len(chosen)}")
-    step = verdict([pair.step_ratio for pair in chosen], STEP_LIMIT)
-    fixed = verdict([pair.fixed_ratio for pair in chosen], FIXED_LIMIT)
-    print(f"median step, ours / bare: {step}")
-    print(f"fixed cost, ours / bare: {fixed}")
-    surplus_s = median([pair.bare.surplus_s for pair in pairs])
+    judged_pairs, num_quiet = select_quiet_pairs(pairs), sum(pair.is_quiet for pair in pairs)
+    print(f"{num_quiet} of {len(pairs)} pairs had the machine to themselves; judged by {len(judged_pairs)}")
+    step_summary = summarize_ratios([pair.step_ratio for pair in judged_pairs], MAX_STEP_RATIO)
+    fixed_summary = summarize_ratios([pair.fixed_ratio for pair in judged_pairs], MAX_FIXED_RATIO)
+    print(f"median step, ours / bare: {step_summary}")
+    print(f"fixed cost, ours / bare: {fixed_summary}")
+    surplus_s = compute_median([pair.bare.surplus_s for pair in pairs])
     print(
         f"(the bare script with {options.warmup_steps} warm-up steps; its other untimed steps took {surplus_s:.3f} s)"
     )
-    return 0 if step.within and fixed.within else 1
+    return 0 if step_summary.is_within_limit and fixed_summary.is_within_limit else 1
 
 
 def read_config(overrides: list[str]) -> RunConfig:
@@ -70,34 +77,36 @@ def read_config(overrides: list[str]) -> RunConfig:
     UsageError
         If it would not, or the bare script does not know the model's family.
     """
-    device = detect()
-    request = read_request([*overrides, "sweep=adhoc"], multirun=False, device=device)
-    plan = make_plan(request.points, request.store, force=True, check=LocalLauncher(request.cluster, device).check)
+    device = detect_device()
+    request = parse_sweep_request([*overrides, "sweep=adhoc"], multirun=False, device=device)
+    plan = build_sweep_plan(
+        request.points, request.store, force=True, check_run=LocalLauncher(request.cluster, device).check
+    )
     if plan.impossible:
         raise UsageError(plan.impossible[0][1])
-    require_choice("model.family", plan.to_run[0].model.family, FAMILIES)
+    require_choice("model.family", plan.to_run[0].model.family, MODEL_FAMILIES)
     return plan.to_run[0]
 
 
-def measure_pair(config: RunConfig, overrides: list[str], number: int) -> Pair:
+def measure_pair(config: RunConfig, overrides: list[str], pair_number: int) -> OverheadPair:
     """Run both sides once, the order alternating with the pair's number, and print what they took."""
-    if ours_first(number):
+    if is_ours_first(pair_number):
         ours = run_ours(overrides)[0]
         bare = run_bare(config)[0]
     else:
         bare = run_bare(config)[0]
         ours = run_ours(overrides)[0]
-    pair = Pair(ours, bare)
+    pair = OverheadPair(ours, bare)
     print(
-        f"{number + 1 or 'warm-up':>7}  step {ours.step_s * 1000:8.3f} / {bare.step_s * 1000:8.3f} ms = "
+        f"{pair_number + 1 or 'warm-up':>7}  step {ours.step_s * 1000:8.3f} / {bare.step_s * 1000:8.3f} ms = "
         f"{pair.step_ratio:.4f}   fixed {ours.fixed_s:6.2f} / {bare.fixed_s:6.2f} s = {pair.fixed_ratio:.3f}"
-        f"{'' if pair.quiet else '   others were busy'}",
+        f"{'' if pair.is_quiet else '   others were busy'}",
         flush=True,
     )
     return pair
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.overhead", description="Compare bench.run with a bare hand-written DDP script."
     )
@@ -109,9 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence-length", type=int, default=64, help="tokens per sequence (default 64)")
     parser.add_argument("--steps", type=int, default=40, help="timed steps per run (default 40)")
     parser.add_argument("--warmup-steps", type=int, default=3, help="warm-up steps per run (default 3)")
-    parser.add_argument("--output", type=path, help="write every step time of every run here, as JSON")
+    parser.add_argument("--output", type=parse_path_argument, help="write every step time of every run here, as JSON")
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(command.execute(main))
+    sys.exit(command.run_main(main))

@@ -10,7 +10,7 @@ Rank 0 prints one line of JSON: its step times, each that of the slowest rank, a
 
 import time
 
-STARTED = time.perf_counter()
+START_S = time.perf_counter()
 
 import argparse  # noqa: E402
 import itertools  # noqa: E402
@@ -36,18 +36,18 @@ def build_model(family: str, config: dict[str, Any]) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**config))
 
 
-def synthetic_batch(
-    family: str, vocabulary: int, sequences: int, length: int, device: torch.device
+def build_synthetic_batch(
+    family: str, vocabulary_size: int, batch_size: int, sequence_length: int, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Inputs and labels."""
-    tokens = torch.randint(1, vocabulary, (sequences, length), device=device)
+    tokens = torch.randint(1, vocabulary_size, (batch_size, sequence_length), device=device)
     if family == "t5":
-        labels = torch.randint(1, vocabulary, (sequences, length), device=device)
+        labels = torch.randint(1, vocabulary_size, (batch_size, sequence_length), device=device)
         return {"input_ids": tokens, "decoder_input_ids": F.pad(labels[:, :-1], (1, 0))}, labels
     return {"input_ids": tokens}, F.pad(tokens[:, 1:], (0, 1), value=-100)
 
 
-def loss_of(model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor, bf16: bool) -> torch.Tensor:
+def compute_loss(model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor, bf16: bool) -> torch.Tensor:
     """Cross entropy in fp32."""
     with torch.autocast(labels.device.type, torch.bfloat16, enabled=bf16):
         logits = model(**inputs)["logits"]
@@ -78,42 +78,44 @@ def main() -> None:
         model, device_ids=[device.index] if on_gpu else None, gradient_as_bucket_view=True, static_graph=True
     )
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=True)
-    vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    inputs, labels = synthetic_batch(options.family, vocabulary, options.batch_size, options.sequence_length, device)
+    vocabulary_size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    inputs, labels = build_synthetic_batch(
+        options.family, vocabulary_size, options.batch_size, options.sequence_length, device
+    )
 
-    def now() -> Any:
+    def record_time() -> Any:
         if not on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def train(steps: int) -> list[Any]:
-        ticks = [now()]
-        for _ in range(steps):
-            loss_of(ddp, inputs, labels, options.bf16).backward()
+    def train_steps(num_steps: int) -> list[Any]:
+        timestamps = [record_time()]
+        for _ in range(num_steps):
+            compute_loss(ddp, inputs, labels, options.bf16).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            ticks.append(now())
-        return ticks
+            timestamps.append(record_time())
+        return timestamps
 
-    def slowest(ticks: list[Any]) -> list[float]:
-        pairs = itertools.pairwise(ticks)
-        times = [start.elapsed_time(end) / 1000 if on_gpu else end - start for start, end in pairs]
+    def compute_slowest_times(timestamps: list[Any]) -> list[float]:
+        intervals = itertools.pairwise(timestamps)
+        times = [start.elapsed_time(end) / 1000 if on_gpu else end - start for start, end in intervals]
         tensor = torch.tensor(times, dtype=torch.float64, device=device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    warmup = train(options.warmup_steps)
+    warmup_timestamps = train_steps(options.warmup_steps)
     dist.barrier()
-    timed = train(options.steps)
+    timed_timestamps = train_steps(options.steps)
     if on_gpu:
         torch.cuda.synchronize()
     result = {
         "parameters": num_parameters,
-        "warmup_times_s": slowest(warmup),
-        "step_times_s": slowest(timed),
-        "script_wall_s": time.perf_counter() - STARTED,
+        "warmup_times_s": compute_slowest_times(warmup_timestamps),
+        "step_times_s": compute_slowest_times(timed_timestamps),
+        "script_wall_s": time.perf_counter() - START_S,
     }
     if dist.get_rank() == 0:
         print(json.dumps(result))

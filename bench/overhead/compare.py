@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.measure.statistics import median, median_interval
+from bench.measure.statistics import compute_median, compute_median_interval
 
-STEP_LIMIT = 1.01
+MAX_STEP_RATIO = 1.01
 """The median step may take this many times the bare script's."""
 
-FIXED_LIMIT = 1.3
+MAX_FIXED_RATIO = 1.3
 """Everything outside of the timed steps may take this many times the bare script's."""
 
 
-QUIET_CORES = 0.15
+MAX_QUIET_CORES = 0.15
 """A pair counts as quiet if others kept no more than this many cores busy during either of its runs."""
 
-ENOUGH_PAIRS = 6
+MIN_PAIRS = 6
 """Fewer give no 95 % interval of the median."""
 
 
 @dataclass(frozen=True)
-class Run:
+class OverheadRun:
     """One run of either side."""
 
     parameters: int
@@ -40,7 +40,7 @@ class Run:
     @property
     def step_s(self) -> float:
         """Median step time."""
-        return median(self.step_times_s)
+        return compute_median(self.step_times_s)
 
     @property
     def fixed_s(self) -> float:
@@ -49,11 +49,11 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Pair:
+class OverheadPair:
     """A run of each side, one right after the other."""
 
-    ours: Run
-    bare: Run
+    ours: OverheadRun
+    bare: OverheadRun
 
     @property
     def step_ratio(self) -> float:
@@ -66,13 +66,13 @@ class Pair:
         return self.ours.fixed_s / self.bare.fixed_s
 
     @property
-    def quiet(self) -> bool:
+    def is_quiet(self) -> bool:
         """Whether the machine was left to the pair."""
-        return max(self.ours.others_cores, self.bare.others_cores) <= QUIET_CORES
+        return max(self.ours.others_cores, self.bare.others_cores) <= MAX_QUIET_CORES
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RatioSummary:
     """What the ratios of all pairs come to."""
 
     limit: float
@@ -83,40 +83,40 @@ class Verdict:
     """95 % confidence interval of the median; None of fewer than 6 pairs."""
 
     @property
-    def within(self) -> bool:
+    def is_within_limit(self) -> bool:
         """Whether the median keeps the limit."""
         return self.median <= self.limit
 
     @property
-    def settled(self) -> bool:
+    def is_conclusive(self) -> bool:
         """Whether the whole interval lies on the median's side of the limit."""
         if self.interval is None:
             return False
         low, high = self.interval
-        return high <= self.limit if self.within else low > self.limit
+        return high <= self.limit if self.is_within_limit else low > self.limit
 
     def __str__(self) -> str:
-        interval, doubt = f"too few for a 95 % interval, which takes {ENOUGH_PAIRS}", ""
+        interval_text, doubt_text = f"too few for a 95 % interval, which takes {MIN_PAIRS}", ""
         if self.interval is not None:
-            interval = "95 % interval {:.4f} to {:.4f}".format(*self.interval)
-            doubt = "" if self.settled else ", but the interval holds the limit: more pairs would settle it"
+            interval_text = "95 % interval {:.4f} to {:.4f}".format(*self.interval)
+            doubt_text = "" if self.is_conclusive else ", but the interval holds the limit: more pairs would settle it"
         return (
-            f"{self.median:.4f} ({interval}, range {self.lowest:.4f} to {self.highest:.4f}):"
-            f" {'within' if self.within else 'NOT within'} {self.limit:g}{doubt}"
+            f"{self.median:.4f} ({interval_text}, range {self.lowest:.4f} to {self.highest:.4f}):"
+            f" {'within' if self.is_within_limit else 'NOT within'} {self.limit:g}{doubt_text}"
         )
 
 
-def verdict(ratios: Sequence[float], limit: float) -> Verdict:
+def summarize_ratios(ratios: Sequence[float], limit: float) -> RatioSummary:
     """Judge the ratios of all pairs by their median."""
-    return Verdict(limit, min(ratios), median(ratios), max(ratios), median_interval(ratios))
+    return RatioSummary(limit, min(ratios), compute_median(ratios), max(ratios), compute_median_interval(ratios))
 
 
-def judged(pairs: Sequence[Pair]) -> list[Pair]:
+def select_quiet_pairs(pairs: Sequence[OverheadPair]) -> list[OverheadPair]:
     """The quiet pairs if they are enough to judge by, else all. What others did decides, never the ratio."""
-    quiet = [pair for pair in pairs if pair.quiet]
-    return quiet if len(quiet) >= ENOUGH_PAIRS else list(pairs)
+    quiet_pairs = [pair for pair in pairs if pair.is_quiet]
+    return quiet_pairs if len(quiet_pairs) >= MIN_PAIRS else list(pairs)
 
 
-def ours_first(pair: int) -> bool:
+def is_ours_first(pair_number: int) -> bool:
     """Whether our side goes first: ABBA, so that slow drift favours neither side."""
-    return pair % 2 == 0
+    return pair_number % 2 == 0

@@ -14,20 +14,20 @@ from typing import Any
 
 from bench import records
 from bench.config import RunConfig
-from bench.measure.memory import CpuProbe, CudaProbe
-from bench.measure.statistics import slowest_rank
-from bench.overhead.compare import Run
+from bench.measure.memory import CpuMemoryProbe, CudaMemoryProbe
+from bench.measure.statistics import compute_slowest_rank_times
+from bench.overhead.compare import OverheadRun
 
-ROOT = Path(__file__).resolve().parents[2]
-BARE = Path(__file__).with_name("bare_ddp.py")
-FAMILIES = ("t5", "gpt")
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
+BARE_SCRIPT = Path(__file__).with_name("bare_ddp.py")
+MODEL_FAMILIES = ("t5", "gpt")
 
 
 class SideFailedError(RuntimeError):
     """One side did not end well, so there is nothing to compare."""
 
 
-def run_ours(overrides: list[str]) -> tuple[Run, records.Record]:
+def run_ours(overrides: list[str]) -> tuple[OverheadRun, records.Record]:
     """`bench.run` with these overrides, in a store of its own; also returns the row it wrote.
 
     Raises
@@ -36,15 +36,19 @@ def run_ours(overrides: list[str]) -> tuple[Run, records.Record]:
         If the run did not end well.
     """
     with tempfile.TemporaryDirectory(prefix="bench-overhead-") as store:
-        _, wall_s, others = _timed([sys.executable, "-m", "bench.run", *overrides, f"store={store}"], dict(os.environ))
-        row = records.read_all(store).records[0]
+        _, wall_s, others_cores = _run_timed(
+            [sys.executable, "-m", "bench.run", *overrides, f"store={store}"], dict(os.environ)
+        )
+        row = records.read_latest_attempts(store).records[0]
     if row["status"] != "ok":
         raise SideFailedError(f"bench.run ended {row['status']}: {row.get('error')}")
-    steps = slowest_rank([rank["step_times_s"] for rank in row["ranks"]])
-    return Run(row["parameters"], steps, len(row["losses"]) - len(steps), wall_s, others), row
+    step_times_s = compute_slowest_rank_times([rank["step_times_s"] for rank in row["ranks"]])
+    return OverheadRun(
+        row["parameters"], step_times_s, len(row["losses"]) - len(step_times_s), wall_s, others_cores
+    ), row
 
 
-def run_bare(config: RunConfig) -> tuple[Run, dict[str, Any]]:
+def run_bare(config: RunConfig) -> tuple[OverheadRun, dict[str, Any]]:
     """The bare script doing the work of `config`, under torchrun; also returns the line it printed.
 
     It takes as many untimed steps as our side, so that the same step is timed. Those beyond the warm-up that
@@ -53,53 +57,62 @@ def run_bare(config: RunConfig) -> tuple[Run, dict[str, Any]]:
     warmup = config.measurement.warmup_steps
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.gpus)),
-        *(str(BARE), "--family", config.model.family, "--config", json.dumps(model_config(config))),
+        *(str(BARE_SCRIPT), "--family", config.model.family, "--config", json.dumps(build_model_config(config))),
         *("--batch-size", str(config.batch_size_per_gpu), "--sequence-length", str(config.sequence_length)),
-        *("--warmup-steps", str(warmup + observed_steps(config)), "--steps", str(config.measurement.steps)),
+        *("--warmup-steps", str(warmup + count_observed_steps(config)), "--steps", str(config.measurement.steps)),
         *(["--bf16"] if config.precision.compute == "bf16" else []),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": str(config.hardware.cpu_threads)}
     try:
-        output, wall_s, others = _timed(command, environment)
+        output, wall_s, others_cores = _run_timed(command, environment)
     except SideFailedError as error:
         # Now and then a gloo script aborts in its destructors ("terminate called without an active exception").
         print(f"{error} Once more:", file=sys.stderr)
-        output, wall_s, others = _timed(command, environment)
-    said = json.loads(output.strip().splitlines()[-1])
-    untimed = said["warmup_times_s"]
-    return Run(said["parameters"], said["step_times_s"], len(untimed), wall_s, others, sum(untimed[warmup:])), said
+        output, wall_s, others_cores = _run_timed(command, environment)
+    result = json.loads(output.strip().splitlines()[-1])
+    untimed_times_s = result["warmup_times_s"]
+    return OverheadRun(
+        result["parameters"],
+        result["step_times_s"],
+        len(untimed_times_s),
+        wall_s,
+        others_cores,
+        sum(untimed_times_s[warmup:]),
+    ), result
 
 
-def model_config(config: RunConfig) -> dict[str, Any]:
+def build_model_config(config: RunConfig) -> dict[str, Any]:
     """What our model's transformers configuration sets other than its class does."""
-    values: dict[str, Any] = config.model.build().config.to_diff_dict()  # type: ignore[operator, union-attr]
+    values: dict[str, Any] = config.model.build_model().config.to_diff_dict()  # type: ignore[operator, union-attr]
     return {key: value for key, value in values.items() if key not in ("model_type", "transformers_version")}
 
 
-def observed_steps(config: RunConfig) -> int:
+def count_observed_steps(config: RunConfig) -> int:
     """Steps our side takes under its memory probe, before its warm-up."""
-    return (CudaProbe if config.hardware.device == "cuda" else CpuProbe).observed_steps
+    return (CudaMemoryProbe if config.hardware.device == "cuda" else CpuMemoryProbe).observed_steps
 
 
-def _timed(command: list[str], environment: dict[str, str]) -> tuple[str, float, float]:
+def _run_timed(command: list[str], environment: dict[str, str]) -> tuple[str, float, float]:
     """Run a command to its end: what it printed, how long it took, and how many cores others used meanwhile."""
-    start, busy_s, own_s = time.perf_counter(), _machine_busy_s(), _children_busy_s()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    wall_s = time.perf_counter() - start
-    others_s = (_machine_busy_s() - busy_s) - (_children_busy_s() - own_s)
-    if done.returncode:
-        sys.stderr.write(done.stderr)
-        raise SideFailedError(f"{' '.join(command[1:3])} failed with exit code {done.returncode}: its output is above.")
-    return done.stdout, wall_s, max(0.0, others_s / wall_s)
+    start_s, machine_start_s, children_start_s = time.perf_counter(), _read_machine_busy_s(), _read_children_busy_s()
+    process = subprocess.run(command, cwd=REPOSITORY_ROOT, env=environment, capture_output=True, text=True)
+    wall_s = time.perf_counter() - start_s
+    others_s = (_read_machine_busy_s() - machine_start_s) - (_read_children_busy_s() - children_start_s)
+    if process.returncode:
+        sys.stderr.write(process.stderr)
+        raise SideFailedError(
+            f"{' '.join(command[1:3])} failed with exit code {process.returncode}: its output is above."
+        )
+    return process.stdout, wall_s, max(0.0, others_s / wall_s)
 
 
-def _machine_busy_s() -> float:
+def _read_machine_busy_s() -> float:
     """Processor seconds this machine has spent, all cores and everybody together, time stolen from it included."""
     user, nice, system, _idle, _waiting, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
-def _children_busy_s() -> float:
+def _read_children_busy_s() -> float:
     """Processor seconds of this process's children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

@@ -9,52 +9,59 @@ from dataclasses import dataclass
 
 from bench.config import RunConfig
 from bench.errors import UsageError
-from bench.simulate.predict import predict_all
-from bench.simulate.prediction import Prediction, Range
+from bench.simulate.predict import predict_runs
+from bench.simulate.prediction import PredictedRange, Prediction
 
 
 @dataclass(frozen=True)
-class Untold:
+class Unpredictable:
     """There is no prediction of a run."""
 
     reason: str
     """One sentence."""
-    refused: bool
+    is_impossible: bool
     """The question is impossible; else the predictor failed."""
 
 
-Forecast = Prediction | Untold
+RunPrediction = Prediction | Unpredictable
 
-_told: dict[str, Forecast] = {}
+_predictions_by_run_id: dict[str, RunPrediction] = {}
 """By run_id."""
 
 
-def forecasts(configs: Sequence[RunConfig]) -> list[Forecast]:
+def predict_configs(configs: Sequence[RunConfig]) -> list[RunPrediction]:
     """Predict runs, whatever their mode."""
-    new = {config.run_id: config for config in configs if config.run_id not in _told}
-    _told.update(zip(new, _ask(list(new.values())), strict=True))
-    return [_told[config.run_id] for config in configs]
+    new_configs = {config.run_id: config for config in configs if config.run_id not in _predictions_by_run_id}
+    _predictions_by_run_id.update(zip(new_configs, _predict_new_runs(list(new_configs.values())), strict=True))
+    return [_predictions_by_run_id[config.run_id] for config in configs]
 
 
-def _ask(configs: list[RunConfig]) -> list[Forecast]:
+def _predict_new_runs(configs: list[RunConfig]) -> list[RunPrediction]:
     """All at once; where that fails one by one, so that one run costs the others nothing."""
     try:
-        return [_checked(prediction) for prediction in predict_all(configs)] if configs else []
+        return [_reject_non_finite(prediction) for prediction in predict_runs(configs)] if configs else []
     except Exception as error:
         if len(configs) > 1:
-            return [forecast for config in configs for forecast in _ask([config])]
+            return [prediction for config in configs for prediction in _predict_new_runs([config])]
         if isinstance(error, UsageError):
-            return [Untold(str(error), refused=True)]
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        words = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":").rstrip(".")
-        return [Untold(f"the predictor failed: {words} ({last.name}, line {last.lineno}).", refused=False)]
+            return [Unpredictable(str(error), is_impossible=True)]
+        last_frame = traceback.extract_tb(error.__traceback__)[-1]
+        description = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":").rstrip(".")
+        return [
+            Unpredictable(
+                f"the predictor failed: {description} ({last_frame.name}, line {last_frame.lineno}).",
+                is_impossible=False,
+            )
+        ]
 
 
-def _checked(prediction: Prediction) -> Forecast:
+def _reject_non_finite(prediction: Prediction) -> RunPrediction:
     """The prediction, unless there is a number in it that is none."""
     memory, time = prediction.memory, prediction.time
     values = [*vars(memory).values(), *(vars(time).values() if time else ())]
-    ranges = [number for value in values if isinstance(value, Range) for number in vars(value).values()]
-    if all(math.isfinite(number) for number in (*ranges, *(value for value in values if isinstance(value, float)))):
+    range_values = [number for value in values if isinstance(value, PredictedRange) for number in vars(value).values()]
+    if all(
+        math.isfinite(number) for number in (*range_values, *(value for value in values if isinstance(value, float)))
+    ):
         return prediction
-    return Untold("the predictor failed: it came to no number.", refused=False)
+    return Unpredictable("the predictor failed: it came to no number.", is_impossible=False)

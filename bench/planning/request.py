@@ -10,61 +10,61 @@ from typing import Annotated, Any, TypedDict
 
 from hydra.core.override_parser.types import Override
 
-from bench.config import RANKS
-from bench.errors import UsageError, bad_value
+from bench.config import RANK_COUNT_BOUNDS
+from bench.errors import UsageError, invalid_value_error
 from bench.hardware import Hardware
-from bench.hardware.detect import Device
+from bench.hardware.detect import DetectedDevice
 from bench.paths import require_path
-from bench.planning.compose import MEMORY, composed, groups, parse, values_of
-from bench.planning.grid import Grid, Settings, read_grids
+from bench.planning.compose import MEMORY_KEY, compose_config, list_config_groups, list_override_values, parse_overrides
+from bench.planning.grid import RunSettings, SettingsGrid, parse_grids
 from bench.tracking import NO_TRACKER, Tracker, load_tracker
-from bench.typed import OneOf, Text, Within, checked, type_hints
+from bench.typed import OneOf, TextRule, Within, get_field_types, validate_value
 
-EXECUTION = (
+EXECUTION_KEYS = (
     *("store", "dry_run", "force", "time_budget_min", "skip_oom", "report", "search", "sweep", "cluster", "tracker"),
     "check",
 )
 """Keys (and groups) that say how a sweep is carried out, not what runs are."""
 
-CONTEXT = (*EXECUTION, "mode", "hardware", "measurement", "seed")
+CONTEXT_KEYS = (*EXECUTION_KEYS, "mode", "hardware", "measurement", "seed")
 """Keys that apply to any sweep; naming none but these, and no search, asks for the default sweep."""
 
-SEARCHES = ("none", "largest_batch")
+SEARCH_KINDS = ("none", "largest_batch")
 
-DEFAULT_ON_GPUS = "default_gpu"
+DEFAULT_GPU_SWEEP = "default_gpu"
 """What ``sweep=default`` is where runs are on GPUs."""
 
 ALL_GPUS = "all"
 """``gpus=all``: as many as this machine has or, of another hardware, as a machine takes ranks."""
 
-REPEATS = Annotated[int, Within(1, 1000)]
-DEVICE = Annotated[str | None, OneOf("cpu", "cuda")]
+REPEATS_HINT = Annotated[int, Within(1, 1000)]
+DEVICE_HINT = Annotated[str | None, OneOf("cpu", "cuda")]
 
-MOST_RUNS = 100_000
+MAX_RUNS = 100_000
 """Of a sweep, repetitions included: as many are planned in minutes."""
 
 
-class Execution(TypedDict):
+class ExecutionOptions(TypedDict):
     """How a sweep is carried out, besides its sections: what no run is hashed by."""
 
-    store: Annotated[str, Text("the path of a folder")]
+    store: Annotated[str, TextRule("the path of a folder")]
     dry_run: Annotated[bool | str, OneOf(True, False, "script")]
     force: bool
     skip_oom: bool
-    time_budget_min: Annotated[float | None, Within(0, 1e6, above=True, unit="minutes")]
+    time_budget_min: Annotated[float | None, Within(0, 1e6, exclusive_minimum=True, unit="minutes")]
     report: bool
     check: bool
-    search: Annotated[str, OneOf(*SEARCHES)]
+    search: Annotated[str, OneOf(*SEARCH_KINDS)]
 
 
 @dataclass(frozen=True)
-class Request:
+class SweepRequest:
     """A sweep as the user asked for it, expanded but not yet composed run by run."""
 
     sweep: str
-    points: list[Settings]
+    points: list[RunSettings]
     """Settings of each run, in order."""
-    executes: bool
+    executes_runs: bool
     """Whether any run is to be executed, not just predicted."""
     store: Path
     dry_run: bool
@@ -84,7 +84,7 @@ class Request:
     """Where attempts are shown beside the store."""
 
 
-def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) -> Request:
+def parse_sweep_request(arguments: Sequence[str], *, multirun: bool, device: DetectedDevice) -> SweepRequest:
     """Read a command line.
 
     Parameters
@@ -101,85 +101,91 @@ def read_request(arguments: Sequence[str], *, multirun: bool, device: Device) ->
     UsageError
         On anything that cannot be asked for.
     """
-    overrides = parse(list(arguments))
-    given: dict[str, list[str]] = {}
+    overrides = parse_overrides(list(arguments))
+    values_by_key: dict[str, list[str]] = {}
     for override in overrides:
-        values = values_of(override)
+        values = list_override_values(override)
         if not values:
-            raise bad_value(override.key_or_group, "(nothing)", "at least one value")
+            raise invalid_value_error(override.key_or_group, "(nothing)", "at least one value")
         if len(values) > 1 and not multirun:
             raise UsageError(f"{override.input_line} has several values: add -m to run each of them.")
-        given[_key(override)] = values
-    execution = {key: values for key, values in given.items() if _belongs(key, EXECUTION)}
-    for key, values in execution.items():
+        values_by_key[_format_key(override)] = values
+    execution_values = {key: values for key, values in values_by_key.items() if _is_in_section(key, EXECUTION_KEYS)}
+    for key, values in execution_values.items():
         if len(values) > 1:
-            raise bad_value(key, ",".join(values), "one value")
-    if "sweep" not in execution:
-        described = multirun or any(key == "search" or not _belongs(key, CONTEXT) for key in given)
-        execution["sweep"] = ["adhoc" if described else "default"]
-    once = {key: values[0] for key, values in execution.items()}
-    if once["sweep"] == "default" and _on_gpus(once, given, device):
-        once["sweep"] = DEFAULT_ON_GPUS
-    base = composed(once)
-    name = once["sweep"]
-    run_axes = {key: values for key, values in given.items() if key not in execution}
-    listed = read_grids(name, base["sweep"])
-    _refuse_execution_keys(name, listed)
-    grids = [grid.overridden(run_axes) for grid in listed]
-    how = {key: checked(key, hint, base[key]) for key, hint in type_hints(Execution).items()}
-    _check_budget(how["time_budget_min"], base["cluster"].get("launcher"))
-    repeats = checked("sweep.repeats", REPEATS, base["sweep"].get("repeats", 1))
-    cluster = {key: value for key, value in once.items() if _belongs(key, ("cluster",))}
-    hardware = _hardware_of(base["cluster"]) or description_of(device)
-    mode = str(base["mode"])
-    points = _points(grids, repeats, cluster, hardware, mode, device)
+            raise invalid_value_error(key, ",".join(values), "one value")
+    if "sweep" not in execution_values:
+        describes_runs = multirun or any(
+            key == "search" or not _is_in_section(key, CONTEXT_KEYS) for key in values_by_key
+        )
+        execution_values["sweep"] = ["adhoc" if describes_runs else "default"]
+    execution_settings = {key: values[0] for key, values in execution_values.items()}
+    if execution_settings["sweep"] == "default" and _runs_on_gpus(execution_settings, values_by_key, device):
+        execution_settings["sweep"] = DEFAULT_GPU_SWEEP
+    base_config = compose_config(execution_settings)
+    name = execution_settings["sweep"]
+    run_axes = {key: values for key, values in values_by_key.items() if key not in execution_values}
+    file_grids = parse_grids(name, base_config["sweep"])
+    _refuse_execution_keys(name, file_grids)
+    grids = [grid.override_axes(run_axes) for grid in file_grids]
+    execution_options = {
+        key: validate_value(key, hint, base_config[key]) for key, hint in get_field_types(ExecutionOptions).items()
+    }
+    _check_time_budget(execution_options["time_budget_min"], base_config["cluster"].get("launcher"))
+    repeats = validate_value("sweep.repeats", REPEATS_HINT, base_config["sweep"].get("repeats", 1))
+    cluster = {key: value for key, value in execution_settings.items() if _is_in_section(key, ("cluster",))}
+    hardware = _get_cluster_hardware(base_config["cluster"]) or find_hardware_description(device)
+    mode = str(base_config["mode"])
+    points = _expand_points(grids, repeats, cluster, hardware, mode, device)
     if not points:
         raise UsageError(f"sweep={name} comes to no run: choose values that its exclusions leave.")
-    executed = [point for point in points if point.get("mode", mode) != "predict"]
-    executes = bool(executed)
-    needed = checked("sweep.device", DEVICE, base["sweep"].get("device"))
-    _check_device(name, needed, {point["hardware"] for point in executed})
-    if how["skip_oom"] and not executes:
+    executed_points = [point for point in points if point.get("mode", mode) != "predict"]
+    executes_runs = bool(executed_points)
+    required_device = validate_value("sweep.device", DEVICE_HINT, base_config["sweep"].get("device"))
+    _check_sweep_device(name, required_device, {point["hardware"] for point in executed_points})
+    if execution_options["skip_oom"] and not executes_runs:
         raise UsageError("skip_oom=true is not valid with mode=predict, which executes nothing: choose false.")
-    if how["skip_oom"] and how["search"] != "none":
+    if execution_options["skip_oom"] and execution_options["search"] != "none":
         raise UsageError("skip_oom=true is not valid with a search, which must try what does not fit: choose false.")
-    return Request(
+    return SweepRequest(
         sweep=name,
         points=points,
-        executes=executes,
-        store=_store(how["store"]),
-        dry_run=bool(how["dry_run"]),
-        show_script=how["dry_run"] == "script",
-        force=how["force"],
-        skip_oom=how["skip_oom"],
-        time_budget_min=how["time_budget_min"],
-        report=how["report"],
-        check=how["check"],
-        search=how["search"],
-        cluster=base["cluster"],
-        tracker=load_tracker(base["tracker"]),
+        executes_runs=executes_runs,
+        store=_parse_store_path(execution_options["store"]),
+        dry_run=bool(execution_options["dry_run"]),
+        show_script=execution_options["dry_run"] == "script",
+        force=execution_options["force"],
+        skip_oom=execution_options["skip_oom"],
+        time_budget_min=execution_options["time_budget_min"],
+        report=execution_options["report"],
+        check=execution_options["check"],
+        search=execution_options["search"],
+        cluster=base_config["cluster"],
+        tracker=load_tracker(base_config["tracker"]),
     )
 
 
-def _refuse_execution_keys(sweep: str, grids: list[Grid]) -> None:
+def _refuse_execution_keys(sweep: str, grids: list[SettingsGrid]) -> None:
     """Raise `UsageError` where a sweep file sets what runs do not have, which would have no effect."""
-    found = sorted(key for grid in grids for key in grid.keys if _belongs(key, EXECUTION))
-    if found:
-        raise UsageError(f"sweep={sweep} sets {found[0]}, which is no setting of a run: give it on the command line.")
+    execution_keys = sorted(key for grid in grids for key in grid.keys if _is_in_section(key, EXECUTION_KEYS))
+    if execution_keys:
+        raise UsageError(
+            f"sweep={sweep} sets {execution_keys[0]}, which is no setting of a run: give it on the command line."
+        )
 
 
-def _store(text: str) -> Path:
+def _parse_store_path(text: str) -> Path:
     """The folder that rows go to, whether it is there or not."""
     store = require_path("store", text)
     try:
         if store.exists() and not store.is_dir():
-            raise bad_value("store", text, "a folder that can be written to (this is a file)")
+            raise invalid_value_error("store", text, "a folder that can be written to (this is a file)")
     except PermissionError as error:
-        raise bad_value("store", text, f"a folder that can be read ({error.strerror})") from None
+        raise invalid_value_error("store", text, f"a folder that can be read ({error.strerror})") from None
     return store
 
 
-def read_tracker(arguments: Sequence[str]) -> Tracker:
+def parse_tracker(arguments: Sequence[str]) -> Tracker:
     """Read the command line of what only sends: ``tracker.mode=offline`` and its like; wandb unless another is named.
 
     Raises
@@ -187,32 +193,36 @@ def read_tracker(arguments: Sequence[str]) -> Tracker:
     UsageError
         On anything but a tracker that keeps something, and its fields.
     """
-    given = {"tracker": "wandb"}
-    for override in parse(list(arguments)):
-        key, values = override.key_or_group, values_of(override)
-        if not _belongs(key, ("tracker",)):
-            fields = ", ".join(f"tracker.{field}" for field in composed(given)["tracker"] if field != "name")
+    tracker_settings = {"tracker": "wandb"}
+    for override in parse_overrides(list(arguments)):
+        key, values = override.key_or_group, list_override_values(override)
+        if not _is_in_section(key, ("tracker",)):
+            fields = ", ".join(
+                f"tracker.{field}" for field in compose_config(tracker_settings)["tracker"] if field != "name"
+            )
             raise UsageError(f"{key} is not a field here: choose tracker, {fields}.")
         if len(values) != 1:
-            raise bad_value(key, ",".join(values) or "(nothing)", "one value")
-        given[key] = values[0]
-    tracker = load_tracker(composed(given)["tracker"])
+            raise invalid_value_error(key, ",".join(values) or "(nothing)", "one value")
+        tracker_settings[key] = values[0]
+    tracker = load_tracker(compose_config(tracker_settings)["tracker"])
     if tracker == NO_TRACKER:
-        raise bad_value("tracker", tracker.name, [name for name in groups()["tracker"] if name != tracker.name])
+        raise invalid_value_error(
+            "tracker", tracker.name, [name for name in list_config_groups()["tracker"] if name != tracker.name]
+        )
     return tracker
 
 
-def _check_device(sweep: str, needed: str | None, hardware: set[str]) -> None:
+def _check_sweep_device(sweep: str, required_device: str | None, hardware_names: set[str]) -> None:
     """Raise `UsageError` for a sweep that is for one kind of device and would be executed on another."""
-    for name in sorted(hardware):
-        if needed is not None and _described({"hardware": name}, "device") != needed:
+    for name in sorted(hardware_names):
+        if required_device is not None and _get_hardware_field({"hardware": name}, "device") != required_device:
             raise UsageError(
-                f"sweep={sweep} is for {needed}, and hardware={name} is not: choose another sweep, or mode=predict "
+                f"sweep={sweep} is for {required_device}, and hardware={name} is not: choose another sweep, or mode=predict "
                 "with a hardware that is."
             )
 
 
-def _check_budget(minutes: float | None, launcher: Any) -> None:
+def _check_time_budget(minutes: float | None, launcher: Any) -> None:
     """Raise `UsageError` for a time after which this launcher cannot stop."""
     if minutes is not None and launcher == "slurm":
         raise UsageError(
@@ -221,92 +231,104 @@ def _check_budget(minutes: float | None, launcher: Any) -> None:
         )
 
 
-def _points(
-    grids: list[Grid], repeats: int, cluster: Settings, hardware: str, mode: str, device: Device
-) -> list[Settings]:
+def _expand_points(
+    grids: list[SettingsGrid], repeats: int, cluster: RunSettings, hardware: str, mode: str, device: DetectedDevice
+) -> list[RunSettings]:
     """All runs: a whole pass over the grids per repetition, so that slow drift does not fall on one configuration.
 
     A prediction has no repetitions. ``hardware=auto`` becomes `hardware`: what the cluster names, or this machine's
     device.
     """
-    runs = repeats * sum(grid.size for grid in grids)
-    if runs > MOST_RUNS:
-        raise UsageError(f"The sweep has {runs} runs: choose values and sweep.repeats that make at most {MOST_RUNS}.")
+    num_runs = repeats * sum(grid.size for grid in grids)
+    if num_runs > MAX_RUNS:
+        raise UsageError(
+            f"The sweep has {num_runs} runs: choose values and sweep.repeats that make at most {MAX_RUNS}."
+        )
     points = []
-    memory_gb = functools.cache(functools.partial(_memory_gb, device))
+    get_memory_gb = functools.cache(functools.partial(_get_memory_gb, device))
     for repeat in range(repeats):
         for grid in grids:
-            for point in grid.points():
+            for point in grid.iterate_points():
                 point = {**cluster, **point}
-                named = point.get("hardware", "auto")
-                described = hardware if named == "auto" else named
-                own_memory = tuple((key, value) for key, value in point.items() if key.lstrip("+") == MEMORY)
-                if not grid.takes(memory_gb(described, own_memory)):
+                requested_hardware = point.get("hardware", "auto")
+                point_hardware = hardware if requested_hardware == "auto" else requested_hardware
+                own_memory = tuple((key, value) for key, value in point.items() if key.lstrip("+") == MEMORY_KEY)
+                if not grid.takes_memory_gb(get_memory_gb(point_hardware, own_memory)):
                     continue
                 if point.get("gpus") == ALL_GPUS:
-                    point["gpus"] = str(_all_gpus(described, cluster, device))
-                predicted = point.get("mode", mode) == "predict"
-                if predicted and repeat > 0:
+                    point["gpus"] = str(_count_all_gpus(point_hardware, cluster, device))
+                is_prediction = point.get("mode", mode) == "predict"
+                if is_prediction and repeat > 0:
                     continue
                 if point.get("hardware", "auto") == "auto":
                     point["hardware"] = hardware
-                if repeats > 1 and not predicted:
+                if repeats > 1 and not is_prediction:
                     point["repeat"] = str(repeat)
                 points.append(point)
     return points
 
 
-def _on_gpus(once: Settings, given: dict[str, list[str]], device: Device) -> bool:
+def _runs_on_gpus(execution_settings: RunSettings, values_by_key: dict[str, list[str]], device: DetectedDevice) -> bool:
     """Whether the runs are on GPUs: those of the hardware that is named, or of this machine."""
-    named = given.get("hardware", ["auto"])[0]
-    cluster = composed({key: value for key, value in once.items() if _belongs(key, ("cluster",))})["cluster"]
-    described = (_hardware_of(cluster) or description_of(device)) if named == "auto" else named
-    return bool(_described({"hardware": described}, "device") == "cuda")
+    requested_hardware = values_by_key.get("hardware", ["auto"])[0]
+    cluster = compose_config(
+        {key: value for key, value in execution_settings.items() if _is_in_section(key, ("cluster",))}
+    )["cluster"]
+    hardware_name = (
+        (_get_cluster_hardware(cluster) or find_hardware_description(device))
+        if requested_hardware == "auto"
+        else requested_hardware
+    )
+    return bool(_get_hardware_field({"hardware": hardware_name}, "device") == "cuda")
 
 
-def _hardware_of(cluster: dict[str, Any]) -> str | None:
+def _get_cluster_hardware(cluster: dict[str, Any]) -> str | None:
     """The hardware that a cluster names, if it does."""
-    named: str | None = checked("cluster.hardware", Annotated[str | None, Text()], cluster.get("hardware"))
-    return named
+    hardware_name: str | None = validate_value(
+        "cluster.hardware", Annotated[str | None, TextRule()], cluster.get("hardware")
+    )
+    return hardware_name
 
 
-def _described(settings: Settings, field: str) -> Any:
+def _get_hardware_field(settings: RunSettings, field: str) -> Any:
     """One field of the hardware that some settings choose, checked."""
-    values = composed(settings)["hardware"]
-    return checked(f"hardware.{field}", type_hints(Hardware)[field], values.get(field))
+    values = compose_config(settings)["hardware"]
+    return validate_value(f"hardware.{field}", get_field_types(Hardware)[field], values.get(field))
 
 
-def _memory_gb(device: Device, hardware: str, own: tuple[tuple[str, str], ...]) -> float | None:
-    """Memory of one device: what a run's `own` setting is, or the hardware's description says, or this machine has."""
-    described: float | None = _described({"hardware": hardware, **dict(own)}, "memory_gb")
-    if described is None and device.memory_bytes is not None:
+def _get_memory_gb(device: DetectedDevice, hardware: str, own_settings: tuple[tuple[str, str], ...]) -> float | None:
+    """Memory of one device: what a run's `own_settings` setting is, or the hardware's description says, or this machine has."""
+    memory_gb: float | None = _get_hardware_field({"hardware": hardware, **dict(own_settings)}, "memory_gb")
+    if memory_gb is None and device.memory_bytes is not None:
         return device.memory_bytes / 1e9
-    return described
+    return memory_gb
 
 
-def _all_gpus(hardware: str, cluster: Settings, device: Device) -> int:
+def _count_all_gpus(hardware: str, cluster: RunSettings, device: DetectedDevice) -> int:
     """GPUs of a machine: of this one, if it has such GPUs."""
-    if device.kind == "cuda" and description_of(device) == hardware:
+    if device.kind == "cuda" and find_hardware_description(device) == hardware:
         return device.count
-    count: int = checked("cluster.gpus_per_node", Annotated[int, RANKS], composed(cluster)["cluster"]["gpus_per_node"])
+    count: int = validate_value(
+        "cluster.gpus_per_node", Annotated[int, RANK_COUNT_BOUNDS], compose_config(cluster)["cluster"]["gpus_per_node"]
+    )
     return count
 
 
 @functools.cache
-def description_of(device: Device) -> str:
+def find_hardware_description(device: DetectedDevice) -> str:
     """Name of the hardware description that knows this device: `cpu`, a GPU's, or `gpu` where nobody described it."""
     if device.kind == "cpu":
         return "cpu"
-    for option in groups()["hardware"]:
-        names = composed({"hardware": option})["hardware"].get("gpu_names", [])
-        if device.name in checked("hardware.gpu_names", type_hints(Hardware)["gpu_names"], names):
+    for option in list_config_groups()["hardware"]:
+        names = compose_config({"hardware": option})["hardware"].get("gpu_names", [])
+        if device.name in validate_value("hardware.gpu_names", get_field_types(Hardware)["gpu_names"], names):
             return option
     return "gpu"
 
 
-def _key(override: Override) -> str:
+def _format_key(override: Override) -> str:
     return ("+" if override.is_add() else "") + override.key_or_group
 
 
-def _belongs(key: str, sections: Sequence[str]) -> bool:
+def _is_in_section(key: str, sections: Sequence[str]) -> bool:
     return key.lstrip("+").partition(".")[0] in sections

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-def next_batch_size(tried: Mapping[int, int | None], start: int, limit_bytes: int | None, unit: int = 1) -> int | None:
+def choose_next_batch_size(
+    peaks_by_size: Mapping[int, int | None], start: int, limit_bytes: int | None, unit: int = 1
+) -> int | None:
     """The batch size to try next, None when the answer is known.
 
     Memory grows linearly with the batch, so two batches that fit foretell the largest; trying it and its neighbour
@@ -13,7 +15,7 @@ def next_batch_size(tried: Mapping[int, int | None], start: int, limit_bytes: in
 
     Parameters
     ----------
-    tried: mapping
+    peaks_by_size: mapping
         Batch size to its peak memory in bytes, or None if it ran out of memory.
     start: int
         Where to begin.
@@ -22,69 +24,89 @@ def next_batch_size(tried: Mapping[int, int | None], start: int, limit_bytes: in
     unit: int
         What batch sizes are multiples of, `start` among them.
     """
-    units = _next({size // unit: peak for size, peak in tried.items()}, start // unit, limit_bytes)
-    return None if units is None else units * unit
+    next_units = _choose_next_units(
+        {size // unit: peak for size, peak in peaks_by_size.items()}, start // unit, limit_bytes
+    )
+    return None if next_units is None else next_units * unit
 
 
-def _next(tried: Mapping[int, int | None], start: int, limit_bytes: int | None) -> int | None:
-    if not tried:
+def _choose_next_units(peaks_by_size: Mapping[int, int | None], start: int, limit_bytes: int | None) -> int | None:
+    if not peaks_by_size:
         return start
-    fits = sorted(size for size, peak in tried.items() if peak is not None)
-    bursts = sorted(size for size, peak in tried.items() if peak is None)
-    if not fits:
-        return bursts[0] // 2 or None
-    largest = fits[-1]
-    ceiling = min((size for size in bursts if size > largest), default=None)
-    if ceiling == largest + 1:
+    fitting_sizes = sorted(size for size, peak in peaks_by_size.items() if peak is not None)
+    oom_sizes = sorted(size for size, peak in peaks_by_size.items() if peak is None)
+    if not fitting_sizes:
+        return oom_sizes[0] // 2 or None
+    largest_fit = fitting_sizes[-1]
+    smallest_oom = min((size for size in oom_sizes if size > largest_fit), default=None)
+    if smallest_oom == largest_fit + 1:
         return None
-    guess = _foretold(tried, fits, limit_bytes)
-    if ceiling is None:
-        if guess is None:
-            return 2 * largest
-        return min(guess, 16 * largest) if guess > largest else largest + _stride(fits, guess)
-    half = largest // 2
-    if limit_bytes is not None and len(fits) == 1 and ceiling - largest > 4 and half and half not in tried:
-        return half  # fits as well, and two that fit foretell the largest
-    if guess is None or sum(size < 2 * largest for size in bursts) >= 2:
-        return (largest + ceiling) // 2  # bursting twice so near means that more counts than what is reported
-    if guess == largest:
-        return largest + 1
-    if largest < guess < ceiling:
-        return guess
+    extrapolated = _extrapolate_largest_batch(peaks_by_size, fitting_sizes, limit_bytes)
+    if smallest_oom is None:
+        if extrapolated is None:
+            return 2 * largest_fit
+        return (
+            min(extrapolated, 16 * largest_fit)
+            if extrapolated > largest_fit
+            else largest_fit + _compute_step_up(fitting_sizes, extrapolated)
+        )
+    half_size = largest_fit // 2
+    if (
+        limit_bytes is not None
+        and len(fitting_sizes) == 1
+        and smallest_oom - largest_fit > 4
+        and half_size
+        and half_size not in peaks_by_size
+    ):
+        return half_size  # fits as well, and two that fit foretell the largest
+    if extrapolated is None or sum(size < 2 * largest_fit for size in oom_sizes) >= 2:
+        return (largest_fit + smallest_oom) // 2  # bursting twice so near means that more counts than what is reported
+    if extrapolated == largest_fit:
+        return largest_fit + 1
+    if largest_fit < extrapolated < smallest_oom:
+        return extrapolated
     # More fits than was foretold, or less: look nearby, then further and further away.
-    near = largest + _stride(fits, guess) if guess < largest else ceiling - _setback(bursts, ceiling, guess)
-    return near if largest < near < ceiling else (largest + ceiling) // 2
+    nearby_size = (
+        largest_fit + _compute_step_up(fitting_sizes, extrapolated)
+        if extrapolated < largest_fit
+        else smallest_oom - _compute_step_down(oom_sizes, smallest_oom, extrapolated)
+    )
+    return nearby_size if largest_fit < nearby_size < smallest_oom else (largest_fit + smallest_oom) // 2
 
 
-def largest_fitting(tried: Mapping[int, int | None]) -> int | None:
+def find_largest_fitting(peaks_by_size: Mapping[int, int | None]) -> int | None:
     """The largest batch size that fitted, None if none did."""
-    return max((size for size, peak in tried.items() if peak is not None), default=None)
+    return max((size for size, peak in peaks_by_size.items() if peak is not None), default=None)
 
 
-def _stride(fits: list[int], foretold: int) -> int:
+def _compute_step_up(fitting_sizes: list[int], extrapolated: int) -> int:
     """How far to go on from the largest that fitted where less was foretold: one, two, four, ..."""
-    gap = fits[-1] - fits[-2]
-    return 2 * gap if foretold <= fits[-2] or gap <= fits[-1] // 4 else 1
+    gap = fitting_sizes[-1] - fitting_sizes[-2]
+    return 2 * gap if extrapolated <= fitting_sizes[-2] or gap <= fitting_sizes[-1] // 4 else 1
 
 
-def _setback(bursts: list[int], ceiling: int, foretold: int) -> int:
+def _compute_step_down(oom_sizes: list[int], smallest_oom: int, extrapolated: int) -> int:
     """How far to go back from the smallest that ran out of memory where more was foretold: 1, 4, 16, ..."""
-    second = min((size for size in bursts if size > ceiling), default=None)
-    if second is not None and foretold >= second:
-        return 4 * (second - ceiling)
-    return 1 if foretold - ceiling <= ceiling // 16 else ceiling  # far off: nearby is no better than anywhere
+    second_smallest_oom = min((size for size in oom_sizes if size > smallest_oom), default=None)
+    if second_smallest_oom is not None and extrapolated >= second_smallest_oom:
+        return 4 * (second_smallest_oom - smallest_oom)
+    return (
+        1 if extrapolated - smallest_oom <= smallest_oom // 16 else smallest_oom
+    )  # far off: nearby is no better than anywhere
 
 
-def _foretold(tried: Mapping[int, int | None], fits: list[int], limit_bytes: int | None) -> int | None:
+def _extrapolate_largest_batch(
+    peaks_by_size: Mapping[int, int | None], fitting_sizes: list[int], limit_bytes: int | None
+) -> int | None:
     """Largest batch whose memory, on the line through two that fitted, is within the limit."""
-    if limit_bytes is None or len(fits) < 2:
+    if limit_bytes is None or len(fitting_sizes) < 2:
         return None
-    larger = fits[-1]
+    larger_size = fitting_sizes[-1]
     # Neighbours differ by little more than fragmentation does.
-    smaller = max((size for size in fits if size <= 0.75 * larger), default=fits[0])
-    low, high = tried[smaller], tried[larger]
-    assert low is not None
-    assert high is not None
-    if high <= low:
+    smaller_size = max((size for size in fitting_sizes if size <= 0.75 * larger_size), default=fitting_sizes[0])
+    smaller_peak, larger_peak = peaks_by_size[smaller_size], peaks_by_size[larger_size]
+    assert smaller_peak is not None
+    assert larger_peak is not None
+    if larger_peak <= smaller_peak:
         return None
-    return larger + int((limit_bytes - high) * (larger - smaller) / (high - low))
+    return larger_size + int((limit_bytes - larger_peak) * (larger_size - smaller_size) / (larger_peak - smaller_peak))

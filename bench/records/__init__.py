@@ -1,34 +1,42 @@
 """Rows: what a run leaves behind. The ground floor: everything writes or reads it, it knows nobody."""
 
-from bench.records.claims import Claim, TakenError
-from bench.records.published import load_published, published_records
-from bench.records.reading import Contents, UnreadableRecordWarning, load, read_all, read_attempts
-from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION, NESTED, Column, Record
-from bench.records.store import attempts, latest, lock, next_attempt, read, row_path, write
+from bench.records.claims import Claim, RunClaimedError
+from bench.records.published import load_published, read_published_records
+from bench.records.reading import StoreContents, UnreadableRecordWarning, load, read_all_attempts, read_latest_attempts
+from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION, NESTED_PARTS, Record, RecordColumn
+from bench.records.store import (
+    find_next_attempt,
+    get_row_path,
+    list_attempts,
+    lock_run,
+    read_latest_row,
+    read_row,
+    write_row,
+)
 from bench.records.table import to_frame
 
 __all__ = [
     "COLUMNS",
     "COLUMN_NAMES",
     "FORMAT_VERSION",
-    "NESTED",
+    "NESTED_PARTS",
     "Claim",
-    "Column",
-    "Contents",
     "Record",
-    "TakenError",
+    "RecordColumn",
+    "RunClaimedError",
+    "StoreContents",
     "UnreadableRecordWarning",
-    "attempts",
-    "latest",
+    "find_next_attempt",
+    "get_row_path",
+    "list_attempts",
     "load",
     "load_published",
-    "lock",
-    "next_attempt",
-    "published_records",
-    "read",
-    "read_all",
-    "read_attempts",
-    "row_path",
+    "lock_run",
+    "read_all_attempts",
+    "read_latest_attempts",
+    "read_latest_row",
+    "read_published_records",
+    "read_row",
     "to_frame",
-    "write",
+    "write_row",
 ]

@@ -24,22 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import sharing
-from bench.records.encoding import dumps, read_json
+from bench.records.encoding import encode_record, read_json
 from bench.records.schema import FORMAT_VERSION, Record
-from bench.records.store import RUN_ID, next_attempt, row_path, write
+from bench.records.store import RUN_ID_PATTERN, find_next_attempt, get_row_path, write_row
 
-FOLDER = ".running"
+CLAIMS_FOLDER = ".running"
 
-BEING_WRITTEN_S = 10.0
+MAX_WRITE_DELAY_S = 10.0
 """A claim appears whole, but a network file system may show its content later than its name. One that cannot be read
 and was changed longer ago than this is not being written."""
 
-POLL_S = 0.2
+POLL_INTERVAL_S = 0.2
 
-JOB_ID = re.compile(r"^[0-9]{1,20}(_[0-9]{1,20})?\Z")
+JOB_ID_PATTERN = re.compile(r"^[0-9]{1,20}(_[0-9]{1,20})?\Z")
 
 
-class TakenError(Exception):
+class RunClaimedError(Exception):
     """Somebody else is executing the run."""
 
     def __init__(self, claim: Claim) -> None:
@@ -62,10 +62,10 @@ class Claim:
     @property
     def path(self) -> Path:
         """The claim's file."""
-        return self.store / FOLDER / f"{self.run_id}.claim"
+        return self.store / CLAIMS_FOLDER / f"{self.run_id}.claim"
 
     @property
-    def reserve(self) -> Path:
+    def reserved_file(self) -> Path:
         """The file that holds disk space for the row."""
         return self.store / self.run_id / f".row-{self.attempt}"
 
@@ -82,26 +82,29 @@ class Claim:
         row = {**self.row, **results}
         while True:
             try:
-                path = write(self.store, row, into=self.reserve)
+                path = write_row(self.store, row, reserved_file=self.reserved_file)
                 break
             except FileExistsError:
-                path = row_path(self.store, self.run_id, row["attempt"])
-                if path.read_text() == dumps({"format": FORMAT_VERSION, **row}) + "\n":
+                path = get_row_path(self.store, self.run_id, row["attempt"])
+                if path.read_text() == encode_record({"format": FORMAT_VERSION, **row}) + "\n":
                     break  # it was written by an earlier try, which could not say so
-                row["attempt"] = next_attempt(self.store, self.run_id)
+                row["attempt"] = find_next_attempt(self.store, self.run_id)
         self.release()
         return path
 
     def release(self) -> None:
         """Give the claim back, unless it was taken for that of a dead owner and is somebody else's by now."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.reserve)
+            os.unlink(self.reserved_file)
         with contextlib.suppress(FileNotFoundError, ValueError):
-            now = _read(self.store, self.path, self.run_id)
-            if now is not None and (dumps(now.owner), now.attempt) == (dumps(self.owner), self.attempt):
+            current_claim = _read_claim(self.store, self.path, self.run_id)
+            if current_claim is not None and (encode_record(current_claim.owner), current_claim.attempt) == (
+                encode_record(self.owner),
+                self.attempt,
+            ):
                 os.unlink(self.path)
 
-    def break_with(self, results: Record) -> bool:
+    def break_claim(self, results: Record) -> bool:
         """Write the row of an attempt whose owner is dead; False if somebody else was faster, or nothing can be told.
 
         Raises
@@ -109,47 +112,49 @@ class Claim:
         OSError
             If the store cannot be written; the claim stays.
         """
-        broken = self.path.with_name(f".broken-{self.run_id}-{os.getpid()}-{os.urandom(4).hex()}")
+        broken_path = self.path.with_name(f".broken-{self.run_id}-{os.getpid()}-{os.urandom(4).hex()}")
         try:
-            self.path.rename(broken)
+            self.path.rename(broken_path)
         except FileNotFoundError:
             return False
         try:
-            taken = _read(self.store, broken, self.run_id)
+            taken_claim = _read_claim(self.store, broken_path, self.run_id)
         except ValueError:
-            taken = None
-        if taken is not None and (taken.owner, taken.attempt) != (self.owner, self.attempt):
-            self._put_back(broken)
+            taken_claim = None
+        if taken_claim is not None and (taken_claim.owner, taken_claim.attempt) != (self.owner, self.attempt):
+            self._restore_file(broken_path)
             return False
-        reserve = self.reserve if sharing.is_own(self.reserve) else None  # another account's cannot be written to
+        reserved_file = (
+            self.reserved_file if sharing.is_own_file(self.reserved_file) else None
+        )  # another account's cannot be written to
         try:
             with contextlib.suppress(FileExistsError):  # it had written its row, and died before giving the claim back
-                write(self.store, {**self.row, **results}, into=reserve)
+                write_row(self.store, {**self.row, **results}, reserved_file=reserved_file)
         except ValueError:  # what it says of its run is no row
-            _put_aside(broken, self.run_id)
+            _quarantine_file(broken_path, self.run_id)
             return False
         except OSError:
-            self._put_back(broken)
+            self._restore_file(broken_path)
             raise
-        for path in (self.reserve, broken):
+        for path in (self.reserved_file, broken_path):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         return True
 
-    def _put_back(self, broken: Path) -> None:
+    def _restore_file(self, broken_path: Path) -> None:
         """Give a claim its name again, unless there is a new one by now."""
         try:
-            os.link(broken, self.path)
+            os.link(broken_path, self.path)
         except FileExistsError:
             pass
         except PermissionError:  # another account's file, which Linux may not let be linked
             if not self.path.exists():
-                broken.rename(self.path)
+                broken_path.rename(self.path)
                 return
-        os.unlink(broken)
+        os.unlink(broken_path)
 
 
-def take(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: int) -> Claim:
+def take_claim(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: int) -> Claim:
     """Claim a run for its next attempt, and the disk space its row will need.
 
     Parameters
@@ -165,19 +170,19 @@ def take(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: int) ->
         If the store cannot be written or has no space left for the row.
     """
     run_id = row["run_id"]
-    sharing.make_folder(store / FOLDER)
+    sharing.make_folder(store / CLAIMS_FOLDER)
     sharing.make_folder(store / run_id)
     while True:
-        attempt = next_attempt(store, run_id)
+        attempt = find_next_attempt(store, run_id)
         claim = Claim(store, run_id, attempt, owner, {**row, "attempt": attempt})
-        _link_whole(claim)
-        if next_attempt(store, run_id) == attempt:
+        _create_claim_file(claim)
+        if find_next_attempt(store, run_id) == attempt:
             break
         claim.release()  # between the two, its holder before us wrote a row
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(claim.reserve)
-        with claim.reserve.open("xb") as file:
+            os.unlink(claim.reserved_file)
+        with claim.reserved_file.open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, reserve_bytes)
     except OSError:
         claim.release()
@@ -185,63 +190,63 @@ def take(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: int) ->
     return claim
 
 
-def _link_whole(claim: Claim) -> None:
-    """Make the claim's file appear, or raise `TakenError`."""
+def _create_claim_file(claim: Claim) -> None:
+    """Make the claim's file appear, or raise `RunClaimedError`."""
     content = {"attempt": claim.attempt, "owner": claim.owner, "row": claim.row}
-    descriptor, temporary = tempfile.mkstemp(dir=claim.path.parent, prefix=".claim-")
+    descriptor, temporary_path = tempfile.mkstemp(dir=claim.path.parent, prefix=".claim-")
     try:
         with os.fdopen(descriptor, "w") as file:
             sharing.make_readable(file.fileno())
-            file.write(dumps(content))
+            file.write(encode_record(content))
             file.flush()
             os.fsync(file.fileno())
         while True:
             try:
-                os.link(temporary, claim.path)
+                os.link(temporary_path, claim.path)
                 return
             except FileExistsError:
                 try:
-                    holder = _read(claim.store, claim.path, claim.run_id)
+                    current_claim = _read_claim(claim.store, claim.path, claim.run_id)
                 except ValueError:
-                    _wait_or_put_aside(claim)
+                    _wait_or_quarantine(claim)
                     continue
-                if holder is not None:
-                    raise TakenError(holder) from None
+                if current_claim is not None:
+                    raise RunClaimedError(current_claim) from None
     finally:
-        os.unlink(temporary)
+        os.unlink(temporary_path)
 
 
-def _wait_or_put_aside(claim: Claim) -> None:
+def _wait_or_quarantine(claim: Claim) -> None:
     """Of a claim that cannot be read: give it time to be read, then put it aside."""
     with contextlib.suppress(FileNotFoundError):
-        if abs(time.time() - claim.path.lstat().st_mtime) > BEING_WRITTEN_S:
-            _put_aside(claim.path, claim.run_id)
+        if abs(time.time() - claim.path.lstat().st_mtime) > MAX_WRITE_DELAY_S:
+            _quarantine_file(claim.path, claim.run_id)
         else:
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
 
 
-def _put_aside(path: Path, run_id: str) -> None:
+def _quarantine_file(path: Path, run_id: str) -> None:
     """Rename a claim to where it claims nothing and can be looked at."""
     with contextlib.suppress(FileNotFoundError):
         path.rename(path.with_name(f".unreadable-{run_id}-{os.urandom(4).hex()}"))
 
 
-def held(store: Path, run_id: str) -> Claim | None:
+def find_claim(store: Path, run_id: str) -> Claim | None:
     """The claim on a run, if there is one that can be read."""
     with contextlib.suppress(ValueError):
-        return _read(store, store / FOLDER / f"{run_id}.claim", run_id)
+        return _read_claim(store, store / CLAIMS_FOLDER / f"{run_id}.claim", run_id)
     return None
 
 
-def running(store: Path) -> list[str]:
+def list_claimed_runs(store: Path) -> list[str]:
     """Runs of a store that are claimed."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        names = [name.removesuffix(".claim") for name in os.listdir(store / FOLDER)]
-        return sorted(name for name in names if RUN_ID.match(name))
+        names = [name.removesuffix(".claim") for name in os.listdir(store / CLAIMS_FOLDER)]
+        return sorted(name for name in names if RUN_ID_PATTERN.match(name))
     return []
 
 
-def _read(store: Path, path: Path, run_id: str) -> Claim | None:
+def _read_claim(store: Path, path: Path, run_id: str) -> Claim | None:
     """A claim; None where there is none.
 
     Raises
@@ -260,16 +265,16 @@ def _read(store: Path, path: Path, run_id: str) -> Claim | None:
     attempt, owner, row = (content.get(name) for name in ("attempt", "owner", "row"))
     if type(attempt) is not int or attempt < 0 or not isinstance(owner, dict) or not isinstance(row, dict):
         raise ValueError(f"{path}: not a claim")
-    if not _is_owner(owner):
+    if not _is_valid_owner(owner):
         raise ValueError(f"{path}: not a claim of a process or a job")
     if row.get("run_id") != run_id or row.get("attempt") != attempt:
         raise ValueError(f"{path}: not a claim on this run")
     return Claim(store, run_id, attempt, owner, row)
 
 
-def _is_owner(owner: dict[str, Any]) -> bool:
+def _is_valid_owner(owner: dict[str, Any]) -> bool:
     """Whether this is a process, or a SLURM job's start; a job's id becomes an argument of SLURM's commands."""
     job, restart = owner.get("job"), owner.get("restart")
-    if isinstance(job, str) and JOB_ID.match(job) and type(restart) is int and restart >= 0:
+    if isinstance(job, str) and JOB_ID_PATTERN.match(job) and type(restart) is int and restart >= 0:
         return True
     return isinstance(owner.get("process"), dict)

@@ -14,24 +14,24 @@ import stat
 from collections.abc import Mapping
 from typing import Any
 
-NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NON_FINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Texts that stand for numbers."""
 
-MOST_BYTES = 2**28
+MAX_FILE_BYTES = 2**28
 """A file larger than this is no row and is not read into memory."""
 
-SHOWN = 60
+MAX_SHOWN_LENGTH = 60
 """Characters of a value that a message shows."""
 
 
-def dumps(record: Mapping[str, Any]) -> str:
+def encode_record(record: Mapping[str, Any]) -> str:
     """The row as JSON text, ASCII only. Never raises because of a value: what JSON cannot hold is written as text."""
     try:
         text = json.dumps(record, indent=1, allow_nan=False)
     except (ValueError, TypeError):
-        text = json.dumps(_plain(record), indent=1, allow_nan=False)
+        text = json.dumps(_to_json_value(record), indent=1, allow_nan=False)
     if "\\ud" in text and not _is_unicode(json.loads(text)):
-        text = json.dumps(_plain(record), indent=1, allow_nan=False)
+        text = json.dumps(_to_json_value(record), indent=1, allow_nan=False)
     return text
 
 
@@ -47,12 +47,12 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would be waited for
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        file_status = os.fstat(descriptor)
+        if not stat.S_ISREG(file_status.st_mode):
             raise ValueError("not a regular file")
-        if status.st_size > MOST_BYTES:
-            raise ValueError(f"larger than {MOST_BYTES >> 20} MiB")
-        data = b"".join(iter(lambda: os.read(descriptor, status.st_size + 1), b""))
+        if file_status.st_size > MAX_FILE_BYTES:
+            raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
+        data = b"".join(iter(lambda: os.read(descriptor, file_status.st_size + 1), b""))
     finally:
         os.close(descriptor)
     try:
@@ -68,13 +68,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return content
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as a message shows it: JSON, printable, cut where it is long."""
     try:
         text = json.dumps(value)
     except (ValueError, TypeError, RecursionError):
         text = f"a {type(value).__name__}"
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[: MAX_SHOWN_LENGTH - 3]}..."
 
 
 def _is_unicode(content: Any) -> bool:
@@ -86,12 +86,12 @@ def _is_unicode(content: Any) -> bool:
     return True
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """The value with everything that JSON cannot hold as text."""
     if isinstance(value, Mapping):
-        return {str(_plain(key)): _plain(inner) for key, inner in value.items()}
+        return {str(_to_json_value(key)): _to_json_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_to_json_value(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, bool | int | float):

@@ -9,16 +9,16 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from bench.identity import done_before
+from bench.identity import get_added_strategy_knobs
 from bench.records.schema import Record
 
-Question = dict[str, Any]
+ConfigKey = dict[str, Any]
 """What was asked, as path -> plain value (``strategy.sharding_factor`` -> 8). Equal questions are one question."""
 
-ONLY_HOW = frozenset({"mode", "repeat", "seed", "measurement", "requested", "hardware"})
+SECTIONS_NOT_IN_KEY = frozenset({"mode", "repeat", "seed", "measurement", "requested", "hardware"})
 """Sections of a configuration that say how the answer was found, or on what: the hardware is looked at apart."""
 
-ADDED = {
+ADDED_KNOB_DEFAULTS = {
     "optimizer.keep_gradients": False,
     "model.activation": "gelu_new",
     "precision.float8": "none",
@@ -35,7 +35,7 @@ ADDED = {
 GIB = 2**30
 
 
-def fit_question(record: Record) -> Question | None:
+def build_fit_key(record: Record) -> ConfigKey | None:
     """What is asked when it is asked whether a run fits.
 
     That is the whole configuration but for how the answer was found, and of the hardware only its kind and how much
@@ -48,15 +48,15 @@ def fit_question(record: Record) -> Question | None:
     dict or None
         None where nothing says how much memory there is, and for rows without a configuration (published ones).
     """
-    asked, memory_gib = _asked(record), memory_gib_of(record)
-    if asked is None or memory_gib is None:
+    config_key, memory_gib = _build_config_key(record), get_memory_gib(record)
+    if config_key is None or memory_gib is None:
         return None
-    asked.pop("gpus_per_node", None)
-    return {**asked, "device": record.get("device"), "memory_gib": memory_gib}
+    config_key.pop("gpus_per_node", None)
+    return {**config_key, "device": record.get("device"), "memory_gib": memory_gib}
 
 
-def time_question(record: Record) -> Question | None:
-    """What is asked when it is asked how long a step takes: as in `fit_question`, and on which hardware.
+def build_step_time_key(record: Record) -> ConfigKey | None:
+    """What is asked when it is asked how long a step takes: as in `build_fit_key`, and on which hardware.
 
     Hardware is the same if its description has the same name and leaves a rank the same threads and memory; what the
     description believes of its speeds is no part of the question. Whether the device is really the same is for the
@@ -67,12 +67,12 @@ def time_question(record: Record) -> Question | None:
     dict or None
         None for rows without a configuration.
     """
-    asked = _asked(record)
-    if asked is None:
+    config_key = _build_config_key(record)
+    if config_key is None:
         return None
     hardware = record["config"].get("hardware") or {}
     return {
-        **asked,
+        **config_key,
         "device": record.get("device"),
         "hardware.name": record.get("hardware"),
         "hardware.cpu_threads": hardware.get("cpu_threads"),
@@ -80,7 +80,7 @@ def time_question(record: Record) -> Question | None:
     }
 
 
-def run_question(record: Record) -> Question | None:
+def build_run_key(record: Record) -> ConfigKey | None:
     """What is asked by a run that is made again after an upgrade, or on another machine.
 
     That is the whole configuration but for how the answer was found (repetition, seed, steps that are timed), the kind
@@ -92,44 +92,46 @@ def run_question(record: Record) -> Question | None:
     dict or None
         None for rows without a configuration (published ones).
     """
-    asked = _asked(record)
-    if asked is None:
+    config_key = _build_config_key(record)
+    if config_key is None:
         return None
-    asked.pop("gpus_per_node", None)
-    return {**asked, "device": record.get("device"), "memory_limit_bytes": record.get("memory_limit_bytes")}
+    config_key.pop("gpus_per_node", None)
+    return {**config_key, "device": record.get("device"), "memory_limit_bytes": record.get("memory_limit_bytes")}
 
 
-def memory_gib_of(record: Record) -> float | None:
+def get_memory_gib(record: Record) -> float | None:
     """GiB a rank may use: the limit, or what a GPU is sold with (an "80 GB" card counts as 80); None if unknown."""
     limit = record.get("memory_limit_bytes")
     if limit is not None:
         return float(limit / GIB)
-    sold = ((record.get("config") or {}).get("hardware") or {}).get("memory_gb")
-    return None if sold is None else float(sold)
+    nominal_gb = ((record.get("config") or {}).get("hardware") or {}).get("memory_gb")
+    return None if nominal_gb is None else float(nominal_gb)
 
 
-def identity(question: Question, *left_out: str) -> str:
+def encode_config_key(config_key: ConfigKey, *excluded_paths: str) -> str:
     """A question, without some of its paths, as a text that equal questions share."""
-    return json.dumps({path: value for path, value in question.items() if path not in left_out}, sort_keys=True)
+    return json.dumps({path: value for path, value in config_key.items() if path not in excluded_paths}, sort_keys=True)
 
 
-def leaves(config: Mapping[str, Any], left_out: Collection[str] = ()) -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any], excluded_names: Collection[str] = ()) -> dict[str, Any]:
     """A nested configuration as path -> plain value, without the fields and sections of some names."""
-    found: dict[str, Any] = {}
+    values_by_path: dict[str, Any] = {}
     for name, value in config.items():
-        if name in left_out:
+        if name in excluded_names:
             continue
         if isinstance(value, Mapping):
-            found |= {f"{name}.{path}": inner for path, inner in leaves(value, left_out).items()}
+            values_by_path |= {f"{name}.{path}": inner for path, inner in flatten_config(value, excluded_names).items()}
         else:
-            found[name] = value if value is None or isinstance(value, str | int | float) else json.dumps(value)
-    return found
+            values_by_path[name] = value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+    return values_by_path
 
 
-def _asked(record: Record) -> Question | None:
+def _build_config_key(record: Record) -> ConfigKey | None:
     """The configuration, without how the answer was found and without the hardware."""
     config = record.get("config")
     if not config:
         return None
-    before = {f"strategy.{knob}": value for knob, value in done_before(config.get("strategy") or {}).items()}
-    return {**ADDED, **before, **leaves(config, ONLY_HOW)}
+    added_strategy_knobs = {
+        f"strategy.{knob}": value for knob, value in get_added_strategy_knobs(config.get("strategy") or {}).items()
+    }
+    return {**ADDED_KNOB_DEFAULTS, **added_strategy_knobs, **flatten_config(config, SECTIONS_NOT_IN_KEY)}

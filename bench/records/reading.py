@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bench import collector
-from bench.records.index import Index
+from bench.records.index import StoreIndex
 from bench.records.schema import Record
-from bench.records.store import ATTEMPT_FILE, RUN_ID, read
+from bench.records.store import ATTEMPT_FILE_PATTERN, RUN_ID_PATTERN, read_row
 
 if TYPE_CHECKING:
     import pandas as pd
 
 RowFile = os.DirEntry[str] | Path
-Row = TypeVar("Row")
+RowT = TypeVar("RowT")
 
 
 class UnreadableRecordWarning(UserWarning):
@@ -28,7 +28,7 @@ class UnreadableRecordWarning(UserWarning):
 
 
 @dataclass
-class Contents:
+class StoreContents:
     """Everything a store holds: the latest row of each run, and the files that could not be read."""
 
     records: list[Record] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Contents:
     """Where each record lies, below what was read."""
 
 
-def read_all(path: str | Path) -> Contents:
+def read_latest_attempts(path: str | Path) -> StoreContents:
     """Read the latest attempt of every run below `path`.
 
     `path` may be a store, a folder of stores, one run's folder or one row file. An unreadable file is listed and
@@ -48,10 +48,10 @@ def read_all(path: str | Path) -> Contents:
     FileNotFoundError
         If `path` does not exist.
     """
-    return _contents(path, every=False)
+    return _read_contents(path, all_attempts=False)
 
 
-def read_attempts(path: str | Path) -> Contents:
+def read_all_attempts(path: str | Path) -> StoreContents:
     """Read every attempt of every run below `path`, not only the latest: what was measured with earlier commits.
 
     Raises
@@ -59,14 +59,16 @@ def read_attempts(path: str | Path) -> Contents:
     FileNotFoundError
         If `path` does not exist.
     """
-    return _contents(path, every=True)
+    return _read_contents(path, all_attempts=True)
 
 
-def _contents(path: str | Path, *, every: bool) -> Contents:
+def _read_contents(path: str | Path, *, all_attempts: bool) -> StoreContents:
     root = Path(path)
     prefix = f"{root.parent if root.is_file() else root}/"
-    rows, unreadable = _read_rows(root, lambda file: (read(file), os.fspath(file).removeprefix(prefix)), every=every)
-    return Contents([record for record, _ in rows], unreadable, [file for _, file in rows])
+    rows, unreadable = _read_rows(
+        root, lambda file: (read_row(file), os.fspath(file).removeprefix(prefix)), all_attempts=all_attempts
+    )
+    return StoreContents([record for record, _ in rows], unreadable, [file for _, file in rows])
 
 
 def load(path: str | Path) -> pd.DataFrame:
@@ -80,56 +82,62 @@ def load(path: str | Path) -> pd.DataFrame:
     FileNotFoundError
         If `path` does not exist.
     """
-    index = Index(Path(path))
-    numbers, unreadable = _read_rows(Path(path), index.find)
+    index = StoreIndex(Path(path))
+    numbers, unreadable = _read_rows(Path(path), index.find_row_number)
     for problem in unreadable:
         warnings.warn(f"left out: {problem}", UnreadableRecordWarning, stacklevel=2)
-    frame = index.table(numbers)
+    frame = index.build_table(numbers)
     frame.attrs["unreadable"] = unreadable
     return frame
 
 
-def _read_rows(path: Path, read_row: Callable[[RowFile], Row], *, every: bool = False) -> tuple[list[Row], list[str]]:
-    """The latest row of every run that can be read (or `every` row), and a sentence on each file that cannot."""
-    rows: list[Row] = []
+def _read_rows(
+    path: Path, read_row: Callable[[RowFile], RowT], *, all_attempts: bool = False
+) -> tuple[list[RowT], list[str]]:
+    """The latest row of all_attempts run that can be read (or `all_attempts` row), and a sentence on each file that cannot."""
+    rows: list[RowT] = []
     problems: list[str] = []
-    with collector.at_rest():  # rows are trees without cycles, and thousands of them make it search them all again
-        for files, strangers in _folders(path):
+    with (
+        collector.pause_garbage_collection()
+    ):  # rows are trees without cycles, and thousands of them make it search them all again
+        for files, foreign_files in _walk_folders(path):
             for file in files:
                 try:
                     rows.append(read_row(file))
-                    if not every:
+                    if not all_attempts:
                         break
                 except FileNotFoundError:
                     continue  # deleted since its folder was listed
                 except OSError as error:
-                    problems.append(f"{printable(file)}: {error.strerror}")
+                    problems.append(f"{format_path(file)}: {error.strerror}")
                 except ValueError as error:
-                    problems.append(f"{printable(file)}: {error}")
-            problems += [f"{printable(file)}: not a file of this suite" for file in strangers]
+                    problems.append(f"{format_path(file)}: {error}")
+            problems += [f"{format_path(file)}: not a file of this suite" for file in foreign_files]
     return rows, problems
 
 
-def _folders(path: Path) -> Iterator[tuple[Sequence[RowFile], list[str]]]:
+def _walk_folders(path: Path) -> Iterator[tuple[Sequence[RowFile], list[str]]]:
     """Of every folder below `path`, sorted by name: its row files, latest first, and what else a run's has in it."""
     if path.is_file():
         yield [path], []
         return
     if not path.is_dir():
         raise FileNotFoundError(f"no such store: {path}")
-    waiting = [os.fspath(path)]
-    while waiting:
-        folder = waiting.pop()
-        found: list[os.DirEntry[str]] = []
+    pending_folders = [os.fspath(path)]
+    while pending_folders:
+        folder = pending_folders.pop()
+        folder_entries: list[os.DirEntry[str]] = []
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            found += entries
-        below = [entry.path for entry in found if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."]
-        waiting += sorted(below, reverse=True)
-        files = [entry for entry in found if not _is_folder(entry)]
-        rows = {int(match[1]): file for file in files if (match := ATTEMPT_FILE.match(file.name))}
-        of_a_run = RUN_ID.match(os.path.basename(folder))
-        strangers = sorted(file.path for file in files if of_a_run and not _belongs(file.name))
-        yield [rows[attempt] for attempt in sorted(rows, reverse=True)], strangers
+            folder_entries += entries
+        subfolders = [
+            entry.path for entry in folder_entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."
+        ]
+        pending_folders += sorted(subfolders, reverse=True)
+        files = [entry for entry in folder_entries if not _is_folder(entry)]
+        row_files = {int(match[1]): file for file in files if (match := ATTEMPT_FILE_PATTERN.match(file.name))}
+        is_run_folder = RUN_ID_PATTERN.match(os.path.basename(folder))
+        foreign_files = sorted(file.path for file in files if is_run_folder and not _is_run_file(file.name))
+        yield [row_files[attempt] for attempt in sorted(row_files, reverse=True)], foreign_files
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -139,12 +147,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def printable(path: RowFile | str) -> str:
+def format_path(path: RowFile | str) -> str:
     """A path as a message shows it: file names are bytes, and need not be text."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
-def _belongs(name: str) -> bool:
+def _is_run_file(name: str) -> bool:
     return bool(
-        ATTEMPT_FILE.match(name) or re.match(r"^\d+\.((node\d+\.)?log|trace\.json\.gz)$", name) or name.startswith(".")
+        ATTEMPT_FILE_PATTERN.match(name)
+        or re.match(r"^\d+\.((node\d+\.)?log|trace\.json\.gz)$", name)
+        or name.startswith(".")
     )

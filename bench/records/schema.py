@@ -1,6 +1,6 @@
 """The row: which columns a record has, their types, units and meanings.
 
-A record is one JSON object: these columns, and beside them the nested parts that a table cannot hold (`NESTED`).
+A record is one JSON object: these columns, and beside them the nested parts that a table cannot hold (`NESTED_PARTS`).
 `results/README.md` documents the same format for people; a test holds the two together.
 """
 
@@ -12,20 +12,20 @@ from typing import Any
 
 FORMAT_VERSION = 1
 
-EVIDENCE = ("measured", "rehearsed", "predicted", "published")
+EVIDENCE_KINDS = ("measured", "rehearsed", "predicted", "published")
 STATUSES = ("ok", "oom", "error", "timeout", "preempted", "skipped")
-FINISHED = ("ok", "oom")
+FINISHED_STATUSES = ("ok", "oom")
 """Statuses that are results: such a run is not executed again unless forced."""
-STEPS_FOR_INTERVAL, STEPS_FOR_P95 = 6, 20
+MIN_STEPS_FOR_INTERVAL, MIN_STEPS_FOR_P95 = 6, 20
 """Timed steps from which on there is a 95 % interval of their median (fewer do not hold it 19 times of 20, all of them
 together), and a 95th percentile (of fewer it is the slowest one, more or less)."""
-PHASES = ("init", "forward", "backward", "optimizer")
+OOM_PHASES = ("init", "forward", "backward", "optimizer")
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Column:
+class RecordColumn:
     """One column of the table: its name, its pandas dtype and what a reader needs to know."""
 
     name: str
@@ -33,40 +33,40 @@ class Column:
     meaning: str
 
 
-def _columns(dtype: str, **meanings: str) -> tuple[Column, ...]:
-    return tuple(Column(name, dtype, meaning) for name, meaning in meanings.items())
+def _build_columns(dtype: str, **meanings: str) -> tuple[RecordColumn, ...]:
+    return tuple(RecordColumn(name, dtype, meaning) for name, meaning in meanings.items())
 
 
-COLUMNS: tuple[Column, ...] = (
-    *_columns(
+COLUMNS: tuple[RecordColumn, ...] = (
+    *_build_columns(
         "string",
         run_id="hash of the complete resolved configuration that can change the result",
         evidence="measured, rehearsed, predicted or published: what kind of statement the row is",
         sweep="name of the sweep that first asked for the run",
     ),
-    *_columns("Int64", repeat="number of the repetition, from 0", attempt="number of the try, from 0"),
-    *_columns(
+    *_build_columns("Int64", repeat="number of the repetition, from 0", attempt="number of the try, from 0"),
+    *_build_columns(
         "string",
         status="ok, oom, error, timeout, preempted or skipped",
         model="name of the model configuration",
         family="model family (t5, gpt, mingpt, mpt)",
     ),
-    *_columns("Int64", parameters="number of parameters of the whole model, counted before sharding"),
-    *_columns(
+    *_build_columns("Int64", parameters="number of parameters of the whole model, counted before sharding"),
+    *_build_columns(
         "string",
         strategy="strategy asked for (single, ddp, zero1, fsdp, fsdp1, data_parallel, deepspeed, accelerate, "
         "lightning, tensor_parallel, pipeline, naive_pipeline)",
         effective_strategy="strategy the run really used, with how it shards and, where only adapters are trained, "
         "lora or qlora: fsdp/full_shard_lora",
     ),
-    *_columns("Int64", sharding_factor="ranks that one copy of the model is spread over: 1 replicates"),
-    *_columns(
+    *_build_columns("Int64", sharding_factor="ranks that one copy of the model is spread over: 1 replicates"),
+    *_build_columns(
         "string",
         precision="precision asked for (fp32, tf32, bf16, fp16, bf16_pure, fp8)",
         device="cpu or cuda",
         hardware="name of the hardware description the run was checked against",
     ),
-    *_columns(
+    *_build_columns(
         "Int64",
         world_size="ranks, one per GPU (or CPU process)",
         nodes="machines the ranks ran on",
@@ -74,9 +74,9 @@ COLUMNS: tuple[Column, ...] = (
         sequence_length="tokens per sequence (T5: of the encoder)",
         gradient_accumulation="micro-batches per optimizer step",
     ),
-    *_columns("string", activation_checkpointing="none, full or selective"),
-    *_columns("boolean", compile="blocks compiled with torch.compile"),
-    *_columns(
+    *_build_columns("string", activation_checkpointing="none, full or selective"),
+    *_build_columns("boolean", compile="blocks compiled with torch.compile"),
+    *_build_columns(
         "Float64",
         tflops_per_gpu="model TFLOP/s per rank: FLOPs of forward and backward without recomputation / median step time",
         hardware_tflops_per_gpu="TFLOP/s per rank including what activation checkpointing computes again",
@@ -89,7 +89,7 @@ COLUMNS: tuple[Column, ...] = (
         "steps on), or of the prediction",
         step_time_ci_high_s="upper end of the same interval",
     ),
-    *_columns(
+    *_build_columns(
         "Int64",
         peak_allocated_bytes="peak of allocated tensor memory in a step after warm-up, maximum over ranks",
         peak_active_bytes="the same with blocks freed but still in use by a stream; on CPU equal to allocated",
@@ -99,30 +99,30 @@ COLUMNS: tuple[Column, ...] = (
         alloc_retries="times the caching allocator had to flush and retry during the timed steps, sum over ranks",
         skipped_steps="timed steps in which fp16 gradients overflowed, so that the optimizer did nothing",
     ),
-    *_columns(
+    *_build_columns(
         "boolean",
         degraded="time not representative, for a reason in degraded_by (older rows: allocator retries, skipped steps, "
         "or a CPU slowed by a memory limit)",
     ),
-    *_columns(
+    *_build_columns(
         "string",
         degraded_by="why the time is not representative: allocator retries, skipped steps, a CPU slowed by a memory "
         "limit, other processes on the processors (above 10 % of their time) or on the GPU, a GPU held back by heat or "
         "its power supply",
     ),
-    *_columns(
+    *_build_columns(
         "Float64",
         load_average="load average of the machine over the last minute when timing ended, highest of the machines",
         others_cpu_share="share of the time of the processors the ranks may use that other processes used during the "
         "timed steps (from warm-up on where these took under 0.5 s), of the machine where it was most",
     ),
-    *_columns(
+    *_build_columns(
         "Int64",
         gpu_processes_of_others="other processes that computed on a GPU of the run, before it or beside it, most of "
         "any; 0 within containers that hide them",
         gpu_used_before_bytes="memory of a GPU that was in use before the run, most of any",
     ),
-    *_columns(
+    *_build_columns(
         "Float64",
         gpu_utilization_before="percent of about a second before the run in which a GPU computed, most of any",
         sm_clock_mhz="clock of the multiprocessors under load, lowest of the GPUs, in the middle and at the end",
@@ -130,62 +130,66 @@ COLUMNS: tuple[Column, ...] = (
         gpu_power_w="power drawn under load, highest of the same",
         gpu_temperature_c="temperature under load, highest of the same",
     ),
-    *_columns("string", throttle_reasons="what NVML names as holding a GPU's clocks down under load"),
-    *_columns("Int64", warmup_steps="steps before the timed ones, without those that only memory was observed in"),
-    *_columns("Float64", warmup_s="seconds that these took, on the host's clock"),
-    *_columns("Int64", timed_steps="steps that were timed: measurement.steps, or more to last measurement.min_timed_s"),
-    *_columns("Float64", timed_s="sum of their times, each that of its slowest rank"),
-    *_columns(
+    *_build_columns("string", throttle_reasons="what NVML names as holding a GPU's clocks down under load"),
+    *_build_columns(
+        "Int64", warmup_steps="steps before the timed ones, without those that only memory was observed in"
+    ),
+    *_build_columns("Float64", warmup_s="seconds that these took, on the host's clock"),
+    *_build_columns(
+        "Int64", timed_steps="steps that were timed: measurement.steps, or more to last measurement.min_timed_s"
+    ),
+    *_build_columns("Float64", timed_s="sum of their times, each that of its slowest rank"),
+    *_build_columns(
         "string",
         fit="predicted: fits, too close to call (status ok) or does not fit (status oom); empty where nobody knows "
         "how much memory there is",
     ),
-    *_columns(
+    *_build_columns(
         "Int64",
         peak_allocated_low_bytes="predicted: lower end of the interval that holds peak_allocated 19 times of 20",
         peak_allocated_high_bytes="predicted: upper end of the same interval",
         peak_reserved_low_bytes="predicted: lower end of the interval that holds peak_reserved 19 times of 20",
         peak_reserved_high_bytes="predicted: upper end of the same interval",
     ),
-    *_columns(
+    *_build_columns(
         "string",
         limited_by="predicted: what a step waits for most: compute, memory bandwidth, network, kernel launches, "
         "allocator, pipeline bubble or, with offloading, host link or host memory",
     ),
-    *_columns(
+    *_build_columns(
         "Int64",
         memory_limit_bytes="memory each rank was allowed, on a GPU of what "
         "its caching allocator holds, without CUDA's context and NCCL's buffers; empty for no limit",
     ),
-    *_columns("string", oom_phase="where memory ran out: init, forward, backward or optimizer"),
-    *_columns(
+    *_build_columns("string", oom_phase="where memory ran out: init, forward, backward or optimizer"),
+    *_build_columns(
         "Int64",
         oom_bytes="bytes asked for when memory ran out: on a CPU of the tensor, on a GPU of the segment that its "
         "allocator asked the driver for (2 MiB, 20 MiB or a multiple of 2 MiB)",
         oom_rank="rank that ran out of memory first",
     ),
-    *_columns("Float64", setup_s="seconds from the start of the ranks to the first timed step"),
-    *_columns(
+    *_build_columns("Float64", setup_s="seconds from the start of the ranks to the first timed step"),
+    *_build_columns(
         "Float64",
         exposed_communication="share of a profiled or predicted step in communication not hidden by compute, waiting "
         "for slower ranks included; empty where the profiler saw no kernel",
         bubble="pipelines: share of a step in which a rank computes nothing, mean over ranks",
     ),
-    *_columns("string", error="cause of a failure, one sentence"),
-    *_columns(
+    *_build_columns("string", error="cause of a failure, one sentence"),
+    *_build_columns(
         "string",
         launcher="what started the ranks: local, slurm or alone (`bench.run`); predict where there are none",
         job_id="SLURM job, as array_task; empty elsewhere",
     ),
-    *_columns("Int64", concurrent_runs="other runs of this store that were on at any time during this one"),
-    *_columns(
+    *_build_columns("Int64", concurrent_runs="other runs of this store that were on at any time during this one"),
+    *_build_columns(
         "string",
         git_sha="commit the run was made with",
         torch_version="version of torch",
     ),
-    *_columns("boolean", git_clean="code and configuration were as in that commit"),
-    *_columns("string", predictor="predicted: version of the predictor, a hash of its code"),
-    *_columns(
+    *_build_columns("boolean", git_clean="code and configuration were as in that commit"),
+    *_build_columns("string", predictor="predicted: version of the predictor, a hash of its code"),
+    *_build_columns(
         "string",
         started_at="UTC time the run started, ISO 8601",
         finished_at="UTC time the row was written, ISO 8601",
@@ -196,43 +200,45 @@ COLUMNS: tuple[Column, ...] = (
         compute_dtype="dtype matmuls run in",
         reduce_dtype="dtype gradients are reduced in",
     ),
-    *_columns(
+    *_build_columns(
         "string",
         mixed_precision="how compute came to be narrower (precision.mixing): autocast; fsdp policy or deepspeed bf16, "
         "which cast parameters; or none",
     ),
-    *_columns(
+    *_build_columns(
         "boolean", gradient_accumulation_sync="gradients communicated after every micro-batch, not only the last"
     ),
-    *_columns(
+    *_build_columns(
         "Int64", bucket_cap_mb="DDP: size of a gradient bucket in MiB; empty for torch's default: 25, the first one 1"
     ),
-    *_columns(
+    *_build_columns(
         "boolean",
         gradient_as_bucket_view="DDP: gradients are views into the buckets",
         static_graph="DDP: every step uses the same parameters in the same order",
         reshard_after_forward="FSDP: free a unit's parameters after its forward (ZeRO-3) or keep them (ZeRO-2)",
         forward_prefetch="FSDP: gather the next unit before the current unit's forward",
     ),
-    *_columns("string", backward_prefetch="FSDP2: true or false; FSDP1: pre, post or none"),
-    *_columns("boolean", limit_all_gathers="FSDP1: at most two all-gathers in flight"),
-    *_columns("Int64", blocks_per_unit="FSDP: transformer blocks gathered as one"),
-    *_columns("boolean", cpu_offload="FSDP: shards on the CPU and, unless optimizer_on_device, the optimizer step"),
-    *_columns("Float64", final_loss="loss of the last step, mean over ranks; may be NaN or infinite"),
-    *_columns(
+    *_build_columns("string", backward_prefetch="FSDP2: true or false; FSDP1: pre, post or none"),
+    *_build_columns("boolean", limit_all_gathers="FSDP1: at most two all-gathers in flight"),
+    *_build_columns("Int64", blocks_per_unit="FSDP: transformer blocks gathered as one"),
+    *_build_columns(
+        "boolean", cpu_offload="FSDP: shards on the CPU and, unless optimizer_on_device, the optimizer step"
+    ),
+    *_build_columns("Float64", final_loss="loss of the last step, mean over ranks; may be NaN or infinite"),
+    *_build_columns(
         "Int64",
         first_nonfinite_loss_step="first step (from 0, warm-up included) whose loss is NaN or infinite; empty if all "
         "are finite",
     ),
-    *_columns("Int64", seed="seed of weights and data"),
-    *_columns(
+    *_build_columns("Int64", seed="seed of weights and data"),
+    *_build_columns(
         "string",
         gpu_name="name the device reports; on CPU the processor's",
         hosts="host names, separated by commas",
         trace="file name of the profiler trace beside the row",
         failed_nodes="hosts that failed the health check before the run, separated by commas",
     ),
-    *_columns(
+    *_build_columns(
         "Float64",
         health_matmul_tflops="TFLOP/s of matrix products in the health check before the run, of the slowest rank",
         health_all_reduce_gb_s="bus bandwidth in GB/s of an all-reduce among all ranks in the health check",
@@ -241,7 +247,7 @@ COLUMNS: tuple[Column, ...] = (
 
 COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
-NESTED: dict[str, str] = {
+NESTED_PARTS: dict[str, str] = {
     "format": "version of this format",
     "config": "the complete resolved configuration",
     "requested": "the strategy's knobs as they were asked for, before `full`, `node` and null were resolved",
@@ -263,7 +269,7 @@ NESTED: dict[str, str] = {
 UPGRADES: dict[int, Callable[[Record], Record]] = {}
 
 
-def upgrade(record: Record) -> Record:
+def upgrade_record(record: Record) -> Record:
     """Bring a record of any known format version to `FORMAT_VERSION`.
 
     Raises
@@ -282,7 +288,7 @@ def upgrade(record: Record) -> Record:
     return record
 
 
-def validate(record: Record) -> None:
+def validate_record(record: Record) -> None:
     """Check a record before it is written.
 
     Raises
@@ -290,13 +296,13 @@ def validate(record: Record) -> None:
     ValueError
         If a column is unknown, or a column of fixed vocabulary holds something else.
     """
-    unknown = sorted(set(record) - set(COLUMN_NAMES) - set(NESTED))
-    if unknown:
-        raise ValueError(f"columns unknown to the schema: {', '.join(unknown)}")
+    unknown_columns = sorted(set(record) - set(COLUMN_NAMES) - set(NESTED_PARTS))
+    if unknown_columns:
+        raise ValueError(f"columns unknown to the schema: {', '.join(unknown_columns)}")
     for name in ("run_id", "evidence", "status", "started_at"):
         if not record.get(name) and not (name == "started_at" and record.get("evidence") == "published"):
             raise ValueError(f"column {name} is empty")
-    for name, vocabulary in (("evidence", EVIDENCE), ("status", STATUSES), ("oom_phase", PHASES)):
+    for name, vocabulary in (("evidence", EVIDENCE_KINDS), ("status", STATUSES), ("oom_phase", OOM_PHASES)):
         if record.get(name) is not None and record[name] not in vocabulary:
             raise ValueError(f"{name}={record[name]!r} is not one of {', '.join(vocabulary)}")
     if record["status"] == "oom" and record.get("oom_phase") is None:

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import TextIO
 
-READABLE = 0o644
+READABLE_MODE = 0o644
 
 
 def make_folder(path: Path) -> None:
@@ -33,18 +33,18 @@ def open_lock(path: Path) -> TextIO:
     OSError
         If it cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, READABLE)
-    if is_own(path):
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, READABLE_MODE)
+    if is_own_file(path):
         _open_to_group(path, stat.S_IRGRP | stat.S_IWGRP)
     return os.fdopen(descriptor, "r+")
 
 
 def make_readable(descriptor: int) -> None:
     """Let everybody who reaches a file read it: temporary files are made for their maker alone."""
-    os.fchmod(descriptor, READABLE)
+    os.fchmod(descriptor, READABLE_MODE)
 
 
-def is_own(path: Path) -> bool:
+def is_own_file(path: Path) -> bool:
     """Whether a file is this account's, or not there yet."""
     try:
         return path.stat().st_uid == os.geteuid()
@@ -54,12 +54,12 @@ def is_own(path: Path) -> bool:
 
 def _open_to_group(path: Path, permissions: int) -> None:
     """Give a path the group of the folder it lies in, and of some permissions those that the folder's group has."""
-    folder, own = path.parent.stat(), path.stat()
-    if own.st_gid != folder.st_gid:
+    folder_status, path_status = path.parent.stat(), path.stat()
+    if path_status.st_gid != folder_status.st_gid:
         try:
-            os.chown(path, -1, folder.st_gid)
+            os.chown(path, -1, folder_status.st_gid)
         except PermissionError:  # its maker is not of that group, which then is not the one that shares the store
             return
-    wanted = stat.S_IMODE(own.st_mode) | (folder.st_mode & permissions)
-    if wanted != stat.S_IMODE(path.stat().st_mode):
-        path.chmod(wanted)
+    wanted_mode = stat.S_IMODE(path_status.st_mode) | (folder_status.st_mode & permissions)
+    if wanted_mode != stat.S_IMODE(path.stat().st_mode):
+        path.chmod(wanted_mode)

@@ -20,37 +20,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.records import sharing
-from bench.records.checking import RUN_ID, check
-from bench.records.encoding import dumps, read_json
-from bench.records.schema import FORMAT_VERSION, Record, upgrade, validate
+from bench.records.checking import RUN_ID_PATTERN, check_record
+from bench.records.encoding import encode_record, read_json
+from bench.records.schema import FORMAT_VERSION, Record, upgrade_record, validate_record
 
-ATTEMPT_FILE = re.compile(r"^([0-9]{1,15})\.json\Z")
+ATTEMPT_FILE_PATTERN = re.compile(r"^([0-9]{1,15})\.json\Z")
 
 
-def attempts(store: str | Path, run_id: str) -> list[int]:
+def list_attempts(store: str | Path, run_id: str) -> list[int]:
     """Numbers of the attempts recorded for a run, ascending."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(Path(store) / run_id)
-        return sorted(int(match[1]) for name in names if (match := ATTEMPT_FILE.match(name)))
+        return sorted(int(match[1]) for name in names if (match := ATTEMPT_FILE_PATTERN.match(name)))
     return []
 
 
-def next_attempt(store: str | Path, run_id: str) -> int:
+def find_next_attempt(store: str | Path, run_id: str) -> int:
     """The number a new attempt of this run gets."""
-    return max(attempts(store, run_id), default=-1) + 1
+    return max(list_attempts(store, run_id), default=-1) + 1
 
 
-def row_path(store: str | Path, run_id: str, attempt: int) -> Path:
+def get_row_path(store: str | Path, run_id: str, attempt: int) -> Path:
     """Where the row of one attempt lies."""
     return Path(store) / run_id / f"{attempt}.json"
 
 
-def write(store: str | Path, record: Record, *, into: str | Path | None = None) -> Path:
+def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | None = None) -> Path:
     """Write one row, atomically and durably.
 
     Parameters
     ----------
-    into: Path, optional
+    reserved_file: Path, optional
         A file in the run's folder to use as the temporary one: disk space that was taken beforehand. Links are not
         followed.
 
@@ -69,15 +69,18 @@ def write(store: str | Path, record: Record, *, into: str | Path | None = None) 
         If the store cannot be written.
     """
     record = {"format": FORMAT_VERSION, **record}
-    validate(record)
-    target = row_path(store, record["run_id"], record["attempt"])
-    sharing.make_folder(target.parent)
-    text = dumps(record) + "\n"
-    if into is None or Path(into).is_symlink():
-        into = None
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".row-")
+    validate_record(record)
+    target_path = get_row_path(store, record["run_id"], record["attempt"])
+    sharing.make_folder(target_path.parent)
+    text = encode_record(record) + "\n"
+    if reserved_file is None or Path(reserved_file).is_symlink():
+        reserved_file = None
+        descriptor, temporary_path = tempfile.mkstemp(dir=target_path.parent, prefix=".row-")
     else:
-        descriptor, temporary = os.open(into, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), str(into)
+        descriptor, temporary_path = (
+            os.open(reserved_file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644),
+            str(reserved_file),
+        )
     try:
         with os.fdopen(descriptor, "w") as file:
             sharing.make_readable(file.fileno())
@@ -85,22 +88,22 @@ def write(store: str | Path, record: Record, *, into: str | Path | None = None) 
             file.truncate()
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, target)
+        os.link(temporary_path, target_path)
     except BaseException:
-        if into is None:  # space taken beforehand is kept for another try
-            os.unlink(temporary)
+        if reserved_file is None:  # space taken beforehand is kept for another try
+            os.unlink(temporary_path)
         raise
-    os.unlink(temporary)
-    directory = os.open(target.parent, os.O_RDONLY)
+    os.unlink(temporary_path)
+    folder_descriptor = os.open(target_path.parent, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(folder_descriptor)
     finally:
-        os.close(directory)
-    return target
+        os.close(folder_descriptor)
+    return target_path
 
 
 @contextlib.contextmanager
-def lock(store: str | Path, run_id: str, *, blocking: bool = True) -> Iterator[bool]:
+def lock_run(store: str | Path, run_id: str, *, blocking: bool = True) -> Iterator[bool]:
     """Hold a run for as long as it executes, so that two sweeps on one store never execute it at once.
 
     The lock goes with the process that holds it, however it ends. Yields whether the lock was obtained, which is
@@ -117,7 +120,7 @@ def lock(store: str | Path, run_id: str, *, blocking: bool = True) -> Iterator[b
         yield True
 
 
-def read(path: str | os.PathLike[str]) -> Record:
+def read_row(path: str | os.PathLike[str]) -> Record:
     """Read one row file, bring it to the current format and check it.
 
     Raises
@@ -127,15 +130,25 @@ def read(path: str | os.PathLike[str]) -> Record:
     ValueError
         If it is not a record: torn, foreign, of a later format, or with a value that no row has.
     """
-    return check(upgrade(read_json(path)))
+    return check_record(upgrade_record(read_json(path)))
 
 
-def latest(store: str | Path, run_id: str) -> Record | None:
+def read_latest_row(store: str | Path, run_id: str) -> Record | None:
     """The row of a run's latest attempt, or None where there is none that can be read."""
-    for attempt in reversed(attempts(store, run_id)):
+    for attempt in reversed(list_attempts(store, run_id)):
         with contextlib.suppress(ValueError, OSError):
-            return read(row_path(store, run_id, attempt))
+            return read_row(get_row_path(store, run_id, attempt))
     return None
 
 
-__all__ = ["ATTEMPT_FILE", "RUN_ID", "attempts", "latest", "lock", "next_attempt", "read", "row_path", "write"]
+__all__ = [
+    "ATTEMPT_FILE_PATTERN",
+    "RUN_ID_PATTERN",
+    "find_next_attempt",
+    "get_row_path",
+    "list_attempts",
+    "lock_run",
+    "read_latest_row",
+    "read_row",
+    "write_row",
+]

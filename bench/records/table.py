@@ -18,31 +18,33 @@ if TYPE_CHECKING:
 
 def to_frame(records: list[Record]) -> pd.DataFrame:
     """Records as one typed table, a row per record, columns as in the schema."""
-    return frame_of([record.get(column.name) for record in records] for column in COLUMNS)
+    return build_frame([record.get(column.name) for record in records] for column in COLUMNS)
 
 
-def frame_of(columns: Iterable[Any]) -> pd.DataFrame:
+def build_frame(columns: Iterable[Any]) -> pd.DataFrame:
     """A table from the values of each column, in the schema's order."""
     import pandas as pd
 
     return pd.DataFrame(
-        {column.name: _array(values, column.dtype) for column, values in zip(COLUMNS, columns, strict=True)}
+        {column.name: _build_array(values, column.dtype) for column, values in zip(COLUMNS, columns, strict=True)}
     )
 
 
-def _array(values: Any, dtype: str) -> Any:
+def _build_array(values: Any, dtype: str) -> Any:
     """A column's values with None for missing. NaN is a value: `pd.array` would take it for missing."""
     import pandas as pd
 
     if dtype == "Float64" and not isinstance(values, pd.api.extensions.ExtensionArray):
         values = list(values)
-        missing = np.array([value is None or value is pd.NA for value in values], dtype=bool)
-        numbers = np.array([0.0 if gone else value for gone, value in zip(missing, values, strict=True)], dtype=float)
-        return pd.arrays.FloatingArray(numbers, missing)
+        missing_mask = np.array([value is None or value is pd.NA for value in values], dtype=bool)
+        numbers = np.array(
+            [0.0 if is_missing else value for is_missing, value in zip(missing_mask, values, strict=True)], dtype=float
+        )
+        return pd.arrays.FloatingArray(numbers, missing_mask)
     return pd.array(values, dtype=dtype)  # type: ignore[call-overload]
 
 
-def pack(frame: pd.DataFrame) -> dict[str, np.ndarray]:
+def pack_frame(frame: pd.DataFrame) -> dict[str, np.ndarray]:
     """A table as arrays without Python objects: reading them back from a file executes nothing."""
     import pandas as pd
 
@@ -59,8 +61,8 @@ def pack(frame: pd.DataFrame) -> dict[str, np.ndarray]:
     return arrays
 
 
-def unpack(arrays: Mapping[str, np.ndarray]) -> pd.DataFrame:
-    """The table that `pack` was given."""
+def unpack_frame(arrays: Mapping[str, np.ndarray]) -> pd.DataFrame:
+    """The table that `pack_frame` was given."""
     import pandas as pd
 
     columns = []
@@ -70,10 +72,10 @@ def unpack(arrays: Mapping[str, np.ndarray]) -> pd.DataFrame:
             texts = np.array([*unpack_texts(arrays[f"{column.name}.texts"]), None], dtype=object)
             values = texts[values]  # code -1, for missing, is the last
         else:
-            values = _array(values, column.dtype)
+            values = _build_array(values, column.dtype)
             values[arrays[f"{column.name}.missing"]] = pd.NA
         columns.append(values)
-    return frame_of(columns)
+    return build_frame(columns)
 
 
 def pack_texts(texts: list[str]) -> np.ndarray:

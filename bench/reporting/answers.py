@@ -9,157 +9,172 @@ from typing import Any
 
 import pandas as pd
 
-from bench.reporting.cells import first_known, known
-from bench.reporting.labels import TOO_CLOSE, listing, memory
+from bench.reporting.cells import list_first_known_values, list_known_values
+from bench.reporting.labels import TOO_CLOSE, format_list, format_memory
 
-FITS, OOM, MIXED, FAILED, SKIPPED = "fits", "out of memory", "some repeats fit", "failed", "skipped"
-CLOSE = TOO_CLOSE
+FITS, OOM, MIXED_REPEATS, FAILED, SKIPPED = "fits", "out of memory", "some repeats fit", "failed", "skipped"
+CLOSE_CALL = TOO_CLOSE
 
 
-Row = Mapping[str, Any]
+FitRow = Mapping[str, Any]
 
-COLUMNS = (
+FIT_COLUMNS = (
     *("status", "fit", "batch_size_per_gpu", "oom_phase", "degraded"),
     *("peak_allocated_bytes", "peak_reserved_bytes"),
 )
 """What of a row an answer is made of."""
 
 
-def outcome_of(repeats: Sequence[Row]) -> str:
+def classify_outcome(repeats: Sequence[FitRow]) -> str:
     """What became of the repeats of one run, in a word."""
-    fitted, out_of_memory = ([row for row in repeats if row["status"] == status] for status in ("ok", "oom"))
-    if fitted and out_of_memory:
-        return MIXED
-    if fitted:
-        return CLOSE if CLOSE in known(fitted, "fit") else FITS
-    if out_of_memory:
+    fitted_rows, oom_rows = ([row for row in repeats if row["status"] == status] for status in ("ok", "oom"))
+    if fitted_rows and oom_rows:
+        return MIXED_REPEATS
+    if fitted_rows:
+        return CLOSE_CALL if CLOSE_CALL in list_known_values(fitted_rows, "fit") else FITS
+    if oom_rows:
         return OOM
     return SKIPPED if all(row["status"] == "skipped" for row in repeats) else FAILED
 
 
 @dataclass(frozen=True)
-class Answer:
+class FitAnswer:
     """What one kind of evidence says about one configuration, over all the batch sizes it was asked about."""
 
     evidence: str
-    tried: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
     """Batch sizes, ascending."""
-    most: int | None
+    max_fitting_batch: int | None
     """The largest batch that fits."""
-    perhaps: int | None
+    close_call_batch: int | None
     """A larger one that is predicted too close to the limit to call."""
-    least: int | None
+    min_oom_batch: int | None
     """The smallest batch that runs out of memory."""
     peak_bytes: float
-    """Memory reserved at `most`, or at `perhaps` where nothing surely fits; NaN if unknown."""
+    """Memory reserved at `max_fitting_batch`, or at `close_call_batch` where nothing surely fits; NaN if unknown."""
     needed_bytes: float
-    """Memory that `least` is predicted to need; NaN where it ran (and nobody knows) or nothing runs out of memory."""
-    phase: str | None
-    """Where memory runs out at `least`."""
-    degraded: bool = False
+    """Memory that `min_oom_batch` is predicted to need; NaN where it ran (and nobody knows) or nothing runs out of memory."""
+    oom_phase: str | None
+    """Where memory runs out at `min_oom_batch`."""
+    is_degraded: bool = False
     """Whether the largest batch that fits does so at a time that does not represent its speed."""
 
     @property
-    def mixed(self) -> bool:
+    def is_contradictory(self) -> bool:
         """Whether the rows contradict one another: some repeats fit, or a larger batch than one that does not."""
-        return self.most is not None and self.least is not None and self.least <= self.most
+        return (
+            self.max_fitting_batch is not None
+            and self.min_oom_batch is not None
+            and self.min_oom_batch <= self.max_fitting_batch
+        )
 
     @property
     def outcome(self) -> str:
         """In a word, whether anything that was tried fits."""
-        if self.mixed:
-            return MIXED
-        if self.most is not None:
+        if self.is_contradictory:
+            return MIXED_REPEATS
+        if self.max_fitting_batch is not None:
             return FITS
-        return CLOSE if self.perhaps is not None else OOM
+        return CLOSE_CALL if self.close_call_batch is not None else OOM
 
     @property
-    def batch(self) -> str:
+    def batch_label(self) -> str:
         """The largest batch that fits: ``148``, ``≥8`` where no larger one was tried, ``0-3`` where nobody can tell."""
-        if self.most is None and self.perhaps is None:
-            smallest = self.tried[0]
-            return "OOM" if smallest == 1 else f"<{smallest}"
-        low = self.most or 0
-        if self.perhaps is not None:
-            return f"{low}–{self.perhaps}"
-        return f"{low}" if self.least is not None and self.least <= low + 1 else f"≥{low}"
+        if self.max_fitting_batch is None and self.close_call_batch is None:
+            smallest_batch = self.batch_sizes[0]
+            return "OOM" if smallest_batch == 1 else f"<{smallest_batch}"
+        largest_fitting = self.max_fitting_batch or 0
+        if self.close_call_batch is not None:
+            return f"{largest_fitting}–{self.close_call_batch}"
+        return (
+            f"{largest_fitting}"
+            if self.min_oom_batch is not None and self.min_oom_batch <= largest_fitting + 1
+            else f"≥{largest_fitting}"
+        )
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """In words and numbers: ``batch 4 fits (peak 250 MiB), batch 5 runs out of memory in forward``."""
-        size = f"peak {memory(self.peak_bytes)}"
+        peak_text = f"peak {format_memory(self.peak_bytes)}"
         parts = []
-        if self.most is not None:
-            parts.append(f"batch {self.most} fits ({size})")
-        if self.perhaps is not None:
-            parts.append(f"batch {self.perhaps} is {CLOSE}" + ("" if self.most is not None else f" ({size})"))
-        if self.least is not None:
-            needed = "" if pd.isna(self.needed_bytes) else f" (needs {memory(self.needed_bytes)})"
-            parts.append(f"batch {self.least} runs out of memory in {self.phase or 'a phase not stated'}{needed}")
+        if self.max_fitting_batch is not None:
+            parts.append(f"batch {self.max_fitting_batch} fits ({peak_text})")
+        if self.close_call_batch is not None:
+            parts.append(
+                f"batch {self.close_call_batch} is {CLOSE_CALL}"
+                + ("" if self.max_fitting_batch is not None else f" ({peak_text})")
+            )
+        if self.min_oom_batch is not None:
+            needed_text = "" if pd.isna(self.needed_bytes) else f" (needs {format_memory(self.needed_bytes)})"
+            parts.append(
+                f"batch {self.min_oom_batch} runs out of memory in {self.oom_phase or 'a phase not stated'}{needed_text}"
+            )
         return ", ".join(parts)
 
 
-def answer(evidence: str, rows: Sequence[Row]) -> Answer:
-    """The answer of some rows (``ok`` or ``oom``, with `COLUMNS`) of one kind of evidence and one configuration but for
+def build_fit_answer(evidence: str, rows: Sequence[FitRow]) -> FitAnswer:
+    """The answer of some rows (``ok`` or ``oom``, with `FIT_COLUMNS`) of one kind of evidence and one configuration but for
     the batch."""
-    by_size: dict[int, list[Row]] = {}
+    rows_by_batch: dict[int, list[FitRow]] = {}
     for row in rows:
-        by_size.setdefault(int(row["batch_size_per_gpu"]), []).append(row)
-    sizes = sorted(by_size)
-    outcomes = {size: outcome_of(by_size[size]) for size in sizes}
-    fits = [size for size, outcome in outcomes.items() if outcome in (FITS, MIXED)]
-    close = [size for size, outcome in outcomes.items() if outcome == CLOSE]
-    bursts = [size for size, outcome in outcomes.items() if outcome in (OOM, MIXED)]
-    most, least = max(fits, default=None), min(bursts, default=None)
-    perhaps = max((size for size in close if most is None or size > most), default=None)
-    largest = perhaps if most is None else most
-    ran = [row for row in by_size.get(largest or 0, []) if row["status"] == "ok"]
-    burst = [row for row in by_size.get(least or 0, []) if row["status"] == "oom"]
-    phases = known(burst, "oom_phase")
-    return Answer(
+        rows_by_batch.setdefault(int(row["batch_size_per_gpu"]), []).append(row)
+    batch_sizes = sorted(rows_by_batch)
+    outcomes = {size: classify_outcome(rows_by_batch[size]) for size in batch_sizes}
+    fitting_sizes = [size for size, outcome in outcomes.items() if outcome in (FITS, MIXED_REPEATS)]
+    close_call_sizes = [size for size, outcome in outcomes.items() if outcome == CLOSE_CALL]
+    oom_sizes = [size for size, outcome in outcomes.items() if outcome in (OOM, MIXED_REPEATS)]
+    max_fitting, min_oom = max(fitting_sizes, default=None), min(oom_sizes, default=None)
+    close_call = max((size for size in close_call_sizes if max_fitting is None or size > max_fitting), default=None)
+    largest_batch = close_call if max_fitting is None else max_fitting
+    fitted_rows = [row for row in rows_by_batch.get(largest_batch or 0, []) if row["status"] == "ok"]
+    oom_rows = [row for row in rows_by_batch.get(min_oom or 0, []) if row["status"] == "oom"]
+    oom_phases = list_known_values(oom_rows, "oom_phase")
+    return FitAnswer(
         evidence=evidence,
-        tried=tuple(sizes),
-        most=most,
-        perhaps=perhaps,
-        least=least,
-        peak_bytes=_largest(ran),
-        needed_bytes=_largest(burst),
-        phase=phases[0] if phases else None,
-        degraded=any(known(ran, "degraded")),
+        batch_sizes=tuple(batch_sizes),
+        max_fitting_batch=max_fitting,
+        close_call_batch=close_call,
+        min_oom_batch=min_oom,
+        peak_bytes=_find_max_memory(fitted_rows),
+        needed_bytes=_find_max_memory(oom_rows),
+        oom_phase=oom_phases[0] if oom_phases else None,
+        is_degraded=any(list_known_values(fitted_rows, "degraded")),
     )
 
 
-def _largest(rows: Sequence[Row]) -> float:
+def _find_max_memory(rows: Sequence[FitRow]) -> float:
     """The largest memory reserved, or allocated where that is all that is known."""
-    peaks = first_known(rows, "peak_reserved_bytes", "peak_allocated_bytes")
+    peaks = list_first_known_values(rows, "peak_reserved_bytes", "peak_allocated_bytes")
     return float(max(peaks)) if peaks else float("nan")
 
 
-def disagree(first: Answer, second: Answer) -> bool:
+def is_disagreement(first: FitAnswer, second: FitAnswer) -> bool:
     """Whether what one says fits is at least as large as what the other says does not.
 
     What fits at some batch fits at every smaller one, so answers about different batches can contradict each other,
     too. A prediction that is too close to call contradicts nothing, nor do repeats that contradict each other.
     """
     return any(
-        fitting.most is not None and burst.least is not None and fitting.most >= burst.least
-        for fitting, burst in ((first, second), (second, first))
-    ) and not (first.mixed or second.mixed)
+        fitting_answer.max_fitting_batch is not None
+        and oom_answer.min_oom_batch is not None
+        and fitting_answer.max_fitting_batch >= oom_answer.min_oom_batch
+        for fitting_answer, oom_answer in ((first, second), (second, first))
+    ) and not (first.is_contradictory or second.is_contradictory)
 
 
-def disagreement(answers: Sequence[Answer]) -> str:
+def describe_disagreement(answers: Sequence[FitAnswer]) -> str:
     """What different kinds of evidence contradict each other in, in words and numbers; empty if they do not."""
-    apart = [pair for pair in itertools.combinations(answers, 2) if disagree(*pair)]
-    involved = [one for one in answers if any(one in pair for pair in apart)]
-    return "; ".join(f"{one.evidence}: {one.words}" for one in involved)
+    disagreeing_pairs = [pair for pair in itertools.combinations(answers, 2) if is_disagreement(*pair)]
+    involved_answers = [answer for answer in answers if any(answer in pair for pair in disagreeing_pairs)]
+    return "; ".join(f"{answer.evidence}: {answer.description}" for answer in involved_answers)
 
 
-def agreement(cells: Sequence[Sequence[Answer]]) -> str:
+def describe_agreement(cells: Sequence[Sequence[FitAnswer]]) -> str:
     """How many configurations have several kinds of evidence, and how many of these contradict each other."""
-    several = [answers for answers in cells if len(answers) > 1]
-    if not several:
+    compared_cells = [answers for answers in cells if len(answers) > 1]
+    if not compared_cells:
         return ""
-    kinds = list(dict.fromkeys(one.evidence for answers in several for one in answers))
-    apart = sum(bool(disagreement(answers)) for answers in several)
-    verdict = "all agree" if not apart else f"{apart} of them disagree"
-    return f"{len(several)} with several kinds of evidence ({listing(kinds)}): {verdict}."
+    evidence_kinds = list(dict.fromkeys(answer.evidence for answers in compared_cells for answer in answers))
+    disagreement_count = sum(bool(describe_disagreement(answers)) for answers in compared_cells)
+    conclusion = "all agree" if not disagreement_count else f"{disagreement_count} of them disagree"
+    return f"{len(compared_cells)} with several kinds of evidence ({format_list(evidence_kinds)}): {conclusion}."

@@ -7,25 +7,25 @@ import tempfile
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.records import Contents
+from bench.records import StoreContents
 from bench.reporting import labels, page, style
-from bench.reporting.drawing import Section, save
-from bench.reporting.figures import EVERY_RUN, FIGURES
-from bench.reporting.frontier_cells import without_tries
-from bench.reporting.interactive import explorer, lines
+from bench.reporting.drawing import ReportSection, save_drawing
+from bench.reporting.figures import FIGURE_MODULES, MODULES_SHOWING_ALL_TRIALS
+from bench.reporting.frontier_cells import drop_batch_search_tries
+from bench.reporting.interactive import build_explorer_charts, build_scaling_charts
 from bench.reporting.reading import read_store
-from bench.reporting.table import prepare
+from bench.reporting.table import prepare_table
 
-MANIFEST = ".written-by-report"
+MANIFEST_FILE = ".written-by-report"
 """In the figures' folder: names of the files an earlier report left there, which the next one replaces."""
 
 
-MOST_FIGURES = 60
+MAX_FIGURES = 60
 """Figures that a report draws unless it is asked for more: each takes half a second. So many show more than a page
 can be read for; a part of a large store is better reported alone."""
 
 
-def build(store: str | Path, output: str | Path, *, interactive: bool = True) -> Path:
+def build_report(store: str | Path, output: str | Path, *, interactive: bool = True) -> Path:
     """Draw the report of everything below `store` into the folder `output`.
 
     Parameters
@@ -52,13 +52,18 @@ def build(store: str | Path, output: str | Path, *, interactive: bool = True) ->
 
 
 def write_report(
-    contents: Contents, name: str, output: str | Path, *, interactive: bool = True, figures: int = MOST_FIGURES
+    contents: StoreContents,
+    store_name: str,
+    output: str | Path,
+    *,
+    interactive: bool = True,
+    max_figures: int = MAX_FIGURES,
 ) -> Path:
-    """Draw the report of rows already read; `name` says where they come from. Returns the page's path.
+    """Draw the report of rows already read; `store_name` says where they come from. Returns the page's path.
 
     Parameters
     ----------
-    figures: int
+    max_max_figures: int
         The most static figures to draw; of every section the first ones, and how many there would be is said.
 
     Raises
@@ -67,68 +72,77 @@ def write_report(
         If `output` cannot be written.
     """
     output = Path(output)
-    table = prepare(contents.records)
-    marks = style.palette(table["variant_key"])
-    ends = without_tries(table)
-    with style.context():
-        made = [figure.section(table if figure in EVERY_RUN else ends, marks) for figure in FIGURES]
-    sections = [section for section in made if section.planned or section.listings or section.nothing]
-    charts = [*explorer(table, marks), *lines(ends, marks)] if interactive else []
+    table = prepare_table(contents.records)
+    palette = style.build_palette(table["variant_key"])
+    final_runs = drop_batch_search_tries(table)
+    with style.apply_report_style():
+        all_sections = [
+            figure_module.build_section(table if figure_module in MODULES_SHOWING_ALL_TRIALS else final_runs, palette)
+            for figure_module in FIGURE_MODULES
+        ]
+    sections = [
+        section for section in all_sections if section.planned_figures_figures or section.tables or section.notice
+    ]
+    charts = [*build_explorer_charts(table, palette), *build_scaling_charts(final_runs, palette)] if interactive else []
     try:
         (output / "figures").mkdir(parents=True, exist_ok=True)
-        images = _save_all(sections, output / "figures", figures)
-        html = page.render(name, contents, table, sections, images, charts)
-        _replace(output / "index.html", html)
+        svg_texts = _save_figures(sections, output / "figures", max_figures)
+        html = page.render_page(store_name, contents, table, sections, svg_texts, charts)
+        _replace_file(output / "index.html", html)
     except OSError as error:
         raise UsageError(f"Cannot write to {output} ({error.strerror}): choose another folder with --output.") from None
     return output / "index.html"
 
 
-def _save_all(sections: list[Section], folder: Path, most: int) -> dict[str, str]:
+def _save_figures(sections: list[ReportSection], folder: Path, max_figures: int) -> dict[str, str]:
     """Draw and write the figures of every section; SVG texts by name."""
-    manifest = folder / MANIFEST
+    manifest = folder / MANIFEST_FILE
     if manifest.is_file():
         for name in manifest.read_text().splitlines():
             if Path(name).name == name:
                 (folder / name).unlink(missing_ok=True)
-    images: dict[str, str] = {}
+    svg_texts: dict[str, str] = {}
     manifest.write_text("")
-    for section, share in zip(sections, _shares([len(section.planned) for section in sections], most), strict=True):
-        for drawing in section.draw(share):
-            stem, number = drawing.name, 2
-            while drawing.name in images:
-                drawing.name, number = f"{stem}-{number}", number + 1
-            with manifest.open("a") as listed:
-                listed.writelines(f"{drawing.name}.{ending}\n" for ending in ("png", "svg"))
-            images[drawing.name] = save(drawing, folder)
+    for section, figure_count in zip(
+        sections, _distribute_figures([len(section.planned_figures) for section in sections], max_figures), strict=True
+    ):
+        for drawing in section.draw_figures(figure_count):
+            stem, suffix = drawing.name, 2
+            while drawing.name in svg_texts:
+                drawing.name, suffix = f"{stem}-{suffix}", suffix + 1
+            with manifest.open("a") as manifest_file:
+                manifest_file.writelines(f"{drawing.name}.{ending}\n" for ending in ("png", "svg"))
+            svg_texts[drawing.name] = save_drawing(drawing, folder)
             drawing.figure.clear()  # a report of many would hold them all
-        if share < len(section.planned):
-            section.nothing = f"{section.nothing} {_left_out(share, len(section.planned))}".strip()
-    return images
+        if figure_count < len(section.planned_figures):
+            section.notice = (
+                f"{section.notice} {_describe_left_out(figure_count, len(section.planned_figures))}".strip()
+            )
+    return svg_texts
 
 
-def _shares(counts: list[int], most: int) -> list[int]:
-    """How many figures each section draws, `most` together: evenly, and none more than it has."""
-    shares = [0] * len(counts)
-    while most > 0 and any(share < count for share, count in zip(shares, counts, strict=True)):
-        for place, count in enumerate(counts):
-            if shares[place] < count and most > 0:
-                shares[place] += 1
-                most -= 1
-    return shares
+def _distribute_figures(planned_counts: list[int], max_figures: int) -> list[int]:
+    """How many figures each section draws, `max_figures` together: evenly, and none more than it has."""
+    drawn_counts = [0] * len(planned_counts)
+    while max_figures > 0 and any(drawn < planned for drawn, planned in zip(drawn_counts, planned_counts, strict=True)):
+        for index, planned in enumerate(planned_counts):
+            if drawn_counts[index] < planned and max_figures > 0:
+                drawn_counts[index] += 1
+                max_figures -= 1
+    return drawn_counts
 
 
-def _left_out(drawn: int, planned: int) -> str:
+def _describe_left_out(drawn: int, planned: int) -> str:
     return (
-        f"{labels.counted(drawn, 'figure')} of {planned} drawn: give bench.report a part of the store, or "
+        f"{labels.format_plural(drawn, 'figure')} of {planned} drawn: give bench.report a part of the store, or "
         f"--figures {planned} to draw more."
     )
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace_file(path: Path, text: str) -> None:
     """Write the page whole or not at all."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".page-")
+    descriptor, temporary_path = tempfile.mkstemp(dir=path.parent, prefix=".page-")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         os.fchmod(file.fileno(), 0o644)
         file.write(text)
-    Path(temporary).replace(path)
+    Path(temporary_path).replace(path)

@@ -10,30 +10,30 @@ from typing import Any
 import pandas as pd
 
 from bench.reporting import labels
-from bench.reporting.cells import in_order
+from bench.reporting.cells import sort_rows
 
-NUMBERS = re.compile(r"0x[0-9a-f]+|\d[\d.,]*")
+NUMBER_PATTERN = re.compile(r"0x[0-9a-f]+|\d[\d.,]*")
 """What differs between two messages of one cause: addresses, sizes, ranks, ports."""
 
-MEANINGS = {
+STATUS_LABELS = {
     "oom": "ran out of memory",
     "error": "failed",
     "timeout": "took longer than allowed",
     "preempted": "taken off its machine",
     "skipped": "not started",
 }
-PREDICTED_OOM = "predicted not to fit"
+PREDICTED_OOM_LABEL = "predicted not to fit"
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureGroup:
     """Runs that did not end well, for one reason."""
 
     status: str
-    happened: str
+    outcome: str
     """What became of them, in words."""
-    why: str
-    which: str
+    reason: str
+    configurations: str
     """Strategies, models and ranks, in words."""
     place: str
     runs: tuple[tuple[str, str], ...]
@@ -45,76 +45,88 @@ class Cause:
         return len(self.runs)
 
 
-def causes(table: pd.DataFrame) -> list[Cause]:
+def group_failures(table: pd.DataFrame) -> list[FailureGroup]:
     """The causes, out of memory first, then by the number of runs.
 
     Runs that ran out of memory are together if they did so in one phase and under one limit; others if their messages
     differ in nothing but numbers.
     """
-    ended = in_order(table[table["status"] != "ok"])
+    failed_rows = sort_rows(table[table["status"] != "ok"])
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for position, row in enumerate(ended.to_dict("records")):
-        groups.setdefault(_key(row), []).append(position)
-    found = [_cause(ended.iloc[positions]) for positions in groups.values()]
-    order = list(MEANINGS)
-    return sorted(found, key=lambda cause: (order.index(cause.status), -cause.count))
+    for position, row in enumerate(failed_rows.to_dict("records")):
+        groups.setdefault(_build_group_key(row), []).append(position)
+    failure_groups = [_build_failure_group(failed_rows.iloc[positions]) for positions in groups.values()]
+    status_order = list(STATUS_LABELS)
+    return sorted(
+        failure_groups, key=lambda failure_group: (status_order.index(failure_group.status), -failure_group.count)
+    )
 
 
-def _key(row: dict[Any, Any]) -> tuple[Any, ...]:
+def _build_group_key(row: dict[Any, Any]) -> tuple[Any, ...]:
     if row["status"] == "oom":
-        return "oom", row["evidence"], row["place"], _known(row["oom_phase"]), row["limit"]
-    return row["status"], row["evidence"], row["place"], NUMBERS.sub("#", _known(row["error"]))
+        return "oom", row["evidence"], row["place"], _format_or_empty(row["oom_phase"]), row["limit"]
+    return row["status"], row["evidence"], row["place"], NUMBER_PATTERN.sub("#", _format_or_empty(row["error"]))
 
 
-def _known(value: Any) -> str:
+def _format_or_empty(value: Any) -> str:
     return "" if pd.isna(value) else str(value)
 
 
-def _cause(rows: pd.DataFrame) -> Cause:
-    first = rows.iloc[0]
-    status, predicted = str(first["status"]), first["evidence"] == "predicted"
-    happened = PREDICTED_OOM if status == "oom" and predicted else MEANINGS[status]
-    if first["evidence"] in ("rehearsed", "published"):
-        happened += f" ({first['evidence']})"
-    return Cause(
+def _build_failure_group(rows: pd.DataFrame) -> FailureGroup:
+    first_row = rows.iloc[0]
+    status, is_predicted = str(first_row["status"]), first_row["evidence"] == "predicted"
+    outcome = PREDICTED_OOM_LABEL if status == "oom" and is_predicted else STATUS_LABELS[status]
+    if first_row["evidence"] in ("rehearsed", "published"):
+        outcome += f" ({first_row['evidence']})"
+    return FailureGroup(
         status=status,
-        happened=happened,
-        why=_why_oom(rows) if status == "oom" else _why(rows),
-        which=_which(rows),
-        place=str(first["place"]),
+        outcome=outcome,
+        reason=_describe_oom(rows) if status == "oom" else _describe_error(rows),
+        configurations=_describe_configurations(rows),
+        place=str(first_row["place"]),
         runs=tuple(zip(rows["run_id"].astype(str), rows["link"], strict=True)),
     )
 
 
-def _why_oom(rows: pd.DataFrame) -> str:
-    first = rows.iloc[0]
-    phase = f"in {first['oom_phase']}" if pd.notna(first["oom_phase"]) else "in a phase not recorded"
-    limit = first["limit"].replace("limit ", "limit of ") or "no limit set: the device's own memory"
-    asked = rows["oom_bytes"].dropna()
-    sizes = "" if asked.empty else f"; asked for {_range(labels.memory(float(size)) for size in sorted(asked))} more"
-    return f"{phase}, {limit}{sizes}"
-
-
-def _range(texts: Iterable[str]) -> str:
-    """The first and the last of some texts, or the one they all are."""
-    several = list(dict.fromkeys(texts))
-    return several[0] if len(several) == 1 else f"{several[0]} to {several[-1]}"
-
-
-def _why(rows: pd.DataFrame) -> str:
-    messages = list(dict.fromkeys(_known(error) for error in rows["error"]))
-    others = (
-        f" (and {labels.counted(len(messages) - 1, 'message')} that differ only in numbers)" if messages[1:] else ""
+def _describe_oom(rows: pd.DataFrame) -> str:
+    first_row = rows.iloc[0]
+    phase = f"in {first_row['oom_phase']}" if pd.notna(first_row["oom_phase"]) else "in a phase not recorded"
+    limit = first_row["limit"].replace("limit ", "limit of ") or "no limit set: the device's own memory"
+    requested_bytes = rows["oom_bytes"].dropna()
+    requested_text = (
+        ""
+        if requested_bytes.empty
+        else f"; asked for {_format_range(labels.format_memory(float(size)) for size in sorted(requested_bytes))} more"
     )
-    return (messages[0] or "no cause recorded") + others
+    return f"{phase}, {limit}{requested_text}"
 
 
-def _which(rows: pd.DataFrame) -> str:
+def _format_range(texts: Iterable[str]) -> str:
+    """The first and the last of some texts, or the one they all are."""
+    distinct_texts = list(dict.fromkeys(texts))
+    return distinct_texts[0] if len(distinct_texts) == 1 else f"{distinct_texts[0]} to {distinct_texts[-1]}"
+
+
+def _describe_error(rows: pd.DataFrame) -> str:
+    messages = list(dict.fromkeys(_format_or_empty(error) for error in rows["error"]))
+    others_note = (
+        f" (and {labels.format_plural(len(messages) - 1, 'message')} that differ only in numbers)"
+        if messages[1:]
+        else ""
+    )
+    return (messages[0] or "no cause recorded") + others_note
+
+
+def _describe_configurations(rows: pd.DataFrame) -> str:
     """Strategies with how many runs each, and of which models on how many ranks."""
     variants = rows["variant"].value_counts(sort=False)
-    names = [str(name) if count == 1 else f"{name} × {count}" for name, count in variants.items()]
-    models = labels.listing(list(dict.fromkeys(rows["model"].astype(str))), 4)
-    sizes = sorted({int(size) for size in rows["world_size"].dropna()})
+    variant_texts = [str(name) if count == 1 else f"{name} × {count}" for name, count in variants.items()]
+    models = labels.format_list(list(dict.fromkeys(rows["model"].astype(str))), 4)
+    world_sizes = sorted({int(size) for size in rows["world_size"].dropna()})
     device = rows["device"].iloc[0]
-    ranks = f", {labels.listing([str(size) for size in sizes], 6)} {labels.rank_nouns(device)}" if sizes else ""
-    return f"{labels.listing(names, 6)}; {models}{ranks}"
+    ranks_text = (
+        f", {labels.format_list([str(size) for size in world_sizes], 6)} {labels.get_rank_nouns(device)}"
+        if world_sizes
+        else ""
+    )
+    return f"{labels.format_list(variant_texts, 6)}; {models}{ranks_text}"

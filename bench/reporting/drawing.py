@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from bench.reporting import style
 
-LINE_IN = 1.3 / 72
+LINE_HEIGHT_IN_PER_POINT = 1.3 / 72
 """Inches of a line of text per point of its size."""
 
 
@@ -35,18 +35,18 @@ class Drawing:
 
 
 @dataclass
-class Listing:
+class FigureTable:
     """What figures show as a plain table."""
 
     title: str
     columns: list[str]
     rows: list[list[str]]
-    numbers: frozenset[str] = frozenset()
+    numeric_columns: frozenset[str] = frozenset()
     """Columns that are aligned to the right."""
 
 
 @dataclass
-class Section:
+class ReportSection:
     """What one figure module contributes to the page.
 
     Figures are planned first and drawn when they are asked for: one takes half a second and megabytes, and a large
@@ -56,82 +56,84 @@ class Section:
     name: str
     title: str
     how_to_read: str
-    listings: list[Listing] = field(default_factory=list)
-    nothing: str = ""
+    tables: list[FigureTable] = field(default_factory=list)
+    notice: str = ""
     """Why there is nothing to draw, or what was left out; empty if there is nothing to say."""
-    planned: list[Callable[[], Drawing | None]] = field(default_factory=list)
-    _drawn: list[Drawing] | None = None
+    planned_figures: list[Callable[[], Drawing | None]] = field(default_factory=list)
+    _drawings: list[Drawing] | None = None
 
-    def plan(self, draw: Callable[..., Drawing | None], *arguments: Any) -> None:
+    def plan_figure(self, draw: Callable[..., Drawing | None], *arguments: Any) -> None:
         """Have a figure drawn later by a function, which may find that there is none to draw."""
-        self.planned.append(functools.partial(draw, *arguments))
+        self.planned_figures.append(functools.partial(draw, *arguments))
 
-    def draw(self, most: int | None = None) -> Iterator[Drawing]:
-        """Draw the planned figures, or the first `most` of them; they are `drawings` from then on."""
-        self._drawn = []
-        for planned in self.planned[:most]:
-            with style.context():
-                drawing = planned()
+    def draw_figures(self, max_figures: int | None = None) -> Iterator[Drawing]:
+        """Draw the planned figures, or the first `max_figures` of them; they are `drawings` from then on."""
+        self._drawings = []
+        for draw_figure in self.planned_figures[:max_figures]:
+            with style.apply_report_style():
+                drawing = draw_figure()
             if drawing is not None:
-                self._drawn.append(drawing)
+                self._drawings.append(drawing)
                 yield drawing
 
     @property
     def drawings(self) -> list[Drawing]:
-        """The figures; all that are planned, unless `draw` drew fewer."""
-        return list(self.draw()) if self._drawn is None else self._drawn
+        """The figures; all that are planned, unless `draw_figures` drew fewer."""
+        return list(self.draw_figures()) if self._drawings is None else self._drawings
 
 
-def new_figure(width_in: float, height_in: float) -> Figure:
+def create_figure(width_in: float, height_in: float) -> Figure:
     """A figure outside pyplot's global state, laid out so that labels never overlap the axes."""
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)  # type: ignore[union-attr, call-arg]
     return figure
 
 
-def header(figure: Figure, title: str, subtitle: str) -> None:
+def draw_header(figure: Figure, title: str, subtitle: str) -> None:
     """Title at the left edge and, below it in small type, where the rows come from."""
     width_in, height_in = figure.get_size_inches()
     top_in = 0.08
-    for text, size, colour, weight in _header_lines(title, subtitle, width_in):
-        at = figure.text(
+    for text, size, colour, weight in _layout_header_lines(title, subtitle, width_in):
+        text_artist = figure.text(
             0.08 / width_in, 1 - top_in / height_in, text, va="top", size=size, color=colour, weight=weight
         )
-        at.set_in_layout(False)
-        top_in += size * LINE_IN
-    room = 1 - header_height_in(title, subtitle, width_in) / height_in
-    figure.get_layout_engine().set(rect=(0, 0, 1, room))  # type: ignore[union-attr, call-arg]
+        text_artist.set_in_layout(False)
+        top_in += size * LINE_HEIGHT_IN_PER_POINT
+    content_share = 1 - compute_header_height_in(title, subtitle, width_in) / height_in
+    figure.get_layout_engine().set(rect=(0, 0, 1, content_share))  # type: ignore[union-attr, call-arg]
 
 
-def header_height_in(title: str, subtitle: str, width_in: float) -> float:
-    """Inches that `header` takes from the top of a figure."""
-    return 0.14 + sum(size * LINE_IN for _, size, _, _ in _header_lines(title, subtitle, width_in))
+def compute_header_height_in(title: str, subtitle: str, width_in: float) -> float:
+    """Inches that `draw_header` takes from the top of a figure."""
+    return 0.14 + sum(
+        size * LINE_HEIGHT_IN_PER_POINT for _, size, _, _ in _layout_header_lines(title, subtitle, width_in)
+    )
 
 
-def _header_lines(title: str, subtitle: str, width_in: float) -> list[tuple[str, float, str, str]]:
+def _layout_header_lines(title: str, subtitle: str, width_in: float) -> list[tuple[str, float, str, str]]:
     """Text, size in points, colour and weight of every line."""
     titles = textwrap.wrap(title, int(width_in * 10.4))
-    lines = [part for line in subtitle.splitlines() for part in textwrap.wrap(line, int(width_in * 13.2))]
-    large: list[tuple[str, float, str, str]] = [(line, 10, style.INK, "bold") for line in titles]
-    return large + [(line, 7.5, style.MUTED, "normal") for line in lines]
+    subtitle_lines = [part for line in subtitle.splitlines() for part in textwrap.wrap(line, int(width_in * 13.2))]
+    title_lines: list[tuple[str, float, str, str]] = [(line, 10, style.INK_COLOUR, "bold") for line in titles]
+    return title_lines + [(line, 7.5, style.MUTED_COLOUR, "normal") for line in subtitle_lines]
 
 
-def save(drawing: Drawing, folder: Path) -> str:
+def save_drawing(drawing: Drawing, folder: Path) -> str:
     """Write ``<name>.png`` and ``<name>.svg`` to `folder` and return the text of the SVG.
 
     The same rows give the same bytes, on any day.
     """
-    with style.context():
+    with style.apply_report_style():
         drawing.figure.savefig(folder / f"{drawing.name}.png")
     drawing.figure.set_layout_engine("none")  # laid out once, the same in both files
-    text = svg(drawing)
+    text = render_svg(drawing)
     (folder / f"{drawing.name}.svg").write_text(text, encoding="utf-8")
     return text
 
 
-def svg(drawing: Drawing) -> str:
+def render_svg(drawing: Drawing) -> str:
     """The figure as the text of an SVG file; the same rows give the same text, on any day."""
     buffer = io.StringIO()
-    with style.context():
+    with style.apply_report_style():
         drawing.figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -14,7 +14,7 @@ CPU_NOTE = "CPU processes: functional evidence, not scaling evidence"
 TOO_CLOSE = "too close to call"
 """What `fit` says of a prediction that may go either way."""
 
-FAMILIES = {
+FAMILY_LABELS = {
     "single": "Single",
     "data_parallel": "DataParallel",
     "ddp": "DDP",
@@ -28,7 +28,7 @@ FAMILIES = {
     "pipeline": "Pipeline",
     "naive_pipeline": "Naive pipeline",
 }
-KINDS = {
+SHARDING_LABELS = {
     "ddp": "DDP",
     "no_shard": "no shard",
     "full_replication": "full replication",
@@ -55,10 +55,10 @@ KINDS = {
     "+fsdp": "+ FSDP2",
 }
 
-MIXINGS = {"autocast": "autocast", "fsdp policy": "parameters", "deepspeed bf16": "parameters"}
+MIXED_PRECISION_LABELS = {"autocast": "autocast", "fsdp policy": "parameters", "deepspeed bf16": "parameters"}
 """Ways of mixed precision, by what rows call them."""
 
-FINETUNES = {"lora": "LoRA", "qlora": "QLoRA"}
+FINETUNE_LABELS = {"lora": "LoRA", "qlora": "QLoRA"}
 
 
 @dataclass(frozen=True, order=True)
@@ -71,40 +71,44 @@ class Variant:
     """``effective_strategy`` of the row, which decides the colour: ``ddp``, ``fsdp/full_shard``, ..."""
 
 
-def variant(
+def build_variant(
     strategy: str | None, effective_strategy: str | None, sharding_factor: int | None, world_size: int | None
 ) -> Variant:
     """Name what a run really did; where the row does not say (it failed early), what it was asked to do.
 
     The sharding factor is part of the name only where it is a choice: more than 1 and less than the world size.
     """
-    kind = effective_strategy or _asked_for(strategy, sharding_factor, world_size)
-    family, _, how = kind.partition("/")
-    between = sharding_factor is not None and world_size is not None and 1 < sharding_factor < world_size
-    how, trained = without_finetune(how)
-    words = [FAMILIES.get(family, family), KINDS.get(how, how.replace("_", " ")), FINETUNES.get(trained, "")]
-    words += [f"(F={sharding_factor})"] if between and how else []
-    order = (
-        _rank(family, FAMILIES),
-        _rank(how, KINDS),
-        (sharding_factor or 0) if between else 0,
+    kind = effective_strategy or _infer_kind(strategy, sharding_factor, world_size)
+    family, _, sharding = kind.partition("/")
+    is_hybrid = sharding_factor is not None and world_size is not None and 1 < sharding_factor < world_size
+    sharding, finetune = split_finetune(sharding)
+    label_parts = [
+        FAMILY_LABELS.get(family, family),
+        SHARDING_LABELS.get(sharding, sharding.replace("_", " ")),
+        FINETUNE_LABELS.get(finetune, ""),
+    ]
+    label_parts += [f"(F={sharding_factor})"] if is_hybrid and sharding else []
+    sort_order = (
+        _find_position(family, FAMILY_LABELS),
+        _find_position(sharding, SHARDING_LABELS),
+        (sharding_factor or 0) if is_hybrid else 0,
         kind,
     )
-    return Variant(order, " ".join(word for word in words if word), kind)
+    return Variant(sort_order, " ".join(part for part in label_parts if part), kind)
 
 
-def precision(name: str, mixed_precision: str | None) -> str:
+def format_precision(precision_name: str, mixed_precision: str | None) -> str:
     """A precision with its way of mixing, where something is mixed: ``bf16 autocast``."""
-    return f"{name} {MIXINGS.get(mixed_precision or '', '')}".strip()
+    return f"{precision_name} {MIXED_PRECISION_LABELS.get(mixed_precision or '', '')}".strip()
 
 
-def without_finetune(how: str) -> tuple[str, str]:
+def split_finetune(sharding: str) -> tuple[str, str]:
     """What of a kind says how a model is spread, and what says which part of it is trained."""
-    spread, _, last = how.rpartition("_")
-    return (spread, last) if last in FINETUNES else (how, "")
+    base, _, suffix = sharding.rpartition("_")
+    return (base, suffix) if suffix in FINETUNE_LABELS else (sharding, "")
 
 
-def _asked_for(strategy: str | None, sharding_factor: int | None, world_size: int | None) -> str:
+def _infer_kind(strategy: str | None, sharding_factor: int | None, world_size: int | None) -> str:
     if strategy not in ("fsdp", "fsdp1"):
         return strategy or "strategy not stated"
     if world_size == 1:
@@ -114,11 +118,11 @@ def _asked_for(strategy: str | None, sharding_factor: int | None, world_size: in
     return f"{strategy}/full_replication" if sharding_factor == 1 else f"{strategy}/hybrid_shard"
 
 
-def _rank(name: str, known: dict[str, str]) -> int:
-    return list(known).index(name) if name in known else len(known)
+def _find_position(name: str, ordered_labels: dict[str, str]) -> int:
+    return list(ordered_labels).index(name) if name in ordered_labels else len(ordered_labels)
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None, digits: int = 3) -> str:
     """`value` to so many significant digits, without an exponent where that can be read."""
     if value is None or math.isnan(value):
         return MISSING
@@ -131,66 +135,66 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.{max(digits - 1 - magnitude, 0)}f}"
 
 
-def memory_unit(largest_bytes: float) -> tuple[str, int]:
+def choose_memory_unit(largest_bytes: float) -> tuple[str, int]:
     """Name and size in bytes of the unit in which `largest_bytes` reads well."""
     if largest_bytes >= GIB / 10 or largest_bytes == 0:
         return "GiB", GIB
     return ("MiB", MIB) if largest_bytes >= MIB / 10 else ("KiB", KIB)
 
 
-def memory(value: float | None) -> str:
+def format_memory(value: float | None) -> str:
     """Bytes with the unit that suits them."""
     if value is None or math.isnan(value):
         return MISSING
-    unit, size = memory_unit(value)
-    return f"{number(value / size)} {unit}"
+    unit, unit_bytes = choose_memory_unit(value)
+    return f"{format_number(value / unit_bytes)} {unit}"
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """Seconds, or milliseconds below one second."""
     if value is None or math.isnan(value):
         return MISSING
-    return f"{number(value)} s" if value >= 1 else f"{number(value * 1e3)} ms"
+    return f"{format_number(value)} s" if value >= 1 else f"{format_number(value * 1e3)} ms"
 
 
-def count(value: float | None) -> str:
+def format_count(value: float | None) -> str:
     """A large count with K, M, B or T."""
     if value is None or math.isnan(value):
         return MISSING
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if value >= size:
-            return f"{number(value / size)} {letter}"
+    for threshold, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value >= threshold:
+            return f"{format_number(value / threshold)} {letter}"
     return f"{value:.0f}"
 
 
-def ranks(world_size: int | None, device: str | None) -> str:
+def format_ranks(world_size: int | None, device: str | None) -> str:
     """A world size in words: ``4 GPUs``, ``1 process``; a CPU process is never called a GPU."""
     if world_size is None:
         return "world size not stated"
-    return f"{world_size} {rank_noun(device) if world_size == 1 else rank_nouns(device)}"
+    return f"{world_size} {get_rank_noun(device) if world_size == 1 else get_rank_nouns(device)}"
 
 
-def rank_noun(device: str | None) -> str:
+def get_rank_noun(device: str | None) -> str:
     """What one rank is: ``GPU``, on a CPU ``process``, and ``rank`` where the row does not say."""
     return {"cuda": "GPU", "cpu": "process"}.get(device or "", "rank")
 
 
-def rank_nouns(device: str | None) -> str:
-    """`rank_noun` in the plural."""
+def get_rank_nouns(device: str | None) -> str:
+    """`get_rank_noun` in the plural."""
     return {"cuda": "GPUs", "cpu": "processes"}.get(device or "", "ranks")
 
 
-def counted(number_: int, noun: str) -> str:
+def format_plural(count: int, noun: str) -> str:
     """``1 run``, ``2 runs``."""
-    return f"{number_} {noun}" + ("" if number_ == 1 else "s")
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
-def slug(*parts: object) -> str:
+def build_slug(*parts: object) -> str:
     """A file name made of `parts`: lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", " ".join(str(part) for part in parts).lower()).strip("-")[:80].strip("-")
 
 
-def listing(items: Sequence[str], most: int = 6) -> str:
-    """Items separated by commas; beyond `most`, how many more."""
-    shown = ", ".join(items[:most])
-    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+def format_list(items: Sequence[str], max_items: int = 6) -> str:
+    """Items separated by commas; beyond `max_items`, how many more."""
+    shown_items = ", ".join(items[:max_items])
+    return shown_items if len(items) <= max_items else f"{shown_items} and {len(items) - max_items} more"

@@ -9,48 +9,52 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.comparison.nodes import (
-    LEAST_HOSTS,
-    LEAST_SAMPLES,
-    LEVEL,
-    SLOW_FROM,
-    HostTimes,
-    compare_products,
+    MIN_HOSTS,
+    MIN_SAMPLES,
+    MIN_SLOWDOWN,
+    SIGNIFICANCE_LEVEL,
+    HostComparison,
+    compare_matmul_times,
     compare_step_times,
 )
 from bench.records import Record
 
-TOO_FEW = f"too few samples: {LEAST_SAMPLES} of the node and of the others are needed, and {LEAST_HOSTS} nodes"
+TOO_FEW_SAMPLES = f"too few samples: {MIN_SAMPLES} of the node and of the others are needed, and {MIN_HOSTS} nodes"
 
 
-def nodes_table(rows: Sequence[Record]) -> RenderableType:
+def build_nodes_table(rows: Sequence[Record]) -> RenderableType:
     """Every host by its step times and by its health checks, and the ones that failed those."""
     parts: list[RenderableType] = [
-        _table("Step times, against runs of the same configuration on other nodes", compare_step_times(rows)),
-        _table("Matrix products of the health checks, against other nodes", compare_products(rows)),
+        _build_host_table(
+            "Step times, against runs of the same configuration on other nodes", compare_step_times(rows)
+        ),
+        _build_host_table("Matrix products of the health checks, against other nodes", compare_matmul_times(rows)),
     ]
-    failed: dict[str, int] = {}
+    failure_counts: dict[str, int] = {}
     for row in rows:
         for host in str(row.get("failed_nodes") or "").split(","):
             if host:
-                failed[host] = failed.get(host, 0) + 1
-    if failed:
-        words = ", ".join(f"{host} ({times} times)" for host, times in sorted(failed.items()))
-        parts.append(Text(f"Failed the health check before a run: {words}"))
+                failure_counts[host] = failure_counts.get(host, 0) + 1
+    if failure_counts:
+        failures_text = ", ".join(f"{host} ({count} times)" for host, count in sorted(failure_counts.items()))
+        parts.append(Text(f"Failed the health check before a run: {failures_text}"))
     parts.append(
-        Text(f"slow: by {SLOW_FROM:.0%} or more, with p of at most {LEVEL:g} (Mann-Whitney, Holm's correction)")
+        Text(
+            f"slow: by {MIN_SLOWDOWN:.0%} or more, with p of at most {SIGNIFICANCE_LEVEL:g} (Mann-Whitney, Holm's correction)"
+        )
     )
     return Group(*parts)
 
 
-def _table(title: str, found: Sequence[HostTimes]) -> RenderableType:
-    if not found:
+def _build_host_table(title: str, host_times: Sequence[HostComparison]) -> RenderableType:
+    if not host_times:
         return Text(f"{title}: no rows to compare.")
     table = Table("node", "samples", "others", "slower by", "p", "", box=None, pad_edge=False, title=title)
     table.title_justify = "left"
-    for times in sorted(found, key=lambda times: -(times.slower or 0.0)):
-        if times.slower is None or times.p_value is None:
-            cells = ("", "", TOO_FEW)
+    for times in sorted(host_times, key=lambda times: -(times.slowdown or 0.0)):
+        if times.slowdown is None or times.p_value is None:
+            cells = ("", "", TOO_FEW_SAMPLES)
         else:
-            cells = (f"{times.slower:+.1%}", f"{times.p_value:.2g}", "slow" if times.slow else "")
-        table.add_row(Text(times.host), str(times.samples), str(times.others), *cells)
+            cells = (f"{times.slowdown:+.1%}", f"{times.p_value:.2g}", "slow" if times.is_slow else "")
+        table.add_row(Text(times.host), str(times.num_samples), str(times.num_other_samples), *cells)
     return table

@@ -8,11 +8,11 @@ import json
 from typing import Any
 
 
-def packed_text(text: str) -> str:
+def compress_text(text: str) -> str:
     """A text as gzip in base64, the same every time: letters and digits that may stand anywhere in HTML."""
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
 
 
-def packed_json(value: Any) -> str:
-    """A plain value as JSON in `packed_text`."""
-    return packed_text(json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
+def compress_json(value: Any) -> str:
+    """A plain value as JSON in `compress_text`."""
+    return compress_text(json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False))

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.records import Contents, read_all
-from bench.reporting.labels import counted
+from bench.records import StoreContents, read_latest_attempts
+from bench.reporting.labels import format_plural
 
 
-def read_store(path: str | Path, read: Callable[[Path], Contents] = read_all) -> Contents:
+def read_store(
+    path: str | Path, read_contents: Callable[[Path], StoreContents] = read_latest_attempts
+) -> StoreContents:
     """The rows below `path`: the latest of every run, unless another way to read them is given.
 
     Raises
@@ -19,12 +21,12 @@ def read_store(path: str | Path, read: Callable[[Path], Contents] = read_all) ->
         If there is no such path or no row below it.
     """
     try:
-        contents = read(Path(path))
+        contents = read_contents(Path(path))
     except FileNotFoundError:
         raise UsageError(f"There is no store at {path}: choose a store, a folder of stores or a row file.") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from None
     if not contents.records:
-        left_out = f" ({counted(len(contents.unreadable), 'file')} left out)" if contents.unreadable else ""
-        raise UsageError(f"{path} holds no rows{left_out}: choose a store, a folder of stores or a row file.")
+        left_out_note = f" ({format_plural(len(contents.unreadable), 'file')} left out)" if contents.unreadable else ""
+        raise UsageError(f"{path} holds no rows{left_out_note}: choose a store, a folder of stores or a row file.")
     return contents

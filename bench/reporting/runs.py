@@ -10,172 +10,220 @@ import pandas as pd
 
 from bench.records import Record
 from bench.reporting import labels
-from bench.reporting.again import command
+from bench.reporting.again import build_rerun_command
 
-Row = Mapping[str, Any]
+RowValues = Mapping[str, Any]
 """A row of the table with None for what is missing."""
 
-TOKENS = "tokens_per_second_per_gpu"
+TOKENS_COLUMN = "tokens_per_second_per_gpu"
 
 
 @dataclass(frozen=True)
-class Column:
+class RunTableColumn:
     """One column: what it shows, and what it is sorted by where that is not the text."""
 
     title: str
-    text: Callable[[Row], Any]
+    get_text: Callable[[RowValues], Any]
     """What a cell says; None for a value the run does not have."""
-    value: Callable[[Row], Any] | None = None
+    get_sort_value: Callable[[RowValues], Any] | None = None
     """The number (or word) that stands behind it."""
-    number: bool = False
-    choose: str = ""
+    is_number: bool = False
+    filter_name: str = ""
     """What the choice is called by which readers filter this column; empty for none."""
-    short: bool = True
+    is_short: bool = True
     """Whether a cell stays on one line."""
-    ranked: bool = False
+    is_ranked: bool = False
     """Whether it is sorted by a rank that the page gives: strategies from replicated to sharded."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class RunTableCell:
     """One cell, ready to be printed."""
 
     text: str
-    value: str
+    sort_value: str
     """What it is sorted by; empty for its text or, where there is nothing, for last."""
-    kind: str
+    css_classes: str
     """Classes."""
 
 
 @dataclass(frozen=True)
-class Run:
+class RunTableRow:
     """One line of the table."""
 
-    link: str
+    anchor: str
     run_id: str
-    name: str
+    spoken_name: str
     """What to call the run, for those who hear the table."""
-    cells: list[Cell]
-    brief: list[tuple[str, str]]
+    cells: list[RunTableCell]
+    brief_details: list[tuple[str, str]]
     """The most important details, for a page without scripts."""
 
 
-def _asked(row: Row) -> str:
-    asked = str(row["strategy"] or labels.MISSING)
-    factor = row["sharding_factor"] is not None and asked in ("fsdp", "fsdp1")
-    return f"{asked}, F={row['sharding_factor']}" if factor else asked
+def _format_requested_strategy(row: RowValues) -> str:
+    strategy = str(row["strategy"] or labels.MISSING)
+    has_factor = row["sharding_factor"] is not None and strategy in ("fsdp", "fsdp1")
+    return f"{strategy}, F={row['sharding_factor']}" if has_factor else strategy
 
 
-def _status(row: Row) -> str:
+def _get_status(row: RowValues) -> str:
     return "degraded" if row["degraded"] and row["status"] == "ok" else str(row["status"])
 
 
-def _outcome(row: Row) -> str:
+def _describe_outcome(row: RowValues) -> str:
     if row["first_nonfinite_loss_step"] is not None:
-        return f"{_status(row)}: loss not finite from step {row['first_nonfinite_loss_step']}"
-    return f"{_status(row)}: {row['fit']}" if row["fit"] else _status(row)
+        return f"{_get_status(row)}: loss not finite from step {row['first_nonfinite_loss_step']}"
+    return f"{_get_status(row)}: {row['fit']}" if row["fit"] else _get_status(row)
 
 
-def _step(row: Row) -> str | None:
+def _format_step_time(row: RowValues) -> str | None:
     if row["step_time_median_s"] is None:
         return None
-    p95 = "" if row["step_time_p95_s"] is None else f" ({labels.seconds(row['step_time_p95_s'])})"
-    return labels.seconds(row["step_time_median_s"]) + p95
+    p95_text = "" if row["step_time_p95_s"] is None else f" ({labels.format_seconds(row['step_time_p95_s'])})"
+    return labels.format_seconds(row["step_time_median_s"]) + p95_text
 
 
-def _settings(row: Row) -> str | None:
+def _format_settings(row: RowValues) -> str | None:
     return " · ".join(text for text in (row["limit"], row["settings"]) if text) or None
 
 
-def _plain(name: str) -> Callable[[Row], Any]:
-    return lambda row: row[name]
+def _build_getter(column: str) -> Callable[[RowValues], Any]:
+    return lambda row: row[column]
 
 
-def _shown(name: str, words: Callable[[Any], str]) -> Callable[[Row], Any]:
-    return lambda row: None if row[name] is None else words(row[name])
+def _build_formatter(column: str, format_value: Callable[[Any], str]) -> Callable[[RowValues], Any]:
+    return lambda row: None if row[column] is None else format_value(row[column])
 
 
-def _memory(name: str) -> Callable[[Row], Any]:
-    return _shown(name, labels.memory)
+def _build_memory_formatter(column: str) -> Callable[[RowValues], Any]:
+    return _build_formatter(column, labels.format_memory)
 
 
-def _share(value: float) -> str:
-    return f"{labels.number(100 * value)} %"
+def _format_share(value: float) -> str:
+    return f"{labels.format_number(100 * value)} %"
 
 
-COLUMNS = (
-    Column("Model", _plain("model"), _plain("model"), choose="Model", short=False),
-    Column("Strategy", _plain("variant"), choose="Strategy", ranked=True, short=False),
-    Column("Precision", _plain("precision"), choose="Precision"),
-    Column("Ranks", _plain("world_size"), _plain("world_size"), number=True),
-    Column("Status", _outcome, _status, choose="Status"),
-    Column("TFLOP/s per rank", _shown("tflops_per_gpu", labels.number), _plain("tflops_per_gpu"), number=True),
-    Column("Step median (p95)", _step, _plain("step_time_median_s"), number=True),
-    Column("Peak allocated", _memory("peak_allocated_bytes"), _plain("peak_allocated_bytes"), number=True),
-    Column("Peak reserved", _memory("peak_reserved_bytes"), _plain("peak_reserved_bytes"), number=True),
-    Column("Driver", _memory("peak_device_used_bytes"), _plain("peak_device_used_bytes"), number=True),
-    Column("MFU", _shown("mfu", _share), _plain("mfu"), number=True),
-    Column("Tokens/s per rank", _shown(TOKENS, labels.number), _plain(TOKENS), number=True),
-    Column("Batch × sequence", _shown("workload", str), _plain("batch_size_per_gpu")),
-    Column("Limit, settings", _settings),
-    Column("Evidence", _plain("evidence"), choose="Evidence"),
-    Column("Parameters", _shown("parameters", labels.count), _plain("parameters"), number=True),
-    Column("Asked for", _asked),
-    Column("Device", _plain("place"), choose="Device", short=False),
-    Column("Sweep", _plain("sweep"), choose="Sweep"),
-    Column("Repeat", _plain("repeat"), _plain("repeat"), number=True),
-    Column("Started", _shown("started_at", lambda time: str(time)[:16].replace("T", " ")), _plain("started_at")),
+RUN_TABLE_COLUMNS = (
+    RunTableColumn("Model", _build_getter("model"), _build_getter("model"), filter_name="Model", is_short=False),
+    RunTableColumn("Strategy", _build_getter("variant"), filter_name="Strategy", is_ranked=True, is_short=False),
+    RunTableColumn("Precision", _build_getter("precision"), filter_name="Precision"),
+    RunTableColumn("Ranks", _build_getter("world_size"), _build_getter("world_size"), is_number=True),
+    RunTableColumn("Status", _describe_outcome, _get_status, filter_name="Status"),
+    RunTableColumn(
+        "TFLOP/s per rank",
+        _build_formatter("tflops_per_gpu", labels.format_number),
+        _build_getter("tflops_per_gpu"),
+        is_number=True,
+    ),
+    RunTableColumn("Step median (p95)", _format_step_time, _build_getter("step_time_median_s"), is_number=True),
+    RunTableColumn(
+        "Peak allocated",
+        _build_memory_formatter("peak_allocated_bytes"),
+        _build_getter("peak_allocated_bytes"),
+        is_number=True,
+    ),
+    RunTableColumn(
+        "Peak reserved",
+        _build_memory_formatter("peak_reserved_bytes"),
+        _build_getter("peak_reserved_bytes"),
+        is_number=True,
+    ),
+    RunTableColumn(
+        "Driver",
+        _build_memory_formatter("peak_device_used_bytes"),
+        _build_getter("peak_device_used_bytes"),
+        is_number=True,
+    ),
+    RunTableColumn("MFU", _build_formatter("mfu", _format_share), _build_getter("mfu"), is_number=True),
+    RunTableColumn(
+        "Tokens/s per rank",
+        _build_formatter(TOKENS_COLUMN, labels.format_number),
+        _build_getter(TOKENS_COLUMN),
+        is_number=True,
+    ),
+    RunTableColumn("Batch × sequence", _build_formatter("workload", str), _build_getter("batch_size_per_gpu")),
+    RunTableColumn("Limit, settings", _format_settings),
+    RunTableColumn("Evidence", _build_getter("evidence"), filter_name="Evidence"),
+    RunTableColumn(
+        "Parameters", _build_formatter("parameters", labels.format_count), _build_getter("parameters"), is_number=True
+    ),
+    RunTableColumn("Asked for", _format_requested_strategy),
+    RunTableColumn("Device", _build_getter("place"), filter_name="Device", is_short=False),
+    RunTableColumn("Sweep", _build_getter("sweep"), filter_name="Sweep"),
+    RunTableColumn("Repeat", _build_getter("repeat"), _build_getter("repeat"), is_number=True),
+    RunTableColumn(
+        "Started",
+        _build_formatter("started_at", lambda time: str(time)[:16].replace("T", " ")),
+        _build_getter("started_at"),
+    ),
 )
-ALWAYS = ("Model", "Strategy", "Precision", "Ranks", "Status", "TFLOP/s per rank", "Step median (p95)", "Evidence")
+ALWAYS_SHOWN_COLUMNS = (
+    "Model",
+    "Strategy",
+    "Precision",
+    "Ranks",
+    "Status",
+    "TFLOP/s per rank",
+    "Step median (p95)",
+    "Evidence",
+)
 """Columns that are shown even if they are empty."""
-ELSEWHERE = ("Device", "Sweep", "Repeat")
+SUMMARIZED_COLUMNS = ("Device", "Sweep", "Repeat")
 """Columns that are left out if they are the same in every run: the summary says it once."""
 
 
-def plain(frame: pd.DataFrame, *left_out: str) -> list[dict[str, Any]]:
+def list_plain_rows(frame: pd.DataFrame, *dropped_columns: str) -> list[dict[str, Any]]:
     """Rows as dictionaries, with None for what is missing."""
-    rows = frame.drop(columns=list(left_out)).astype(object).to_dict("records")
+    rows = frame.drop(columns=list(dropped_columns)).astype(object).to_dict("records")
     return [{str(key): None if pd.isna(value) else value for key, value in row.items()} for row in rows]
 
 
-def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns that say something about these runs: those of `ALWAYS`, and the others that have a value."""
-    return [column for column in COLUMNS if column.title in ALWAYS or _says_something(column, rows)]
+def select_columns(rows: Sequence[RowValues]) -> list[RunTableColumn]:
+    """The columns that say something about these runs: those of `ALWAYS_SHOWN_COLUMNS`, and the others that have a value."""
+    return [
+        column for column in RUN_TABLE_COLUMNS if column.title in ALWAYS_SHOWN_COLUMNS or _has_information(column, rows)
+    ]
 
 
-def _says_something(column: Column, rows: Sequence[Row]) -> bool:
-    found = {column.text(row) for row in rows} - {None, ""}
-    return len(found) > (column.title in ELSEWHERE)
+def _has_information(column: RunTableColumn, rows: Sequence[RowValues]) -> bool:
+    texts = {column.get_text(row) for row in rows} - {None, ""}
+    return len(texts) > (column.title in SUMMARIZED_COLUMNS)
 
 
-def run(row: Row, record: Record, shown: Sequence[Column], file: str, order: int) -> Run:
+def build_run_row(
+    row: RowValues, record: Record, columns: Sequence[RunTableColumn], row_file: str, strategy_position: int
+) -> RunTableRow:
     """One line of the table.
 
     Parameters
     ----------
-    order: int
+    strategy_position: int
         Place of the run's strategy from replicated to sharded, which that column is sorted by.
     """
-    name = f"{row['variant']}, {row['precision']}, run {row['run_id']}"
-    cells = [_cell(column, row, order) for column in shown]
-    return Run(str(row["link"]), str(row["run_id"]), name, cells, _brief(record, file))
+    spoken_name = f"{row['variant']}, {row['precision']}, run {row['run_id']}"
+    cells = [_build_cell(column, row, strategy_position) for column in columns]
+    return RunTableRow(str(row["link"]), str(row["run_id"]), spoken_name, cells, _build_brief_details(record, row_file))
 
 
-def _cell(column: Column, row: Row, order: int) -> Cell:
-    text = column.text(row)
-    value = column.value(row) if column.value else None
-    if column.ranked:
-        value = order
-    if isinstance(value, float):
-        value = repr(float(value))
-    kinds = ["number" if column.number else "short" if column.short else "long"]
+def _build_cell(column: RunTableColumn, row: RowValues, strategy_position: int) -> RunTableCell:
+    text = column.get_text(row)
+    sort_value = column.get_sort_value(row) if column.get_sort_value else None
+    if column.is_ranked:
+        sort_value = strategy_position
+    if isinstance(sort_value, float):
+        sort_value = repr(float(sort_value))
+    css_classes = ["number" if column.is_number else "short" if column.is_short else "long"]
     if column.title == "Status":
-        kinds.append(f"status-{_status(row)}")
-    said = labels.MISSING if text is None or text == "" else str(text)
-    return Cell(said, "" if value is None or str(value) == said else str(value), " ".join(kinds))
+        css_classes.append(f"status-{_get_status(row)}")
+    shown_text = labels.MISSING if text is None or text == "" else str(text)
+    return RunTableCell(
+        shown_text,
+        "" if sort_value is None or str(sort_value) == shown_text else str(sort_value),
+        " ".join(css_classes),
+    )
 
 
-def _brief(record: Record, file: str) -> list[tuple[str, str]]:
+def _build_brief_details(record: Record, row_file: str) -> list[tuple[str, str]]:
     """Where the row lies, why it failed, what it ran on and how to run it again."""
     environment = record.get("environment") or {}
     drivers = {str(device["driver"]) for device in (environment.get("devices") or {}).values() if device.get("driver")}
@@ -186,12 +234,12 @@ def _brief(record: Record, file: str) -> list[tuple[str, str]]:
         "NCCL": environment.get("nccl"),
         "driver": ", ".join(sorted(drivers)),
     }
-    facts = {
+    details = {
         "Cause": record.get("error"),
-        "Row": file,
+        "Row": row_file,
         "Hosts": record.get("hosts"),
         "Software": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "Commit": record.get("git_sha"),
-        "Run it again": command(record),
+        "Run it again": build_rerun_command(record),
     }
-    return [(name, str(value)) for name, value in facts.items() if value]
+    return [(name, str(value)) for name, value in details.items() if value]

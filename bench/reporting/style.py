@@ -17,38 +17,38 @@ from typing import Any, Literal
 import matplotlib as mpl
 from matplotlib.colors import to_hex, to_rgb
 
-from bench.reporting.labels import Variant, without_finetune
+from bench.reporting.labels import Variant, split_finetune
 
-WIDTH_IN = 4.7
+FIGURE_WIDTH_IN = 4.7
 """Width of a figure: one column on a phone, half a page on a desk."""
-MAX_HEIGHT_IN = 9.0
+MAX_FIGURE_HEIGHT_IN = 9.0
 """Height at which a figure is continued in another one, so that it fits a printed page."""
 
-INK, MUTED, GRID = "#1a1a1a", "#595959", "#d9d9d9"
+INK_COLOUR, MUTED_COLOUR, GRID_COLOUR = "#1a1a1a", "#595959", "#d9d9d9"
 OOM_COLOUR = "#a63c00"
 LIMIT_COLOUR = "#7a3b69"
 
-RC: dict[str, Any] = {
+RC_PARAMS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
     "axes.titlesize": 9.5,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
     "axes.labelsize": 8.5,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED_COLOUR,
+    "axes.labelcolor": INK_COLOUR,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": False,
     "axes.axisbelow": True,
-    "grid.color": GRID,
+    "grid.color": GRID_COLOUR,
     "grid.linewidth": 0.6,
     "hatch.linewidth": 0.8,
     "legend.fontsize": 8,
     "legend.frameon": False,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
+    "text.color": INK_COLOUR,
+    "xtick.color": INK_COLOUR,
+    "ytick.color": INK_COLOUR,
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
     "figure.facecolor": "white",
@@ -60,18 +60,18 @@ RC: dict[str, Any] = {
 
 
 @contextmanager
-def context() -> Iterator[None]:
+def apply_report_style() -> Iterator[None]:
     """Draw and save inside this, and nothing of the style leaks into the caller's figures.
 
     Rows may name a model or a device in characters that the font lacks: they are drawn as boxes, without a warning.
     """
-    with mpl.rc_context(RC), warnings.catch_warnings():  # type: ignore[arg-type]
+    with mpl.rc_context(RC_PARAMS), warnings.catch_warnings():  # type: ignore[arg-type]
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         yield
 
 
 # Okabe & Ito (2008), "Color Universal Design": distinct under protanopia, deuteranopia and tritanopia.
-COLOURS = {
+STRATEGY_COLOURS = {
     "single": "#000000",
     "data_parallel": "#7f4f24",
     "ddp": "#d55e00",
@@ -114,9 +114,9 @@ COLOURS = {
     "tensor_parallel": "#7f4fc9",  # at every degree
 }
 SPARE_COLOURS = ("#a63c7d", "#2f8fa3", "#6f7a12", "#7a5c8c")
-SHADE, LIGHTEST = 0.25, 0.6
+SHADE_STEP, MAX_SHADE = 0.25, 0.6
 """White mixed into a colour for each further variant that has it, and for the last of many."""
-ALIKE = 0.15
+MIN_COLOUR_DISTANCE = 0.15
 """Distance of two colours, as a share of that from black to white, below which they need different markers."""
 MARKERS = ("o", "s", "D", "^", "v", "P", "<", ">", "p", "h", "*", "d")
 
@@ -126,9 +126,9 @@ class EvidenceStyle:
     """How one kind of evidence is filled, hatched and dashed, so that it differs without colour too."""
 
     hatch: str
-    filled: bool
-    line: Literal["-", "--", ":", "-."]
-    fill: Literal["full", "left", "none", "top"]
+    is_filled: bool
+    linestyle: Literal["-", "--", ":", "-."]
+    marker_fill: Literal["full", "left", "none", "top"]
     """How much of a marker is filled."""
 
 
@@ -141,118 +141,129 @@ EVIDENCE_STYLES = {
 
 
 @dataclass(frozen=True)
-class Mark:
+class VariantStyle:
     """Colour and marker of one variant, the same in every figure of a report."""
 
     colour: str
     marker: str
 
 
-def palette(variants: Iterable[Variant]) -> dict[str, Mark]:
+def build_palette(variants: Iterable[Variant]) -> dict[str, VariantStyle]:
     """A mark for every variant, by label.
 
     Variants that shard alike (hybrids of several factors, one knob on and off, all trained or adapters) share a hue in
     different shades; markers differ between all of them while there are markers left.
     """
-    marks: dict[str, Mark] = {}
-    hues = {item: _hue(item.kind) for item in sorted(set(variants))}
-    several = Counter(hues.values())
-    shades: Counter[str] = Counter()
-    spare: dict[str, str] = {}
-    for position, (item, hue) in enumerate(hues.items()):
-        if hue not in COLOURS:
-            spare.setdefault(hue, SPARE_COLOURS[len(spare) % len(SPARE_COLOURS)])
-        step = min(SHADE, LIGHTEST / max(several[hue] - 1, 1))
-        colour = lighter(COLOURS.get(hue) or spare[hue], step * shades[hue])
-        shades[hue] += 1
-        marks[item.label] = Mark(colour, MARKERS[position % len(MARKERS)])
-    return marks
+    styles: dict[str, VariantStyle] = {}
+    hues = {variant: _find_hue(variant.kind) for variant in sorted(set(variants))}
+    variants_per_hue = Counter(hues.values())
+    used_shades: Counter[str] = Counter()
+    spare_colours: dict[str, str] = {}
+    for position, (variant, hue) in enumerate(hues.items()):
+        if hue not in STRATEGY_COLOURS:
+            spare_colours.setdefault(hue, SPARE_COLOURS[len(spare_colours) % len(SPARE_COLOURS)])
+        shade_step = min(SHADE_STEP, MAX_SHADE / max(variants_per_hue[hue] - 1, 1))
+        colour = lighten_colour(STRATEGY_COLOURS.get(hue) or spare_colours[hue], shade_step * used_shades[hue])
+        used_shades[hue] += 1
+        styles[variant.label] = VariantStyle(colour, MARKERS[position % len(MARKERS)])
+    return styles
 
 
-def _hue(kind: str) -> str:
+def _find_hue(kind: str) -> str:
     """The kind whose colour a variant of some kind has: its own, whatever part of the model is trained, or a family's.
 
     A kind that neither has a colour is its own, and gets a spare one.
     """
-    family, _, how = kind.partition("/")
-    kind = "/".join(part for part in (family, without_finetune(how)[0]) if part)
-    return family if family in COLOURS and kind not in COLOURS else kind
+    family, _, sharding = kind.partition("/")
+    kind = "/".join(part for part in (family, split_finetune(sharding)[0]) if part)
+    return family if family in STRATEGY_COLOURS and kind not in STRATEGY_COLOURS else kind
 
 
-def alike(one: str, other: str) -> bool:
-    """Whether two colours are told apart with difficulty: by less than `ALIKE` between black and white."""
-    return math.dist(to_rgb(one), to_rgb(other)) < ALIKE * math.sqrt(3)
+def is_similar_colour(first: str, second: str) -> bool:
+    """Whether two colours are told apart with difficulty: by less than `MIN_COLOUR_DISTANCE` between black and white."""
+    return math.dist(to_rgb(first), to_rgb(second)) < MIN_COLOUR_DISTANCE * math.sqrt(3)
 
 
-def lighter(colour: str, amount: float) -> str:
+def lighten_colour(colour: str, amount: float) -> str:
     """`colour` mixed with white: 0 leaves it, 1 is white."""
     red, green, blue = (channel + (1 - channel) * amount for channel in to_rgb(colour))
     return to_hex((red, green, blue))
 
 
-def bar_style(colour: str, evidence: str) -> dict[str, Any]:
+def build_bar_style(colour: str, evidence: str) -> dict[str, Any]:
     """Keyword arguments of a bar for one kind of evidence."""
-    look = EVIDENCE_STYLES.get(evidence, EVIDENCE_STYLES["measured"])
+    evidence_style = EVIDENCE_STYLES.get(evidence, EVIDENCE_STYLES["measured"])
     return {
-        "facecolor": colour if look.filled else lighter(colour, 0.85),
+        "facecolor": colour if evidence_style.is_filled else lighten_colour(colour, 0.85),
         "edgecolor": colour,
-        "hatch": look.hatch,
+        "hatch": evidence_style.hatch,
         "linewidth": 1.0,
-        "linestyle": "-" if look.filled or look.hatch else "--",
+        "linestyle": "-" if evidence_style.is_filled or evidence_style.hatch else "--",
     }
 
 
-def marker_style(colour: str, evidence: str) -> dict[str, Any]:
+def build_marker_style(colour: str, evidence: str) -> dict[str, Any]:
     """Keyword arguments of a line's or point's marker for one kind of evidence: full, half full or hollow."""
-    look = EVIDENCE_STYLES.get(evidence, EVIDENCE_STYLES["measured"])
+    evidence_style = EVIDENCE_STYLES.get(evidence, EVIDENCE_STYLES["measured"])
     return {
-        "fillstyle": "full" if look.fill == "none" else look.fill,
-        "markerfacecolor": "white" if look.fill == "none" else colour,
+        "fillstyle": "full" if evidence_style.marker_fill == "none" else evidence_style.marker_fill,
+        "markerfacecolor": "white" if evidence_style.marker_fill == "none" else colour,
         "markerfacecoloralt": "white",
         "markeredgecolor": colour,
     }
 
 
-def evidence_in_order(kinds: Iterable[str]) -> Sequence[str]:
+def sort_evidence(kinds: Iterable[str]) -> Sequence[str]:
     """The kinds present, from what is most real to what is only quoted."""
-    present = set(kinds)
-    return [kind for kind in EVIDENCE_STYLES if kind in present]
+    present_kinds = set(kinds)
+    return [kind for kind in EVIDENCE_STYLES if kind in present_kinds]
 
 
 # ---- the same style for interactive figures (plotly), which a page draws in the browser
 
-SYMBOLS = {
+PLOTLY_SYMBOLS = {
     "o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross",
     "<": "triangle-left", ">": "triangle-right", "p": "pentagon", "h": "hexagon", "*": "star", "d": "diamond-tall",
     "X": "x",
 }  # fmt: skip
 """Plotly's names of the markers."""
 
-DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
-FILLS = {"measured": "", "rehearsed": "-open-dot", "predicted": "-open", "published": "-dot"}
+PLOTLY_DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
+PLOTLY_FILL_SUFFIXES = {"measured": "", "rehearsed": "-open-dot", "predicted": "-open", "published": "-dot"}
 """What is appended to a symbol's name for a kind of evidence: filled, hollow with a dot, hollow, filled with a dot."""
 
 
-def symbol(marker: str, evidence: str) -> str:
+def get_plotly_symbol(marker: str, evidence: str) -> str:
     """Plotly's symbol for a marker and a kind of evidence."""
-    return SYMBOLS[marker] + FILLS.get(evidence, "")
+    return PLOTLY_SYMBOLS[marker] + PLOTLY_FILL_SUFFIXES.get(evidence, "")
 
 
-def dash(evidence: str) -> str:
+def get_plotly_dash(evidence: str) -> str:
     """Plotly's dash for a kind of evidence."""
-    return DASHES[EVIDENCE_STYLES.get(evidence, EVIDENCE_STYLES["measured"]).line]
+    return PLOTLY_DASHES[EVIDENCE_STYLES.get(evidence, EVIDENCE_STYLES["measured"]).linestyle]
 
 
-def interactive_layout(x_title: str, y_title: str) -> dict[str, Any]:
+def build_plotly_layout(x_title: str, y_title: str) -> dict[str, Any]:
     """The layout that interactive figures start from."""
-    axis = {"gridcolor": GRID, "linecolor": MUTED, "zeroline": False, "automargin": True, "ticks": "outside"}
+    axis = {
+        "gridcolor": GRID_COLOUR,
+        "linecolor": MUTED_COLOUR,
+        "zeroline": False,
+        "automargin": True,
+        "ticks": "outside",
+    }
     return {
-        "font": {"family": "system-ui, 'Liberation Sans', 'DejaVu Sans', sans-serif", "size": 13, "color": INK},
+        "font": {"family": "system-ui, 'Liberation Sans', 'DejaVu Sans', sans-serif", "size": 13, "color": INK_COLOUR},
         "paper_bgcolor": "white",
         "plot_bgcolor": "white",
         "margin": {"l": 60, "r": 20, "t": 20, "b": 50},
         "hovermode": "closest",
-        "hoverlabel": {"bgcolor": "white", "bordercolor": MUTED, "font": {"color": INK, "size": 13}, "align": "left"},
+        "hoverlabel": {
+            "bgcolor": "white",
+            "bordercolor": MUTED_COLOUR,
+            "font": {"color": INK_COLOUR, "size": 13},
+            "align": "left",
+        },
         "legend": {"orientation": "h", "x": 0, "y": -0.18, "yanchor": "top", "font": {"size": 12}, "maxheight": 2000},
         "xaxis": {**axis, "title": {"text": x_title, "standoff": 8}},
         "yaxis": {**axis, "title": {"text": y_title, "standoff": 8}, "rangemode": "tozero"},

@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import ConnectionPatch, Patch, Rectangle
 
 from bench.reporting import style
-from bench.reporting.drawing import header, header_height_in, new_figure
-from bench.simulate.prediction import Span
+from bench.reporting.drawing import compute_header_height_in, create_figure, draw_header
+from bench.simulate.prediction import TimelineSpan
 
-STREAMS = {
+STREAM_LABELS = {
     "compute": "compute",
     "gather": "all-gather",
     "reduce": "reduce",
@@ -30,7 +30,7 @@ STREAMS = {
 TRANSFER = "transfer"
 
 # Okabe & Ito (2008): distinct for colour-blind readers; lightness differs between neighbours in print too.
-KINDS = {
+SPAN_KIND_COLOURS = {
     "forward": "#56b4e9",
     "recompute": "#009e73",
     "backward": "#0072b2",
@@ -43,24 +43,24 @@ KINDS = {
     "launch": "#8c8c8c",
     "wait": "#ffffff",
 }
-HATCHED = ("wait",)
-DARK = ("backward", "recompute", "optimizer", "reduce-scatter", TRANSFER)
+HATCHED_KINDS = ("wait",)
+DARK_KINDS = ("backward", "recompute", "optimizer", "reduce-scatter", TRANSFER)
 """Kinds that are labelled in white."""
 
-WIDTH_IN, LANE_IN, HEAD_IN, FOOT_IN = 9.4, 0.3, 0.45, 0.4
-BLOCKS_CLOSER = 3
+TIMELINE_WIDTH_IN, LANE_HEIGHT_IN, HEAD_HEIGHT_IN, FOOT_HEIGHT_IN = 9.4, 0.3, 0.45, 0.4
+CLOSEUP_BLOCKS = 3
 """Blocks that a closer look shows."""
-LATER = 0.75
+CLOSEUP_POSITION = 0.75
 """How far into forward that is: in a decoder, where there is one."""
-INVISIBLE = 0.001
+MAX_INVISIBLE_GAP = 0.001
 """Gap, as a share of the step, that separates nothing."""
-NARROW_IN = 0.03
-CHARACTER_IN = 0.075
+MAX_NARROW_WIDTH_IN = 0.03
+CHARACTER_WIDTH_IN = 0.075
 """Width of a character of a label."""
 
 
 @dataclass(frozen=True)
-class Window:
+class TimeWindow:
     """A part of the step that is drawn larger."""
 
     title: str
@@ -68,152 +68,205 @@ class Window:
     end_s: float
 
 
-def lanes(spans: Iterable[Span]) -> list[str]:
+def list_streams(spans: Iterable[TimelineSpan]) -> list[str]:
     """Streams that have spans, in the order of their lanes."""
-    present = dict.fromkeys(span.stream for span in spans)
-    return [stream for stream in STREAMS if stream in present] + [name for name in present if name not in STREAMS]
+    present_streams = dict.fromkeys(span.stream for span in spans)
+    return [stream for stream in STREAM_LABELS if stream in present_streams] + [
+        name for name in present_streams if name not in STREAM_LABELS
+    ]
 
 
-def lane_name(stream: str, spans: Iterable[Span]) -> str:
+def get_lane_name(stream: str, spans: Iterable[TimelineSpan]) -> str:
     """What stands beside a lane: the name of its stream, or of the one thing that it is used for instead."""
     kinds = {span.kind for span in spans if span.stream == stream}
-    return TRANSFER if kinds == {TRANSFER} else STREAMS.get(stream, stream)
+    return TRANSFER if kinds == {TRANSFER} else STREAM_LABELS.get(stream, stream)
 
 
-def draw_timeline(spans: Sequence[Span], title: str, subtitle: str) -> Figure:
-    """Draw a step, times in milliseconds. Draw and save inside `style.context()`."""
-    spans = joined(spans)
-    streams = lanes(spans)
-    windows = closer_looks(spans)
-    rows = 2 if windows else 1
-    body_in = HEAD_IN + FOOT_IN + LANE_IN * len(streams)
-    height_in = header_height_in(title, subtitle, WIDTH_IN) + rows * body_in + 0.35
-    figure = new_figure(WIDTH_IN, height_in)
-    header(figure, title, subtitle)
-    grid = figure.add_gridspec(rows, max(len(windows), 1))
-    whole = figure.add_subplot(grid[0, :])
+def draw_timeline(spans: Sequence[TimelineSpan], title: str, subtitle: str) -> Figure:
+    """Draw a step, times in milliseconds. Draw and save inside `style.apply_report_style()`."""
+    spans = merge_spans(spans)
+    streams = list_streams(spans)
+    windows = find_closeup_windows(spans)
+    row_count = 2 if windows else 1
+    row_height_in = HEAD_HEIGHT_IN + FOOT_HEIGHT_IN + LANE_HEIGHT_IN * len(streams)
+    height_in = compute_header_height_in(title, subtitle, TIMELINE_WIDTH_IN) + row_count * row_height_in + 0.35
+    figure = create_figure(TIMELINE_WIDTH_IN, height_in)
+    draw_header(figure, title, subtitle)
+    grid = figure.add_gridspec(row_count, max(len(windows), 1))
+    overview_axes = figure.add_subplot(grid[0, :])
     end_s = max(span.end_s for span in spans)
-    _draw_lanes(whole, spans, streams, Window("the whole step", 0.0, end_s), WIDTH_IN, labelled=not windows)
+    _draw_lanes(
+        overview_axes,
+        spans,
+        streams,
+        TimeWindow("the whole step", 0.0, end_s),
+        TIMELINE_WIDTH_IN,
+        show_labels=not windows,
+    )
     for column, window in enumerate(windows):
-        closer = figure.add_subplot(grid[1, column])
-        _draw_lanes(closer, spans, streams, window, WIDTH_IN / len(windows), named=column == 0)
-        _point_out(figure, whole, closer, window, len(streams))
-    kinds = [kind for kind in (*KINDS, *_other_kinds(spans)) if any(span.kind == kind for span in spans)]
-    figure.legend(handles=[_patch(kind) for kind in kinds], loc="outside lower center", ncols=len(kinds))
+        closeup_axes = figure.add_subplot(grid[1, column])
+        _draw_lanes(closeup_axes, spans, streams, window, TIMELINE_WIDTH_IN / len(windows), show_lane_names=column == 0)
+        _draw_zoom_lines(figure, overview_axes, closeup_axes, window, len(streams))
+    kinds = [
+        kind for kind in (*SPAN_KIND_COLOURS, *_list_other_kinds(spans)) if any(span.kind == kind for span in spans)
+    ]
+    figure.legend(handles=[_build_legend_patch(kind) for kind in kinds], loc="outside lower center", ncols=len(kinds))
     return figure
 
 
-def joined(spans: Sequence[Span]) -> list[Span]:
+def merge_spans(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:
     """Spans of one stream that follow each other as good as at once and have the same name are one."""
-    gap_s = INVISIBLE * max(span.end_s for span in spans)
-    result: list[Span] = []
-    last: dict[str, int] = {}
+    gap_s = MAX_INVISIBLE_GAP * max(span.end_s for span in spans)
+    merged_spans: list[TimelineSpan] = []
+    last_indices: dict[str, int] = {}
     for span in sorted(spans, key=lambda span: span.start_s):
-        before = last.get(span.stream)
-        if before is not None and result[before].name == span.name and span.start_s - result[before].end_s < gap_s:
-            result[before] = dataclasses.replace(result[before], end_s=max(span.end_s, result[before].end_s))
+        previous_index = last_indices.get(span.stream)
+        if (
+            previous_index is not None
+            and merged_spans[previous_index].name == span.name
+            and span.start_s - merged_spans[previous_index].end_s < gap_s
+        ):
+            merged_spans[previous_index] = dataclasses.replace(
+                merged_spans[previous_index], end_s=max(span.end_s, merged_spans[previous_index].end_s)
+            )
         else:
-            last[span.stream] = len(result)
-            result.append(span)
-    return result
+            last_indices[span.stream] = len(merged_spans)
+            merged_spans.append(span)
+    return merged_spans
 
 
-def closer_looks(spans: Sequence[Span]) -> list[Window]:
+def find_closeup_windows(spans: Sequence[TimelineSpan]) -> list[TimeWindow]:
     """Some blocks of forward, and the same of backward; none where lanes are the ranks of a pipeline."""
-    windows: list[Window] = []
-    if not any(span.stream in STREAMS for span in spans):
+    windows: list[TimeWindow] = []
+    if not any(span.stream in STREAM_LABELS for span in spans):
         return windows
-    for title, kinds, at in (("forward", ("forward",), LATER), ("backward", ("recompute", "backward"), 1 - LATER)):
-        passed = sorted((span for span in spans if span.kind in kinds), key=lambda span: span.start_s)
-        blocks = list(dict.fromkeys(label(span) for span in passed))
-        if len(blocks) <= BLOCKS_CLOSER:
+    for title, kinds, position in (
+        ("forward", ("forward",), CLOSEUP_POSITION),
+        ("backward", ("recompute", "backward"), 1 - CLOSEUP_POSITION),
+    ):
+        kind_spans = sorted((span for span in spans if span.kind in kinds), key=lambda span: span.start_s)
+        block_labels = list(dict.fromkeys(format_span_label(span) for span in kind_spans))
+        if len(block_labels) <= CLOSEUP_BLOCKS:
             continue
-        first = round((len(blocks) - BLOCKS_CLOSER) * at)
-        chosen = [span for span in passed if label(span) in blocks[first : first + BLOCKS_CLOSER]]
-        start_s, end_s = min(span.start_s for span in chosen), max(span.end_s for span in chosen)
+        first_block = round((len(block_labels) - CLOSEUP_BLOCKS) * position)
+        chosen_spans = [
+            span
+            for span in kind_spans
+            if format_span_label(span) in block_labels[first_block : first_block + CLOSEUP_BLOCKS]
+        ]
+        start_s, end_s = min(span.start_s for span in chosen_spans), max(span.end_s for span in chosen_spans)
         if end_s - start_s < max(span.end_s for span in spans) / 2:
-            windows.append(Window(f"in {title}", start_s, end_s))
+            windows.append(TimeWindow(f"in {title}", start_s, end_s))
     return windows
 
 
-def label(span: Span) -> str:
+def format_span_label(span: TimelineSpan) -> str:
     """What a span is about, without its kind: ``decoder.block.3``."""
-    return re.sub(rf"^(launch )?({'|'.join(KINDS)}) ", "", span.name)
+    return re.sub(rf"^(launch )?({'|'.join(SPAN_KIND_COLOURS)}) ", "", span.name)
 
 
 def _draw_lanes(
     axes: Axes,
-    spans: Sequence[Span],
+    spans: Sequence[TimelineSpan],
     streams: Sequence[str],
-    window: Window,
+    window: TimeWindow,
     width_in: float,
     *,
-    named: bool = True,
-    labelled: bool = True,
+    show_lane_names: bool = True,
+    show_labels: bool = True,
 ) -> None:
-    per_in = (window.end_s - window.start_s) / (0.85 * width_in)
+    seconds_per_inch = (window.end_s - window.start_s) / (0.85 * width_in)
     for span in spans:
         start, end = max(span.start_s, window.start_s), min(span.end_s, window.end_s)
         if end <= start:
             continue
         y = streams.index(span.stream)
-        face = KINDS.get(span.kind, style.MUTED)
+        face_colour = SPAN_KIND_COLOURS.get(span.kind, style.MUTED_COLOUR)
         # A white edge would hide a narrow bar; one of its own colour keeps it visible.
-        edge = style.MUTED if span.kind in HATCHED else "white" if (end - start) / per_in > NARROW_IN else face
+        edge_colour = (
+            style.MUTED_COLOUR
+            if span.kind in HATCHED_KINDS
+            else "white"
+            if (end - start) / seconds_per_inch > MAX_NARROW_WIDTH_IN
+            else face_colour
+        )
         axes.add_patch(
             Rectangle(
                 (start * 1e3, y - 0.38),
                 (end - start) * 1e3,
                 0.76,
-                facecolor=face,
-                edgecolor=edge,
-                hatch="////" if span.kind in HATCHED else None,
+                facecolor=face_colour,
+                edgecolor=edge_colour,
+                hatch="////" if span.kind in HATCHED_KINDS else None,
                 linewidth=0.4,
             )
         )
-        text = _fitting(label(span), (end - start) / per_in) if labelled else ""
+        text = _shorten_label(format_span_label(span), (end - start) / seconds_per_inch) if show_labels else ""
         if text:
-            colour = "white" if span.kind in DARK else style.INK
+            colour = "white" if span.kind in DARK_KINDS else style.INK_COLOUR
             middle = (start + end) / 2 * 1e3
             axes.text(middle, y, text, ha="center", va="center", size=7, color=colour, clip_on=True)
     axes.set_xlim(window.start_s * 1e3, window.end_s * 1e3)
     axes.set_ylim(len(streams) - 0.5, -0.5)
-    axes.set_yticks(range(len(streams)), [lane_name(name, spans) for name in streams] if named else [""] * len(streams))
+    axes.set_yticks(
+        range(len(streams)),
+        [get_lane_name(name, spans) for name in streams] if show_lane_names else [""] * len(streams),
+    )
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("ms")
     axes.set_title(window.title, loc="center", size=8.5, weight="normal")
 
 
-def _fitting(text: str, width_in: float) -> str:
+def _shorten_label(text: str, width_in: float) -> str:
     """As much of a label as a bar has room for: the whole, its last parts, or nothing."""
     parts = text.split(".")
-    shorter = [".".join(parts[start:]) for start in range(len(parts))]
-    return next((short for short in shorter if short and len(short) * CHARACTER_IN <= width_in), "")
+    candidate_labels = [".".join(parts[start:]) for start in range(len(parts))]
+    return next(
+        (candidate for candidate in candidate_labels if candidate and len(candidate) * CHARACTER_WIDTH_IN <= width_in),
+        "",
+    )
 
 
-def _point_out(figure: Figure, whole: Axes, closer: Axes, window: Window, height: int) -> None:
+def _draw_zoom_lines(
+    figure: Figure, overview_axes: Axes, closeup_axes: Axes, window: TimeWindow, lane_count: int
+) -> None:
     """Lines from the part of the step that is drawn larger to its larger drawing."""
     left, right = window.start_s * 1e3, window.end_s * 1e3
-    whole.add_patch(
-        Rectangle((left, -0.48), right - left, height - 0.04, fill=False, edgecolor=style.INK, linewidth=0.9, zorder=3)
+    overview_axes.add_patch(
+        Rectangle(
+            (left, -0.48),
+            right - left,
+            lane_count - 0.04,
+            fill=False,
+            edgecolor=style.INK_COLOUR,
+            linewidth=0.9,
+            zorder=3,
+        )
     )
     for x in (left, right):
         line = ConnectionPatch(
-            (x, height - 0.5), (x, -0.5), "data", "data", axesA=whole, axesB=closer, color=style.MUTED, linewidth=0.6
+            (x, lane_count - 0.5),
+            (x, -0.5),
+            "data",
+            "data",
+            axesA=overview_axes,
+            axesB=closeup_axes,
+            color=style.MUTED_COLOUR,
+            linewidth=0.6,
         )
         line.set_in_layout(False)
         figure.add_artist(line)
 
 
-def _other_kinds(spans: Iterable[Span]) -> list[str]:
-    return list(dict.fromkeys(span.kind for span in spans if span.kind not in KINDS))
+def _list_other_kinds(spans: Iterable[TimelineSpan]) -> list[str]:
+    return list(dict.fromkeys(span.kind for span in spans if span.kind not in SPAN_KIND_COLOURS))
 
 
-def _patch(kind: str) -> Patch:
+def _build_legend_patch(kind: str) -> Patch:
     return Patch(
-        facecolor=KINDS.get(kind, style.MUTED),
-        edgecolor=style.MUTED if kind in HATCHED else "white",
-        hatch="////" if kind in HATCHED else None,
+        facecolor=SPAN_KIND_COLOURS.get(kind, style.MUTED_COLOUR),
+        edgecolor=style.MUTED_COLOUR if kind in HATCHED_KINDS else "white",
+        hatch="////" if kind in HATCHED_KINDS else None,
         label=kind,
     )

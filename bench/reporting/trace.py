@@ -9,47 +9,53 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.reporting.timeline import lanes
-from bench.simulate.prediction import Span
+from bench.reporting.timeline import list_streams
+from bench.simulate.prediction import TimelineSpan
 
-MICROSECONDS = 1e6
-RANK = 0
+MICROSECONDS_PER_SECOND = 1e6
+SIMULATED_RANK_ID = 0
 """Ranks are alike: one is simulated."""
 
 
-def trace_events(spans: Sequence[Span], title: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+def build_trace_events(spans: Sequence[TimelineSpan], title: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The step as one process, its streams as threads.
 
     Parameters
     ----------
     title: str
         Name of the process.
-    facts: mapping
+    metadata: mapping
         What else to know of the run; kept in the file.
     """
-    threads = {stream: number for number, stream in enumerate(lanes(spans))}
-    events: list[dict[str, Any]] = [_about("process_name", 0, {"name": title})]
-    for stream, number in threads.items():
-        events.append(_about("thread_name", number, {"name": stream}))
+    thread_ids = {stream: thread_id for thread_id, stream in enumerate(list_streams(spans))}
+    events: list[dict[str, Any]] = [_build_metadata_event("process_name", 0, {"name": title})]
+    for stream, thread_id in thread_ids.items():
+        events.append(_build_metadata_event("thread_name", thread_id, {"name": stream}))
         events.append(
-            {"name": "thread_sort_index", "ph": "M", "pid": RANK, "tid": number, "args": {"sort_index": number}}
+            {
+                "name": "thread_sort_index",
+                "ph": "M",
+                "pid": SIMULATED_RANK_ID,
+                "tid": thread_id,
+                "args": {"sort_index": thread_id},
+            }
         )
-    for span in sorted(spans, key=lambda span: (span.start_s, threads[span.stream])):
+    for span in sorted(spans, key=lambda span: (span.start_s, thread_ids[span.stream])):
         events.append(
             {
                 "name": span.name,
                 "cat": span.kind,
                 "ph": "X",
-                "ts": span.start_s * MICROSECONDS,
-                "dur": (span.end_s - span.start_s) * MICROSECONDS,
-                "pid": RANK,
-                "tid": threads[span.stream],
+                "ts": span.start_s * MICROSECONDS_PER_SECOND,
+                "dur": (span.end_s - span.start_s) * MICROSECONDS_PER_SECOND,
+                "pid": SIMULATED_RANK_ID,
+                "tid": thread_ids[span.stream],
                 "args": {"kind": span.kind},
             }
         )
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(facts)}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(metadata)}
 
 
-def _about(what: str, thread: int, facts: dict[str, Any]) -> dict[str, Any]:
+def _build_metadata_event(event_name: str, thread_id: int, event_arguments: dict[str, Any]) -> dict[str, Any]:
     """A metadata event."""
-    return {"name": what, "ph": "M", "pid": RANK, "tid": thread, "args": facts}
+    return {"name": event_name, "ph": "M", "pid": SIMULATED_RANK_ID, "tid": thread_id, "args": event_arguments}

@@ -11,20 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.simulate.version import LIBRARIES, predictor_version
+from bench.simulate.version import OPTIONAL_TRACED_PACKAGES, compute_predictor_version
 
-FOLDER_VARIABLE = "BENCH_CACHE"
+CACHE_DIR_VARIABLE = "BENCH_CACHE"
 """Environment variable that names another folder; empty for none at all."""
 
-PATIENCE_S = 30.0
+LOCK_TIMEOUT_S = 30.0
 """How long one process waits for another that writes."""
 
-KEYS_PER_QUERY = 500
+MAX_KEYS_PER_QUERY = 500
 
 
-def cache_file() -> Path | None:
+def find_cache_file() -> Path | None:
     """The file, None if nothing is to be remembered."""
-    folder = os.environ.get(FOLDER_VARIABLE)
+    folder = os.environ.get(CACHE_DIR_VARIABLE)
     if folder == "":
         return None
     if folder is None:
@@ -33,27 +33,29 @@ def cache_file() -> Path | None:
     return Path(folder) / "predictions.sqlite"
 
 
-def read(kind: str, keys: Iterable[str]) -> dict[str, Any]:
+def read_entries(kind: str, keys: Iterable[str]) -> dict[str, Any]:
     """What is remembered under some of the keys by this version of the predictor; nothing if it cannot be read."""
-    found: dict[str, Any] = {}
-    wanted = list(keys)
-    with contextlib.suppress(sqlite3.Error, OSError, ValueError, zlib.error), _opened() as database:
-        for start in range(0, len(wanted) if database else 0, KEYS_PER_QUERY):
-            part = wanted[start : start + KEYS_PER_QUERY]
-            marks = ",".join("?" * len(part))
-            query = f"SELECT key, value FROM entries WHERE kind = ? AND version = ? AND key IN ({marks})"
+    values_by_key: dict[str, Any] = {}
+    all_keys = list(keys)
+    with contextlib.suppress(sqlite3.Error, OSError, ValueError, zlib.error), _open_database() as database:
+        for start in range(0, len(all_keys) if database else 0, MAX_KEYS_PER_QUERY):
+            key_batch = all_keys[start : start + MAX_KEYS_PER_QUERY]
+            placeholders = ",".join("?" * len(key_batch))
+            query = f"SELECT key, value FROM entries WHERE kind = ? AND version = ? AND key IN ({placeholders})"
             assert database is not None
-            for key, value in database.execute(query, (kind, predictor_version(LIBRARIES), *part)):
-                found[key] = json.loads(zlib.decompress(value))
-    return found
+            for key, value in database.execute(
+                query, (kind, compute_predictor_version(OPTIONAL_TRACED_PACKAGES), *key_batch)
+            ):
+                values_by_key[key] = json.loads(zlib.decompress(value))
+    return values_by_key
 
 
-def write(kind: str, values: Mapping[str, Any]) -> None:
+def write_entries(kind: str, values: Mapping[str, Any]) -> None:
     """Remember values under their keys, and forget those of other versions; without effect where nobody can write."""
-    with contextlib.suppress(sqlite3.Error, OSError), _opened() as database:
+    with contextlib.suppress(sqlite3.Error, OSError), _open_database() as database:
         if database is None or not values:
             return
-        version = predictor_version(LIBRARIES)
+        version = compute_predictor_version(OPTIONAL_TRACED_PACKAGES)
         rows = [
             (kind, version, key, zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1))
             for key, value in values.items()
@@ -64,13 +66,13 @@ def write(kind: str, values: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _opened() -> Iterator[sqlite3.Connection | None]:
-    file = cache_file()
+def _open_database() -> Iterator[sqlite3.Connection | None]:
+    file = find_cache_file()
     if file is None:
         yield None
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    database = sqlite3.connect(file, timeout=PATIENCE_S)
+    database = sqlite3.connect(file, timeout=LOCK_TIMEOUT_S)
     try:
         database.execute(
             "CREATE TABLE IF NOT EXISTS entries (kind TEXT, version TEXT, key TEXT, value BLOB,"

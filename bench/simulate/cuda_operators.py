@@ -52,7 +52,7 @@ def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: tor
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-class _FusedAttention(torch.autograd.Function):
+class _FakeFusedAttention(torch.autograd.Function):
     """What a fused kernel keeps from forward to backward, and what backward needs for a while."""
 
     @staticmethod
@@ -65,19 +65,21 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
         query, key, value, bias, output, log_sum_exp = ctx.saved_tensors
-        differentiates_bias = bias is not None and ctx.needs_input_grad[3]
-        scores = query.new_empty(*query.shape[:3], key.shape[2]) if differentiates_bias else None
-        in_fp32 = torch.empty_like(query, dtype=torch.float32)  # both kernels add up the query's gradient in fp32
+        needs_bias_gradient = bias is not None and ctx.needs_input_grad[3]
+        scores = query.new_empty(*query.shape[:3], key.shape[2]) if needs_bias_gradient else None
+        query_gradient_fp32 = torch.empty_like(
+            query, dtype=torch.float32
+        )  # both kernels add up the query's gradient in fp32
         row_sums = torch.empty_like(log_sum_exp)
         gradients = torch.ops.bench.attention_backward(
             gradient, query, key, value, bias, output, log_sum_exp, ctx.causal
         )
-        del in_fp32, row_sums
+        del query_gradient_fp32, row_sums
         bias_gradient = None if scores is None else scores.sum_to_size(bias.shape)
         return (*gradients, bias_gradient, None)
 
 
-def _attention(
+def _run_fused_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -87,15 +89,17 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    return _FusedAttention.apply(query, key, value, attn_mask, is_causal)
+    return _FakeFusedAttention.apply(query, key, value, attn_mask, is_causal)
 
 
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _run_fused_dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     """As `torch.nn.functional.dropout`."""
     return torch.native_dropout(input, p, training)[0] if p and training else input
 
 
-def _int8_product(
+def _run_int8_matmul(
     tokens: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, state: Any = None
 ) -> Any:
     """As `bitsandbytes.matmul` on a GPU."""
@@ -105,18 +109,18 @@ def _int8_product(
 
 
 @contextlib.contextmanager
-def operators_of(device: str) -> Iterator[None]:
+def use_device_operators(device: str) -> Iterator[None]:
     """Within, attention and dropout allocate and compute as on `device`: cpu leaves them alone."""
-    attention, dropout = functional.scaled_dot_product_attention, functional.dropout
-    quantised: Any = sys.modules.get("bitsandbytes")
-    product = quantised and quantised.matmul
+    original_attention, original_dropout = functional.scaled_dot_product_attention, functional.dropout
+    bitsandbytes: Any = sys.modules.get("bitsandbytes")
+    original_matmul = bitsandbytes and bitsandbytes.matmul
     if device == "cuda":
-        functional.scaled_dot_product_attention, functional.dropout = _attention, _dropout
-        if quantised:
-            quantised.matmul = _int8_product
+        functional.scaled_dot_product_attention, functional.dropout = _run_fused_attention, _run_fused_dropout
+        if bitsandbytes:
+            bitsandbytes.matmul = _run_int8_matmul
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention, functional.dropout = attention, dropout
-        if quantised:
-            quantised.matmul = product
+        functional.scaled_dot_product_attention, functional.dropout = original_attention, original_dropout
+        if bitsandbytes:
+            bitsandbytes.matmul = original_matmul

@@ -6,25 +6,27 @@ import dataclasses
 
 from bench.config import RunConfig
 from bench.simulate import pace
-from bench.simulate.machine import Pace
-from bench.simulate.step import Update
-from bench.strategies.plan import Plan
+from bench.simulate.machine import RankSpeed
+from bench.simulate.step import OptimizerUpdate
+from bench.strategies.plan import StepPlan
 
 
-def is_known(config: RunConfig) -> bool:
+def is_host_speed_known(config: RunConfig) -> bool:
     """Whether the time of a run can be told as far as the machine around its devices decides it."""
-    return config.hardware.host is not None or not config.strategy.uses_host
+    return config.hardware.host is not None or not config.strategy.has_offloaded_state
 
 
-def with_transfers(config: RunConfig, speed: Pace) -> Pace:
+def add_host_transfers(config: RunConfig, speed: RankSpeed) -> RankSpeed:
     """The same rank, which also exchanges data with its machine's memory while its neighbours do."""
     host = config.hardware.host
-    if host is None or not config.strategy.uses_host:
+    if host is None or not config.strategy.has_offloaded_state:
         return speed
-    return dataclasses.replace(speed, transfer_s_per_byte=host.link_seconds_per_byte(ranks_per_machine(config)))
+    return dataclasses.replace(
+        speed, transfer_s_per_byte=host.compute_link_seconds_per_byte(count_ranks_per_host(config))
+    )
 
 
-def update_of(config: RunConfig, plan: Plan) -> Update:
+def predict_optimizer_update(config: RunConfig, plan: StepPlan) -> OptimizerUpdate:
     """The optimizer's step as the plan has it carried out.
 
     On the host it reads and writes as much as on a device, at the speed of the machine's memory, of which each rank has
@@ -33,24 +35,24 @@ def update_of(config: RunConfig, plan: Plan) -> Update:
     copies are not hidden. What the processors copy beside it comes on top.
     """
     host = config.hardware.host
-    in_memory = 0.0 if host is None else host.memory_seconds_per_byte(ranks_per_machine(config))
-    copied = plan.copied_on_host * in_memory
+    memory_s_per_byte = 0.0 if host is None else host.compute_memory_seconds_per_byte(count_ranks_per_host(config))
+    host_copy_s = plan.host_copy_bytes * memory_s_per_byte
     if plan.updates_on_host:
-        size = sum(plan.updated) * config.precision.parameter_dtype.itemsize
-        moved = pace.optimizer_passes(config.optimizer) * size
-        return Update(copied + moved * in_memory, 0, 0.0, on_host=True)
-    together = pace.update_of(config, plan.updated)
-    if not plan.carried:
-        return dataclasses.replace(together, seconds=together.seconds + copied)
-    largest = max(plan.updated, default=0)
-    one = pace.update_of(config, [largest])
-    each = with_transfers(config, Pace()).transfer_s_per_byte
-    kernels = max(together.kernels, len(plan.updated))
-    held = one.temporaries + 2 * largest * config.precision.parameter_dtype.itemsize
-    carried_s = plan.carried * each
-    return Update(together.seconds + carried_s, kernels, held, carried_s=carried_s)
+        updated_bytes = sum(plan.updated_numels) * config.precision.parameter_dtype.itemsize
+        moved_bytes = pace.count_optimizer_passes(config.optimizer) * updated_bytes
+        return OptimizerUpdate(host_copy_s + moved_bytes * memory_s_per_byte, 0, 0.0, on_host=True)
+    whole_update = pace.predict_device_update(config, plan.updated_numels)
+    if not plan.optimizer_transfer_bytes:
+        return dataclasses.replace(whole_update, seconds=whole_update.seconds + host_copy_s)
+    largest_numel = max(plan.updated_numels, default=0)
+    largest_update = pace.predict_device_update(config, [largest_numel])
+    transfer_s_per_byte = add_host_transfers(config, RankSpeed()).transfer_s_per_byte
+    num_kernels = max(whole_update.num_kernels, len(plan.updated_numels))
+    temporary_bytes = largest_update.temporary_bytes + 2 * largest_numel * config.precision.parameter_dtype.itemsize
+    transfer_s = plan.optimizer_transfer_bytes * transfer_s_per_byte
+    return OptimizerUpdate(whole_update.seconds + transfer_s, num_kernels, temporary_bytes, transfer_s=transfer_s)
 
 
-def ranks_per_machine(config: RunConfig) -> int:
+def count_ranks_per_host(config: RunConfig) -> int:
     """Ranks that share a machine's memory and links."""
     return min(config.gpus, config.gpus_per_node)

@@ -8,58 +8,58 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-MATMUL, ATTENTION, MEMORY = range(3)
+MATMUL, ATTENTION, MEMORY_BOUND = range(3)
 """Kinds of kernels: matrix products, fused attention, and all that is bound by memory."""
 
-FORMATS = ("fp32", "bf16", "fp16", "other", "fp8")
+OPERAND_FORMATS = ("fp32", "bf16", "fp16", "other", "fp8")
 """Formats of a kernel's operands; `other` for integers and booleans."""
 
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+ATTENTION_FORWARD_MATMULS, ATTENTION_BACKWARD_MATMULS = 2, 5
 """Matrix products over the square of scores in fused attention, whose backward computes the scores again (Dao et al.
 2022, arXiv:2205.14135, algorithms 2 and 4). Causal attention leaves out the half that is masked."""
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelArrays:
     """Kernels in the order they start. All arrays have one entry per kernel."""
 
     operators: tuple[str, ...]
     """Name of the ATen operator: ``mm``, ``_fused_adamw``."""
-    kinds: Ints
+    kinds: IntArray
     """MATMUL, ATTENTION or MEMORY."""
-    formats: Ints
-    """Index into `FORMATS` of the widest floating-point operand."""
-    dims: Floats
+    formats: IntArray
+    """Index into `OPERAND_FORMATS` of the widest floating-point operand."""
+    dims: FloatArray
     """Shape (kernels, 5). MATMUL: batch, m, n, k, and 1 if the left operand is transposed, else 0. ATTENTION: batch,
     heads, queries, keys, head dimension. MEMORY: zeros."""
-    flops: Floats
+    flops: FloatArray
     """Of matrix products, a multiply-add counting 2; of fused attention what the kernel executes: forward 2 products
     over the scores, backward 5, half of each if causal."""
-    bytes_moved: Floats
+    bytes_moved: FloatArray
     """Bytes of operands read and results written, each once."""
 
     def __len__(self) -> int:
         return len(self.operators)
 
-    def take(self, start: int, stop: int) -> Kernels:
+    def slice_kernels(self, start: int, stop: int) -> KernelArrays:
         """Those from `start` up to, not including, `stop`."""
-        part = slice(start, stop)
-        return Kernels(
-            self.operators[part],
-            self.kinds[part],
-            self.formats[part],
-            self.dims[part],
-            self.flops[part],
-            self.bytes_moved[part],
+        selected = slice(start, stop)
+        return KernelArrays(
+            self.operators[selected],
+            self.kinds[selected],
+            self.formats[selected],
+            self.dims[selected],
+            self.flops[selected],
+            self.bytes_moved[selected],
         )
 
 
-def joined(parts: Sequence[Kernels]) -> Kernels:
+def concatenate_kernels(parts: Sequence[KernelArrays]) -> KernelArrays:
     """Several sequences of kernels as one."""
-    return Kernels(
+    return KernelArrays(
         operators=tuple(name for part in parts for name in part.operators),
         kinds=np.concatenate([part.kinds for part in parts]),
         formats=np.concatenate([part.formats for part in parts]),

@@ -16,11 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.models import Family
-from bench.strategies.split import Split, localize
+from bench.strategies.split import TensorParallelSplit, localize_parameters
 
 
 @contextlib.contextmanager
-def lone_rank(world_size: int) -> Iterator[None]:
+def join_fake_process_group(world_size: int) -> Iterator[None]:
     """Within, this process is the first of so many ranks, which exchange nothing; nothing of it is left behind.
 
     Raises
@@ -40,7 +40,7 @@ def lone_rank(world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def split_over(split: Split | None, family: Family, model: nn.Module) -> Iterator[None]:
+def split_model(split: TensorParallelSplit | None, family: Family, model: nn.Module) -> Iterator[None]:
     """Split a model, which is on meta, as its first rank has it; within, it can be run with fake tensors.
 
     Nothing happens to a model whose layers are whole (None).
@@ -53,22 +53,22 @@ def split_over(split: Split | None, family: Family, model: nn.Module) -> Iterato
     if split is None:
         yield
         return
-    with lone_rank(split.degree):
-        split.divide(family, model, init_device_mesh("cpu", (split.degree,)))
+    with join_fake_process_group(split.degree):
+        split.divide_model(family, model, init_device_mesh("cpu", (split.degree,)))
         if not split.keeps_dtensors:
-            localize(model)
-        with _shapes_unseen(), loss_parallel():
+            localize_parameters(model)
+        with _hide_shape_propagation(), loss_parallel():
             yield
 
 
 @contextlib.contextmanager
-def _shapes_unseen() -> Iterator[None]:
+def _hide_shape_propagation() -> Iterator[None]:
     """Within, nobody sees the operators on whole tensors that DTensor asks for the shape of their results."""
-    ask = ShardingPropagator._propagate_tensor_meta_non_cached
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def unseen(self: ShardingPropagator, schema: object) -> object:
+    def propagate_unseen(self: ShardingPropagator, schema: object) -> object:
         with _disable_current_modes():
-            return ask(self, schema)  # type: ignore[arg-type]
+            return propagate(self, schema)  # type: ignore[arg-type]
 
-    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen):
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen):
         yield

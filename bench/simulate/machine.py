@@ -11,38 +11,46 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bench.simulate.prediction import PARTS, Span
-from bench.simulate.reel import Piece
-from bench.strategies.plan import GATHER, GATHERED, GRADIENTS, OPTIMIZER, REDUCE, REDUCED, REPLICATE
+from bench.simulate.prediction import MEMORY_PARTS, TimelineSpan
+from bench.simulate.reel import Chunk
+from bench.strategies.plan import (
+    ALL_GATHER_MEMORY,
+    ALL_GATHER_STREAM,
+    GRADIENT_MEMORY,
+    OPTIMIZER_MEMORY,
+    REDUCE_STREAM,
+    REDUCTION_MEMORY,
+    REPLICA_STREAM,
+)
 
-COMPUTE = "compute"
-STREAMS = (COMPUTE, GATHER, REDUCE, REPLICATE)
+COMPUTE_STREAM = "compute"
+STREAMS = (COMPUTE_STREAM, ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM)
 
-OWN_SEGMENT_BYTES = 10 * 2**20
+MIN_OWN_SEGMENT_BYTES = 10 * 2**20
 """From this size on the caching allocator gives a block a segment of its own (``kMinLargeAlloc``)."""
 
-ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+ACTIVATION_MEMORY, TEMPORARY_MEMORY = "activations", "temporaries"
 
-GRADIENT_NAMES = ("gradients ", "gradient shard ")
+GRADIENT_NAME_PREFIXES = ("gradients ", "gradient shard ")
 """Beginnings of the names under which plans keep gradients from step to step; their buckets have others."""
 
-Seconds = Callable[[str, float, str], float]
+CollectiveSeconds = Callable[[str, float, str], float]
 """Time of a collective: kind, bytes, group."""
 
 
 @dataclass(frozen=True)
-class Pace:
+class RankSpeed:
     """How fast the rank is. All zero where nobody knows: memory is the same."""
 
-    collective: Seconds = lambda kind, size, group: 0.0
+    collective_seconds: CollectiveSeconds = lambda kind, size, group: 0.0
     copy_s_per_byte: float = 0.0
     launch_s: float = 0.0
     """Of one kernel, on the processor."""
-    launches_itself: bool = False
+    is_cpu: bool = False
     """The processor that launches is the device that computes: it does one after the other."""
-    hooks_s: float = 0.0
+    unit_hooks_s: float = 0.0
     """Of a unit's hooks, on the processor."""
-    kernel_s: float = 0.0
+    min_kernel_s: float = 0.0
     """Shortest time of a kernel on the device."""
     overlap_loss: float = 0.0
     """Share of its speed that computation loses while something is sent."""
@@ -53,7 +61,7 @@ class Pace:
 
 
 @dataclass
-class Peak:
+class MemoryPeak:
     """The highest memory so far, and what it consists of."""
 
     size: float = 0.0
@@ -62,265 +70,273 @@ class Peak:
     module: str = ""
 
 
-class Machine:
-    """Implements `bench.strategies.plan.Device`, and plays the model's own pieces in between."""
+class SimulatedRank:
+    """Implements `(module).PlanDevice`, and plays the model's own pieces in between."""
 
-    def __init__(self, pace: Pace, *, timeline: bool = False) -> None:
-        self._pace = pace
-        self._held: dict[str, tuple[float, str]] = {}
-        self._parts = dict.fromkeys(PARTS, 0.0)
-        self._allocated = 0.0
-        self._until: list[tuple[float, float]] = []
-        self._inactive_soon = 0.0
-        self.peak = Peak()
+    def __init__(self, speed: RankSpeed, *, timeline: bool = False) -> None:
+        self._speed = speed
+        self._allocations: dict[str, tuple[float, str]] = {}
+        self._part_bytes = dict.fromkeys(MEMORY_PARTS, 0.0)
+        self._allocated_bytes = 0.0
+        self._delayed_frees: list[tuple[float, float]] = []
+        self._delayed_free_bytes = 0.0
+        self.peak = MemoryPeak()
         self.phase_peaks: dict[str, float] = {}
-        self.initial = 0.0
+        self.initial_bytes = 0.0
         """Allocated before the first step, which is not the one that is played."""
-        self.active = 0.0
+        self.peak_active_bytes = 0.0
         self.phase, self.module = "forward", ""
-        self.processor = 0.0
-        self.streams = dict.fromkeys(STREAMS, 0.0)
-        self._done: dict[str, float] = {}
-        self._noted: deque[float] = deque()
-        self.spent = dict.fromkeys(
+        self.processor_time = 0.0
+        self.stream_times = dict.fromkeys(STREAMS, 0.0)
+        self._event_times: dict[str, float] = {}
+        self._late_free_times: deque[float] = deque()
+        self.spent_seconds = dict.fromkeys(
             ("compute", "optimizer", "exposed", "launch", "communication", "transfer", "carried"), 0.0
         )
-        self._timeline: list[Span] | None = [] if timeline else None
-        self._sending: deque[tuple[float, float]] = deque()
-        self._communicators: dict[str, float] = {}
+        self._timeline: list[TimelineSpan] | None = [] if timeline else None
+        self._collective_spans: deque[tuple[float, float]] = deque()
+        self._communicator_times: dict[str, float] = {}
         self.updated_on_host = False
 
     @property
-    def timeline(self) -> tuple[Span, ...]:
+    def timeline(self) -> tuple[TimelineSpan, ...]:
         """What happened, if it was to be remembered."""
         return tuple(self._timeline or ())
 
     # Memory
 
-    def hold(self, name: str, size: float, part: str) -> None:
-        """As `Device` says. What is held under the name already is freed first."""
-        if name in self._held:
-            self.release(name)
-        self._held[name] = (size, part)
-        self._parts[part] += size
-        self._allocated += size
-        self._look(0.0, 0.0)
-        if self._pace.retry_s_per_byte and part in (GATHERED, REDUCED) and size >= OWN_SEGMENT_BYTES:
-            self._retry(size)
+    def allocate(self, name: str, size: float, part: str) -> None:
+        """As `PlanDevice` says. What is held under the name already is freed first."""
+        if name in self._allocations:
+            self.free(name)
+        self._allocations[name] = (size, part)
+        self._part_bytes[part] += size
+        self._allocated_bytes += size
+        self._note_peak(0.0, 0.0)
+        if (
+            self._speed.retry_s_per_byte
+            and part in (ALL_GATHER_MEMORY, REDUCTION_MEMORY)
+            and size >= MIN_OWN_SEGMENT_BYTES
+        ):
+            self._retry_allocation(size)
 
-    def _retry(self, size: float) -> None:
+    def _retry_allocation(self, size: float) -> None:
         """The allocator waits for all streams, gives back what it caches and asks the device anew."""
-        before = self.streams[COMPUTE]
-        now = max(self.processor, *self.streams.values()) + size * self._pace.retry_s_per_byte
-        self.processor = now
-        for stream in self.streams:
-            self.streams[stream] = now
-        self.spent["launch"] += now - before
+        start = self.stream_times[COMPUTE_STREAM]
+        end = max(self.processor_time, *self.stream_times.values()) + size * self._speed.retry_s_per_byte
+        self.processor_time = end
+        for stream in self.stream_times:
+            self.stream_times[stream] = end
+        self.spent_seconds["launch"] += end - start
         if self._timeline is not None:
-            self._timeline.append(Span(COMPUTE, f"allocator {self.module}", "wait", before, now))
+            self._timeline.append(TimelineSpan(COMPUTE_STREAM, f"allocator {self.module}", "wait", start, end))
 
-    def release(self, name: str, *, after: str | None = None) -> None:
-        """As `Device` says."""
-        found = self._held.pop(name, None)
-        if found is None:
+    def free(self, name: str, *, after: str | None = None) -> None:
+        """As `PlanDevice` says."""
+        allocation = self._allocations.pop(name, None)
+        if allocation is None:
             return
-        size, part = found
-        self._parts[part] -= size
-        self._allocated -= size
-        if after is not None and (ready := self.streams[after]) > self.processor:
-            heapq.heappush(self._until, (ready, size))
-            self._inactive_soon += size
+        size, part = allocation
+        self._part_bytes[part] -= size
+        self._allocated_bytes -= size
+        if after is not None and (ready_time := self.stream_times[after]) > self.processor_time:
+            heapq.heappush(self._delayed_frees, (ready_time, size))
+            self._delayed_free_bytes += size
 
-    def _look(self, above: float, lasting: float, gradients: float = 0.0) -> None:
-        """Note a new peak, `above` what is allocated now; `lasting` of it in storages that stay."""
-        level = self._allocated + above
+    def _note_peak(self, extra_bytes: float, lasting_bytes: float, gradient_bytes: float = 0.0) -> None:
+        """Note a new peak, `extra_bytes` what is allocated now; `lasting_bytes` of it in storages that stay."""
+        level = self._allocated_bytes + extra_bytes
         if level > self.phase_peaks.get(self.phase, 0.0):
             self.phase_peaks[self.phase] = level
         if level > self.peak.size:
-            parts = dict(self._parts)
-            parts[ACTIVATIONS] += lasting
-            parts[GRADIENTS] += gradients
-            parts[TEMPORARIES] += above - lasting - gradients
-            self.peak = Peak(level, parts, self.phase, self.module)
-        while self._until and self._until[0][0] <= self.processor:
-            self._inactive_soon -= heapq.heappop(self._until)[1]
-        self.active = max(self.active, level + self._inactive_soon)
+            parts = dict(self._part_bytes)
+            parts[ACTIVATION_MEMORY] += lasting_bytes
+            parts[GRADIENT_MEMORY] += gradient_bytes
+            parts[TEMPORARY_MEMORY] += extra_bytes - lasting_bytes - gradient_bytes
+            self.peak = MemoryPeak(level, parts, self.phase, self.module)
+        while self._delayed_frees and self._delayed_frees[0][0] <= self.processor_time:
+            self._delayed_free_bytes -= heapq.heappop(self._delayed_frees)[1]
+        self.peak_active_bytes = max(self.peak_active_bytes, level + self._delayed_free_bytes)
 
     @property
-    def elapsed(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds since the step began, until the computing stream is done."""
-        return self.streams[COMPUTE]
+        return self.stream_times[COMPUTE_STREAM]
 
     # Time
 
-    def note_initial(self) -> None:
+    def note_initial_bytes(self) -> None:
         """What is held now is there before the first step, too, but for optimizer state and gradients that are kept."""
-        self.initial = sum(
+        self.initial_bytes = sum(
             size
-            for name, (size, part) in self._held.items()
-            if part != OPTIMIZER and not name.startswith(GRADIENT_NAMES)
+            for name, (size, part) in self._allocations.items()
+            if part != OPTIMIZER_MEMORY and not name.startswith(GRADIENT_NAME_PREFIXES)
         )
 
-    def grow(self, name: str, size: float, part: str) -> None:
+    def grow_allocation(self, name: str, size: float, part: str) -> None:
         """Hold more under a name, without a look at the peak: whoever calls has taken it into account."""
-        self._held[name] = (self._held.get(name, (0.0, part))[0] + size, part)
-        self._parts[part] += size
-        self._allocated += size
+        self._allocations[name] = (self._allocations.get(name, (0.0, part))[0] + size, part)
+        self._part_bytes[part] += size
+        self._allocated_bytes += size
 
-    def play(self, piece: Piece, kind: str) -> None:
+    def simulate_chunk(self, chunk: Chunk, kind: str) -> None:
         """A piece of the model's own computation."""
-        self._look(piece.peak, piece.lasting_at_peak, piece.gradients_at_peak)
-        self._allocated += piece.net
-        self._parts[ACTIVATIONS] += piece.lasting_net
-        self._parts[TEMPORARIES] += piece.net - piece.lasting_net
-        if piece.kernels:
-            self._run(kind, piece.seconds, piece.kernels)
-        if piece.communication:
-            self._exchange(piece.communication)
+        self._note_peak(chunk.peak_bytes, chunk.lasting_bytes_at_peak, chunk.gradient_bytes_at_peak)
+        self._allocated_bytes += chunk.net_bytes
+        self._part_bytes[ACTIVATION_MEMORY] += chunk.lasting_net_bytes
+        self._part_bytes[TEMPORARY_MEMORY] += chunk.net_bytes - chunk.lasting_net_bytes
+        if chunk.num_kernels:
+            self._run_kernels(kind, chunk.seconds, chunk.num_kernels)
+        if chunk.communication_s:
+            self._simulate_layer_collective(chunk.communication_s)
 
-    def _exchange(self, seconds: float) -> None:
+    def _simulate_layer_collective(self, seconds: float) -> None:
         """Ranks that share a layer exchange something; what is computed next waits for it."""
-        start = max(self.streams[COMPUTE], self.processor)
+        start = max(self.stream_times[COMPUTE_STREAM], self.processor_time)
         end = start + seconds
-        self.spent["launch"] += start - self.streams[COMPUTE]
-        self.spent["exposed"] += seconds
-        self.spent["communication"] += seconds
-        self.streams[COMPUTE] = end
-        if self._pace.launches_itself:
-            self.processor = end
+        self.spent_seconds["launch"] += start - self.stream_times[COMPUTE_STREAM]
+        self.spent_seconds["exposed"] += seconds
+        self.spent_seconds["communication"] += seconds
+        self.stream_times[COMPUTE_STREAM] = end
+        if self._speed.is_cpu:
+            self.processor_time = end
         if self._timeline is not None:
-            self._timeline.append(Span(COMPUTE, f"exchange {self.module}", "exchange", start, end))
+            self._timeline.append(TimelineSpan(COMPUTE_STREAM, f"exchange {self.module}", "exchange", start, end))
 
-    def copy(self, name: str, size: float) -> None:
-        """As `Device` says."""
-        self._run(name, size * self._pace.copy_s_per_byte + self._pace.kernel_s, 1, span=False)
+    def copy_within_device(self, name: str, size: float) -> None:
+        """As `PlanDevice` says."""
+        self._run_kernels(name, size * self._speed.copy_s_per_byte + self._speed.min_kernel_s, 1, records_span=False)
 
-    def update(self, seconds: float, kernels: int, carried_s: float = 0.0) -> None:
+    def simulate_optimizer_step(self, seconds: float, num_kernels: int, transfer_s: float = 0.0) -> None:
         """The optimizer's step, some seconds of which are copies from and to the machine's memory."""
-        self._run("optimizer", seconds, kernels)
-        self.spent["carried"] += carried_s
+        self._run_kernels("optimizer", seconds, num_kernels)
+        self.spent_seconds["carried"] += transfer_s
 
-    def _run(self, kind: str, seconds: float, kernels: int, *, span: bool = True) -> None:
+    def _run_kernels(self, kind: str, seconds: float, num_kernels: int, *, records_span: bool = True) -> None:
         """Kernels on the computing stream, which the processor launches one by one."""
-        issued = self.processor
-        self.processor += kernels * self._pace.launch_s
-        before = self.streams[COMPUTE]
-        start = max(before, issued + self._pace.launch_s)
-        alone = seconds
-        seconds = self._slowed(start, seconds)
+        issue_time = self.processor_time
+        self.processor_time += num_kernels * self._speed.launch_s
+        previous_end = self.stream_times[COMPUTE_STREAM]
+        start = max(previous_end, issue_time + self._speed.launch_s)
+        undisturbed_seconds = seconds
+        seconds = self._compute_slowed_seconds(start, seconds)
         # The last kernel starts when it has been launched; those before it ran meanwhile.
-        end = max(start + seconds, self.processor + (seconds / kernels if kernels else 0.0))
-        if self._pace.launches_itself:
-            end = self.processor = max(before, issued) + kernels * self._pace.launch_s + seconds
-        self.streams[COMPUTE] = end
+        end = max(start + seconds, self.processor_time + (seconds / num_kernels if num_kernels else 0.0))
+        if self._speed.is_cpu:
+            end = self.processor_time = max(previous_end, issue_time) + num_kernels * self._speed.launch_s + seconds
+        self.stream_times[COMPUTE_STREAM] = end
         key = "optimizer" if kind == "optimizer" else "compute"
-        self.spent[key] += alone
-        self.spent["exposed"] += seconds - alone
-        self.spent["launch"] += end - before - seconds
-        if span and self._timeline is not None:
-            self._timeline.append(Span(COMPUTE, f"{kind} {self.module}", kind, start, end))
+        self.spent_seconds[key] += undisturbed_seconds
+        self.spent_seconds["exposed"] += seconds - undisturbed_seconds
+        self.spent_seconds["launch"] += end - previous_end - seconds
+        if records_span and self._timeline is not None:
+            self._timeline.append(TimelineSpan(COMPUTE_STREAM, f"{kind} {self.module}", kind, start, end))
 
-    def _slowed(self, start: float, seconds: float) -> float:
+    def _compute_slowed_seconds(self, start: float, seconds: float) -> float:
         """Seconds of computation that starts at some time, longer by what sending beside it takes away."""
-        loss = self._pace.overlap_loss
-        if not loss or seconds == 0.0:
+        overlap_loss = self._speed.overlap_loss
+        if not overlap_loss or seconds == 0.0:
             return seconds
-        while self._sending and self._sending[0][1] <= start:
-            self._sending.popleft()
-        beside = 0.0
+        while self._collective_spans and self._collective_spans[0][1] <= start:
+            self._collective_spans.popleft()
+        overlapped_seconds = 0.0
         end = start + seconds
-        covered = start
-        for first, last in self._sending:
-            first, last = max(first, covered), min(last, end)
-            if last > first:
-                beside += last - first
-                covered = last
-        return seconds + beside * loss
+        covered_until = start
+        for overlap_start, overlap_end in self._collective_spans:
+            overlap_start, overlap_end = max(overlap_start, covered_until), min(overlap_end, end)
+            if overlap_end > overlap_start:
+                overlapped_seconds += overlap_end - overlap_start
+                covered_until = overlap_end
+        return seconds + overlapped_seconds * overlap_loss
 
-    def send(self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None) -> None:
-        """As `Device` says."""
-        self.processor += self._pace.launch_s
-        seconds = self._pace.collective(kind, size, group)
+    def run_collective(
+        self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None
+    ) -> None:
+        """As `PlanDevice` says."""
+        self.processor_time += self._speed.launch_s
+        seconds = self._speed.collective_seconds(kind, size, group)
         # Collectives of one communicator run one after the other, on whatever streams.
-        start = max(self.streams[stream], self._communicators.get(group, 0.0), self.processor)
+        start = max(self.stream_times[stream], self._communicator_times.get(group, 0.0), self.processor_time)
         if after is not None:
-            start = max(start, self.streams[after])
+            start = max(start, self.stream_times[after])
         end = start + seconds
-        self.streams[stream] = self._communicators[group] = end
-        self._done[name] = end
-        self.spent["communication"] += seconds
+        self.stream_times[stream] = self._communicator_times[group] = end
+        self._event_times[name] = end
+        self.spent_seconds["communication"] += seconds
         if seconds:
-            self._delay_what_runs(start, end)
-            self._sending.append((start, end))
+            self._delay_running_kernels(start, end)
+            self._collective_spans.append((start, end))
             if self._timeline is not None:
-                self._timeline.append(Span(stream, f"{kind} {self.module}", kind, start, end))
+                self._timeline.append(TimelineSpan(stream, f"{kind} {self.module}", kind, start, end))
 
-    def transfer(self, name: str, size: float, stream: str, *, after: str | None = None) -> None:
-        """As `Device` says. Copy engines of their own do it, so computation loses nothing."""
-        self.processor += self._pace.launch_s
-        start = max(self.streams[stream], self.processor, self.streams[after] if after else 0.0)
-        end = self.streams[stream] = self._done[name] = start + size * self._pace.transfer_s_per_byte
-        self.spent["transfer"] += end - start
-        self.spent["communication"] += end - start
+    def copy_host_device(self, name: str, size: float, stream: str, *, after: str | None = None) -> None:
+        """As `PlanDevice` says. Copy engines of their own do it, so computation loses nothing."""
+        self.processor_time += self._speed.launch_s
+        start = max(self.stream_times[stream], self.processor_time, self.stream_times[after] if after else 0.0)
+        end = self.stream_times[stream] = self._event_times[name] = start + size * self._speed.transfer_s_per_byte
+        self.spent_seconds["transfer"] += end - start
+        self.spent_seconds["communication"] += end - start
         if self._timeline is not None and end > start:
-            self._timeline.append(Span(stream, f"transfer {self.module}", "transfer", start, end))
+            self._timeline.append(TimelineSpan(stream, f"transfer {self.module}", "transfer", start, end))
 
-    def update_on_host(self, seconds: float) -> None:
+    def simulate_host_optimizer_step(self, seconds: float) -> None:
         """The optimizer's step, by the processors, when the device has done all that it was given."""
         self.synchronize()
-        before, self.processor = self.processor, self.processor + seconds
-        self.streams[COMPUTE] = self.processor
-        self.spent["optimizer"] += seconds
+        start, self.processor_time = self.processor_time, self.processor_time + seconds
+        self.stream_times[COMPUTE_STREAM] = self.processor_time
+        self.spent_seconds["optimizer"] += seconds
         self.updated_on_host = True
         if self._timeline is not None:
-            self._timeline.append(Span(COMPUTE, "optimizer on the host", "optimizer", before, self.processor))
+            self._timeline.append(
+                TimelineSpan(COMPUTE_STREAM, "optimizer on the host", "optimizer", start, self.processor_time)
+            )
 
-    def _delay_what_runs(self, start: float, end: float) -> None:
+    def _delay_running_kernels(self, start: float, end: float) -> None:
         """Computation that was launched before takes longer while something is sent beside it."""
-        beside = min(end, self.streams[COMPUTE]) - start
-        if beside > 0:
-            self.streams[COMPUTE] += beside * self._pace.overlap_loss
-            self.spent["exposed"] += beside * self._pace.overlap_loss
+        overlapped_seconds = min(end, self.stream_times[COMPUTE_STREAM]) - start
+        if overlapped_seconds > 0:
+            self.stream_times[COMPUTE_STREAM] += overlapped_seconds * self._speed.overlap_loss
+            self.spent_seconds["exposed"] += overlapped_seconds * self._speed.overlap_loss
 
-    def wait(self, name: str) -> None:
-        """As `Device` says."""
-        done = self._done.get(name, 0.0)
-        before = self.streams[COMPUTE]
-        if done > before:
-            reached = max(before, min(self.processor, done))
-            self.spent["launch"] += reached - before  # nothing would have been launched yet anyway
-            self.spent["exposed"] += done - reached
-            if self._timeline is not None and done > reached:
-                span = Span(COMPUTE, f"wait for {name}", "wait", reached, done)
+    def wait_for_event(self, name: str) -> None:
+        """As `PlanDevice` says."""
+        event_time = self._event_times.get(name, 0.0)
+        previous_end = self.stream_times[COMPUTE_STREAM]
+        if event_time > previous_end:
+            launched_until = max(previous_end, min(self.processor_time, event_time))
+            self.spent_seconds["launch"] += launched_until - previous_end  # nothing would have been launched yet anyway
+            self.spent_seconds["exposed"] += event_time - launched_until
+            if self._timeline is not None and event_time > launched_until:
+                span = TimelineSpan(COMPUTE_STREAM, f"wait for {name}", "wait", launched_until, event_time)
                 self._timeline.append(span)
-            self.streams[COMPUTE] = done
+            self.stream_times[COMPUTE_STREAM] = event_time
 
-    def mark(self, name: str) -> None:
-        """As `Device` says."""
-        self._done[name] = self.streams[COMPUTE]
+    def record_event(self, name: str) -> None:
+        """As `PlanDevice` says."""
+        self._event_times[name] = self.stream_times[COMPUTE_STREAM]
 
-    def follow(self, stream: str, name: str) -> None:
-        """As `Device` says."""
-        self.streams[stream] = max(self.streams[stream], self._done.get(name, 0.0))
+    def follow_stream(self, stream: str, name: str) -> None:
+        """As `PlanDevice` says."""
+        self.stream_times[stream] = max(self.stream_times[stream], self._event_times.get(name, 0.0))
 
-    def note_release(self, *, after: str | None = None) -> None:
-        """As `Device` says."""
-        self._noted.append(self.streams[after or COMPUTE])
+    def note_late_free(self, *, after: str | None = None) -> None:
+        """As `PlanDevice` says."""
+        self._late_free_times.append(self.stream_times[after or COMPUTE_STREAM])
 
-    def throttle(self, most: int) -> None:
-        """As `Device` says."""
-        if len(self._noted) >= most:
-            self.processor = max(self.processor, self._noted.popleft())
+    def limit_all_gathers(self, max_unfinished: int) -> None:
+        """As `PlanDevice` says."""
+        if len(self._late_free_times) >= max_unfinished:
+            self.processor_time = max(self.processor_time, self._late_free_times.popleft())
 
-    def hooks(self, count: float = 1.0) -> None:
-        """As `Device` says."""
-        self.processor += count * self._pace.hooks_s
+    def run_hooks(self, count: float = 1.0) -> None:
+        """As `PlanDevice` says."""
+        self.processor_time += count * self._speed.unit_hooks_s
 
     def synchronize(self) -> None:
         """The processor waits for the device, as at the end of a step that is timed."""
-        self.processor = max(self.processor, self.streams[COMPUTE])
+        self.processor_time = max(self.processor_time, self.stream_times[COMPUTE_STREAM])
 
 
-def rounded(parts: Mapping[str, float]) -> dict[str, int]:
+def round_parts(parts: Mapping[str, float]) -> dict[str, int]:
     """Bytes per part as whole numbers."""
     return {name: round(size) for name, size in parts.items()}

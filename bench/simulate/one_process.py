@@ -11,62 +11,79 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from bench.simulate.reel import Piece, Scene
-from bench.simulate.tape import LOSS
+from bench.simulate.reel import Chunk, SegmentAtBatch
+from bench.simulate.tape import LOSS_PLACE
 
 
-def of_first(scenes: Sequence[Scene], of_all: Sequence[Scene], devices: int) -> tuple[Scene, ...]:
+def build_first_device_segments(
+    device_segments: Sequence[SegmentAtBatch], batch_segments: Sequence[SegmentAtBatch], num_devices: int
+) -> tuple[SegmentAtBatch, ...]:
     """What the first device does.
 
     Parameters
     ----------
-    scenes, of_all: sequence of Scene
+    device_segments, batch_segments: sequence of Scene
         Of a device's part of the batch, and of the whole batch: the loss is taken from these.
     """
-    made = []
-    left = lasting_left = 0.0
-    for scene, whole in zip(scenes, of_all, strict=True):
-        if scene.place == LOSS:
-            left += _sum(whole, "net") - _sum(scene, "net")
-            lasting_left += _sum(whole, "lasting_net") - _sum(scene, "lasting_net")
-            made.append(whole)
-        elif scene.phase == "backward" and left:
+    first_device_segments = []
+    extra_bytes = extra_lasting_bytes = 0.0
+    for segment, batch_segment in zip(device_segments, batch_segments, strict=True):
+        if segment.place == LOSS_PLACE:
+            extra_bytes += _sum_over_chunks(batch_segment, "net_bytes") - _sum_over_chunks(segment, "net_bytes")
+            extra_lasting_bytes += _sum_over_chunks(batch_segment, "lasting_net_bytes") - _sum_over_chunks(
+                segment, "lasting_net_bytes"
+            )
+            first_device_segments.append(batch_segment)
+        elif segment.phase == "backward" and extra_bytes:
             # The gradient of all outputs goes when the model's last layer has used its part of it.
-            last = scene.pieces[-1]
-            last = dataclasses.replace(last, net=last.net - left, lasting_net=last.lasting_net - lasting_left)
-            made.append(dataclasses.replace(scene, pieces=(*scene.pieces[:-1], last)))
-            left = lasting_left = 0.0
-        elif scene.phase == "forward":
-            pieces = (dataclasses.replace(piece, kernels=piece.kernels * devices) for piece in scene.pieces)
-            made.append(dataclasses.replace(scene, pieces=tuple(pieces)))
+            last_chunk = segment.chunks[-1]
+            last_chunk = dataclasses.replace(
+                last_chunk,
+                net_bytes=last_chunk.net_bytes - extra_bytes,
+                lasting_net_bytes=last_chunk.lasting_net_bytes - extra_lasting_bytes,
+            )
+            first_device_segments.append(dataclasses.replace(segment, chunks=(*segment.chunks[:-1], last_chunk)))
+            extra_bytes = extra_lasting_bytes = 0.0
+        elif segment.phase == "forward":
+            chunks = (
+                dataclasses.replace(chunk, num_kernels=chunk.num_kernels * num_devices) for chunk in segment.chunks
+            )
+            first_device_segments.append(dataclasses.replace(segment, chunks=tuple(chunks)))
         else:
-            made.append(scene)
-    return tuple(made)
+            first_device_segments.append(segment)
+    return tuple(first_device_segments)
 
 
-def of_other(scenes: Sequence[Scene]) -> tuple[Scene, ...]:
+def build_other_device_segments(device_segments: Sequence[SegmentAtBatch]) -> tuple[SegmentAtBatch, ...]:
     """What any other device does: no loss, of whose gradient its part arrives."""
     return tuple(
-        dataclasses.replace(scene, pieces=(_arrives(_sum(scene, "net"), _sum(scene, "lasting_net")),))
-        if scene.place == LOSS
-        else scene
-        for scene in scenes
+        dataclasses.replace(
+            segment,
+            chunks=(
+                _build_memory_chunk(
+                    _sum_over_chunks(segment, "net_bytes"), _sum_over_chunks(segment, "lasting_net_bytes")
+                ),
+            ),
+        )
+        if segment.place == LOSS_PLACE
+        else segment
+        for segment in device_segments
     )
 
 
-def _arrives(net: float, lasting_net: float) -> Piece:
+def _build_memory_chunk(net_bytes: float, lasting_net_bytes: float) -> Chunk:
     """Memory that is taken (negative: given back), and no work."""
-    most = max(net, 0.0)
-    return Piece(
-        peak=most,
-        lasting_at_peak=min(most, max(lasting_net, 0.0)),
-        net=net,
-        lasting_net=lasting_net,
+    peak_bytes = max(net_bytes, 0.0)
+    return Chunk(
+        peak_bytes=peak_bytes,
+        lasting_bytes_at_peak=min(peak_bytes, max(lasting_net_bytes, 0.0)),
+        net_bytes=net_bytes,
+        lasting_net_bytes=lasting_net_bytes,
         seconds=0.0,
-        kernels=0,
-        gradient=None,
+        num_kernels=0,
+        completed_gradient=None,
     )
 
 
-def _sum(scene: Scene, name: str) -> float:
-    return sum(float(getattr(piece, name)) for piece in scene.pieces)
+def _sum_over_chunks(segment: SegmentAtBatch, field_name: str) -> float:
+    return sum(float(getattr(chunk, field_name)) for chunk in segment.chunks)

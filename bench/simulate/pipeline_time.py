@@ -8,36 +8,43 @@ from dataclasses import dataclass
 
 from bench.config import RunConfig
 from bench.simulate import pace
-from bench.simulate.machine import Machine, Pace
+from bench.simulate.machine import RankSpeed, SimulatedRank
 from bench.simulate.memory import is_degraded
-from bench.simulate.network import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Group, collective_seconds
-from bench.simulate.pipeline_clock import Run, StageSeconds, idle_share, run
-from bench.simulate.pipeline_parts import Cast, shared_by
-from bench.simulate.prediction import MemoryPrediction, Range, Span, TimePrediction
-from bench.simulate.step import Update
-from bench.strategies.pipeline_plan import RankPlan
+from bench.simulate.network import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE_SCATTER,
+    CollectiveGroup,
+    compute_collective_seconds,
+)
+from bench.simulate.pipeline_clock import RankTimeline, StageSeconds, compute_idle_share, simulate_timetable
+from bench.simulate.pipeline_parts import SimulatedPipelineStage, find_shared_parameters
+from bench.simulate.prediction import MemoryPrediction, PredictedRange, TimelineSpan, TimePrediction
+from bench.simulate.step import OptimizerUpdate
+from bench.strategies.pipeline_plan import StagePlan
 from bench.strategies.pipeline_schedule import FORWARD, Timetable
-from bench.strategies.plan import Parameter
+from bench.strategies.plan import ParameterSpec
 
-BUBBLE = "pipeline bubble"
+PIPELINE_BUBBLE = "pipeline bubble"
 """What limits a step in which ranks mostly wait for other stages."""
 
 
 @dataclass(frozen=True)
-class Pass:
+class StagePassSeconds:
     """Seconds of a stage's forward or backward pass alone: of its kernels, and in all."""
 
     computed: float
     elapsed: float
 
 
-def time_of(
+def predict_pipeline_time(
     config: RunConfig,
     timetable: Timetable,
-    casts: Sequence[Cast],
-    plans: Sequence[RankPlan],
-    found: MemoryPrediction,
-    stalls: Sequence[float],
+    stages: Sequence[SimulatedPipelineStage],
+    plans: Sequence[StagePlan],
+    memory: MemoryPrediction,
+    stalled_seconds: Sequence[float],
     *,
     timeline: bool,
 ) -> TimePrediction | None:
@@ -45,189 +52,246 @@ def time_of(
 
     Parameters
     ----------
-    stalls: sequence of float
+    stalled_seconds: sequence of float
         Per rank: seconds in which its allocator retries. All wait for the rank that stands still longest.
     """
-    if not pace.is_known(config.hardware, config.precision):
+    if not pace.is_speed_known(config.hardware, config.precision):
         return None
-    speed = pace.pace_of(config)
-    known: dict[tuple[tuple[int, ...], str], Pass] = {}
-    passes = [{phase: _pass(cast, phase, speed, known) for phase in (FORWARD, "backward")} for cast in casts]
-    seconds = [StageSeconds(each[FORWARD].elapsed, each["backward"].elapsed) for each in passes]
-    send_s = [_send_seconds(config, timetable, stage, cast.sent_bytes) for stage, cast in enumerate(casts[:-1])]
-    runs = run(timetable, seconds, send_s)
-    without_sending = run(timetable, seconds, [0.0] * len(send_s))
-    updates = [pace.update_of(config, plan.updated) for plan in plans]
-    reduced = [_reduction(config, timetable, casts, seconds, rank) for rank in range(timetable.ranks)]
-    tied = all_tied(config, timetable)
-    tied_s = _mean(sum(each.seconds for each in tied if rank in each.ranks) for rank in range(timetable.ranks))
-    stalled_s = max(stalls)
-    ends = with_tied([each.end_s + exposed for each, (exposed, _) in zip(runs, reduced, strict=True)], tied)
-    step = max(end + _seconds(update, speed) for end, update in zip(ends, updates, strict=True)) + stalled_s
-    computed = _mean(sum(passes[each.stage][each.kind].computed for each in own.actions) for own in runs)
-    busy = _mean(own.busy_s for own in runs)
-    waited = max(each.end_s for each in runs) - max(each.end_s for each in without_sending)
-    exposed = max(0.0, waited) + _mean(hidden for hidden, _ in reduced) + tied_s
-    optimizer = _mean(update.seconds for update in updates)
-    updating = [_seconds(update, speed) for update in updates]
-    idle = step - busy - exposed - _mean(updating) - stalled_s
-    parts = {
-        "compute": computed,
-        "network": exposed,
-        "memory bandwidth": optimizer,
-        BUBBLE: idle,
-        "kernel launches": step - computed - exposed - optimizer - idle - stalled_s,
+    speed = pace.build_rank_speed(config)
+    pass_cache: dict[tuple[tuple[int, ...], str], StagePassSeconds] = {}
+    stage_passes = [
+        {phase: _simulate_stage_pass(stage, phase, speed, pass_cache) for phase in (FORWARD, "backward")}
+        for stage in stages
+    ]
+    stage_seconds = [
+        StageSeconds(phase_passes[FORWARD].elapsed, phase_passes["backward"].elapsed) for phase_passes in stage_passes
+    ]
+    send_s = [
+        _compute_send_seconds(config, timetable, stage_index, stage.sent_bytes)
+        for stage_index, stage in enumerate(stages[:-1])
+    ]
+    timelines = simulate_timetable(timetable, stage_seconds, send_s)
+    timelines_without_sending = simulate_timetable(timetable, stage_seconds, [0.0] * len(send_s))
+    updates = [pace.predict_device_update(config, plan.updated_numels) for plan in plans]
+    sync_seconds = [
+        _compute_gradient_sync_seconds(config, timetable, stages, stage_seconds, rank)
+        for rank in range(timetable.ranks)
+    ]
+    tied_all_reduces = list_tied_all_reduces(config, timetable)
+    tied_s = _compute_mean(
+        sum(all_reduce.seconds for all_reduce in tied_all_reduces if rank in all_reduce.ranks)
+        for rank in range(timetable.ranks)
+    )
+    stalled_s = max(stalled_seconds)
+    rank_ends = add_tied_all_reduces(
+        [timeline.end_s + exposed for timeline, (exposed, _) in zip(timelines, sync_seconds, strict=True)],
+        tied_all_reduces,
+    )
+    step_s = (
+        max(end + _compute_update_seconds(update, speed) for end, update in zip(rank_ends, updates, strict=True))
+        + stalled_s
+    )
+    computed_s = _compute_mean(
+        sum(stage_passes[action.stage][action.kind].computed for action in timeline.actions) for timeline in timelines
+    )
+    busy_s = _compute_mean(timeline.busy_s for timeline in timelines)
+    waited_s = max(timeline.end_s for timeline in timelines) - max(
+        timeline.end_s for timeline in timelines_without_sending
+    )
+    exposed_s = max(0.0, waited_s) + _compute_mean(seconds for seconds, _ in sync_seconds) + tied_s
+    optimizer_s = _compute_mean(update.seconds for update in updates)
+    update_seconds = [_compute_update_seconds(update, speed) for update in updates]
+    idle_s = step_s - busy_s - exposed_s - _compute_mean(update_seconds) - stalled_s
+    seconds_by_limit = {
+        "compute": computed_s,
+        "network": exposed_s,
+        "memory bandwidth": optimizer_s,
+        PIPELINE_BUBBLE: idle_s,
+        "kernel launches": step_s - computed_s - exposed_s - optimizer_s - idle_s - stalled_s,
     }
-    degraded = is_degraded(found)
+    degraded = is_degraded(memory)
     return TimePrediction(
-        step_s=Range(step, step * (1 - pace.TIME_SHARE), step * (1 + pace.TIME_SHARE)),
-        compute_s=computed,
-        exposed_communication_s=exposed,
-        optimizer_s=optimizer,
-        bubble_s=step - computed - exposed - optimizer,
-        communication_s=_sent_seconds(timetable, send_s) + _mean(total for _, total in reduced) + tied_s,
-        limited_by="allocator" if degraded else max(parts, key=lambda name: parts[name]),
+        step_s=PredictedRange(step_s, step_s * (1 - pace.TIME_INTERVAL_SHARE), step_s * (1 + pace.TIME_INTERVAL_SHARE)),
+        compute_s=computed_s,
+        exposed_communication_s=exposed_s,
+        optimizer_s=optimizer_s,
+        bubble_s=step_s - computed_s - exposed_s - optimizer_s,
+        communication_s=_compute_mean_sent_seconds(timetable, send_s)
+        + _compute_mean(total for _, total in sync_seconds)
+        + tied_s,
+        limited_by="allocator" if degraded else max(seconds_by_limit, key=lambda name: seconds_by_limit[name]),
         degraded=degraded,
-        idle_share=idle_share(runs, [a + b + c for (a, _), b, c in zip(reduced, updating, stalls, strict=True)], step),
-        timeline=_timeline(runs, updates, step) if timeline else (),
+        idle_share=compute_idle_share(
+            timelines,
+            [a + b + c for (a, _), b, c in zip(sync_seconds, update_seconds, stalled_seconds, strict=True)],
+            step_s,
+        ),
+        timeline=_build_timeline(timelines, updates, step_s) if timeline else (),
     )
 
 
-def _seconds(update: Update, speed: Pace) -> float:
-    return update.seconds + update.kernels * speed.launch_s
+def _compute_update_seconds(update: OptimizerUpdate, speed: RankSpeed) -> float:
+    return update.seconds + update.num_kernels * speed.launch_s
 
 
-def _pass(cast: Cast, phase: str, speed: Pace, known: dict[tuple[tuple[int, ...], str], Pass]) -> Pass:
+def _simulate_stage_pass(
+    stage: SimulatedPipelineStage,
+    phase: str,
+    speed: RankSpeed,
+    pass_cache: dict[tuple[tuple[int, ...], str], StagePassSeconds],
+) -> StagePassSeconds:
     """Stages that share their scenes take equally long."""
-    scenes = [scene for scene, _, _ in cast.scenes if (scene.phase == FORWARD) == (phase == FORWARD)]
-    name = (tuple(map(id, scenes)), phase)
-    if name not in known:
-        machine = Machine(speed)
-        for scene in scenes:
-            for piece in scene.pieces:
-                machine.play(piece, phase)
-        machine.synchronize()
-        known[name] = Pass(machine.spent["compute"], machine.processor)
-    return known[name]
+    segments = [segment for segment, _, _ in stage.segments if (segment.phase == FORWARD) == (phase == FORWARD)]
+    cache_key = (tuple(map(id, segments)), phase)
+    if cache_key not in pass_cache:
+        simulated_rank = SimulatedRank(speed)
+        for segment in segments:
+            for chunk in segment.chunks:
+                simulated_rank.simulate_chunk(chunk, phase)
+        simulated_rank.synchronize()
+        pass_cache[cache_key] = StagePassSeconds(simulated_rank.spent_seconds["compute"], simulated_rank.processor_time)
+    return pass_cache[cache_key]
 
 
-def _copies(config: RunConfig, timetable: Timetable) -> int:
+def _count_pipeline_copies(config: RunConfig, timetable: Timetable) -> int:
     return config.gpus // timetable.ranks
 
 
-def _send_seconds(config: RunConfig, timetable: Timetable, stage: int, size: float) -> float:
+def _compute_send_seconds(config: RunConfig, timetable: Timetable, stage_index: int, size: float) -> float:
     """From a rank of a stage to its neighbour of the next one: what a broadcast among two takes."""
-    copies, per_node = _copies(config, timetable), min(config.gpus, config.gpus_per_node)
-    here, there = (index % timetable.ranks * copies // per_node for index in (stage, stage + 1))
-    group = Group(2, 2) if here == there else Group(2, 1, min(per_node, copies))
-    return _collective(config, BROADCAST, size, group)
+    num_copies, ranks_per_node = _count_pipeline_copies(config, timetable), min(config.gpus, config.gpus_per_node)
+    sender_node, receiver_node = (
+        index % timetable.ranks * num_copies // ranks_per_node for index in (stage_index, stage_index + 1)
+    )
+    group = (
+        CollectiveGroup(2, 2)
+        if sender_node == receiver_node
+        else CollectiveGroup(2, 1, min(ranks_per_node, num_copies))
+    )
+    return _compute_collective_seconds(config, BROADCAST, size, group)
 
 
-def _collective(config: RunConfig, kind: str, size: float, group: Group) -> float:
+def _compute_collective_seconds(config: RunConfig, kind: str, size: float, group: CollectiveGroup) -> float:
     assert config.hardware.speeds is not None
-    return collective_seconds(kind, size, group, config.hardware.speeds.links)
+    return compute_collective_seconds(kind, size, group, config.hardware.speeds.links)
 
 
-def _sent_seconds(timetable: Timetable, send_s: Sequence[float]) -> float:
+def _compute_mean_sent_seconds(timetable: Timetable, send_s: Sequence[float]) -> float:
     """Of all that a rank sends and receives in a step, mean over ranks: everything goes both ways, and has two ends."""
     return 4 * timetable.micro_batches * sum(send_s) / timetable.ranks
 
 
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+def _compute_mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
 
 
-def _reduction(
-    config: RunConfig, timetable: Timetable, casts: Sequence[Cast], seconds: Sequence[StageSeconds], rank: int
+def _compute_gradient_sync_seconds(
+    config: RunConfig,
+    timetable: Timetable,
+    stages: Sequence[SimulatedPipelineStage],
+    stage_seconds: Sequence[StageSeconds],
+    rank: int,
 ) -> tuple[float, float]:
     """Seconds of gathering and reducing among copies: those that nothing hides, and all.
 
     DDP's buckets go while the last backward runs, all but the last one. Under FSDP units are gathered as the first
     micro-batch comes to them, which hides all but the first of them, and reduced when the last backward is over.
     """
-    copies = _copies(config, timetable)
-    if copies == 1:
+    num_copies = _count_pipeline_copies(config, timetable)
+    if num_copies == 1:
         return 0.0, 0.0
-    group = Group(copies, min(copies, config.gpus_per_node), 1)
-    exposed = total = 0.0
-    for stage in timetable.stages_of(rank):
-        units = casts[stage].units
-        if not _is_sharded(config):
-            size = units.numel * config.precision.parameter_dtype.itemsize
-            buckets = max(1.0, size / BUCKET_BYTES)
-            reduced = buckets * _collective(config, ALL_REDUCE, size / buckets, group)
-            exposed += max(reduced / buckets, reduced - seconds[stage].backward)
-            total += reduced
+    group = CollectiveGroup(num_copies, min(num_copies, config.gpus_per_node), 1)
+    exposed_s = total_s = 0.0
+    for stage_index in timetable.find_stages_of_rank(rank):
+        stage_units = stages[stage_index].units
+        if not _uses_fsdp(config):
+            size = stage_units.numel * config.precision.parameter_dtype.itemsize
+            num_buckets = max(1.0, size / DDP_BUCKET_BYTES)
+            all_reduce_s = num_buckets * _compute_collective_seconds(config, ALL_REDUCE, size / num_buckets, group)
+            exposed_s += max(all_reduce_s / num_buckets, all_reduce_s - stage_seconds[stage_index].backward)
+            total_s += all_reduce_s
             continue
-        gathers = [
-            _collective(config, ALL_GATHER, _numel(unit.parameters) * config.precision.compute_dtype.itemsize, group)
-            for unit in units.units
+        all_gather_seconds = [
+            _compute_collective_seconds(
+                config, ALL_GATHER, _count_elements(unit.parameters) * config.precision.compute_dtype.itemsize, group
+            )
+            for unit in stage_units.units
         ]
-        scatters = [
-            _collective(config, REDUCE_SCATTER, _numel(unit.parameters) * config.precision.reduce_dtype.itemsize, group)
-            for unit in units.units
+        reduce_scatter_seconds = [
+            _compute_collective_seconds(
+                config, REDUCE_SCATTER, _count_elements(unit.parameters) * config.precision.reduce_dtype.itemsize, group
+            )
+            for unit in stage_units.units
         ]
-        exposed += gathers[0] + max(0.0, sum(gathers[1:]) - seconds[stage].forward) + sum(scatters)
-        total += sum(gathers) + sum(scatters)
-    return exposed, total
+        exposed_s += (
+            all_gather_seconds[0]
+            + max(0.0, sum(all_gather_seconds[1:]) - stage_seconds[stage_index].forward)
+            + sum(reduce_scatter_seconds)
+        )
+        total_s += sum(all_gather_seconds) + sum(reduce_scatter_seconds)
+    return exposed_s, total_s
 
 
-def _is_sharded(config: RunConfig) -> bool:
+def _uses_fsdp(config: RunConfig) -> bool:
     """Whether copies of a stage share it, by FSDP."""
     return getattr(config.strategy, "data_parallel", None) == "fsdp"
 
 
-BUCKET_BYTES = 25 * 2**20
+DDP_BUCKET_BYTES = 25 * 2**20
 """Of DDP, torch's default."""
 
 
-def _numel(parameters: Sequence[Parameter]) -> int:
+def _count_elements(parameters: Sequence[ParameterSpec]) -> int:
     return sum(parameter.numel for parameter in parameters)
 
 
 @dataclass(frozen=True)
-class Tied:
+class TiedGradientAllReduce:
     """The all-reduce of a gradient that several ranks of a pipeline have."""
 
     ranks: tuple[int, ...]
     """Of the pipeline."""
-    group: Group
+    group: CollectiveGroup
     seconds: float
 
 
-def all_tied(config: RunConfig, timetable: Timetable) -> list[Tied]:
+def list_tied_all_reduces(config: RunConfig, timetable: Timetable) -> list[TiedGradientAllReduce]:
     """In the order of a step; the groups of all copies of the pipeline send at the same time."""
-    copies, per_node = _copies(config, timetable), min(config.gpus, config.gpus_per_node)
-    shards = copies if _is_sharded(config) else 1
-    found = []
-    for numel, stages in shared_by(config.model, timetable.num_stages).values():
+    num_copies, ranks_per_node = _count_pipeline_copies(config, timetable), min(config.gpus, config.gpus_per_node)
+    num_shards = num_copies if _uses_fsdp(config) else 1
+    tied_all_reduces = []
+    for numel, stages in find_shared_parameters(config.model, timetable.num_stages).values():
         ranks = tuple(sorted({stage % timetable.ranks for stage in stages}))
         if len(ranks) == 1:
             continue
-        in_nodes = Counter(rank * copies // per_node for rank in ranks)
-        sharing = 1 if len(in_nodes) == 1 else min(per_node, copies)
-        group = Group(len(ranks), min(in_nodes.values()), sharing)
-        size = numel / shards * config.precision.parameter_dtype.itemsize
-        found.append(Tied(ranks, group, _collective(config, ALL_REDUCE, size, group)))
-    return found
+        ranks_by_node = Counter(rank * num_copies // ranks_per_node for rank in ranks)
+        concurrent_groups = 1 if len(ranks_by_node) == 1 else min(ranks_per_node, num_copies)
+        group = CollectiveGroup(len(ranks), min(ranks_by_node.values()), concurrent_groups)
+        size = numel / num_shards * config.precision.parameter_dtype.itemsize
+        tied_all_reduces.append(
+            TiedGradientAllReduce(ranks, group, _compute_collective_seconds(config, ALL_REDUCE, size, group))
+        )
+    return tied_all_reduces
 
 
-def with_tied(ends: Sequence[float], tied: Sequence[Tied]) -> list[float]:
+def add_tied_all_reduces(rank_ends: Sequence[float], tied_all_reduces: Sequence[TiedGradientAllReduce]) -> list[float]:
     """When each rank is done with the gradients it shares with others, having waited for them."""
-    found = list(ends)
-    for each in tied:
-        over = max(found[rank] for rank in each.ranks) + each.seconds
-        for rank in each.ranks:
-            found[rank] = over
-    return found
+    delayed_ends = list(rank_ends)
+    for all_reduce in tied_all_reduces:
+        all_reduce_end = max(delayed_ends[rank] for rank in all_reduce.ranks) + all_reduce.seconds
+        for rank in all_reduce.ranks:
+            delayed_ends[rank] = all_reduce_end
+    return delayed_ends
 
 
-def _timeline(runs: Sequence[Run], updates: Sequence[Update], step_s: float) -> tuple[Span, ...]:
+def _build_timeline(
+    timelines: Sequence[RankTimeline], updates: Sequence[OptimizerUpdate], step_s: float
+) -> tuple[TimelineSpan, ...]:
     """A lane per rank: what it computes, and the optimizer at the end."""
     spans = []
-    for rank, (found, update) in enumerate(zip(runs, updates, strict=True)):
-        for action, (start, end) in zip(found.actions, found.spans, strict=True):
-            spans.append(Span(f"rank {rank}", f"{action.kind} {action.micro_batch}", action.kind, start, end))
-        spans.append(Span(f"rank {rank}", "optimizer", "optimizer", step_s - update.seconds, step_s))
+    for rank, (timeline, update) in enumerate(zip(timelines, updates, strict=True)):
+        for action, (start, end) in zip(timeline.actions, timeline.action_spans, strict=True):
+            spans.append(TimelineSpan(f"rank {rank}", f"{action.kind} {action.micro_batch}", action.kind, start, end))
+        spans.append(TimelineSpan(f"rank {rank}", "optimizer", "optimizer", step_s - update.seconds, step_s))
     return tuple(sorted(spans, key=lambda span: span.start_s))

@@ -9,28 +9,28 @@ from collections.abc import Sequence
 
 from bench import processes
 from bench.config import RunConfig
-from bench.models.materialize import buffers_bytes
+from bench.models.materialize import count_buffer_bytes
 from bench.simulate import cache, host, memory, one_process, pace, pipeline, pipeline_parts
-from bench.simulate.layout import Layout, layout_of
-from bench.simulate.machine import Machine
-from bench.simulate.network import Group
-from bench.simulate.prediction import Prediction, from_plain, to_plain
-from bench.simulate.reel import Reel, Scene, batches_for, kernels_at, pieces
-from bench.simulate.stage_tape import StageKey
-from bench.simulate.step import play_step
-from bench.simulate.tape import TapeKey
-from bench.simulate.traces import Speed, prepare_traces, reel_of, remember_traces, traces_in_memory
-from bench.simulate.version import remembered_as
-from bench.strategies.plan import PARAMETERS, TENSOR, Plan, Setting
+from bench.simulate.layout import ParameterLayout, build_parameter_layout
+from bench.simulate.machine import SimulatedRank
+from bench.simulate.network import CollectiveGroup
+from bench.simulate.prediction import Prediction, prediction_from_plain, prediction_to_plain
+from bench.simulate.reel import ScaledTrace, SegmentAtBatch, build_chunks, list_traced_batch_sizes, scale_kernels
+from bench.simulate.stage_tape import StageTraceKey
+from bench.simulate.step import simulate_step
+from bench.simulate.tape import TraceKey
+from bench.simulate.traces import HashableHardware, add_loaded_traces, get_loaded_traces, load_scaled_trace, load_traces
+from bench.simulate.version import build_cache_key
+from bench.strategies.plan import PARAMETER_MEMORY, TENSOR_GROUP, PlanInputs, StepPlan
 
-WORTH_SHARING = 40
+MIN_RUNS_FOR_PROCESSES = 40
 """Runs from which on it pays to share the work among processes."""
 
-CHUNK = 32
+RUNS_PER_TASK = 32
 """Runs a process takes at a time."""
 
 
-def predict(config: RunConfig, *, timeline: bool = False) -> Prediction:
+def predict_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """Predict one run.
 
     Parameters
@@ -44,11 +44,11 @@ def predict(config: RunConfig, *, timeline: bool = False) -> Prediction:
         If the strategy states no plan.
     """
     if timeline:
-        return _predicted(config, timeline=True)
-    return predict_all([config])[0]
+        return _simulate_run(config, timeline=True)
+    return predict_runs([config])[0]
 
 
-def predict_all(configs: Sequence[RunConfig]) -> list[Prediction]:
+def predict_runs(configs: Sequence[RunConfig]) -> list[Prediction]:
     """Predict many runs: traces are shared, the work is shared among the processors, results are remembered.
 
     Raises
@@ -56,131 +56,153 @@ def predict_all(configs: Sequence[RunConfig]) -> list[Prediction]:
     ImpossibleError
         If a strategy states no plan.
     """
-    keys = [remembered_as(identity(config), config.model, config.strategy) for config in configs]
-    known = {key: from_plain(value) for key, value in cache.read("prediction", dict.fromkeys(keys)).items()}
-    missing = {key: config for key, config in zip(keys, configs, strict=True) if key not in known}
-    if missing:
-        made = dict(zip(missing, _predict_new(list(missing.values())), strict=True))
-        cache.write("prediction", {key: to_plain(prediction) for key, prediction in made.items()})
-        known |= made
-    return [known[key] for key in keys]
+    keys = [build_cache_key(compute_prediction_id(config), config.model, config.strategy) for config in configs]
+    predictions = {
+        key: prediction_from_plain(value)
+        for key, value in cache.read_entries("prediction", dict.fromkeys(keys)).items()
+    }
+    missing_configs = {key: config for key, config in zip(keys, configs, strict=True) if key not in predictions}
+    if missing_configs:
+        new_predictions = dict(zip(missing_configs, _predict_uncached(list(missing_configs.values())), strict=True))
+        cache.write_entries(
+            "prediction", {key: prediction_to_plain(prediction) for key, prediction in new_predictions.items()}
+        )
+        predictions |= new_predictions
+    return [predictions[key] for key in keys]
 
 
-def identity(config: RunConfig) -> str:
+def compute_prediction_id(config: RunConfig) -> str:
     """What tells one prediction from another, whatever mode the run is in."""
     return config.run_id if config.mode == "predict" else dataclasses.replace(config, mode="predict").run_id
 
 
-def _predict_new(configs: list[RunConfig]) -> list[Prediction]:
-    prepare_traces(list({trace: None for config in configs for trace in _traces_for(config)}))
-    workers = os.cpu_count() or 1
-    if workers == 1 or len(configs) < WORTH_SHARING:
-        return [_predicted(config) for config in configs]
-    order = sorted(range(len(configs)), key=lambda index: repr((tape_key(configs[index]), configs[index].hardware)))
-    with processes.worker_pool(workers, remember_traces, (traces_in_memory(),)) as pool:
-        made = pool.map(_predicted, [configs[index] for index in order], chunksize=CHUNK)
-        return [prediction for _, prediction in sorted(zip(order, made, strict=True), key=lambda pair: pair[0])]
+def _predict_uncached(configs: list[RunConfig]) -> list[Prediction]:
+    load_traces(list({trace: None for config in configs for trace in _list_traces(config)}))
+    num_workers = os.cpu_count() or 1
+    if num_workers == 1 or len(configs) < MIN_RUNS_FOR_PROCESSES:
+        return [_simulate_run(config) for config in configs]
+    sorted_indices = sorted(
+        range(len(configs)), key=lambda index: repr((build_trace_key(configs[index]), configs[index].hardware))
+    )
+    with processes.open_worker_pool(num_workers, add_loaded_traces, (get_loaded_traces(),)) as pool:
+        predictions = pool.map(_simulate_run, [configs[index] for index in sorted_indices], chunksize=RUNS_PER_TASK)
+        return [
+            prediction
+            for _, prediction in sorted(zip(sorted_indices, predictions, strict=True), key=lambda pair: pair[0])
+        ]
 
 
-def _traces_for(config: RunConfig) -> list[tuple[TapeKey | StageKey, int]]:
+def _list_traces(config: RunConfig) -> list[tuple[TraceKey | StageTraceKey, int]]:
     """Tapes and batch sizes that a run's prediction is made from."""
     if config.strategy.timetable is not None:
-        return pipeline_parts.traces_for(config, tape_key(config))
-    sizes = {config.sequences_per_device, config.sequences_per_rank}
-    return [(tape_key(config), size) for batch in sizes for size in set(batches_for(batch))]
+        return pipeline_parts.list_stage_traces(config, build_trace_key(config))
+    batch_sizes = {config.sequences_per_device, config.sequences_per_rank}
+    return [
+        (build_trace_key(config), traced_size)
+        for batch_size in batch_sizes
+        for traced_size in set(list_traced_batch_sizes(batch_size))
+    ]
 
 
-def _predicted(config: RunConfig, *, timeline: bool = False) -> Prediction:
+def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
     if config.strategy.timetable is not None:
-        return pipeline.predicted(config, tape_key(config), timeline=timeline)
-    machine, plan = _played(config, pace.pace_of(config), timeline)
-    found = memory.memory_of(config, machine, plan.host_bytes)
+        return pipeline.predict_pipeline(config, build_trace_key(config), timeline=timeline)
+    simulated_rank, plan = _simulate_rank(config, pace.build_rank_speed(config), timeline)
+    memory_prediction = memory.predict_memory(config, simulated_rank, plan.host_bytes)
     if config.devices_per_process > 1:
-        found = dataclasses.replace(found, others_bytes=round(_played_beside(config).peak.size))
-    if not host.is_known(config):
-        return Prediction(found, None)
-    if memory.is_degraded(found):
-        machine, _ = _played(config, pace.retrying(pace.pace_of(config)), timeline)
-    return Prediction(found, pace.time_of(config, machine, found))
+        memory_prediction = dataclasses.replace(
+            memory_prediction, others_bytes=round(_simulate_other_device(config).peak.size)
+        )
+    if not host.is_host_speed_known(config):
+        return Prediction(memory_prediction, None)
+    if memory.is_degraded(memory_prediction):
+        simulated_rank, _ = _simulate_rank(config, pace.add_allocator_retries(pace.build_rank_speed(config)), timeline)
+    return Prediction(memory_prediction, pace.predict_time(config, simulated_rank, memory_prediction))
 
 
-def _played(config: RunConfig, speed: pace.Pace, timeline: bool) -> tuple[Machine, Plan]:
+def _simulate_rank(config: RunConfig, speed: pace.RankSpeed, timeline: bool) -> tuple[SimulatedRank, StepPlan]:
     """The machine after a step, and the plan that was followed."""
-    key = tape_key(config)
-    reel = reel_of(key, batches_for(config.sequences_per_device))
-    plan = config.strategy.plan(_setting(config, reel))
-    machine = Machine(host.with_transfers(config, speed), timeline=timeline)
-    machine.hold("micro-batches", memory.inputs_bytes(config, reel), "activations")
-    machine.hold("model's buffers", buffers_bytes(config.trained), PARAMETERS)
-    group = _tensor_group(config)
-    scenes = _scenes(key, config.sequences_per_device, Speed(config.hardware), group)
+    key = build_trace_key(config)
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(config.sequences_per_device))
+    plan = config.strategy.plan(_build_plan_inputs(config, scaled_trace))
+    simulated_rank = SimulatedRank(host.add_host_transfers(config, speed), timeline=timeline)
+    simulated_rank.allocate("micro-batches", memory.compute_inputs_bytes(config, scaled_trace), "activations")
+    simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
+    tensor_group = _find_tensor_group(config)
+    segments = _build_segments(key, config.sequences_per_device, HashableHardware(config.hardware), tensor_group)
     if config.devices_per_process > 1:
-        of_all = _scenes(key, config.sequences_per_rank, Speed(config.hardware), group)
-        scenes = one_process.of_first(scenes, of_all, config.devices_per_process)
-    _play(config, machine, plan, scenes)
-    return machine, plan
+        batch_segments = _build_segments(
+            key, config.sequences_per_rank, HashableHardware(config.hardware), tensor_group
+        )
+        segments = one_process.build_first_device_segments(segments, batch_segments, config.devices_per_process)
+    _simulate_planned_step(config, simulated_rank, plan, segments)
+    return simulated_rank, plan
 
 
-def _played_beside(config: RunConfig) -> Machine:
+def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     """A device after the first of a process that drives several, its time left out."""
-    key = tape_key(config)
-    reel = reel_of(key, batches_for(config.sequences_per_device))
-    plan = config.strategy.plan_beside_first(_setting(config, reel))
+    key = build_trace_key(config)
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(config.sequences_per_device))
+    plan = config.strategy.plan_other_devices(_build_plan_inputs(config, scaled_trace))
     assert plan is not None
-    machine = Machine(pace.Pace())
-    scenes = _scenes(key, config.sequences_per_device, Speed(config.hardware), _tensor_group(config))
-    _play(config, machine, plan, one_process.of_other(scenes))
-    return machine
+    simulated_rank = SimulatedRank(pace.RankSpeed())
+    segments = _build_segments(
+        key, config.sequences_per_device, HashableHardware(config.hardware), _find_tensor_group(config)
+    )
+    _simulate_planned_step(config, simulated_rank, plan, one_process.build_other_device_segments(segments))
+    return simulated_rank
 
 
-def _setting(config: RunConfig, reel: Reel) -> Setting:
+def _build_plan_inputs(config: RunConfig, scaled_trace: ScaledTrace) -> PlanInputs:
     """What the strategy's plan is told of a run."""
-    weight = reel.weight(config.sequences_per_device)
-    return Setting(
-        units=_layout(config).units,
-        order=_layout(config).order,
+    batch_weight = scaled_trace.compute_batch_weight(config.sequences_per_device)
+    return PlanInputs(
+        units=_build_layout(config).units,
+        explicit_parameter_order=_build_layout(config).parameter_order,
         precision=config.precision,
-        casts=not config.strategy.uses_autocast(config.precision),
+        casts_parameters=not config.strategy.uses_autocast(config.precision),
         world_size=config.gpus,
         states_per_parameter=config.optimizer.states_per_parameter,
-        micro_batches=config.gradient_accumulation,
+        num_micro_batches=config.gradient_accumulation,
         keep_gradients=config.optimizer.keep_gradients,
-        outputs_bytes=reel.outputs[0] + weight * reel.outputs[1],
-        logits_bytes=reel.logits[0] + weight * reel.logits[1],
-        on_cpu=config.hardware.device == "cpu",
+        outputs_bytes=scaled_trace.outputs_bytes[0] + batch_weight * scaled_trace.outputs_bytes[1],
+        logits_bytes=scaled_trace.logits_bytes[0] + batch_weight * scaled_trace.logits_bytes[1],
+        is_on_cpu=config.hardware.device == "cpu",
     )
 
 
-def _layout(config: RunConfig) -> Layout:
+def _build_layout(config: RunConfig) -> ParameterLayout:
     blocks_per_unit = getattr(config.strategy, "blocks_per_unit", None) or 1
-    return layout_of(
-        config.trained,
+    return build_parameter_layout(
+        config.trained_model,
         blocks_per_unit,
         config.precision.scales_loss,
-        config.strategy.split(),
-        fp32_apart=tape_key(config).fp32_apart,
+        config.strategy.build_tensor_parallel_split(),
+        shards_fp32_separately=build_trace_key(config).shards_fp32_separately,
     )
 
 
-def _play(config: RunConfig, machine: Machine, plan: Plan, scenes: Sequence[Scene]) -> None:
-    plan.begin(machine)
-    machine.note_initial()
-    play_step(
-        machine,
+def _simulate_planned_step(
+    config: RunConfig, simulated_rank: SimulatedRank, plan: StepPlan, segments: Sequence[SegmentAtBatch]
+) -> None:
+    plan.allocate_persistent_state(simulated_rank)
+    simulated_rank.note_initial_bytes()
+    simulate_step(
+        simulated_rank,
         plan,
-        _layout(config),
-        scenes,
-        micro_batches=config.gradient_accumulation,
+        _build_layout(config),
+        segments,
+        num_micro_batches=config.gradient_accumulation,
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
-        update=host.update_of(config, plan),
+        update=host.predict_optimizer_update(config, plan),
     )
 
 
-def tape_key(config: RunConfig) -> TapeKey:
+def build_trace_key(config: RunConfig) -> TraceKey:
     """What of a run its tape depends on."""
-    return TapeKey(
-        family=config.trained,
+    return TraceKey(
+        family=config.trained_model,
         sequence_length=config.sequence_length,
         precision=dataclasses.replace(config.precision, mixing=None),
         autocast=config.strategy.uses_autocast(config.precision),
@@ -188,36 +210,47 @@ def tape_key(config: RunConfig) -> TapeKey:
         micro_batches=min(config.gradient_accumulation, 2),
         device=config.hardware.device,
         compile=config.compile,
-        widens_outputs=config.strategy.widens_outputs(config.precision),
-        split=config.strategy.split(),
-        autocast_caches=config.strategy.autocast_caches,
-        fp32_apart=config.precision.scales_loss
+        widens_outputs=config.strategy.casts_outputs_to_fp32(config.precision),
+        split=config.strategy.build_tensor_parallel_split(),
+        autocast_caches=config.strategy.has_autocast_cache,
+        shards_fp32_separately=config.precision.scales_loss
         and not config.strategy.uses_autocast(config.precision)
-        and config.strategy.shards_fp32_apart,
+        and config.strategy.shards_fp32_layers_separately,
     )
 
 
-def _tensor_group(config: RunConfig) -> Group | None:
+def _find_tensor_group(config: RunConfig) -> CollectiveGroup | None:
     """Where the ranks are that share layers; None where layers are whole."""
-    return None if config.strategy.split() is None else pace.group_of(config, TENSOR)
+    return (
+        None
+        if config.strategy.build_tensor_parallel_split() is None
+        else pace.build_collective_group(config, TENSOR_GROUP)
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _scenes(key: TapeKey, batch_size: int, speed: Speed, tensor: Group | None) -> tuple[Scene, ...]:
+def _build_segments(
+    key: TraceKey, batch_size: int, hashable_hardware: HashableHardware, tensor_group: CollectiveGroup | None
+) -> tuple[SegmentAtBatch, ...]:
     """The reel's scenes at a batch size, with the time of everything on some hardware.
 
     Parameters
     ----------
-    tensor: Group or None
+    tensor_group: Group or None
         Where the ranks are that share layers; None where layers are whole.
     """
-    reel = reel_of(key, batches_for(batch_size))
-    weight = reel.weight(batch_size)
-    kernels = [kernels_at(strip, weight) for strip in reel.strips]
-    seconds = pace.kernel_times(speed.hardware, key.precision, kernels)
-    lengths = layout_of(key.family, 1, key.precision.scales_loss, key.split).lengths
-    exchange = pace.exchange_of(speed.hardware, key.precision, tensor)
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size))
+    batch_weight = scaled_trace.compute_batch_weight(batch_size)
+    segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
+    segment_seconds = pace.compute_seconds_per_segment(hashable_hardware.hardware, key.precision, segment_kernels)
+    block_counts = build_parameter_layout(key.family, 1, key.precision.scales_loss, key.split).block_counts
+    time_collective = pace.build_layer_collective_timer(hashable_hardware.hardware, key.precision, tensor_group)
     return tuple(
-        Scene(strip.phase, strip.micro_batch, strip.place, pieces(strip, weight, each, lengths, exchange))
-        for strip, each in zip(reel.strips, seconds, strict=True)
+        SegmentAtBatch(
+            scaled_segment.phase,
+            scaled_segment.micro_batch,
+            scaled_segment.place,
+            build_chunks(scaled_segment, batch_weight, kernel_seconds, block_counts, time_collective),
+        )
+        for scaled_segment, kernel_seconds in zip(scaled_trace.segments, segment_seconds, strict=True)
     )

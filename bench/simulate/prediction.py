@@ -8,13 +8,13 @@ from typing import Any
 
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too close to call", "does not fit"
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "reduced", "temporaries")
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "reduced", "temporaries")
 """What memory is spent on. `gathered`: parameters gathered from other ranks and the buffers they arrive in; `reduced`:
 what gradients are reduced in (buckets, reduce-scatter buffers); `temporaries`: results freed within a block's pass."""
 
 
 @dataclass(frozen=True)
-class Range:
+class PredictedRange:
     """A value with the interval it is expected in 19 times of 20."""
 
     value: float
@@ -26,13 +26,13 @@ class Range:
 class MemoryPrediction:
     """Peaks of one rank in a step after warm-up, in bytes."""
 
-    allocated: Range
-    active: Range
-    reserved: Range
-    device_used: Range
+    allocated: PredictedRange
+    active: PredictedRange
+    reserved: PredictedRange
+    device_used: PredictedRange
     """Reserved, and what lies outside the allocator: CUDA context, communicators."""
     parts: dict[str, int]
-    """What the peak of `allocated` consists of, per name in `PARTS`."""
+    """What the peak of `allocated` consists of, per name in `MEMORY_PARTS`."""
     phase: str
     """forward, backward or optimizer: where the peak is."""
     module: str
@@ -57,13 +57,13 @@ class MemoryPrediction:
     """Bytes of the capacity that go to something else."""
 
     @property
-    def host_is_short(self) -> bool:
+    def is_host_memory_short(self) -> bool:
         """Whether what is offloaded does not fit where it goes."""
         return self.host_capacity is not None and self.host > self.host_capacity
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """Something that occupies a stream for a while."""
 
     stream: str
@@ -81,7 +81,7 @@ class Span:
 class TimePrediction:
     """One optimizer step of one rank (pipelines: mean over ranks), in seconds. The parts add up to `step_s.value`."""
 
-    step_s: Range
+    step_s: PredictedRange
     compute_s: float
     """Forward, backward and recomputation."""
     exposed_communication_s: float
@@ -100,7 +100,7 @@ class TimePrediction:
     idle_share: float | None = None
     """Of a pipeline: share of the step in which a rank is in no stage and in no optimizer, mean over ranks, as a run
     measures it: waiting for kernels or collectives within a stage does not count. None elsewhere."""
-    timeline: tuple[Span, ...] = ()
+    timeline: tuple[TimelineSpan, ...] = ()
     """Empty unless asked for."""
 
 
@@ -118,7 +118,7 @@ class Prediction:
         return "oom" if self.memory.verdict == DOES_NOT_FIT else "ok"
 
 
-def to_plain(prediction: Prediction) -> dict[str, Any]:
+def prediction_to_plain(prediction: Prediction) -> dict[str, Any]:
     """As plain values, without the timeline."""
     plain = dataclasses.asdict(
         prediction
@@ -130,11 +130,13 @@ def to_plain(prediction: Prediction) -> dict[str, Any]:
     return plain
 
 
-def from_plain(plain: dict[str, Any]) -> Prediction:
+def prediction_from_plain(plain: dict[str, Any]) -> Prediction:
     """The other way round."""
-    memory: dict[str, Any] = {
-        name: Range(**value) if name in ("allocated", "active", "reserved", "device_used") else value
+    memory_values: dict[str, Any] = {
+        name: PredictedRange(**value) if name in ("allocated", "active", "reserved", "device_used") else value
         for name, value in plain["memory"].items()
     }
-    time = plain["time"] and TimePrediction(**{**plain["time"], "step_s": Range(**plain["time"]["step_s"])})
-    return Prediction(MemoryPrediction(**memory), time)
+    time_prediction = plain["time"] and TimePrediction(
+        **{**plain["time"], "step_s": PredictedRange(**plain["time"]["step_s"])}
+    )
+    return Prediction(MemoryPrediction(**memory_values), time_prediction)

@@ -10,30 +10,30 @@ from __future__ import annotations
 import math
 from typing import Any
 
-FOUR_BITS, EIGHT_BITS = "gemm_4bit", "int8_scaled_mm"
+MATMUL_4BIT, MATMUL_8BIT = "gemm_4bit", "int8_scaled_mm"
 
 WORD_BYTES = 4
 """Of an fp32 or int32."""
 
-Shape = tuple[int, int, int, int, int]
+MatmulShape = tuple[int, int, int, int, int]
 
 
-def is_product(name: str) -> bool:
+def is_quantised_matmul(name: str) -> bool:
     """Whether an operator of this name is such a product."""
-    return name in (FOUR_BITS, EIGHT_BITS)
+    return name in (MATMUL_4BIT, MATMUL_8BIT)
 
 
-def working_memory(name: str, args: tuple[Any, ...]) -> int:
+def compute_working_memory(name: str, args: tuple[Any, ...]) -> int:
     """Bytes it takes for a while."""
-    if name == EIGHT_BITS:
-        return WORD_BYTES * math.prod(dimensions(name, args)[1:3])
-    tokens, _, shape, _, block = args[:5]
-    weights = math.prod(shape)
-    return weights * tokens.element_size() + WORD_BYTES * math.ceil(weights / block)
+    if name == MATMUL_8BIT:
+        return WORD_BYTES * math.prod(find_matmul_shape(name, args)[1:3])
+    tokens, _, shape, _, block_size = args[:5]
+    num_weights = math.prod(shape)
+    return num_weights * tokens.element_size() + WORD_BYTES * math.ceil(num_weights / block_size)
 
 
-def dimensions(name: str, args: tuple[Any, ...]) -> Shape:
+def find_matmul_shape(name: str, args: tuple[Any, ...]) -> MatmulShape:
     """Batch, rows, columns and depth of the product, and that its right matrix is transposed."""
     tokens = args[0]
-    outputs, inputs = args[1].shape if name == EIGHT_BITS else args[2]
+    outputs, inputs = args[1].shape if name == MATMUL_8BIT else args[2]
     return 1, tokens.numel() // inputs, outputs, inputs, 1

@@ -11,110 +11,118 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.simulate.kernels import Floats, Ints, Kernels
-from bench.simulate.tape import LOSS, TRACED_BLOCKS, GradientEvent, Place, Segment, Trace, Visit
+from bench.simulate.kernels import FloatArray, IntArray, KernelArrays
+from bench.simulate.tape import (
+    LOSS_PLACE,
+    TRACED_BLOCKS,
+    BlockPlace,
+    GradientEvent,
+    LayerPassEvent,
+    Trace,
+    TraceSegment,
+)
 
-BATCHES = (2, 3)
+TRACED_BATCH_SIZES = (2, 3)
 """Batch sizes that are traced to foretell all but 1."""
 
-INNER = 2
+INNER_POSITION = 2
 """The block that stands for the inner ones. The one before it is different: in backward it is the last of those that
 hold what all blocks share, and releases it."""
 
 
 @dataclass(frozen=True)
-class Strip:
+class ScaledSegment:
     """One segment of a tape at several batch sizes: what changes with the batch has a base and a slope."""
 
     phase: str
     micro_batch: int
-    place: Place
-    bounds: tuple[int, ...]
+    place: BlockPlace
+    chunk_ends: tuple[int, ...]
     """Where the pieces end, as indices into the changes: at each event, and at the end."""
-    kernel_bounds: tuple[int, ...]
-    events: tuple[GradientEvent | Visit, ...]
+    kernel_ends: tuple[int, ...]
+    events: tuple[GradientEvent | LayerPassEvent, ...]
     """What ends each piece but the last."""
-    changes: tuple[Floats, Floats]
+    changes: tuple[FloatArray, FloatArray]
     """Bytes allocated (negative: released), base and slope."""
-    lasting: tuple[Floats, Floats]
+    lasting_changes: tuple[FloatArray, FloatArray]
     """The same of storages that outlive the segment they are made in, or were made in an earlier one."""
-    shared: Ints
+    joint_free_lists: IntArray
     """Per change the block list whose inner blocks' storages are all released here together, each in its turn; -1 for
     none. The trace shows it for one inner block."""
-    kernels: tuple[Kernels, Kernels]
+    kernels: tuple[KernelArrays, KernelArrays]
     """At the first and the second of the traced batch sizes."""
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[ScaledCollective, ...] = ()
 
 
 @dataclass(frozen=True)
-class Collective:
+class ScaledCollective:
     """Ranks that share a layer exchange something, and computation waits for it."""
 
-    kernel: int
+    kernels_before: int
     """Kernels of the segment started by then."""
     kind: str
-    size: float
-    slope: float
+    base_bytes: float
+    slope_bytes: float
 
-    def at(self, weight: float) -> float:
-        """Bytes of the whole at a batch size (see `Reel.weight`)."""
-        return self.size + weight * self.slope
+    def compute_bytes(self, batch_weight: float) -> float:
+        """Bytes of the whole at a batch size (see `ScaledTrace.compute_batch_weight`)."""
+        return self.base_bytes + batch_weight * self.slope_bytes
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """What happens between two gradients of a segment."""
 
-    peak: float
+    peak_bytes: float
     """Highest memory after any change within the piece, above that at its beginning, in bytes. Negative where a piece
     begins with a release, as of the gradient that ended the piece before it, and never comes up to that again."""
-    lasting_at_peak: float
-    """Of `peak`, storages that outlive their segment."""
-    net: float
-    lasting_net: float
+    lasting_bytes_at_peak: float
+    """Of `peak_bytes`, storages that outlive their segment."""
+    net_bytes: float
+    lasting_net_bytes: float
     seconds: float
     """Of the device, nothing else going on."""
-    kernels: int
-    gradient: str | None
+    num_kernels: int
+    completed_gradient: str | None
     """Parameter whose gradient is complete at the end."""
-    gradients_at_peak: float = 0.0
-    """Of `peak`, gradients that were completed before it within the piece."""
-    communication: float = 0.0
+    gradient_bytes_at_peak: float = 0.0
+    """Of `peak_bytes`, gradients that were completed before it within the piece."""
+    communication_s: float = 0.0
     """Seconds in which nothing is computed, since ranks that share a layer exchange something; not in `seconds`."""
-    visit: Visit | None = None
+    layer_pass: LayerPassEvent | None = None
     """What begins or ends at the end."""
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
+class SegmentAtBatch:
     """A segment at one batch size."""
 
     phase: str
     micro_batch: int
-    place: Place
-    pieces: tuple[Piece, ...]
+    place: BlockPlace
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
-class Reel:
+class ScaledTrace:
     """A tape that can be played at any batch size."""
 
-    strips: tuple[Strip, ...]
-    inputs: tuple[float, float]
+    segments: tuple[ScaledSegment, ...]
+    inputs_bytes: tuple[float, float]
     """Bytes of the micro-batches, base and slope."""
-    batches: tuple[int, int]
-    outputs: tuple[float, float]
+    traced_batch_sizes: tuple[int, int]
+    outputs_bytes: tuple[float, float]
     """Bytes of everything the model returns, base and slope."""
-    logits: tuple[float, float]
+    logits_bytes: tuple[float, float]
     """The same of its logits alone."""
 
-    def weight(self, batch_size: int) -> float:
+    def compute_batch_weight(self, batch_size: int) -> float:
         """How far the batch size is beyond the first traced one, in steps to the second."""
-        first, second = self.batches
+        first, second = self.traced_batch_sizes
         return (batch_size - first) / (second - first) if second > first else 0.0
 
 
-def make_reel(first: Trace, second: Trace, batches: tuple[int, int]) -> Reel:
+def build_scaled_trace(first: Trace, second: Trace, batch_sizes: tuple[int, int]) -> ScaledTrace:
     """Prepare what was traced at two batch sizes (or one, twice).
 
     Raises
@@ -122,238 +130,267 @@ def make_reel(first: Trace, second: Trace, batches: tuple[int, int]) -> Reel:
     ValueError
         If the model does not do the same at both.
     """
-    shared = _released_together(first.segments)
-    strips = tuple(
-        _strip(
-            a, b, np.array([shared.get((index, position), -1) for position in range(len(a.changes))], dtype=np.int64)
+    joint_frees = _find_joint_frees(first.segments)
+    segments = tuple(
+        _scale_segment(
+            a,
+            b,
+            np.array([joint_frees.get((index, position), -1) for position in range(len(a.changes))], dtype=np.int64),
         )
-        for index, (a, b) in enumerate(_aligned(first, second))
+        for index, (a, b) in enumerate(_pair_segments(first, second))
     )
-    return Reel(
-        tuple(strip for strip in strips if len(strip.changes[0]) or len(strip.kernels[0]) or strip.collectives),
+    return ScaledTrace(
+        tuple(
+            segment for segment in segments if len(segment.changes[0]) or len(segment.kernels[0]) or segment.collectives
+        ),
         (first.inputs_bytes, second.inputs_bytes - first.inputs_bytes),
-        batches,
+        batch_sizes,
         (first.outputs_bytes, second.outputs_bytes - first.outputs_bytes),
         (first.logits_bytes, second.logits_bytes - first.logits_bytes),
     )
 
 
-def batches_for(batch_size: int) -> tuple[int, int]:
+def list_traced_batch_sizes(batch_size: int) -> tuple[int, int]:
     """Which batch sizes to trace for a batch of some size."""
-    return (1, 1) if batch_size == 1 else BATCHES
+    return (1, 1) if batch_size == 1 else TRACED_BATCH_SIZES
 
 
-def _aligned(first: Trace, second: Trace) -> Iterator[tuple[Segment, Segment]]:
+def _pair_segments(first: Trace, second: Trace) -> Iterator[tuple[TraceSegment, TraceSegment]]:
     if len(first.segments) != len(second.segments):
         raise ValueError("the model runs differently at different batch sizes")
     for a, b in zip(first.segments, second.segments, strict=True):
-        alike = (
+        is_alike = (
             len(a.changes) == len(b.changes)
             and [kernel[0] for kernel in a.kernels] == [kernel[0] for kernel in b.kernels]
             and a.events == b.events
             and [(event.kernel, event.kind) for event in a.collectives]
             == [(event.kernel, event.kind) for event in b.collectives]
         )
-        if not alike:
+        if not is_alike:
             raise ValueError(f"the model runs differently at different batch sizes, in {a.phase} of {a.place}")
         yield a, b
 
 
-def _strip(a: Segment, b: Segment, shared: Ints) -> Strip:
-    temporary = _temporary(a)
+def _scale_segment(a: TraceSegment, b: TraceSegment, joint_free_lists: IntArray) -> ScaledSegment:
+    is_temporary = _find_temporary_changes(a)
     sizes = np.array([size for size, _ in a.changes], dtype=float)
     slopes = np.array([size for size, _ in b.changes], dtype=float) - sizes
-    lasting = ~temporary
-    return Strip(
+    is_lasting = ~is_temporary
+    return ScaledSegment(
         phase=a.phase,
         micro_batch=a.micro_batch,
         place=a.place,
-        bounds=(*(event.position for event in a.events), len(a.changes)),
-        kernel_bounds=(*(event.kernel for event in a.events), len(a.kernels)),
+        chunk_ends=(*(event.position for event in a.events), len(a.changes)),
+        kernel_ends=(*(event.kernel for event in a.events), len(a.kernels)),
         events=tuple(a.events),
         changes=(sizes, slopes),
-        lasting=(sizes * lasting, slopes * lasting),
-        shared=shared,
-        kernels=(kernels_of(a), kernels_of(b)),
+        lasting_changes=(sizes * is_lasting, slopes * is_lasting),
+        joint_free_lists=joint_free_lists,
+        kernels=(build_kernel_arrays(a), build_kernel_arrays(b)),
         collectives=tuple(
-            Collective(one.kernel, one.kind, one.size, other.size - one.size)
-            for one, other in zip(a.collectives, b.collectives, strict=True)
+            ScaledCollective(
+                first_event.kernel, first_event.kind, first_event.size, second_event.size - first_event.size
+            )
+            for first_event, second_event in zip(a.collectives, b.collectives, strict=True)
         ),
     )
 
 
-def _released_together(segments: Sequence[Segment]) -> dict[tuple[int, int], int]:
+def _find_joint_frees(segments: Sequence[TraceSegment]) -> dict[tuple[int, int], int]:
     """Releases, by segment and change, of what every inner block made and all lose at the same time, with its list.
 
     Autocast's copies of the weights are such: they last until the forward pass is over. What is released in the pass
     of the block that comes next is not: of that each inner block releases its predecessor's.
     """
-    made: dict[int, tuple[int, int]] = {}
-    lost: dict[int, tuple[int, int]] = {}
-    by_order: dict[tuple[int, int], int] = {}
+    allocations: dict[int, tuple[int, int]] = {}
+    frees: dict[int, tuple[int, int]] = {}
+    storage_by_order: dict[tuple[int, int], int] = {}
     for index, segment in enumerate(segments):
         order = 0
         for position, (size, number) in enumerate(segment.changes):
             if size > 0:
-                made[number] = index, order
-                by_order[index, order] = number
+                allocations[number] = index, order
+                storage_by_order[index, order] = number
                 order += 1
             else:
-                lost[number] = index, position
-    places = {(segment.phase, segment.micro_batch, segment.place): index for index, segment in enumerate(segments)}
-    found: dict[tuple[int, int], int] = {}
-    for number, (index, order) in made.items():
+                frees[number] = index, position
+    index_by_place = {
+        (segment.phase, segment.micro_batch, segment.place): index for index, segment in enumerate(segments)
+    }
+    joint_frees: dict[tuple[int, int], int] = {}
+    for number, (index, order) in allocations.items():
         segment = segments[index]
-        if segment.place is None or segment.place == LOSS or segment.place[1] != INNER or number not in lost:
+        if (
+            segment.place is None
+            or segment.place == LOSS_PLACE
+            or segment.place[1] != INNER_POSITION
+            or number not in frees
+        ):
             continue
-        neighbour = places.get((segment.phase, segment.micro_batch, (segment.place[0], INNER - 1)))
-        twin = by_order.get((neighbour, order)) if neighbour is not None else None
-        where = lost[number]
-        if twin is not None and where[0] != index and lost.get(twin, (None,))[0] == where[0]:
-            found[where] = segment.place[0]
-    return found
+        neighbour_index = index_by_place.get(
+            (segment.phase, segment.micro_batch, (segment.place[0], INNER_POSITION - 1))
+        )
+        twin_storage = storage_by_order.get((neighbour_index, order)) if neighbour_index is not None else None
+        free_position = frees[number]
+        if (
+            twin_storage is not None
+            and free_position[0] != index
+            and frees.get(twin_storage, (None,))[0] == free_position[0]
+        ):
+            joint_frees[free_position] = segment.place[0]
+    return joint_frees
 
 
-def _temporary(segment: Segment) -> np.ndarray:
+def _find_temporary_changes(segment: TraceSegment) -> np.ndarray:
     """Which changes belong to storages that are made and released within the segment."""
-    count: dict[int, int] = {}
+    change_counts: dict[int, int] = {}
     for _, number in segment.changes:
-        count[number] = count.get(number, 0) + 1
-    return np.array([count[number] == 2 for _, number in segment.changes], dtype=bool)
+        change_counts[number] = change_counts.get(number, 0) + 1
+    return np.array([change_counts[number] == 2 for _, number in segment.changes], dtype=bool)
 
 
-def kernels_of(segment: Segment) -> Kernels:
+def build_kernel_arrays(segment: TraceSegment) -> KernelArrays:
     """A segment's kernels as arrays."""
-    rows = segment.kernels
-    dims = np.zeros((len(rows), 5))
-    for index, row in enumerate(rows):
-        dims[index, : len(row[3])] = row[3]
-    return Kernels(
-        operators=tuple(row[0] for row in rows),
-        kinds=np.array([row[1] for row in rows], dtype=np.int64),
-        formats=np.array([row[2] for row in rows], dtype=np.int64),
+    records = segment.kernels
+    dims = np.zeros((len(records), 5))
+    for index, record in enumerate(records):
+        dims[index, : len(record[3])] = record[3]
+    return KernelArrays(
+        operators=tuple(record[0] for record in records),
+        kinds=np.array([record[1] for record in records], dtype=np.int64),
+        formats=np.array([record[2] for record in records], dtype=np.int64),
         dims=dims,
-        flops=np.array([row[4] for row in rows], dtype=float),
-        bytes_moved=np.array([row[5] for row in rows], dtype=float),
+        flops=np.array([record[4] for record in records], dtype=float),
+        bytes_moved=np.array([record[5] for record in records], dtype=float),
     )
 
 
-def kernels_at(strip: Strip, weight: float) -> Kernels:
-    """A strip's kernels at a batch size (see `Reel.weight`)."""
-    first, second = strip.kernels
-    if weight == 0.0:
+def scale_kernels(segment: ScaledSegment, batch_weight: float) -> KernelArrays:
+    """A strip's kernels at a batch size (see `ScaledTrace.compute_batch_weight`)."""
+    first, second = segment.kernels
+    if batch_weight == 0.0:
         return first
-    return Kernels(
+    return KernelArrays(
         first.operators,
         first.kinds,
         first.formats,
-        first.dims + weight * (second.dims - first.dims),
-        first.flops + weight * (second.flops - first.flops),
-        first.bytes_moved + weight * (second.bytes_moved - first.bytes_moved),
+        first.dims + batch_weight * (second.dims - first.dims),
+        first.flops + batch_weight * (second.flops - first.flops),
+        first.bytes_moved + batch_weight * (second.bytes_moved - first.bytes_moved),
     )
 
 
-def pieces(
-    strip: Strip,
-    weight: float,
-    seconds: Floats | None,
-    lengths: tuple[int, ...] = (),
-    exchange: Callable[[str, float], float] = lambda kind, size: 0.0,
-) -> tuple[Piece, ...]:
+def build_chunks(
+    segment: ScaledSegment,
+    batch_weight: float,
+    kernel_seconds: FloatArray | None,
+    block_counts: tuple[int, ...] = (),
+    time_collective: Callable[[str, float], float] = lambda kind, size: 0.0,
+) -> tuple[Chunk, ...]:
     """The pieces of a strip at a batch size.
 
     Parameters
     ----------
-    weight: float
-        As `Reel.weight` says for the batch size.
-    lengths: tuple of int
+    batch_weight: float
+        As `ScaledTrace.compute_batch_weight` says for the batch size.
+    block_counts: tuple of int
         Blocks per list of the whole model; none if that is what was traced.
-    seconds: array or None
+    kernel_seconds: array or None
         Of each kernel; None where speeds are unknown.
-    exchange: callable
+    time_collective: callable
         Seconds of a collective among ranks that share a layer: of its kind and its bytes.
     """
-    copies = np.ones(len(strip.shared))
-    for index, length in enumerate(lengths):
-        copies[strip.shared == index] = max(1, length - TRACED_BLOCKS + 1)
-    changes = np.rint(strip.changes[0] + weight * strip.changes[1]) * copies
-    lasting = np.rint(strip.lasting[0] + weight * strip.lasting[1]) * copies
-    result = []
+    repetitions = np.ones(len(segment.joint_free_lists))
+    for index, length in enumerate(block_counts):
+        repetitions[segment.joint_free_lists == index] = max(1, length - TRACED_BLOCKS + 1)
+    changes = np.rint(segment.changes[0] + batch_weight * segment.changes[1]) * repetitions
+    lasting_changes = np.rint(segment.lasting_changes[0] + batch_weight * segment.lasting_changes[1]) * repetitions
+    chunks = []
     start = kernel_start = 0
-    for number, (end, kernel_end) in enumerate(zip(strip.bounds, strip.kernel_bounds, strict=True)):
-        event = strip.events[number] if number < len(strip.events) else None
-        level, lasting_level = np.cumsum(changes[start:end]), np.cumsum(lasting[start:end])
-        highest = int(np.argmax(level)) if end > start else 0
-        is_last = number == len(strip.bounds) - 1
-        result.append(
-            Piece(
-                peak=float(level[highest]) if end > start else 0.0,
-                lasting_at_peak=float(lasting_level[highest]) if end > start else 0.0,
-                net=float(level[-1]) if end > start else 0.0,
-                lasting_net=float(lasting_level[-1]) if end > start else 0.0,
-                seconds=0.0 if seconds is None else float(seconds[kernel_start:kernel_end].sum()),
-                kernels=kernel_end - kernel_start,
-                gradient=event.parameter if isinstance(event, GradientEvent) else None,
-                visit=event if isinstance(event, Visit) else None,
-                communication=sum(
-                    exchange(each.kind, each.at(weight))
-                    for each in strip.collectives
-                    if kernel_start <= each.kernel < kernel_end or (is_last and each.kernel == kernel_end)
+    for chunk_index, (end, kernel_end) in enumerate(zip(segment.chunk_ends, segment.kernel_ends, strict=True)):
+        event = segment.events[chunk_index] if chunk_index < len(segment.events) else None
+        levels, lasting_levels = np.cumsum(changes[start:end]), np.cumsum(lasting_changes[start:end])
+        peak_index = int(np.argmax(levels)) if end > start else 0
+        is_last = chunk_index == len(segment.chunk_ends) - 1
+        chunks.append(
+            Chunk(
+                peak_bytes=float(levels[peak_index]) if end > start else 0.0,
+                lasting_bytes_at_peak=float(lasting_levels[peak_index]) if end > start else 0.0,
+                net_bytes=float(levels[-1]) if end > start else 0.0,
+                lasting_net_bytes=float(lasting_levels[-1]) if end > start else 0.0,
+                seconds=0.0 if kernel_seconds is None else float(kernel_seconds[kernel_start:kernel_end].sum()),
+                num_kernels=kernel_end - kernel_start,
+                completed_gradient=event.parameter if isinstance(event, GradientEvent) else None,
+                layer_pass=event if isinstance(event, LayerPassEvent) else None,
+                communication_s=sum(
+                    time_collective(collective.kind, collective.compute_bytes(batch_weight))
+                    for collective in segment.collectives
+                    if kernel_start <= collective.kernels_before < kernel_end
+                    or (is_last and collective.kernels_before == kernel_end)
                 ),
             )
         )
         start, kernel_start = end, kernel_end
-    return tuple(result)
+    return tuple(chunks)
 
 
-def merged(pieces: Sequence[Piece], gradient_bytes: Sequence[float]) -> Piece:
+def merge_chunks(chunks: Sequence[Chunk], gradient_sizes: Sequence[float]) -> Chunk:
     """Several pieces as one; what stays at the end of each but the last are gradients of these sizes.
 
-    What stays is in `peak`, not in `net`: it is for the caller to hold.
+    What stays is in `peak_bytes`, not in `net_bytes`: it is for the caller to hold.
     """
-    level = lasting = kept = 0.0
-    peak = lasting_at_peak = gradients_at_peak = 0.0
-    for piece, size in zip(pieces, (*gradient_bytes, 0.0), strict=True):
-        if level + kept + piece.peak > peak:
-            peak = level + kept + piece.peak
-            lasting_at_peak, gradients_at_peak = lasting + piece.lasting_at_peak, kept
+    level = lasting_level = kept_gradient_bytes = 0.0
+    peak_bytes = lasting_bytes_at_peak = gradient_bytes_at_peak = 0.0
+    for chunk, size in zip(chunks, (*gradient_sizes, 0.0), strict=True):
+        if level + kept_gradient_bytes + chunk.peak_bytes > peak_bytes:
+            peak_bytes = level + kept_gradient_bytes + chunk.peak_bytes
+            lasting_bytes_at_peak, gradient_bytes_at_peak = (
+                lasting_level + chunk.lasting_bytes_at_peak,
+                kept_gradient_bytes,
+            )
         # What stays is on the tape until its next change, too: there is no looking in between.
-        level, lasting, kept = level + piece.net, lasting + piece.lasting_net, kept + size
-    return Piece(
-        peak=peak,
-        lasting_at_peak=lasting_at_peak,
-        net=level,
-        lasting_net=lasting,
-        seconds=sum(piece.seconds for piece in pieces),
-        kernels=sum(piece.kernels for piece in pieces),
-        gradient=None,
-        visit=pieces[-1].visit,
-        gradients_at_peak=gradients_at_peak,
-        communication=sum(piece.communication for piece in pieces),
+        level, lasting_level, kept_gradient_bytes = (
+            level + chunk.net_bytes,
+            lasting_level + chunk.lasting_net_bytes,
+            kept_gradient_bytes + size,
+        )
+    return Chunk(
+        peak_bytes=peak_bytes,
+        lasting_bytes_at_peak=lasting_bytes_at_peak,
+        net_bytes=level,
+        lasting_net_bytes=lasting_level,
+        seconds=sum(chunk.seconds for chunk in chunks),
+        num_kernels=sum(chunk.num_kernels for chunk in chunks),
+        completed_gradient=None,
+        layer_pass=chunks[-1].layer_pass,
+        gradient_bytes_at_peak=gradient_bytes_at_peak,
+        communication_s=sum(chunk.communication_s for chunk in chunks),
     )
 
 
-def running_order(scenes: tuple[Scene, ...], lengths: tuple[int, ...]) -> Iterator[tuple[Scene, Place]]:
+def expand_to_full_depth(
+    segments: tuple[SegmentAtBatch, ...], block_counts: tuple[int, ...]
+) -> Iterator[tuple[SegmentAtBatch, BlockPlace]]:
     """Every scene of the whole model in order, with the place it has there.
 
     Parameters
     ----------
-    scenes: tuple of Scene
+    segments: tuple of Scene
         Of the shortened model.
-    lengths: tuple of int
+    block_counts: tuple of int
         Blocks per list of the whole model.
     """
-    for scene in scenes:
-        if scene.place is None or scene.place == LOSS:
-            yield scene, scene.place
+    for segment in segments:
+        if segment.place is None or segment.place == LOSS_PLACE:
+            yield segment, segment.place
             continue
-        index, position = scene.place
-        length = lengths[index]
-        if length <= TRACED_BLOCKS or position < INNER:
-            yield scene, scene.place
-        elif position > INNER:
-            yield scene, (index, length - 1)
+        index, position = segment.place
+        num_blocks = block_counts[index]
+        if num_blocks <= TRACED_BLOCKS or position < INNER_POSITION:
+            yield segment, segment.place
+        elif position > INNER_POSITION:
+            yield segment, (index, num_blocks - 1)
         else:
-            inner = range(INNER, length - 1)
-            for number in inner if scene.phase == "forward" else reversed(inner):
-                yield scene, (index, number)
+            inner_positions = range(INNER_POSITION, num_blocks - 1)
+            for inner_position in inner_positions if segment.phase == "forward" else reversed(inner_positions):
+                yield segment, (index, inner_position)

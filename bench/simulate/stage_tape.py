@@ -18,184 +18,204 @@ from torch.distributed.pipelining._backward import stage_backward
 from bench import collector
 from bench.models import Family
 from bench.models.blocks import checkpoint_blocks
-from bench.models.stages import Stage
-from bench.simulate.cuda_operators import operators_of
+from bench.models.stages import PipelineStageModule
+from bench.simulate.cuda_operators import use_device_operators
 from bench.simulate.tape import (
-    LOSS,
+    LOSS_PLACE,
     TRACED_BLOCKS,
+    BlockPlace,
     GradientEvent,
-    Place,
-    Recording,
-    Segment,
-    TapeKey,
     Trace,
-    fill,
-    order_releases,
+    TraceKey,
+    TraceRecorder,
+    TraceSegment,
+    fill_with_fake_tensors,
+    sort_simultaneous_frees,
 )
 
-SPARE_BLOCKS = 2
+SPARE_TRACED_BLOCKS = 2
 """Beyond those that are traced: an inner stage needs a block before it and one behind."""
 
 
 @dataclass(frozen=True)
-class Part:
+class StageBlocks:
     """The blocks of one list that a stage has."""
 
-    index: int
+    list_index: int
     """Of the list."""
-    count: int
+    num_blocks: int
     """Number of blocks: no more than are traced, where it stands for a tape."""
-    at_start: bool
-    at_end: bool
+    has_first_block: bool
+    has_last_block: bool
 
 
 @dataclass(frozen=True)
-class StageKey:
+class StageTraceKey:
     """Everything the tape of a stage depends on but the size of a micro-batch."""
 
-    tape: TapeKey
-    parts: tuple[Part, ...]
+    trace_key: TraceKey
+    stage_blocks: tuple[StageBlocks, ...]
 
 
-def parts_of(lengths: tuple[int, ...], blocks: range) -> tuple[Part, ...]:
+def list_stage_blocks(block_counts: tuple[int, ...], blocks: range) -> tuple[StageBlocks, ...]:
     """What a stage has of each list of blocks.
 
     Parameters
     ----------
-    lengths: tuple of int
+    block_counts: tuple of int
         Blocks per list of the whole model.
     blocks: range
         The stage's, counted over all lists.
     """
-    bounds = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
-    found = []
-    for index, (start, end) in enumerate(pairwise(bounds)):
+    list_bounds = [sum(block_counts[:index]) for index in range(len(block_counts) + 1)]
+    stage_blocks = []
+    for index, (start, end) in enumerate(pairwise(list_bounds)):
         first, last = max(start, blocks.start), min(end, blocks.stop)
         if first < last:
-            found.append(Part(index, last - first, first == start, last == end))
-    return tuple(found)
+            stage_blocks.append(StageBlocks(index, last - first, first == start, last == end))
+    return tuple(stage_blocks)
 
 
-def traced(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...]) -> tuple[StageBlocks, ...]:
     """The stage that is traced in a stage's place: long lists are shortened."""
-    return tuple(Part(part.index, min(part.count, TRACED_BLOCKS), part.at_start, part.at_end) for part in parts)
-
-
-def small_stage(family: Family, parts: tuple[Part, ...], checkpointing: str = "none") -> tuple[Family, Stage]:
-    """A stage with few blocks, on meta, and the family of the short model it is made of."""
-    small = family.shortened(TRACED_BLOCKS + SPARE_BLOCKS) or family
-    model = small.build()
-    model.train()
-    lengths = [len(blocks) for blocks in small.block_lists(model)]
-    checkpoint_blocks(small, model, checkpointing)
-    first, last = parts[0], parts[-1]
-    start = sum(lengths[: first.index])
-    if not first.at_start:
-        start += lengths[first.index] - first.count if first.at_end else 1
-    whole = last.at_end
-    stop = sum(lengths[: last.index]) + (
-        lengths[last.index] if whole else (start - sum(lengths[: last.index]) if last is first else 0) + last.count
+    return tuple(
+        StageBlocks(
+            blocks.list_index, min(blocks.num_blocks, TRACED_BLOCKS), blocks.has_first_block, blocks.has_last_block
+        )
+        for blocks in stage_blocks
     )
-    stage = small.stage(model, range(start, stop))
-    for blocks, part in zip(stage.block_lists, parts, strict=True):
-        del blocks[part.count - 1 : len(blocks) - 1]
-    return small, stage
 
 
-def stage_names(stage: Stage) -> dict[int, tuple[Place, str]]:
+def build_short_stage(
+    family: Family, stage_blocks: tuple[StageBlocks, ...], checkpointing: str = "none"
+) -> tuple[Family, PipelineStageModule]:
+    """A stage with few blocks, on meta, and the family of the short model it is made of."""
+    short_family = family.limit_blocks(TRACED_BLOCKS + SPARE_TRACED_BLOCKS) or family
+    model = short_family.build_model()
+    model.train()
+    block_counts = [len(blocks) for blocks in short_family.find_block_lists(model)]
+    checkpoint_blocks(short_family, model, checkpointing)
+    first_blocks, last_blocks = stage_blocks[0], stage_blocks[-1]
+    start = sum(block_counts[: first_blocks.list_index])
+    if not first_blocks.has_first_block:
+        start += block_counts[first_blocks.list_index] - first_blocks.num_blocks if first_blocks.has_last_block else 1
+    reaches_list_end = last_blocks.has_last_block
+    stop = sum(block_counts[: last_blocks.list_index]) + (
+        block_counts[last_blocks.list_index]
+        if reaches_list_end
+        else (start - sum(block_counts[: last_blocks.list_index]) if last_blocks is first_blocks else 0)
+        + last_blocks.num_blocks
+    )
+    stage = short_family.build_stage(model, range(start, stop))
+    for blocks, list_blocks in zip(stage.block_lists, stage_blocks, strict=True):
+        del blocks[list_blocks.num_blocks - 1 : len(blocks) - 1]
+    return short_family, stage
+
+
+def locate_stage_parameters(stage: PipelineStageModule) -> dict[int, tuple[BlockPlace, str]]:
     """Per parameter, by its identity: its block and its name there (outside blocks: in the stage)."""
-    found: dict[int, tuple[Place, str]] = {}
+    locations: dict[int, tuple[BlockPlace, str]] = {}
     for index, blocks in enumerate(stage.block_lists):
         for position, block in enumerate(blocks):
             for name, parameter in block.named_parameters():
-                found[id(parameter)] = ((index, position), name)
+                locations[id(parameter)] = ((index, position), name)
     for name, parameter in stage.named_parameters():
-        found.setdefault(id(parameter), (None, name))
-    return found
+        locations.setdefault(id(parameter), (None, name))
+    return locations
 
 
-def handed_dtype(key: TapeKey) -> torch.dtype:
+def find_handover_dtype(key: TraceKey) -> torch.dtype:
     """Format of what stages hand over."""
     return key.precision.parameter_dtype if key.autocast else key.precision.compute_dtype
 
 
-def record_stage(key: StageKey, batch_size: int) -> Trace:
+def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
     """Trace a micro-batch of some size through a stage, forward and backward."""
-    tape = key.tape
-    family, stage = small_stage(tape.family, key.parts, tape.activation_checkpointing)
-    is_first = key.parts[0].index == 0 and key.parts[0].at_start
-    lengths = [len(blocks) for blocks in family.block_lists(family.build())]
-    is_last = key.parts[-1].index == len(lengths) - 1 and key.parts[-1].at_end
-    first_block = sum(lengths[: key.parts[0].index]) + (0 if key.parts[0].at_start else 1)
-    next_block = sum(lengths[: key.parts[-1].index]) + (lengths[key.parts[-1].index] if key.parts[-1].at_end else 1)
+    trace_key = key.trace_key
+    family, stage = build_short_stage(trace_key.family, key.stage_blocks, trace_key.activation_checkpointing)
+    is_first = key.stage_blocks[0].list_index == 0 and key.stage_blocks[0].has_first_block
+    block_counts = [len(blocks) for blocks in family.find_block_lists(family.build_model())]
+    is_last = key.stage_blocks[-1].list_index == len(block_counts) - 1 and key.stage_blocks[-1].has_last_block
+    first_block = sum(block_counts[: key.stage_blocks[0].list_index]) + (
+        0 if key.stage_blocks[0].has_first_block else 1
+    )
+    next_block = sum(block_counts[: key.stage_blocks[-1].list_index]) + (
+        block_counts[key.stage_blocks[-1].list_index] if key.stage_blocks[-1].has_last_block else 1
+    )
 
-    def handed(block: int, requires_grad: bool) -> tuple[torch.Tensor, ...]:
-        shapes = family.handed_over(block, tape.sequence_length)
-        make: dict[str, Any] = {"dtype": handed_dtype(tape), "requires_grad": requires_grad}
-        return tuple(torch.empty(batch_size, *shape, **make) for shape in shapes)
+    def make_handover_tensors(block: int, requires_grad: bool) -> tuple[torch.Tensor, ...]:
+        shapes = family.find_stage_input_shapes(block, trace_key.sequence_length)
+        tensor_options: dict[str, Any] = {"dtype": find_handover_dtype(trace_key), "requires_grad": requires_grad}
+        return tuple(torch.empty(batch_size, *shape, **tensor_options) for shape in shapes)
 
-    recording = Recording(on_cpu=tape.device == "cpu")
+    trace_recorder = TraceRecorder(on_cpu=trace_key.device == "cpu")
     with (
-        collector.at_rest(),
+        collector.pause_garbage_collection(),
         FakeTensorMode(),
-        operators_of(tape.device),
-        recording.recorder,
-        recording.noting_random_states(),
+        use_device_operators(trace_key.device),
+        trace_recorder.op_recorder,
+        trace_recorder.track_rng_states(),
     ):
-        fill(stage, family, tape)
-        _watch(recording, stage)
-        received = () if is_first else handed(first_block, True)
-        gradients = None if is_last else handed(next_block, False)
-        (batch,) = recording.inputs([lambda: family.batch(batch_size, tape.sequence_length, torch.Generator())])
-        recording.enter_phase("forward")
-        with _autocast(tape):
-            result = stage(*received, **batch.inputs)
-        outputs = result if isinstance(result, tuple) else (result,)
-        theirs = {tensor.untyped_storage()._cdata for tensor in received}
-        own_bytes = sum(each.nbytes for each in outputs if each.untyped_storage()._cdata not in theirs)
+        fill_with_fake_tensors(stage, family, trace_key)
+        _watch_stage(trace_recorder, stage)
+        received_activations = () if is_first else make_handover_tensors(first_block, True)
+        output_gradients = None if is_last else make_handover_tensors(next_block, False)
+        (batch,) = trace_recorder.make_inputs(
+            [lambda: family.build_batch(batch_size, trace_key.sequence_length, torch.Generator())]
+        )
+        trace_recorder.enter_phase("forward")
+        with _enter_autocast(trace_key):
+            stage_output = stage(*received_activations, **batch.inputs)
+        outputs = stage_output if isinstance(stage_output, tuple) else (stage_output,)
+        received_storages = {tensor.untyped_storage()._cdata for tensor in received_activations}
+        produced_bytes = sum(
+            output.nbytes for output in outputs if output.untyped_storage()._cdata not in received_storages
+        )
         loss = None
         if is_last:
-            recording.cut("forward", LOSS)
-            outputs[0].register_hook(lambda _gradient: recording.cut("backward", None))
-            loss = family.loss(outputs[0], batch.labels) / 1
-        recording.cut("backward", LOSS if is_last else None)
-        inputs = [*received, *batch.inputs.values()]
-        sent = stage_backward(loss if is_last else outputs, gradients, inputs)
-        recording.cut("backward", None)
-        del result, outputs, loss, sent
-        recording.recorder.close()
-    if tape.compile:
-        recording.fuse()
-    sizes = {name: parameter.nbytes for parameter, (_, name) in _named(stage)}
-    for segment in recording.segments:
-        segment.gradients = [_when_released(segment, event, sizes[event.parameter]) for event in segment.gradients]
-        order_releases(segment)
-    return Trace(recording.segments, recording.inputs_bytes, own_bytes)
+            trace_recorder.start_segment("forward", LOSS_PLACE)
+            outputs[0].register_hook(lambda _gradient: trace_recorder.start_segment("backward", None))
+            loss = family.compute_loss(outputs[0], batch.labels) / 1
+        trace_recorder.start_segment("backward", LOSS_PLACE if is_last else None)
+        inputs = [*received_activations, *batch.inputs.values()]
+        input_gradients = stage_backward(loss if is_last else outputs, output_gradients, inputs)
+        trace_recorder.start_segment("backward", None)
+        del stage_output, outputs, loss, input_gradients
+        trace_recorder.op_recorder.close()
+    if trace_key.compile:
+        trace_recorder.fuse_segments()
+    gradient_sizes = {name: parameter.nbytes for parameter, (_, name) in _list_located_parameters(stage)}
+    for segment in trace_recorder.segments:
+        segment.gradients = [
+            _move_past_free(segment, event, gradient_sizes[event.parameter]) for event in segment.gradients
+        ]
+        sort_simultaneous_frees(segment)
+    return Trace(trace_recorder.segments, trace_recorder.inputs_bytes, produced_bytes)
 
 
-def _when_released(segment: Segment, event: GradientEvent, size: int) -> GradientEvent:
+def _move_past_free(segment: TraceSegment, event: GradientEvent, size: int) -> GradientEvent:
     """A gradient leaves the tape a moment after it is complete: no sooner is it the strategy's."""
-    following = segment.changes[event.position : event.position + 1]
-    if following and following[0][0] == -size:
+    next_change = segment.changes[event.position : event.position + 1]
+    if next_change and next_change[0][0] == -size:
         return dataclasses.replace(event, position=event.position + 1)
     return event
 
 
-def _named(stage: Stage) -> list[tuple[torch.Tensor, tuple[Place, str]]]:
-    names = stage_names(stage)
-    return [(parameter, names[id(parameter)]) for parameter in stage.parameters()]
+def _list_located_parameters(stage: PipelineStageModule) -> list[tuple[torch.Tensor, tuple[BlockPlace, str]]]:
+    locations = locate_stage_parameters(stage)
+    return [(parameter, locations[id(parameter)]) for parameter in stage.parameters()]
 
 
-def _watch(recording: Recording, stage: Stage) -> None:
-    names = stage_names(stage)
+def _watch_stage(trace_recorder: TraceRecorder, stage: PipelineStageModule) -> None:
+    locations = locate_stage_parameters(stage)
     for index, blocks in enumerate(stage.block_lists):
         for position, block in enumerate(blocks):
-            recording.watch_block(block, (index, position), is_last=position == len(blocks) - 1)
+            trace_recorder.watch_block(block, (index, position), is_last=position == len(blocks) - 1)
     for parameter in stage.parameters():
-        parameter.register_post_accumulate_grad_hook(recording.completing(names[id(parameter)][1]))
+        parameter.register_post_accumulate_grad_hook(trace_recorder.build_gradient_hook(locations[id(parameter)][1]))
 
 
-def _autocast(tape: TapeKey) -> contextlib.AbstractContextManager[Any]:
-    if tape.precision.mixed and tape.autocast:
-        return torch.autocast("cpu", tape.precision.compute_dtype)
+def _enter_autocast(trace_key: TraceKey) -> contextlib.AbstractContextManager[Any]:
+    if trace_key.precision.is_mixed and trace_key.autocast:
+        return torch.autocast("cpu", trace_key.precision.compute_dtype)
     return contextlib.nullcontext()

@@ -10,27 +10,27 @@ from types import TracebackType
 from bench import processes
 from bench.hardware import Hardware
 from bench.simulate import cache
-from bench.simulate.reel import Reel, make_reel
-from bench.simulate.stage_tape import StageKey, record_stage
-from bench.simulate.tape import TapeKey, Trace, record, trace_from_plain, trace_to_plain
-from bench.simulate.version import remembered_as
+from bench.simulate.reel import ScaledTrace, build_scaled_trace
+from bench.simulate.stage_tape import StageTraceKey, trace_stage
+from bench.simulate.tape import Trace, TraceKey, trace_from_plain, trace_step, trace_to_plain
+from bench.simulate.version import build_cache_key
 
-WORTH_SHARING = 4
+MIN_TRACES_FOR_PROCESSES = 4
 """Traces from which on it pays to share the work among processes."""
 
 
-def make_trace(key: TapeKey | StageKey, batch_size: int) -> Trace:
+def record_trace(key: TraceKey | StageTraceKey, batch_size: int) -> Trace:
     """Of a model, or of one stage of it."""
-    return record_stage(key, batch_size) if isinstance(key, StageKey) else record(key, batch_size)
+    return trace_stage(key, batch_size) if isinstance(key, StageTraceKey) else trace_step(key, batch_size)
 
 
-_traces: dict[tuple[TapeKey | StageKey, int], Trace] = {}
+_loaded_traces: dict[tuple[TraceKey | StageTraceKey, int], Trace] = {}
 
-_failures: dict[tuple[TapeKey | StageKey, int], tuple[Exception, TracebackType | None]] = {}
+_failed_traces: dict[tuple[TraceKey | StageTraceKey, int], tuple[Exception, TracebackType | None]] = {}
 """What cannot be traced is not tried again for each of the thousand runs that have it."""
 
 
-def prepare_traces(needed: list[tuple[TapeKey | StageKey, int]]) -> None:
+def load_traces(needed_traces: list[tuple[TraceKey | StageTraceKey, int]]) -> None:
     """Have every trace in memory: those remembered, and the others made anew.
 
     Raises
@@ -38,60 +38,75 @@ def prepare_traces(needed: list[tuple[TapeKey | StageKey, int]]) -> None:
     Exception
         Whatever the model raised, also if that was an earlier time.
     """
-    for pair in needed:
-        if pair in _failures:
-            error, raised_in = _failures[pair]
+    for key_and_size in needed_traces:
+        if key_and_size in _failed_traces:
+            error, raised_in = _failed_traces[key_and_size]
             raise error.with_traceback(raised_in)  # not the frames of each time it was raised
-    absent = {remembered_as(repr(pair), pair[0]): pair for pair in needed if pair not in _traces}
-    for name, plain in cache.read("trace", absent).items():
-        _traces[absent.pop(name)] = trace_from_plain(plain)
-    if not absent:
+    missing_traces = {
+        build_cache_key(repr(key_and_size), key_and_size[0]): key_and_size
+        for key_and_size in needed_traces
+        if key_and_size not in _loaded_traces
+    }
+    for name, plain in cache.read_entries("trace", missing_traces).items():
+        _loaded_traces[missing_traces.pop(name)] = trace_from_plain(plain)
+    if not missing_traces:
         return
-    workers = min(os.cpu_count() or 1, len(absent))
-    if processes.work_belongs_apart() or (workers > 1 and len(absent) >= WORTH_SHARING):
-        with processes.worker_pool(workers) as pool:
-            futures = {pair: pool.submit(make_trace, *pair) for pair in absent.values()}
-            made = [_noting_failure(pair, future.result) for pair, future in futures.items()]
+    num_workers = min(os.cpu_count() or 1, len(missing_traces))
+    if processes.needs_isolation() or (num_workers > 1 and len(missing_traces) >= MIN_TRACES_FOR_PROCESSES):
+        with processes.open_worker_pool(num_workers) as pool:
+            futures = {
+                key_and_size: pool.submit(record_trace, *key_and_size) for key_and_size in missing_traces.values()
+            }
+            new_traces = [
+                _record_or_note_failure(key_and_size, future.result) for key_and_size, future in futures.items()
+            ]
     else:
-        made = [_noting_failure(pair, functools.partial(make_trace, *pair)) for pair in absent.values()]
-    _traces.update(zip(absent.values(), made, strict=True))
-    cache.write("trace", {name: trace_to_plain(trace) for name, trace in zip(absent, made, strict=True)})
+        new_traces = [
+            _record_or_note_failure(key_and_size, functools.partial(record_trace, *key_and_size))
+            for key_and_size in missing_traces.values()
+        ]
+    _loaded_traces.update(zip(missing_traces.values(), new_traces, strict=True))
+    cache.write_entries(
+        "trace", {name: trace_to_plain(trace) for name, trace in zip(missing_traces, new_traces, strict=True)}
+    )
 
 
-def _noting_failure(pair: tuple[TapeKey | StageKey, int], make: Callable[[], Trace]) -> Trace:
+def _record_or_note_failure(
+    key_and_size: tuple[TraceKey | StageTraceKey, int], run_recording: Callable[[], Trace]
+) -> Trace:
     try:
-        return make()
+        return run_recording()
     except Exception as error:
-        _failures[pair] = error, error.__traceback__
+        _failed_traces[key_and_size] = error, error.__traceback__
         raise
 
 
-def traces_in_memory() -> dict[tuple[TapeKey | StageKey, int], Trace]:
+def get_loaded_traces() -> dict[tuple[TraceKey | StageTraceKey, int], Trace]:
     """All of them."""
-    return _traces
+    return _loaded_traces
 
 
-def remember_traces(traces: dict[tuple[TapeKey | StageKey, int], Trace]) -> None:
+def add_loaded_traces(traces: dict[tuple[TraceKey | StageTraceKey, int], Trace]) -> None:
     """Have the traces of another process in memory."""
-    _traces.update(traces)
+    _loaded_traces.update(traces)
 
 
 @functools.lru_cache(maxsize=256)
-def reel_of(key: TapeKey | StageKey, batches: tuple[int, int]) -> Reel:
+def load_scaled_trace(key: TraceKey | StageTraceKey, batch_sizes: tuple[int, int]) -> ScaledTrace:
     """What two traces (or one) foretell."""
-    prepare_traces([(key, size) for size in dict.fromkeys(batches)])
-    return make_reel(_traces[key, batches[0]], _traces[key, batches[1]], batches)
+    load_traces([(key, size) for size in dict.fromkeys(batch_sizes)])
+    return build_scaled_trace(_loaded_traces[key, batch_sizes[0]], _loaded_traces[key, batch_sizes[1]], batch_sizes)
 
 
-class Speed:
+class HashableHardware:
     """Hardware as far as kernels' times depend on it: compared by its numbers, since it cannot be hashed itself."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self._numbers = repr((hardware.peak_tflops, hardware.memory_bandwidth_gb_s, hardware.speeds))
+        self._speed_key = repr((hardware.peak_tflops, hardware.memory_bandwidth_gb_s, hardware.speeds))
 
     def __hash__(self) -> int:
-        return hash(self._numbers)
+        return hash(self._speed_key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Speed) and self._numbers == other._numbers
+        return isinstance(other, HashableHardware) and self._speed_key == other._speed_key

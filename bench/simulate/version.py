@@ -11,64 +11,64 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BENCH = Path(__file__).resolve().parents[1]
+BENCH_DIR = Path(__file__).resolve().parents[1]
 
-DECIDES = ("simulate", "strategies", "models", "finetune", "training", "hardware", "precision.py")
+PREDICTING_SOURCES = ("simulate", "strategies", "models", "finetune", "training", "hardware", "precision.py")
 """Code below ``bench`` that a prediction follows from. What it reads of ``conf`` is on the row."""
 
-PACKAGES = ("torch", "transformers")
+TRACED_PACKAGES = ("torch", "transformers")
 """Whose operators are in every trace."""
 
-LIBRARIES = ("bitsandbytes", "peft", "torchao")
+OPTIONAL_TRACED_PACKAGES = ("bitsandbytes", "peft", "torchao")
 """Whose operators are in the traces of runs that need them."""
 
 
 @functools.cache
-def predictor_version(libraries: tuple[str, ...] = (), outside: tuple[str, ...] = ()) -> str:
+def compute_predictor_version(libraries: tuple[str, ...] = (), user_packages: tuple[str, ...] = ()) -> str:
     """Hash of the code that predicts and the versions of what it traces: 12 hexadecimal digits.
 
     Parameters
     ----------
     libraries: tuple of str
-        Those of `LIBRARIES` that the run needs; one that is not installed has a version, too.
-    outside: tuple of str
-        Packages and modules of the user's that the run's family or strategy is from (`outside_of`).
+        Those of `OPTIONAL_TRACED_PACKAGES` that the run needs; one that is not installed has a version, too.
+    user_packages: tuple of str
+        Packages and modules of the user's that the run's family or strategy is from (`find_user_packages`).
     """
-    found = hashlib.sha256()
-    for name in DECIDES:
-        for file in sorted((BENCH / name).rglob("*.py")) or [BENCH / name]:
-            found.update(f"{file.relative_to(BENCH)}\n".encode() + file.read_bytes())
-    for package in (*PACKAGES, *libraries):
-        found.update(f"{package} {_installed(package)}\n".encode())
-    for name in outside:
-        for file in _files_of(name):
-            found.update(f"{name} {file.name}\n".encode() + file.read_bytes())
-    return found.hexdigest()[:12]
+    digest = hashlib.sha256()
+    for name in PREDICTING_SOURCES:
+        for file in sorted((BENCH_DIR / name).rglob("*.py")) or [BENCH_DIR / name]:
+            digest.update(f"{file.relative_to(BENCH_DIR)}\n".encode() + file.read_bytes())
+    for package in (*TRACED_PACKAGES, *libraries):
+        digest.update(f"{package} {_find_package_version(package)}\n".encode())
+    for name in user_packages:
+        for file in _list_package_files(name):
+            digest.update(f"{name} {file.name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
-def remembered_as(name: str, *parts: Any) -> str:
+def build_cache_key(name: str, *parts: Any) -> str:
     """A name under which to remember what follows from dataclasses: another one when code of the user's has changed."""
-    outside = outside_of(*parts)
-    return f"{name} {predictor_version((), outside)}" if outside else name
+    user_packages = find_user_packages(*parts)
+    return f"{name} {compute_predictor_version((), user_packages)}" if user_packages else name
 
 
-def outside_of(*parts: Any) -> tuple[str, ...]:
+def find_user_packages(*parts: Any) -> tuple[str, ...]:
     """Top-level packages and modules beside this one that define classes of dataclasses and of what they hold."""
-    return tuple(sorted({name for part in parts for name in _tops(part)}))
+    return tuple(sorted({name for part in parts for name in _iterate_user_packages(part)}))
 
 
-def _tops(part: Any) -> Iterator[str]:
-    for each in type(part).__mro__:
-        top = each.__module__.partition(".")[0]
-        if top != __package__.partition(".")[0] and top not in sys.stdlib_module_names:
-            yield top
+def _iterate_user_packages(part: Any) -> Iterator[str]:
+    for base_class in type(part).__mro__:
+        package = base_class.__module__.partition(".")[0]
+        if package != __package__.partition(".")[0] and package not in sys.stdlib_module_names:
+            yield package
     if dataclasses.is_dataclass(part):
         for value in vars(part).values():
             if dataclasses.is_dataclass(value):
-                yield from _tops(value)
+                yield from _iterate_user_packages(value)
 
 
-def _files_of(name: str) -> list[Path]:
+def _list_package_files(name: str) -> list[Path]:
     """Code of a package; of a module that is in none, whatever lies beside it."""
     module = sys.modules[name]
     if hasattr(module, "__path__"):
@@ -76,7 +76,7 @@ def _files_of(name: str) -> list[Path]:
     return sorted(Path(str(module.__file__)).parent.glob("*.py"))
 
 
-def _installed(package: str) -> str | None:
+def _find_package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -14,23 +14,23 @@ from torch import nn
 
 from bench.errors import ImpossibleError
 from bench.precision import Precision
-from bench.strategies.base import Job, Step, Strategy, require_replicas, require_stored_format
+from bench.strategies.base import StepSettings, Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
 from bench.strategies.plan import (
-    GATHER,
-    GATHERED,
-    GRADIENTS,
-    PARAMETERS,
-    REDUCE,
-    REDUCED,
-    TOLD,
-    WORLD,
-    Device,
-    Parameter,
-    Plan,
-    Setting,
-    Unit,
-    WholePlan,
-    gradients_of,
+    ALL_GATHER_MEMORY,
+    ALL_GATHER_STREAM,
+    GRADIENT_MEMORY,
+    GRADIENTS_HANDLED_ONE_BY_ONE,
+    PARAMETER_MEMORY,
+    REDUCE_STREAM,
+    REDUCTION_MEMORY,
+    WORLD_GROUP,
+    ParameterSpec,
+    PlanDevice,
+    PlanInputs,
+    ReplicatedPlan,
+    ShardingUnit,
+    StepPlan,
+    name_unit_gradients,
 )
 
 CHUNK_BYTES = 10 * 2**20
@@ -39,12 +39,12 @@ torch/nn/parallel/comm.py), of whole tensors each."""
 
 
 @dataclass(frozen=True)
-class DataParallel(Strategy):
+class DataParallelStrategy(Strategy):
     """One process scatters the batch, copies the model to every GPU and gathers the outputs on the first: each step."""
 
     def check(self, world_size: int) -> None:
         """At least two GPUs, for with one nothing is copied."""
-        require_replicas(self)
+        require_unsharded(self)
         if world_size < 2:
             raise ImpossibleError(
                 f"gpus={world_size} is not valid for strategy=data_parallel, which spreads a batch over the GPUs of a "
@@ -76,48 +76,48 @@ class DataParallel(Strategy):
                 f"precision={precision.name} is not valid for strategy=data_parallel, whose copies of the model know "
                 "no layers that stay in fp32, which T5 needs: choose fp32, tf32 or bf16, or strategy ddp."
             )
-        require_stored_format("strategy=data_parallel", precision, ", or strategy ddp")
+        require_stored_reduce_dtype("strategy=data_parallel", precision, ", or strategy ddp")
 
-    def check_step(self, step: Step) -> None:
+    def check_step(self, settings: StepSettings) -> None:
         """Gradients are reduced in every backward, and a compiled block is not copied."""
-        if step.micro_batches > 1 and not step.synchronize_every_micro_batch:
+        if settings.num_micro_batches > 1 and not settings.synchronize_every_micro_batch:
             raise ImpossibleError(
                 "gradient_accumulation_sync=false is not valid for strategy=data_parallel, which adds up the gradients "
                 "of all GPUs in every backward: choose true, or strategy ddp."
             )
-        if step.compile:
+        if settings.compile:
             raise ImpossibleError(
                 "compile=true is not valid for strategy=data_parallel, whose copies of a compiled block would run the "
                 "first GPU's: choose false, or strategy ddp."
             )
 
-    def effective(self, world_size: int) -> str:
+    def describe_effective_strategy(self, world_size: int) -> str:
         """Always the same."""
         return "data_parallel"
 
-    def devices_per_process(self, world_size: int) -> int:
+    def count_devices_per_process(self, world_size: int) -> int:
         """All of them."""
         return world_size
 
-    def batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
+    def find_batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
         """The one process has the whole batch, and scatters it."""
         return 0, 1
 
-    def wrap(self, model: nn.Module, job: Job) -> nn.Module:
+    def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """Give the model its weights, on the first GPU, and wrap it."""
-        job.materializer.model(model)
-        return nn.DataParallel(in_autocast(model, job), device_ids=list(range(job.world_size)))
+        context.materializer.fill_model(model)
+        return nn.DataParallel(wrap_in_autocast(model, context), device_ids=list(range(context.world_size)))
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, inputs: PlanInputs) -> StepPlan:
         """What the first GPU does, which does most."""
-        return FirstPlan(setting)
+        return FirstDevicePlan(inputs)
 
-    def plan_beside_first(self, setting: Setting) -> Plan:
+    def plan_other_devices(self, inputs: PlanInputs) -> StepPlan:
         """What each of the others does."""
-        return OtherPlan(setting)
+        return OtherDevicePlan(inputs)
 
 
-class InAutocast(nn.Module):
+class AutocastModule(nn.Module):
     """A model that enters autocast by itself: in whichever thread a copy of it runs.
 
     ``parallel_apply`` tells its threads whether autocast is on, but not to which format, which every thread keeps for
@@ -135,12 +135,16 @@ class InAutocast(nn.Module):
             return self.model(**inputs)
 
 
-def in_autocast(model: nn.Module, job: Job) -> nn.Module:
+def wrap_in_autocast(model: nn.Module, context: WrapContext) -> nn.Module:
     """The model, in a wrapper if its precision is mixed."""
-    return InAutocast(model, job.device.type, job.precision.compute_dtype) if job.precision.mixed else model
+    return (
+        AutocastModule(model, context.device.type, context.precision.compute_dtype)
+        if context.precision.is_mixed
+        else model
+    )
 
 
-class FirstPlan(WholePlan):
+class FirstDevicePlan(ReplicatedPlan):
     """The first GPU: whole parameters and optimizer, all outputs, the loss, and the sum of all gradients.
 
     Of every micro-batch, in this order:
@@ -160,125 +164,131 @@ class FirstPlan(WholePlan):
     between and behind them.
     """
 
-    def begin(self, device: Device) -> None:
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
         """As one process, without gradients that are kept: they are not those that backward computes."""
-        super().begin(device)
-        if self.setting.keep_gradients:
-            for unit in self.setting.units:
-                device.release(gradients_of(unit))
-            device.hold("sum", self._bytes, GRADIENTS)
+        super().allocate_persistent_state(device)
+        if self.inputs.keep_gradients:
+            for unit in self.inputs.units:
+                device.free(name_unit_gradients(unit))
+            device.allocate("sum", self._total_gradient_bytes, GRADIENT_MEMORY)
 
-    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
         """The other GPUs get the parameters of this step."""
         super().begin_micro_batch(device, synchronize=synchronize)
-        for number, chunk in enumerate(sent_together(sizes_of(self.setting))):
-            flatten(device, "replica chunk", chunk)
-            device.send(f"replica {number}", "broadcast", sum(chunk), WORLD, GATHER, after="compute")
-            device.wait(f"replica {number}")
-        device.release("replica chunk")
+        for number, chunk in enumerate(split_broadcast_chunks(list_parameter_bytes(self.inputs))):
+            allocate_flat_chunk(device, "replica chunk", chunk)
+            device.run_collective(
+                f"replica {number}", "broadcast", sum(chunk), WORLD_GROUP, ALL_GATHER_STREAM, after="compute"
+            )
+            device.wait_for_event(f"replica {number}")
+        device.free("replica chunk")
 
-    def gradients(self, unit: Unit) -> str:
+    def choose_gradient_handling(self, unit: ShardingUnit) -> str:
         """Told one by one: they stay until all are added up, whatever was added up before."""
-        return TOLD
+        return GRADIENTS_HANDLED_ONE_BY_ONE
 
-    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
+    def after_gradient(self, device: PlanDevice, unit: ShardingUnit, parameter: ParameterSpec) -> None:
         """It waits for all others."""
-        device.hold(f"own {unit.index} {parameter.name}", self.gradient_bytes(parameter), GRADIENTS)
+        device.allocate(f"own {unit.index} {parameter.name}", self.compute_gradient_bytes(parameter), GRADIENT_MEMORY)
 
-    def after_forward(self, device: Device, unit: Unit) -> None:
+    def after_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """When the model has run: the outputs of all GPUs, and then no longer the own ones beside them."""
         if not unit.is_root:
             return
-        others = self.setting.world_size - 1
-        whole = self.setting.world_size * self.setting.outputs_bytes
-        name = f"outputs {self._micro_batches}"
-        device.hold(name, whole, GATHERED)
-        device.send(name, "gather", whole, WORLD, GATHER, after="compute")
-        device.wait(name)
-        device.hold(name, others * self.setting.logits_bytes, GATHERED)
-        device.release(f"outputs {self._micro_batches - 1}")
+        num_other_devices = self.inputs.world_size - 1
+        gathered_bytes = self.inputs.world_size * self.inputs.outputs_bytes
+        name = f"outputs {self._micro_batch_count}"
+        device.allocate(name, gathered_bytes, ALL_GATHER_MEMORY)
+        device.run_collective(name, "gather", gathered_bytes, WORLD_GROUP, ALL_GATHER_STREAM, after="compute")
+        device.wait_for_event(name)
+        device.allocate(name, num_other_devices * self.inputs.logits_bytes, ALL_GATHER_MEMORY)
+        device.free(f"outputs {self._micro_batch_count - 1}")
 
-    def before_backward(self, device: Device, unit: Unit) -> None:
+    def before_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """The gradient of the outputs goes to where each part of it belongs."""
         if unit.is_root:
-            whole = self.setting.world_size * self.setting.logits_bytes
-            device.send("outputs' gradient", "scatter", whole, WORLD, GATHER, after="compute")
-            device.wait("outputs' gradient")
+            scattered_bytes = self.inputs.world_size * self.inputs.logits_bytes
+            device.run_collective(
+                "outputs' gradient", "scatter", scattered_bytes, WORLD_GROUP, ALL_GATHER_STREAM, after="compute"
+            )
+            device.wait_for_event("outputs' gradient")
 
-    def after_step_backward(self, device: Device) -> None:
+    def after_micro_batch_backward(self, device: PlanDevice) -> None:
         """The gradients of all GPUs are added up here; the second micro-batch's sum is added to the first's."""
-        first = self._micro_batches == 1 and not self.setting.keep_gradients
-        name = "sum" if first else "further sum"
-        added = 0
-        for number, chunk in reduced(device, self.setting):
-            added += sum(chunk)
-            device.hold(name, added, GRADIENTS)
-            device.send(f"gradients {number}", "reduce", sum(chunk), WORLD, REDUCE, after="compute")
-            device.wait(f"gradients {number}")
-        for unit in self.setting.units:
+        is_first_sum = self._micro_batch_count == 1 and not self.inputs.keep_gradients
+        name = "sum" if is_first_sum else "further sum"
+        summed_bytes = 0
+        for number, chunk in flatten_reduce_chunks(device, self.inputs):
+            summed_bytes += sum(chunk)
+            device.allocate(name, summed_bytes, GRADIENT_MEMORY)
+            device.run_collective(
+                f"gradients {number}", "reduce", sum(chunk), WORLD_GROUP, REDUCE_STREAM, after="compute"
+            )
+            device.wait_for_event(f"gradients {number}")
+        for unit in self.inputs.units:
             for parameter in unit.parameters:
-                device.release(f"own {unit.index} {parameter.name}")
-        if not first:
-            device.copy(name, 3 * self._bytes)
-            device.release(name)
+                device.free(f"own {unit.index} {parameter.name}")
+        if not is_first_sum:
+            device.copy_within_device(name, 3 * self._total_gradient_bytes)
+            device.free(name)
 
-    def after_optimizer(self, device: Device) -> None:
+    def after_optimizer_step(self, device: PlanDevice) -> None:
         """Gradients go; the outputs are replaced in the next step."""
-        device.release(f"outputs {self._micro_batches}")
-        super().after_optimizer(device)
-        if not self.setting.keep_gradients:
-            device.release("sum")
+        device.free(f"outputs {self._micro_batch_count}")
+        super().after_optimizer_step(device)
+        if not self.inputs.keep_gradients:
+            device.free("sum")
 
     @property
-    def _bytes(self) -> int:
-        return self.numel * self.setting.parameter_bytes
+    def _total_gradient_bytes(self) -> int:
+        return self.total_gradient_numel * self.inputs.parameter_itemsize
 
 
-class OtherPlan(Plan):
+class OtherDevicePlan(StepPlan):
     """Each GPU but the first: a copy of the parameters from forward to the end of backward, and their gradients.
 
     Neither optimizer nor loss; of the outputs its own part.
     """
 
-    def begin(self, device: Device) -> None:
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Between steps there is nothing."""
 
-    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
         """The copy arrives; the last micro-batch's is gone."""
-        device.hold("parameters", sum(sizes_of(self.setting)), PARAMETERS)
+        device.allocate("parameters", sum(list_parameter_bytes(self.inputs)), PARAMETER_MEMORY)
 
-    def gradient_bytes(self, parameter: Parameter) -> int:
+    def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:
         """In the format of the parameter."""
-        return parameter.numel * self.setting.parameter_bytes
+        return parameter.numel * self.inputs.parameter_itemsize
 
-    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
+    def after_gradient(self, device: PlanDevice, unit: ShardingUnit, parameter: ParameterSpec) -> None:
         """It waits for all others."""
-        device.hold(f"own {unit.index} {parameter.name}", self.gradient_bytes(parameter), GRADIENTS)
+        device.allocate(f"own {unit.index} {parameter.name}", self.compute_gradient_bytes(parameter), GRADIENT_MEMORY)
 
-    def after_step_backward(self, device: Device) -> None:
+    def after_micro_batch_backward(self, device: PlanDevice) -> None:
         """Chunks are copied to be reduced, as on the first; then the parameters' copy and the gradients go."""
-        for _ in reduced(device, self.setting):
+        for _ in flatten_reduce_chunks(device, self.inputs):
             pass
-        for unit in self.setting.units:
+        for unit in self.inputs.units:
             for parameter in unit.parameters:
-                device.release(f"own {unit.index} {parameter.name}")
-        device.release("parameters")
+                device.free(f"own {unit.index} {parameter.name}")
+        device.free("parameters")
 
     @property
-    def updated(self) -> Sequence[int]:
+    def updated_numels(self) -> Sequence[int]:
         """Nothing is updated here."""
         return ()
 
-    def after_optimizer(self, device: Device) -> None:
+    def after_optimizer_step(self, device: PlanDevice) -> None:
         """Nothing is left."""
 
 
-def sizes_of(setting: Setting) -> list[int]:
+def list_parameter_bytes(inputs: PlanInputs) -> list[int]:
     """Bytes of each parameter, and of its gradient."""
-    return [parameter.numel * setting.parameter_bytes for unit in setting.units for parameter in unit.parameters]
+    return [parameter.numel * inputs.parameter_itemsize for unit in inputs.units for parameter in unit.parameters]
 
 
-def sent_together(sizes: Sequence[int]) -> list[list[int]]:
+def split_broadcast_chunks(sizes: Sequence[int]) -> list[list[int]]:
     """Sizes of parameters by chunk: one is full when it has come to `CHUNK_BYTES`, with however large a last tensor.
 
     As ``take_tensors`` in torch/csrc/utils/tensor_flatten.cpp does.
@@ -291,7 +301,7 @@ def sent_together(sizes: Sequence[int]) -> list[list[int]]:
     return chunks
 
 
-def reduced_together(sizes: Sequence[int]) -> list[list[int]]:
+def split_reduce_chunks(sizes: Sequence[int]) -> list[list[int]]:
     """Sizes of gradients by chunk: one has at most `CHUNK_BYTES`, or is a single larger tensor.
 
     As ``_take_tensors`` in torch/_utils.py does.
@@ -304,19 +314,19 @@ def reduced_together(sizes: Sequence[int]) -> list[list[int]]:
     return chunks
 
 
-def flatten(device: Device, name: str, chunk: Sequence[int]) -> None:
+def allocate_flat_chunk(device: PlanDevice, name: str, chunk: Sequence[int]) -> None:
     """Copy tensors into one that is held under a name; a single tensor is its own, and nothing is."""
     size = sum(chunk) if len(chunk) > 1 else 0
-    device.hold(name, size, REDUCED)
+    device.allocate(name, size, REDUCTION_MEMORY)
     if size:
-        device.copy(name, 2 * size)
+        device.copy_within_device(name, 2 * size)
 
 
-def reduced(device: Device, setting: Setting) -> Iterator[tuple[int, Sequence[int]]]:
+def flatten_reduce_chunks(device: PlanDevice, inputs: PlanInputs) -> Iterator[tuple[int, Sequence[int]]]:
     """The chunks of gradients, each ready to be reduced, with their numbers."""
     number = -1
-    for number, chunk in enumerate(reduced_together(sizes_of(setting))):
-        flatten(device, f"gradients chunk {number}", chunk)
-        device.release(f"gradients chunk {number - 1}")
+    for number, chunk in enumerate(split_reduce_chunks(list_parameter_bytes(inputs))):
+        allocate_flat_chunk(device, f"gradients chunk {number}", chunk)
+        device.free(f"gradients chunk {number - 1}")
         yield number, chunk
-    device.release(f"gradients chunk {number}")
+    device.free(f"gradients chunk {number}")

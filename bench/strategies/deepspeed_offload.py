@@ -13,30 +13,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from bench.strategies.deepspeed_plan import Stage1And2Plan, gradient_of
-from bench.strategies.deepspeed_stage3 import NORM_BYTES, Knobs, Stage3Plan
+from bench.strategies.deepspeed_plan import DeepSpeedStage1And2Plan, name_parameter_gradient
+from bench.strategies.deepspeed_stage3 import NORM_ITEMSIZE, DeepSpeedStage3Plan, Stage3Knobs
 from bench.strategies.plan import (
-    GATHER,
-    GATHERED,
-    GRADIENTS,
-    PARAMETERS,
-    REDUCE,
-    REDUCED,
-    REPLICATE,
-    TOLD,
-    Device,
-    Parameter,
-    Setting,
-    Unit,
-    hold_optimizer,
-    optimizer_bytes,
+    ALL_GATHER_MEMORY,
+    ALL_GATHER_STREAM,
+    GRADIENT_MEMORY,
+    GRADIENTS_HANDLED_ONE_BY_ONE,
+    PARAMETER_MEMORY,
+    REDUCE_STREAM,
+    REDUCTION_MEMORY,
+    REPLICA_STREAM,
+    ParameterSpec,
+    PlanDevice,
+    PlanInputs,
+    ShardingUnit,
+    allocate_optimizer_state,
+    compute_optimizer_bytes,
 )
 
-NORM_AT_ONCE = 250_000_000
+MAX_NORM_NUMEL = 250_000_000
 """Elements of a gradient in fp64 at a time in stage 3 (``_constant_buffered_norm2``)."""
 
 
-class OffloadedStage1And2Plan(Stage1And2Plan):
+class DeepSpeedOffloadStage1And2Plan(DeepSpeedStage1And2Plan):
     """Stages 1 and 2: the device has the whole parameters, the host the partition to update, its gradients and states.
 
     A rank's gradients leave the device when their bucket is reduced: the processor looks at every parameter's for what
@@ -49,124 +49,136 @@ class OffloadedStage1And2Plan(Stage1And2Plan):
 
     updates_on_host = True
 
-    def __init__(self, setting: Setting, *, partitions_gradients: bool, overlaps: bool, bucket: int) -> None:
-        super().__init__(setting, partitions_gradients=partitions_gradients, overlaps=overlaps, bucket=bucket)
-        self._computed = self._size
-        self._largest = max(parameter.numel for _, parameter in self._order)
-        self._adds_on_device = self._casts
-        self._whole_numel = {name: parameter.numel for name, parameter in self._order}
-        self._parts: dict[str, dict[int, int]] = {}
+    def __init__(self, inputs: PlanInputs, *, partitions_gradients: bool, overlaps: bool, bucket_numel: int) -> None:
+        super().__init__(
+            inputs, partitions_gradients=partitions_gradients, overlaps=overlaps, bucket_numel=bucket_numel
+        )
+        self._device_itemsize = self._compute_itemsize
+        self._largest_numel = max(parameter.numel for _, parameter in self._named_parameters)
+        self._accumulates_on_device = self._casts_gradients
+        self._numel_of_parameter = {name: parameter.numel for name, parameter in self._named_parameters}
+        self._numel_per_rank: dict[str, dict[int, int]] = {}
         start = 0
-        for name, parameter in self._order:
+        for name, parameter in self._named_parameters:
             end = start + parameter.numel
-            self._parts[name] = {
-                rank: min(end, (rank + 1) * self._partition) - max(start, rank * self._partition)
-                for rank in self._ranks[name]
+            self._numel_per_rank[name] = {
+                rank: min(end, (rank + 1) * self._partition_numel) - max(start, rank * self._partition_numel)
+                for rank in self._ranks_of_parameter[name]
             }
             start = end
 
     @property
     def host_bytes(self) -> float:
         """Partition, states and gradients in fp32, the partition as it is sent back, room for the largest gradient."""
-        kept = self._partition * (4 + 4 + self._computed) + self._largest * self._computed
-        if self._accumulates:
-            kept += max(self._touches) * self._computed
-        return kept + optimizer_bytes(self.setting, self.updated)
+        kept_bytes = (
+            self._partition_numel * (4 + 4 + self._device_itemsize) + self._largest_numel * self._device_itemsize
+        )
+        if self._accumulates_on_host:
+            kept_bytes += max(self._touched_numel_per_rank) * self._device_itemsize
+        return kept_bytes + compute_optimizer_bytes(self.inputs, self.updated_numels)
 
     @property
-    def _accumulates(self) -> bool:
-        return self._partitions_gradients and not self._adds_on_device and self.setting.micro_batches > 1
+    def _accumulates_on_host(self) -> bool:
+        return self._partitions_gradients and not self._accumulates_on_device and self.inputs.num_micro_batches > 1
 
     @property
-    def copied_on_host(self) -> float:
+    def host_copy_bytes(self) -> float:
         """The updated partition, rounded into what is sent."""
-        return self._partition * (4 + self._computed)
+        return self._partition_numel * (4 + self._device_itemsize)
 
-    def begin(self, device: Device) -> None:
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Parameters, and room for the largest gradient that comes back."""
-        device.hold("parameters", self._whole * self._computed, PARAMETERS)
-        device.hold("room for a gradient", self._largest * self._computed, REDUCED)
+        device.allocate("parameters", self._padded_numel * self._device_itemsize, PARAMETER_MEMORY)
+        device.allocate("room for a gradient", self._largest_numel * self._device_itemsize, REDUCTION_MEMORY)
 
-    def _fill(self, device: Device, parameter: Parameter, own: str) -> None:
-        super()._fill(device, parameter, own)
-        if parameter.numel > self._bucket:  # reduced in a copy of its own
-            device.hold("copied gradient", parameter.numel * self._staged, GRADIENTS)
-            device.release("copied gradient")
+    def _add_to_bucket(self, device: PlanDevice, parameter: ParameterSpec, gradient_name: str) -> None:
+        super()._add_to_bucket(device, parameter, gradient_name)
+        if parameter.numel > self._bucket_numel:  # reduced in a copy of its own
+            device.allocate("copied gradient", parameter.numel * self._buffer_itemsize, GRADIENT_MEMORY)
+            device.free("copied gradient")
 
-    def _reduce(self, device: Device) -> None:
-        bucket = tuple(self._in_bucket)
-        super()._reduce(device)
-        if bucket:
-            self._carry(device, bucket)
+    def _reduce_gradients(self, device: PlanDevice) -> None:
+        bucket_gradients = tuple(self._bucket_gradients)
+        super()._reduce_gradients(device)
+        if bucket_gradients:
+            self._copy_gradients_to_host(device, bucket_gradients)
 
-    def _keep(self, device: Device) -> None:
+    def _allocate_kept_gradients(self, device: PlanDevice) -> None:
         """Nothing on the device, unless gradients are added up there."""
-        self._in_bucket.clear()
-        if self._adds_on_device:
-            device.hold("gradients", self._partition * self._reduce_size, GRADIENTS)
+        self._bucket_gradients.clear()
+        if self._accumulates_on_device:
+            device.allocate("gradients", self._partition_numel * self._reduce_itemsize, GRADIENT_MEMORY)
 
-    def _carry(self, device: Device, bucket: Iterable[str]) -> None:
+    def _copy_gradients_to_host(self, device: PlanDevice, bucket_gradients: Iterable[str]) -> None:
         """Of what was just reduced, what goes to the host, or comes from there to be added to."""
-        numel: Counter[int] = Counter()
-        touched: Counter[int] = Counter()
-        for name in bucket:
-            for rank, part in self._parts[name].items():
-                numel[rank] += part
-                touched[rank] += self._whole_numel[name]
-        whole = max(touched.values()) * self._computed
-        if self._accumulates:
-            if self._micro_batches > 1:
-                self._move(device, "gradient back", whole)
-                device.copy("accumulated", 3 * whole)
-            self._move(device, "gradient of a micro-batch out", whole)
-        if not self._partitions_gradients or self._micro_batches == self.setting.micro_batches:
-            largest = max(part for name in bucket for part in self._parts[name].values())
-            device.hold("norm", NORM_BYTES * largest, GRADIENTS)
-            self._move(device, "gradient out", max(numel.values()) * 4)
-            device.release("norm")
+        owned_numel: Counter[int] = Counter()
+        touched_numel: Counter[int] = Counter()
+        for name in bucket_gradients:
+            for rank, part_numel in self._numel_per_rank[name].items():
+                owned_numel[rank] += part_numel
+                touched_numel[rank] += self._numel_of_parameter[name]
+        touched_bytes = max(touched_numel.values()) * self._device_itemsize
+        if self._accumulates_on_host:
+            if self._micro_batch_count > 1:
+                self._copy_and_wait(device, "gradient back", touched_bytes)
+                device.copy_within_device("accumulated", 3 * touched_bytes)
+            self._copy_and_wait(device, "gradient of a micro-batch out", touched_bytes)
+        if not self._partitions_gradients or self._micro_batch_count == self.inputs.num_micro_batches:
+            largest_part_numel = max(
+                part_numel for name in bucket_gradients for part_numel in self._numel_per_rank[name].values()
+            )
+            device.allocate("norm", NORM_ITEMSIZE * largest_part_numel, GRADIENT_MEMORY)
+            self._copy_and_wait(device, "gradient out", max(owned_numel.values()) * 4)
+            device.free("norm")
 
-    def _move(self, device: Device, name: str, size: float) -> None:
-        device.transfer(name, size, REPLICATE, after=REDUCE if self._overlaps else "compute")
-        device.wait(name)
-        device.note_release()
-        device.throttle(1)
+    def _copy_and_wait(self, device: PlanDevice, name: str, size: float) -> None:
+        device.copy_host_device(
+            name, size, REPLICA_STREAM, after=REDUCE_STREAM if self._overlaps_reduction else "compute"
+        )
+        device.wait_for_event(name)
+        device.note_late_free()
+        device.limit_all_gathers(1)
 
-    def after_optimizer(self, device: Device) -> None:
+    def after_optimizer_step(self, device: PlanDevice) -> None:
         """The updated partition comes to the device; all are gathered."""
-        device.transfer("updated partition", self._partition * self._computed, REPLICATE, after="compute")
-        device.wait("updated partition")
-        self._gather_updated(device)
+        device.copy_host_device(
+            "updated partition", self._partition_numel * self._device_itemsize, REPLICA_STREAM, after="compute"
+        )
+        device.wait_for_event("updated partition")
+        self._all_gather_updated(device)
 
 
-class OffloadedBf16Stage1Plan(OffloadedStage1And2Plan):
+class DeepSpeedOffloadBf16Stage1Plan(DeepSpeedOffloadStage1And2Plan):
     """Stage 1 in bf16: every gradient is converted to fp32 as it is complete, and is added to and reduced as that."""
 
-    def __init__(self, setting: Setting, *, overlaps: bool, bucket: int) -> None:
-        super().__init__(setting, partitions_gradients=False, overlaps=overlaps, bucket=bucket)
-        self._staged = self._reduce_size
-        self._casts = False
+    def __init__(self, inputs: PlanInputs, *, overlaps: bool, bucket_numel: int) -> None:
+        super().__init__(inputs, partitions_gradients=False, overlaps=overlaps, bucket_numel=bucket_numel)
+        self._buffer_itemsize = self._reduce_itemsize
+        self._casts_gradients = False
 
-    def gradients(self, unit: Unit) -> str:
+    def choose_gradient_handling(self, unit: ShardingUnit) -> str:
         """Converted one by one."""
-        return TOLD
+        return GRADIENTS_HANDLED_ONE_BY_ONE
 
-    def gradient(self, device: Device, unit: Unit, parameter: Parameter) -> None:
+    def after_gradient(self, device: PlanDevice, unit: ShardingUnit, parameter: ParameterSpec) -> None:
         """In fp32, added to that of the micro-batches before."""
-        narrow, wide = self.gradient_bytes(parameter), parameter.numel * self._reduce_size
-        device.hold("narrow gradient", narrow, GRADIENTS)
-        if self._micro_batches == 1:
-            device.hold(gradient_of(unit, parameter), wide, GRADIENTS)
-        device.copy("widened", narrow + (wide if self._micro_batches == 1 else 2 * wide))
-        device.release("narrow gradient")
+        narrow_bytes, wide_bytes = self.compute_gradient_bytes(parameter), parameter.numel * self._reduce_itemsize
+        device.allocate("narrow gradient", narrow_bytes, GRADIENT_MEMORY)
+        if self._micro_batch_count == 1:
+            device.allocate(name_parameter_gradient(unit, parameter), wide_bytes, GRADIENT_MEMORY)
+        device.copy_within_device(
+            "widened", narrow_bytes + (wide_bytes if self._micro_batch_count == 1 else 2 * wide_bytes)
+        )
+        device.free("narrow gradient")
         if self._reduces_in_backward:
-            super().gradient(device, unit, parameter)
+            super().after_gradient(device, unit, parameter)
 
     def _is_of_one_rank(self) -> bool:
         """A rank's own parameters are taken one by one."""
-        return len(self._in_bucket) == 1 and super()._is_of_one_rank()
+        return len(self._bucket_gradients) == 1 and super()._is_of_one_rank()
 
 
-class OffloadedStage3Plan(Stage3Plan):
+class DeepSpeedOffloadStage3Plan(DeepSpeedStage3Plan):
     """Stage 3: the optimizer, the parameters or both are in the machine's memory.
 
     With the optimizer there, a rank's partitions of gradients leave the device in fp32, come back to be looked at or
@@ -175,89 +187,93 @@ class OffloadedStage3Plan(Stage3Plan):
 
     Parameters
     ----------
-    setting: Setting
+    inputs: Setting
         The run.
-    knobs: Knobs
+    knobs: Stage3Knobs
         As without offloading.
-    optimizer, parameters: bool
+    offloads_optimizer, offloads_parameters: bool
         What is offloaded.
     """
 
-    def __init__(self, setting: Setting, knobs: Knobs, *, optimizer: bool, parameters: bool) -> None:
-        super().__init__(setting, knobs)
-        self.updates_on_host = optimizer
-        self._offloads_parameters = parameters
+    def __init__(
+        self, inputs: PlanInputs, knobs: Stage3Knobs, *, offloads_optimizer: bool, offloads_parameters: bool
+    ) -> None:
+        super().__init__(inputs, knobs)
+        self.updates_on_host = offloads_optimizer
+        self._offloads_parameters = offloads_parameters
 
     @property
-    def _own(self) -> int:
-        (own,) = self.updated
-        return own
+    def _own_numel(self) -> int:
+        (own_numel,) = self.updated_numels
+        return own_numel
 
     @property
     def host_bytes(self) -> float:
         """In fp32 the partition, its states, gradients as they are reduced and as the optimizer has them."""
-        kept = self._own * self._size if self._offloads_parameters else 0.0
+        kept_bytes = self._own_numel * self._compute_itemsize if self._offloads_parameters else 0.0
         if self.updates_on_host:
-            kept += self._own * (4 + 4 + 4) + optimizer_bytes(self.setting, self.updated)
-        return kept
+            kept_bytes += self._own_numel * (4 + 4 + 4) + compute_optimizer_bytes(self.inputs, self.updated_numels)
+        return kept_bytes
 
     @property
-    def copied_on_host(self) -> float:
+    def host_copy_bytes(self) -> float:
         """Updated parameters as they are rounded, which the host does whatever way they go, or copied on the host."""
-        stay = self.updates_on_host and self._offloads_parameters
-        return self._own * (4 + self._size) if stay or self._size != 4 else 0.0
+        stays_on_host = self.updates_on_host and self._offloads_parameters
+        return self._own_numel * (4 + self._compute_itemsize) if stays_on_host or self._compute_itemsize != 4 else 0.0
 
-    def begin(self, device: Device) -> None:
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
         """What is not offloaded, and the buffers, which are on the device."""
-        parameters = 0 if self._offloads_parameters else self._own * self._size
+        parameter_bytes = 0 if self._offloads_parameters else self._own_numel * self._compute_itemsize
         if not self.updates_on_host:
-            parameters += self._own * 4
-            hold_optimizer(device, self.setting, self.updated)
-            device.hold("gradient partitions", self._own * 4, GRADIENTS)
-        device.hold("parameters", parameters, PARAMETERS)
-        self._hold_buffers(device)
+            parameter_bytes += self._own_numel * 4
+            allocate_optimizer_state(device, self.inputs, self.updated_numels)
+            device.allocate("gradient partitions", self._own_numel * 4, GRADIENT_MEMORY)
+        device.allocate("parameters", parameter_bytes, PARAMETER_MEMORY)
+        self._allocate_buffers(device)
 
-    def _gather(self, device: Device, names: Sequence[str]) -> None:
+    def _start_all_gather(self, device: PlanDevice, names: Sequence[str]) -> None:
         """Offloaded partitions come to the device first: those of a single rank are what is computed with."""
         if not names or not self._offloads_parameters:
-            super()._gather(device, names)
+            super()._start_all_gather(device, names)
             return
-        size = sum(self._partitions[name] for name in names) * self._size
-        if self.setting.world_size == 1:
+        upload_bytes = sum(self._partition_numels[name] for name in names) * self._compute_itemsize
+        if self.inputs.world_size == 1:
             for name in names:
-                device.hold(f"whole {name}", self._parameters[name].numel * self._size, GATHERED)
+                device.allocate(
+                    f"whole {name}", self._parameters[name].numel * self._compute_itemsize, ALL_GATHER_MEMORY
+                )
         else:
-            device.hold("upload", size, GATHERED)
-        device.transfer("upload", size, GATHER)
-        if self.setting.world_size == 1:
-            device.wait("upload")
-        super()._gather(device, names)
-        device.release("upload")
+            device.allocate("upload", upload_bytes, ALL_GATHER_MEMORY)
+        device.copy_host_device("upload", upload_bytes, ALL_GATHER_STREAM)
+        if self.inputs.world_size == 1:
+            device.wait_for_event("upload")
+        super()._start_all_gather(device, names)
+        device.free("upload")
 
-    def _keep_partitions(self, device: Device) -> None:
+    def _keep_gradient_partitions(self, device: PlanDevice) -> None:
         """On the host. What is looked at, or added to, lies beside what was scattered: one parameter's at a time."""
         if not self.updates_on_host:
             return
-        partitions = [self._partitions[name] for name in self._filled]
-        normed = NORM_BYTES * min(max(partitions), NORM_AT_ONCE) if self._is_last else 0
-        device.hold("gradient on its way", 4 * max(partitions) + normed, GRADIENTS)
-        after = REDUCE if self._knobs.overlaps else "compute"
+        partition_numels = [self._partition_numels[name] for name in self._bucket_names]
+        norm_bytes = NORM_ITEMSIZE * min(max(partition_numels), MAX_NORM_NUMEL) if self._is_last else 0
+        device.allocate("gradient on its way", 4 * max(partition_numels) + norm_bytes, GRADIENT_MEMORY)
+        after = REDUCE_STREAM if self._knobs.overlaps_reduction else "compute"
         for name in ("gradient out", "gradient back", *(["gradient out for the optimizer"] if self._is_last else [])):
-            device.transfer(name, 4 * sum(partitions), REDUCE, after=after)
-            self._sent.append(name)
-        if not self._knobs.overlaps:
-            device.wait(self._sent[-1])
-        device.release("gradient on its way")
+            device.copy_host_device(name, 4 * sum(partition_numels), REDUCE_STREAM, after=after)
+            self._pending_events.append(name)
+        if not self._knobs.overlaps_reduction:
+            device.wait_for_event(self._pending_events[-1])
+        device.free("gradient on its way")
 
-    def _prepare_update(self, device: Device) -> None:
+    def _prepare_update(self, device: PlanDevice) -> None:
         """The host has its gradients by now."""
         if not self.updates_on_host:
             super()._prepare_update(device)
 
-    def after_optimizer(self, device: Device) -> None:
+    def after_optimizer_step(self, device: PlanDevice) -> None:
         """Updated parameters go where parameters are. Those that come to the device are rounded before."""
         if self.updates_on_host != self._offloads_parameters:
-            size = self._own * (4 if self._offloads_parameters else self._size)
-            device.transfer("updated partition", size, GATHER, after="compute")
-            device.wait("updated partition")
-        super().after_optimizer(device)
+            upload_bytes = self._own_numel * (4 if self._offloads_parameters else self._compute_itemsize)
+            device.copy_host_device("updated partition", upload_bytes, ALL_GATHER_STREAM, after="compute")
+            device.wait_for_event("updated partition")
+        super().after_optimizer_step(device)

@@ -14,20 +14,20 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
-from bench.errors import ImpossibleError, bad_value, how_to_install
+from bench.errors import ImpossibleError, format_install_command, invalid_value_error
 from bench.precision import Precision
-from bench.strategies.base import Strategy, require_stored_format
-from bench.strategies.ddp import BUCKET_MB, DDP
-from bench.strategies.fsdp import FSDP2
-from bench.strategies.fsdp1 import BACKWARD_PREFETCH, FSDP1
-from bench.strategies.plan import Plan, Setting
-from bench.strategies.sharding import BLOCKS_PER_UNIT
+from bench.strategies.base import Strategy, require_stored_reduce_dtype
+from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
+from bench.strategies.fsdp import FSDP2Strategy
+from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES, FSDP1Strategy
+from bench.strategies.plan import PlanInputs, StepPlan
+from bench.strategies.sharding import BLOCKS_PER_UNIT_RANGE
 from bench.typed import OneOf
 
-PLAIN: dict[str, type[Strategy]] = {"ddp": DDP, "fsdp": FSDP2, "fsdp1": FSDP1}
+PLAIN_STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDP2Strategy, "fsdp1": FSDP1Strategy}
 """What a framework may wrap a model in, by the name of the plain strategy."""
 
-KNOBS: dict[str, dict[str, Any]] = {
+BACKEND_KNOB_DEFAULTS: dict[str, dict[str, Any]] = {
     "ddp": {"bucket_cap_mb": None, "gradient_as_bucket_view": True, "static_graph": None},
     "fsdp": {"reshard_after_forward": True, "blocks_per_unit": 1},
     "fsdp1": {
@@ -40,7 +40,7 @@ KNOBS: dict[str, dict[str, Any]] = {
 }
 """Knobs of each that a framework passes on, and what null stands for: as in the plain strategy's own YAML."""
 
-NOT_OFFERED: dict[str, dict[str, Any]] = {
+FIXED_BACKEND_KNOBS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"forward_prefetch": False, "backward_prefetch": True, "cpu_offload": False},
     "fsdp1": {"cpu_offload": False},
@@ -49,15 +49,15 @@ NOT_OFFERED: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Framework(Strategy):
+class FrameworkStrategy(Strategy):
     """A plain strategy, wrapped and stepped by a framework. `plan` and refusals are those of the plain one.
 
     A knob that `backend` has no use for is null, and refused if it is not.
     """
 
-    backend: Annotated[str, OneOf(*PLAIN)]
+    backend: Annotated[str, OneOf(*PLAIN_STRATEGIES)]
     """ddp, fsdp (FSDP2) or fsdp1."""
-    bucket_cap_mb: Annotated[int | None, BUCKET_MB]
+    bucket_cap_mb: Annotated[int | None, BUCKET_MB_RANGE]
     """Of ddp: size of a gradient bucket in MiB; null: torch's default."""
     gradient_as_bucket_view: bool | None
     """Of ddp: gradients are views into the buckets."""
@@ -65,11 +65,11 @@ class Framework(Strategy):
     """Of ddp: promise that every step uses the same parameters in the same order."""
     reshard_after_forward: bool | None
     """Of fsdp and fsdp1: free a unit's gathered parameters after its forward (ZeRO-3), or keep them (ZeRO-2)."""
-    blocks_per_unit: Annotated[int | None, BLOCKS_PER_UNIT]
+    blocks_per_unit: Annotated[int | None, BLOCKS_PER_UNIT_RANGE]
     """Of fsdp and fsdp1: transformer blocks whose parameters are gathered as one."""
     forward_prefetch: bool | None
     """Of fsdp1: issue the next unit's all-gather before the current unit's forward."""
-    backward_prefetch: Annotated[str | None, OneOf(*BACKWARD_PREFETCH)]
+    backward_prefetch: Annotated[str | None, OneOf(*BACKWARD_PREFETCH_MODES)]
     """Of fsdp1: when to gather the next unit in backward: pre, post or none."""
     limit_all_gathers: bool | None
     """Of fsdp1: at most two all-gathers in flight."""
@@ -79,46 +79,51 @@ class Framework(Strategy):
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As the plain strategy does, every knob that the backend has as a value."""
-        offered = KNOBS[self.backend]
-        for knob in sorted({knob for knobs in KNOBS.values() for knob in knobs} - set(offered)):
+        knob_defaults = BACKEND_KNOB_DEFAULTS[self.backend]
+        for knob in sorted({knob for knobs in BACKEND_KNOB_DEFAULTS.values() for knob in knobs} - set(knob_defaults)):
             if getattr(self, knob) is not None:
-                raise bad_value(
+                raise invalid_value_error(
                     f"strategy.{knob}",
                     getattr(self, knob),
                     f"null: strategy.backend={self.backend} of strategy={self.name} has no such knob",
                     ImpossibleError,
                 )
-        given = {
-            knob: default if getattr(self, knob) is None else getattr(self, knob) for knob, default in offered.items()
+        knob_values = {
+            knob: default if getattr(self, knob) is None else getattr(self, knob)
+            for knob, default in knob_defaults.items()
         }
         factor: int | str = self.sharding_factor
         if factor == "auto":
             factor = 1 if self.backend == "ddp" else "full"
-        chosen = dataclasses.replace(self, sharding_factor=factor, **given)
-        asked = dataclasses.replace(chosen.plain, name=f"{self.name} with strategy.backend={self.backend}")
-        plain = asked.resolve(world_size, ranks_per_node, accumulates=accumulates)
-        values = {knob: getattr(plain, knob) for knob in ("sharding_factor", *offered)}
+        strategy = dataclasses.replace(self, sharding_factor=factor, **knob_values)
+        plain_strategy = dataclasses.replace(
+            strategy.plain_strategy, name=f"{self.name} with strategy.backend={self.backend}"
+        )
+        resolved_plain_strategy = plain_strategy.resolve(world_size, ranks_per_node, accumulates=accumulates)
+        values = {knob: getattr(resolved_plain_strategy, knob) for knob in ("sharding_factor", *knob_defaults)}
         resolved = dataclasses.replace(self, **values)
         resolved.check(world_size)
         return resolved
 
     @property
-    def plain(self) -> Any:
+    def plain_strategy(self) -> Any:
         """The plain strategy with the same knobs."""
-        knobs = {knob: getattr(self, knob) for knob in ("sharding_factor", *KNOBS[self.backend])}
-        return PLAIN[self.backend](name=self.backend, **knobs, **NOT_OFFERED[self.backend], **self.plain_mesh)
+        knobs = {knob: getattr(self, knob) for knob in ("sharding_factor", *BACKEND_KNOB_DEFAULTS[self.backend])}
+        return PLAIN_STRATEGIES[self.backend](
+            name=self.backend, **knobs, **FIXED_BACKEND_KNOBS[self.backend], **self.plain_mesh_knobs
+        )
 
     @property
-    def plain_mesh(self) -> dict[str, bool]:
+    def plain_mesh_knobs(self) -> dict[str, bool]:
         """How the plain strategy's mesh is asked for, where the framework leaves that to its user."""
         return {}
 
-    other_mixing = "whose framework does it in its own way"
+    single_mixing_reason = "whose framework does it in its own way"
 
     @property
-    def mixings(self) -> tuple[str, ...]:  # type: ignore[override]
+    def supported_mixings(self) -> tuple[str, ...]:  # type: ignore[override]
         """The plain strategy's usual one."""
-        return PLAIN[self.backend].mixings[:1]
+        return PLAIN_STRATEGIES[self.backend].supported_mixings[:1]
 
     def check_precision(self, precision: Precision) -> None:
         """Losses are not scaled here, and gradients are reduced as they are stored."""
@@ -128,36 +133,38 @@ class Framework(Strategy):
                 f"layers that stay in fp32, which T5 needs: choose bf16, or strategy {self.backend}."
             )
         if self.backend == "ddp":
-            require_stored_format(f"strategy={self.name} with strategy.backend=ddp", precision, ", or strategy ddp")
+            require_stored_reduce_dtype(
+                f"strategy={self.name} with strategy.backend=ddp", precision, ", or strategy ddp"
+            )
 
     def check_optimizer(self, name: str, implementation: str) -> None:
         """As the plain strategy."""
-        self.plain.check_optimizer(name, implementation)
+        self.plain_strategy.check_optimizer(name, implementation)
 
     @property
-    def settling_steps(self) -> int:
+    def first_steady_step(self) -> int:
         """As the plain strategy's."""
-        return int(self.plain.settling_steps)
+        return int(self.plain_strategy.first_steady_step)
 
     @property
     def steps_before_steady(self) -> int:
         """As the plain strategy's."""
-        return int(self.plain.steps_before_steady)
+        return int(self.plain_strategy.steps_before_steady)
 
     def check_installed(self) -> None:
         """The framework is an optional extra."""
         if importlib.util.find_spec(self.library) is None:
             raise ImpossibleError(
                 f"strategy={self.name} needs the package {self.library}, which is not installed: "
-                f"{how_to_install(self.library)}, or choose strategy {self.backend}."
+                f"{format_install_command(self.library)}, or choose strategy {self.backend}."
             )
 
-    def effective(self, world_size: int) -> str:
+    def describe_effective_strategy(self, world_size: int) -> str:
         """What the plain strategy comes to, under the framework's name; FSDP1 is named, FSDP2 is not."""
-        kind = self.plain.effective(world_size).removeprefix("fsdp/").replace("/", "_")
+        kind = self.plain_strategy.describe_effective_strategy(world_size).removeprefix("fsdp/").replace("/", "_")
         return f"{self.name}/{kind}"
 
-    def ddp_options(self) -> dict[str, Any]:
+    def build_ddp_options(self) -> dict[str, Any]:
         """Arguments of DDP, which the framework passes on."""
         return {
             "bucket_cap_mb": self.bucket_cap_mb,
@@ -166,48 +173,48 @@ class Framework(Strategy):
             "init_sync": False,  # every rank has filled its copy with the same values
         }
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, inputs: PlanInputs) -> StepPlan:
         """The plain strategy's: a framework stores and sends nothing of its own."""
-        return self.plain.plan(setting)  # type: ignore[no-any-return]
+        return self.plain_strategy.plan(inputs)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def environment(settings: tuple[str, ...], **place: str) -> Iterator[None]:
+def isolate_environment(removed_prefixes: tuple[str, ...], **variables: str) -> Iterator[None]:
     """Within, the environment says where this rank stands, and nothing of how to train; threads are kept.
 
     Frameworks are imported and set up within: importing Lightning 2.6 alone raises torch's number of threads.
 
     Parameters
     ----------
-    settings: tuple of str
+    removed_prefixes: tuple of str
         Beginnings of the names of variables from which a framework takes what it is not told.
-    place: str
+    variables: str
         Variables to set.
     """
-    before, threads = dict(os.environ), torch.get_num_threads()
-    for name in before:
-        if name.startswith(settings):
+    original_environment, num_threads = dict(os.environ), torch.get_num_threads()
+    for name in original_environment:
+        if name.startswith(removed_prefixes):
             del os.environ[name]
-    os.environ.update(place)
+    os.environ.update(variables)
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
-        torch.set_num_threads(threads)
+        os.environ.update(original_environment)
+        torch.set_num_threads(num_threads)
 
 
-class Prepared:
+class PreparedModules:
     """Which framework object prepared which module: strategies keep nothing themselves."""
 
     def __init__(self) -> None:
-        self._by: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._framework_of_module: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
-    def note(self, module: nn.Module, framework: Any) -> nn.Module:
+    def remember_framework(self, module: nn.Module, framework: Any) -> nn.Module:
         """Remember it for as long as the module lives."""
-        self._by[module] = framework
+        self._framework_of_module[module] = framework
         return module
 
-    def by(self, module: nn.Module) -> Any:
+    def find_framework(self, module: nn.Module) -> Any:
         """What prepared the module."""
-        return self._by[module]
+        return self._framework_of_module[module]

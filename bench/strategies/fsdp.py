@@ -16,29 +16,29 @@ from torch.distributed.tensor import DTensor
 
 from bench.errors import ImpossibleError
 from bench.models.blocks import group_blocks
-from bench.strategies.base import BuildOptimizer, Job, Strategy
+from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
 from bench.strategies.plan import (
-    ADDED,
-    GATHER,
-    GATHERED,
-    GRADIENTS,
-    REDUCED,
-    SHARDS,
-    STAY,
-    Device,
-    Parameter,
-    Plan,
-    Setting,
-    Unit,
-    gradients_of,
-    hold_copied_in,
+    ALL_GATHER_MEMORY,
+    ALL_GATHER_STREAM,
+    GRADIENT_MEMORY,
+    GRADIENTS_ACCUMULATED,
+    GRADIENTS_KEPT,
+    REDUCTION_MEMORY,
+    SHARD_GROUP,
+    ParameterSpec,
+    PlanDevice,
+    PlanInputs,
+    ShardingUnit,
+    StepPlan,
+    allocate_copy_in_briefly,
+    name_unit_gradients,
 )
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy
 from bench.strategies.uploading import UploadingOptimizer
 
 
 @dataclass(frozen=True)
-class FSDP2(ShardingStrategy):
+class FSDP2Strategy(ShardingStrategy):
     """FSDP2. It has no all-gather rate limiter: memory is bounded by the order of its streams instead."""
 
     backward_prefetch: bool
@@ -52,7 +52,7 @@ class FSDP2(ShardingStrategy):
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy, and `mesh_2d` as the mesh will be."""
         resolved = super().resolve(world_size, ranks_per_node, accumulates=accumulates)
-        assert isinstance(resolved, FSDP2)
+        assert isinstance(resolved, FSDP2Strategy)
         return dataclasses.replace(resolved, mesh_2d=resolved.has_replicas(world_size))
 
     def has_replicas(self, world_size: int) -> bool:
@@ -65,7 +65,7 @@ class FSDP2(ShardingStrategy):
         return self.cpu_offload and not self.optimizer_on_device
 
     @property
-    def reduces_on_host(self) -> bool:
+    def has_host_collectives(self) -> bool:
         """Of gradients that were offloaded: whether one is no finite number anywhere, which loss scaling asks for."""
         return self.cpu_offload
 
@@ -86,64 +86,66 @@ class FSDP2(ShardingStrategy):
                 "are DTensors: choose foreach or for_loop, or strategy fsdp1."
             )
 
-    def wrap(self, model: nn.Module, job: Job) -> nn.Module:
+    def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """Shard each unit, then the root with what is left (the shared embedding among it), then fill the shards."""
-        casts = job.precision.mixed and not self.uses_autocast(job.precision)
-        keep_fp32 = list(job.family.fp32_modules(model)) if job.precision.scales_loss and casts else []
+        casts_parameters = context.precision.is_mixed and not self.uses_autocast(context.precision)
+        fp32_layers = (
+            list(context.family.find_fp32_modules(model)) if context.precision.scales_loss and casts_parameters else []
+        )
         options: dict[str, Any] = {
-            "mesh": self.mesh(job),
-            "offload_policy": CPUOffloadPolicy(pin_memory=job.device.type != "cpu")
+            "mesh": self.build_mesh(context),
+            "offload_policy": CPUOffloadPolicy(pin_memory=context.device.type != "cpu")
             if self.cpu_offload
             else OffloadPolicy(),
         }
         policy = MixedPrecisionPolicy(
-            param_dtype=job.precision.compute_dtype if casts else None,
-            reduce_dtype=job.precision.reduce_dtype,
-            cast_forward_inputs=not keep_fp32,
+            param_dtype=context.precision.compute_dtype if casts_parameters else None,
+            reduce_dtype=context.precision.reduce_dtype,
+            cast_forward_inputs=not fp32_layers,
         )
-        full = MixedPrecisionPolicy(reduce_dtype=job.precision.reduce_dtype)
-        layers: list[FSDPModule] = [
-            fully_shard(layer, mp_policy=full, reshard_after_forward=self.reshard_after_forward, **options)
-            for layer in keep_fp32
+        fp32_policy = MixedPrecisionPolicy(reduce_dtype=context.precision.reduce_dtype)
+        sharded_layers: list[FSDPModule] = [
+            fully_shard(layer, mp_policy=fp32_policy, reshard_after_forward=self.reshard_after_forward, **options)
+            for layer in fp32_layers
         ]
         units: list[FSDPModule] = [
             fully_shard(unit, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
-            for unit in group_blocks(job.family, model, self.blocks_per_unit)
+            for unit in group_blocks(context.family, model, self.blocks_per_unit)
         ]
         # The root is needed again as soon as backward starts, so it is never resharded after forward.
         fully_shard(model, mp_policy=policy, reshard_after_forward=False, **options)
-        self._set_prefetch(units, layers)
-        job.materializer.model(model, keep_on_cpu=self.cpu_offload)
+        self._configure_prefetch(units, sharded_layers)
+        context.materializer.fill_model(model, keep_on_cpu=self.cpu_offload)
         return model
 
-    def _set_prefetch(self, units: Sequence[FSDPModule], layers: Sequence[FSDPModule]) -> None:
+    def _configure_prefetch(self, units: Sequence[FSDPModule], layers: Sequence[FSDPModule]) -> None:
         """Between units; layers within them, which are sharded by themselves, are gathered as they are needed."""
         if self.forward_prefetch:
-            for unit, following in pairwise(units):
-                unit.set_modules_to_forward_prefetch([following])
+            for unit, next_unit in pairwise(units):
+                unit.set_modules_to_forward_prefetch([next_unit])
         if not self.backward_prefetch:
             for unit in (*units, *layers):
                 # FSDP2 prefetches by itself unless it is told what to prefetch; a unit is already there for itself.
                 unit.set_modules_to_backward_prefetch([unit])
 
     @contextlib.contextmanager
-    def accumulate(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
+    def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Without synchronisation every rank keeps whole, unsharded gradients until the next reduce-scatter."""
         assert isinstance(wrapped, FSDPModule)
         wrapped.set_requires_gradient_sync(synchronize)
         yield
 
-    def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """Over the shards, wherever they are; or, if they alone are on the CPU, one that updates them on the device."""
         if self.optimizer_on_device:
             parameters = list(module.parameters())
             assert isinstance(parameters[0], DTensor)
             return UploadingOptimizer(parameters, build, torch.device(parameters[0].device_mesh.device_type))
-        return super().optimizer(module, build)
+        return super().build_optimizer(module, build)
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, inputs: PlanInputs) -> StepPlan:
         """Shards of every parameter, gathered unit by unit."""
-        return FSDP2Plan(self, setting)
+        return FSDP2Plan(self, inputs)
 
 
 class FSDP2Plan(ShardedPlan):
@@ -155,246 +157,270 @@ class FSDP2Plan(ShardedPlan):
     what it reduced is kept until backward is over.
     """
 
-    def __init__(self, strategy: FSDP2, setting: Setting) -> None:
-        super().__init__(strategy, setting)
+    def __init__(self, strategy: FSDP2Strategy, inputs: PlanInputs) -> None:
+        super().__init__(strategy, inputs)
         self._strategy = strategy
-        self._accumulated: set[int] = set()
-        self._gathering: set[int] = set()
-        self._buffer: str | None = None
-        self._reduce_input: int | None = None
-        self._sizes = {index: self._size(unit) for index, unit in self._units.items()}
+        self._accumulated_units: set[int] = set()
+        self._gathering_units: set[int] = set()
+        self._forward_buffer: str | None = None
+        self._reduce_input_unit: int | None = None
+        self._unit_sizes = {index: self._compute_unit_sizes(unit) for index, unit in self._units.items()}
 
-    def _size(self, unit: Unit) -> _Sizes:
+    def _compute_unit_sizes(self, unit: ShardingUnit) -> _UnitSizes:
         """Elements and bytes of a unit, whole (padded) and on this rank."""
-        local = [parameter.first_shard(self._factor) for parameter in unit.parameters]
-        computed = [
-            numel * self.setting.compute_bytes(parameter)
-            for numel, parameter in zip(local, unit.parameters, strict=True)
+        shard_numels = [parameter.compute_first_shard_numel(self._sharding_factor) for parameter in unit.parameters]
+        shard_bytes = [
+            numel * self.inputs.find_compute_itemsize(parameter)
+            for numel, parameter in zip(shard_numels, unit.parameters, strict=True)
         ]
-        trained = [(each.first_shard(self._factor), self.setting.compute_bytes(each)) for each in unit.trained]
-        return _Sizes(
-            sum(local),
-            sum(computed),
-            _cast_in_turn(computed) if self._casts(unit) else 0,
-            sum(numel for numel, _ in trained),
-            sum(numel * size for numel, size in trained),
+        trained_shards = [
+            (parameter.compute_first_shard_numel(self._sharding_factor), self.inputs.find_compute_itemsize(parameter))
+            for parameter in unit.trained_parameters
+        ]
+        return _UnitSizes(
+            sum(shard_numels),
+            sum(shard_bytes),
+            _compute_cast_peak_bytes(shard_bytes) if self._casts_unit(unit) else 0,
+            sum(numel for numel, _ in trained_shards),
+            sum(numel * size for numel, size in trained_shards),
         )
 
-    def shard_numel(self, unit: Unit) -> int:
+    def compute_shard_numel(self, unit: ShardingUnit) -> int:
         """Of all its parameters' shards."""
-        return self._sizes[unit.index].numel
+        return self._unit_sizes[unit.index].shard_numel
 
-    def gradient_numel(self, unit: Unit) -> int:
+    def compute_gradient_shard_numel(self, unit: ShardingUnit) -> int:
         """Of the shards of those that are trained."""
-        return self._sizes[unit.index].trained
+        return self._unit_sizes[unit.index].trained_shard_numel
 
     @property
-    def updated(self) -> Sequence[int]:
+    def updated_numels(self) -> Sequence[int]:
         """The first rank's shards, which are never smaller than the others'."""
-        return [parameter.first_shard(self._factor) for parameter in self.setting.trained]
+        return [
+            parameter.compute_first_shard_numel(self._sharding_factor) for parameter in self.inputs.trained_parameters
+        ]
 
-    def before_forward(self, device: Device, unit: Unit) -> None:
+    def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gather the unit; its buffer stays until the next one's parameters are copied out."""
-        self._gather(device, unit)
-        self._copy_out(device, unit, forward=True)
-        following = self._following(unit)
-        if self._strategy.forward_prefetch and following is not None:
-            self._gather(device, following)
+        self._start_all_gather(device, unit)
+        self._copy_out_all_gather(device, unit, forward=True)
+        next_unit = self._find_next_forward_unit(unit)
+        if self._strategy.forward_prefetch and next_unit is not None:
+            self._start_all_gather(device, next_unit)
 
-    def _following(self, unit: Unit) -> Unit | None:
+    def _find_next_forward_unit(self, unit: ShardingUnit) -> ShardingUnit | None:
         """The unit after one of blocks: layers within one are not prefetched, and prefetch nothing."""
-        if unit.is_root or unit.within_next:
+        if unit.is_root or unit.is_within_next_unit:
             return None
-        after = (self._units[index] for index in range(unit.index + 1, self._last + 1))
-        return next((each for each in after if not each.within_next), None)
+        later_units = (self._units[index] for index in range(unit.index + 1, self._last_index + 1))
+        return next((later_unit for later_unit in later_units if not later_unit.is_within_next_unit), None)
 
-    def _recasts(self, unit: Unit) -> bool:
+    def _reduces_in_other_dtype(self, unit: ShardingUnit) -> bool:
         """Whether gradients are reduced in another format than they are computed in."""
-        return self.setting.reduce_bytes != self._compute_bytes(unit)
+        return self.inputs.reduce_itemsize != self._find_compute_itemsize(unit)
 
-    def after_forward(self, device: Device, unit: Unit) -> None:
+    def after_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Free the whole parameters, but not the root's, which backward needs at once."""
-        device.hooks(0.5)
+        device.run_hooks(0.5)
         if unit.is_root:
-            self._drop_buffer(device)
+            self._free_forward_buffer(device)
         elif self._strategy.reshard_after_forward:
-            self._reshard(device, unit)
+            self._reshard_unit(device, unit)
 
-    def before_backward(self, device: Device, unit: Unit) -> None:
+    def before_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gather the unit again, and start with the one before it."""
-        self._gather(device, unit)
-        self._copy_out(device, unit, forward=False)
-        previous = self._previous(unit)
-        if previous is not None and (self._strategy.backward_prefetch or unit.is_root):
-            self._gather(device, previous)
+        self._start_all_gather(device, unit)
+        self._copy_out_all_gather(device, unit, forward=False)
+        next_unit = self._find_next_backward_unit(unit)
+        if next_unit is not None and (self._strategy.backward_prefetch or unit.is_root):
+            self._start_all_gather(device, next_unit)
 
-    def gradient_bytes(self, parameter: Parameter) -> int:
+    def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:
         """In the format it is computed in."""
-        return parameter.numel * self.setting.compute_bytes(parameter)
+        return parameter.numel * self.inputs.find_compute_itemsize(parameter)
 
-    def gradients(self, unit: Unit) -> str:
+    def choose_gradient_handling(self, unit: ShardingUnit) -> str:
         """Whole until the unit's backward is over."""
-        return ADDED if unit.index in self._accumulated and not self._recasts(unit) else STAY
+        return (
+            GRADIENTS_ACCUMULATED
+            if unit.index in self._accumulated_units and not self._reduces_in_other_dtype(unit)
+            else GRADIENTS_KEPT
+        )
 
-    def after_backward(self, device: Device, unit: Unit) -> None:
+    def after_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Free the whole parameters, then reduce the gradients or keep them for the next micro-batch."""
-        device.hooks()
-        summed = unit.index in self._accumulated and self._recasts(unit)
-        if summed:
-            self._add(device, unit)
-        self._reshard(device, unit)
+        device.run_hooks()
+        is_accumulated = unit.index in self._accumulated_units and self._reduces_in_other_dtype(unit)
+        if is_accumulated:
+            self._accumulate_gradients(device, unit)
+        self._reshard_unit(device, unit)
         if not self._synchronize:
-            if self._recasts(unit) and not summed:
-                self._recast(device, unit)
-            self._accumulated.add(unit.index)
+            if self._reduces_in_other_dtype(unit) and not is_accumulated:
+                self._cast_accumulated_gradients(device, unit)
+            self._accumulated_units.add(unit.index)
             return
-        self._accumulated.discard(unit.index)
-        sizes = self._sizes[unit.index]
-        if not sizes.trained:
+        self._accumulated_units.discard(unit.index)
+        sizes = self._unit_sizes[unit.index]
+        if not sizes.trained_shard_numel:
             return
-        if self._reduce_input is not None:
+        if self._reduce_input_unit is not None:
             # One unit's input at a time: this unit's waits until the one before it is reduced.
-            device.wait(f"reduce-scatter {self._reduce_input}")
-            device.release(f"reduce input {self._reduce_input}")
-        whole = sizes.trained * self._factor * self.setting.reduce_bytes
-        device.hold(f"reduce input {unit.index}", whole, REDUCED)
-        if self.setting.on_cpu:
-            itemsize = self.setting.reduce_bytes if summed else self._compute_bytes(unit)
-            hold_copied_in(device, unit, self._factor, itemsize, self.setting.reduce_bytes)
-        device.copy("reduce input", sizes.gradients * self._factor + whole)
-        self._release_gradients(device, unit)
-        self._reduce(device, unit, whole)
-        self._reduce_input = unit.index
+            device.wait_for_event(f"reduce-scatter {self._reduce_input_unit}")
+            device.free(f"reduce input {self._reduce_input_unit}")
+        reduce_bytes = sizes.trained_shard_numel * self._sharding_factor * self.inputs.reduce_itemsize
+        device.allocate(f"reduce input {unit.index}", reduce_bytes, REDUCTION_MEMORY)
+        if self.inputs.is_on_cpu:
+            itemsize = self.inputs.reduce_itemsize if is_accumulated else self._find_compute_itemsize(unit)
+            allocate_copy_in_briefly(device, unit, self._sharding_factor, itemsize, self.inputs.reduce_itemsize)
+        device.copy_within_device("reduce input", sizes.gradient_shard_bytes * self._sharding_factor + reduce_bytes)
+        self._free_gradients(device, unit)
+        self._reduce_gradients(device, unit, reduce_bytes)
+        self._reduce_input_unit = unit.index
 
-    def _reduce(self, device: Device, unit: Unit, whole: float) -> None:
-        index, numel = unit.index, self._sizes[unit.index].trained
-        as_stored = self.setting.reduce_bytes == self.setting.parameter_bytes
-        shard = f"gradient shard {index}"
-        accumulated = shard in self._shards
-        output = f"reduced {index}" if accumulated or not as_stored else shard
-        device.hold(output, numel * self.setting.reduce_bytes, GRADIENTS if output == shard else REDUCED)
-        self._send_gradients(device, unit, whole)
-        if self._offloads:  # the CPU takes the result as it comes
-            device.release(output)
+    def _reduce_gradients(self, device: PlanDevice, unit: ShardingUnit, reduce_bytes: float) -> None:
+        index, numel = unit.index, self._unit_sizes[unit.index].trained_shard_numel
+        is_reduced_as_stored = self.inputs.reduce_itemsize == self.inputs.parameter_itemsize
+        shard_name = f"gradient shard {index}"
+        is_accumulated = shard_name in self._gradient_shards
+        output_name = f"reduced {index}" if is_accumulated or not is_reduced_as_stored else shard_name
+        device.allocate(
+            output_name,
+            numel * self.inputs.reduce_itemsize,
+            GRADIENT_MEMORY if output_name == shard_name else REDUCTION_MEMORY,
+        )
+        self._start_gradient_reduction(device, unit, reduce_bytes)
+        if self._offloads_parameters:  # the CPU takes the result as it comes
+            device.free(output_name)
             return
-        if not as_stored:
-            name = f"cast {index}" if accumulated else shard
-            device.hold(name, numel * self.setting.parameter_bytes, GRADIENTS)
-            if accumulated:
-                device.release(name)
-        if output != shard and not self._replicates:
-            device.release(output)
-        self._shards.add(shard)
+        if not is_reduced_as_stored:
+            name = f"cast {index}" if is_accumulated else shard_name
+            device.allocate(name, numel * self.inputs.parameter_itemsize, GRADIENT_MEMORY)
+            if is_accumulated:
+                device.free(name)
+        if output_name != shard_name and not self._has_replicas:
+            device.free(output_name)
+        self._gradient_shards.add(shard_name)
 
-    def _recast(self, device: Device, unit: Unit) -> None:
+    def _cast_accumulated_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Without communication whole gradients stay, in the format they will be reduced in: one after the other."""
-        recast = 0
-        for parameter in unit.trained:
-            recast += parameter.numel * self.setting.reduce_bytes
-            device.hold(f"accumulated {unit.index}", recast, GRADIENTS)
-            device.grow(gradients_of(unit), -self.gradient_bytes(parameter), GRADIENTS)
-        device.release(gradients_of(unit))
+        cast_bytes = 0
+        for parameter in unit.trained_parameters:
+            cast_bytes += parameter.numel * self.inputs.reduce_itemsize
+            device.allocate(f"accumulated {unit.index}", cast_bytes, GRADIENT_MEMORY)
+            device.grow_allocation(name_unit_gradients(unit), -self.compute_gradient_bytes(parameter), GRADIENT_MEMORY)
+        device.free(name_unit_gradients(unit))
 
-    def _add(self, device: Device, unit: Unit) -> None:
+    def _accumulate_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gradients are added to those that stayed, one after the other, which a CPU converts first."""
-        for parameter in unit.trained:
-            if self.setting.on_cpu:
-                device.hold("converted", parameter.numel * self.setting.reduce_bytes, GRADIENTS)
-                device.release("converted")
-            device.grow(gradients_of(unit), -self.gradient_bytes(parameter), GRADIENTS)
-        device.release(gradients_of(unit))
+        for parameter in unit.trained_parameters:
+            if self.inputs.is_on_cpu:
+                device.allocate("converted", parameter.numel * self.inputs.reduce_itemsize, GRADIENT_MEMORY)
+                device.free("converted")
+            device.grow_allocation(name_unit_gradients(unit), -self.compute_gradient_bytes(parameter), GRADIENT_MEMORY)
+        device.free(name_unit_gradients(unit))
 
-    def _release_gradients(self, device: Device, unit: Unit) -> None:
-        device.release(gradients_of(unit))
-        device.release(f"accumulated {unit.index}")
+    def _free_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        device.free(name_unit_gradients(unit))
+        device.free(f"accumulated {unit.index}")
 
-    def after_step_backward(self, device: Device) -> None:
+    def after_micro_batch_backward(self, device: PlanDevice) -> None:
         """Wait for the last unit's gradients; the buffers go."""
-        if self._reduce_input is not None:
-            device.release(f"reduce input {self._reduce_input}")
-            self._reduce_input = None
-            for name in self._sent:
-                device.wait(name)
+        if self._reduce_input_unit is not None:
+            device.free(f"reduce input {self._reduce_input_unit}")
+            self._reduce_input_unit = None
+            for name in self._pending_events:
+                device.wait_for_event(name)
         for unit in self._units.values():
-            device.release(f"reduced {unit.index}")
+            device.free(f"reduced {unit.index}")
 
-    def _gather(self, device: Device, unit: Unit) -> None:
-        if unit.index in self._gathering or unit.index in self._whole:
+    def _start_all_gather(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        if unit.index in self._gathering_units or unit.index in self._unsharded_units:
             return
-        self._gathering.add(unit.index)
-        device.hooks()
+        self._gathering_units.add(unit.index)
+        device.run_hooks()
         # What is cast comes one parameter after the other, each gone when it is cast.
-        stored = [each.first_shard(self._factor) * self.setting.parameter_bytes for each in unit.parameters]
-        self._upload(device, unit, max(stored) if self._casts(unit) else sum(stored))
-        if self._factor == 1:
+        stored_bytes = [
+            parameter.compute_first_shard_numel(self._sharding_factor) * self.inputs.parameter_itemsize
+            for parameter in unit.parameters
+        ]
+        self._upload_shard(device, unit, max(stored_bytes) if self._casts_unit(unit) else sum(stored_bytes))
+        if self._sharding_factor == 1:
             return
-        local = self._sizes[unit.index].computed
-        if self._casts(unit):
-            device.hold("cast", local, GATHERED)
-            device.release(f"upload {unit.index}")
-        device.hold(f"buffer {unit.index}", local * self._factor, GATHERED)
-        device.release("cast")
-        device.release(f"upload {unit.index}")
-        device.send(f"all-gather {unit.index}", "all-gather", local * self._factor, SHARDS, GATHER)
+        shard_bytes = self._unit_sizes[unit.index].shard_bytes
+        if self._casts_unit(unit):
+            device.allocate("cast", shard_bytes, ALL_GATHER_MEMORY)
+            device.free(f"upload {unit.index}")
+        device.allocate(f"buffer {unit.index}", shard_bytes * self._sharding_factor, ALL_GATHER_MEMORY)
+        device.free("cast")
+        device.free(f"upload {unit.index}")
+        device.run_collective(
+            f"all-gather {unit.index}",
+            "all-gather",
+            shard_bytes * self._sharding_factor,
+            SHARD_GROUP,
+            ALL_GATHER_STREAM,
+        )
 
-    def _copy_out(self, device: Device, unit: Unit, *, forward: bool) -> None:
-        if unit.index not in self._gathering:
+    def _copy_out_all_gather(self, device: PlanDevice, unit: ShardingUnit, *, forward: bool) -> None:
+        if unit.index not in self._gathering_units:
             return
-        self._gathering.discard(unit.index)
-        self._whole.add(unit.index)
-        sizes = self._sizes[unit.index]
-        size = sizes.computed * self._factor
-        if self._factor > 1:
-            device.wait(f"all-gather {unit.index}")
-        elif self._offloads:
-            device.wait(f"upload {unit.index}")
-        if forward and self._buffer is not None:  # the next gather waits until the unit before this one is copied out
-            device.follow(GATHER, f"copied {self._buffer}")
-        device.hold(f"whole {unit.index}", size, GATHERED)
-        device.copy("copy out", 2 * size)
-        device.mark(f"copied buffer {unit.index}")
+        self._gathering_units.discard(unit.index)
+        self._unsharded_units.add(unit.index)
+        sizes = self._unit_sizes[unit.index]
+        unsharded_bytes = sizes.shard_bytes * self._sharding_factor
+        if self._sharding_factor > 1:
+            device.wait_for_event(f"all-gather {unit.index}")
+        elif self._offloads_parameters:
+            device.wait_for_event(f"upload {unit.index}")
+        if (
+            forward and self._forward_buffer is not None
+        ):  # the next gather waits until the unit before this one is copied out
+            device.follow_stream(ALL_GATHER_STREAM, f"copied {self._forward_buffer}")
+        device.allocate(f"whole {unit.index}", unsharded_bytes, ALL_GATHER_MEMORY)
+        device.copy_within_device("copy out", 2 * unsharded_bytes)
+        device.record_event(f"copied buffer {unit.index}")
         if forward:
-            self._drop_buffer(device)
-        if self._factor == 1:
-            device.hold("cast", sizes.cast_in_turn, GATHERED)
-            device.release("cast")
-            device.release(f"upload {unit.index}")
+            self._free_forward_buffer(device)
+        if self._sharding_factor == 1:
+            device.allocate("cast", sizes.cast_peak_bytes, ALL_GATHER_MEMORY)
+            device.free("cast")
+            device.free(f"upload {unit.index}")
         elif forward:
-            self._buffer = f"buffer {unit.index}"
+            self._forward_buffer = f"buffer {unit.index}"
         else:
-            device.follow(GATHER, f"copied buffer {unit.index}")
-            device.release(f"buffer {unit.index}")
+            device.follow_stream(ALL_GATHER_STREAM, f"copied buffer {unit.index}")
+            device.free(f"buffer {unit.index}")
 
-    def _drop_buffer(self, device: Device) -> None:
-        if self._buffer is not None:
-            device.release(self._buffer)
-            self._buffer = None
+    def _free_forward_buffer(self, device: PlanDevice) -> None:
+        if self._forward_buffer is not None:
+            device.free(self._forward_buffer)
+            self._forward_buffer = None
 
-    def _reshard(self, device: Device, unit: Unit) -> None:
-        self._whole.discard(unit.index)
-        device.release(f"whole {unit.index}")
+    def _reshard_unit(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        self._unsharded_units.discard(unit.index)
+        device.free(f"whole {unit.index}")
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _UnitSizes:
     """Of a unit on one rank."""
 
-    numel: int
+    shard_numel: int
     """Elements of its shards."""
-    computed: int
+    shard_bytes: int
     """Bytes of them in the format they are computed in."""
-    cast_in_turn: int
+    cast_peak_bytes: int
     """Bytes that casting one parameter after the other needs beyond the whole unit."""
-    trained: int
+    trained_shard_numel: int
     """Elements of the shards of parameters that have gradients."""
-    gradients: int
+    gradient_shard_bytes: int
     """Bytes of these in the format they are computed in."""
 
 
-def _cast_in_turn(sizes: Sequence[int]) -> int:
+def _compute_cast_peak_bytes(sizes: Sequence[int]) -> int:
     """With one rank per copy each parameter is cast, copied and forgotten before the next one's turn."""
-    held, highest = 0, 0
+    allocated, peak = 0, 0
     for size in sizes:
-        highest = max(highest, held + 2 * size)
-        held += size
-    return highest - held
+        peak = max(peak, allocated + 2 * size)
+        allocated += size
+    return peak - allocated

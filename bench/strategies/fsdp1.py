@@ -23,40 +23,40 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from bench.errors import ImpossibleError
 from bench.models.blocks import group_blocks
-from bench.strategies.base import Job, Step, that_train
+from bench.strategies.base import StepSettings, WrapContext, format_strategies_for_finetune
 from bench.strategies.plan import (
-    GATHER,
-    GATHERED,
-    GRADIENTS,
-    REDUCE,
-    REDUCED,
-    SHARDS,
-    STAY,
-    WORLD,
-    Device,
-    Parameter,
-    Plan,
-    Setting,
-    Unit,
-    gradients_of,
+    ALL_GATHER_MEMORY,
+    ALL_GATHER_STREAM,
+    GRADIENT_MEMORY,
+    GRADIENTS_KEPT,
+    REDUCE_STREAM,
+    REDUCTION_MEMORY,
+    SHARD_GROUP,
+    WORLD_GROUP,
+    ParameterSpec,
+    PlanDevice,
+    PlanInputs,
+    ShardingUnit,
+    StepPlan,
+    name_unit_gradients,
 )
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy
 from bench.typed import OneOf
 
-BACKWARD_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+BACKWARD_PREFETCH_MODES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
 @dataclass(frozen=True)
-class FSDP1(ShardingStrategy):
+class FSDP1Strategy(ShardingStrategy):
     """FSDP1. At factor 1 it is NO_SHARD, the paper's full replication."""
 
-    backward_prefetch: Annotated[str, OneOf(*BACKWARD_PREFETCH)]
+    backward_prefetch: Annotated[str, OneOf(*BACKWARD_PREFETCH_MODES)]
     """When to gather the next unit in backward: pre (before the current unit's computation), post or none."""
     limit_all_gathers: bool
     """The rate limiter: at most two all-gathers in flight."""
 
-    finetunes = ("full",)
-    autocast_caches = False
+    supported_finetunes = ("full",)
+    has_autocast_cache = False
 
     def check_finetune(self, name: str) -> None:
         """The parameters of a unit are views of one flat parameter: autograd computes gradients of all or of none."""
@@ -64,87 +64,105 @@ class FSDP1(ShardingStrategy):
             raise ImpossibleError(
                 "finetune=lora is not valid with strategy=fsdp1, which computes gradients of all parameters of a "
                 "unit as soon as one of them is trained, so that freezing the others would save nothing: choose "
-                f"strategy {that_train(name)}."
+                f"strategy {format_strategies_for_finetune(name)}."
             )
         super().check_finetune(name)
 
-    def check_step(self, step: Step) -> None:
+    def check_step(self, settings: StepSettings) -> None:
         """What is not sharded cannot accumulate gradients of parameters that were cast: torch 2.13 puts the first
         micro-batch's, in 16 bits, in the place of those of the parameters in fp32, and fails."""
-        casts = step.precision.mixed and not self.uses_autocast(step.precision)
-        if self.factor == 1 and casts and step.micro_batches > 1 and not step.synchronize_every_micro_batch:
+        casts_parameters = settings.precision.is_mixed and not self.uses_autocast(settings.precision)
+        if (
+            self.resolved_sharding_factor == 1
+            and casts_parameters
+            and settings.num_micro_batches > 1
+            and not settings.synchronize_every_micro_batch
+        ):
             raise ImpossibleError(
                 f"gradient_accumulation_sync=false is not valid for strategy={self.name}, where nothing is sharded, "
-                f"with precision={step.precision.name} and precision.mixing=parameters, whose gradients torch's FSDP1 "
+                f"with precision={settings.precision.name} and precision.mixing=parameters, whose gradients torch's FSDP1 "
                 "cannot keep from one micro-batch to the next: choose true, or strategy fsdp1 with "
                 "precision.mixing=autocast, or strategy fsdp."
             )
 
-    def wrap(self, model: nn.Module, job: Job) -> nn.Module:
+    def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """Wrap each unit, then the root; every unit is filled just before it is sharded."""
-        casts = job.precision.mixed and not self.uses_autocast(job.precision)
-        keep_fp32 = set(job.family.fp32_modules(model)) if job.precision.scales_loss and casts else set()
-        mixed = MixedPrecision(
-            param_dtype=job.precision.compute_dtype if casts else None,
-            reduce_dtype=job.precision.reduce_dtype,
-            cast_forward_inputs=casts and not keep_fp32,
+        casts_parameters = context.precision.is_mixed and not self.uses_autocast(context.precision)
+        fp32_layers = (
+            set(context.family.find_fp32_modules(model))
+            if context.precision.scales_loss and casts_parameters
+            else set()
         )
-        unmixed = MixedPrecision(reduce_dtype=job.precision.reduce_dtype, cast_forward_inputs=False)
+        mixed_precision = MixedPrecision(
+            param_dtype=context.precision.compute_dtype if casts_parameters else None,
+            reduce_dtype=context.precision.reduce_dtype,
+            cast_forward_inputs=casts_parameters and not fp32_layers,
+        )
+        fp32_precision = MixedPrecision(reduce_dtype=context.precision.reduce_dtype, cast_forward_inputs=False)
         options: dict[str, Any] = {
-            **self._group(job),
-            "device_id": job.device,
+            **self._build_sharding_options(context),
+            "device_id": context.device,
             # The first shard of a flat parameter is its beginning, which may be a layer norm's ones and zeros.
-            "param_init_fn": partial(job.materializer.module, constants=not job.rehearsed or self.factor == 1),
+            "param_init_fn": partial(
+                context.materializer.fill_module,
+                constants=not context.is_rehearsed or self.resolved_sharding_factor == 1,
+            ),
             "cpu_offload": CPUOffload(offload_params=True) if self.cpu_offload else None,
-            "backward_prefetch": BACKWARD_PREFETCH[self.backward_prefetch],
+            "backward_prefetch": BACKWARD_PREFETCH_MODES[self.backward_prefetch],
             "forward_prefetch": self.forward_prefetch,
             "limit_all_gathers": self.limit_all_gathers,
             "use_orig_params": True,
         }
-        group_blocks(job.family, model, self.blocks_per_unit)
+        group_blocks(context.family, model, self.blocks_per_unit)
         with warnings.catch_warnings():
             # NO_SHARD is deprecated in favour of DDP, but it is what the paper compares.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
-            for blocks in job.family.block_lists(model):
+            for blocks in context.family.find_block_lists(model):
                 for index, unit in enumerate(blocks):
-                    for parent, name in _parents(unit, keep_fp32):
-                        child = FullyShardedDataParallel(getattr(parent, name), mixed_precision=unmixed, **options)
+                    for parent, name in _find_parents(unit, fp32_layers):
+                        child = FullyShardedDataParallel(
+                            getattr(parent, name), mixed_precision=fp32_precision, **options
+                        )
                         setattr(parent, name, child)
-                    blocks[index] = FullyShardedDataParallel(unit, mixed_precision=mixed, **options)
-            return FullyShardedDataParallel(model, mixed_precision=mixed, **options)
+                    blocks[index] = FullyShardedDataParallel(unit, mixed_precision=mixed_precision, **options)
+            return FullyShardedDataParallel(model, mixed_precision=mixed_precision, **options)
 
-    def effective(self, world_size: int) -> str:
+    def describe_effective_strategy(self, world_size: int) -> str:
         """FSDP1 calls an unsharded model NO_SHARD."""
-        return f"{self.name}/no_shard" if self.factor == 1 else super().effective(world_size)
+        return (
+            f"{self.name}/no_shard"
+            if self.resolved_sharding_factor == 1
+            else super().describe_effective_strategy(world_size)
+        )
 
-    def _group(self, job: Job) -> dict[str, Any]:
-        reshard = self.reshard_after_forward
-        if self.factor == 1:
+    def _build_sharding_options(self, context: WrapContext) -> dict[str, Any]:
+        reshards = self.reshard_after_forward
+        if self.resolved_sharding_factor == 1:
             return {"sharding_strategy": FSDP1Sharding.NO_SHARD}
-        if self.factor == job.world_size:
-            return {"sharding_strategy": FSDP1Sharding.FULL_SHARD if reshard else FSDP1Sharding.SHARD_GRAD_OP}
+        if self.resolved_sharding_factor == context.world_size:
+            return {"sharding_strategy": FSDP1Sharding.FULL_SHARD if reshards else FSDP1Sharding.SHARD_GRAD_OP}
         return {
-            "sharding_strategy": FSDP1Sharding.HYBRID_SHARD if reshard else FSDP1Sharding._HYBRID_SHARD_ZERO2,
-            "device_mesh": self.mesh(job),
+            "sharding_strategy": FSDP1Sharding.HYBRID_SHARD if reshards else FSDP1Sharding._HYBRID_SHARD_ZERO2,
+            "device_mesh": self.build_mesh(context),
         }
 
     @contextlib.contextmanager
-    def accumulate(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
+    def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Without synchronisation every rank keeps whole, unsharded gradients until the next reduce-scatter."""
         assert isinstance(wrapped, FullyShardedDataParallel)
         with contextlib.nullcontext() if synchronize else wrapped.no_sync():
             yield
 
-    def grad_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+    def build_grad_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """A scaler that agrees across shards whether a step overflowed."""
         return ShardedGradScaler(device.type)
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, inputs: PlanInputs) -> StepPlan:
         """One flat parameter per unit, cut into shards."""
-        return FSDP1Plan(self, setting)
+        return FSDP1Plan(self, inputs)
 
 
-MOST_GATHERS = 2
+MAX_ALL_GATHERS_IN_FLIGHT = 2
 """All-gathers the rate limiter lets be in flight (``_FreeEventQueue`` in torch 2.13)."""
 
 ALIGNMENT_BYTES = 16
@@ -158,218 +176,242 @@ class FSDP1Plan(ShardedPlan):
     At factor 1 (NO_SHARD) nothing is gathered: whole parameters are cast, if at all, and gradients all-reduced.
     """
 
-    def __init__(self, strategy: FSDP1, setting: Setting) -> None:
-        super().__init__(strategy, setting)
+    def __init__(self, strategy: FSDP1Strategy, inputs: PlanInputs) -> None:
+        super().__init__(strategy, inputs)
         self._strategy = strategy
-        self._flat = {index: self._numel(unit) for index, unit in self._units.items()}
-        self._forward_order = self._in_forward_order()
-        prefetched = self._forward_order if strategy.forward_prefetch else {}
-        self._prefetched_by = {following: index for index, following in prefetched.items()}
-        self._late: dict[int, Unit] = {}
-        self._waiting: set[int] = set()
-        self._kept: set[str] = set()
+        self._flat_numel = {index: self._compute_flat_numel(unit) for index, unit in self._units.items()}
+        self._next_forward_unit = self._build_forward_order()
+        next_prefetched = self._next_forward_unit if strategy.forward_prefetch else {}
+        self._prefetched_by = {next_index: index for index, next_index in next_prefetched.items()}
+        self._delayed_units: dict[int, ShardingUnit] = {}
+        self._pending_all_gathers: set[int] = set()
+        self._kept_flat_gradients: set[str] = set()
 
-    def _numel(self, unit: Unit) -> int:
+    def _compute_flat_numel(self, unit: ShardingUnit) -> int:
         """Elements of the flat parameter."""
-        aligned = ALIGNMENT_BYTES // self._compute_bytes(unit)
+        aligned_numel = ALIGNMENT_BYTES // self._find_compute_itemsize(unit)
         total = 0
         for parameter in unit.parameters:
-            total = -(-total // aligned) * aligned + parameter.numel
-        return -(-total // self._factor) * self._factor
+            total = -(-total // aligned_numel) * aligned_numel + parameter.numel
+        return -(-total // self._sharding_factor) * self._sharding_factor
 
-    def shard_numel(self, unit: Unit) -> int:
+    def compute_shard_numel(self, unit: ShardingUnit) -> int:
         """Of its flat parameter, padding included."""
-        return self._flat[unit.index] // self._factor
+        return self._flat_numel[unit.index] // self._sharding_factor
 
-    def gradient_numel(self, unit: Unit) -> int:
+    def compute_gradient_shard_numel(self, unit: ShardingUnit) -> int:
         """Of its flat parameter."""
-        return self.shard_numel(unit)
+        return self.compute_shard_numel(unit)
 
     @property
-    def updated(self) -> Sequence[int]:
+    def updated_numels(self) -> Sequence[int]:
         """The first rank's part of every parameter: those at the beginning of each unit, wholly or not at all."""
-        parts = {}
-        for position, (index, unit) in enumerate(self._units.items()):
-            aligned = ALIGNMENT_BYTES // self._compute_bytes(unit)
-            shard, offset = self._flat[index] // self._factor, 0
-            for own, parameter in enumerate(unit.parameters):
-                offset = -(-offset // aligned) * aligned
-                parts[position, own] = max(0, min(shard, offset + parameter.numel) - offset)
+        part_numels = {}
+        for unit_position, (index, unit) in enumerate(self._units.items()):
+            aligned_numel = ALIGNMENT_BYTES // self._find_compute_itemsize(unit)
+            shard, offset = self._flat_numel[index] // self._sharding_factor, 0
+            for parameter_position, parameter in enumerate(unit.parameters):
+                offset = -(-offset // aligned_numel) * aligned_numel
+                part_numels[unit_position, parameter_position] = max(0, min(shard, offset + parameter.numel) - offset)
                 offset += parameter.numel
-        return [parts[place] for place in self.setting.in_model_order]
+        return [part_numels[position] for position in self.inputs.parameter_order]
 
-    def before_forward(self, device: Device, unit: Unit) -> None:
+    def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gather the unit, with prefetching the next one too."""
-        self._gather(device, unit)
-        self._await(device, unit)
-        following = self._forward_order.get(unit.index)
-        if self._strategy.forward_prefetch and following is not None:
-            self._gather(device, self._units[following])
+        self._start_all_gather(device, unit)
+        self._wait_for_all_gather(device, unit)
+        next_index = self._next_forward_unit.get(unit.index)
+        if self._strategy.forward_prefetch and next_index is not None:
+            self._start_all_gather(device, self._units[next_index])
 
-    def after_forward(self, device: Device, unit: Unit) -> None:
+    def after_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Free the flat parameter, but not the root's, which backward needs at once."""
-        device.hooks(0.5)
-        if self._factor == 1 or (self._strategy.reshard_after_forward and not unit.is_root):
-            self._reshard(device, unit)
+        device.run_hooks(0.5)
+        if self._sharding_factor == 1 or (self._strategy.reshard_after_forward and not unit.is_root):
+            self._reshard_unit(device, unit)
 
-    def before_backward(self, device: Device, unit: Unit) -> None:
+    def before_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gather the unit again, and, prefetching early, the one before it."""
-        self._gather(device, unit)
-        self._await(device, unit)
+        self._start_all_gather(device, unit)
+        self._wait_for_all_gather(device, unit)
         if self._strategy.backward_prefetch == "pre":
-            self._prefetch_previous(device, unit)
+            self._prefetch_next_backward_unit(device, unit)
 
-    def gradient_bytes(self, parameter: Parameter) -> int:
+    def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:
         """In the format it is computed in."""
-        return parameter.numel * self.setting.compute_bytes(parameter)
+        return parameter.numel * self.inputs.find_compute_itemsize(parameter)
 
-    def gradients(self, unit: Unit) -> str:
+    def choose_gradient_handling(self, unit: ShardingUnit) -> str:
         """By themselves, until all of the unit's are there."""
-        return STAY
+        return GRADIENTS_KEPT
 
-    def after_backward(self, device: Device, unit: Unit) -> None:
+    def after_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Its gradients are put together; with forward prefetching only when the unit that prefetched it is done.
 
         Its parameters became views of the flat one when they were prefetched, before that unit ran, and autograd goes
         backward in the opposite order.
         """
-        late = self._late.pop(unit.index, None)
-        if late is not None:
-            self._put_together(device, late)
+        delayed_unit = self._delayed_units.pop(unit.index, None)
+        if delayed_unit is not None:
+            self._flatten_gradients(device, delayed_unit)
         prefetched_by = self._prefetched_by.get(unit.index)
         if prefetched_by is None:
-            self._put_together(device, unit)
+            self._flatten_gradients(device, unit)
         else:
-            self._late[prefetched_by] = unit
+            self._delayed_units[prefetched_by] = unit
 
-    def _put_together(self, device: Device, unit: Unit) -> None:
+    def _flatten_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Free the flat parameter, then reduce or keep the flat gradient."""
-        device.hooks()
-        index, flat, parameter_bytes = unit.index, self._flat[unit.index], self.setting.parameter_bytes
-        size = flat * self._compute_bytes(unit)
-        accumulated = f"flat gradient {index}" in self._kept or self._adds_to_shard(unit)
-        name = "added gradient" if accumulated else f"flat gradient {index}"
-        device.hold(name, size, GRADIENTS)
-        device.copy("flat gradient", 2 * size)
-        device.release(gradients_of(unit))
-        if self._adds_to_shard(unit) and self.setting.on_cpu and self._compute_bytes(unit) != parameter_bytes:
-            device.hold("converted gradient", flat * parameter_bytes, GRADIENTS)  # to the format of what it is added to
-            device.release("converted gradient")
-        self._reshard(device, unit)
+        device.run_hooks()
+        index, flat_numel, parameter_itemsize = unit.index, self._flat_numel[unit.index], self.inputs.parameter_itemsize
+        size = flat_numel * self._find_compute_itemsize(unit)
+        is_accumulated = f"flat gradient {index}" in self._kept_flat_gradients or self._accumulates_in_shard(unit)
+        name = "added gradient" if is_accumulated else f"flat gradient {index}"
+        device.allocate(name, size, GRADIENT_MEMORY)
+        device.copy_within_device("flat gradient", 2 * size)
+        device.free(name_unit_gradients(unit))
+        if (
+            self._accumulates_in_shard(unit)
+            and self.inputs.is_on_cpu
+            and self._find_compute_itemsize(unit) != parameter_itemsize
+        ):
+            device.allocate(
+                "converted gradient", flat_numel * parameter_itemsize, GRADIENT_MEMORY
+            )  # to the format of what it is added to
+            device.free("converted gradient")
+        self._reshard_unit(device, unit)
         if self._strategy.backward_prefetch == "post" and not unit.is_root:
-            self._prefetch_previous(device, unit)
+            self._prefetch_next_backward_unit(device, unit)
         if self._synchronize:
-            self._kept.discard(f"flat gradient {index}")
-            self._reduce(device, unit)
-        elif not accumulated:
-            self._kept.add(f"flat gradient {index}")
-        if accumulated:  # autograd holds it until its hooks have run
-            device.release(name)
+            self._kept_flat_gradients.discard(f"flat gradient {index}")
+            self._reduce_gradients(device, unit)
+        elif not is_accumulated:
+            self._kept_flat_gradients.add(f"flat gradient {index}")
+        if is_accumulated:  # autograd holds it until its hooks have run
+            device.free(name)
 
-    def _adds_to_shard(self, unit: Unit) -> bool:
+    def _accumulates_in_shard(self, unit: ShardingUnit) -> bool:
         """At factor 1 autograd adds a gradient to the one that was reduced before, or kept, and the sum is reduced
         (``_reduce_grad_no_shard`` in torch/distributed/fsdp/_runtime_utils.py)."""
-        return self._factor == 1 and f"gradient shard {unit.index}" in self._shards
+        return self._sharding_factor == 1 and f"gradient shard {unit.index}" in self._gradient_shards
 
-    def _reduce(self, device: Device, unit: Unit) -> None:
-        index, flat, added_bytes = unit.index, self._flat[unit.index], self._compute_bytes(unit)
-        reduce_bytes, parameter_bytes = self.setting.reduce_bytes, self.setting.parameter_bytes
-        source, whole = f"flat gradient {index}", flat * reduce_bytes
-        if self._adds_to_shard(unit):
-            source, added_bytes = f"gradient shard {index}", parameter_bytes
-        if reduce_bytes != added_bytes:
-            source = f"reduce input {index}"
-            device.hold(source, whole, REDUCED)
-            device.copy("to the format that is reduced", flat * (reduce_bytes + added_bytes))
-        if self._factor > 1:
-            result = f"reduced {index}"
-            device.hold(result, whole / self._factor, REDUCED)
-            self._send_gradients(device, unit, whole)
+    def _reduce_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        index, flat_numel, gradient_itemsize = (
+            unit.index,
+            self._flat_numel[unit.index],
+            self._find_compute_itemsize(unit),
+        )
+        reduce_itemsize, parameter_itemsize = self.inputs.reduce_itemsize, self.inputs.parameter_itemsize
+        source_name, reduce_bytes = f"flat gradient {index}", flat_numel * reduce_itemsize
+        if self._accumulates_in_shard(unit):
+            source_name, gradient_itemsize = f"gradient shard {index}", parameter_itemsize
+        if reduce_itemsize != gradient_itemsize:
+            source_name = f"reduce input {index}"
+            device.allocate(source_name, reduce_bytes, REDUCTION_MEMORY)
+            device.copy_within_device(
+                "to the format that is reduced", flat_numel * (reduce_itemsize + gradient_itemsize)
+            )
+        if self._sharding_factor > 1:
+            result_name = f"reduced {index}"
+            device.allocate(result_name, reduce_bytes / self._sharding_factor, REDUCTION_MEMORY)
+            self._start_gradient_reduction(device, unit, reduce_bytes)
         else:
-            result = source
-            self._sent = [f"all-reduce {index}"]
-            device.send(self._sent[0], "all-reduce", whole, WORLD, REDUCE, after="compute")
-            self._send_out(device, unit)
-        self._store(device, index, result, flat // self._factor * parameter_bytes, cast=reduce_bytes != parameter_bytes)
-        device.release(f"reduce input {index}")  # made on the stream that uses it
-        device.release(f"flat gradient {index}", after=REDUCE)
+            result_name = source_name
+            self._pending_events = [f"all-reduce {index}"]
+            device.run_collective(
+                self._pending_events[0], "all-reduce", reduce_bytes, WORLD_GROUP, REDUCE_STREAM, after="compute"
+            )
+            self._offload_gradient(device, unit)
+        self._store_reduced_gradient(
+            device,
+            index,
+            result_name,
+            flat_numel // self._sharding_factor * parameter_itemsize,
+            needs_cast=reduce_itemsize != parameter_itemsize,
+        )
+        device.free(f"reduce input {index}")  # made on the stream that uses it
+        device.free(f"flat gradient {index}", after=REDUCE_STREAM)
 
-    def _store(self, device: Device, index: int, result: str, size: float, *, cast: bool) -> None:
+    def _store_reduced_gradient(
+        self, device: PlanDevice, index: int, result_name: str, size: float, *, needs_cast: bool
+    ) -> None:
         """Keep what was reduced, in the format parameters are stored in, or add it to what is kept already."""
-        shard = f"gradient shard {index}"
-        if self._offloads:  # the CPU takes the result as it comes
-            device.release(result)
+        shard_name = f"gradient shard {index}"
+        if self._offloads_parameters:  # the CPU takes the result as it comes
+            device.free(result_name)
             return
-        if cast:
-            device.hold(f"cast {index}", size, GRADIENTS)
-            device.release(result)
-            result = f"cast {index}"
-        if result == shard:  # reduced where it is
+        if needs_cast:
+            device.allocate(f"cast {index}", size, GRADIENT_MEMORY)
+            device.free(result_name)
+            result_name = f"cast {index}"
+        if result_name == shard_name:  # reduced where it is
             return
-        device.release(result)
-        if shard not in self._shards or self._factor == 1:  # what was added to is replaced, by the stream that made it
-            device.release(shard)
-            device.hold(shard, size, GRADIENTS)
-            self._shards.add(shard)
+        device.free(result_name)
+        if (
+            shard_name not in self._gradient_shards or self._sharding_factor == 1
+        ):  # what was added to is replaced, by the stream that made it
+            device.free(shard_name)
+            device.allocate(shard_name, size, GRADIENT_MEMORY)
+            self._gradient_shards.add(shard_name)
 
-    def after_step_backward(self, device: Device) -> None:
+    def after_micro_batch_backward(self, device: PlanDevice) -> None:
         """The optimizer waits for the last unit's gradients."""
-        for name in self._sent:
-            device.wait(name)
+        for name in self._pending_events:
+            device.wait_for_event(name)
 
-    def _in_forward_order(self) -> dict[int, int]:
+    def _build_forward_order(self) -> dict[int, int]:
         """Per unit the one whose forward pass begins after its own: layers within a unit begin after it."""
-        order, within = [-1], []
+        order, nested_layers = [-1], []
         for index, unit in self._units.items():
-            if unit.within_next:
-                within.append(index)
+            if unit.is_within_next_unit:
+                nested_layers.append(index)
             elif not unit.is_root:
-                order += [index, *within]
-                within = []
+                order += [index, *nested_layers]
+                nested_layers = []
         return dict(pairwise(order))
 
-    def _prefetch_previous(self, device: Device, unit: Unit) -> None:
-        previous = self._previous(unit)
-        if previous is not None:
-            self._gather(device, previous)
+    def _prefetch_next_backward_unit(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        next_unit = self._find_next_backward_unit(unit)
+        if next_unit is not None:
+            self._start_all_gather(device, next_unit)
 
-    def _gather(self, device: Device, unit: Unit) -> None:
-        index, size = unit.index, self._flat[unit.index] * self._compute_bytes(unit)
-        if index in self._whole:
+    def _start_all_gather(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        index, size = unit.index, self._flat_numel[unit.index] * self._find_compute_itemsize(unit)
+        if index in self._unsharded_units:
             return
-        self._whole.add(index)
-        device.hooks()
-        self._upload(device, unit, self.shard_numel(unit) * self.setting.parameter_bytes)
-        if self._factor == 1:
-            if self._offloads:
-                self._waiting.add(index)
-            if self._casts(unit):
-                device.hold(f"whole {index}", size, GATHERED)
-                device.copy("cast", size + self._flat[index] * self.setting.parameter_bytes)
+        self._unsharded_units.add(index)
+        device.run_hooks()
+        self._upload_shard(device, unit, self.compute_shard_numel(unit) * self.inputs.parameter_itemsize)
+        if self._sharding_factor == 1:
+            if self._offloads_parameters:
+                self._pending_all_gathers.add(index)
+            if self._casts_unit(unit):
+                device.allocate(f"whole {index}", size, ALL_GATHER_MEMORY)
+                device.copy_within_device("cast", size + self._flat_numel[index] * self.inputs.parameter_itemsize)
             return
-        if self._casts(unit):
-            device.hold(f"cast {index}", size / self._factor, GATHERED)
+        if self._casts_unit(unit):
+            device.allocate(f"cast {index}", size / self._sharding_factor, ALL_GATHER_MEMORY)
         if self._strategy.limit_all_gathers:
-            device.throttle(MOST_GATHERS)
-        device.hold(f"whole {index}", size, GATHERED)
-        device.send(f"all-gather {index}", "all-gather", size, SHARDS, GATHER)
-        device.release(f"cast {index}", after=GATHER)
-        device.release(f"upload {index}", after=GATHER)
-        self._waiting.add(index)
+            device.limit_all_gathers(MAX_ALL_GATHERS_IN_FLIGHT)
+        device.allocate(f"whole {index}", size, ALL_GATHER_MEMORY)
+        device.run_collective(f"all-gather {index}", "all-gather", size, SHARD_GROUP, ALL_GATHER_STREAM)
+        device.free(f"cast {index}", after=ALL_GATHER_STREAM)
+        device.free(f"upload {index}", after=ALL_GATHER_STREAM)
+        self._pending_all_gathers.add(index)
 
-    def _await(self, device: Device, unit: Unit) -> None:
-        if unit.index in self._waiting:
-            self._waiting.discard(unit.index)
-            device.wait(f"{'all-gather' if self._factor > 1 else 'upload'} {unit.index}")
+    def _wait_for_all_gather(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        if unit.index in self._pending_all_gathers:
+            self._pending_all_gathers.discard(unit.index)
+            device.wait_for_event(f"{'all-gather' if self._sharding_factor > 1 else 'upload'} {unit.index}")
 
-    def _reshard(self, device: Device, unit: Unit) -> None:
-        if unit.index in self._whole:
-            self._whole.discard(unit.index)
-            device.release(f"upload {unit.index}")
-            device.release(f"whole {unit.index}", after="compute")
-            device.note_release()
+    def _reshard_unit(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        if unit.index in self._unsharded_units:
+            self._unsharded_units.discard(unit.index)
+            device.free(f"upload {unit.index}")
+            device.free(f"whole {unit.index}", after="compute")
+            device.note_late_free()
 
 
-def _parents(unit: nn.Module, children: set[nn.Module]) -> list[tuple[nn.Module, str]]:
+def _find_parents(unit: nn.Module, children: set[nn.Module]) -> list[tuple[nn.Module, str]]:
     """Where in `unit` the given modules hang: parent and attribute name."""
     return [(parent, name) for parent in unit.modules() for name, child in parent.named_children() if child in children]

@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.errors import ImpossibleError, bad_value
+from bench.errors import ImpossibleError, invalid_value_error
 from bench.precision import Precision
-from bench.strategies.base import BuildOptimizer, Job, Step, Strategy
-from bench.strategies.framework import Framework, Prepared, environment
+from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
+from bench.strategies.framework import FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.stepper import FrameworkStepper, Stepper
 
-SETTINGS = ("LT_", "PL_")
+ENVIRONMENT_PREFIXES = ("LT_", "PL_")
 """Environment variables from which Fabric takes what it is not told, a seed among them."""
 
-_prepared = Prepared()
+_prepared_modules = PreparedModules()
 
 
 @dataclass(frozen=True)
-class Lightning(Framework):
+class LightningStrategy(FrameworkStrategy):
     """`Fabric.setup_module`, `Fabric.setup_optimizers`, `Fabric.backward`."""
 
     library = "lightning"
@@ -36,93 +36,99 @@ class Lightning(Framework):
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every framework, and `mesh_2d` as the mesh will be."""
         resolved = super().resolve(world_size, ranks_per_node, accumulates=accumulates)
-        assert isinstance(resolved, Lightning)
+        assert isinstance(resolved, LightningStrategy)
         if self.backend != "fsdp":
             if self.mesh_2d is not None:
                 valid = f"null: strategy.backend={self.backend} of strategy={self.name} has no such knob"
-                raise bad_value("strategy.mesh_2d", self.mesh_2d, valid, ImpossibleError)
+                raise invalid_value_error("strategy.mesh_2d", self.mesh_2d, valid, ImpossibleError)
             return resolved
-        return dataclasses.replace(resolved, mesh_2d=resolved.plain.has_replicas(world_size))
+        return dataclasses.replace(resolved, mesh_2d=resolved.plain_strategy.has_replicas(world_size))
 
-    def check_step(self, step: Step) -> None:
+    def check_step(self, settings: StepSettings) -> None:
         """As the plain strategy."""
-        dataclasses.replace(self.plain, name=f"{self.name} with strategy.backend={self.backend}").check_step(step)
+        dataclasses.replace(self.plain_strategy, name=f"{self.name} with strategy.backend={self.backend}").check_step(
+            settings
+        )
 
     @property
-    def plain_mesh(self) -> dict[str, bool]:
+    def plain_mesh_knobs(self) -> dict[str, bool]:
         """Its users shard the model themselves, on the mesh they like."""
         return {"mesh_2d": bool(self.mesh_2d)} if self.backend == "fsdp" else {}
 
-    def wrap(self, model: nn.Module, job: Job) -> nn.Module:
+    def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """Let Fabric wrap the model; what shards fills it by the way."""
-        on_cpu = job.device.type == "cpu"
+        on_cpu = context.device.type == "cpu"
         if self.backend == "ddp":
-            job.materializer.model(model)
+            context.materializer.fill_model(model)
         if self.backend == "fsdp1":  # Fabric takes what is wrapped already; by itself it cannot wrap on a CPU
-            model = self.plain.wrap(model, job)
-        with environment(SETTINGS):
+            model = self.plain_strategy.wrap(model, context)
+        with isolate_environment(ENVIRONMENT_PREFIXES):
             from lightning.fabric import Fabric
 
             fabric = Fabric(
                 accelerator="cpu" if on_cpu else "cuda",
-                devices=1 if on_cpu else [job.device.index or 0],
-                strategy=self._strategy(job),
-                precision=self._precision(job.precision),
-                plugins=[_group_there_is()],
+                devices=1 if on_cpu else [context.device.index or 0],
+                strategy=self._build_fabric_strategy(context),
+                precision=self._find_fabric_precision(context.precision),
+                plugins=[_build_group_environment()],
             )
             fabric.launch()
-        return _prepared.note(fabric.setup_module(model, move_to_device=False), fabric)
+        return _prepared_modules.remember_framework(fabric.setup_module(model, move_to_device=False), fabric)
 
-    def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """The optimizer as Fabric sets it up."""
-        prepared: torch.optim.Optimizer = _prepared.by(module).setup_optimizers(build(module.parameters()))
-        return prepared
+        prepared_optimizer: torch.optim.Optimizer = _prepared_modules.find_framework(module).setup_optimizers(
+            build(module.parameters())
+        )
+        return prepared_optimizer
 
-    def stepper(
+    def build_stepper(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
     ) -> Stepper:
         """Backward and update as Fabric's users write them."""
-        return FrameworkStepper(_prepared.by(module), optimizer, scaler, keep_gradients)
+        return FrameworkStepper(_prepared_modules.find_framework(module), optimizer, scaler, keep_gradients)
 
     @contextlib.contextmanager
-    def accumulate(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
+    def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Without synchronisation gradients stay local, in Fabric's words too."""
-        with _prepared.by(wrapped).no_backward_sync(wrapped, enabled=not synchronize):
+        with _prepared_modules.find_framework(wrapped).no_backward_sync(wrapped, enabled=not synchronize):
             yield
 
-    def widens_outputs(self, precision: Precision) -> bool:
+    def casts_outputs_to_fp32(self, precision: Precision) -> bool:
         """All that are in 16 bits, as far as Fabric knows of it."""
-        return precision.compute == "bf16" and (self.backend == "fsdp1" or self._precision(precision) != "32-true")
+        return precision.compute == "bf16" and (
+            self.backend == "fsdp1" or self._find_fabric_precision(precision) != "32-true"
+        )
 
-    def _strategy(self, job: Job) -> Any:
+    def _build_fabric_strategy(self, context: WrapContext) -> Any:
         from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
         if self.backend == "ddp":
-            return DDPStrategy(**self.ddp_options())
+            return DDPStrategy(**self.build_ddp_options())
         if self.backend == "fsdp":  # its users write what shards the model: here the plain strategy does it
             return ModelParallelStrategy(
-                lambda module, mesh: self.plain.wrap(module, job),
-                data_parallel_size=job.world_size,
+                lambda module, mesh: self.plain_strategy.wrap(module, context),
+                data_parallel_size=context.world_size,
                 tensor_parallel_size=1,
             )
 
-        class OnAnyDevice(FSDPStrategy):
+        class AnyDeviceFSDPStrategy(FSDPStrategy):
             """Fabric refuses the class it derives from on a CPU."""
 
-        return OnAnyDevice()
+        return AnyDeviceFSDPStrategy()
 
-    def _precision(self, precision: Precision) -> Any:
+    def _find_fabric_precision(self, precision: Precision) -> Any:
         """Fabric's name of it; what shards has a policy of its own, beside which Fabric must not cast."""
         if precision.parameters == "bf16":
             return "bf16-true"
-        return "bf16-mixed" if precision.mixed and self.backend == "ddp" else "32-true"
+        return "bf16-mixed" if precision.is_mixed and self.backend == "ddp" else "32-true"
 
 
-def _group_there_is() -> Any:
+def _build_group_environment() -> Any:
     """Tells Fabric of the process group that exists, in which each process has one device."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
-    class Group(LightningEnvironment):
+    class ExistingGroupEnvironment(LightningEnvironment):
         creates_processes_externally = True
 
         def world_size(self) -> int:
@@ -143,4 +149,4 @@ def _group_there_is() -> Any:
         def node_rank(self) -> int:
             return dist.get_rank()
 
-    return Group()
+    return ExistingGroupEnvironment()

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.strategies.pipeline_schedule import GPIPE, Timetable
-from bench.strategies.staged import StagedStrategy, beside
+from bench.strategies.staged import PipelinedStrategy, format_data_parallel_suffix
 
 
 @dataclass(frozen=True)
-class NaivePipeline(StagedStrategy):
+class NaivePipelineStrategy(PipelinedStrategy):
     """A pipeline whose share of the batch goes through the stages in one piece: P stages are idle (P - 1) / P of the
     step."""
 
     @property
     def timetable(self) -> Timetable:
         """One micro-batch."""
-        return Timetable(GPIPE, self.ranks, 1, 1)
+        return Timetable(GPIPE, self.ranks_per_copy, 1, 1)
 
-    def effective(self, world_size: int) -> str:
+    def describe_effective_strategy(self, world_size: int) -> str:
         """Its name, and how copies of the model are kept together."""
-        copies = beside(self.data_parallel)
-        return f"{self.name}/{copies}" if copies else self.name
+        data_parallel_suffix = format_data_parallel_suffix(self.data_parallel)
+        return f"{self.name}/{data_parallel_suffix}" if data_parallel_suffix else self.name

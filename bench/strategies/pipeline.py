@@ -6,15 +6,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
-from bench.errors import ImpossibleError, bad_value
+from bench.errors import ImpossibleError, invalid_value_error
 from bench.strategies.base import Strategy
 from bench.strategies.pipeline_schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, Timetable
-from bench.strategies.staged import StagedStrategy, beside
+from bench.strategies.staged import PipelinedStrategy, format_data_parallel_suffix
 from bench.typed import OneOf, Within
 
 
 @dataclass(frozen=True)
-class Pipeline(StagedStrategy):
+class PipelineStrategy(PipelinedStrategy):
     """A pipeline's share of the batch is split into micro-batches, which follow each other through the stages.
 
     An idle share of a step remains, the bubble: the more micro-batches, the smaller.
@@ -30,48 +30,56 @@ class Pipeline(StagedStrategy):
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy with stages, and micro-batches and virtual stages as numbers."""
-        virtual = (2 if self.schedule == INTERLEAVED else 1) if self.virtual_stages is None else self.virtual_stages
-        stages = self.ranks_of_a_copy(world_size, ranks_per_node)
+        virtual_stages = (
+            (2 if self.schedule == INTERLEAVED else 1) if self.virtual_stages is None else self.virtual_stages
+        )
+        stages = self.parse_ranks_per_copy(world_size, ranks_per_node)
         micro_batches = stages if self.micro_batches is None else self.micro_batches
-        chosen = dataclasses.replace(self, virtual_stages=virtual, micro_batches=micro_batches)
-        return super(Pipeline, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
+        strategy = dataclasses.replace(self, virtual_stages=virtual_stages, micro_batches=micro_batches)
+        return super(PipelineStrategy, strategy).resolve(world_size, ranks_per_node, accumulates=accumulates)
 
     @property
     def timetable(self) -> Timetable:
         """As the knobs say."""
         assert self.micro_batches is not None
         assert self.virtual_stages is not None
-        return Timetable(self.schedule, self.ranks, self.virtual_stages, self.micro_batches)
+        return Timetable(self.schedule, self.ranks_per_copy, self.virtual_stages, self.micro_batches)
 
     def check(self, world_size: int) -> None:
         """What the schedules can be asked for."""
         timetable = self.timetable
         if (timetable.virtual_stages > 1) != (self.schedule == INTERLEAVED):
             valid = "2 or more, or null" if self.schedule == INTERLEAVED else f"1, or strategy.schedule={INTERLEAVED}"
-            raise bad_value(
+            raise invalid_value_error(
                 "strategy.virtual_stages",
                 timetable.virtual_stages,
                 f"{valid}: strategy.schedule={self.schedule} is asked for",
                 ImpossibleError,
             )
-        if self.schedule == ONE_F_ONE_B and timetable.micro_batches < self.ranks:
-            raise self._refused(f"at least one per stage, {self.ranks}, or strategy.schedule=gpipe")
+        if self.schedule == ONE_F_ONE_B and timetable.micro_batches < self.ranks_per_copy:
+            raise self._build_micro_batches_error(
+                f"at least one per stage, {self.ranks_per_copy}, or strategy.schedule=gpipe"
+            )
         if self.schedule == INTERLEAVED:
-            if timetable.micro_batches < self.ranks:
-                raise self._refused(f"at least one per rank of the pipeline, {self.ranks}, or strategy.schedule=gpipe")
+            if timetable.micro_batches < self.ranks_per_copy:
+                raise self._build_micro_batches_error(
+                    f"at least one per rank of the pipeline, {self.ranks_per_copy}, or strategy.schedule=gpipe"
+                )
             if not timetable.has_equal_rounds:
-                fewer, more = self._nearest(-1), self._nearest(1)
-                raise self._refused(f"{fewer} or {more}, say, for micro_batches // {self.ranks} rounds of equal size")
+                fewer, more = self._find_nearest_micro_batches(-1), self._find_nearest_micro_batches(1)
+                raise self._build_micro_batches_error(
+                    f"{fewer} or {more}, say, for micro_batches // {self.ranks_per_copy} rounds of equal size"
+                )
 
-    def _nearest(self, direction: int) -> int:
+    def _find_nearest_micro_batches(self, direction: int) -> int:
         """The nearest number of micro-batches that makes rounds of equal size: fewer (-1) or more (1)."""
-        other = self.timetable
-        while not other.has_equal_rounds:
-            other = dataclasses.replace(other, micro_batches=other.micro_batches + direction)
-        return other.micro_batches
+        candidate = self.timetable
+        while not candidate.has_equal_rounds:
+            candidate = dataclasses.replace(candidate, micro_batches=candidate.micro_batches + direction)
+        return candidate.micro_batches
 
-    def _refused(self, valid: str) -> ImpossibleError:
-        error = bad_value(
+    def _build_micro_batches_error(self, valid: str) -> ImpossibleError:
+        error = invalid_value_error(
             "strategy.micro_batches",
             self.micro_batches,
             f"{valid}: strategy.schedule={self.schedule} is asked for",
@@ -80,6 +88,6 @@ class Pipeline(StagedStrategy):
         assert isinstance(error, ImpossibleError)
         return error
 
-    def effective(self, world_size: int) -> str:
+    def describe_effective_strategy(self, world_size: int) -> str:
         """The schedule, and how copies of the model are kept together."""
-        return f"{self.name}/{self.schedule}{beside(self.data_parallel)}"
+        return f"{self.name}/{self.schedule}{format_data_parallel_suffix(self.data_parallel)}"

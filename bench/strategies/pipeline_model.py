@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.models import Batch, Family
-from bench.models.stages import Stage, cut
+from bench.models.stages import PipelineStageModule, split_blocks_into_stages
 from bench.precision import Precision
-from bench.strategies.base import Job
-from bench.strategies.pipeline_plan import tied
+from bench.strategies.base import WrapContext
+from bench.strategies.pipeline_plan import find_tied_parameters
 from bench.strategies.pipeline_schedule import BACKWARD, FORWARD, GPIPE, INTERLEAVED, ONE_F_ONE_B, Timetable
-from bench.strategies.stepper import Passes, Spans, Stepper
+from bench.strategies.stepper import StepEngine, Stepper, TimeSpans
 from bench.strategies.stopwatch import Stopwatch
 
-PIPELINE, DATA = "pipeline", "data"
+PIPELINE_DIM, DATA_PARALLEL_DIM = "pipeline", "data"
 """Dimensions of the mesh, stages outermost."""
 
 SCHEDULE_CLASSES: dict[str, Any] = {
@@ -35,7 +35,7 @@ SCHEDULE_CLASSES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedParameter:
     """A parameter that several stages have a copy of, as far as this rank has copies."""
 
     copies: list[nn.Parameter]
@@ -44,7 +44,7 @@ class Tie:
 
     def sum_gradients(self) -> None:
         """Give every copy the sum of all copies' gradients, so that all are updated alike."""
-        gradients = [local(copy.grad) for copy in self.copies if copy.grad is not None]
+        gradients = [to_local_tensor(copy.grad) for copy in self.copies if copy.grad is not None]
         total = gradients[0]
         for other in gradients[1:]:
             total += other
@@ -54,7 +54,7 @@ class Tie:
             other.copy_(total)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def to_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -65,66 +65,73 @@ class PipelinedModel(nn.Module):
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
-        ties: Sequence[Tie],
-        job: Job,
+        tied_parameters: Sequence[TiedParameter],
+        context: WrapContext,
         timetable: Timetable,
         group: dist.ProcessGroup,
-        handed_dtype: torch.dtype,
+        stage_output_dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages.values())
-        self.indices = list(stages)
-        self.ties = ties
-        self.family: Family = job.family
-        self.device = job.device
+        self.stage_indices = list(stages)
+        self.tied_parameters = tied_parameters
+        self.family: Family = context.family
+        self.device = context.device
         self.timetable = timetable
         self.group = group
-        self.handed_dtype = handed_dtype
+        self.stage_output_dtype = stage_output_dtype
         """Of what stages hand over."""
 
 
-def build_pipeline(
-    model: nn.Module, job: Job, timetable: Timetable, data_parallel: str, *, uses_autocast: bool
+def build_pipelined_model(
+    model: nn.Module, context: WrapContext, timetable: Timetable, data_parallel: str, *, uses_autocast: bool
 ) -> PipelinedModel:
     """Cut the model, which is on meta, and wrap and fill the stages of this rank. All ranks call this together."""
-    copies = job.world_size // timetable.ranks
-    mesh = init_device_mesh(job.device.type, (timetable.ranks, copies), mesh_dim_names=(PIPELINE, DATA))
-    assert job.family.num_blocks is not None
-    stages = [job.family.stage(model, blocks) for blocks in cut(job.family.num_blocks, timetable.num_stages)]
-    names = [job.materializer.names(stage) for stage in stages]
-    group = mesh[PIPELINE].get_group()
-    rank = mesh.get_local_rank(PIPELINE)
-    wrapped: dict[int, nn.Module] = {}
-    filled: dict[tuple[int, str], nn.Parameter] = {}
-    for index in timetable.stages_of(rank):
+    num_copies = context.world_size // timetable.ranks
+    mesh = init_device_mesh(
+        context.device.type, (timetable.ranks, num_copies), mesh_dim_names=(PIPELINE_DIM, DATA_PARALLEL_DIM)
+    )
+    assert context.family.num_blocks is not None
+    stages = [
+        context.family.build_stage(model, blocks)
+        for blocks in split_blocks_into_stages(context.family.num_blocks, timetable.num_stages)
+    ]
+    parameter_names = [context.materializer.list_parameter_names(stage) for stage in stages]
+    group = mesh[PIPELINE_DIM].get_group()
+    rank = mesh.get_local_rank(PIPELINE_DIM)
+    wrapped_stages: dict[int, nn.Module] = {}
+    filled_parameters: dict[tuple[int, str], nn.Parameter] = {}
+    for index in timetable.find_stages_of_rank(rank):
         stage = stages[index]
         paths = [path for path, _ in stage.named_parameters()]
-        materializer = job.materializer.of_part(stage)
+        materializer = context.materializer.build_for_part(stage)
         if data_parallel == "fsdp":
-            _shard(stage, mesh[DATA], job.precision)
-        materializer.model(stage)
-        for path, name in zip(paths, names[index], strict=True):
-            filled[index, name] = stage.get_parameter(path)
-        wrapped[index] = _replicated(stage, mesh[DATA], job.device) if data_parallel == "ddp" else stage
-    ties = _ties(names, filled, timetable, mesh, rank)
+            _shard_stage(stage, mesh[DATA_PARALLEL_DIM], context.precision)
+        materializer.fill_model(stage)
+        for path, name in zip(paths, parameter_names[index], strict=True):
+            filled_parameters[index, name] = stage.get_parameter(path)
+        wrapped_stages[index] = (
+            _wrap_in_ddp(stage, mesh[DATA_PARALLEL_DIM], context.device) if data_parallel == "ddp" else stage
+        )
+    tied_parameters = _build_tied_parameters(parameter_names, filled_parameters, timetable, mesh, rank)
     # Point-to-point communication of a few ranks must not be the first that a group is used for.
-    dist.all_reduce(torch.zeros(1, device=job.device), group=group)
-    dtype = job.precision.parameter_dtype if uses_autocast else job.precision.compute_dtype
-    return PipelinedModel(wrapped, ties, job, timetable, group, dtype)
+    dist.all_reduce(torch.zeros(1, device=context.device), group=group)
+    dtype = context.precision.parameter_dtype if uses_autocast else context.precision.compute_dtype
+    return PipelinedModel(wrapped_stages, tied_parameters, context, timetable, group, dtype)
 
 
-def _shard(stage: Stage, mesh: DeviceMesh, precision: Precision) -> None:
+def _shard_stage(stage: PipelineStageModule, mesh: DeviceMesh, precision: Precision) -> None:
     """Shard each block, then what is left. Whole parameters stay until the step's last backward is over: they would be
     gathered twice for every micro-batch otherwise."""
     policy = MixedPrecisionPolicy(
-        param_dtype=precision.compute_dtype if precision.mixed else None, reduce_dtype=precision.reduce_dtype
+        param_dtype=precision.compute_dtype if precision.is_mixed else None, reduce_dtype=precision.reduce_dtype
     )
     for block in (block for blocks in stage.block_lists for block in blocks):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def _replicated(stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def _wrap_in_ddp(stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     return DistributedDataParallel(
         stage,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -134,52 +141,52 @@ def _replicated(stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.
     )
 
 
-def _ties(
-    names: Sequence[Sequence[str]],
-    filled: Mapping[tuple[int, str], nn.Parameter],
+def _build_tied_parameters(
+    parameter_names: Sequence[Sequence[str]],
+    filled_parameters: Mapping[tuple[int, str], nn.Parameter],
     timetable: Timetable,
     mesh: DeviceMesh,
     rank: int,
-) -> list[Tie]:
+) -> list[TiedParameter]:
     """All ranks make all groups, in the same order."""
-    found = []
-    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    for name, stages in tied(names).items():
+    tied_parameters = []
+    groups_by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for name, stages in find_tied_parameters(parameter_names).items():
         ranks = tuple(sorted({stage % timetable.ranks for stage in stages}))
-        if len(ranks) > 1 and ranks not in groups:
-            groups[ranks] = _own_group(ranks, mesh)
+        if len(ranks) > 1 and ranks not in groups_by_ranks:
+            groups_by_ranks[ranks] = _create_own_group(ranks, mesh)
         if rank in ranks:
-            copies = [filled[stage, name] for stage in stages if stage % timetable.ranks == rank]
-            found.append(Tie(copies, groups.get(ranks)))
-    return found
+            copies = [filled_parameters[stage, name] for stage in stages if stage % timetable.ranks == rank]
+            tied_parameters.append(TiedParameter(copies, groups_by_ranks.get(ranks)))
+    return tied_parameters
 
 
-def _own_group(ranks: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def _create_own_group(ranks: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The group of these stages' ranks in every copy of the pipeline; this rank's own of them."""
-    own = None
-    for copy in mesh.mesh[list(ranks)].T.tolist():
-        group = dist.new_group(copy)
-        if dist.get_rank() in copy:
-            own = group
-    return own
+    own_group = None
+    for copy_ranks in mesh.mesh[list(ranks)].T.tolist():
+        group = dist.new_group(copy_ranks)
+        if dist.get_rank() in copy_ranks:
+            own_group = group
+    return own_group
 
 
-class WatchedStage(PipelineStage):
+class TimedPipelineStage(PipelineStage):
     """A stage that says when it computes."""
 
-    engine: Passes
+    engine: StepEngine
     stopwatch: Stopwatch
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch forward, its input being there."""
         self.engine.enter_phase(FORWARD)
-        with self.stopwatch.running(), self.engine.autocast():
+        with self.stopwatch.record_span(), self.engine.autocast():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch backward, its gradients being there."""
         self.engine.enter_phase(BACKWARD)
-        with self.stopwatch.running():
+        with self.stopwatch.record_span():
             return super().backward_one_chunk(*args, **kwargs)
 
 
@@ -198,17 +205,17 @@ class PipelineStepper(Stepper):
         self._schedule: Any = None
         self._stopwatch = Stopwatch(model.device)
 
-    def step(self, engine: Passes, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
+    def step(self, engine: StepEngine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
         """The schedule over the share of the batch, the sums of tied gradients, and the update."""
         (batch,) = micro_batches
         if self._schedule is None:
-            self._schedule = self._build(engine, batch)
+            self._schedule = self._build_schedule(engine, batch)
         engine.enter_phase(FORWARD)
         self._stopwatch.begin_step()
         losses: list[torch.Tensor] = []
         self._schedule.step(target=batch.labels, losses=losses, return_outputs=False, **batch.inputs)
-        for tie in self._model.ties:
-            tie.sum_gradients()
+        for tied_parameter in self._model.tied_parameters:
+            tied_parameter.sum_gradients()
         losses = [loss.detach() for loss in losses]  # without their graphs
         engine.enter_phase("optimizer")
         self.update()
@@ -216,59 +223,63 @@ class PipelineStepper(Stepper):
 
     def update(self) -> None:
         """As everywhere."""
-        with self._stopwatch.running():
+        with self._stopwatch.record_span():
             super().update()
 
     def start_timed_steps(self) -> None:
         """Start the stopwatch."""
         self._stopwatch.start()
 
-    def busy(self) -> list[Spans]:
+    def collect_busy_spans(self) -> list[TimeSpans]:
         """Of each stage's computation, and of the optimizer."""
         return self._stopwatch.stop()
 
-    def _build(self, engine: Passes, batch: Batch) -> Any:
+    def _build_schedule(self, engine: StepEngine, batch: Batch) -> Any:
         model, timetable = self._model, self._model.timetable
         sequences = batch.labels.shape[0] // timetable.micro_batches
-        blocks = cut(model.family.num_blocks or 0, timetable.num_stages)
+        blocks = split_blocks_into_stages(model.family.num_blocks or 0, timetable.num_stages)
         length = batch.inputs["input_ids"].shape[1]
 
-        def examples(stage: int) -> tuple[torch.Tensor, ...]:
+        def build_example_tensors(stage_index: int) -> tuple[torch.Tensor, ...]:
             """What a stage is handed, without data."""
-            if stage == 0:
+            if stage_index == 0:
                 return ()
-            shapes = model.family.handed_over(blocks[stage].start, length)
-            make: dict[str, Any] = {"dtype": model.handed_dtype, "device": "meta", "requires_grad": True}
-            return tuple(torch.empty(sequences, *shape, **make) for shape in shapes)
+            shapes = model.family.find_stage_input_shapes(blocks[stage_index].start, length)
+            tensor_options: dict[str, Any] = {
+                "dtype": model.stage_output_dtype,
+                "device": "meta",
+                "requires_grad": True,
+            }
+            return tuple(torch.empty(sequences, *shape, **tensor_options) for shape in shapes)
 
         stages = []
-        for index, module in zip(model.indices, model.stages, strict=True):
+        for index, module in zip(model.stage_indices, model.stages, strict=True):
             is_last = index == timetable.num_stages - 1
-            logits = (torch.empty(0, device="meta"),)
-            stage = WatchedStage(
+            example_logits = (torch.empty(0, device="meta"),)
+            stage = TimedPipelineStage(
                 module,
                 index,
                 timetable.num_stages,
                 model.device,
-                input_args=examples(index),
-                output_args=logits if is_last else examples(index + 1),
+                input_args=build_example_tensors(index),
+                output_args=example_logits if is_last else build_example_tensors(index + 1),
                 group=model.group,
             )
             stage.engine, stage.stopwatch = engine, self._stopwatch
             stages.append(stage)
-        schedule = SCHEDULE_CLASSES[timetable.schedule]
-        return schedule(
+        schedule_class = SCHEDULE_CLASSES[timetable.schedule]
+        return schedule_class(
             stages if timetable.schedule == INTERLEAVED else stages[0],
             timetable.micro_batches,
-            loss_fn=self._share_of(engine.loss, timetable.micro_batches),
+            loss_fn=self._build_loss_share(engine.loss, timetable.micro_batches),
             scale_grads=False,
         )
 
-    def _share_of(
+    def _build_loss_share(
         self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], micro_batches: int
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        def share(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            with self._stopwatch.running():
+        def compute_loss_share(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with self._stopwatch.record_span():
                 return loss(logits, labels) / micro_batches
 
-        return share
+        return compute_loss_share

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.strategies.plan import (
-    GATHERED,
-    GRADIENTS,
-    PARAMETERS,
-    REDUCED,
-    Device,
-    Parameter,
-    Setting,
-    Unit,
-    hold_copied_in,
-    hold_optimizer,
+    ALL_GATHER_MEMORY,
+    GRADIENT_MEMORY,
+    PARAMETER_MEMORY,
+    REDUCTION_MEMORY,
+    ParameterSpec,
+    PlanDevice,
+    PlanInputs,
+    ShardingUnit,
+    allocate_copy_in_briefly,
+    allocate_optimizer_state,
 )
 
 
@@ -31,8 +31,8 @@ class StageUnits:
     """One stage of a rank: its root first, then its blocks."""
 
     index: int
-    units: tuple[Unit, ...]
-    parameters: tuple[Parameter, ...]
+    units: tuple[ShardingUnit, ...]
+    parameters: tuple[ParameterSpec, ...]
     """All of them, in the order of the stage's module."""
 
     @property
@@ -41,228 +41,269 @@ class StageUnits:
         return sum(parameter.numel for parameter in self.parameters)
 
 
-def tied(names: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+def find_tied_parameters(names: Sequence[Sequence[str]]) -> dict[str, list[int]]:
     """Parameters that several stages have, by their names in the whole model, and those stages."""
-    found: dict[str, list[int]] = {}
-    for index, stage in enumerate(names):
-        for name in stage:
-            found.setdefault(name, []).append(index)
-    return {name: stages for name, stages in found.items() if len(stages) > 1}
+    stages_by_name: dict[str, list[int]] = {}
+    for index, stage_names in enumerate(names):
+        for name in stage_names:
+            stages_by_name.setdefault(name, []).append(index)
+    return {name: stages for name, stages in stages_by_name.items() if len(stages) > 1}
 
 
-class RankPlan(ABC):
+class StagePlan(ABC):
     """What the rank holds for its stages. Called in the order of a step."""
 
-    def __init__(self, stages: Sequence[StageUnits], setting: Setting) -> None:
+    def __init__(self, stages: Sequence[StageUnits], inputs: PlanInputs) -> None:
         self.stages = stages
-        self.setting = setting
-        self.keeps = setting.keep_gradients
-        self.itemsize = setting.parameter_bytes
+        self.inputs = inputs
+        self.keeps_gradients = inputs.keep_gradients
+        self.parameter_itemsize = inputs.parameter_itemsize
 
     @property
     @abstractmethod
-    def updated(self) -> list[int]:
+    def updated_numels(self) -> list[int]:
         """Elements of each tensor that the optimizer updates."""
 
-    def begin(self, device: Device) -> None:
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Parameters and optimizer state."""
-        elements = sum(self.updated)
-        device.hold("parameters", elements * self.itemsize, PARAMETERS)
-        hold_optimizer(device, self.setting, self.updated)
+        updated_numel = sum(self.updated_numels)
+        device.allocate("parameters", updated_numel * self.parameter_itemsize, PARAMETER_MEMORY)
+        allocate_optimizer_state(device, self.inputs, self.updated_numels)
 
-    gathers = False
+    gathers_units = False
     """Whether units are gathered, one by one, as the first micro-batch comes to them."""
 
-    def begin_step(self, device: Device, *, ahead: bool) -> None:
-        """A step begins; `ahead` says that the schedule gathers stages before it comes to them."""
+    def begin_step(self, device: PlanDevice, *, gathers_ahead: bool) -> None:
+        """A step begins; `gathers_ahead` says that the schedule gathers stages before it comes to them."""
 
-    def before_unit(self, device: Device, stage: StageUnits, unit: Unit) -> None:
+    def before_unit_first_forward(self, device: PlanDevice, stage: StageUnits, unit: ShardingUnit) -> None:
         """The first micro-batch of a step comes to a unit."""
 
-    def after_first_forward(self, device: Device, stage: StageUnits) -> None:
+    def after_stage_first_forward(self, device: PlanDevice, stage: StageUnits) -> None:
         """The first micro-batch has left a stage."""
 
-    def stays(self, parameter: Parameter) -> float:
+    def compute_kept_gradient_bytes(self, parameter: ParameterSpec) -> float:
         """Bytes of a gradient that stay when its first micro-batch is over, beyond what was there before."""
-        return 0.0 if self.keeps else float(parameter.numel * self.itemsize)
+        return 0.0 if self.keeps_gradients else float(parameter.numel * self.parameter_itemsize)
 
-    def tells(self, *, last: bool) -> bool:
-        """Whether each gradient of a backward is told of, by `gradient`, as it is complete."""
+    def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
+        """Whether each after_gradient of a backward is told of, by `after_gradient`, as it is complete."""
         return False
 
-    def gradient(self, device: Device, stage: StageUnits, unit: Unit, parameter: Parameter, *, first: bool) -> None:
+    def after_gradient(
+        self,
+        device: PlanDevice,
+        stage: StageUnits,
+        unit: ShardingUnit,
+        parameter: ParameterSpec,
+        *,
+        is_first_micro_batch: bool,
+    ) -> None:
         """Where they are told of: one is complete."""
 
-    def added_bytes(self, unit: Unit) -> float:
+    def compute_accumulation_bytes(self, unit: ShardingUnit) -> float:
         """What a CPU needs for a moment to add a unit's gradients, one by one, to those of another format."""
         return 0.0
 
-    def after_unit(self, device: Device, stage: StageUnits, unit: Unit) -> None:
+    def after_unit_backward(self, device: PlanDevice, stage: StageUnits, unit: ShardingUnit) -> None:
         """A block of a stage has run backward."""
 
-    def after_last_backward(self, device: Device, stage: StageUnits) -> None:
+    def after_stage_last_backward(self, device: PlanDevice, stage: StageUnits) -> None:
         """All micro-batches of a stage have run backward."""
 
-    def after_optimizer(self, device: Device) -> None:
+    def after_optimizer_step(self, device: PlanDevice) -> None:
         """Gradients are set to None, or zero."""
-        if not self.keeps:
+        if not self.keeps_gradients:
             for stage in self.stages:
-                device.release(gradients_of_stage(stage))
+                device.free(name_stage_gradients(stage))
 
 
-def gradients_of_stage(stage: StageUnits) -> str:
+def name_stage_gradients(stage: StageUnits) -> str:
     """The name under which a stage's gradients are held."""
     return f"gradients {stage.index}"
 
 
-class AlonePlan(RankPlan):
+class SingleCopyStagePlan(StagePlan):
     """One copy of the model."""
 
     @property
-    def updated(self) -> list[int]:
+    def updated_numels(self) -> list[int]:
         """All parameters of the rank's stages."""
         return [parameter.numel for stage in self.stages for parameter in stage.parameters]
 
-    def begin(self, device: Device) -> None:
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Gradients too, if they are kept."""
-        super().begin(device)
-        if self.keeps:
+        super().allocate_persistent_state(device)
+        if self.keeps_gradients:
             for stage in self.stages:
-                device.hold(gradients_of_stage(stage), stage.numel * self.itemsize, GRADIENTS)
+                device.allocate(name_stage_gradients(stage), stage.numel * self.parameter_itemsize, GRADIENT_MEMORY)
 
 
-class ReplicatedPlan(AlonePlan):
+class ReplicatedStagePlan(SingleCopyStagePlan):
     """DDP around each stage, whose gradients are views of its buckets when a step is over."""
 
-    def begin(self, device: Device) -> None:
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Buckets, in which kept gradients are."""
-        super().begin(device)
+        super().allocate_persistent_state(device)
         for stage in self.stages:
-            device.release(gradients_of_stage(stage))
-            device.hold(f"buckets {stage.index}", stage.numel * self.itemsize, GRADIENTS)
+            device.free(name_stage_gradients(stage))
+            device.allocate(f"buckets {stage.index}", stage.numel * self.parameter_itemsize, GRADIENT_MEMORY)
 
-    def tells(self, *, last: bool) -> bool:
+    def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
         """In the last backward."""
-        return last
+        return is_last_backward
 
-    def gradient(self, device: Device, stage: StageUnits, unit: Unit, parameter: Parameter, *, first: bool) -> None:
+    def after_gradient(
+        self,
+        device: PlanDevice,
+        stage: StageUnits,
+        unit: ShardingUnit,
+        parameter: ParameterSpec,
+        *,
+        is_first_micro_batch: bool,
+    ) -> None:
         """Into its bucket; what was accumulated is freed."""
-        if self.keeps:
+        if self.keeps_gradients:
             return
-        size, own = parameter.numel * self.itemsize, gradients_of_stage(stage)
-        if first:
-            device.hold("copied into bucket", size, GRADIENTS)
-            device.release("copied into bucket")
+        size, gradients_name = parameter.numel * self.parameter_itemsize, name_stage_gradients(stage)
+        if is_first_micro_batch:
+            device.allocate("copied into bucket", size, GRADIENT_MEMORY)
+            device.free("copied into bucket")
         else:
-            device.grow(own, -size, GRADIENTS)
+            device.grow_allocation(gradients_name, -size, GRADIENT_MEMORY)
 
 
-GATHERED_AHEAD = 3
+MAX_STAGES_GATHERED_AHEAD = 3
 """Stages that torch's interleaved schedules have gathered at a time (``_add_unshard_reshard``)."""
 
 
-class ShardedStagePlan(RankPlan):
+class ShardedStagePlan(StagePlan):
     """FSDP2 around each stage and each of its blocks, over so many copies."""
 
-    def __init__(self, stages: Sequence[StageUnits], setting: Setting, copies: int) -> None:
-        super().__init__(stages, setting)
-        self._copies = copies
-        self._computed = setting.precision.compute_dtype.itemsize
-        self._reduced = setting.reduce_bytes
-        self._accumulated: set[tuple[int, int]] = set()
+    def __init__(self, stages: Sequence[StageUnits], inputs: PlanInputs, num_copies: int) -> None:
+        super().__init__(stages, inputs)
+        self._num_copies = num_copies
+        self._compute_itemsize = inputs.precision.compute_dtype.itemsize
+        self._reduce_itemsize = inputs.reduce_itemsize
+        self._accumulated_units: set[tuple[int, int]] = set()
 
     @property
-    def updated(self) -> list[int]:
+    def updated_numels(self) -> list[int]:
         """The first copy's shards, which are never smaller than the others'."""
-        return [parameter.first_shard(self._copies) for stage in self.stages for parameter in stage.parameters]
+        return [
+            parameter.compute_first_shard_numel(self._num_copies)
+            for stage in self.stages
+            for parameter in stage.parameters
+        ]
 
-    def _whole(self, unit: Unit) -> int:
-        return sum(parameter.first_shard(self._copies) for parameter in unit.parameters) * self._copies
+    def _compute_padded_numel(self, unit: ShardingUnit) -> int:
+        return (
+            sum(parameter.compute_first_shard_numel(self._num_copies) for parameter in unit.parameters)
+            * self._num_copies
+        )
 
-    def begin(self, device: Device) -> None:
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Shards of gradients too, if they are kept."""
-        super().begin(device)
-        if self.keeps:
-            device.hold("gradient shards", sum(self.updated) * self.itemsize, GRADIENTS)
+        super().allocate_persistent_state(device)
+        if self.keeps_gradients:
+            device.allocate("gradient shards", sum(self.updated_numels) * self.parameter_itemsize, GRADIENT_MEMORY)
 
-    gathers = True
+    gathers_units = True
 
-    def begin_step(self, device: Device, *, ahead: bool) -> None:
+    def begin_step(self, device: PlanDevice, *, gathers_ahead: bool) -> None:
         """Stages that are gathered ahead arrive in buffers."""
-        for stage in self.stages[: GATHERED_AHEAD if ahead else 0]:
+        for stage in self.stages[: MAX_STAGES_GATHERED_AHEAD if gathers_ahead else 0]:
             for unit in stage.units:
-                device.hold(f"buffer {stage.index} {unit.index}", self._whole(unit) * self._computed, GATHERED)
+                device.allocate(
+                    f"buffer {stage.index} {unit.index}",
+                    self._compute_padded_numel(unit) * self._compute_itemsize,
+                    ALL_GATHER_MEMORY,
+                )
 
-    def before_unit(self, device: Device, stage: StageUnits, unit: Unit) -> None:
+    def before_unit_first_forward(self, device: PlanDevice, stage: StageUnits, unit: ShardingUnit) -> None:
         """Copy it out of the buffer, which lives until the next unit is copied out."""
-        size = self._whole(unit) * self._computed
-        name = f"buffer {stage.index} {unit.index}"
-        device.release(name)
-        device.hold(f"buffer {stage.index}", size, GATHERED)
-        device.hold(f"whole {stage.index} {unit.index}", size, GATHERED)
+        unsharded_bytes = self._compute_padded_numel(unit) * self._compute_itemsize
+        buffer_name = f"buffer {stage.index} {unit.index}"
+        device.free(buffer_name)
+        device.allocate(f"buffer {stage.index}", unsharded_bytes, ALL_GATHER_MEMORY)
+        device.allocate(f"whole {stage.index} {unit.index}", unsharded_bytes, ALL_GATHER_MEMORY)
 
-    def after_first_forward(self, device: Device, stage: StageUnits) -> None:
+    def after_stage_first_forward(self, device: PlanDevice, stage: StageUnits) -> None:
         """The last buffer goes."""
-        device.release(f"buffer {stage.index}")
+        device.free(f"buffer {stage.index}")
 
-    def added_bytes(self, unit: Unit) -> float:
+    def compute_accumulation_bytes(self, unit: ShardingUnit) -> float:
         """The largest of them, converted."""
-        return max(parameter.numel for parameter in unit.parameters) * self._reduced if self._converts else 0.0
+        return (
+            max(parameter.numel for parameter in unit.parameters) * self._reduce_itemsize
+            if self._converts_gradients
+            else 0.0
+        )
 
-    def stays(self, parameter: Parameter) -> float:
+    def compute_kept_gradient_bytes(self, parameter: ParameterSpec) -> float:
         """Whole, in the format it is computed in, unless it is converted as soon as its unit is over."""
-        return 0.0 if self._converts else float(parameter.numel * self._computed)
+        return 0.0 if self._converts_gradients else float(parameter.numel * self._compute_itemsize)
 
     @property
-    def _converts(self) -> bool:
-        return self._reduced != self._computed
+    def _converts_gradients(self) -> bool:
+        return self._reduce_itemsize != self._compute_itemsize
 
-    def tells(self, *, last: bool) -> bool:
+    def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
         """Where gradients are converted unit by unit."""
-        return self._converts
+        return self._converts_gradients
 
-    def gradient(self, device: Device, stage: StageUnits, unit: Unit, parameter: Parameter, *, first: bool) -> None:
+    def after_gradient(
+        self,
+        device: PlanDevice,
+        stage: StageUnits,
+        unit: ShardingUnit,
+        parameter: ParameterSpec,
+        *,
+        is_first_micro_batch: bool,
+    ) -> None:
         """It waits for the others of its unit."""
-        device.grow(f"computed {stage.index} {unit.index}", parameter.numel * self._computed, GRADIENTS)
+        device.grow_allocation(
+            f"computed {stage.index} {unit.index}", parameter.numel * self._compute_itemsize, GRADIENT_MEMORY
+        )
 
-    def after_unit(self, device: Device, stage: StageUnits, unit: Unit) -> None:
+    def after_unit_backward(self, device: PlanDevice, stage: StageUnits, unit: ShardingUnit) -> None:
         """Gradients are converted to the format they are reduced in, or added to those that are there in it."""
-        if not self._converts:
+        if not self._converts_gradients:
             return
         name = f"accumulated {stage.index} {unit.index}"
-        if (stage.index, unit.index) not in self._accumulated:
-            self._accumulated.add((stage.index, unit.index))
-            device.hold(name, sum(p.numel for p in unit.parameters) * self._reduced, GRADIENTS)
-        device.release(f"computed {stage.index} {unit.index}")
+        if (stage.index, unit.index) not in self._accumulated_units:
+            self._accumulated_units.add((stage.index, unit.index))
+            device.allocate(name, sum(p.numel for p in unit.parameters) * self._reduce_itemsize, GRADIENT_MEMORY)
+        device.free(f"computed {stage.index} {unit.index}")
 
-    def after_last_backward(self, device: Device, stage: StageUnits) -> None:
+    def after_stage_last_backward(self, device: PlanDevice, stage: StageUnits) -> None:
         """Reduce unit by unit: whole parameters go, gradients are copied into a buffer, a shard comes out."""
-        own = gradients_of_stage(stage)
+        gradients_name = name_stage_gradients(stage)
         for unit in stage.units:
-            elements = sum(parameter.numel for parameter in unit.parameters)
-            device.release(f"whole {stage.index} {unit.index}")
-            device.release("reduce input")
-            device.hold("reduce input", self._whole(unit) * self._reduced, REDUCED)
-            if self.setting.on_cpu:
-                hold_copied_in(device, unit, self._copies, self._reduced, self._reduced)
-            if self._converts:
-                device.release(f"accumulated {stage.index} {unit.index}")
+            unit_numel = sum(parameter.numel for parameter in unit.parameters)
+            device.free(f"whole {stage.index} {unit.index}")
+            device.free("reduce input")
+            device.allocate("reduce input", self._compute_padded_numel(unit) * self._reduce_itemsize, REDUCTION_MEMORY)
+            if self.inputs.is_on_cpu:
+                allocate_copy_in_briefly(device, unit, self._num_copies, self._reduce_itemsize, self._reduce_itemsize)
+            if self._converts_gradients:
+                device.free(f"accumulated {stage.index} {unit.index}")
             else:
-                device.grow(own, -elements * self._computed, GRADIENTS)
-            shard = f"gradient shard {stage.index} {unit.index}"
-            local = self._whole(unit) // self._copies
-            device.hold(shard, local * self._reduced, GRADIENTS)
-            if self._reduced != self.itemsize:
-                device.hold("converted shard", local * self.itemsize, GRADIENTS)
-                device.release(shard)
-                device.hold(shard, local * self.itemsize, GRADIENTS)
-                device.release("converted shard")
-        device.release("reduce input")
-        device.release(own)
-        self._accumulated.clear()
+                device.grow_allocation(gradients_name, -unit_numel * self._compute_itemsize, GRADIENT_MEMORY)
+            shard_name = f"gradient shard {stage.index} {unit.index}"
+            shard_numel = self._compute_padded_numel(unit) // self._num_copies
+            device.allocate(shard_name, shard_numel * self._reduce_itemsize, GRADIENT_MEMORY)
+            if self._reduce_itemsize != self.parameter_itemsize:
+                device.allocate("converted shard", shard_numel * self.parameter_itemsize, GRADIENT_MEMORY)
+                device.free(shard_name)
+                device.allocate(shard_name, shard_numel * self.parameter_itemsize, GRADIENT_MEMORY)
+                device.free("converted shard")
+        device.free("reduce input")
+        device.free(gradients_name)
+        self._accumulated_units.clear()
 
-    def after_optimizer(self, device: Device) -> None:
+    def after_optimizer_step(self, device: PlanDevice) -> None:
         """Shards of gradients are set to None."""
         for stage in self.stages:
             for unit in stage.units:
-                device.release(f"gradient shard {stage.index} {unit.index}")
+                device.free(f"gradient shard {stage.index} {unit.index}")

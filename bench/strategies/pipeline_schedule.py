@@ -17,7 +17,7 @@ SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
 FORWARD, BACKWARD = "forward", "backward"
 
 
-class Action(NamedTuple):
+class PipelineAction(NamedTuple):
     """What a rank computes next."""
 
     kind: str
@@ -41,37 +41,37 @@ class Timetable:
         """Of one copy of the model."""
         return self.ranks * self.virtual_stages
 
-    def stages_of(self, rank: int) -> range:
+    def find_stages_of_rank(self, rank: int) -> range:
         """The stages that run on a rank."""
         return range(rank, self.num_stages, self.ranks)
 
     @property
     def round_length(self) -> int:
         """Micro-batches that go through one of a rank's stages before it turns to the next: all, if it has only one."""
-        return self.micro_batches // self._rounds
+        return self.micro_batches // self._num_rounds
 
     @property
     def has_equal_rounds(self) -> bool:
         """Whether all micro-batches go through in rounds of that length, none left over: torch refuses others."""
-        return self.micro_batches % self._rounds == 0
+        return self.micro_batches % self._num_rounds == 0
 
     @property
-    def _rounds(self) -> int:
+    def _num_rounds(self) -> int:
         return 1 if self.virtual_stages == 1 else max(1, self.micro_batches // self.ranks)
 
-    def actions(self, rank: int) -> list[Action]:
+    def list_actions(self, rank: int) -> list[PipelineAction]:
         """Everything a rank computes in a step, in its order."""
-        forward, backward = self._forward(rank), self._backward(rank)
-        count = self.virtual_stages * self.micro_batches
-        ahead = min(count, self.warm_up(rank))
-        found = [next(forward) for _ in range(ahead)]
-        for _ in range(count - ahead):
+        forward, backward = self._iterate_forward_actions(rank), self._iterate_backward_actions(rank)
+        total_count = self.virtual_stages * self.micro_batches
+        warm_up_count = min(total_count, self.count_warm_up_forwards(rank))
+        actions = [next(forward) for _ in range(warm_up_count)]
+        for _ in range(total_count - warm_up_count):
             # Where one forward goes ahead of each backward, the steady state of 1F1B begins with the backward.
             pair = [next(backward), next(forward)] if self.schedule == ONE_F_ONE_B else [next(forward), next(backward)]
-            found += pair
-        return found + list(backward)
+            actions += pair
+        return actions + list(backward)
 
-    def warm_up(self, rank: int) -> int:
+    def count_warm_up_forwards(self, rank: int) -> int:
         """Forward passes before the first backward."""
         if self.schedule == GPIPE:
             return self.micro_batches
@@ -79,24 +79,24 @@ class Timetable:
             return self.ranks - rank
         return (self.virtual_stages - 1) * self.round_length + 2 * (self.ranks - 1 - rank)
 
-    def _forward(self, rank: int) -> Iterator[Action]:
-        return self._in_rounds(FORWARD, self.stages_of(rank))
+    def _iterate_forward_actions(self, rank: int) -> Iterator[PipelineAction]:
+        return self._iterate_rounds(FORWARD, self.find_stages_of_rank(rank))
 
-    def _backward(self, rank: int) -> Iterator[Action]:
-        return self._in_rounds(BACKWARD, self.stages_of(rank)[::-1])
+    def _iterate_backward_actions(self, rank: int) -> Iterator[PipelineAction]:
+        return self._iterate_rounds(BACKWARD, self.find_stages_of_rank(rank)[::-1])
 
-    def _in_rounds(self, kind: str, stages: range) -> Iterator[Action]:
+    def _iterate_rounds(self, kind: str, stages: range) -> Iterator[PipelineAction]:
         for start in range(0, self.micro_batches, self.round_length):
             for stage in stages:
                 for micro_batch in range(start, start + self.round_length):
-                    yield Action(kind, stage, micro_batch)
+                    yield PipelineAction(kind, stage, micro_batch)
 
 
-def bubble_share(timetable: Timetable) -> float:
+def compute_bubble_share(timetable: Timetable) -> float:
     """Share of a step in which a rank computes nothing, where all stages take the same time and sending takes none.
 
     (P - 1) / (v m) of the time that is computed (Narayanan et al. 2021, section 2.2), as a share of the whole: with one
     stage per rank (P - 1) / (m + P - 1).
     """
-    idle = (timetable.ranks - 1) / (timetable.virtual_stages * timetable.micro_batches)
-    return idle / (1 + idle)
+    idle_ratio = (timetable.ranks - 1) / (timetable.virtual_stages * timetable.micro_batches)
+    return idle_ratio / (1 + idle_ratio)

@@ -15,49 +15,49 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.strategies.plan import REDUCE, REDUCED, WORLD, Device, Parameter
+from bench.strategies.plan import REDUCE_STREAM, REDUCTION_MEMORY, WORLD_GROUP, ParameterSpec, PlanDevice
 
-MIN_RATE = 2
+MIN_COMPRESSION_RATE = 2
 """A matrix is sent as factors if they are less than 1 / this of it (torch's default)."""
 
-EPSILON = 1e-8
+ORTHOGONALIZATION_EPSILON = 1e-8
 """Added to the norm of a column that is normalised: a gradient that is zero must not become NaN."""
 
-FIRST_START = 2
+MIN_POWERSGD_START_ITER = 2
 """DDP makes its buckets anew after the first backward pass it reduces, and what is kept from one to the next belongs to
 a bucket."""
 
-COLUMN_KERNELS, PROJECTION_KERNELS = 3, 4
+KERNELS_PER_COLUMN, KERNELS_PER_PROJECTION = 3, 4
 """Kernels that normalise a column of a factor, and that take it out of those after it. From rank 3 on torch takes a QR
 decomposition instead: not known to be faster or slower, and counted as the same."""
 
 
-def register(wrapped: DistributedDataParallel, rank: int, start: int) -> PowerSGDState:
+def register_powersgd_hook(wrapped: DistributedDataParallel, approximation_rank: int, start_iter: int) -> PowerSGDState:
     """Have DDP compress its gradients.
 
     Parameters
     ----------
-    rank: int
+    approximation_rank: int
         Columns of the factors, at most.
-    start: int
+    start_iter: int
         Backward passes that are all-reduced in full before.
     """
     group = dist.group.WORLD
     assert group is not None
     if next(wrapped.parameters()).device.type == "cpu":
-        group = WaitedFor(group)
+        group = SynchronousProcessGroup(group)
     state = PowerSGDState(
         group,
-        matrix_approximation_rank=rank,
-        start_powerSGD_iter=start,
-        min_compression_rate=MIN_RATE,
-        orthogonalization_epsilon=EPSILON,
+        matrix_approximation_rank=approximation_rank,
+        start_powerSGD_iter=start_iter,
+        min_compression_rate=MIN_COMPRESSION_RATE,
+        orthogonalization_epsilon=ORTHOGONALIZATION_EPSILON,
     )
     wrapped.register_comm_hook(state, powerSGD_hook)
     return state
 
 
-class WaitedFor(dist.ProcessGroup):
+class SynchronousProcessGroup(dist.ProcessGroup):
     """A group whose all-reduces are over when they are returned.
 
     What the hook does after an all-reduce is then done by the thread that called it. On a CPU a thread of gloo would do
@@ -68,14 +68,14 @@ class WaitedFor(dist.ProcessGroup):
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Over:  # type: ignore[override]
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> FinishedCollectiveWork:  # type: ignore[override]
         """Reduce, and wait."""
         for tensor in tensors:
             dist.all_reduce(tensor, op=opts.reduceOp, group=self._group)
-        return Over(tensors)
+        return FinishedCollectiveWork(tensors)
 
 
-class Over(dist._Work):
+class FinishedCollectiveWork(dist._Work):
     """Work that is over, whose future has its value."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
@@ -88,28 +88,30 @@ class Over(dist._Work):
         return self._future
 
 
-class Compression:
+class PowerSGDPlan:
     """What compressing buckets keeps, sends and takes. Sizes are of elements in the gradients' format."""
 
-    def __init__(self, rank: int, itemsize: int) -> None:
-        self._rank = rank
+    def __init__(self, approximation_rank: int, itemsize: int) -> None:
+        self._approximation_rank = approximation_rank
         self._itemsize = itemsize
 
-    def begin(self, device: Device, parameters: Sequence[Parameter]) -> None:
+    def allocate_persistent_state(self, device: PlanDevice, parameters: Sequence[ParameterSpec]) -> None:
         """From one step to the next: what was lost of every gradient, and the factors."""
-        device.hold("errors", sum(each.numel for each in parameters) * self._itemsize, REDUCED)
-        device.hold("factors", sum(map(sum, map(self.factors, parameters))) * self._itemsize, REDUCED)
+        device.allocate("errors", sum(parameter.numel for parameter in parameters) * self._itemsize, REDUCTION_MEMORY)
+        device.allocate(
+            "factors", sum(map(sum, map(self.compute_factor_numels, parameters))) * self._itemsize, REDUCTION_MEMORY
+        )
 
-    def factors(self, parameter: Parameter) -> tuple[int, int]:
+    def compute_factor_numels(self, parameter: ParameterSpec) -> tuple[int, int]:
         """Elements of the two factors a gradient is sent as; none if it is sent as it is."""
         rows = parameter.shape[0]
         columns = parameter.numel // rows
-        rank = min(rows, columns, self._rank)
-        if (rows + columns) * rank * MIN_RATE >= rows * columns:
+        factor_columns = min(rows, columns, self._approximation_rank)
+        if (rows + columns) * factor_columns * MIN_COMPRESSION_RATE >= rows * columns:
             return 0, 0
-        return rows * rank, columns * rank
+        return rows * factor_columns, columns * factor_columns
 
-    def send(self, device: Device, name: str, members: Sequence[Parameter]) -> str:
+    def all_reduce_bucket(self, device: PlanDevice, name: str, parameters: Sequence[ParameterSpec]) -> str:
         """A bucket: add what was lost before, send, put together again, note what is lost.
 
         On a GPU the hook ends by waiting for the device (``torch.cuda.synchronize``), so nothing of it is hidden behind
@@ -121,45 +123,51 @@ class Compression:
         str
             The name of what was sent last.
         """
-        size = sum(each.numel for each in members) * self._itemsize
-        factors = [self.factors(each) for each in members]
-        compressed = [each for each, (first, _) in zip(members, factors, strict=True) if first]
-        whole = size - sum(each.numel for each in compressed) * self._itemsize
-        device.hooks()
-        device.copy("add errors", 3 * size)
-        device.hold(f"{name} copy", size, REDUCED)
-        device.copy("copy", 2 * size)
-        device.hold(f"{name} whole", whole, REDUCED)
-        device.copy("collect what is sent whole", 2 * whole)
-        self._orthogonalise(device, compressed)
-        self._multiply(device, compressed)
-        self._all_reduce(device, f"{name} whole", whole)
-        device.copy("put back what is sent whole", 2 * whole)
-        self._all_reduce(device, f"{name} first", sum(first for first, _ in factors) * self._itemsize)
-        self._orthogonalise(device, compressed)
-        self._multiply(device, compressed)
-        self._all_reduce(device, f"{name} second", sum(second for _, second in factors) * self._itemsize)
-        self._multiply(device, compressed)
-        device.hold(f"{name} errors", size, REDUCED)
-        device.copy("errors", 3 * size)
-        for what in ("copy", "whole", "errors"):
-            device.release(f"{name} {what}")
-        device.note_release()
-        device.throttle(1)
+        bucket_bytes = sum(parameter.numel for parameter in parameters) * self._itemsize
+        factor_numels = [self.compute_factor_numels(parameter) for parameter in parameters]
+        compressed_parameters = [
+            parameter for parameter, (first_numel, _) in zip(parameters, factor_numels, strict=True) if first_numel
+        ]
+        uncompressed_bytes = bucket_bytes - sum(parameter.numel for parameter in compressed_parameters) * self._itemsize
+        device.run_hooks()
+        device.copy_within_device("add errors", 3 * bucket_bytes)
+        device.allocate(f"{name} copy", bucket_bytes, REDUCTION_MEMORY)
+        device.copy_within_device("copy", 2 * bucket_bytes)
+        device.allocate(f"{name} whole", uncompressed_bytes, REDUCTION_MEMORY)
+        device.copy_within_device("collect what is sent whole", 2 * uncompressed_bytes)
+        self._orthogonalise_factors(device, compressed_parameters)
+        self._multiply_matrices(device, compressed_parameters)
+        self._all_reduce_and_wait(device, f"{name} whole", uncompressed_bytes)
+        device.copy_within_device("put back what is sent whole", 2 * uncompressed_bytes)
+        self._all_reduce_and_wait(
+            device, f"{name} first", sum(first_numel for first_numel, _ in factor_numels) * self._itemsize
+        )
+        self._orthogonalise_factors(device, compressed_parameters)
+        self._multiply_matrices(device, compressed_parameters)
+        self._all_reduce_and_wait(
+            device, f"{name} second", sum(second_numel for _, second_numel in factor_numels) * self._itemsize
+        )
+        self._multiply_matrices(device, compressed_parameters)
+        device.allocate(f"{name} errors", bucket_bytes, REDUCTION_MEMORY)
+        device.copy_within_device("errors", 3 * bucket_bytes)
+        for buffer in ("copy", "whole", "errors"):
+            device.free(f"{name} {buffer}")
+        device.note_late_free()
+        device.limit_all_gathers(1)
         return f"{name} second"
 
-    def _all_reduce(self, device: Device, name: str, size: int) -> None:
-        device.send(name, "all-reduce", size, WORLD, REDUCE, after="compute")
-        device.wait(name)
+    def _all_reduce_and_wait(self, device: PlanDevice, name: str, size: int) -> None:
+        device.run_collective(name, "all-reduce", size, WORLD_GROUP, REDUCE_STREAM, after="compute")
+        device.wait_for_event(name)
 
-    def _orthogonalise(self, device: Device, compressed: Sequence[Parameter]) -> None:
+    def _orthogonalise_factors(self, device: PlanDevice, compressed_parameters: Sequence[ParameterSpec]) -> None:
         """The columns of one factor of each matrix, which are few and short: only starting the kernels takes time."""
-        for each in compressed:
-            rank = min(each.shape[0], each.numel // each.shape[0], self._rank)
-            for _ in range(COLUMN_KERNELS * rank + PROJECTION_KERNELS * (rank - 1)):
-                device.copy("orthogonalise", 0.0)
+        for parameter in compressed_parameters:
+            factor_columns = min(parameter.shape[0], parameter.numel // parameter.shape[0], self._approximation_rank)
+            for _ in range(KERNELS_PER_COLUMN * factor_columns + KERNELS_PER_PROJECTION * (factor_columns - 1)):
+                device.copy_within_device("orthogonalise", 0.0)
 
-    def _multiply(self, device: Device, compressed: Sequence[Parameter]) -> None:
+    def _multiply_matrices(self, device: PlanDevice, compressed_parameters: Sequence[ParameterSpec]) -> None:
         """A product per matrix, which reads or writes the matrix once."""
-        for each in compressed:
-            device.copy("product", each.numel * self._itemsize)
+        for parameter in compressed_parameters:
+            device.copy_within_device("product", parameter.numel * self._itemsize)

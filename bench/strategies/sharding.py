@@ -9,28 +9,28 @@ from typing import Annotated, ClassVar
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench.errors import ImpossibleError
-from bench.precision import AUTOCAST
-from bench.precision import PARAMETERS as MIXED_PARAMETERS
-from bench.strategies.base import Job, Strategy, that_train
+from bench.precision import AUTOCAST_MIXING
+from bench.precision import PARAMETER_MIXING as MIXED_PARAMETERS
+from bench.strategies.base import Strategy, WrapContext, format_strategies_for_finetune
 from bench.strategies.plan import (
-    GATHER,
-    GATHERED,
-    GRADIENTS,
-    PARAMETERS,
-    REDUCE,
-    REPLICAS,
-    REPLICATE,
-    SHARDS,
-    Device,
-    Plan,
-    Setting,
-    Unit,
-    hold_optimizer,
-    optimizer_bytes,
+    ALL_GATHER_MEMORY,
+    ALL_GATHER_STREAM,
+    GRADIENT_MEMORY,
+    PARAMETER_MEMORY,
+    REDUCE_STREAM,
+    REPLICA_GROUP,
+    REPLICA_STREAM,
+    SHARD_GROUP,
+    PlanDevice,
+    PlanInputs,
+    ShardingUnit,
+    StepPlan,
+    allocate_optimizer_state,
+    compute_optimizer_bytes,
 )
 from bench.typed import Within
 
-BLOCKS_PER_UNIT = Within(1, 10**6)
+BLOCKS_PER_UNIT_RANGE = Within(1, 10**6)
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class ShardingStrategy(Strategy):
     until its backward is done (ZeRO-2)."""
     forward_prefetch: bool
     """Issue the next unit's all-gather before the current unit's forward."""
-    blocks_per_unit: Annotated[int, BLOCKS_PER_UNIT]
+    blocks_per_unit: Annotated[int, BLOCKS_PER_UNIT_RANGE]
     """Transformer blocks whose parameters are gathered as one."""
     cpu_offload: bool
     """Keep the shards and the optimizer step on the CPU."""
 
-    finetunes: ClassVar[tuple[str, ...]] = ("full", "lora")
-    mixings: ClassVar[tuple[str, ...]] = (MIXED_PARAMETERS, AUTOCAST)
-    shards_fp32_apart = True
+    supported_finetunes: ClassVar[tuple[str, ...]] = ("full", "lora")
+    supported_mixings: ClassVar[tuple[str, ...]] = (MIXED_PARAMETERS, AUTOCAST_MIXING)
+    shards_fp32_layers_separately = True
     takes_float8 = True
 
     @property
-    def offloaded(self) -> str:
+    def offloaded_state(self) -> str:
         """Parameters (with their gradients), and the optimizer unless it stays on the device."""
         if not self.cpu_offload:
             return ""
@@ -80,131 +80,149 @@ class ShardingStrategy(Strategy):
         if name == "qlora":
             raise ImpossibleError(
                 f"finetune=qlora is not valid with strategy={self.name}, which would shard packed weights without the "
-                f"scales that belong to them: choose finetune=lora with strategy fsdp, or strategy {that_train(name)}."
+                f"scales that belong to them: choose finetune=lora with strategy fsdp, or strategy {format_strategies_for_finetune(name)}."
             )
         super().check_finetune(name)
 
-    def effective(self, world_size: int) -> str:
+    def describe_effective_strategy(self, world_size: int) -> str:
         """Full or hybrid sharding, ZeRO-2 behaviour, or nothing sharded at all."""
-        if self.factor == 1:
+        if self.resolved_sharding_factor == 1:
             return f"{self.name}/{'unsharded' if world_size == 1 else 'full_replication'}"
-        kind = "full" if self.factor == world_size else "hybrid"
+        kind = "full" if self.resolved_sharding_factor == world_size else "hybrid"
         if self.reshard_after_forward:
             return f"{self.name}/{kind}_shard"
         return f"{self.name}/{'' if kind == 'full' else 'hybrid_'}shard_grad_op"
 
-    def mesh(self, job: Job) -> DeviceMesh:
+    def build_mesh(self, context: WrapContext) -> DeviceMesh:
         """The mesh (W / F replicas, F shards), its dimensions named as hybrid sharding requires; (W shards) for one
         replica, unless two dimensions were asked for."""
-        if job.mesh is not None:
-            return job.mesh
-        if not self.has_replicas(job.world_size):
-            return init_device_mesh(job.device.type, (job.world_size,), mesh_dim_names=("shard",))
-        shape = (job.world_size // self.factor, self.factor)
-        return init_device_mesh(job.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        if context.mesh is not None:
+            return context.mesh
+        if not self.has_replicas(context.world_size):
+            return init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("shard",))
+        shape = (context.world_size // self.resolved_sharding_factor, self.resolved_sharding_factor)
+        return init_device_mesh(context.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def has_replicas(self, world_size: int) -> bool:
         """Whether the mesh has a dimension of replicas."""
-        return self.factor < world_size
+        return self.resolved_sharding_factor < world_size
 
 
-class ShardedPlan(Plan):
+class ShardedPlan(StepPlan):
     """What both keep track of: units by number, which of them are whole, and the shards of gradients."""
 
-    def __init__(self, strategy: ShardingStrategy, setting: Setting) -> None:
-        super().__init__(setting)
-        self._offloads = strategy.cpu_offload
+    def __init__(self, strategy: ShardingStrategy, inputs: PlanInputs) -> None:
+        super().__init__(inputs)
+        self._offloads_parameters = strategy.cpu_offload
         self.updates_on_host = strategy.updates_on_host
-        self._factor = strategy.factor
-        self._replicates = strategy.has_replicas(setting.world_size)
-        self._units = {unit.index: unit for unit in setting.units}
-        self._last = max(self._units)
-        self._whole: set[int] = set()
+        self._sharding_factor = strategy.resolved_sharding_factor
+        self._has_replicas = strategy.has_replicas(inputs.world_size)
+        self._units = {unit.index: unit for unit in inputs.units}
+        self._last_index = max(self._units)
+        self._unsharded_units: set[int] = set()
         self._synchronize = True
-        self._shards: set[str] = set()
-        self._sent: list[str] = []
+        self._gradient_shards: set[str] = set()
+        self._pending_events: list[str] = []
 
     @abstractmethod
-    def shard_numel(self, unit: Unit) -> int:
+    def compute_shard_numel(self, unit: ShardingUnit) -> int:
         """Elements of a unit that the first rank stores."""
 
     @abstractmethod
-    def gradient_numel(self, unit: Unit) -> int:
+    def compute_gradient_shard_numel(self, unit: ShardingUnit) -> int:
         """Elements of a unit's reduced gradients that the first rank keeps; 0 where nothing of it is trained."""
 
     @property
     def host_bytes(self) -> float:
         """Offloaded shards of parameters and gradients, and of optimizer state if it goes with them."""
-        if not self._offloads:
+        if not self._offloads_parameters:
             return 0.0
-        numel = sum(self.shard_numel(unit) + self.gradient_numel(unit) for unit in self._units.values())
-        states = optimizer_bytes(self.setting, self.updated) if self.updates_on_host else 0.0
-        return numel * self.setting.parameter_bytes + states
+        numel = sum(
+            self.compute_shard_numel(unit) + self.compute_gradient_shard_numel(unit) for unit in self._units.values()
+        )
+        state_bytes = compute_optimizer_bytes(self.inputs, self.updated_numels) if self.updates_on_host else 0.0
+        return numel * self.inputs.parameter_itemsize + state_bytes
 
     @property
-    def carried(self) -> float:
+    def optimizer_transfer_bytes(self) -> float:
         """Parameters and gradients come, parameters go back, where only the optimizer is on the device."""
-        if not self._offloads or self.updates_on_host:
+        if not self._offloads_parameters or self.updates_on_host:
             return 0.0
-        return 3 * sum(self.updated) * self.setting.parameter_bytes
+        return 3 * sum(self.updated_numels) * self.inputs.parameter_itemsize
 
-    def begin(self, device: Device) -> None:
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Shards and their optimizer state, unless the CPU has them."""
         if not self.updates_on_host:
-            hold_optimizer(device, self.setting, self.updated)
-        if self._offloads:
+            allocate_optimizer_state(device, self.inputs, self.updated_numels)
+        if self._offloads_parameters:
             return
-        sizes = {index: self.shard_numel(unit) * self.setting.parameter_bytes for index, unit in self._units.items()}
-        device.hold("parameters", sum(sizes.values()), PARAMETERS)
-        if self.setting.keep_gradients:
+        shard_bytes = {
+            index: self.compute_shard_numel(unit) * self.inputs.parameter_itemsize
+            for index, unit in self._units.items()
+        }
+        device.allocate("parameters", sum(shard_bytes.values()), PARAMETER_MEMORY)
+        if self.inputs.keep_gradients:
             for index, unit in self._units.items():
-                if numel := self.gradient_numel(unit):
-                    device.hold(f"gradient shard {index}", numel * self.setting.parameter_bytes, GRADIENTS)
-                    self._shards.add(f"gradient shard {index}")
+                if numel := self.compute_gradient_shard_numel(unit):
+                    device.allocate(f"gradient shard {index}", numel * self.inputs.parameter_itemsize, GRADIENT_MEMORY)
+                    self._gradient_shards.add(f"gradient shard {index}")
 
-    def begin_micro_batch(self, device: Device, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
         """Remember whether gradients are reduced."""
         self._synchronize = synchronize
 
-    def after_optimizer(self, device: Device) -> None:
+    def after_optimizer_step(self, device: PlanDevice) -> None:
         """Sharded gradients are set to None, or to zero."""
-        if self.setting.keep_gradients and not self._offloads:
-            device.copy("zeros", sum(self.updated) * self.setting.parameter_bytes)
+        if self.inputs.keep_gradients and not self._offloads_parameters:
+            device.copy_within_device("zeros", sum(self.updated_numels) * self.inputs.parameter_itemsize)
             return
-        for name in self._shards:
-            device.release(name)
-        self._shards.clear()
+        for name in self._gradient_shards:
+            device.free(name)
+        self._gradient_shards.clear()
 
-    def _upload(self, device: Device, unit: Unit, size: float) -> None:
+    def _upload_shard(self, device: PlanDevice, unit: ShardingUnit, size: float) -> None:
         """An offloaded shard comes to the device, `size` bytes of it at a time, before it is gathered."""
-        if self._offloads:
-            device.hold(f"upload {unit.index}", size, GATHERED)
-            device.transfer(f"upload {unit.index}", self.shard_numel(unit) * self.setting.parameter_bytes, GATHER)
+        if self._offloads_parameters:
+            device.allocate(f"upload {unit.index}", size, ALL_GATHER_MEMORY)
+            device.copy_host_device(
+                f"upload {unit.index}",
+                self.compute_shard_numel(unit) * self.inputs.parameter_itemsize,
+                ALL_GATHER_STREAM,
+            )
 
-    def _casts(self, unit: Unit) -> bool:
+    def _casts_unit(self, unit: ShardingUnit) -> bool:
         """Whether a unit is computed in another format than it is stored in."""
-        return self.setting.precision.mixed and self.setting.casts and not unit.keeps_fp32
+        return self.inputs.precision.is_mixed and self.inputs.casts_parameters and not unit.keeps_fp32
 
-    def _compute_bytes(self, unit: Unit) -> int:
+    def _find_compute_itemsize(self, unit: ShardingUnit) -> int:
         """Of one element of the unit as it is computed with."""
-        return 4 if unit.keeps_fp32 else self.setting.cast_bytes
+        return 4 if unit.keeps_fp32 else self.inputs.cast_itemsize
 
-    def _previous(self, unit: Unit) -> Unit | None:
+    def _find_next_backward_unit(self, unit: ShardingUnit) -> ShardingUnit | None:
         """The unit whose backward comes next, as far as units run one after the other."""
-        return self._units.get(self._last if unit.is_root else unit.index - 1) if unit.index != 0 else None
+        return self._units.get(self._last_index if unit.is_root else unit.index - 1) if unit.index != 0 else None
 
-    def _send_gradients(self, device: Device, unit: Unit, whole: float) -> None:
+    def _start_gradient_reduction(self, device: PlanDevice, unit: ShardingUnit, reduce_bytes: float) -> None:
         """Reduce-scatter among those that share a copy, then all-reduce among the copies, if the mesh has these."""
-        self._sent = [f"reduce-scatter {unit.index}"]
-        device.send(self._sent[0], "reduce-scatter", whole, SHARDS, REDUCE, after="compute")
-        if self._replicates:
-            self._sent.append(f"all-reduce {unit.index}")
-            device.send(self._sent[1], "all-reduce", whole / self._factor, REPLICAS, REPLICATE, after=REDUCE)
-        self._send_out(device, unit)
+        self._pending_events = [f"reduce-scatter {unit.index}"]
+        device.run_collective(
+            self._pending_events[0], "reduce-scatter", reduce_bytes, SHARD_GROUP, REDUCE_STREAM, after="compute"
+        )
+        if self._has_replicas:
+            self._pending_events.append(f"all-reduce {unit.index}")
+            device.run_collective(
+                self._pending_events[1],
+                "all-reduce",
+                reduce_bytes / self._sharding_factor,
+                REPLICA_GROUP,
+                REPLICA_STREAM,
+                after=REDUCE_STREAM,
+            )
+        self._offload_gradient(device, unit)
 
-    def _send_out(self, device: Device, unit: Unit) -> None:
+    def _offload_gradient(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """A reduced gradient goes to where its parameter is, if that is not the device."""
-        if self._offloads:
-            self._sent.append(f"gradient out {unit.index}")
-            size = self.gradient_numel(unit) * self.setting.parameter_bytes
-            device.transfer(self._sent[-1], size, REPLICATE, after=REDUCE)
+        if self._offloads_parameters:
+            self._pending_events.append(f"gradient out {unit.index}")
+            size = self.compute_gradient_shard_numel(unit) * self.inputs.parameter_itemsize
+            device.copy_host_device(self._pending_events[-1], size, REPLICA_STREAM, after=REDUCE_STREAM)

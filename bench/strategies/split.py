@@ -12,11 +12,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.utils import parametrize
 
 from bench.models import Family
-from bench.models.division import Division
+from bench.models.division import LayerDivision
 
 
 @dataclass(frozen=True)
-class Split:
+class TensorParallelSplit:
     """Over how many ranks every layer is split, and how."""
 
     degree: int
@@ -25,49 +25,55 @@ class Split:
     keeps_dtensors: bool = False
     """Parameters stay DTensors, as FSDP2 has them; else each rank has plain ones, its part."""
 
-    def divide(self, family: Family, model: nn.Module, mesh: DeviceMesh) -> Division:
+    def divide_model(self, family: Family, model: nn.Module, mesh: DeviceMesh) -> LayerDivision:
         """Divide a model that is on meta: its layers' parameters become DTensors on the mesh of their ranks."""
-        division = family.division(model, sequence_parallel=self.sequence_parallel)
-        division.apply(model, mesh)
-        return division
+        layer_division = family.build_layer_division(model, sequence_parallel=self.sequence_parallel)
+        layer_division.apply_to_model(model, mesh)
+        return layer_division
 
 
-def localize(model: nn.Module) -> None:
+def localize_parameters(model: nn.Module) -> None:
     """Turn parameters that are DTensors into plain ones, each rank's part, which layers see as DTensors still.
 
     So that what knows nothing of DTensors can own them: DDP's buckets, any optimizer. Their gradients are complete:
     where ranks have the same parameter and different gradients, these are added up in backward. Tied ones stay tied.
     """
-    local: dict[int, nn.Parameter] = {}
+    local_parameters: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, DTensor):
-                own = parameter.to_local().detach()
-                plain = local.setdefault(id(parameter), nn.Parameter(own, requires_grad=parameter.requires_grad))
-                module.register_parameter(name, plain)
-                parametrize.register_parametrization(module, name, _AsDTensor(parameter._spec), unsafe=True)
+                local_tensor = parameter.to_local().detach()
+                local_parameter = local_parameters.setdefault(
+                    id(parameter), nn.Parameter(local_tensor, requires_grad=parameter.requires_grad)
+                )
+                module.register_parameter(name, local_parameter)
+                parametrize.register_parametrization(
+                    module, name, _DTensorParametrization(parameter._spec), unsafe=True
+                )
 
 
-def own_shape(tensor: torch.Tensor) -> torch.Size:
+def find_local_shape(tensor: torch.Tensor) -> torch.Size:
     """Shape of what this rank has of a tensor, which may be whole."""
     return tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape
 
 
-def as_part_of(whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """A rank's part as what it is a part of: a DTensor like `whole`, if that is one."""
-    return _from_local(own, whole._spec) if isinstance(whole, DTensor) else own
+def wrap_like_dtensor(full_tensor: torch.Tensor, local_tensor: torch.Tensor) -> torch.Tensor:
+    """A rank's part as what it is a part of: a DTensor like `full_tensor`, if that is one."""
+    return _build_dtensor(local_tensor, full_tensor._spec) if isinstance(full_tensor, DTensor) else local_tensor
 
 
-def _from_local(own: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    return DTensor.from_local(own, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+def _build_dtensor(local_tensor: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    return DTensor.from_local(
+        local_tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
 
 
-class _AsDTensor(nn.Module):
+class _DTensorParametrization(nn.Module):
     """A rank's part of a parameter, as the DTensor it is a part of."""
 
     def __init__(self, spec: DTensorSpec) -> None:
         super().__init__()
         self._spec = spec
 
-    def forward(self, local: torch.Tensor) -> torch.Tensor:
-        return _from_local(local, self._spec)
+    def forward(self, local_tensor: torch.Tensor) -> torch.Tensor:
+        return _build_dtensor(local_tensor, self._spec)

@@ -12,27 +12,41 @@ from typing import Annotated
 import torch
 from torch import nn
 
-from bench.errors import ImpossibleError, bad_value
+from bench.errors import ImpossibleError, invalid_value_error
 from bench.models import Family
-from bench.precision import AUTOCAST, PARAMETERS, Precision
-from bench.strategies.base import Job, Step, Strategy, divisors, ranks_asked_for, require_factor, require_stored_format
-from bench.strategies.ddp import SETTLING_STEPS
-from bench.strategies.pipeline_model import PipelinedModel, PipelineStepper, build_pipeline
-from bench.strategies.pipeline_plan import AlonePlan, RankPlan, ReplicatedPlan, ShardedStagePlan, StageUnits
+from bench.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
+from bench.strategies.base import (
+    StepSettings,
+    Strategy,
+    WrapContext,
+    list_divisors,
+    parse_rank_count,
+    require_sharding_factor,
+    require_stored_reduce_dtype,
+)
+from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
+from bench.strategies.pipeline_model import PipelinedModel, PipelineStepper, build_pipelined_model
+from bench.strategies.pipeline_plan import (
+    ReplicatedStagePlan,
+    ShardedStagePlan,
+    SingleCopyStagePlan,
+    StagePlan,
+    StageUnits,
+)
 from bench.strategies.pipeline_schedule import Timetable
-from bench.strategies.plan import Setting
+from bench.strategies.plan import PlanInputs
 from bench.strategies.stepper import Stepper
 from bench.typed import OneOf
 
-BY_STAGES = "stages"
+SHARDING_FACTOR_BY_STAGES = "stages"
 """The sharding factor that follows from the number of stages."""
 
-DATA_PARALLEL = ("ddp", "fsdp")
-ALONE = "none"
+DATA_PARALLEL_KINDS = ("ddp", "fsdp")
+NO_DATA_PARALLEL = "none"
 
 
 @dataclass(frozen=True)
-class StagedStrategy(Strategy):
+class PipelinedStrategy(Strategy):
     """The layers of one copy of the model are spread over several ranks, each of which hands on what it computed.
 
     The world is a mesh of stages by copies, the stages outermost as in Megatron-LM: the ranks of one stage follow each
@@ -45,7 +59,7 @@ class StagedStrategy(Strategy):
     stages: int | str
     """Ranks that the layers of one copy are spread over: a whole number, ``node`` for as many as one machine has,
     ``full`` for all."""
-    data_parallel: Annotated[str | None, OneOf(*DATA_PARALLEL, ALONE)]
+    data_parallel: Annotated[str | None, OneOf(*DATA_PARALLEL_KINDS, NO_DATA_PARALLEL)]
     """What reduces gradients among copies: ddp or fsdp, which also shards each stage among them. null: ddp, or none
     where there is one copy."""
 
@@ -54,60 +68,63 @@ class StagedStrategy(Strategy):
     def timetable(self) -> Timetable:
         """Of the resolved strategy."""
 
-    other_mixing = "which does it as its data parallelism does"
+    single_mixing_reason = "which does it as its data parallelism does"
 
     @property
-    def mixings(self) -> tuple[str, ...]:  # type: ignore[override]
+    def supported_mixings(self) -> tuple[str, ...]:  # type: ignore[override]
         """FSDP casts parameters itself."""
-        return (PARAMETERS,) if self.data_parallel == "fsdp" else (AUTOCAST,)
+        return (PARAMETER_MIXING,) if self.data_parallel == "fsdp" else (AUTOCAST_MIXING,)
 
     @property
-    def ranks(self) -> int:
+    def ranks_per_copy(self) -> int:
         """Ranks of one copy, of a resolved strategy."""
         assert isinstance(self.stages, int), "resolve the strategy first"
         return self.stages
 
-    def ranks_of_a_copy(self, world_size: int, ranks_per_node: int) -> int:
+    def parse_ranks_per_copy(self, world_size: int, ranks_per_node: int) -> int:
         """`stages` as a number, of which there must be at least 2."""
-        return ranks_asked_for("strategy.stages", self.stages, world_size, ranks_per_node, least=2)
+        return parse_rank_count("strategy.stages", self.stages, world_size, ranks_per_node, min_ranks=2)
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy; the sharding factor follows from the stages, and from FSDP."""
-        stages = self.ranks_of_a_copy(world_size, ranks_per_node)
-        copies = world_size // stages
-        if self.data_parallel not in (None, ALONE):
-            if copies == 1:
+        stages = self.parse_ranks_per_copy(world_size, ranks_per_node)
+        num_copies = world_size // stages
+        if self.data_parallel not in (None, NO_DATA_PARALLEL):
+            if num_copies == 1:
                 raise ImpossibleError(
                     f"strategy.data_parallel={self.data_parallel} is not valid with strategy.stages={stages} on "
                     f"gpus={world_size}, which is one copy of the model: choose null, or fewer stages."
                 )
-        elif self.data_parallel == ALONE and copies > 1:
-            raise bad_value(
-                "strategy.data_parallel", ALONE, f"ddp or fsdp for {copies} copies of the model", ImpossibleError
+        elif self.data_parallel == NO_DATA_PARALLEL and num_copies > 1:
+            raise invalid_value_error(
+                "strategy.data_parallel",
+                NO_DATA_PARALLEL,
+                f"ddp or fsdp for {num_copies} copies of the model",
+                ImpossibleError,
             )
-        data_parallel = self.data_parallel or (ALONE if copies == 1 else "ddp")
+        data_parallel = self.data_parallel or (NO_DATA_PARALLEL if num_copies == 1 else "ddp")
         factor = world_size if data_parallel == "fsdp" else stages
-        because = "strategy.stages and strategy.data_parallel spread a copy"
-        require_factor(self, BY_STAGES, factor, world_size, because)
-        chosen = dataclasses.replace(self, stages=stages, data_parallel=data_parallel, sharding_factor=factor)
-        return super(StagedStrategy, chosen).resolve(world_size, ranks_per_node, accumulates=accumulates)
+        reason = "strategy.stages and strategy.data_parallel spread a copy"
+        require_sharding_factor(self, SHARDING_FACTOR_BY_STAGES, factor, world_size, reason)
+        strategy = dataclasses.replace(self, stages=stages, data_parallel=data_parallel, sharding_factor=factor)
+        return super(PipelinedStrategy, strategy).resolve(world_size, ranks_per_node, accumulates=accumulates)
 
-    def batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
+    def find_batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
         """One share per copy of the model."""
-        copies = world_size // self.ranks
-        return rank % copies, copies
+        num_copies = world_size // self.ranks_per_copy
+        return rank % num_copies, num_copies
 
     @property
-    def batch_unit(self) -> int:
+    def batch_size_multiple(self) -> int:
         """So many that every micro-batch has as many sequences."""
-        return self.timetable.micro_batches // math.gcd(self.timetable.micro_batches, self.ranks)
+        return self.timetable.micro_batches // math.gcd(self.timetable.micro_batches, self.ranks_per_copy)
 
     def check_model(self, family: Family, batch_size_per_gpu: int, sequence_length: int) -> None:
         """The family must say how to cut, and there must be a block and a sequence for everyone."""
         if family.num_blocks is None:
             raise ImpossibleError(
                 f"strategy={self.name} is not valid for model.family={family.family}, which does not say how it is cut "
-                "into stages: choose a model of family t5 or gpt, or give the family a `stage`."
+                "into stages: choose a model of family t5 or gpt, or give the family a `build_stage`."
             )
         timetable = self.timetable
         if timetable.num_stages > family.num_blocks:
@@ -116,14 +133,14 @@ class StagedStrategy(Strategy):
                 f"has {family.num_blocks} blocks: choose strategy.stages and virtual stages whose product is at most "
                 f"{family.num_blocks}."
             )
-        sequences = self.ranks * batch_size_per_gpu
+        sequences = self.ranks_per_copy * batch_size_per_gpu
         if sequences % timetable.micro_batches:
-            raise bad_value(
+            raise invalid_value_error(
                 "strategy.micro_batches",
                 timetable.micro_batches,
                 f"a divisor of the {sequences} sequences that one copy of the model reads (batch_size_per_gpu="
-                f"{batch_size_per_gpu} on each of {self.ranks} ranks): "
-                f"{', '.join(map(str, divisors(sequences)))}",
+                f"{batch_size_per_gpu} on each of {self.ranks_per_copy} ranks): "
+                f"{', '.join(map(str, list_divisors(sequences)))}",
                 ImpossibleError,
             )
 
@@ -135,7 +152,7 @@ class StagedStrategy(Strategy):
                 "in its own gradients alone, and skip other steps than its neighbours: choose bf16."
             )
         if self.data_parallel == "ddp":
-            require_stored_format(f"strategy={self.name} with strategy.data_parallel=ddp", precision, ", or fsdp")
+            require_stored_reduce_dtype(f"strategy={self.name} with strategy.data_parallel=ddp", precision, ", or fsdp")
 
     def check_optimizer(self, name: str, implementation: str) -> None:
         """torch 2.13 has no fused SGD on the DTensors of FSDP."""
@@ -146,32 +163,32 @@ class StagedStrategy(Strategy):
             )
 
     @property
-    def settling_steps(self) -> int:
+    def first_steady_step(self) -> int:
         """As DDP's, if stages are in it."""
-        return SETTLING_STEPS if self.data_parallel == "ddp" else super().settling_steps
+        return DDP_FIRST_STEADY_STEP if self.data_parallel == "ddp" else super().first_steady_step
 
-    def check_step(self, step: Step) -> None:
+    def check_step(self, settings: StepSettings) -> None:
         """Micro-batches of the schedule accumulate gradients; there are none beside them."""
-        if step.micro_batches > 1:
+        if settings.num_micro_batches > 1:
             raise ImpossibleError(
-                f"gradient_accumulation={step.micro_batches} is not valid for strategy={self.name}, whose micro-batches"
+                f"gradient_accumulation={settings.num_micro_batches} is not valid for strategy={self.name}, whose micro-batches"
                 " accumulate gradients already: choose 1, and a larger batch_size_per_gpu."
             )
 
-    def rank_plan(self, stages: Sequence[StageUnits], setting: Setting) -> RankPlan:
+    def plan_stages(self, stages: Sequence[StageUnits], inputs: PlanInputs) -> StagePlan:
         """Whole stages, with buckets, or shards of them."""
         if self.data_parallel == "fsdp":
-            return ShardedStagePlan(stages, setting, setting.world_size // self.ranks)
-        return (ReplicatedPlan if self.data_parallel == "ddp" else AlonePlan)(stages, setting)
+            return ShardedStagePlan(stages, inputs, inputs.world_size // self.ranks_per_copy)
+        return (ReplicatedStagePlan if self.data_parallel == "ddp" else SingleCopyStagePlan)(stages, inputs)
 
-    def wrap(self, model: nn.Module, job: Job) -> nn.Module:
+    def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """The stages of this rank."""
         assert self.data_parallel is not None
-        return build_pipeline(
-            model, job, self.timetable, self.data_parallel, uses_autocast=self.uses_autocast(job.precision)
+        return build_pipelined_model(
+            model, context, self.timetable, self.data_parallel, uses_autocast=self.uses_autocast(context.precision)
         )
 
-    def stepper(
+    def build_stepper(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
     ) -> Stepper:
         """The schedule carries out forward and backward."""
@@ -179,6 +196,6 @@ class StagedStrategy(Strategy):
         return PipelineStepper(module, optimizer, scaler, keep_gradients)
 
 
-def beside(data_parallel: str | None) -> str:
+def format_data_parallel_suffix(data_parallel: str | None) -> str:
     """What is added to a strategy's name where there are copies of the model: ``+ddp``."""
-    return f"+{data_parallel}" if data_parallel in DATA_PARALLEL else ""
+    return f"+{data_parallel}" if data_parallel in DATA_PARALLEL_KINDS else ""

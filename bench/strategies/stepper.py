@@ -10,11 +10,11 @@ import torch
 
 from bench.models import Batch
 
-Spans = list[tuple[float, float]]
+TimeSpans = list[tuple[float, float]]
 """Beginnings and ends, in seconds."""
 
 
-class Passes(Protocol):
+class StepEngine(Protocol):
     """A model that is ready to be trained, as far as who carries out a step must know it."""
 
     @property
@@ -25,7 +25,7 @@ class Passes(Protocol):
     def loss(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Of logits and labels."""
 
-    def one_by_one(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+    def run_micro_batches(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """A step that runs forward and backward of each micro-batch in turn; their mean loss."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -48,7 +48,7 @@ class Stepper:
         self.scaler = scaler
         self._keep_gradients = keep_gradients
 
-    def step(self, engine: Passes, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
+    def step(self, engine: StepEngine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
         """One optimizer step: forward and backward of one micro-batch after the other, then the update.
 
         Returns
@@ -56,7 +56,7 @@ class Stepper:
         torch.Tensor or None
             Their mean loss; None on a rank that does not know it.
         """
-        return engine.one_by_one(micro_batches)
+        return engine.run_micro_batches(micro_batches)
 
     def start_timed_steps(self) -> None:
         """Note, from now on, when this rank computes.
@@ -64,7 +64,7 @@ class Stepper:
         Only strategies whose ranks wait for each other within a step take note of it.
         """
 
-    def busy(self) -> list[Spans] | None:
+    def collect_busy_spans(self) -> list[TimeSpans] | None:
         """When it computed in each timed step, counted from the first one's beginning; None if nobody noted."""
         return None
 

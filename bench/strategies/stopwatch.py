@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.strategies.stepper import Spans
+from bench.strategies.stepper import TimeSpans
 
 
 class Stopwatch:
@@ -20,51 +20,54 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._runs = False
-        self._beginnings: list[Any] = []
-        self._spans: list[list[tuple[Any, Any]]] = []
+        self._is_running = False
+        self._step_starts: list[Any] = []
+        self._step_spans: list[list[tuple[Any, Any]]] = []
 
     def start(self) -> None:
         """Note the steps that begin from now on."""
-        self._runs = True
+        self._is_running = True
 
     def begin_step(self) -> None:
         """A step begins."""
-        if self._runs:
-            self._beginnings.append(self._mark())
-            self._spans.append([])
+        if self._is_running:
+            self._step_starts.append(self._record_time())
+            self._step_spans.append([])
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def record_span(self) -> Iterator[None]:
         """Something is computed within."""
-        if not self._runs:
+        if not self._is_running:
             yield
             return
-        start = self._mark()
+        start = self._record_time()
         yield
-        self._spans[-1].append((start, self._mark()))
+        self._step_spans[-1].append((start, self._record_time()))
 
-    def stop(self) -> list[Spans]:
+    def stop(self) -> list[TimeSpans]:
         """Of each step since it was started, in seconds from the first one's beginning; they are forgotten."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         spans = [
             [
-                (self._seconds(self._beginnings[0], start), self._seconds(self._beginnings[0], end))
-                for start, end in step
+                (
+                    self._compute_elapsed_s(self._step_starts[0], start),
+                    self._compute_elapsed_s(self._step_starts[0], end),
+                )
+                for start, end in step_spans
             ]
-            for step in self._spans
+            for step_spans in self._step_spans
         ]
-        self._runs, self._beginnings, self._spans = False, [], []
+        self._is_running, self._step_starts, self._step_spans = False, [], []
         return spans
 
-    def _mark(self) -> Any:
+    def _record_time(self) -> Any:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
             return event
         return time.perf_counter()
 
-    def _seconds(self, start: Any, end: Any) -> float:
-        seconds: float = start.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - start
-        return seconds
+    def _compute_elapsed_s(self, start: Any, end: Any) -> float:
+        elapsed_s: float = start.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - start
+        return elapsed_s

@@ -31,38 +31,41 @@ class UploadingOptimizer(torch.optim.Optimizer):
 
     def __init__(self, parameters: Iterable[nn.Parameter], build: BuildOptimizer, device: torch.device) -> None:
         super().__init__([parameter for parameter in parameters if parameter.requires_grad], {})
-        self._twins: list[nn.Parameter] = []
+        self._device_parameters: list[nn.Parameter] = []
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._sizes: list[int] = []
+        self._storage_bytes: list[int] = []
         for parameter in self.param_groups[0]["params"]:
-            twin = nn.Parameter(torch.empty_like(_local(parameter), device=device))
-            self._twins.append(twin)
-            self._optimizers.append(build([twin]))
-            self._sizes.append(twin.untyped_storage().nbytes())
-            twin.untyped_storage().resize_(0)
+            device_parameter = nn.Parameter(torch.empty_like(_to_local_tensor(parameter), device=device))
+            self._device_parameters.append(device_parameter)
+            self._optimizers.append(build([device_parameter]))
+            self._storage_bytes.append(device_parameter.untyped_storage().nbytes())
+            device_parameter.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        for parameter, twin, optimizer, size in zip(
-            self.param_groups[0]["params"], self._twins, self._optimizers, self._sizes, strict=True
+        for parameter, device_parameter, optimizer, storage_bytes in zip(
+            self.param_groups[0]["params"], self._device_parameters, self._optimizers, self._storage_bytes, strict=True
         ):
             if parameter.grad is None:
                 continue
-            own = _local(parameter)
-            twin.untyped_storage().resize_(size)
-            twin.copy_(own, non_blocking=True)
-            twin.grad = _local(parameter.grad).to(twin.device, non_blocking=True)
+            local_parameter = _to_local_tensor(parameter)
+            device_parameter.untyped_storage().resize_(storage_bytes)
+            device_parameter.copy_(local_parameter, non_blocking=True)
+            device_parameter.grad = _to_local_tensor(parameter.grad).to(device_parameter.device, non_blocking=True)
             optimizer.step()
-            own.copy_(twin)
-            twin.grad = None
-            twin.untyped_storage().resize_(0)
+            local_parameter.copy_(device_parameter)
+            device_parameter.grad = None
+            device_parameter.untyped_storage().resize_(0)
 
-    def states(self) -> list[Any]:
+    def list_states(self) -> list[Any]:
         """The state of each parameter, on the device."""
-        return [optimizer.state[twin] for optimizer, twin in zip(self._optimizers, self._twins, strict=True)]
+        return [
+            optimizer.state[device_parameter]
+            for optimizer, device_parameter in zip(self._optimizers, self._device_parameters, strict=True)
+        ]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _to_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, its memory shared."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

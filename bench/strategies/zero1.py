@@ -11,12 +11,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from bench.precision import Precision
 from bench.strategies.base import BuildOptimizer
-from bench.strategies.ddp import DDP, DDPPlan
-from bench.strategies.plan import GATHER, WORLD, Device, Parameter, Plan, Setting
+from bench.strategies.ddp import DDPPlan, DDPStrategy
+from bench.strategies.plan import ALL_GATHER_STREAM, WORLD_GROUP, ParameterSpec, PlanDevice, PlanInputs, StepPlan
 
 
 @dataclass(frozen=True)
-class ZeRO1(DDP):
+class ZeRO1Strategy(DDPStrategy):
     """Every rank has the whole model and all gradients; each updates a part of the parameters and sends it around.
 
     Whole parameters are given to ranks, the largest first, always to the rank that has least so far.
@@ -25,11 +25,11 @@ class ZeRO1(DDP):
     parameters_as_bucket_view: bool = False
     """Parameters of a rank's part lie one behind the other and are sent as one."""
 
-    def effective(self, world_size: int) -> str:
+    def describe_effective_strategy(self, world_size: int) -> str:
         """Always the same."""
         return "zero1"
 
-    def optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
+    def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """This rank's part of the optimizer, which also exchanges the updated parameters."""
         return ZeroRedundancyOptimizer(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
@@ -37,50 +37,56 @@ class ZeRO1(DDP):
             parameters_as_bucket_view=self.parameters_as_bucket_view,
         )
 
-    def state_bytes(self, precision: Precision, states_per_parameter: int, world_size: int) -> float:
+    def compute_state_bytes_per_parameter(
+        self, precision: Precision, states_per_parameter: int, world_size: int
+    ) -> float:
         """Every rank's parameters and gradients, and one copy of the optimizer's states."""
         return precision.parameter_dtype.itemsize * (2 * world_size + states_per_parameter)
 
-    def plan(self, setting: Setting) -> Plan:
+    def plan(self, inputs: PlanInputs) -> StepPlan:
         """As DDP, with the optimizer divided."""
-        return ZeRO1Plan(self, setting)
+        return ZeRO1Plan(self, inputs)
 
 
 class ZeRO1Plan(DDPPlan):
     """DDP's, and after the optimizer's step a broadcast of every part from the rank that updated it."""
 
-    def __init__(self, strategy: ZeRO1, setting: Setting) -> None:
-        super().__init__(strategy, setting)
-        self._together = strategy.parameters_as_bucket_view
-        self._parts = partition(setting.trained, setting.world_size)
+    def __init__(self, strategy: ZeRO1Strategy, inputs: PlanInputs) -> None:
+        super().__init__(strategy, inputs)
+        self._sends_partition_as_one = strategy.parameters_as_bucket_view
+        self._partitions = partition_parameters(inputs.trained_parameters, inputs.world_size)
 
     @property
-    def updated(self) -> Sequence[int]:
+    def updated_numels(self) -> Sequence[int]:
         """Those of the rank that has most."""
-        return max(([parameter.numel for parameter in part] for part in self._parts), key=sum)
+        return max(([parameter.numel for parameter in partition] for partition in self._partitions), key=sum)
 
-    def after_optimizer(self, device: Device) -> None:
+    def after_optimizer_step(self, device: PlanDevice) -> None:
         """Everybody sends what it has updated; then gradients go, as DDP's do."""
-        sent = []
-        for rank, part in enumerate(self._parts):
-            sizes = [parameter.numel * self.setting.parameter_bytes for parameter in part]
-            for number, size in enumerate([sum(sizes)] if self._together else sizes):
-                sent.append(f"updated {rank}.{number}")
-                device.send(sent[-1], "broadcast", size, WORLD, GATHER, after="compute")
-        for name in sent:
-            device.wait(name)
-        super().after_optimizer(device)
+        events = []
+        for rank, partition in enumerate(self._partitions):
+            parameter_bytes = [parameter.numel * self.inputs.parameter_itemsize for parameter in partition]
+            for number, broadcast_bytes in enumerate(
+                [sum(parameter_bytes)] if self._sends_partition_as_one else parameter_bytes
+            ):
+                events.append(f"updated {rank}.{number}")
+                device.run_collective(
+                    events[-1], "broadcast", broadcast_bytes, WORLD_GROUP, ALL_GATHER_STREAM, after="compute"
+                )
+        for name in events:
+            device.wait_for_event(name)
+        super().after_optimizer_step(device)
 
 
-def partition(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]:
+def partition_parameters(parameters: Sequence[ParameterSpec], num_ranks: int) -> list[list[ParameterSpec]]:
     """The parameters that each rank updates: the largest first, to the rank that has least so far.
 
     As ``ZeroRedundancyOptimizer._partition_parameters`` in torch 2.13 does.
     """
-    parts: list[list[Parameter]] = [[] for _ in range(ranks)]
-    sizes = [0] * ranks
+    partitions: list[list[ParameterSpec]] = [[] for _ in range(num_ranks)]
+    partition_numels = [0] * num_ranks
     for parameter in sorted(parameters, key=lambda parameter: parameter.numel, reverse=True):
-        rank = sizes.index(min(sizes))
-        parts[rank].append(parameter)
-        sizes[rank] += parameter.numel
-    return parts
+        rank = partition_numels.index(min(partition_numels))
+        partitions[rank].append(parameter)
+        partition_numels[rank] += parameter.numel
+    return partitions

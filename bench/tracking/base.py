@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.errors import bad_value
-from bench.plugins import find
+from bench.errors import invalid_value_error
+from bench.plugins import find_plugin_class
 from bench.tracking.tracked import TrackedRun
-from bench.typed import typed
+from bench.typed import build_dataclass
 
 
-class Session(ABC):
+class TrackerSession(ABC):
     """Sends runs one after the other, in a process of its own."""
 
     destination: str
     """Where they go, in words that name it: what was sent there is not sent again."""
 
-    shortfall: str | None = None
+    offline_reason: str | None = None
     """Why they do not go where they should, if they do not."""
 
-    remark: str | None = None
+    message: str | None = None
     """What is worth saying of where they go."""
 
     @property
-    def whereabouts(self) -> str:
+    def location(self) -> str:
         """Where runs are afterwards, for people: "at …"."""
         return f"at {self.destination}"
 
@@ -47,7 +47,7 @@ class Session(ABC):
             If it cannot be sent, whatever the reason: the caller says so and goes on.
         """
 
-    def holds(self, where: str) -> bool:
+    def has_run(self, run_location: str) -> bool:
         """Whether a run that was sent is still where `send` said."""
         return True
 
@@ -62,27 +62,29 @@ class Tracker(ABC):
     name: str
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it keeps anything at all."""
         return True
 
     @property
-    def limit_s(self) -> float:
+    def send_timeout_s(self) -> float:
         """Seconds that one run may take to send."""
         return 30.0
 
     @abstractmethod
-    def home(self, store: Path) -> Path:
+    def get_local_folder(self, store: Path) -> Path:
         """Folder for what the tracker keeps on this machine."""
 
     @abstractmethod
-    def open(self, folder: Path, *, offline: str | None, fall_back: bool) -> AbstractContextManager[Session]:
+    def open_session(
+        self, folder: Path, *, offline_reason: str | None, fall_back: bool
+    ) -> AbstractContextManager[TrackerSession]:
         """Begin to send.
 
         Parameters
         ----------
         folder: Path
-            As `home` says.
+            As `get_local_folder` says.
         offline: str or None
             Why no server is to be asked, if none is.
         fall_back: bool
@@ -100,6 +102,8 @@ def load_tracker(values: dict[str, Any]) -> Tracker:
     """
     name = values.get("name")
     if not isinstance(name, str):
-        raise bad_value("tracker.name", name, "the name of a file under bench/tracking")
-    tracker: Tracker = typed("tracker", find("tracker.name", name, sys.modules["bench.tracking"], Tracker), values)
+        raise invalid_value_error("tracker.name", name, "the name of a file under bench/tracking")
+    tracker: Tracker = build_dataclass(
+        "tracker", find_plugin_class("tracker.name", name, sys.modules["bench.tracking"], Tracker), values
+    )
     return tracker

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.tracking.base import Session, Tracker
+from bench.tracking.base import Tracker, TrackerSession
 from bench.tracking.tracked import TrackedRun
 
 
-class Nowhere(Session):
+class NoTrackerSession(TrackerSession):
     """Sends nothing."""
 
     destination = "nowhere"
@@ -25,17 +25,19 @@ class NoTracker(Tracker):
     """Keeps nothing."""
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """False: there is nothing to send to."""
         return False
 
-    def home(self, store: Path) -> Path:
+    def get_local_folder(self, store: Path) -> Path:
         """The store itself, in which nothing is written."""
         return store
 
-    def open(self, folder: Path, *, offline: str | None, fall_back: bool) -> AbstractContextManager[Session]:
+    def open_session(
+        self, folder: Path, *, offline_reason: str | None, fall_back: bool
+    ) -> AbstractContextManager[TrackerSession]:
         """Begin to do nothing."""
-        return nullcontext(Nowhere())
+        return nullcontext(NoTrackerSession())
 
 
 NO_TRACKER = NoTracker("none")

@@ -15,22 +15,22 @@ import tempfile
 from pathlib import Path
 
 from bench.records import sharing
-from bench.tracking.base import Session
+from bench.tracking.base import TrackerSession
 from bench.tracking.tracked import TrackedRun
 
-FOLDER = "sent"
+SENT_FOLDER = "sent"
 
 
-def was_sent(folder: Path, session: Session, run: TrackedRun) -> bool:
+def was_sent(folder: Path, session: TrackerSession, run: TrackedRun) -> bool:
     """Whether a run is where a session sends, as it is now."""
     try:
-        note = json.loads(_path(folder, session.destination, run).read_text())
-        return bool(note["content"] == _content(run) and session.holds(note["where"]))
+        log_entry = json.loads(_build_log_path(folder, session.destination, run).read_text())
+        return bool(log_entry["content"] == _hash_files(run) and session.has_run(log_entry["where"]))
     except (OSError, ValueError, KeyError, TypeError):  # none, or one that says nothing
         return False
 
 
-def note_sent(folder: Path, session: Session, run: TrackedRun, where: str) -> None:
+def log_sent_run(folder: Path, session: TrackerSession, run: TrackedRun, run_location: str) -> None:
     """Note that a run has arrived.
 
     Raises
@@ -38,21 +38,21 @@ def note_sent(folder: Path, session: Session, run: TrackedRun, where: str) -> No
     OSError
         If the note cannot be written.
     """
-    path = _path(folder, session.destination, run)
+    path = _build_log_path(folder, session.destination, run)
     sharing.make_folder(path.parent)
-    note = {"destination": session.destination, "where": where, "content": _content(run)}
+    log_entry = {"destination": session.destination, "where": run_location, "content": _hash_files(run)}
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".note-")
     with os.fdopen(descriptor, "w") as file:
         sharing.make_readable(file.fileno())
-        file.write(json.dumps(note) + "\n")
+        file.write(json.dumps(log_entry) + "\n")
     Path(temporary).replace(path)
 
 
-def _path(folder: Path, destination: str, run: TrackedRun) -> Path:
-    return folder / FOLDER / hashlib.sha256(destination.encode()).hexdigest()[:12] / f"{run.id}.json"
+def _build_log_path(folder: Path, destination: str, run: TrackedRun) -> Path:
+    return folder / SENT_FOLDER / hashlib.sha256(destination.encode()).hexdigest()[:12] / f"{run.id}.json"
 
 
-def _content(run: TrackedRun) -> str:
+def _hash_files(run: TrackedRun) -> str:
     """Hash of a run's files: a row never changes, a report does."""
     digest = hashlib.sha256()
     for name in sorted(run.files):

@@ -17,88 +17,88 @@ from pathlib import Path
 from typing import Any
 
 from bench import records
-from bench.tracking.base import Session, load_tracker
-from bench.tracking.notes import note_sent, was_sent
-from bench.tracking.tracked import TrackedRun, tracked_run
+from bench.tracking.base import TrackerSession, load_tracker
+from bench.tracking.notes import log_sent_run, was_sent
+from bench.tracking.tracked import TrackedRun, build_tracked_run
 
-Tell = Callable[..., None]
+MessageWriter = Callable[..., None]
 
 PR_SET_PDEATHSIG = 1
 
-POLITE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """Signals that SLURM sends to all processes of a job: whoever ordered decides what they mean."""
 
 
 def main() -> int:
     """Carry out the order on standard input. Exit code 0, whatever came of it: the answers say."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in POLITE_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w")
+    for signal_number in IGNORED_SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
+    message_stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints is an answer
 
-    def tell(**answer: Any) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    def write_message(**message: Any) -> None:
+        message_stream.write(json.dumps(message) + "\n")
+        message_stream.flush()
 
     try:
-        _carry_out(json.load(sys.stdin), tell)
+        _handle_request(json.load(sys.stdin), write_message)
     except ConnectionError as error:
-        tell(failed=str(error))
+        write_message(failed=str(error))
     except Exception as error:  # the one who asked says it; nothing may depend on a tracker
-        tell(failed=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        write_message(failed=f"{type(error).__name__}: {' '.join(str(error).split())}")
     return 0
 
 
-def _carry_out(order: dict[str, Any], tell: Tell) -> None:
-    tracker = load_tracker(order["tracker"])
-    folder = Path(order["folder"])
-    told: set[str] = set()
+def _handle_request(request: dict[str, Any], write_message: MessageWriter) -> None:
+    tracker = load_tracker(request["tracker"])
+    folder = Path(request["folder"])
+    written_texts: set[str] = set()
 
-    def tell_once(**answer: Any) -> None:
-        for key, text in answer.items():
-            if text is not None and text not in told:
-                told.add(text)
-                tell(**{key: text})
+    def write_once(**message: Any) -> None:
+        for key, text in message.items():
+            if text is not None and text not in written_texts:
+                written_texts.add(text)
+                write_message(**{key: text})
 
-    with tracker.open(folder, offline=order["offline"], fall_back=order["fall_back"]) as session:
-        tell_once(remark=session.remark, offline=session.shortfall)
-        for run in _runs(order, tell):
-            _send(run, session, folder, tell)
-            tell_once(offline=session.shortfall)
-        tell(over=True, whereabouts=session.whereabouts)
+    with tracker.open_session(folder, offline_reason=request["offline"], fall_back=request["fall_back"]) as session:
+        write_once(remark=session.message, offline=session.offline_reason)
+        for run in _load_runs(request, write_message):
+            _send_run(run, session, folder, write_message)
+            write_once(offline=session.offline_reason)
+        write_message(over=True, whereabouts=session.location)
 
 
-def _runs(order: dict[str, Any], tell: Tell) -> Iterator[TrackedRun]:
-    for path in map(Path, order["rows"]):
+def _load_runs(request: dict[str, Any], write_message: MessageWriter) -> Iterator[TrackedRun]:
+    for path in map(Path, request["rows"]):
         try:
-            record = records.read(path)
+            record = records.read_row(path)
         except (OSError, ValueError) as error:
-            tell(unreadable=f"{path}: {error}")
+            write_message(unreadable=f"{path}: {error}")
             continue
         if record["evidence"] == "published":
-            tell(unreadable=f"{path}: quoted, not a run")
+            write_message(unreadable=f"{path}: quoted, not a run")
             continue
-        yield tracked_run(record, path)
-    for values in order["runs"]:
+        yield build_tracked_run(record, path)
+    for values in request["runs"]:
         yield TrackedRun(**values)
 
 
-def _send(run: TrackedRun, session: Session, folder: Path, tell: Tell) -> None:
+def _send_run(run: TrackedRun, session: TrackerSession, folder: Path, write_message: MessageWriter) -> None:
     """Send a run unless it is there already."""
     if was_sent(folder, session, run):
-        tell(known=run.id)
+        write_message(known=run.id)
         return
-    tell(begin=run.id)
+    write_message(begin=run.id)
     try:
-        where = session.send(run)
-        note_sent(folder, session, run, where)
+        run_location = session.send(run)
+        log_sent_run(folder, session, run, run_location)
     except ConnectionError:  # then there is no way for the others either
         raise
     except Exception as error:
-        tell(unsent=f"{run.id}: {type(error).__name__}: {' '.join(str(error).split())}")
+        write_message(unsent=f"{run.id}: {type(error).__name__}: {' '.join(str(error).split())}")
     else:
-        tell(sent=run.id, where=where)
+        write_message(sent=run.id, where=run_location)
 
 
 if __name__ == "__main__":

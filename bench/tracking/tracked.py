@@ -10,21 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import COLUMN_NAMES, Record
-from bench.records.matching import identity, time_question
+from bench.records.matching import build_step_time_key, encode_config_key
 
-FAILURES = ("error", "timeout", "preempted")
+FAILED_STATUSES = ("error", "timeout", "preempted")
 """Statuses of attempts that came to no result. Running out of memory is one, and a skipped run has not failed."""
 
-SCALE = ("gpus", "gpus_per_node", "strategy.sharding_factor")
+SCALING_KNOBS = ("gpus", "gpus_per_node", "strategy.sharding_factor")
 """What differs between the points of one scaling curve."""
 
-FACTS = ("run_id", "attempt", "evidence", "git_sha", "git_clean", "torch_version", "gpu_name", "hosts", "launcher")
+FILTER_COLUMNS = (
+    "run_id",
+    "attempt",
+    "evidence",
+    "git_sha",
+    "git_clean",
+    "torch_version",
+    "gpu_name",
+    "hosts",
+    "launcher",
+)
 """Columns that say what ran and where, for a tracker's configuration: to filter and to group by."""
 
 OOM_TABLE = "out_of_memory"
 """Name of the table that collects the runs that do not fit."""
 
-LONGEST_TAG = 64
+MAX_TAG_CHARS = 64
 """Characters; wandb takes no longer one."""
 
 GIB = 2**30
@@ -60,144 +70,147 @@ class TrackedRun:
     alert: tuple[str, str] | None = None
     """Title and text of a message to whoever wants to be told."""
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain_values(self) -> dict[str, Any]:
         """As plain values, to be handed to another process."""
         return asdict(self)
 
 
-def tracked_run(record: Record, row: Path) -> TrackedRun:
+def build_tracked_run(record: Record, row_path: Path) -> TrackedRun:
     """An attempt for a tracker.
 
     Parameters
     ----------
     record: Record
         Its row, of whatever evidence but `published`.
-    row: Path
+    row_path: Path
         The row's file; a trace lies beside it.
     """
     status = record["status"]
     return TrackedRun(
-        id=identifier(record),
-        name=_name(record),
+        id=build_attempt_id(record),
+        name=_format_name(record),
         group=record.get("sweep") or "adhoc",
         job_type=record["evidence"],
-        tags=_tags(record),
+        tags=_list_tags(record),
         notes=record.get("error") or "",
-        config=_config(record),
-        history=[*_steps(record), *_result(record)],
-        summary=_summary(record),
-        tables={OOM_TABLE: _shortage(record)} if status == "oom" else {},
+        config=_build_config(record),
+        history=[*_list_steps(record), *_build_result_points(record)],
+        summary=_build_summary(record),
+        tables={OOM_TABLE: _build_oom_row(record)} if status == "oom" else {},
         artifact="record",
-        files=_files(record, row),
-        failed=status in FAILURES,
+        files=_list_files(record, row_path),
+        failed=status in FAILED_STATUSES,
         preempted=status == "preempted",
     )
 
 
-def identifier(record: Record) -> str:
+def build_attempt_id(record: Record) -> str:
     """A tracker's id of an attempt: fixed, and different for every attempt that was ever made.
 
     A run_id names a configuration, and every store counts attempts from 0, so when, where and with which commit an
     attempt began tells those of two stores apart: the history of a configuration needs both.
     """
-    began = "|".join(str(record.get(name)) for name in ("started_at", "hosts", "git_sha", "job_id"))
-    return f"{record['run_id']}-{record['attempt']}-{_short_hash(began)}"
+    origin = "|".join(str(record.get(name)) for name in ("started_at", "hosts", "git_sha", "job_id"))
+    return f"{record['run_id']}-{record['attempt']}-{_compute_short_hash(origin)}"
 
 
-def configuration(record: Record) -> str:
+def format_configuration(record: Record) -> str:
     """A configuration in a few words and a hash: equal for attempts that may be compared, whatever their commit."""
-    question = time_question(record)
-    words = f"{_label(record)} x{record.get('world_size')}"
-    return f"{words} #{_short_hash(identity(question) if question else words)}"
+    question = build_step_time_key(record)
+    text = f"{_format_label(record)} x{record.get('world_size')}"
+    return f"{text} #{_compute_short_hash(encode_config_key(question) if question else text)}"
 
 
-def scaling_series(record: Record) -> str:
+def format_scaling_series(record: Record) -> str:
     """The same for all points of a scaling curve: the configuration without its world size."""
-    question = time_question(record)
-    words = _label(record)
-    return f"{words} #{_short_hash(identity(question, *SCALE) if question else words)}"
+    question = build_step_time_key(record)
+    text = _format_label(record)
+    return f"{text} #{_compute_short_hash(encode_config_key(question, *SCALING_KNOBS) if question else text)}"
 
 
-def _short_hash(text: str) -> str:
+def _compute_short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _label(record: Record) -> str:
-    factor = f" F={record['sharding_factor']}" if "hybrid" in str(record.get("effective_strategy")) else ""
-    limit = record.get("memory_limit_bytes")
-    words = [
+def _format_label(record: Record) -> str:
+    factor_text = f" F={record['sharding_factor']}" if "hybrid" in str(record.get("effective_strategy")) else ""
+    limit_bytes = record.get("memory_limit_bytes")
+    parts = [
         str(record.get("model")),
-        f"{record.get('effective_strategy')}{factor}",
+        f"{record.get('effective_strategy')}{factor_text}",
         str(record.get("precision")),
         f"b{record.get('batch_size_per_gpu')}",
         str(record.get("hardware")),
     ]
-    return " ".join(words + ([f"<={limit / GIB:g}GiB"] if limit else []))
+    return " ".join(parts + ([f"<={limit_bytes / GIB:g}GiB"] if limit_bytes else []))
 
 
-def _name(record: Record) -> str:
+def _format_name(record: Record) -> str:
     """What people read in a list of runs; one that came to no speed says so."""
-    status = "" if record["status"] == "ok" else f" {record['status']}"
-    repeat = f" r{record['repeat']}" if record.get("repeat") else ""
-    again = f" attempt {record['attempt']}" if record.get("attempt") else ""
-    return f"{_label(record)} x{record.get('world_size')}{repeat}{again}{status}"
+    status_text = "" if record["status"] == "ok" else f" {record['status']}"
+    repeat_text = f" r{record['repeat']}" if record.get("repeat") else ""
+    attempt_text = f" attempt {record['attempt']}" if record.get("attempt") else ""
+    return f"{_format_label(record)} x{record.get('world_size')}{repeat_text}{attempt_text}{status_text}"
 
 
-def _tags(record: Record) -> list[str]:
-    found = [record.get(name) for name in ("strategy", "model", "precision", "status", "evidence")]
-    return list(dict.fromkeys(str(tag)[:LONGEST_TAG] for tag in found if tag))
+def _list_tags(record: Record) -> list[str]:
+    tag_values = [record.get(name) for name in ("strategy", "model", "precision", "status", "evidence")]
+    return list(dict.fromkeys(str(tag)[:MAX_TAG_CHARS] for tag in tag_values if tag))
 
 
-def _config(record: Record) -> dict[str, Any]:
+def _build_config(record: Record) -> dict[str, Any]:
     """The complete resolved configuration of the run, what it ran on, and names to group by."""
     return {
         **(record.get("config") or {}),
-        **{name: record[name] for name in FACTS if record.get(name) is not None},
+        **{name: record[name] for name in FILTER_COLUMNS if record.get(name) is not None},
         **{name: record[name] for name in ("requested", "effective", "environment") if record.get(name)},
-        "configuration": configuration(record),
-        "scaling_series": scaling_series(record),
+        "configuration": format_configuration(record),
+        "scaling_series": format_scaling_series(record),
         "commit": (record.get("git_sha") or "unknown")[:12],
     }
 
 
-def _summary(record: Record) -> dict[str, Any]:
+def _build_summary(record: Record) -> dict[str, Any]:
     """Every column that says anything, under its own name and in its own unit; and the start as a number."""
     columns = {name: record[name] for name in COLUMN_NAMES if record.get(name) is not None}
-    return {**columns, "started_unix_s": _started(record)}
+    return {**columns, "started_unix_s": _parse_start(record)}
 
 
-def _steps(record: Record) -> Iterator[dict[str, Any]]:
+def _list_steps(record: Record) -> Iterator[dict[str, Any]]:
     """The loss of every step from the first, and time and speed of those that were timed, the last ones."""
     losses = record.get("losses") or []
-    samples = [rank["step_times_s"] for rank in record.get("ranks") or [] if rank.get("step_times_s")]
-    times = [max(step) for step in zip(*samples, strict=False)]
-    work = {
-        "step/tokens_per_second_per_gpu": _tokens_per_step(record),
+    rank_step_times = [rank["step_times_s"] for rank in record.get("ranks") or [] if rank.get("step_times_s")]
+    step_times_s = [max(rank_times) for rank_times in zip(*rank_step_times, strict=False)]
+    work_per_step = {
+        "step/tokens_per_second_per_gpu": _compute_tokens_per_step(record),
         "step/tflops_per_gpu": (record.get("flops") or {}).get("model", 0.0) / 1e12,
     }
-    untimed = max(len(losses) - len(times), 0)
-    for step in range(max(len(losses), len(times))):
-        metrics: dict[str, Any] = {"step/number": step, "step/timed": int(step >= untimed)}
+    num_untimed = max(len(losses) - len(step_times_s), 0)
+    for step in range(max(len(losses), len(step_times_s))):
+        metrics: dict[str, Any] = {"step/number": step, "step/timed": int(step >= num_untimed)}
         if step < len(losses):
             metrics["step/loss"] = losses[step]
-        if step >= untimed:
-            seconds = times[step - untimed]
-            metrics["step/time_s"] = seconds
-            metrics["step/time_fastest_rank_s"] = min(sample[step - untimed] for sample in samples)
-            metrics |= {name: amount / seconds for name, amount in work.items() if amount}
+        if step >= num_untimed:
+            step_s = step_times_s[step - num_untimed]
+            metrics["step/time_s"] = step_s
+            metrics["step/time_fastest_rank_s"] = min(rank_times[step - num_untimed] for rank_times in rank_step_times)
+            metrics |= {name: amount / step_s for name, amount in work_per_step.items() if amount}
         yield metrics
 
 
-def _tokens_per_step(record: Record) -> float:
+def _compute_tokens_per_step(record: Record) -> float:
     """Tokens a rank reads in a step, from its speed and the time of a step; 0 where it is not known."""
     return (record.get("tokens_per_second_per_gpu") or 0.0) * (record.get("step_time_median_s") or 0.0)
 
 
-def _result(record: Record) -> list[dict[str, Any]]:
+def _build_result_points(record: Record) -> list[dict[str, Any]]:
     """The result as a point after the last step, for curves over commits and world sizes; none where there is none."""
     if record["status"] not in ("ok", "oom"):
         return []
-    point: dict[str, Any] = {"result/started_unix_s": _started(record), "result/world_size": record.get("world_size")}
+    point: dict[str, Any] = {
+        "result/started_unix_s": _parse_start(record),
+        "result/world_size": record.get("world_size"),
+    }
     for name in ("tflops_per_gpu", "step_time_median_s", "tokens_per_second_per_gpu", "mfu"):
         point[f"result/{name}"] = record.get(name)
     for name in ("allocated", "reserved"):
@@ -206,24 +219,24 @@ def _result(record: Record) -> list[dict[str, Any]]:
     return [{name: value for name, value in point.items() if value is not None}]
 
 
-def _started(record: Record) -> float:
+def _parse_start(record: Record) -> float:
     return datetime.datetime.fromisoformat(record["started_at"]).timestamp()
 
 
-def _shortage(record: Record) -> dict[str, Any]:
+def _build_oom_row(record: Record) -> dict[str, Any]:
     """A row for the table of runs that do not fit."""
-    gib = {name: record.get(f"{name}_bytes") for name in ("oom", "memory_limit", "peak_reserved")}
+    sizes_bytes = {name: record.get(f"{name}_bytes") for name in ("oom", "memory_limit", "peak_reserved")}
     return {
         **{name: record.get(name) for name in ("model", "effective_strategy", "sharding_factor", "precision")},
         **{name: record.get(name) for name in ("world_size", "batch_size_per_gpu", "hardware", "evidence")},
         "phase": record.get("oom_phase"),
         "rank": record.get("oom_rank"),
-        **{f"{name}_gib": None if size is None else size / GIB for name, size in gib.items()},
+        **{f"{name}_gib": None if size is None else size / GIB for name, size in sizes_bytes.items()},
         "commit": (record.get("git_sha") or "unknown")[:12],
     }
 
 
-def _files(record: Record, row: Path) -> dict[str, str]:
-    files = {"record.json": str(row)}
-    trace = row.with_name(record["trace"]) if record.get("trace") else None
+def _list_files(record: Record, row_path: Path) -> dict[str, str]:
+    files = {"record.json": str(row_path)}
+    trace = row_path.with_name(record["trace"]) if record.get("trace") else None
     return files | ({"trace.json.gz": str(trace)} if trace is not None and trace.is_file() else {})

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from bench.errors import bad_value
+from bench.errors import invalid_value_error
 from bench.paths import require_path
-from bench.tracking.base import Session, Tracker
-from bench.tracking.tracked import LONGEST_TAG
-from bench.tracking.wandb_session import Destination, WandbSession
+from bench.tracking.base import Tracker, TrackerSession
+from bench.tracking.tracked import MAX_TAG_CHARS
+from bench.tracking.wandb_session import WandbDestination, WandbSession
 from bench.typed import OneOf, Within
 
 MODES = ("auto", "online", "offline")
 DEFAULT_PROJECT = "fsdp-bench"
 DEFAULT_FOLDER = ".tracking"
 
-REFUSED_IN_NAMES = r"[/\\#?%:]"
+FORBIDDEN_NAME_CHARACTERS = r"[/\\#?%:]"
 """Characters that wandb does not take in the name of a project."""
 
-OF_ONE_RUN = (
+SINGLE_RUN_VARIABLES = (
     *("RUN_ID", "NAME", "NOTES", "TAGS", "RUN_GROUP", "JOB_TYPE", "RESUME", "SWEEP_ID", "LAUNCH", "SERVICE"),
     *("FORK_FROM", "RESUME_FROM", "CONFIG_PATHS", "CONFIG"),
 )
@@ -46,25 +46,29 @@ class WandbTracker(Tracker):
     def __post_init__(self) -> None:
         for name in ("project", "entity"):
             value = getattr(self, name)
-            if value is not None and (not 0 < len(value.strip()) <= 128 or re.search(REFUSED_IN_NAMES, value)):
-                raise bad_value(f"tracker.{name}", value, r"a name of 1 to 128 characters without / \ # ? % :, or null")
+            if value is not None and (not 0 < len(value.strip()) <= 128 or re.search(FORBIDDEN_NAME_CHARACTERS, value)):
+                raise invalid_value_error(
+                    f"tracker.{name}", value, r"a name of 1 to 128 characters without / \ # ? % :, or null"
+                )
         if self.base_url is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.base_url):
-            raise bad_value("tracker.base_url", self.base_url, "an address such as https://wandb.example.org, or null")
+            raise invalid_value_error(
+                "tracker.base_url", self.base_url, "an address such as https://wandb.example.org, or null"
+            )
         if self.folder is not None and require_path("tracker.folder", self.folder).is_file():
-            raise bad_value("tracker.folder", self.folder, "the path of a folder, or null")
+            raise invalid_value_error("tracker.folder", self.folder, "the path of a folder, or null")
         if self.folder is not None:  # jobs run elsewhere
             object.__setattr__(self, "folder", str(Path(self.folder).absolute()))
         for tag in self.tags:
-            if not 0 < len(tag) <= LONGEST_TAG:
-                raise bad_value("tracker.tags", tag, f"tags of 1 to {LONGEST_TAG} characters")
+            if not 0 < len(tag) <= MAX_TAG_CHARS:
+                raise invalid_value_error("tracker.tags", tag, f"tags of 1 to {MAX_TAG_CHARS} characters")
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it keeps anything: not where WANDB_MODE=disabled turns wandb off altogether."""
         return os.environ.get("WANDB_MODE") != "disabled"
 
     @property
-    def limit_s(self) -> float:
+    def send_timeout_s(self) -> float:
         """Seconds that one run may take to send."""
         return self.time_limit_s
 
@@ -78,12 +82,12 @@ class WandbTracker(Tracker):
         """The user or team that runs go to; None for the one who is logged in."""
         return self.entity or os.environ.get("WANDB_ENTITY") or None
 
-    def home(self, store: Path) -> Path:
+    def get_local_folder(self, store: Path) -> Path:
         """Folder for offline runs, and for notes of what was sent."""
         return store / DEFAULT_FOLDER if self.folder is None else Path(self.folder)
 
     @contextlib.contextmanager
-    def open(self, folder: Path, *, offline: str | None, fall_back: bool) -> Iterator[Session]:
+    def open_session(self, folder: Path, *, offline_reason: str | None, fall_back: bool) -> Iterator[TrackerSession]:
         """Begin to send, from a process that does nothing else: wandb's variables are changed for good.
 
         Raises
@@ -93,23 +97,23 @@ class WandbTracker(Tracker):
         """
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        self.settle_environment(folder)
+        self.set_environment(folder)
         import wandb
 
-        to = Destination(self.mode, self.project_name, self.entity_name, self.tags, self.time_limit_s)
-        session = WandbSession(to, folder, fall_back=fall_back)
-        session.settle(offline)
+        destination = WandbDestination(self.mode, self.project_name, self.entity_name, self.tags, self.time_limit_s)
+        session = WandbSession(destination, folder, fall_back=fall_back)
+        session.choose_mode(offline_reason)
         try:
             yield session
         finally:
             wandb.teardown()
 
-    def settle_environment(self, folder: Path | None = None) -> None:
+    def set_environment(self, folder: Path | None = None) -> None:
         """Set wandb's variables before it is imported: whose server, nothing of one run, no reports of errors.
 
         With a `folder` what wandb keeps of artifacts lies there: a home may be full, or not be there on a node.
         """
-        for name in OF_ONE_RUN:
+        for name in SINGLE_RUN_VARIABLES:
             os.environ.pop(f"WANDB_{name}", None)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         if self.base_url is not None:

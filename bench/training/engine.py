@@ -14,12 +14,12 @@ from bench.models import Batch, Family, float8
 from bench.models.blocks import checkpoint_blocks, compile_blocks
 from bench.models.materialize import Materializer
 from bench.precision import Precision
-from bench.strategies import Job, Stepper, Strategy
+from bench.strategies import Stepper, Strategy, WrapContext
 from bench.training.optimizer import OptimizerConfig
 
 EnterPhase = Callable[[str], None]
 
-NO_GROWTH = 2**31 - 1
+LOSS_SCALE_GROWTH_INTERVAL = 2**31 - 1
 """Steps until a loss scale doubles, which would hide a step that was skipped: torch's default is 2,000."""
 
 
@@ -61,38 +61,40 @@ class Engine:
         """
         return self.stepper.step(self, micro_batches)
 
-    def one_by_one(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
+    def run_micro_batches(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """A step that runs forward and backward of each micro-batch in turn; their mean loss."""
         losses = []
         for index, batch in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            with self.strategy.accumulate(self.module, synchronize=last or self.synchronize_every_micro_batch):
+            is_last = index == len(micro_batches) - 1
+            with self.strategy.control_gradient_sync(
+                self.module, synchronize=is_last or self.synchronize_every_micro_batch
+            ):
                 losses.append(self._forward_backward(batch, len(micro_batches)))
         self.enter_phase("optimizer")
         self.stepper.update()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _forward_backward(self, batch: Batch, micro_batches: int) -> torch.Tensor:
+    def _forward_backward(self, batch: Batch, num_micro_batches: int) -> torch.Tensor:
         """Both passes of one of several micro-batches. Returns its share of the loss alone, so that neither the logits
         nor the loss's graph live on while the next one is computed or parameters are updated."""
         self.enter_phase("forward")
         with self.autocast():
             logits = self.module(**batch.inputs)["logits"]
-        loss = self.loss(logits, batch.labels) / micro_batches
+        loss = self.loss(logits, batch.labels) / num_micro_batches
         self.enter_phase("backward")
         self.stepper.backward(loss)
         return loss.detach()
 
-    def skipped_steps(self, scale_before: float) -> int:
+    def count_skipped_steps(self, scale_before: float) -> int:
         """Steps since the loss scale was `scale_before` in which gradients overflowed, each of which halves it."""
         scale = self.scaler.get_scale()
         return round(math.log2(scale_before / scale)) if scale < scale_before else 0
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Around what computes narrower than parameters are stored, where that is autocast's task."""
-        if self.precision.mixed and self.strategy.uses_autocast(self.precision):
-            kept = self.strategy.autocast_caches
-            return torch.autocast(self.device.type, self.precision.compute_dtype, cache_enabled=kept)
+        if self.precision.is_mixed and self.strategy.uses_autocast(self.precision):
+            cache_enabled = self.strategy.has_autocast_cache
+            return torch.autocast(self.device.type, self.precision.compute_dtype, cache_enabled=cache_enabled)
         return contextlib.nullcontext()
 
 
@@ -110,68 +112,78 @@ def build_engine(
     seed: int = 0,
     enter_phase: EnterPhase = lambda phase: None,
     rehearsed: bool = False,
-    micro_batches: int = 1,
+    num_micro_batches: int = 1,
 ) -> Engine:
     """Build the model on meta, prepare its blocks, wrap and fill it, then build the optimizer on what it became.
 
     `world_size` ranks call this together, or the first of them alone if it is `rehearsed`."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
-    model = family.build().to(precision.parameter_dtype)
+    model = family.build_model().to(precision.parameter_dtype)
     model.train()
-    float8.convert(family, model, precision)
+    float8.convert_to_float8(family, model, precision)
     materializer = Materializer(model, family, device, seed)
     if precision.scales_loss and strategy.uses_autocast(precision):
-        keep_out_of_autocast(family.fp32_modules(model), device)
+        disable_autocast(family.find_fp32_modules(model), device)
     checkpoint_blocks(family, model, activation_checkpointing)
     if compile:
         compile_blocks(family, model)
-    job = Job(family, precision, device, world_size, materializer, rehearsed, optimizer.build, micro_batches)
+    job = WrapContext(
+        family, precision, device, world_size, materializer, rehearsed, optimizer.build, num_micro_batches
+    )
     module = strategy.wrap(model, job)
-    scaler = strategy.grad_scaler(device) if precision.scales_loss else torch.amp.GradScaler(device.type, enabled=False)
-    scaler.set_growth_interval(NO_GROWTH)
-    built = strategy.optimizer(module, optimizer.build)
+    scaler = (
+        strategy.build_grad_scaler(device)
+        if precision.scales_loss
+        else torch.amp.GradScaler(device.type, enabled=False)
+    )
+    scaler.set_growth_interval(LOSS_SCALE_GROWTH_INTERVAL)
+    torch_optimizer = strategy.build_optimizer(module, optimizer.build)
     return Engine(
         module,
-        strategy.stepper(module, built, scaler, optimizer.keep_gradients),
+        strategy.build_stepper(module, torch_optimizer, scaler, optimizer.keep_gradients),
         strategy,
         precision,
         device,
         synchronize_every_micro_batch,
         enter_phase,
-        family.loss,
+        family.compute_loss,
     )
 
 
-def micro_batches(
+def build_micro_batches(
     family: Family,
     *,
     batch_size: int,
     sequence_length: int,
     device: torch.device,
     num_micro_batches: int = 1,
-    share: int = 0,
-    shares: int = 1,
+    share_index: int = 0,
+    num_shares: int = 1,
     seed: int = 0,
 ) -> list[Batch]:
-    """One of `shares` equal parts of a synthetic global batch that depends on the seed alone.
+    """One of `num_shares` equal parts of a synthetic global batch that depends on the seed alone.
 
-    One process with `shares` times the batch size sees the same sequences as all shares together.
+    One process with `num_shares` times the batch size sees the same sequences as all num_shares together.
     """
     generator = torch.Generator().manual_seed(seed)
-    parts = []
+    batches = []
     for _ in range(num_micro_batches):
-        whole = family.batch(shares * batch_size, sequence_length, generator)
-        parts.append(whole.share(slice(share * batch_size, (share + 1) * batch_size), device))
-    return parts
+        global_batch = family.build_batch(num_shares * batch_size, sequence_length, generator)
+        batches.append(
+            global_batch.select_sequences(slice(share_index * batch_size, (share_index + 1) * batch_size), device)
+        )
+    return batches
 
 
-def keep_out_of_autocast(modules: Sequence[nn.Module], device: torch.device) -> None:
+def disable_autocast(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Make each linear layer compute in its weights' fp32 even under autocast."""
     for module in modules:
-        compute = module.forward
+        original_forward = module.forward
 
-        def forward(hidden: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor] = compute) -> torch.Tensor:
+        def forward(
+            hidden: torch.Tensor, original_forward: Callable[[torch.Tensor], torch.Tensor] = original_forward
+        ) -> torch.Tensor:
             with torch.autocast(device.type, enabled=False):
-                return compute(hidden.float())
+                return original_forward(hidden.float())
 
         module.forward = forward  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from bench.errors import bad_value
+from bench.errors import invalid_value_error
 from bench.typed import OneOf, Within
 
 IMPLEMENTATIONS = ("fused", "foreach", "for_loop")
@@ -23,15 +23,17 @@ class OptimizerConfig:
     """adamw (two states per parameter) or sgd (none without momentum)."""
     implementation: Annotated[str, OneOf(*IMPLEMENTATIONS)]
     """fused (one kernel), foreach (one kernel per operation) or for_loop (one kernel per operation and parameter)."""
-    learning_rate: Annotated[float, Within(0, 1e38, above=True)]
-    momentum: Annotated[float, Within(0, 1, below=True)] = 0.0
+    learning_rate: Annotated[float, Within(0, 1e38, exclusive_minimum=True)]
+    momentum: Annotated[float, Within(0, 1, exclusive_maximum=True)] = 0.0
     """Of SGD: above 0 it keeps one state per parameter."""
     keep_gradients: bool = False
     """Fill gradients with zeros between steps (torch's default before 2.0) instead of freeing them."""
 
     def __post_init__(self) -> None:
         if self.momentum and self.name != "sgd":
-            raise bad_value("optimizer.momentum", self.momentum, f"0, since optimizer.name={self.name} has its own")
+            raise invalid_value_error(
+                "optimizer.momentum", self.momentum, f"0, since optimizer.name={self.name} has its own"
+            )
 
     @property
     def states_per_parameter(self) -> int:

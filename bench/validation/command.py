@@ -10,20 +10,20 @@ from pathlib import Path
 
 from bench.config import RunConfig
 from bench.errors import UsageError
-from bench.paths import path
-from bench.simulate.predict import predict_all
+from bench.paths import parse_path_argument
+from bench.simulate.predict import predict_runs
 from bench.simulate.prediction import Prediction
-from bench.validation.figure import draw
-from bench.validation.measured import step_times
-from bench.validation.page import page
-from bench.validation.runs import SPEED, Case, cases, configured
-from bench.validation.shapes import shapes
-from bench.validation.statistics import Result, result
-from bench.validation.strategies import strategy_shapes
-from bench.validation.tuning import CHOSEN_WITHOUT
+from bench.validation.figure import draw_accuracy_figure
+from bench.validation.measured import render_step_times
+from bench.validation.page import render_accuracy_page
+from bench.validation.runs import SPEED, PublishedCase, build_published_config, load_cases
+from bench.validation.shapes import compare_fsdp_paper
+from bench.validation.statistics import CaseResult, build_result
+from bench.validation.strategies import compare_strategies
+from bench.validation.tuning import OVERRIDES_WITHOUT_SOURCE
 
-ACCURACY = Path(__file__).resolve().parents[2] / "results" / "predicted" / "ACCURACY.md"
-FIGURE = "accuracy.png"
+ACCURACY_PAGE = Path(__file__).resolve().parents[2] / "results" / "predicted" / "ACCURACY.md"
+FIGURE_FILE = "accuracy.png"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,63 +35,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0.
     """
     parser = argparse.ArgumentParser(prog="python -m bench.predict validate", description=__doc__)
-    parser.add_argument("--output", type=path, default=ACCURACY, help="the page to write; its figure lies beside it")
-    parser.add_argument("--measured", type=path, metavar="STORE", help="compare with these rows' step times instead")
     parser.add_argument(
-        "--hardware", type=path, metavar="FILE", help="what --measured ran on, as bench.calibrate wrote it"
+        "--output", type=parse_path_argument, default=ACCURACY_PAGE, help="the page to write; its figure lies beside it"
+    )
+    parser.add_argument(
+        "--measured", type=parse_path_argument, metavar="STORE", help="compare with these rows' step times instead"
+    )
+    parser.add_argument(
+        "--hardware",
+        type=parse_path_argument,
+        metavar="FILE",
+        help="what --measured ran on, as bench.calibrate wrote it",
     )
     options = parser.parse_args(arguments)
     if options.measured is not None or options.hardware is not None:
-        return _compare_with_rows(parser, options)
+        return _report_measured_step_times(parser, options)
     output: Path = options.output
-    results = compare(cases())
-    text = accuracy(results)
+    results = predict_cases(load_cases())
+    page_text = build_accuracy_page(results)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
-    draw(results, output.with_name(FIGURE))
-    print(text.partition("## Every row")[0])
+    output.write_text(page_text, encoding="utf-8")
+    draw_accuracy_figure(results, output.with_name(FIGURE_FILE))
+    print(page_text.partition("## Every row")[0])
     print(f"{len(results)} published numbers; the page with all of them: {output}")
     return 0
 
 
-def _compare_with_rows(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _report_measured_step_times(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """The table of measured and predicted step times, printed and, if asked for, written."""
     if options.measured is None or options.hardware is None:
         parser.error("--measured and --hardware go together")
     try:
-        text = step_times(options.measured, options.hardware)
+        page_text = render_step_times(options.measured, options.hardware)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.output != ACCURACY:
-        options.output.write_text(text, encoding="utf-8")
-    print(text)
+    if options.output != ACCURACY_PAGE:
+        options.output.write_text(page_text, encoding="utf-8")
+    print(page_text)
     return 0
 
 
-def accuracy(results: Sequence[Result]) -> str:
+def build_accuracy_page(results: Sequence[CaseResult]) -> str:
     """The page of these results."""
-    others = {source: compare(_without(results, source)) for source in CHOSEN_WITHOUT}
-    return page(results, others, [*shapes(predict_all), *strategy_shapes(predict_all)], FIGURE)
+    other_results = {
+        source: predict_cases(_build_cases_without(results, source)) for source in OVERRIDES_WITHOUT_SOURCE
+    }
+    return render_accuracy_page(
+        results, other_results, [*compare_fsdp_paper(predict_runs), *compare_strategies(predict_runs)], FIGURE_FILE
+    )
 
 
-def compare(found: Sequence[Case]) -> list[Result]:
+def predict_cases(cases: Sequence[PublishedCase]) -> list[CaseResult]:
     """Predict the run of every case, each run once."""
     configs: dict[tuple[tuple[str, str], ...], RunConfig] = {}
-    for case in found:
-        configs.setdefault(case.settings, configured(case.settings))
+    for case in cases:
+        configs.setdefault(case.settings, build_published_config(case.settings))
     predictions: dict[tuple[tuple[str, str], ...], Prediction] = dict(
-        zip(configs, predict_all(list(configs.values())), strict=True)
+        zip(configs, predict_runs(list(configs.values())), strict=True)
     )
-    return [result(case, predictions[case.settings]) for case in found]
+    return [build_result(case, predictions[case.settings]) for case in cases]
 
 
-def _without(results: Sequence[Result], source: str) -> list[Case]:
+def _build_cases_without(results: Sequence[CaseResult], source: str) -> list[PublishedCase]:
     """The speeds of one source, as runs on hardware whose constants were chosen without it."""
-    changed = []
-    for each in results:
-        case = each.case
-        if case.source == source and case.counted and case.quantity == SPEED:
-            constants = CHOSEN_WITHOUT[source][each.hardware]
-            changed.append(dataclasses.replace(case, settings=tuple({**dict(case.settings), **constants}.items())))
-    return changed
+    changed_cases = []
+    for result in results:
+        case = result.case
+        if case.source == source and case.is_counted and case.quantity == SPEED:
+            constants = OVERRIDES_WITHOUT_SOURCE[source][result.hardware]
+            changed_cases.append(
+                dataclasses.replace(case, settings=tuple({**dict(case.settings), **constants}.items()))
+            )
+    return changed_cases

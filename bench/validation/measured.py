@@ -12,22 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.config import RunConfig, run_config
-from bench.errors import UsageError, bad_value
+from bench.config import RunConfig, build_run_config
+from bench.errors import UsageError, invalid_value_error
 from bench.hardware import Hardware
-from bench.hardware.file import read_hardware
+from bench.hardware.file import read_hardware_file
 from bench.records import Record
-from bench.records.encoding import shown
+from bench.records.encoding import format_value
 from bench.reporting.reading import read_store
-from bench.simulate.predict import predict_all
+from bench.simulate.predict import predict_runs
 
-WITHIN = 0.10
+MAX_GOAL_ERROR = 0.10
 """The goal."""
 
-PLUGINS = (("model", "family"), ("strategy", "name"))
+PLUGIN_FIELDS = (("model", "family"), ("strategy", "name"))
 """Fields of a configuration that name a module."""
 
-HEAD = """# Step times on a calibrated machine
+PAGE_HEAD = """# Step times on a calibrated machine
 
 Measured rows beside predictions for the calibrated description of the same machine: {calibration}
 
@@ -49,7 +49,7 @@ runs was used in the calibration.
 
 
 @dataclass(frozen=True)
-class Compared:
+class StepTimeComparison:
     """One configuration that ran, once or several times."""
 
     config: RunConfig
@@ -63,7 +63,7 @@ class Compared:
         return self.predicted_s / statistics.median(self.measured_s) - 1
 
 
-def step_times(store: Path, hardware: Path) -> str:
+def render_step_times(store_path: Path, hardware_path: Path) -> str:
     """The table in Markdown.
 
     Raises
@@ -71,40 +71,47 @@ def step_times(store: Path, hardware: Path) -> str:
     UsageError
         If the store has no rows of runs that can be compared, or the file describes no speeds.
     """
-    described = read_hardware(hardware.resolve())
-    return page(compared(store, described), described)
+    hardware = read_hardware_file(hardware_path.resolve())
+    return render_step_time_page(compare_step_times(store_path, hardware), hardware)
 
 
-def compared(store: Path, hardware: Hardware) -> list[Compared]:
+def compare_step_times(store_path: Path, hardware: Hardware) -> list[StepTimeComparison]:
     """Every configuration of the store that ran on such a device in one process, predicted for this one."""
     if hardware.speeds is None:
-        raise bad_value("hardware", hardware.name, "a file with speeds, as python -m bench.calibrate writes it")
-    runs: dict[str, list[tuple[RunConfig, float]]] = defaultdict(list)
-    contents = read_store(store)
+        raise invalid_value_error(
+            "hardware", hardware.name, "a file with speeds, as python -m bench.calibrate writes it"
+        )
+    runs_by_id: dict[str, list[tuple[RunConfig, float]]] = defaultdict(list)
+    contents = read_store(store_path)
     problems = list(contents.unreadable)
     for file, row in zip(contents.files, contents.records, strict=True):
         if row["status"] == "ok" and row["evidence"] == "measured" and row.get("device") == hardware.device:
             try:
-                config = dataclasses.replace(recorded_config(row), hardware=hardware, repeat=0)
+                config = dataclasses.replace(parse_recorded_config(row), hardware=hardware, repeat=0)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 problems.append(f"{file}: {error}")
                 continue
             if config.gpus == 1 and row.get("step_time_median_s") is not None:
-                runs[config.run_id].append((config, row["step_time_median_s"]))
+                runs_by_id[config.run_id].append((config, row["step_time_median_s"]))
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
-    if not runs:
-        raise UsageError(f"{store} has no row of one process on {hardware.device} that ended well.")
-    configs = [several[0][0] for several in runs.values()]
-    found = []
-    for config, several, prediction in zip(configs, runs.values(), predict_all(configs), strict=True):
+    if not runs_by_id:
+        raise UsageError(f"{store_path} has no row of one process on {hardware.device} that ended well.")
+    configs = [repeats[0][0] for repeats in runs_by_id.values()]
+    comparisons = []
+    for config, repeats, prediction in zip(configs, runs_by_id.values(), predict_runs(configs), strict=True):
         if prediction.time is None:
-            raise bad_value("hardware", hardware.name, f"one that was calibrated in {config.precision.name}")
-        found.append(Compared(config, tuple(sorted(time for _, time in several)), prediction.time.step_s.value))
-    return sorted(found, key=lambda each: (each.config.model.num_parameters, statistics.median(each.measured_s)))
+            raise invalid_value_error("hardware", hardware.name, f"one that was calibrated in {config.precision.name}")
+        comparisons.append(
+            StepTimeComparison(config, tuple(sorted(time_s for _, time_s in repeats)), prediction.time.step_s.value)
+        )
+    return sorted(
+        comparisons,
+        key=lambda comparison: (comparison.config.model.num_parameters, statistics.median(comparison.measured_s)),
+    )
 
 
-def recorded_config(row: Record) -> RunConfig:
+def parse_recorded_config(row: Record) -> RunConfig:
     """The configuration of a row, of what the suite has.
 
     A model or strategy of one's own is a module, and who can write to a store does not choose what is imported here.
@@ -115,32 +122,34 @@ def recorded_config(row: Record) -> RunConfig:
         If the row holds no such configuration.
     """
     config = row.get("config") or {}
-    for section, field in PLUGINS:
+    for section, field in PLUGIN_FIELDS:
         name = (config.get(section) or {}).get(field)
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise bad_value(f"{section}.{field}", shown(name), "the name of one that comes with the suite")
+            raise invalid_value_error(
+                f"{section}.{field}", format_value(name), "the name of one that comes with the suite"
+            )
     if "${" in json.dumps(config):
         raise UsageError("its configuration holds an interpolation (${...}).")
-    return run_config(config)
+    return build_run_config(config)
 
 
-def page(found: Sequence[Compared], hardware: Hardware) -> str:
+def render_step_time_page(comparisons: Sequence[StepTimeComparison], hardware: Hardware) -> str:
     """The table, and what it comes to."""
-    errors = [each.error for each in found]
-    worst = max(errors, key=abs)
-    inside = sum(abs(error) <= WITHIN for error in errors)
+    errors = [comparison.error for comparison in comparisons]
+    worst_error = max(errors, key=abs)
+    within_goal_count = sum(abs(error) <= MAX_GOAL_ERROR for error in errors)
     summary = (
-        f"**{inside} of {len(found)} within {WITHIN:.0%}; {statistics.fmean(map(abs, errors)):.1%} off on average, "
-        f"{worst:+.1%} at worst.**"
+        f"**{within_goal_count} of {len(comparisons)} within {MAX_GOAL_ERROR:.0%}; {statistics.fmean(map(abs, errors)):.1%} off on average, "
+        f"{worst_error:+.1%} at worst.**"
     )
-    repeats = max(len(each.measured_s) for each in found)
+    repeats = max(len(comparison.measured_s) for comparison in comparisons)
     calibration = hardware.sources.get("calibration", hardware.name)
-    head = HEAD.format(calibration=calibration, repeats=repeats, summary=summary)
-    return head + "".join(f"{_line(each)}\n" for each in found)
+    page_head = PAGE_HEAD.format(calibration=calibration, repeats=repeats, summary=summary)
+    return page_head + "".join(f"{_format_comparison(comparison)}\n" for comparison in comparisons)
 
 
-def _line(each: Compared) -> str:
-    config, measured = each.config, [1e3 * time for time in each.measured_s]
+def _format_comparison(comparison: StepTimeComparison) -> str:
+    config, measured_ms = comparison.config, [1e3 * time_s for time_s in comparison.measured_s]
     width = getattr(config.model, "d_model", None) or getattr(config.model, "hidden_size", "")
     cells = (
         config.model.name,
@@ -149,9 +158,9 @@ def _line(each: Compared) -> str:
         config.precision.name,
         config.activation_checkpointing,
         config.optimizer.implementation,
-        f"{1e3 * each.predicted_s:,.1f}",
-        f"{statistics.median(measured):,.1f}",
-        f"{measured[0]:,.1f} to {measured[-1]:,.1f}",
-        f"{each.error:+.1%}",
+        f"{1e3 * comparison.predicted_s:,.1f}",
+        f"{statistics.median(measured_ms):,.1f}",
+        f"{measured_ms[0]:,.1f} to {measured_ms[-1]:,.1f}",
+        f"{comparison.error:+.1%}",
     )
     return f"| {' | '.join(cells)} |"

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from bench.validation.runs import LEFT_OUT, RESERVED, SPEED, TUNED_AT
-from bench.validation.shapes import Shape
-from bench.validation.statistics import Result, Summary, gpu_class, grouped, size_class, summary
+from bench.validation.runs import EXCLUSION_REASONS, RESERVED, SPEED, TUNED_GPU_COUNTS
+from bench.validation.shapes import QualitativeComparison
+from bench.validation.statistics import (
+    CaseResult,
+    ErrorSummary,
+    classify_gpu_count,
+    classify_model_size,
+    group_results,
+    summarize_errors,
+)
 
-HEAD = """# Accuracy of predictions
+PAGE_HEAD = """# Accuracy of predictions
 
 What `python -m bench.predict validate` writes; a test compares it with this file. Nothing here was run by the suite:
 every row is a number that somebody published, and the prediction of the same configuration.
@@ -27,105 +34,155 @@ every row is a number that somebody published, and the prediction of the same co
 """
 
 
-def page(results: Sequence[Result], others: dict[str, list[Result]], shapes: Sequence[Shape], figure: str) -> str:
+def render_accuracy_page(
+    results: Sequence[CaseResult],
+    other_results: dict[str, list[CaseResult]],
+    comparisons: Sequence[QualitativeComparison],
+    figure_file: str,
+) -> str:
     """The whole page, in Markdown.
 
     Parameters
     ----------
     results: sequence of Result
         One per published number.
-    others: dict
+    other_results: dict
         By source: results of its rows with constants chosen on the other sources alone.
-    figure: str
+    figure_file: str
         Name of the picture beside the page.
     """
-    speeds = [each for each in results if each.case.counted and each.case.quantity == SPEED]
-    memory = [each for each in results if each.case.counted and each.case.quantity != SPEED]
-    left_out = [each for each in speeds if not each.case.tuned]
-    parts = [HEAD.format(tuned=" and ".join(map(str, TUNED_AT)))]
-    parts += ["## In short", _table(SUMMARY_HEAD, _in_short(speeds, left_out, memory, others)), _fits(results)]
-    parts += [f"![predicted against published]({figure})"]
+    speed_results = [result for result in results if result.case.is_counted and result.case.quantity == SPEED]
+    memory_results = [result for result in results if result.case.is_counted and result.case.quantity != SPEED]
+    held_out_results = [result for result in speed_results if not result.case.is_tuned]
+    parts = [PAGE_HEAD.format(tuned=" and ".join(map(str, TUNED_GPU_COUNTS)))]
+    parts += [
+        "## In short",
+        _format_table(SUMMARY_HEAD, _list_summary_rows(speed_results, held_out_results, memory_results, other_results)),
+        _describe_fit(results),
+    ]
+    parts += [f"![predicted against published]({figure_file})"]
     parts += ["## Speed, by what varies", "Rows left out of tuning."]
-    for title, key in (
-        ("source", lambda each: each.case.source),
-        ("hardware", lambda each: each.hardware),
-        ("model", size_class),
-        ("GPUs", gpu_class),
-        ("strategy", lambda each: each.strategy),
-        ("checkpointing", lambda each: each.case.config.activation_checkpointing),
+    for title, get_key in (
+        ("source", lambda result: result.case.source),
+        ("hardware", lambda result: result.hardware),
+        ("model", classify_model_size),
+        ("GPUs", classify_gpu_count),
+        ("strategy", lambda result: result.strategy),
+        ("checkpointing", lambda result: result.case.config.activation_checkpointing),
     ):
-        parts.append(_table((title, *SUMMARY_HEAD[1:]), _by(left_out, key)))
-    parts += ["## Memory, by what is measured", _table(SUMMARY_HEAD, _by(memory, lambda each: each.case.quantity))]
-    parts += ["## What must come out of the mechanism", _table(SHAPE_HEAD, map(_shape_row, shapes))]
-    parts += ["## Every row", _rows(speeds), _rows(memory)]
-    parts += ["### Shown, not counted", _rows([each for each in results if not each.case.counted])]
-    parts += ["## Not compared", _table(("rows", "why"), LEFT_OUT.items())]
+        parts.append(_format_table((title, *SUMMARY_HEAD[1:]), _list_group_rows(held_out_results, get_key)))
+    parts += [
+        "## Memory, by what is measured",
+        _format_table(SUMMARY_HEAD, _list_group_rows(memory_results, lambda result: result.case.quantity)),
+    ]
+    parts += [
+        "## What must come out of the mechanism",
+        _format_table(COMPARISON_HEAD, map(_format_comparison, comparisons)),
+    ]
+    parts += ["## Every row", _format_result_table(speed_results), _format_result_table(memory_results)]
+    parts += [
+        "### Shown, not counted",
+        _format_result_table([result for result in results if not result.case.is_counted]),
+    ]
+    parts += ["## Not compared", _format_table(("rows", "why"), EXCLUSION_REASONS.items())]
     return "\n\n".join(parts) + "\n"
 
 
 SUMMARY_HEAD = ("rows", "count", "mean error", "worst", "bias", "within 5 %")
-SHAPE_HEAD = ("what", "published", "predicted")
+COMPARISON_HEAD = ("what", "published", "predicted")
 
 
-def _in_short(
-    speeds: list[Result], left_out: list[Result], memory: list[Result], others: dict[str, list[Result]]
+def _list_summary_rows(
+    speed_results: list[CaseResult],
+    held_out_results: list[CaseResult],
+    memory_results: list[CaseResult],
+    other_results: dict[str, list[CaseResult]],
 ) -> Iterable[tuple[str, ...]]:
-    yield ("**speed, left out**", *_cells(summary(left_out)))
-    yield ("speed, tuned on", *_cells(summary([each for each in speeds if each.case.tuned])))
-    for source, results in others.items():
-        for kind, group in grouped(results, lambda each: each.hardware[:4].upper()).items():
-            yield (f"speed, {source} on {kind}, tuned on the other source alone", *_cells(summary(group)))
-    reserved = [each for each in memory if each.case.quantity == RESERVED]
-    yield ("memory, allocated and active", *_cells(summary([each for each in memory if each not in reserved])))
-    yield ("memory, reserved (its share of active memory was chosen on these rows)", *_cells(summary(reserved)))
+    yield ("**speed, left out**", *_format_summary(summarize_errors(held_out_results)))
+    yield (
+        "speed, tuned on",
+        *_format_summary(summarize_errors([result for result in speed_results if result.case.is_tuned])),
+    )
+    for source, results in other_results.items():
+        for gpu_kind, group in group_results(results, lambda result: result.hardware[:4].upper()).items():
+            yield (
+                f"speed, {source} on {gpu_kind}, tuned on the other source alone",
+                *_format_summary(summarize_errors(group)),
+            )
+    reserved_results = [result for result in memory_results if result.case.quantity == RESERVED]
+    yield (
+        "memory, allocated and active",
+        *_format_summary(summarize_errors([result for result in memory_results if result not in reserved_results])),
+    )
+    yield (
+        "memory, reserved (its share of active memory was chosen on these rows)",
+        *_format_summary(summarize_errors(reserved_results)),
+    )
 
 
-def _fits(results: Sequence[Result]) -> str:
-    configurations = {each.case.settings: each for each in results if each.case.counted}.values()
-    missed = [each.case.label for each in configurations if not each.runs]
-    close = [each.case.label for each in configurations if each.verdict == "too close to call"]
-    said = f"{len(configurations) - len(missed)} of {len(configurations)} configurations that ran are predicted to run"
-    said += f" ({len(close)} of them too close to call)." if close else "."
-    full = [each.case.label for each in configurations if each.degraded]
-    said += f" {len(full)} are predicted to be slowed by an allocator that is nearly out of memory." if full else ""
-    return said + (f" Wrongly predicted not to fit: {'; '.join(missed)}." if missed else "")
+def _describe_fit(results: Sequence[CaseResult]) -> str:
+    configuration_results = {result.case.settings: result for result in results if result.case.is_counted}.values()
+    missed_labels = [result.case.label for result in configuration_results if not result.is_predicted_to_run]
+    close_call_labels = [result.case.label for result in configuration_results if result.fit == "too close to call"]
+    summary_text = f"{len(configuration_results) - len(missed_labels)} of {len(configuration_results)} configurations that ran are predicted to run"
+    summary_text += f" ({len(close_call_labels)} of them too close to call)." if close_call_labels else "."
+    degraded_labels = [result.case.label for result in configuration_results if result.is_degraded]
+    summary_text += (
+        f" {len(degraded_labels)} are predicted to be slowed by an allocator that is nearly out of memory."
+        if degraded_labels
+        else ""
+    )
+    return summary_text + (f" Wrongly predicted not to fit: {'; '.join(missed_labels)}." if missed_labels else "")
 
 
-def _by(results: Sequence[Result], key: Callable[[Result], str]) -> Iterable[tuple[str, ...]]:
-    return ((name, *_cells(summary(group))) for name, group in sorted(grouped(results, key).items()))
+def _list_group_rows(results: Sequence[CaseResult], get_key: Callable[[CaseResult], str]) -> Iterable[tuple[str, ...]]:
+    return (
+        (name, *_format_summary(summarize_errors(group)))
+        for name, group in sorted(group_results(results, get_key).items())
+    )
 
 
-def _cells(found: Summary) -> tuple[str, ...]:
-    return str(found.count), f"{found.mean:.1%}", f"{found.worst:+.1%}", f"{found.bias:+.1%}", f"{found.tight:.0%}"
+def _format_summary(summary: ErrorSummary) -> tuple[str, ...]:
+    return (
+        str(summary.count),
+        f"{summary.mean:.1%}",
+        f"{summary.worst:+.1%}",
+        f"{summary.bias:+.1%}",
+        f"{summary.share_within_5_percent:.0%}",
+    )
 
 
-def _rows(results: Sequence[Result]) -> str:
+def _format_result_table(results: Sequence[CaseResult]) -> str:
     head = ("source", "where", "hardware", "run", "quantity", "published", "predicted", "error", "")
-    return _table(head, map(_row, results))
+    return _format_table(head, map(_format_result, results))
 
 
-def _row(each: Result) -> tuple[str, ...]:
-    case = each.case
-    published = f"{case.published:.1f}" + (f" ± {case.uncertainty:g}" if case.uncertainty else "")
-    role = "tuned on" if case.tuned else ""
-    notes = [role, "degraded" if each.degraded and case.quantity == SPEED else "", "" if each.runs else "does not fit"]
+def _format_result(result: CaseResult) -> tuple[str, ...]:
+    case = result.case
+    published = f"{case.published_value:.1f}" + (f" ± {case.uncertainty:g}" if case.uncertainty else "")
+    role = "tuned on" if case.is_tuned else ""
+    notes = [
+        role,
+        "degraded" if result.is_degraded and case.quantity == SPEED else "",
+        "" if result.is_predicted_to_run else "does not fit",
+    ]
     return (
         case.source,
-        case.where,
-        each.hardware,
+        case.figure_or_table,
+        result.hardware,
         case.label,
         case.quantity,
         published,
-        f"{each.predicted:.1f}",
-        f"{each.error:+.1%}",
+        f"{result.predicted_value:.1f}",
+        f"{result.error:+.1%}",
         ", ".join(filter(None, notes)),
     )
 
 
-def _shape_row(shape: Shape) -> tuple[str, str, str]:
-    return shape.what, shape.published, shape.predicted
+def _format_comparison(comparison: QualitativeComparison) -> tuple[str, str, str]:
+    return comparison.statement, comparison.published, comparison.predicted
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

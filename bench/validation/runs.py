@@ -1,6 +1,6 @@
 """Published rows as runs that can be predicted: the configuration each comes to, and what had to be assumed.
 
-Every assumption is written down here, and `LEFT_OUT` says of every other source why it cannot be used.
+Every assumption is written down here, and `EXCLUSION_REASONS` says of every other source why it cannot be used.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.config import RunConfig, run_config
-from bench.planning.compose import composed
-from bench.records.published import GB, PUBLISHED
+from bench.config import RunConfig, build_run_config
+from bench.planning.compose import compose_config
+from bench.records.published import GB, PUBLISHED_CSV
 
-Line = Mapping[str, str]
+PublishedRow = Mapping[str, str]
 
 SPEED, ALLOCATED, ACTIVE, RESERVED = "TFLOPS", "allocated", "active", "reserved"
 """What is compared: TFLOPS per GPU counting recomputation, or peaks of memory in GB (10^9 bytes)."""
 
-TUNED_AT = (8, 128)
+TUNED_GPU_COUNTS = (8, 128)
 """GPU counts whose rows constants were chosen on; all others were left out of that."""
 
 MPT_SHAPES = {
@@ -37,7 +37,7 @@ MPT_SHAPES = {
 """Width, layers and heads. With 50,368 tokens, learned positions and biases these have exactly the parameters that the
 table prints."""
 
-FSDP_PAPER = {
+FSDP_PAPER_OVERRIDES = {
     "hardware": "a100_80gb",
     "precision": "bf16",
     "precision.reduce": "bf16",
@@ -52,14 +52,14 @@ FSDP_PAPER = {
 `MixedPrecision(param_dtype=bfloat16)` does; Adam's default implementation; gradients that `zero_grad` kept and filled
 with zeros, as before PyTorch 2.0; attention that materialises its scores, as minGPT and the T5 of transformers did."""
 
-PAPER_MODELS = {
+PAPER_MODEL_OVERRIDES = {
     "minGPT-175B": {"model": "gpt_175b", "model.family": "mingpt", "model.activation": "gelu", "model.dropout": "0.1"},
     "T5-11B": {"model": "t5_11b"},
 }
 """minGPT drops out one element of ten (its default), T5 is taken without dropout, as no formula for its TFLOPS is given
 that could tell."""
 
-LLM_FOUNDRY = {
+LLM_FOUNDRY_OVERRIDES = {
     "model": "mpt_7b",
     "precision": "bf16",
     "strategy": "fsdp1",
@@ -71,7 +71,7 @@ LLM_FOUNDRY = {
 `ddp_sync_context` does nothing for FSDP). ``mixed_precision: DEFAULT`` reduces in fp32, PURE in bf16; both keep
 parameters and optimizer state in fp32 (composer/trainer/mosaic_fsdp_utils.py, get_mixed_precision)."""
 
-LLM_FOUNDRY_HARDWARE = {
+LLM_FOUNDRY_HARDWARE_OVERRIDES = {
     "a100": {
         "hardware.speeds.links.node_gb_s": "200",
         "hardware.speeds.attention.forward": "0.60",
@@ -87,11 +87,11 @@ LLM_FOUNDRY_HARDWARE = {
 """Its A100 clusters have 1600 Gb/s between nodes. Its attention is FlashAttention of 2022, in Triton: 25 to 40 % of the
 peak on A100 (arXiv:2307.08691), at head dimension 128 two thirds of the asymptotic shares here; on H100 fitted."""
 
-SWEPT_GPUS = (128, 256, 512)
+LLM_FOUNDRY_2024_GPU_COUNTS = (128, 256, 512)
 """H100 counts of llm-foundry's sweep of 2024, which asks for forward prefetch and BACKWARD_PRE
 (https://github.com/mosaicml/llm-foundry/blob/4a6d4e6b4033fc052115fa2b3331e3e1de99f7b6/scripts/train/benchmarking/sweep.py)."""
 
-LEFT_OUT = {
+EXCLUSION_REASONS = {
     "fsdp_paper Figure 6(a), 611M and 2.28B": "GPU count, batch, sequence length and precision are not stated",
     "fsdp_paper Figure 6(b), prefetch on": "the same runs as Figure 7(b), batch 1",
     "fsdp_paper Figure 7(b), batch 2 at 128 GPUs": "the allocator retries: degraded, shown, not counted",
@@ -134,66 +134,70 @@ LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class Case:
+class PublishedCase:
     """One published number and the run that should come to it."""
 
     source: str
-    where: str
+    figure_or_table: str
     """Figure or table."""
     label: str
     settings: tuple[tuple[str, str], ...]
     """Overrides, as on the command line."""
     quantity: str
-    published: float
-    tuned: bool
+    published_value: float
+    is_tuned: bool
     """Whether constants were chosen with it in sight."""
-    counted: bool = True
+    is_counted: bool = True
     """Whether it enters the means; else it is shown."""
     uncertainty: float = 0.0
-    held_bytes: float = 0.0
+    extra_bytes: float = 0.0
     """Memory that those who measured held all the time, and this suite does not."""
 
     @property
     def config(self) -> RunConfig:
         """The run."""
-        return configured(self.settings)
+        return build_published_config(self.settings)
 
 
-def configured(settings: tuple[tuple[str, str], ...]) -> RunConfig:
+def build_published_config(settings: tuple[tuple[str, str], ...]) -> RunConfig:
     """The run that overrides come to."""
-    return run_config(composed({"mode": "predict", **dict(settings)}))
+    return build_run_config(compose_config({"mode": "predict", **dict(settings)}))
 
 
-def cases(path: str | Path = PUBLISHED) -> list[Case]:
+def load_cases(path: str | Path = PUBLISHED_CSV) -> list[PublishedCase]:
     """Every usable number, in the order of the file."""
-    found = [_case(line) for line in _read(path)]
-    return [case for case in found if case is not None]
+    parsed_cases = [_parse_case(row) for row in _read_csv(path)]
+    return [case for case in parsed_cases if case is not None]
 
 
-def lines(source: str, metric: str, where: str = "") -> list[Line]:
+def load_published_rows(source: str, metric: str, figure_or_table: str = "") -> list[PublishedRow]:
     """What a source says, in one of its figures or tables, or in all of them."""
     return [
-        line
-        for line in _read(PUBLISHED)
-        if (line["source_key"], line["metric"]) == (source, metric) and line["figure_or_table"].startswith(where)
+        row
+        for row in _read_csv(PUBLISHED_CSV)
+        if (row["source_key"], row["metric"]) == (source, metric) and row["figure_or_table"].startswith(figure_or_table)
     ]
 
 
-def _read(path: str | Path) -> list[Line]:
+def _read_csv(path: str | Path) -> list[PublishedRow]:
     with Path(path).open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def _case(line: Line) -> Case | None:
-    reader = {"fsdp_paper": _fsdp_paper, "llm_foundry": _llm_foundry, "megatron_sc21": _zero_3}.get(line["source_key"])
-    return reader(line) if reader else None
+def _parse_case(row: PublishedRow) -> PublishedCase | None:
+    parse_row = {
+        "fsdp_paper": _parse_fsdp_paper,
+        "llm_foundry": _parse_llm_foundry,
+        "megatron_sc21": _parse_megatron_zero_3,
+    }.get(row["source_key"])
+    return parse_row(row) if parse_row else None
 
 
-def _fsdp_paper(line: Line) -> Case | None:
-    figure = line["figure_or_table"]
+def _parse_fsdp_paper(row: PublishedRow) -> PublishedCase | None:
+    figure = row["figure_or_table"]
     if figure not in ("Figure 6(a)", "Figure 6(b)", "Figure 7(b)", "Figure 7(c)", "Figure 8(b)", "Figure 8(c)"):
         return None
-    if line["model"] not in PAPER_MODELS or (figure == "Figure 6(b)" and "prefetch on" in line["sharding"]):
+    if row["model"] not in PAPER_MODEL_OVERRIDES or (figure == "Figure 6(b)" and "prefetch on" in row["sharding"]):
         return None
     quantities = {
         "tflops_per_gpu": SPEED,
@@ -201,59 +205,59 @@ def _fsdp_paper(line: Line) -> Case | None:
         "peak_memory_active": ACTIVE,
         "peak_memory_reserved": RESERVED,
     }
-    gpt = "GPT" in line["model"]
+    is_gpt = "GPT" in row["model"]
     settings = {
-        **FSDP_PAPER,
-        **PAPER_MODELS[line["model"]],
-        "sequence_length": "2048" if gpt else "512",
+        **FSDP_PAPER_OVERRIDES,
+        **PAPER_MODEL_OVERRIDES[row["model"]],
+        "sequence_length": "2048" if is_gpt else "512",
         # Of Figure 6(a) neither is stated: 64 GPUs and batch 8 are where Figure 7(c) has the same number.
-        "gpus": line["gpu_count"] or "64",
-        "batch_size_per_gpu": line["batch_size_per_gpu"] or ("1" if gpt else "8"),
+        "gpus": row["gpu_count"] or "64",
+        "batch_size_per_gpu": row["batch_size_per_gpu"] or ("1" if is_gpt else "8"),
     }
-    if "prefetch off" in line["sharding"]:
+    if "prefetch off" in row["sharding"]:
         settings["strategy.backward_prefetch"] = "none"
-    if "hybrid" in line["sharding"]:
+    if "hybrid" in row["sharding"]:
         settings["strategy.sharding_factor"] = "node"
-    cliff = figure == "Figure 7(b)" and settings["gpus"] == "128" and settings["batch_size_per_gpu"] == "2"
-    counted = figure != "Figure 8(c)" and not cliff
-    return _made(line, settings, quantities[line["metric"]], float(line["value"]), counted=counted)
+    is_allocator_cliff = figure == "Figure 7(b)" and settings["gpus"] == "128" and settings["batch_size_per_gpu"] == "2"
+    is_counted = figure != "Figure 8(c)" and not is_allocator_cliff
+    return _build_case(row, settings, quantities[row["metric"]], float(row["value"]), is_counted=is_counted)
 
 
-def _llm_foundry(line: Line) -> Case | None:
-    if line["metric"] != "tokens_per_second_per_gpu" or line["precision"] == "amp_fp8":
+def _parse_llm_foundry(row: PublishedRow) -> PublishedCase | None:
+    if row["metric"] != "tokens_per_second_per_gpu" or row["precision"] == "amp_fp8":
         return None
-    width, layers, heads = MPT_SHAPES[line["model"].removeprefix("MPT-")]
-    accumulation = re.search(r"grad accum (\d+)", line["note"])
+    width, layers, heads = MPT_SHAPES[row["model"].removeprefix("MPT-")]
+    accumulation = re.search(r"grad accum (\d+)", row["note"])
     assert accumulation is not None
     settings = {
-        **LLM_FOUNDRY,
+        **LLM_FOUNDRY_OVERRIDES,
         "model.hidden_size": str(width),
         "model.num_layers": str(layers),
         "model.num_heads": str(heads),
-        "model.block_size": line["sequence_length"],
-        "hardware": line["gpu"],
-        "gpus": line["gpu_count"],
-        "batch_size_per_gpu": line["batch_size_per_gpu"],
-        "sequence_length": line["sequence_length"],
-        "activation_checkpointing": {"full": "full", "no": "none"}[line["activation_checkpointing"]],
+        "model.block_size": row["sequence_length"],
+        "hardware": row["gpu"],
+        "gpus": row["gpu_count"],
+        "batch_size_per_gpu": row["batch_size_per_gpu"],
+        "sequence_length": row["sequence_length"],
+        "activation_checkpointing": {"full": "full", "no": "none"}[row["activation_checkpointing"]],
         "gradient_accumulation": accumulation[1],
         "gradient_accumulation_sync": "true",
     }
-    if "mp_mode PURE" in line["note"]:
+    if "mp_mode PURE" in row["note"]:
         settings["precision.reduce"] = "bf16"
-    if line["sharding"] == "shard_grad_op":
+    if row["sharding"] == "shard_grad_op":
         settings["strategy.reshard_after_forward"] = "false"
-    settings |= LLM_FOUNDRY_HARDWARE[line["gpu"].partition("_")[0]]
-    if line["gpu"].startswith("h100") and int(line["gpu_count"]) in SWEPT_GPUS:
+    settings |= LLM_FOUNDRY_HARDWARE_OVERRIDES[row["gpu"].partition("_")[0]]
+    if row["gpu"].startswith("h100") and int(row["gpu_count"]) in LLM_FOUNDRY_2024_GPU_COUNTS:
         settings |= {"strategy.backward_prefetch": "pre", "strategy.forward_prefetch": "true"}
-    return _made(line, settings, SPEED, float(line["value"]))
+    return _build_case(row, settings, SPEED, float(row["value"]))
 
 
-def _zero_3(line: Line) -> Case | None:
-    if "ZeRO-3" not in line["sharding"]:
+def _parse_megatron_zero_3(row: PublishedRow) -> PublishedCase | None:
+    if "ZeRO-3" not in row["sharding"]:
         return None
-    shapes = {"GPT-174.6B": ("12288", "96", "96"), "GPT-529.6B": ("20480", "105", "128")}
-    width, layers, heads = shapes[line["model"]]
+    model_shapes = {"GPT-174.6B": ("12288", "96", "96"), "GPT-529.6B": ("20480", "105", "128")}
+    width, layers, heads = model_shapes[row["model"]]
     settings = {
         "model": "gpt_175b",
         "model.vocabulary_size": "51200",
@@ -266,57 +270,61 @@ def _zero_3(line: Line) -> Case | None:
         "precision": "fp16",
         "precision.reduce": "fp16",
         "strategy": "fsdp1",
-        "gpus": line["gpu_count"],
+        "gpus": row["gpu_count"],
         "gpus_per_node": "8",
-        "batch_size_per_gpu": line["batch_size_per_gpu"],
+        "batch_size_per_gpu": row["batch_size_per_gpu"],
         "sequence_length": "2048",
         "activation_checkpointing": "full",
     }
-    return _made(line, settings, SPEED, float(line["value"]), counted=False)
+    return _build_case(row, settings, SPEED, float(row["value"]), is_counted=False)
 
 
-def _made(line: Line, settings: dict[str, str], quantity: str, value: float, *, counted: bool = True) -> Case:
-    ordered = tuple(settings.items())
-    if line["metric"] == "tokens_per_second_per_gpu":
-        value = _tflops_of_tokens(configured(ordered), value)
-    of_paper = line["source_key"] == "fsdp_paper"
-    words = [line["model"], f"{settings['gpus']} GPUs", f"batch {settings['batch_size_per_gpu']}"]
-    words += [f"length {line['sequence_length']}"] if len(line["sequence_length"]) > 4 else []
-    words += [part for part in ("hybrid", "prefetch off") if part in line["sharding"]]
-    return Case(
-        source=line["source_key"],
-        where=line["figure_or_table"].split(" with ")[0],
-        label=", ".join(words),
-        settings=ordered,
+def _build_case(
+    row: PublishedRow, settings: dict[str, str], quantity: str, value: float, *, is_counted: bool = True
+) -> PublishedCase:
+    ordered_settings = tuple(settings.items())
+    if row["metric"] == "tokens_per_second_per_gpu":
+        value = _convert_tokens_to_tflops(build_published_config(ordered_settings), value)
+    is_fsdp_paper = row["source_key"] == "fsdp_paper"
+    label_parts = [row["model"], f"{settings['gpus']} GPUs", f"batch {settings['batch_size_per_gpu']}"]
+    label_parts += [f"length {row['sequence_length']}"] if len(row["sequence_length"]) > 4 else []
+    label_parts += [part for part in ("hybrid", "prefetch off") if part in row["sharding"]]
+    return PublishedCase(
+        source=row["source_key"],
+        figure_or_table=row["figure_or_table"].split(" with ")[0],
+        label=", ".join(label_parts),
+        settings=ordered_settings,
         quantity=quantity,
-        published=value,
-        tuned=quantity == SPEED and counted and int(settings["gpus"]) in TUNED_AT,
-        counted=counted,
-        uncertainty=float(line["uncertainty"] or 0.0),
-        held_bytes=held_by_masks(configured(ordered)) if of_paper and quantity != SPEED else 0.0,
+        published_value=value,
+        is_tuned=quantity == SPEED and is_counted and int(settings["gpus"]) in TUNED_GPU_COUNTS,
+        is_counted=is_counted,
+        uncertainty=float(row["uncertainty"] or 0.0),
+        extra_bytes=compute_mask_bytes(build_published_config(ordered_settings))
+        if is_fsdp_paper and quantity != SPEED
+        else 0.0,
     )
 
 
-def _tflops_of_tokens(config: RunConfig, tokens_per_second: float) -> float:
+def _convert_tokens_to_tflops(config: RunConfig, tokens_per_second: float) -> float:
     """TFLOPS per GPU counting recomputation, of a rate at which tokens were trained on.
 
     Since PyTorch 2.1 checkpointing stops short of computing a block's last product again, as the suite's count of
     FLOPs says; before, a whole forward pass was computed again. The sweep of 2024 is taken to be of the first kind, all
     earlier rows of the second. (Predictions stop short, and count so: rates of FLOPs can be compared.)
     """
-    count = config.model.flops_per_sequence(config.sequence_length)
-    flops = count.hardware(config.activation_checkpointing)
-    of_2024 = config.hardware.name.startswith("h100") and config.gpus in SWEPT_GPUS
-    if config.activation_checkpointing == "full" and not of_2024:
-        flops = count.model * 4 // 3
-    return flops * tokens_per_second / config.model.tokens_per_sequence(config.sequence_length) / 1e12
+    flop_count = config.model.count_flops_per_sequence(config.sequence_length)
+    flops = flop_count.compute_hardware_flops(config.activation_checkpointing)
+    is_2024_sweep = config.hardware.name.startswith("h100") and config.gpus in LLM_FOUNDRY_2024_GPU_COUNTS
+    if config.activation_checkpointing == "full" and not is_2024_sweep:
+        flops = flop_count.model_flops * 4 // 3
+    return flops * tokens_per_second / config.model.count_tokens_per_sequence(config.sequence_length) / 1e12
 
 
-def held_by_masks(config: RunConfig) -> float:
+def compute_mask_bytes(config: RunConfig) -> float:
     """Bytes of the causal masks in fp32 that minGPT keeps, one in every block, and the suite's model does not."""
     return 4 * getattr(config.model, "num_layers", 0) * config.sequence_length**2
 
 
-def in_gigabytes(size_bytes: float) -> float:
+def convert_to_gigabytes(size_bytes: float) -> float:
     """Bytes as the paper's memory axes count them."""
     return size_bytes / GB

@@ -8,18 +8,18 @@ from statistics import fmean
 
 from bench.config import RunConfig
 from bench.simulate.prediction import DOES_NOT_FIT, Prediction
-from bench.validation.runs import ACTIVE, ALLOCATED, RESERVED, SPEED, Case, in_gigabytes
+from bench.validation.runs import ACTIVE, ALLOCATED, RESERVED, SPEED, PublishedCase, convert_to_gigabytes
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     """A published number and what was predicted for it."""
 
-    case: Case
-    predicted: float
-    verdict: str | None
+    case: PublishedCase
+    predicted_value: float
+    fit: str | None
     """Whether the run was predicted to fit."""
-    degraded: bool
+    is_degraded: bool
     strategy: str
     """What the strategy comes to: fsdp1/full_shard."""
     parameters: int
@@ -29,47 +29,49 @@ class Result:
     @property
     def error(self) -> float:
         """Predicted against published, as a share of the published value; above 0 is too fast, or too much memory."""
-        return self.predicted / self.case.published - 1
+        return self.predicted_value / self.case.published_value - 1
 
     @property
-    def runs(self) -> bool:
+    def is_predicted_to_run(self) -> bool:
         """Not predicted to run out of memory: right for every run that was published as running."""
-        return self.verdict != DOES_NOT_FIT
+        return self.fit != DOES_NOT_FIT
 
 
-def result(case: Case, prediction: Prediction) -> Result:
+def build_result(case: PublishedCase, prediction: Prediction) -> CaseResult:
     """Compare one prediction with the published number."""
     config = case.config
-    return Result(
+    return CaseResult(
         case=case,
-        predicted=_predicted(case, prediction),
-        verdict=prediction.memory.verdict,
-        degraded=prediction.time is not None and prediction.time.degraded,
-        strategy=config.strategy.effective(config.gpus),
+        predicted_value=_compute_predicted_value(case, prediction),
+        fit=prediction.memory.verdict,
+        is_degraded=prediction.time is not None and prediction.time.degraded,
+        strategy=config.strategy.describe_effective_strategy(config.gpus),
         parameters=config.model.num_parameters,
         gpus=config.gpus,
         hardware=config.hardware.name,
     )
 
 
-def _predicted(case: Case, prediction: Prediction) -> float:
+def _compute_predicted_value(case: PublishedCase, prediction: Prediction) -> float:
     memory = prediction.memory
     if case.quantity == SPEED:
-        return tflops(case.config, prediction)
+        return compute_tflops(case.config, prediction)
     peaks = {ALLOCATED: memory.allocated, ACTIVE: memory.active, RESERVED: memory.reserved}
-    return in_gigabytes(peaks[case.quantity].value + case.held_bytes)
+    return convert_to_gigabytes(peaks[case.quantity].value + case.extra_bytes)
 
 
-def tflops(config: RunConfig, prediction: Prediction) -> float:
+def compute_tflops(config: RunConfig, prediction: Prediction) -> float:
     """Per GPU, counting recomputation."""
     assert prediction.time is not None, f"{config.hardware.name} has no speeds"
-    flops = config.model.flops_per_sequence(config.sequence_length).hardware(config.activation_checkpointing)
-    sequences = config.batch_size_per_gpu * config.gradient_accumulation
-    return flops * sequences / prediction.time.step_s.value / 1e12
+    flops_per_sequence = config.model.count_flops_per_sequence(config.sequence_length).compute_hardware_flops(
+        config.activation_checkpointing
+    )
+    sequences_per_step = config.batch_size_per_gpu * config.gradient_accumulation
+    return flops_per_sequence * sequences_per_step / prediction.time.step_s.value / 1e12
 
 
 @dataclass(frozen=True)
-class Summary:
+class ErrorSummary:
     """Errors of some results, as shares."""
 
     count: int
@@ -79,31 +81,31 @@ class Summary:
     """The largest error, with its sign."""
     bias: float
     """Mean of signed errors."""
-    tight: float
+    share_within_5_percent: float
     """Share of results within 5 %."""
 
 
-def summary(results: Sequence[Result]) -> Summary:
+def summarize_errors(results: Sequence[CaseResult]) -> ErrorSummary:
     """Mean, worst and bias of at least one result."""
-    errors = [each.error for each in results]
-    return Summary(
+    errors = [result.error for result in results]
+    return ErrorSummary(
         count=len(errors),
         mean=fmean(map(abs, errors)),
         worst=max(errors, key=abs),
         bias=fmean(errors),
-        tight=sum(abs(error) <= 0.05 for error in errors) / len(errors),
+        share_within_5_percent=sum(abs(error) <= 0.05 for error in errors) / len(errors),
     )
 
 
-def grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
+def group_results(results: Iterable[CaseResult], get_key: Callable[[CaseResult], str]) -> dict[str, list[CaseResult]]:
     """Results by a property, in the order the properties first appear."""
-    groups: dict[str, list[Result]] = {}
-    for each in results:
-        groups.setdefault(key(each), []).append(each)
+    groups: dict[str, list[CaseResult]] = {}
+    for result in results:
+        groups.setdefault(get_key(result), []).append(result)
     return groups
 
 
-SIZES = (
+SIZE_CLASSES = (
     (1e9, "below 1B"),
     (5e9, "1B to 5B"),
     (20e9, "5B to 20B"),
@@ -112,12 +114,12 @@ SIZES = (
 )
 
 
-def size_class(each: Result) -> str:
+def classify_model_size(result: CaseResult) -> str:
     """How large the model is, in words."""
-    return next(name for limit, name in SIZES if each.parameters < limit)
+    return next(name for limit, name in SIZE_CLASSES if result.parameters < limit)
 
 
-def gpu_class(each: Result) -> str:
+def classify_gpu_count(result: CaseResult) -> str:
     """How many GPUs, in words."""
     limits = ((8, "8 (one node)"), (64, "16 to 64"), (256, "128 to 256"))
-    return next((name for limit, name in limits if each.gpus <= limit), "384 and more")
+    return next((name for limit, name in limits if result.gpus <= limit), "384 and more")

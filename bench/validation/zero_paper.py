@@ -9,11 +9,11 @@ from bisect import bisect_left
 
 from bench.config import RunConfig
 from bench.simulate.prediction import DOES_NOT_FIT, FITS
-from bench.validation.runs import SPEED, configured, lines
-from bench.validation.shapes import Predict, Shape
-from bench.validation.statistics import tflops
+from bench.validation.runs import SPEED, build_published_config, load_published_rows
+from bench.validation.shapes import PredictFunction, QualitativeComparison
+from bench.validation.statistics import compute_tflops
 
-CLUSTER = {
+CLUSTER_OVERRIDES = {
     "hardware": "v100_32gb",
     "hardware.speeds.links.node_gb_s": "100",
     "hardware.speeds.links.adapters": "8",
@@ -27,7 +27,7 @@ CLUSTER = {
 }
 """Its DGX-2 with 800 Gb/s between nodes. Batches are not in its text: a batch of 4 is assumed."""
 
-AS_FEW_BYTES = {
+TWO_BYTE_OVERRIDES = {
     "precision": "bf16_pure",
     "+hardware.peak_tflops.bf16": "125",
     "+hardware.speeds.matmul.efficiency.bf16": "0.74",
@@ -36,68 +36,81 @@ AS_FEW_BYTES = {
 bf16: the speed of fp16 stands in, which memory does not depend on. Optimizer state is in bf16 too, 4 bytes for its 12,
 all of it divided by 64."""
 
-LARGEST = {
+LARGEST_MODEL_RUNS = {
     "measured, baseline": {"as DDP": {"model": "gpt_1b3", "strategy": "ddp"}},
     "measured, ZeRO-1 (P_os)": {
-        "as zero1 with parameters and gradients of 2 bytes": {"model": "gpt_6b7", "strategy": "zero1", **AS_FEW_BYTES},
+        "as zero1 with parameters and gradients of 2 bytes": {
+            "model": "gpt_6b7",
+            "strategy": "zero1",
+            **TWO_BYTE_OVERRIDES,
+        },
         "of 4, the suite's fp16": {"model": "gpt_6b7", "strategy": "zero1"},
     },
 }
 """By what Table 2 calls it: runs whose largest model is predicted. Widths, which it does not state, are those of models
 of GPT-3 of about the size; the number of layers is what is looked for."""
 
-DEPTHS = range(4, 49)
+CANDIDATE_LAYERS = range(4, 49)
 
 
-def zero_paper_shapes(predict: Predict) -> list[Shape]:
+def compare_zero_paper(predict: PredictFunction) -> list[QualitativeComparison]:
     """All of them."""
-    return [_largest(predict), *_section_10_4(predict)]
+    return [_compare_largest_models(predict), *_compare_section_10_4(predict)]
 
 
-def _largest(predict: Predict) -> Shape:
-    rows = [line for line in lines("zero_paper", "max_model_parameters") if line["gpu_count"] == "64"]
-    published = {line["sharding"]: line["value"] for line in rows}
-    return Shape(
+def _compare_largest_models(predict: PredictFunction) -> QualitativeComparison:
+    rows = [row for row in load_published_rows("zero_paper", "max_model_parameters") if row["gpu_count"] == "64"]
+    published = {row["sharding"]: row["value"] for row in rows}
+    return QualitativeComparison(
         "ZeRO's Table 2: the largest GPT on 64 V100 of 32 GB, measured: without ZeRO and with ZeRO-1 (batch 4 assumed)",
-        ", ".join(published[name] for name in LARGEST),
-        "; ".join(f"{words} {_deepest(predict, more)}" for runs in LARGEST.values() for words, more in runs.items()),
+        ", ".join(published[name] for name in LARGEST_MODEL_RUNS),
+        "; ".join(
+            f"{label} {_find_max_model_sizes(predict, overrides)}"
+            for runs_by_label in LARGEST_MODEL_RUNS.values()
+            for label, overrides in runs_by_label.items()
+        ),
     )
 
 
-def _deepest(predict: Predict, settings: dict[str, str]) -> str:
+def _find_max_model_sizes(predict: PredictFunction, settings: dict[str, str]) -> str:
     """Sizes of the deepest model that surely fits, and of the deepest that may."""
 
-    def run(layers: int) -> RunConfig:
-        return _run({**settings, "gpus": "64", "model.num_layers": str(layers)})
+    def build_config(layers: int) -> RunConfig:
+        return _build_config({**settings, "gpus": "64", "model.num_layers": str(layers)})
 
-    def verdict(layers: int) -> str | None:
-        return predict([run(layers)])[0].memory.verdict
+    def predict_fit(layers: int) -> str | None:
+        return predict([build_config(layers)])[0].memory.verdict
 
-    surely = bisect_left(DEPTHS, True, key=lambda layers: verdict(layers) != FITS)
-    at_most = bisect_left(DEPTHS, True, key=lambda layers: verdict(layers) == DOES_NOT_FIT, lo=surely)
-    assert surely > 0, "the smallest of them does not surely fit"
-    return " to ".join(f"{run(DEPTHS[count - 1]).model.num_parameters / 1e9:.1f}B" for count in (surely, at_most))
+    fitting_count = bisect_left(CANDIDATE_LAYERS, True, key=lambda layers: predict_fit(layers) != FITS)
+    possible_count = bisect_left(
+        CANDIDATE_LAYERS, True, key=lambda layers: predict_fit(layers) == DOES_NOT_FIT, lo=fitting_count
+    )
+    assert fitting_count > 0, "the smallest of them does not surely fit"
+    return " to ".join(
+        f"{build_config(CANDIDATE_LAYERS[count - 1]).model.num_parameters / 1e9:.1f}B"
+        for count in (fitting_count, possible_count)
+    )
 
 
-def _section_10_4(predict: Predict) -> list[Shape]:
-    divided, whole = lines("zero_paper", "tflops_per_gpu", "Section 10.4")
+def _compare_section_10_4(predict: PredictFunction) -> list[QualitativeComparison]:
+    zero_2_row, ddp_row = load_published_rows("zero_paper", "tflops_per_gpu", "Section 10.4")
     models = (("gpt_1b3", "ddp"), ("gpt_2b7", "ddp"), ("gpt_13b", "zero2_fsdp1"))
-    runs = [_run({"model": model, "strategy": strategy}) for model, strategy in models]
-    predictions = predict(runs)
-    fits = ["does not fit" if each.memory.verdict == DOES_NOT_FIT else "fits" for each in predictions]
+    configs = [_build_config({"model": model, "strategy": strategy}) for model, strategy in models]
+    predictions = predict(configs)
+    fit_texts = ["does not fit" if prediction.memory.verdict == DOES_NOT_FIT else "fits" for prediction in predictions]
     return [
-        Shape(
+        QualitativeComparison(
             "ZeRO's section 10.4: what fits V100 of 32 GB, DDP (predicted: 1.3B, 2.7B) and ZeRO-2 (13B)",
-            f"DDP up to {whole['parameters']}; ZeRO-2 up to {divided['parameters']}",
-            f"{fits[0]}, {fits[1]}; {predictions[2].memory.verdict}",
+            f"DDP up to {ddp_row['parameters']}; ZeRO-2 up to {zero_2_row['parameters']}",
+            f"{fit_texts[0]}, {fit_texts[1]}; {predictions[2].memory.verdict}",
         ),
-        Shape(
+        QualitativeComparison(
             f"ZeRO's section 10.4: {SPEED} of ZeRO-2 at 13B on 128 V100 (batch 4 assumed)",
-            divided["value"].replace(">", "more than "),
-            f"{tflops(runs[2], predictions[2]):.0f}",
+            zero_2_row["value"].replace(">", "more than "),
+            f"{compute_tflops(configs[2], predictions[2]):.0f}",
         ),
     ]
 
 
-def _run(settings: dict[str, str]) -> RunConfig:
-    return configured(tuple({**CLUSTER, **settings}.items()))
+def _build_config(settings: dict[str, str]) -> RunConfig:
+    return build_published_config(tuple({**CLUSTER_OVERRIDES, **settings}.items()))

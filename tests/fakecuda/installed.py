@@ -12,4 +12,4 @@ def install() -> None:
     nccl.install()
     nvml.install()
     profiler.install()
-    processes.DRIVERS = ("null",)
+    processes.GPU_DEVICE_FILES = ("null",)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).resolve().parent
-BUILT = HERE.parents[1] / "build" / "fakecuda"
+BUILD_FOLDER = HERE.parents[1] / "build" / "fakecuda"
 
 SOURCES = tuple(sorted(HERE.glob("*.cpp")))
 FLAGS = ("-shared", "-fPIC", "-std=c++20", "-O1", "-w")
@@ -32,8 +32,8 @@ def build_library() -> Path:
     torch_flags = [f"-I{path}" for path in include_paths()]
     torch_flags += [flag for path in folders for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     torch_flags += ["-lc10", "-ltorch_cpu"]
-    facts = [torch.__version__, *FLAGS, *torch_flags, *(source.read_text() for source in SOURCES)]
-    folder = BUILT / hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+    key_parts = [torch.__version__, *FLAGS, *torch_flags, *(source.read_text() for source in SOURCES)]
+    folder = BUILD_FOLDER / hashlib.sha256("\0".join(key_parts).encode()).hexdigest()[:16]
     library = folder / "libfakecuda.so"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
@@ -46,15 +46,15 @@ def build_library() -> Path:
     return library
 
 
-def environment(library: Path, **variables: str) -> dict[str, str]:
+def build_environment(library: Path, **variables: str) -> dict[str, str]:
     """Environment of a process whose torch has the fake CUDA from its start, as have the processes it starts."""
     return {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(HERE.parents[1]), **variables}
 
 
-def everywhere(library: Path, **variables: str) -> dict[str, str]:
+def build_command_environment(library: Path, **variables: str) -> dict[str, str]:
     """Environment of a command all of whose processes are to see the fake CUDA: see `everywhere/sitecustomize.py`."""
     path = os.pathsep.join([str(HERE / "everywhere"), str(HERE.parents[1])])
-    return environment(library, **variables, PYTHONPATH=path)
+    return build_environment(library, **variables, PYTHONPATH=path)
 
 
 @pytest.fixture(scope="session")

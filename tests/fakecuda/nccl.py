@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.fakecuda.runtime import name_of, note
+from tests.fakecuda.runtime import format_stream, log_call
 
 GROUPS: list[dict[str, Any]] = []
 """With what the groups of this process were made, in order: the first as `torch.distributed` was asked for it."""
@@ -94,7 +94,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     def group_name(self) -> str:  # type: ignore[override]
         return self.pg_name
 
-    def _run(
+    def _run_collective(
         self,
         name: str,
         read: Sequence[torch.Tensor],
@@ -110,7 +110,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         caller = torch.cuda.current_stream()
         if self._stream is None:
             self._stream = torch.cuda.Stream()
-        note(f"{name_of(caller)}: {name} of {sum(each.numel() for each in read)} among {self._size}")
+        log_call(f"{format_stream(caller)}: {name} of {sum(tensor.numel() for tensor in read)} among {self._size}")
         self._stream.wait_event(caller.record_event())
         with torch.cuda.stream(self._stream), torch.no_grad():
             torch.ops.fakecuda.touch(list(read), list(written))
@@ -122,37 +122,47 @@ class ProcessGroupNCCL(dist.ProcessGroup):
             return Collective(self._stream.record_event(), result)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Collective:  # type: ignore[override]
-        operation, mean = _operation(opts)
+        operation, mean = _find_reduce_op(opts)
 
         def run() -> None:
             options = dist.AllreduceOptions()
             options.reduceOp = operation
-            whole = hosts(tensors)
-            self._gloo.allreduce(whole, options).wait()
+            host_tensors = view_all_on_host(tensors)
+            self._gloo.allreduce(host_tensors, options).wait()
             if mean:
-                for tensor in whole:
+                for tensor in host_tensors:
                     tensor.div_(self._size)
 
-        return self._run("all_reduce", tensors, tensors, run, tensors)
+        return self._run_collective("all_reduce", tensors, tensors, run, tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Collective:  # type: ignore[override]
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = opts.rootRank, opts.rootTensor
-        return self._run("broadcast", tensors, tensors, lambda: self._gloo.broadcast(hosts(tensors), options), tensors)
+        return self._run_collective(
+            "broadcast", tensors, tensors, lambda: self._gloo.broadcast(view_all_on_host(tensors), options), tensors
+        )
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Collective:  # type: ignore[override]
-        operation, mean = _operation(opts)
+        operation, mean = _find_reduce_op(opts)
         assert not mean
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank, options.rootTensor = operation, opts.rootRank, opts.rootTensor
-        return self._run("reduce", tensors, tensors, lambda: self._gloo.reduce(hosts(tensors), options), tensors)
+        return self._run_collective(
+            "reduce", tensors, tensors, lambda: self._gloo.reduce(view_all_on_host(tensors), options), tensors
+        )
 
     def allgather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Collective:
         written = [part for parts in outputs for part in parts]
-        whole = [hosts(parts) for parts in outputs]
-        return self._run("all_gather", inputs, written, lambda: self._gloo.allgather(whole, hosts(inputs)), outputs[0])
+        host_outputs = [view_all_on_host(parts) for parts in outputs]
+        return self._run_collective(
+            "all_gather",
+            inputs,
+            written,
+            lambda: self._gloo.allgather(host_outputs, view_all_on_host(inputs)),
+            outputs[0],
+        )
 
     def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Collective:
         return self.all_gather_single_coalesced([output], [own])
@@ -162,10 +172,10 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     ) -> Collective:
         def run() -> None:
             for output, own in zip(outputs, inputs, strict=True):
-                parts = list(host(output).view(-1).chunk(self._size))
-                self._gloo.allgather([parts], [host(own).reshape(-1).clone()]).wait()
+                parts = list(view_on_host(output).view(-1).chunk(self._size))
+                self._gloo.allgather([parts], [view_on_host(own).reshape(-1).clone()]).wait()
 
-        return self._run("all_gather", inputs, outputs, run, outputs)
+        return self._run_collective("all_gather", inputs, outputs, run, outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> Collective:
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
@@ -173,36 +183,38 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Collective:
-        operation, mean = _operation(opts)
+        operation, mean = _find_reduce_op(opts)
 
         def run() -> None:
             for output, whole in zip(outputs, inputs, strict=True):
                 options = dist.AllreduceOptions()
                 options.reduceOp = operation
-                total = host(whole).reshape(-1).clone()
+                total = view_on_host(whole).reshape(-1).clone()
                 self._gloo.allreduce([total], options).wait()
                 own = total.chunk(self._size)[self._rank]
-                host(output).view(-1).copy_(own.div_(self._size) if mean else own)
+                view_on_host(output).view(-1).copy_(own.div_(self._size) if mean else own)
 
-        return self._run("reduce_scatter", inputs, outputs, run, outputs)
+        return self._run_collective("reduce_scatter", inputs, outputs, run, outputs)
 
     def barrier(self, opts: Any = None) -> Collective:  # type: ignore[override]
         device = torch.device("cuda", torch.cuda.current_device())
         token = torch.zeros(1, device=device)
-        work = self._run("barrier", [token], [token], self._gloo.barrier, [token])
+        work = self._run_collective("barrier", [token], [token], self._gloo.barrier, [token])
         work.wait()
         torch.cuda.current_stream().synchronize()
         return work
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Collective:  # type: ignore[override]
         def run() -> None:
-            own = [each.clone() for each in hosts(tensors)]
+            own = [tensor.clone() for tensor in view_all_on_host(tensors)]
             self._sent.append((own, self._gloo.send(own, dst, tag)))
 
-        return self._run("send", tensors, [], run, tensors)
+        return self._run_collective("send", tensors, [], run, tensors)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Collective:  # type: ignore[override]
-        return self._run("recv", [], tensors, lambda: self._gloo.recv(hosts(tensors), src, tag), tensors)
+        return self._run_collective(
+            "recv", [], tensors, lambda: self._gloo.recv(view_all_on_host(tensors), src, tag), tensors
+        )
 
     # As torch called them before 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -211,20 +223,20 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
 
-def host(tensor: torch.Tensor) -> torch.Tensor:
+def view_on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor of the CPU; an error for what the group was not made for."""
     if not tensor.is_cuda and "cpu:gloo" in str(GROUPS[0].get("backend")):
         return tensor
-    found: torch.Tensor = torch.ops.fakecuda.host(tensor.detach())
-    return found
+    host_tensor: torch.Tensor = torch.ops.fakecuda.host(tensor.detach())
+    return host_tensor
 
 
-def hosts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def view_all_on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same of several."""
-    return [host(tensor) for tensor in tensors]
+    return [view_on_host(tensor) for tensor in tensors]
 
 
-def _operation(opts: Any) -> tuple[Any, bool]:
+def _find_reduce_op(opts: Any) -> tuple[Any, bool]:
     """The operation gloo has for what was asked for, and whether to divide by the ranks."""
     operation = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
     if operation == dist.ReduceOp.AVG:
@@ -238,10 +250,10 @@ def install() -> None:
     distributed_c10d._NCCL_AVAILABLE = True
     distributed_c10d.default_pg_nccl_timeout = distributed_c10d.default_pg_timeout
     distributed_c10d.is_nccl_available = dist.is_nccl_available = lambda: True
-    start = dist.init_process_group
+    original_init = dist.init_process_group
 
-    def init_process_group(backend: str, **asked: Any) -> None:
-        GROUPS.append({"backend": backend, **{key: str(value) for key, value in asked.items() if key != "store"}})
-        start(backend, **asked)
+    def init_process_group(backend: str, **options: Any) -> None:
+        GROUPS.append({"backend": backend, **{key: str(value) for key, value in options.items() if key != "store"}})
+        original_init(backend, **options)
 
     dist.init_process_group = init_process_group

@@ -7,9 +7,9 @@ import sys
 import types
 from typing import Any
 
-from tests.fakecuda.runtime import CAPABILITY, CUDA_VERSION, DRIVER, NAME, PCI, UUID, note
+from tests.fakecuda.runtime import CAPABILITY, CUDA_VERSION, DEVICE_NAME, DRIVER_VERSION, FIRST_PCI_BUS, UUID, log_call
 
-COUNT = int(os.environ.get("FAKE_CUDA_DEVICES", "8"))
+NUM_DEVICES = int(os.environ.get("FAKE_CUDA_DEVICES", "8"))
 POWER_LIMIT_MW = 700_000
 CLOCKS_MHZ = {"NVML_CLOCK_GRAPHICS": 1755, "NVML_CLOCK_SM": 1755, "NVML_CLOCK_MEM": 2619, "NVML_CLOCK_VIDEO": 1545}
 MEMORY_BYTES, USED_BYTES = 81559 * 2**20, 600 * 2**20
@@ -17,28 +17,28 @@ MEMORY_BYTES, USED_BYTES = 81559 * 2**20, 600 * 2**20
 
 def install() -> None:
     """Put it where ``import pynvml`` finds it: constants and errors are the true one's, what needs a driver is not."""
-    import pynvml as true
+    import pynvml as real_pynvml
 
-    uuids = [f"GPU-{UUID.format(number)}" for number in range(COUNT)]
-    clocks = {getattr(true, name): clock for name, clock in CLOCKS_MHZ.items()}
+    uuids = [f"GPU-{UUID.format(number)}" for number in range(NUM_DEVICES)]
+    clocks = {getattr(real_pynvml, name): clock for name, clock in CLOCKS_MHZ.items()}
     major, _, minor = CUDA_VERSION.partition(".")
-    answers: dict[str, Any] = {
+    functions: dict[str, Any] = {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
-        "nvmlSystemGetDriverVersion": lambda: DRIVER,
+        "nvmlSystemGetDriverVersion": lambda: DRIVER_VERSION,
         "nvmlSystemGetCudaDriverVersion": lambda: 1000 * int(major) + 10 * int(minor),
-        "nvmlDeviceGetCount": lambda: COUNT,
+        "nvmlDeviceGetCount": lambda: NUM_DEVICES,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetHandleByUUID": lambda uuid: uuids.index(uuid),
         "nvmlDeviceGetIndex": lambda handle: handle,
         "nvmlDeviceGetUUID": lambda handle: uuids[handle],
-        "nvmlDeviceGetName": lambda handle: NAME,
-        "nvmlDeviceGetPciInfo": lambda handle: types.SimpleNamespace(domain=0, bus=PCI + handle, device=0),
+        "nvmlDeviceGetName": lambda handle: DEVICE_NAME,
+        "nvmlDeviceGetPciInfo": lambda handle: types.SimpleNamespace(domain=0, bus=FIRST_PCI_BUS + handle, device=0),
         "nvmlDeviceGetCudaComputeCapability": lambda handle: CAPABILITY,
         "nvmlDeviceGetMemoryInfo": lambda handle, version=None: types.SimpleNamespace(
             total=MEMORY_BYTES, used=USED_BYTES, free=MEMORY_BYTES - USED_BYTES
         ),
-        "nvmlDeviceGetUtilizationRates": _utilization,
+        "nvmlDeviceGetUtilizationRates": _read_utilization,
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: [],
         "nvmlDeviceGetEnforcedPowerLimit": lambda handle: POWER_LIMIT_MW,
         "nvmlDeviceGetPowerUsage": lambda handle: 415_000,
@@ -57,11 +57,11 @@ def install() -> None:
         "nvmlDeviceGetCurrPcieLinkWidth": lambda handle: 16,
     }
     fake = types.ModuleType("pynvml")
-    fake.__dict__.update({name: value for name, value in vars(true).items() if not name.startswith("nvml")})
-    fake.__dict__.update(answers)
+    fake.__dict__.update({name: value for name, value in vars(real_pynvml).items() if not name.startswith("nvml")})
+    fake.__dict__.update(functions)
     sys.modules["pynvml"] = fake
 
 
-def _utilization(handle: int) -> types.SimpleNamespace:
-    note(f"GPU {handle} asked for its use")
+def _read_utilization(handle: int) -> types.SimpleNamespace:
+    log_call(f"GPU {handle} asked for its use")
     return types.SimpleNamespace(gpu=0, memory=0)

@@ -14,32 +14,32 @@ from typing import Any
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity
 
-from tests.fakecuda.runtime import Library
+from tests.fakecuda.runtime import FakeCudaLibrary
 
 
 def install() -> None:
     """Have `torch.profiler.profile` take the activity CUDA, and write kernels into its trace."""
-    library = Library()
+    library = FakeCudaLibrary()
     supported, enable, disable = (
         profiler._supported_activities,
         profiler._enable_profiler,
         profiler._disable_profiler,
     )
-    export = profiler.profile.export_chrome_trace
+    original_export = profiler.profile.export_chrome_trace
     kernels: list[dict[str, Any]] = []
 
-    def start(config: Any, activities: Sequence[ProfilerActivity], *options: Any, **named: Any) -> None:
-        enable(config, activities, *options, **named)
+    def start(config: Any, activities: Sequence[ProfilerActivity], *options: Any, **keywords: Any) -> None:
+        enable(config, activities, *options, **keywords)
         kernels.clear()
-        library.profile(ProfilerActivity.CUDA in activities)
+        library.set_profiling(ProfilerActivity.CUDA in activities)
 
     def stop() -> Any:
-        kernels.extend(_event(*kernel) for kernel in library.kernels())
-        library.profile(False)
+        kernels.extend(_build_event(*kernel) for kernel in library.list_kernels())
+        library.set_profiling(False)
         return disable()
 
-    def write(self: profiler.profile, path: str, *options: Any, **named: Any) -> None:
-        export(self, path, *options, **named)
+    def export_with_kernels(self: profiler.profile, path: str, *options: Any, **keywords: Any) -> None:
+        original_export(self, path, *options, **keywords)
         file = Path(path)
         trace = json.loads(file.read_text())
         trace["traceEvents"] += kernels
@@ -47,10 +47,10 @@ def install() -> None:
 
     profiler._supported_activities = lambda: {*supported(), ProfilerActivity.CUDA}
     profiler._enable_profiler, profiler._disable_profiler = start, stop
-    profiler.profile.export_chrome_trace = write  # type: ignore[method-assign, assignment]
+    profiler.profile.export_chrome_trace = export_with_kernels  # type: ignore[method-assign, assignment]
 
 
-def _event(name: str, device: int, stream: int, began_ns: int, ended_ns: int) -> dict[str, Any]:
+def _build_event(name: str, device: int, stream: int, began_ns: int, ended_ns: int) -> dict[str, Any]:
     """As kineto writes it: microseconds."""
     category = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
     times = {"ts": began_ns / 1000, "dur": (ended_ns - began_ns) / 1000}

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE_S = 120.0
+RANKS_TIMEOUT_S = 120.0
 """After which ranks that say nothing are given up."""
 
-GRACE_S = 1.0
+OTHER_RANKS_TIMEOUT_S = 1.0
 """How long the others may take to say something when one has failed."""
 
 
-def run(settings: dict[str, str], *, device: str, sanitize: bool, before: str) -> list[dict[str, Any]]:
+def run_ranks(settings: dict[str, str], *, device: str, sanitize: bool, before: str) -> list[dict[str, Any]]:
     """All ranks of a run, one process each: for each its outcome, what it asked of CUDA and when, and its groups.
 
     Parameters
@@ -44,37 +44,37 @@ def run(settings: dict[str, str], *, device: str, sanitize: bool, before: str) -
     before: str
         Python to execute in each rank before it starts: a bug, planted.
     """
-    from bench.config import run_config
-    from bench.planning.compose import composed
+    from bench.config import build_run_config
+    from bench.planning.compose import compose_config
 
-    config = run_config(composed({"hardware": "h100_80gb" if device == "cuda" else "cpu", **settings}))
+    config = build_run_config(compose_config({"hardware": "h100_80gb" if device == "cuda" else "cpu", **settings}))
     fork = multiprocessing.get_context("fork")
-    found: list[dict[str, Any]] = [{"outcome": {"status": "silent", "error": ""}}] * config.processes
+    results: list[dict[str, Any]] = [{"outcome": {"status": "silent", "error": ""}}] * config.active_processes
     with tempfile.TemporaryDirectory() as folder:
-        waiting, processes = {}, []
-        for rank in range(config.processes):
+        pending_ranks, processes = {}, []
+        for rank in range(config.active_processes):
             receiver, sender = fork.Pipe(duplex=False)
             arguments = (config, rank, device, sanitize, before, folder, sender)
-            processes.append(fork.Process(target=_rank, args=arguments, daemon=True))
+            processes.append(fork.Process(target=_run_rank, args=arguments, daemon=True))
             processes[-1].start()
             sender.close()
-            waiting[receiver] = rank
-        deadline = time.monotonic() + PATIENCE_S
-        while waiting and (ready := connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            pending_ranks[receiver] = rank
+        deadline = time.monotonic() + RANKS_TIMEOUT_S
+        while pending_ranks and (ready := connection.wait(list(pending_ranks), max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
                 assert isinstance(pipe, connection.Connection)
-                rank = waiting.pop(pipe)
+                rank = pending_ranks.pop(pipe)
                 with contextlib.suppress(EOFError):
-                    found[rank] = pipe.recv()
-                if found[rank]["outcome"]["status"] != "ok":
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    results[rank] = pipe.recv()
+                if results[rank]["outcome"]["status"] != "ok":
+                    deadline = min(deadline, time.monotonic() + OTHER_RANKS_TIMEOUT_S)
         for process in processes:
             process.kill()
             process.join()
-    return found
+    return results
 
 
-def evaluate(script: str, *, ranks: int = 1) -> list[Any]:
+def evaluate_script(script: str, *, ranks: int = 1) -> list[Any]:
     """What a script leaves in `result`, in processes of its own that have the fake CUDA.
 
     Parameters
@@ -82,15 +82,17 @@ def evaluate(script: str, *, ranks: int = 1) -> list[Any]:
     ranks: int
         Processes, in which the script finds its `rank`, the `port` of their store and torchrun's variables.
     """
-    from bench.rendezvous import listening_store
+    from bench.rendezvous import serve_tcp_store
 
-    store = listening_store("127.0.0.1")
+    store = serve_tcp_store("127.0.0.1")
     fork = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank in range(ranks):
         receiver, sender = fork.Pipe(duplex=False)
         pipes.append(receiver)
-        processes.append(fork.Process(target=_evaluate, args=(script, rank, ranks, store.port, sender), daemon=True))
+        processes.append(
+            fork.Process(target=_evaluate_in_rank, args=(script, rank, ranks, store.port, sender), daemon=True)
+        )
         processes[-1].start()
         sender.close()
     try:
@@ -101,23 +103,23 @@ def evaluate(script: str, *, ranks: int = 1) -> list[Any]:
             process.join()
 
 
-def _evaluate(script: str, rank: int, ranks: int, port: int, pipe: connection.Connection) -> None:
+def _evaluate_in_rank(script: str, rank: int, ranks: int, port: int, pipe: connection.Connection) -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # the answers go there
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-    os.environ |= {name: str(number) for name, number in numbers.items()}
+    rank_variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(number) for name, number in rank_variables.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    _start()
-    names: dict[str, Any] = {"rank": rank, "port": port}
+    _install_fake_cuda()
+    namespace: dict[str, Any] = {"rank": rank, "port": port}
     try:
-        exec(script, names)
+        exec(script, namespace)
     except BaseException:
-        names["result"] = traceback.format_exc()
-    pipe.send(names["result"])
+        namespace["result"] = traceback.format_exc()
+    pipe.send(namespace["result"])
     pipe.close()
     os._exit(0)
 
 
-def _start() -> None:
+def _install_fake_cuda() -> None:
     """Start the fake CUDA in this process."""
     from tests.fakecuda import nccl, nvml, profiler, runtime
 
@@ -127,31 +129,31 @@ def _start() -> None:
     profiler.install()
 
 
-def _rank(
+def _run_rank(
     config: Any, rank: int, device: str, sanitize: bool, before: str, folder: str, pipe: connection.Connection
 ) -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # the answers go there
-    from bench.rank import RankPlace, run_rank
+    from bench.rank import RankCoordinates, run_rank
     from tests.fakecuda import nccl, runtime
 
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
         if device == "cuda":
-            _start()
+            _install_fake_cuda()
             if sanitize:
                 from tests.fakecuda import sanitizer
 
-                stack.enter_context(sanitizer.mode())
+                stack.enter_context(sanitizer.create_sanitizer_mode())
         exec(before, {})
         store = str(Path(folder) / "store")
         outcome = run_rank(
             config,
-            RankPlace(rank, rank, config.processes),
+            RankCoordinates(rank, rank, config.processes),
             lambda: dist.FileStore(store, config.processes),
             Path(folder) / "trace.json.gz",
-            lambda phase: runtime.note(f"- {phase}"),
+            lambda phase: runtime.log_call(f"- {phase}"),
         )
-    log = {"calls": runtime.CALLS, "times": runtime.TIMES_S, "groups": nccl.GROUPS}
+    log = {"calls": runtime.CALLS, "times": runtime.CALL_TIMES_S, "groups": nccl.GROUPS}
     pipe.send({"outcome": dataclasses.asdict(outcome), **log})
     pipe.close()
     os._exit(0)
@@ -168,8 +170,8 @@ def main() -> None:
     gc.freeze()  # ranks collect garbage before they measure: not among what is imported here
     for line in sys.stdin:
         try:
-            asked = json.loads(line)
-            answer: Any = evaluate(**asked) if "script" in asked else run(**asked)
+            request = json.loads(line)
+            answer: Any = evaluate_script(**request) if "script" in request else run_ranks(**request)
         except Exception:
             answer = traceback.format_exc()
         print(json.dumps(answer), flush=True)

@@ -15,33 +15,33 @@ from typing import Any
 
 import torch
 
-NAME = "NVIDIA H100 80GB HBM3"
+DEVICE_NAME = "NVIDIA H100 80GB HBM3"
 CAPABILITY = (9, 0)
 MULTIPROCESSORS = 132
 UUID = "f4ceb1d0-0000-4000-8000-0000000000{:02x}"
-PCI = 0x18
+FIRST_PCI_BUS = 0x18
 """Bus of the first device."""
-DRIVER = "580.65.06"
+DRIVER_VERSION = "580.65.06"
 CUDA_VERSION = "13.0"
 NCCL_VERSION = (2, 27, 7)
 ARCHITECTURES = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
-OTHERS_BYTES = 700 * 2**20
+OTHER_USED_BYTES = 700 * 2**20
 """What a context and others use of each device beside the tensors."""
 
-SEGMENT = 2 * 2**20
+SEGMENT_BYTES = 2 * 2**20
 """Bytes of what is reserved at once."""
 
 CALLS: list[str] = []
-"""What was asked of the device and of NCCL in this process, in order: see `note`."""
+"""What was asked of the device and of NCCL in this process, in order: see `log_call`."""
 
-TIMES_S: list[float] = []
+CALL_TIMES_S: list[float] = []
 """When."""
 
 
-def note(call: str) -> None:
+def log_call(call: str) -> None:
     """Add a call to the log."""
     CALLS.append(call)
-    TIMES_S.append(time.perf_counter())
+    CALL_TIMES_S.append(time.perf_counter())
 
 
 class Stream(torch.Stream):
@@ -51,9 +51,9 @@ class Stream(torch.Stream):
         if identity:
             return super().__new__(cls, **identity)
         index = torch.cuda._utils._get_device_index(device, optional=True)
-        made = super().__new__(cls, torch.device("cuda", index), priority=priority)
-        note(f"stream {made.stream_id}")
-        return made
+        stream = super().__new__(cls, torch.device("cuda", index), priority=priority)
+        log_call(f"stream {stream.stream_id}")
+        return stream
 
     @property
     def cuda_stream(self) -> int:
@@ -71,7 +71,7 @@ class Stream(torch.Stream):
         return event
 
     def synchronize(self) -> None:
-        note(f"{name_of(self)} synchronized")
+        log_call(f"{format_stream(self)} synchronized")
         super().synchronize()
 
     def __eq__(self, other: object) -> bool:
@@ -93,24 +93,24 @@ class Event(torch.Event):
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> Event:
         assert not interprocess
-        made = super().__new__(cls, torch.device("cuda"), enable_timing=enable_timing, blocking=blocking)
-        made._timed = enable_timing
-        return made
+        event = super().__new__(cls, torch.device("cuda"), enable_timing=enable_timing, blocking=blocking)
+        event._timed = enable_timing
+        return event
 
     def record(self, stream: torch.Stream | None = None) -> None:
         stream = torch.cuda.current_stream() if stream is None else stream
         super().record(stream)
-        note(f"{name_of(stream)} records")
+        log_call(f"{format_stream(stream)} records")
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         stream = torch.cuda.current_stream() if stream is None else stream
         self._require_record("waited for")
         super().wait(stream)
-        note(f"{name_of(stream)} waits")
+        log_call(f"{format_stream(stream)} waits")
 
     def synchronize(self) -> None:
         self._require_record("synchronized")
-        note("event synchronized")
+        log_call("event synchronized")
         super().synchronize()
 
     def elapsed_time(self, other: torch.Event) -> float:
@@ -133,22 +133,22 @@ class Graph:
         self._captured = False
 
     def capture_begin(self, *pool: object, **options: object) -> None:
-        note("graph captured")
+        log_call("graph captured")
 
     def capture_end(self) -> None:
         self._captured = True
 
     def replay(self) -> None:
         assert self._captured, "a graph is replayed that was never captured"
-        note("graph replayed")
+        log_call("graph replayed")
 
 
-def name_of(stream: torch.Stream) -> str:
+def format_stream(stream: torch.Stream) -> str:
     """A stream in the log."""
     return f"stream {stream.stream_id}"
 
 
-class Library:
+class FakeCudaLibrary:
     """The C functions of the preloaded library."""
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class Library:
             getattr(self._functions, f"fake_cuda_{name}").restype = ctypes.c_int64
         self._functions.fake_cuda_kernels.restype = ctypes.c_int64
         self._functions.fake_cuda_kernel.restype = ctypes.c_char_p
-        self._kept: list[object] = []
+        self._callbacks: list[object] = []
 
     def allocated(self, device: int) -> int:
         return int(self._functions.fake_cuda_allocated(device))
@@ -170,65 +170,65 @@ class Library:
         return int(self._functions.fake_cuda_total())
 
     def reset_peak(self, device: int) -> None:
-        note(f"peak of device {device} reset")
+        log_call(f"peak of device {device} reset")
         self._functions.fake_cuda_reset_peak(device)
 
-    def limit(self, device: int, fraction: float) -> None:
-        note(f"fraction {fraction:.6f} of device {device}")
+    def set_memory_fraction(self, device: int, fraction: float) -> None:
+        log_call(f"fraction {fraction:.6f} of device {device}")
         self._functions.fake_cuda_limit(device, ctypes.c_int64(int(fraction * self.total)))
 
-    def profile(self, on: bool) -> None:
+    def set_profiling(self, on: bool) -> None:
         self._functions.fake_cuda_profile(on)
 
-    def kernels(self) -> Iterator[tuple[str, int, int, int, int]]:
+    def list_kernels(self) -> Iterator[tuple[str, int, int, int, int]]:
         """Name, device, stream, start and end in nanoseconds of what ran since profiling was turned on."""
         numbers = (ctypes.c_int64 * 4)()
-        for at in range(self._functions.fake_cuda_kernels()):
-            name = self._functions.fake_cuda_kernel(ctypes.c_int64(at), numbers)
+        for index in range(self._functions.fake_cuda_kernels()):
+            name = self._functions.fake_cuda_kernel(ctypes.c_int64(index), numbers)
             yield name.decode(), *numbers
 
-    def observe(self, observer: Callable[[int, int, int, int], None]) -> None:
-        note("out of memory observed")
+    def attach_oom_observer(self, observer: Callable[[int, int, int, int], None]) -> None:
+        log_call("out of memory observed")
 
-        def tell(device: int, asked: int, total: int, free: int) -> None:
-            note(f"{asked} bytes refused")
-            observer(device, asked, total, free)
+        def notify_observer(device: int, requested_bytes: int, total: int, free: int) -> None:
+            log_call(f"{requested_bytes} bytes refused")
+            observer(device, requested_bytes, total, free)
 
-        told = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(tell)
-        self._kept.append(told)
-        self._functions.fake_cuda_observe(told)
+        callback = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(notify_observer)
+        self._callbacks.append(callback)
+        self._functions.fake_cuda_observe(callback)
 
 
 def install() -> None:
     """Make torch.cuda of this process see the devices that the preloaded library has."""
-    library = Library()
-    c, cuda = torch._C, torch.cuda
-    index = c._accelerator_getDeviceIndex
+    library = FakeCudaLibrary()
+    torch_c, cuda = torch._C, torch.cuda
+    get_device_index = torch_c._accelerator_getDeviceIndex
 
-    def count() -> int:
-        return c._accelerator_hooks_device_count()
+    def count_devices() -> int:
+        return torch_c._accelerator_hooks_device_count()
 
-    started: list[int] = []
+    initialised_pids: list[int] = []
 
-    def initialise() -> None:
-        note("context")
-        started.append(os.getpid())
-        cuda.default_generators = (torch.default_generator,) * count()
-        cuda._get_device_properties = properties  # type: ignore[attr-defined]
+    def initialise_cuda() -> None:
+        log_call("context")
+        initialised_pids.append(os.getpid())
+        cuda.default_generators = (torch.default_generator,) * count_devices()
+        cuda._get_device_properties = build_properties  # type: ignore[attr-defined]
 
-    def in_bad_fork() -> bool:
-        return started != [] and started[-1] != os.getpid()
+    def is_in_bad_fork() -> bool:
+        return initialised_pids != [] and initialised_pids[-1] != os.getpid()
 
-    def properties(device: int) -> Any:
+    def build_properties(device: int) -> Any:
         return types.SimpleNamespace(
-            name=NAME,
+            name=DEVICE_NAME,
             major=CAPABILITY[0],
             minor=CAPABILITY[1],
             total_memory=library.total,
             multi_processor_count=MULTIPROCESSORS,
             uuid=UUID.format(device),
             pci_domain_id=0,
-            pci_bus_id=PCI + device,
+            pci_bus_id=FIRST_PCI_BUS + device,
             pci_device_id=0,
             warp_size=32,
             regs_per_multiprocessor=65536,
@@ -238,100 +238,100 @@ def install() -> None:
             is_multi_gpu_board=0,
         )
 
-    def statistics(device: int) -> dict[str, Any]:
-        def of(current: int, peak: int) -> dict[str, dict[str, int]]:
+    def read_memory_stats(device: int) -> dict[str, Any]:
+        def build_stat(current: int, peak: int) -> dict[str, dict[str, int]]:
             return {"all": {"current": current, "peak": peak, "allocated": 0, "freed": 0}}
 
-        held, peak = library.allocated(device), library.peak(device)
-        in_segments = -(-peak // SEGMENT) * SEGMENT
+        allocated, peak = library.allocated(device), library.peak(device)
+        reserved = -(-peak // SEGMENT_BYTES) * SEGMENT_BYTES
         return {
-            "allocated_bytes": of(held, peak),
-            "active_bytes": of(held, peak),
-            "reserved_bytes": of(in_segments, in_segments),
+            "allocated_bytes": build_stat(allocated, peak),
+            "active_bytes": build_stat(allocated, peak),
+            "reserved_bytes": build_stat(reserved, reserved),
             "num_alloc_retries": 0,
             "num_ooms": 0,
         }
 
     def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-        c._accelerator_setStream(Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
+        torch_c._accelerator_setStream(Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
 
-    def current_stream(device: int) -> tuple[int, int, int]:
-        stream = c._accelerator_getStream(device if device >= 0 else index())
+    def get_current_stream(device: int) -> tuple[int, int, int]:
+        stream = torch_c._accelerator_getStream(device if device >= 0 else get_device_index())
         return stream.stream_id, stream.device_index, stream.device_type
 
     def set_device(device: int) -> None:
-        note(f"device {device}")
-        c._accelerator_setDeviceIndex(device)
+        log_call(f"device {device}")
+        torch_c._accelerator_setDeviceIndex(device)
 
     def synchronize() -> None:
-        note("device synchronized")
-        c._accelerator_synchronizeDevice(index())
+        log_call("device synchronized")
+        torch_c._accelerator_synchronizeDevice(get_device_index())
 
     def memory_info(device: int) -> tuple[int, int]:
-        return library.total - library.allocated(device) - OTHERS_BYTES, library.total
+        return library.total - library.allocated(device) - OTHER_USED_BYTES, library.total
 
     functions: dict[str, Callable[..., Any]] = {
-        "_cuda_getDeviceCount": count,
-        "_cuda_init": initialise,
-        "_cuda_isInBadFork": in_bad_fork,
-        "_cuda_getDevice": index,
+        "_cuda_getDeviceCount": count_devices,
+        "_cuda_init": initialise_cuda,
+        "_cuda_isInBadFork": is_in_bad_fork,
+        "_cuda_getDevice": get_device_index,
         "_cuda_setDevice": set_device,
-        "_cuda_exchangeDevice": c._accelerator_exchangeDevice,
-        "_cuda_maybeExchangeDevice": c._accelerator_maybeExchangeDevice,
+        "_cuda_exchangeDevice": torch_c._accelerator_exchangeDevice,
+        "_cuda_maybeExchangeDevice": torch_c._accelerator_maybeExchangeDevice,
         "_cuda_synchronize": synchronize,
-        "_cuda_getCurrentStream": current_stream,
-        "_cuda_getCurrentRawStream": lambda device: current_stream(device)[0],
-        "_cuda_getDefaultStream": lambda device: (0, device if device >= 0 else index(), 1),
+        "_cuda_getCurrentStream": get_current_stream,
+        "_cuda_getCurrentRawStream": lambda device: get_current_stream(device)[0],
+        "_cuda_getDefaultStream": lambda device: (0, device if device >= 0 else get_device_index(), 1),
         "_cuda_setStream": set_stream,
-        "_cuda_memoryStats": statistics,
+        "_cuda_memoryStats": read_memory_stats,
         "_cuda_resetPeakMemoryStats": library.reset_peak,
         "_cuda_resetAccumulatedMemoryStats": lambda device: None,
         "_cuda_emptyCache": lambda: None,
-        "_cuda_setMemoryFraction": lambda fraction, device: library.limit(device, fraction),
-        "_cuda_attach_out_of_memory_observer": library.observe,
+        "_cuda_setMemoryFraction": lambda fraction, device: library.set_memory_fraction(device, fraction),
+        "_cuda_attach_out_of_memory_observer": library.attach_oom_observer,
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_getArchFlags": lambda: ARCHITECTURES,
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_sleep": lambda cycles: None,
         "_host_emptyCache": lambda: None,
-        "_broadcast_coalesced": _broadcast,
-        "_scatter": _scatter,
-        "_gather": _gather,
+        "_broadcast_coalesced": _broadcast_tensors,
+        "_scatter": _scatter_tensor,
+        "_gather": _gather_tensors,
         "_nccl_version": lambda: NCCL_VERSION[0] << 32 | NCCL_VERSION[1] << 16 | NCCL_VERSION[2],
         "_nccl_version_suffix": lambda: b"",
     }
     for name, function in functions.items():
-        setattr(c, name, function)
-    c._has_cuda = True
+        setattr(torch_c, name, function)
+    torch_c._has_cuda = True
     torch.version.cuda = CUDA_VERSION
     cuda._cudart = types.SimpleNamespace(cudaMemGetInfo=memory_info)
     cuda._exchange_device = functions["_cuda_exchangeDevice"]
     cuda._maybe_exchange_device = functions["_cuda_maybeExchangeDevice"]
-    cuda._is_in_bad_fork = in_bad_fork  # type: ignore[attr-defined]
+    cuda._is_in_bad_fork = is_in_bad_fork  # type: ignore[attr-defined]
     cuda.graphs._cuda_isCurrentStreamCapturing = functions["_cuda_isCurrentStreamCapturing"]
     for module in (cuda, cuda.streams):
         module.Stream, module.Event = Stream, Event  # type: ignore[attr-defined]
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = Graph  # type: ignore[assignment, misc]
-    torch.UntypedStorage.resize_ = _resizing(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = _wrap_resize(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
 
 
-def _broadcast(tensors: list[torch.Tensor], devices: list[int], buffer_size: int) -> list[list[torch.Tensor]]:
+def _broadcast_tensors(tensors: list[torch.Tensor], devices: list[int], buffer_size: int) -> list[list[torch.Tensor]]:
     """For nn.DataParallel, in one process: the tensors on each device, the first of which has them."""
-    return [list(tensors), *([each.to(torch.device("cuda", device)) for each in tensors] for device in devices[1:])]
+    return [list(tensors), *([tensor.to(torch.device("cuda", device)) for tensor in tensors] for device in devices[1:])]
 
 
-def _scatter(
+def _scatter_tensor(
     tensor: torch.Tensor, devices: list[int], sizes: list[int] | None, dim: int, streams: object
 ) -> list[torch.Tensor]:
     parts = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
     return [part.to(torch.device("cuda", device)) for part, device in zip(parts, devices, strict=True)]
 
 
-def _gather(tensors: list[torch.Tensor], dim: int, destination: int) -> torch.Tensor:
-    return torch.cat([each.to(torch.device("cuda", destination)) for each in tensors], dim)
+def _gather_tensors(tensors: list[torch.Tensor], dim: int, destination: int) -> torch.Tensor:
+    return torch.cat([tensor.to(torch.device("cuda", destination)) for tensor in tensors], dim)
 
 
-def _resizing(resize: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_resize(resize: Callable[..., Any]) -> Callable[..., Any]:
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
         if self.device.type != "cuda":
             return resize(self, size)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from bench import records
 from bench.errors import UsageError
-from bench.launch.attempt import say, write_lost_row, write_unstarted_row
+from bench.launch.attempt import print_safely, write_lost_row, write_unstarted_row
 from bench.launch.slurm import endings, ledger, queue
-from bench.launch.slurm.ledger import Array, Entry, Submission
+from bench.launch.slurm.ledger import JobArray, Submission, SubmittedRun
 from bench.launch.slurm.queue import JobState
 from bench.records import Claim, Record, claims
-from bench.records.encoding import shown
-from bench.records.schema import FINISHED
-from bench.tracking import Courier, load_tracker
+from bench.records.encoding import format_value
+from bench.records.schema import FINISHED_STATUSES
+from bench.tracking import TrackerClient, load_tracker
 
 QUEUED, RUNNING, DONE, FAILED, LOST = "queued", "running", "done", "failed", "lost"
 
@@ -28,57 +28,61 @@ UNSUBMITTED = "not submitted"
 UNKNOWN = "unknown"
 """Somebody else's job that SLURM neither shows nor calls ended."""
 
-UNDERWAY = (QUEUED, RUNNING, UNKNOWN)
+UNFINISHED_STATES = (QUEUED, RUNNING, UNKNOWN)
 """Something may still come of these."""
 
-LAST_LINES = 3
+MAX_OUTPUT_LINES = 3
 
-NOT_STARTED = ("CANCELLED", "PENDING")
+UNSTARTED_STATES = ("CANCELLED", "PENDING")
 """What accounting calls a job that was taken out of the queue before it ran."""
 
 
 @dataclass(frozen=True)
-class Standing:
+class SubmittedRunStatus:
     """One task of a submission, and how far it is."""
 
     submission: Submission
-    array: Array
+    array: JobArray
     index: int
-    entry: Entry
+    submitted_run: SubmittedRun
     job_id: str | None
     """None if its array was never submitted."""
     state: str
     """queued, running, done, failed, or lost (its job is gone and left no row); or not submitted, or unknown."""
     record: Record | None
     """The newest row written since it was submitted."""
-    live: JobState | None
-    ended: list[JobState]
+    queue_state: JobState | None
+    incarnations: list[JobState]
     """What accounting says of its job's incarnations."""
-    accounted: bool = True
+    has_accounting: bool = True
     """Whether accounting could be asked."""
 
     @property
     def gpu_hours(self) -> float | None:
         """GPU-hours its job has taken so far; None where SLURM keeps no accounts, or they cannot be asked."""
-        if not self.accounted:
+        if not self.has_accounting:
             return None
-        elapsed = sum(state.elapsed_s for state in self.ended)
-        if self.live is not None and not any(state.state == self.live.state for state in self.ended):
-            elapsed += self.live.elapsed_s
-        return elapsed * self.array.gpus / 3600
+        elapsed_s = sum(incarnation.elapsed_s for incarnation in self.incarnations)
+        if self.queue_state is not None and not any(
+            incarnation.state == self.queue_state.state for incarnation in self.incarnations
+        ):
+            elapsed_s += self.queue_state.elapsed_s
+        return elapsed_s * self.array.gpus / 3600
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether nothing more will come of it."""
-        return self.live is None and self.state not in UNDERWAY
+        return self.queue_state is None and self.state not in UNFINISHED_STATES
 
 
-def standings(store: Path, submissions: Sequence[Submission], *, accounts: bool = True) -> list[Standing]:
+def list_run_statuses(
+    store: Path, submissions: Sequence[Submission], *, with_accounting: bool = True
+) -> list[SubmittedRunStatus]:
     """Where every task of some submissions stands.
 
     Parameters
     ----------
-    accounts: bool
+    with_accounting: bool
         Ask accounting too: for GPU-hours, and the ends of jobs.
 
     Raises
@@ -88,75 +92,93 @@ def standings(store: Path, submissions: Sequence[Submission], *, accounts: bool 
     """
     if not submissions:
         return []
-    alive = queue.alive(everybody=not all(submission.own for submission in submissions))
-    jobs = _job_ids(submissions)
-    history = queue.history(filter(None, jobs.values())) if accounts else {}
-    found = [
-        _standing(store, submission, array, index, jobs[submission.name, array.name], alive, history)
+    live_jobs = queue.list_live_jobs(all_users=not all(submission.is_own for submission in submissions))
+    job_ids = _find_job_ids(submissions)
+    history = queue.query_accounting(filter(None, job_ids.values())) if with_accounting else {}
+    statuses = [
+        _build_run_status(store, submission, array, index, job_ids[submission.name, array.name], live_jobs, history)
         for submission in submissions
         for array in submission.arrays
         for index in range(len(array.entries))
     ]
     # Of somebody else's job that is not in the queue, which SLURM may only hide, what counts is its end.
-    gone = [s.job_id for s in found if s.state in (LOST, FAILED) and not s.submission.own and s.job_id is not None]
-    ends = endings.ends(gone) if gone else {}
-    hidden = {job_id for job_id in gone if not queue.over(ends.get(job_id, []))}
-    newest = {(s.entry.run_id, s.entry.search): s.submission for s in found}
+    gone_job_ids = [
+        status.job_id
+        for status in statuses
+        if status.state in (LOST, FAILED) and not status.submission.is_own and status.job_id is not None
+    ]
+    incarnations_by_job = endings.find_job_incarnations(gone_job_ids) if gone_job_ids else {}
+    hidden_job_ids = {job_id for job_id in gone_job_ids if not queue.has_job_ended(incarnations_by_job.get(job_id, []))}
+    newest_submission = {
+        (status.submitted_run.run_id, status.submitted_run.search): status.submission for status in statuses
+    }
     return [
-        dataclasses.replace(s, state=UNKNOWN) if s.job_id in hidden else s
-        for s in found
+        dataclasses.replace(status, state=UNKNOWN) if status.job_id in hidden_job_ids else status
+        for status in statuses
         # What a command did not live to submit, a later one did.
-        if s.state != UNSUBMITTED or newest[s.entry.run_id, s.entry.search] is s.submission
+        if status.state != UNSUBMITTED
+        or newest_submission[status.submitted_run.run_id, status.submitted_run.search] is status.submission
     ]
 
 
-def _job_ids(submissions: Sequence[Submission]) -> dict[tuple[str, str], str | None]:
+def _find_job_ids(submissions: Sequence[Submission]) -> dict[tuple[str, str], str | None]:
     """SLURM's ids of arrays, by the names of submission and array; None if an array was never submitted.
 
     Where whoever submitted it did not live to write its id down, and it has not started, it is found by its name.
     """
-    jobs = {(s.name, array.name): s.job_id(array) for s in submissions for array in s.arrays}
-    unknown = {array.job_name: (s, array) for s in submissions for array in s.arrays if not jobs[s.name, array.name]}
-    for name, job_id in queue.by_name(unknown).items():
-        submission, array = unknown[name]
-        submission.note_job_id(array, job_id)
-        jobs[submission.name, array.name] = job_id
-    return jobs
+    job_ids = {
+        (submission.name, array.name): submission.read_job_id(array)
+        for submission in submissions
+        for array in submission.arrays
+    }
+    unknown_arrays = {
+        array.job_name: (submission, array)
+        for submission in submissions
+        for array in submission.arrays
+        if not job_ids[submission.name, array.name]
+    }
+    for name, job_id in queue.find_job_ids_by_name(unknown_arrays).items():
+        submission, array = unknown_arrays[name]
+        submission.write_job_id(array, job_id)
+        job_ids[submission.name, array.name] = job_id
+    return job_ids
 
 
-def _standing(
+def _build_run_status(
     store: Path,
     submission: Submission,
-    array: Array,
+    array: JobArray,
     index: int,
-    job: str | None,
-    alive: Mapping[str, JobState],
+    array_job_id: str | None,
+    live_jobs: Mapping[str, JobState],
     history: Mapping[str, list[JobState]] | None,
-) -> Standing:
-    entry = array.entries[index]
-    job_id = array.element(job, index) if job else None
-    live = alive.get(job_id) if job_id else None
-    record = records.latest(store, entry.run_id)
-    if record is not None and record["attempt"] < entry.attempts_before:
+) -> SubmittedRunStatus:
+    submitted_run = array.entries[index]
+    job_id = array.build_element_id(array_job_id, index) if array_job_id else None
+    queue_state = live_jobs.get(job_id) if job_id else None
+    record = records.read_latest_row(store, submitted_run.run_id)
+    if record is not None and record["attempt"] < submitted_run.attempts_before:
         record = None
-    ended = (history or {}).get(job_id, []) if job_id else []
-    recorded = record is not None and record["status"] in FINISHED
-    searched = live is None and ended != [] and ended[-1].state == "COMPLETED"
-    if searched if entry.search else recorded:
+    incarnations = (history or {}).get(job_id, []) if job_id else []
+    is_recorded = record is not None and record["status"] in FINISHED_STATUSES
+    is_search_done = queue_state is None and incarnations != [] and incarnations[-1].state == "COMPLETED"
+    if is_search_done if submitted_run.search else is_recorded:
         state = DONE
-    elif live is not None and live.state != "COMPLETING":
-        state = QUEUED if live.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else RUNNING
-    elif record is not None and claims.held(store, entry.run_id) is None:
+    elif queue_state is not None and queue_state.state != "COMPLETING":
+        state = QUEUED if queue_state.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else RUNNING
+    elif record is not None and claims.find_claim(store, submitted_run.run_id) is None:
         state = FAILED
     elif job_id is None:
         state = UNSUBMITTED
     else:
-        state = LOST if live is None else RUNNING
-    accounted = history is not None or job_id is None
-    return Standing(submission, array, index, entry, job_id, state, record, live, ended, accounted)
+        state = LOST if queue_state is None else RUNNING
+    has_accounting = history is not None or job_id is None
+    return SubmittedRunStatus(
+        submission, array, index, submitted_run, job_id, state, record, queue_state, incarnations, has_accounting
+    )
 
 
-def underway(store: Path) -> dict[tuple[str, bool], Standing]:
+def find_unfinished_runs(store: Path) -> dict[tuple[str, bool], SubmittedRunStatus]:
     """Tasks that wait or run on the cluster, by run_id and whether they are a search.
 
     Empty where there are no open submissions, or no SLURM: then nothing can be known of them.
@@ -166,14 +188,18 @@ def underway(store: Path) -> dict[tuple[str, bool], Standing]:
     SlurmError
         If there is a SLURM that does not answer.
     """
-    submissions = ledger.submissions(store)
-    if not submissions or not queue.installed():
+    submissions = ledger.list_submissions(store)
+    if not submissions or not queue.is_slurm_installed():
         return {}
-    found = standings(store, submissions, accounts=False)
-    return {(s.entry.run_id, s.entry.search): s for s in found if s.state in UNDERWAY}
+    statuses = list_run_statuses(store, submissions, with_accounting=False)
+    return {
+        (status.submitted_run.run_id, status.submitted_run.search): status
+        for status in statuses
+        if status.state in UNFINISHED_STATES
+    }
 
 
-def collect(store: Path, submissions: Sequence[Submission]) -> list[Standing]:
+def collect_submissions(store: Path, submissions: Sequence[Submission]) -> list[SubmittedRunStatus]:
     """Write the rows of jobs that are gone and left none, take back their claims, and close submissions that are over.
 
     Returns
@@ -186,100 +212,110 @@ def collect(store: Path, submissions: Sequence[Submission]) -> list[Standing]:
     SlurmError
         If SLURM cannot be asked what is alive.
     """
-    found = standings(store, submissions)
-    lost = [standing for standing in found if standing.state == LOST or _died_holding(store, standing)]
-    if lost:
-        ends = endings.settled_ends([standing.job_id for standing in lost if standing.job_id])
-        for standing in lost:
+    statuses = list_run_statuses(store, submissions)
+    lost_statuses = [status for status in statuses if status.state == LOST or _has_orphaned_claim(store, status)]
+    if lost_statuses:
+        incarnations_by_job = endings.wait_for_job_incarnations(
+            [status.job_id for status in lost_statuses if status.job_id]
+        )
+        for status in lost_statuses:
             try:
-                _write_down(store, dataclasses.replace(standing, ended=ends.get(standing.job_id or "", [])))
+                _write_missing_row(
+                    store, dataclasses.replace(status, incarnations=incarnations_by_job.get(status.job_id or "", []))
+                )
             except ValueError as error:  # what the store says of the run is no row
-                say(f"no row can be written of {standing.entry.label}: {error}")
-        found = standings(store, submissions)
+                print_safely(f"no row can be written of {status.submitted_run.label}: {error}")
+        statuses = list_run_statuses(store, submissions)
     for submission in submissions:
-        own = [standing for standing in found if standing.submission is submission]
-        if all(standing.over for standing in own):
+        submission_statuses = [status for status in statuses if status.submission is submission]
+        if all(status.is_over for status in submission_statuses):
             submission.close()
-            if all(standing.state == DONE for standing in own):
+            if all(status.state == DONE for status in submission_statuses):
                 for array in submission.arrays:
                     shutil.rmtree(submission.folder / array.name, ignore_errors=True)
-    return found
+    return statuses
 
 
-def track(store: Path, found: Sequence[Standing]) -> None:
+def send_closed_submissions(store: Path, statuses: Sequence[SubmittedRunStatus]) -> None:
     """Send what the jobs of submissions that are over could not send: nodes may have no way to a server.
 
     A tracker of somebody's own is a module that only the store names here, so it is left to a command that names it.
     """
-    for submission in {standing.submission.name: standing.submission for standing in found}.values():
-        if submission.closed and submission.tracker is not None:
+    for submission in {status.submission.name: status.submission for status in statuses}.values():
+        if submission.is_closed and submission.tracker is not None:
             name = submission.tracker.get("name")
             if not isinstance(name, str) or "." in name:
-                say(f"tracker.name={shown(name)} is not one of the suite's: python -m bench.track sends to others")
+                print_safely(
+                    f"tracker.name={format_value(name)} is not one of the suite's: python -m bench.track sends to others"
+                )
                 continue
             try:
                 tracker = load_tracker(submission.tracker)
             except UsageError as error:  # an earlier or later version's
-                say(f"nothing is sent of submission {submission.name}: {error}")
+                print_safely(f"nothing is sent of submission {submission.name}: {error}")
                 continue
-            courier = Courier(tracker, store, say)
-            courier.send_runs(s.entry.run_id for s in found if s.submission.name == submission.name)
+            tracker_client = TrackerClient(tracker, store, print_safely)
+            tracker_client.send_runs(
+                status.submitted_run.run_id for status in statuses if status.submission.name == submission.name
+            )
 
 
-def _died_holding(store: Path, standing: Standing) -> bool:
+def _has_orphaned_claim(store: Path, status: SubmittedRunStatus) -> bool:
     """Whether its job is gone and still has the run: it wrote the row, and died before it gave the claim back."""
-    if not standing.over:
+    if not status.is_over:
         return False
-    return _own_claim(store, standing) is not None
+    return _find_own_claim(store, status) is not None
 
 
-def _own_claim(store: Path, standing: Standing) -> Claim | None:
+def _find_own_claim(store: Path, status: SubmittedRunStatus) -> Claim | None:
     """The claim of a task's job on its run; None where it has none, or was never submitted."""
-    claim = claims.held(store, standing.entry.run_id)
-    mine = claim is not None and standing.job_id is not None and claim.owner.get("job") == standing.job_id
-    return claim if mine else None
+    claim = claims.find_claim(store, status.submitted_run.run_id)
+    is_own = claim is not None and status.job_id is not None and claim.owner.get("job") == status.job_id
+    return claim if is_own else None
 
 
-def _write_down(store: Path, standing: Standing) -> None:
-    claim, cancelled = _own_claim(store, standing), standing.job_id in standing.submission.cancelled
+def _write_missing_row(store: Path, status: SubmittedRunStatus) -> None:
+    claim, was_cancelled = _find_own_claim(store, status), status.job_id in status.submission.cancelled_job_ids
     if claim is not None:
-        known = {"status": "preempted", "error": f"its job {standing.job_id} was cancelled"}
-        write_lost_row(claim, **(known if cancelled else endings.obituary(claim.owner)))
+        cancelled_outcome = {"status": "preempted", "error": f"its job {status.job_id} was cancelled"}
+        write_lost_row(claim, **(cancelled_outcome if was_cancelled else endings.find_exit_record(claim.owner)))
         return
-    if standing.record is not None or standing.entry.search:
+    if status.record is not None or status.submitted_run.search:
         return
-    row = standing.entry.row  # the job's pickle would say it too, and execute whatever somebody put there
+    row = status.submitted_run.row  # the job's pickle would say it too, and execute whatever somebody put there
     if row is None:
         return
-    end = standing.ended[-1] if standing.ended else None
-    facts = {"launcher": "slurm", "job_id": standing.job_id, "sweep": standing.submission.sweep}
-    if cancelled or (end is not None and end.state in NOT_STARTED):
-        words = f"its job {standing.job_id} was cancelled before it came to run"
-        write_unstarted_row(row, store, status="skipped", error=words, facts=facts)
+    last_incarnation = status.incarnations[-1] if status.incarnations else None
+    launch_columns = {"launcher": "slurm", "job_id": status.job_id, "sweep": status.submission.sweep}
+    if was_cancelled or (last_incarnation is not None and last_incarnation.state in UNSTARTED_STATES):
+        error = f"its job {status.job_id} was cancelled before it came to run"
+        write_unstarted_row(row, store, status="skipped", error=error, launch_columns=launch_columns)
         return
-    last = last_words(standing)
-    words = f"its job {standing.job_id} {_why_it_never_ran(store, end)}" + (f"; {last}" if last else "")
-    write_unstarted_row(row, store, status="error", error=words, facts=facts)
+    last_output = describe_last_output(status)
+    error = f"its job {status.job_id} {_describe_unstarted_reason(store, last_incarnation)}" + (
+        f"; {last_output}" if last_output else ""
+    )
+    write_unstarted_row(row, store, status="error", error=error, launch_columns=launch_columns)
 
 
-def _why_it_never_ran(store: Path, end: JobState | None) -> str:
-    if end is None:
+def _describe_unstarted_reason(store: Path, last_incarnation: JobState | None) -> str:
+    if last_incarnation is None:
         return "never came to the run, and why is unknown: SLURM knows nothing of it any more"
-    if end.reason.startswith(f"{endings.UNWRITABLE}:"):
+    if last_incarnation.reason.startswith(f"{endings.UNWRITABLE_EXIT_CODE}:"):
         return "could not write to the store: it was full or read-only"
-    if end.reason == endings.NO_OUTPUT_FILE:
-        where = f"{end.nodes or 'its nodes'} may not see store={store.resolve()}"
-        return f"could not open the file for its output ({endings.described(end)}): {where}"
-    return f"never came to the run: SLURM says {endings.described(end)}"
+    if last_incarnation.reason == endings.NO_OUTPUT_FILE_EXIT_CODE:
+        store_hint = f"{last_incarnation.nodes or 'its nodes'} may not see store={store.resolve()}"
+        return f"could not open the file for its output ({endings.describe_job_end(last_incarnation)}): {store_hint}"
+    return f"never came to the run: SLURM says {endings.describe_job_end(last_incarnation)}"
 
 
-def last_words(standing: Standing) -> str:
+def describe_last_output(status: SubmittedRunStatus) -> str:
     """The last lines a job printed, and where."""
-    if standing.job_id is None:
+    if status.job_id is None:
         return ""
-    log = standing.submission.folder / standing.array.name / f"{standing.job_id}_0_log.out"
+    log_path = status.submission.folder / status.array.name / f"{status.job_id}_0_log.out"
     with contextlib.suppress(OSError):
-        lines = log.read_text(errors="replace").strip().splitlines()
+        lines = log_path.read_text(errors="replace").strip().splitlines()
         if lines:
-            return f"the last of {log}: {' / '.join(lines[-LAST_LINES:])[:500]}"
+            return f"the last of {log_path}: {' / '.join(lines[-MAX_OUTPUT_LINES:])[:500]}"
     return ""

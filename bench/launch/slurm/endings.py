@@ -10,62 +10,67 @@ from typing import Any
 from bench.launch.slurm import queue
 from bench.launch.slurm.queue import JobState
 
-STOPPED_BY_LIMIT_S = 150
+TIME_LIMIT_MARGIN_S = 150
 """SLURM looks at time limits every minute or so, and may send the warning signal a minute early."""
 
-STATUSES = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "PREEMPTED": "preempted", "CANCELLED": "preempted"}
+STATUS_BY_JOB_STATE = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "PREEMPTED": "preempted", "CANCELLED": "preempted"}
 """Statuses of runs by what SLURM calls the end of their job; `error` for all others."""
 
-NOT_STARTED = "never started"
+NEVER_STARTED_REASON = "never started"
 """The reason of an array's element that has left the queue on its own before it ran: SLURM forgets such a one."""
 
-NO_OUTPUT_FILE = "0:53"
+NO_OUTPUT_FILE_EXIT_CODE = "0:53"
 """Exit code of a job whose node could not open the file for its output."""
 
-UNWRITABLE = 73
+UNWRITABLE_EXIT_CODE = 73
 """Exit code of a job that could not write its row (EX_CANTCREAT of sysexits.h)."""
 
-ACCOUNTS_LAG_S = 15.0
+MAX_ACCOUNTING_LAG_S = 15.0
 """How far accounting may be behind the queue."""
 
 
-def ends(jobs: Iterable[str]) -> dict[str, list[JobState]]:
+def find_job_incarnations(job_ids: Iterable[str]) -> dict[str, list[JobState]]:
     """What SLURM says of jobs that have left the queue: their incarnations, as far as it remembers them.
 
     Accounting remembers all of them. Where it does not answer, or is behind, the controller remembers the last one for
     some minutes. An element that was cancelled alone before it ran is in neither; only that the rest of its array is
     known tells of it.
     """
-    jobs = list(jobs)
-    found = queue.history(jobs) or {}
-    unsettled = [job for job in jobs if not queue.over(found.get(job, []))]
-    remembered, asked = queue.remembered(unsettled)
-    for job in unsettled:
-        array, incarnations = job.partition("_")[0], found.get(job, [])
-        waited = not incarnations or incarnations[-1].state == "PENDING"
-        rest = queue.arrays_of(remembered if incarnations else [*remembered, *found])
-        if job in remembered:
-            found[job] = [*incarnations[:-1], remembered[job]]
-        elif asked and waited and array != job and array in rest:
-            found[job] = [*incarnations[:-1], JobState(job, "CANCELLED", NOT_STARTED)]
-    return {job: found[job] for job in jobs if job in found}
+    job_ids = list(job_ids)
+    incarnations_by_job = queue.query_accounting(job_ids) or {}
+    unsettled_ids = [job_id for job_id in job_ids if not queue.has_job_ended(incarnations_by_job.get(job_id, []))]
+    remembered_states, was_answered = queue.query_controller(unsettled_ids)
+    for job_id in unsettled_ids:
+        array_id, incarnations = job_id.partition("_")[0], incarnations_by_job.get(job_id, [])
+        was_waiting = not incarnations or incarnations[-1].state == "PENDING"
+        known_arrays = queue.list_array_ids(
+            remembered_states if incarnations else [*remembered_states, *incarnations_by_job]
+        )
+        if job_id in remembered_states:
+            incarnations_by_job[job_id] = [*incarnations[:-1], remembered_states[job_id]]
+        elif was_answered and was_waiting and array_id != job_id and array_id in known_arrays:
+            incarnations_by_job[job_id] = [*incarnations[:-1], JobState(job_id, "CANCELLED", NEVER_STARTED_REASON)]
+    return {job_id: incarnations_by_job[job_id] for job_id in job_ids if job_id in incarnations_by_job}
 
 
-def settled_ends(jobs: Iterable[str]) -> dict[str, list[JobState]]:
+def wait_for_job_incarnations(job_ids: Iterable[str]) -> dict[str, list[JobState]]:
     """The same for jobs that have ended, as soon as SLURM knows so of each: accounting is some seconds behind."""
-    wanted, deadline = set(jobs), time.monotonic() + ACCOUNTS_LAG_S
+    wanted_ids, deadline = set(job_ids), time.monotonic() + MAX_ACCOUNTING_LAG_S
     while True:
-        accounts = queue.history(wanted)
-        found = ends(wanted)
-        if accounts is None or time.monotonic() > deadline:
-            return found
-        left = [job for job in wanted if not queue.over(accounts.get(job, []))]
-        if all(job in found and found[job][-1].reason == NOT_STARTED for job in left):
-            return found
+        accounting = queue.query_accounting(wanted_ids)
+        incarnations_by_job = find_job_incarnations(wanted_ids)
+        if accounting is None or time.monotonic() > deadline:
+            return incarnations_by_job
+        unsettled_ids = [job_id for job_id in wanted_ids if not queue.has_job_ended(accounting.get(job_id, []))]
+        if all(
+            job_id in incarnations_by_job and incarnations_by_job[job_id][-1].reason == NEVER_STARTED_REASON
+            for job_id in unsettled_ids
+        ):
+            return incarnations_by_job
         time.sleep(1)
 
 
-def lives(job_id: str, *, own: bool) -> bool:
+def is_job_alive(job_id: str, *, is_own: bool) -> bool:
     """Whether a job waits or runs. Of another account's, which SLURM may hide, only what SLURM says is its end counts.
 
     Raises
@@ -74,20 +79,20 @@ def lives(job_id: str, *, own: bool) -> bool:
         If SLURM cannot be asked.
     """
     try:
-        if any(state.job_id == job_id for state in queue.squeue("--all", f"--jobs={job_id}")):
+        if any(state.job_id == job_id for state in queue.query_squeue("--all", f"--jobs={job_id}")):
             return True
     except queue.SlurmError as error:
-        if queue.UNKNOWN_JOB not in str(error):
+        if queue.UNKNOWN_JOB_MESSAGE not in str(error):
             raise
-    return not own and not queue.over(ends([job_id]).get(job_id, []))
+    return not is_own and not queue.has_job_ended(find_job_incarnations([job_id]).get(job_id, []))
 
 
-def why_stopped(job_id: str, restart: int, nodes: Iterable[str]) -> tuple[str, str]:
+def find_stop_reason(job_id: str, restart_count: int, nodes: Iterable[str]) -> tuple[str, str]:
     """Why a running job was sent a signal.
 
     Parameters
     ----------
-    restart: int
+    restart_count: int
         How often the job had been started before, when it began to run.
     nodes: iterable of str
         The job's nodes.
@@ -99,53 +104,58 @@ def why_stopped(job_id: str, restart: int, nodes: Iterable[str]) -> tuple[str, s
         if it cannot be asked; and the same for people.
     """
     try:
-        facts = dict(re.findall(r"(\w+)=(\S+)", queue.ask("scontrol", "show", "job", "--oneliner", job_id)))
-        down = queue.ask(
+        job_fields = dict(
+            re.findall(r"(\w+)=(\S+)", queue.run_slurm_command("scontrol", "show", "job", "--oneliner", job_id))
+        )
+        down_nodes = queue.run_slurm_command(
             "sinfo", "--noheader", "--Node", "--states=down,fail", f"--nodes={','.join(nodes)}", "--format=%N"
         )
     except queue.SlurmError as error:
         return "unknown", f"why is unknown, for SLURM cannot be asked: {error}"
-    if down.strip():
-        return "node failure", f"{', '.join(sorted(set(down.split())))} went down"
-    if facts.get("PreemptTime", "None") != "None" or facts.get("JobState") == "PREEMPTED":
+    if down_nodes.strip():
+        return "node failure", f"{', '.join(sorted(set(down_nodes.split())))} went down"
+    if job_fields.get("PreemptTime", "None") != "None" or job_fields.get("JobState") == "PREEMPTED":
         return "preempted", "a job of higher priority took its nodes"
-    if int(facts.get("Restarts", 0)) > restart or facts.get("JobState") == "PENDING":
+    if int(job_fields.get("Restarts", 0)) > restart_count or job_fields.get("JobState") == "PENDING":
         return "requeued", "the job was taken off its nodes to start anew"
-    run, limit = queue.seconds(facts.get("RunTime", "")), queue.seconds(facts.get("TimeLimit", ""))
-    if limit and run > limit - STOPPED_BY_LIMIT_S and run > limit / 4:
+    run_s, limit_s = (
+        queue.parse_duration_s(job_fields.get("RunTime", "")),
+        queue.parse_duration_s(job_fields.get("TimeLimit", "")),
+    )
+    if limit_s and run_s > limit_s - TIME_LIMIT_MARGIN_S and run_s > limit_s / 4:
         return "time limit", "the job came to its time limit"
-    if facts.get("JobState") in ("CANCELLED", "COMPLETING"):
+    if job_fields.get("JobState") in ("CANCELLED", "COMPLETING"):
         return "cancelled", "the job was cancelled"
-    return "none", f"SLURM has no reason for it, the job's state is {facts.get('JobState')}"
+    return "none", f"SLURM has no reason for it, the job's state is {job_fields.get('JobState')}"
 
 
-def obituary(owner: Mapping[str, Any]) -> dict[str, str]:
+def find_exit_record(owner: Mapping[str, Any]) -> dict[str, str]:
     """Status and error of an attempt that a job began and did not finish, by what SLURM says of its end."""
-    job_id, restart = owner["job"], owner["restart"]
-    deadline = time.monotonic() + ACCOUNTS_LAG_S
+    job_id, restart_count = owner["job"], owner["restart"]
+    deadline = time.monotonic() + MAX_ACCOUNTING_LAG_S
     while True:
-        accounts = queue.history([job_id])
-        incarnations = (accounts or {}).get(job_id, [])[restart:]
-        if len(incarnations) > 1 or queue.over(incarnations):
-            end = incarnations[0]
+        accounting = queue.query_accounting([job_id])
+        incarnations = (accounting or {}).get(job_id, [])[restart_count:]
+        if len(incarnations) > 1 or queue.has_job_ended(incarnations):
+            end_state = incarnations[0]
             break
-        if accounts is None or time.monotonic() > deadline:
-            remembered, asked = queue.remembered([job_id])
-            if job_id not in remembered:
-                why = "SLURM knows nothing of it any more" if asked else "SLURM cannot be asked here"
-                return {"status": "error", "error": f"why job {job_id} ended is unknown: {why}"}
-            end = remembered[job_id]
-            if queue.over([end]):
+        if accounting is None or time.monotonic() > deadline:
+            remembered_states, was_answered = queue.query_controller([job_id])
+            if job_id not in remembered_states:
+                reason = "SLURM knows nothing of it any more" if was_answered else "SLURM cannot be asked here"
+                return {"status": "error", "error": f"why job {job_id} ended is unknown: {reason}"}
+            end_state = remembered_states[job_id]
+            if queue.has_job_ended([end_state]):
                 break
             return {"status": "error", "error": f"SLURM started job {job_id} anew; why is unknown, without accounts"}
         time.sleep(1)
-    words = f"SLURM ended job {job_id}: {described(end)}"
-    if end.state == "FAILED" and end.reason.startswith(f"{UNWRITABLE}:"):
-        words = f"job {job_id} could not write its row: the store was full or read-only"
-    return {"status": STATUSES.get(end.state, "error"), "error": words}
+    error = f"SLURM ended job {job_id}: {describe_job_end(end_state)}"
+    if end_state.state == "FAILED" and end_state.reason.startswith(f"{UNWRITABLE_EXIT_CODE}:"):
+        error = f"job {job_id} could not write its row: the store was full or read-only"
+    return {"status": STATUS_BY_JOB_STATE.get(end_state.state, "error"), "error": error}
 
 
-def described(end: JobState) -> str:
+def describe_job_end(end_state: JobState) -> str:
     """The end of a job as SLURM has it: ``NODE_FAIL on n1, exit code 0:0``."""
-    where = f" on {end.nodes}" if end.nodes else ""
-    return f"{end.state}{where}, {'exit code ' if ':' in end.reason else ''}{end.reason}"
+    nodes_text = f" on {end_state.nodes}" if end_state.nodes else ""
+    return f"{end_state.state}{nodes_text}, {'exit code ' if ':' in end_state.reason else ''}{end_state.reason}"

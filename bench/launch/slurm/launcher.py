@@ -16,47 +16,47 @@ from submitit.core.utils import DelayedSubmission
 
 from bench import records
 from bench.config import RunConfig
-from bench.errors import ImpossibleError, UsageError, bad_value
+from bench.errors import ImpossibleError, UsageError, invalid_value_error
 from bench.hardware import refuse_unsupported
-from bench.hardware.detect import Device
+from bench.hardware.detect import DetectedDevice
 from bench.launch.slurm import ledger, queue, snapshot
-from bench.launch.slurm.bad_nodes import bad_nodes, excluding
+from bench.launch.slurm.bad_nodes import find_bad_nodes, format_exclude_list
 from bench.launch.slurm.job import SlurmJob
-from bench.launch.slurm.ledger import Array, Entry, Submission
+from bench.launch.slurm.ledger import JobArray, Submission, SubmittedRun
 from bench.launch.slurm.profile import SlurmProfile
-from bench.launch.slurm.script import array_script, script
+from bench.launch.slurm.script import build_array_script, build_sbatch_script
 from bench.launch.stop import StopSignal
-from bench.launch.task import Task
-from bench.planning.estimate import expected_s, time_limit_min
+from bench.launch.task import LaunchTask
+from bench.planning.estimate import compute_time_limit_min, predict_duration_s
 from bench.records import claims
-from bench.row import configured_row
+from bench.row import build_configured_columns
 from bench.tracking import NO_TRACKER, Tracker
-from bench.typed import typed
+from bench.typed import build_dataclass
 
-JOB_NAME = "bench"
+JOB_NAME_PREFIX = "bench"
 
-SCRIPT = "submission.sh"
+SCRIPT_FILE_NAME = "submission.sh"
 
-FIRST_LOOK_S = 3.0
+PENDING_REASON_TIMEOUT_S = 3.0
 """How long SLURM may take to say why a job waits."""
 
-GONE_S = 60.0
+CANCEL_TIMEOUT_S = 60.0
 """How long a cancelled job may take to be gone."""
 
-ARRAY_SIZE_WITHOUT_SLURM = 1001
+DEFAULT_MAX_ARRAY_SIZE = 1001
 """SLURM's default, where there is no cluster to ask."""
 
 
-Shape = tuple[int, int, int]
+JobShape = tuple[int, int, int]
 """Nodes, tasks on each, GPUs of each task."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class PlannedArray:
     """An array and its tasks, in the same order."""
 
-    array: Array
-    tasks: list[Task]
+    array: JobArray
+    tasks: list[LaunchTask]
 
 
 class SlurmLauncher:
@@ -75,45 +75,45 @@ class SlurmLauncher:
         If the values are not valid, or SLURM cannot be asked.
     """
 
-    unasked: str | None = None
+    unchecked_reason: str | None = None
     """Why nothing was checked with SLURM, if nothing was."""
 
     def __init__(self, cluster: dict[str, Any], *, dry_run: bool) -> None:
-        self.profile: SlurmProfile = typed("cluster", SlurmProfile, cluster)
+        self.profile: SlurmProfile = build_dataclass("cluster", SlurmProfile, cluster)
         try:
-            self._largest_array = queue.max_array_size()
+            self._max_array_size = queue.query_max_array_size()
         except queue.SlurmError as error:
             if not dry_run:
                 raise UsageError(f"cluster={self.profile.name} cannot be asked: {error}.") from None
-            self._largest_array, self.unasked = ARRAY_SIZE_WITHOUT_SLURM, str(error)
-        self._refusals: dict[Shape, str | None] = {}
+            self._max_array_size, self.unchecked_reason = DEFAULT_MAX_ARRAY_SIZE, str(error)
+        self._refusal_by_shape: dict[JobShape, str | None] = {}
 
-    def leave_out_bad_nodes(self, store: Path) -> list[str]:
+    def exclude_bad_nodes(self, store: Path) -> list[str]:
         """Exclude the nodes whose last health check failed, if the cluster's file asks for that; returns them."""
         if not self.profile.exclude_bad or not store.is_dir():
             return []
-        nodes = bad_nodes(records.read_attempts(store).records)
-        self.profile = dataclasses.replace(self.profile, exclude=excluding(self.profile.exclude, nodes))
+        nodes = find_bad_nodes(records.read_all_attempts(store).records)
+        self.profile = dataclasses.replace(self.profile, exclude=format_exclude_list(self.profile.exclude, nodes))
         return nodes
 
     def check(self, config: RunConfig) -> None:
         """Raise `ImpossibleError` where this cluster cannot execute a run."""
         config.strategy.check_installed()
         if config.hardware.device == "cpu":
-            nodes_processor = Device("cpu", "the nodes' processors", 0)
-            refuse_unsupported(config.hardware, nodes_processor, config.precision, compile_blocks=False)
-        if not config.rehearsed and config.gpus_per_node > self.profile.gpus_per_node:
+            node_cpu = DetectedDevice("cpu", "the nodes' processors", 0)
+            refuse_unsupported(config.hardware, node_cpu, config.precision, compile_blocks=False)
+        if not config.is_rehearsed and config.gpus_per_node > self.profile.gpus_per_node:
             raise ImpossibleError(
                 f"gpus_per_node={config.gpus_per_node} is more than a node of cluster={self.profile.name} has: "
                 f"choose at most {self.profile.gpus_per_node}."
             )
-        shape = shape_of(config)
-        if shape not in self._refusals:
-            self._refusals[shape] = self._refusal(*shape) if self.unasked is None else None
-        if self._refusals[shape] is not None:
+        shape = compute_job_shape(config)
+        if shape not in self._refusal_by_shape:
+            self._refusal_by_shape[shape] = self._find_refusal(*shape) if self.unchecked_reason is None else None
+        if self._refusal_by_shape[shape] is not None:
             raise ImpossibleError(
                 f"cluster={self.profile.name} refuses {shape[0]} node(s) with {shape[1]} task(s) each: "
-                f"{self._refusals[shape]}. Choose other fields of cluster, or fewer gpus."
+                f"{self._refusal_by_shape[shape]}. Choose other fields of cluster, or fewer gpus."
             )
 
     @staticmethod
@@ -123,78 +123,84 @@ class SlurmLauncher:
         if set(path) & set("%\\"):
             raise UsageError(f"store={store} is not valid on a cluster: choose a path without % and backslashes.")
 
-    def _refusal(self, nodes: int, tasks_per_node: int, gpus_per_task: int) -> str | None:
+    def _find_refusal(self, nodes: int, tasks_per_node: int, gpus_per_task: int) -> str | None:
         """What sbatch says against jobs of a shape, without submitting one; None if it takes them."""
-        parameters = self.profile.sbatch_parameters(
+        parameters = self.profile.build_sbatch_parameters(
             job_name="bench-test",
             nodes=nodes,
             tasks_per_node=tasks_per_node,
-            minutes=self.profile.time_limit_min or 1,
+            time_limit_min=self.profile.time_limit_min or 1,
             gpus_per_task=gpus_per_task,
         )
-        text = script(parameters, Path("/tmp"), count=1, command="true")
+        script_text = build_sbatch_script(parameters, Path("/tmp"), num_elements=1, command="true")
         try:
-            queue.test(text)
+            queue.check_script(script_text)
         except queue.SlurmError as error:
-            unavailable = "node configuration is not available" in str(error)
-            if unavailable and self.profile.gpu_request != "none" and not queue.has_gpus():
+            is_unavailable = "node configuration is not available" in str(error)
+            if is_unavailable and self.profile.gpu_request != "none" and not queue.has_gpus():
                 return f"{str(error).rstrip('.')}; SLURM knows of no GPU on any node: choose cluster.gpu_request=none"
             return str(error).rstrip(".")
         return None
 
-    def batches(self, tasks: Sequence[Task], store: Path, name: str) -> list[Batch]:
+    def plan_arrays(self, tasks: Sequence[LaunchTask], store: Path, submission_name: str) -> list[PlannedArray]:
         """Group tasks into arrays: one per resource shape, small ones first, cut where the cluster cuts arrays.
 
         Parameters
         ----------
-        name: str
+        submission_name: str
             Of the submission.
         """
-        by_shape: dict[Shape, list[Task]] = {}
+        tasks_by_shape: dict[JobShape, list[LaunchTask]] = {}
         for task in tasks:
-            by_shape.setdefault(shape_of(task.config), []).append(task)
-        size = self._largest_array
-        batches: list[Batch] = []
-        for shape in sorted(by_shape):
-            whole = by_shape[shape]
-            for start in range(0, len(whole), size):
-                batches.append(self._batch(whole[start : start + size], shape, store, name, len(batches)))
-        return batches
+            tasks_by_shape.setdefault(compute_job_shape(task.config), []).append(task)
+        max_size = self._max_array_size
+        planned_arrays: list[PlannedArray] = []
+        for shape in sorted(tasks_by_shape):
+            shape_tasks = tasks_by_shape[shape]
+            for start in range(0, len(shape_tasks), max_size):
+                planned_arrays.append(
+                    self._plan_array(
+                        shape_tasks[start : start + max_size], shape, store, submission_name, len(planned_arrays)
+                    )
+                )
+        return planned_arrays
 
-    def _batch(self, tasks: list[Task], shape: Shape, store: Path, name: str, number: int) -> Batch:
-        expected = [expected_s(task.config, search=task.search) for task in tasks]
-        entries = [
-            Entry(
+    def _plan_array(
+        self, tasks: list[LaunchTask], shape: JobShape, store: Path, submission_name: str, array_number: int
+    ) -> PlannedArray:
+        expected_times_s = [predict_duration_s(task.config, search=task.search) for task in tasks]
+        submitted_runs = [
+            SubmittedRun(
                 task.config.run_id,
                 task.config.label,
                 task.search,
-                records.next_attempt(store, task.config.run_id),
-                None if task.search else configured_row(task.config),
+                records.find_next_attempt(store, task.config.run_id),
+                None if task.search else build_configured_columns(task.config),
             )
             for task in tasks
         ]
-        array = Array(
-            name=f"{number}-{shape[0]}x{shape[1]}",
-            job_name=f"{JOB_NAME}-{name}-{number}",
+        array = JobArray(
+            name=f"{array_number}-{shape[0]}x{shape[1]}",
+            job_name=f"{JOB_NAME_PREFIX}-{submission_name}-{array_number}",
             nodes=shape[0],
             tasks_per_node=shape[1],
-            time_limit_min=self.profile.time_limit_min or time_limit_min(max(expected)),
-            expected_s=sum(expected),
-            longest_s=max(expected),
-            entries=entries,
+            time_limit_min=self.profile.time_limit_min or compute_time_limit_min(max(expected_times_s)),
+            expected_s=sum(expected_times_s),
+            longest_s=max(expected_times_s),
+            entries=submitted_runs,
             gpus_per_task=shape[2],
         )
-        return Batch(array, tasks)
+        return PlannedArray(array, tasks)
 
-    def script(self, array: Array, store: Path, name: str) -> str:
+    def build_script(self, array: JobArray, store: Path, submission_name: str) -> str:
         """The sbatch script of an array, as it would be submitted now."""
-        return array_script(self.profile, array, store, name)
+        return build_array_script(self.profile, array, store, submission_name)
 
-    def refuse_arrays(self, arrays: Sequence[Array], store: Path, name: str) -> None:
+    def refuse_rejected_arrays(self, arrays: Sequence[JobArray], store: Path, submission_name: str) -> None:
         """Raise `UsageError` if the cluster would refuse an array as it is, with its time limit; submits nothing."""
-        for array in arrays if self.unasked is None else ():
+        for array in arrays if self.unchecked_reason is None else ():
             try:
-                queue.test(self.script(array, store, name))
+                queue.check_script(self.build_script(array, store, submission_name))
             except queue.SlurmError as error:
                 raise UsageError(
                     f"cluster={self.profile.name} refuses array {array.name}, of {array.time_limit_min} min a run: "
@@ -203,7 +209,12 @@ class SlurmLauncher:
                 ) from None
 
     def submit(
-        self, batches: Sequence[Batch], store: Path, sweep: str, name: str, tracker: Tracker = NO_TRACKER
+        self,
+        planned_arrays: Sequence[PlannedArray],
+        store: Path,
+        sweep: str,
+        submission_name: str,
+        tracker: Tracker = NO_TRACKER,
     ) -> Submission:
         """Submit arrays, one after the other, each to start when the one before it is over.
 
@@ -214,50 +225,69 @@ class SlurmLauncher:
         UsageError
             If the cluster refuses one, none of its jobs could ever start, or the store cannot be written.
         """
-        with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
-            return self._submit(batches, store, sweep, name, tracker)
+        with _raise_interrupt_on(signal.SIGTERM, signal.SIGHUP):
+            return self._submit_arrays(planned_arrays, store, sweep, submission_name, tracker)
 
-    def _submit(self, batches: Sequence[Batch], store: Path, sweep: str, name: str, tracker: Tracker) -> Submission:
+    def _submit_arrays(
+        self, planned_arrays: Sequence[PlannedArray], store: Path, sweep: str, submission_name: str, tracker: Tracker
+    ) -> Submission:
         store = store.resolve()
-        arrays = [batch.array for batch in batches]
+        arrays = [planned_array.array for planned_array in planned_arrays]
         try:
-            code = snapshot.take(store, [task.config for batch in batches for task in batch.tasks])
-            submission = ledger.enter(store, sweep, vars(self.profile), code.name, arrays, name, vars(tracker))
+            code_folder = snapshot.take_snapshot(
+                store, [task.config for planned_array in planned_arrays for task in planned_array.tasks]
+            )
+            submission = ledger.write_submission(
+                store, sweep, vars(self.profile), code_folder.name, arrays, submission_name, vars(tracker)
+            )
         except OSError as error:
             reason = f"{error.strerror or error}: nothing was submitted"
-            raise bad_value("store", store, f"a folder that can be written to ({reason})") from None
-        before: str | None = None
+            raise invalid_value_error("store", store, f"a folder that can be written to ({reason})") from None
+        previous_job_id: str | None = None
         try:
-            for batch in batches:
-                self._write_array(batch, submission, store, before, tracker)
-                before = queue.submit(submission.folder / batch.array.name / SCRIPT, code, batch.array.job_name)
-                submission.note_job_id(batch.array, before)
-            _refuse_never_starting(submission)
+            for planned_array in planned_arrays:
+                self._write_array_files(planned_array, submission, store, previous_job_id, tracker)
+                previous_job_id = queue.submit_script(
+                    submission.folder / planned_array.array.name / SCRIPT_FILE_NAME,
+                    code_folder,
+                    planned_array.array.job_name,
+                )
+                submission.write_job_id(planned_array.array, previous_job_id)
+            _refuse_never_starting_jobs(submission)
         except BaseException as error:
-            left = _take_back(submission)
+            leftover_text = _cancel_submission(submission)
             if not isinstance(error, queue.SlurmError | OSError):
-                print(left, file=sys.stderr)
+                print(leftover_text, file=sys.stderr)
                 raise
-            words = " ".join(str(error).split()).rstrip(".")
-            raise UsageError(f"cluster={self.profile.name} does not take these jobs: {words}. {left}") from None
+            message = " ".join(str(error).split()).rstrip(".")
+            raise UsageError(
+                f"cluster={self.profile.name} does not take these jobs: {message}. {leftover_text}"
+            ) from None
         return submission
 
-    def _write_array(
-        self, batch: Batch, submission: Submission, store: Path, before: str | None, tracker: Tracker
+    def _write_array_files(
+        self,
+        planned_array: PlannedArray,
+        submission: Submission,
+        store: Path,
+        previous_job_id: str | None,
+        tracker: Tracker,
     ) -> None:
         """Write all that an array's jobs need: once sbatch has accepted the script, nothing is left to do."""
-        folder = submission.folder / batch.array.name
-        for index, (task, entry) in enumerate(zip(batch.tasks, batch.array.entries, strict=True)):
+        folder = submission.folder / planned_array.array.name
+        for index, (task, submitted_run) in enumerate(
+            zip(planned_array.tasks, planned_array.array.entries, strict=True)
+        ):
             job = SlurmJob(
                 task=task,
-                attempts_before=entry.attempts_before,
+                attempts_before=submitted_run.attempts_before,
                 store=store,
-                folder=folder,
+                job_folder=folder,
                 sweep=submission.sweep,
-                time_limit_s=60.0 * batch.array.time_limit_min,
+                time_limit_s=60.0 * planned_array.array.time_limit_min,
                 start_timeout_s=float(self.profile.start_timeout_s),
                 requeue=self.profile.requeue,
-                facts={
+                submission_info={
                     "cluster": self.profile.name,
                     "submission": submission.name,
                     "exclusive": self.profile.exclusive,
@@ -266,62 +296,68 @@ class SlurmLauncher:
                 check_nodes=self.profile.check == "quick",
                 tracker=tracker,
             )
-            delayed = DelayedSubmission(job)
-            delayed.set_timeout(batch.array.time_limit_min, 0)
-            delayed.dump(folder / f"{index}.pkl")
-        text = array_script(self.profile, batch.array, store, submission.name, before)
-        (folder / SCRIPT).write_text(text)
+            delayed_submission = DelayedSubmission(job)
+            delayed_submission.set_timeout(planned_array.array.time_limit_min, 0)
+            delayed_submission.dump(folder / f"{index}.pkl")
+        script_text = build_array_script(self.profile, planned_array.array, store, submission.name, previous_job_id)
+        (folder / SCRIPT_FILE_NAME).write_text(script_text)
 
 
-def shape_of(config: RunConfig) -> Shape:
+def compute_job_shape(config: RunConfig) -> JobShape:
     """Nodes, tasks on each and GPUs of each task that a run asks for."""
-    return config.machines, config.processes // config.machines, config.devices_per_process
+    return config.active_nodes, config.active_processes // config.active_nodes, config.devices_per_process
 
 
 @contextlib.contextmanager
-def _interrupted_by(*signals: signal.Signals) -> Iterator[None]:
+def _raise_interrupt_on(*signals: signal.Signals) -> Iterator[None]:
     """Have some signals raise KeyboardInterrupt as SIGINT does, but for those that are ignored (nohup)."""
-    before = {number: signal.getsignal(number) for number in signals}
+    previous_handlers = {signal_number: signal.getsignal(signal_number) for signal_number in signals}
     try:
-        for number, handler in before.items():
+        for signal_number, handler in previous_handlers.items():
             if handler is not signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler)
+                signal.signal(signal_number, signal.default_int_handler)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
 
 
-def _take_back(submission: Submission) -> str:
+def _cancel_submission(submission: Submission) -> str:
     """Cancel what was submitted, wait until none of it is in the queue, and say what is left."""
     with StopSignal(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a second one must not leave the rest behind
         try:
             # By name too: sbatch may have failed after SLURM had taken the array.
-            names = queue.by_name([array.job_name for array in submission.arrays])
-            jobs = sorted({*names.values(), *filter(None, map(submission.job_id, submission.arrays))}, key=int)
-            queue.cancel(jobs)
-            deadline = time.monotonic() + GONE_S
-            while set(jobs) & set(queue.arrays_of(queue.alive())) and time.monotonic() < deadline:
+            job_id_by_name = queue.find_job_ids_by_name([array.job_name for array in submission.arrays])
+            job_ids = sorted(
+                {*job_id_by_name.values(), *filter(None, map(submission.read_job_id, submission.arrays))}, key=int
+            )
+            queue.cancel_jobs(job_ids)
+            deadline = time.monotonic() + CANCEL_TIMEOUT_S
+            while set(job_ids) & set(queue.list_array_ids(queue.list_live_jobs())) and time.monotonic() < deadline:
                 time.sleep(0.5)
         except (queue.SlurmError, OSError) as error:
             return f"What was submitted before that could not be cancelled ({error}): bench.jobs cancel does it later."
         store = submission.folder.parents[1]
-        held = filter(None, (claims.held(store, run_id) for run_id in claims.running(store)))
-        if not any(str(claim.owner.get("job")).partition("_")[0] in jobs for claim in held):
+        held_claims = filter(None, (claims.find_claim(store, run_id) for run_id in claims.list_claimed_runs(store)))
+        if not any(str(claim.owner.get("job")).partition("_")[0] in job_ids for claim in held_claims):
             submission.close()  # otherwise `collect` writes down what was killed before it could write its row
     return "Nothing of it is left in the queue."
 
 
-def _refuse_never_starting(submission: Submission) -> None:
+def _refuse_never_starting_jobs(submission: Submission) -> None:
     """Raise `SlurmError` if SLURM soon says that jobs wait for what never comes."""
-    jobs = [submission.job_id(array) for array in submission.arrays]
-    deadline = time.monotonic() + FIRST_LOOK_S
+    job_ids = [submission.read_job_id(array) for array in submission.arrays]
+    deadline = time.monotonic() + PENDING_REASON_TIMEOUT_S
     while True:
-        waiting = [s for s in queue.alive().values() if s.job_id.partition("_")[0] in jobs and s.state == "PENDING"]
-        undecided = any(state.reason in queue.UNDECIDED for state in waiting)
-        for state in waiting:
-            if state.reason in queue.NEVER_STARTS:
+        waiting_jobs = [
+            state
+            for state in queue.list_live_jobs().values()
+            if state.job_id.partition("_")[0] in job_ids and state.state == "PENDING"
+        ]
+        has_undecided_job = any(state.reason in queue.UNDECIDED_PENDING_REASONS for state in waiting_jobs)
+        for state in waiting_jobs:
+            if state.reason in queue.PERMANENT_PENDING_REASONS:
                 raise queue.SlurmError(f"job {state.job_id} would wait for ever, says SLURM: {state.reason}")
-        if not undecided or time.monotonic() > deadline:
+        if not has_undecided_job or time.monotonic() > deadline:
             return
-        time.sleep(FIRST_LOOK_S / 10)
+        time.sleep(PENDING_REASON_TIMEOUT_S / 10)

@@ -8,23 +8,23 @@ import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from bench.errors import UsageError, bad_value
-from bench.typed import OneOf, Text, Within
+from bench.errors import UsageError, invalid_value_error
+from bench.typed import OneOf, TextRule, Within
 
 GPU_REQUESTS = ("gpus-per-node", "gres", "none")
 
 SIGNAL_DELAY_S = 30
 """How long before the time limit SLURM warns the job, which by then has ended by itself."""
 
-OPTION = re.compile(r"^--([a-z][a-z-]*)(?:=(.*))?$", re.DOTALL)
+OPTION_PATTERN = re.compile(r"^--([a-z][a-z-]*)(?:=(.*))?$", re.DOTALL)
 
-OURS = {
+RESERVED_OPTIONS = {
     *("array", "chdir", "dependency", "error", "export", "job-name", "kill-on-bad-exit", "nodes", "ntasks"),
     *("ntasks-per-node", "open-mode", "output", "signal", "time", "wait", "wrap", "distribution"),
 }
 """Options that the suite sets itself."""
 
-FIELDS_OF_OPTIONS = {
+FIELD_BY_OPTION = {
     **{name: name for name in ("account", "comment", "constraint", "exclude", "nodelist", "partition", "qos")},
     **{"reservation": "reservation", "wckey": "wckey", "exclusive": "exclusive", "requeue": "requeue"},
     **{"no-requeue": "requeue", "cpus-per-task": "cpus_per_gpu", "mem": "memory_gb_per_gpu"},
@@ -67,7 +67,9 @@ class SlurmProfile:
     """Further options of sbatch, as typed: --mail-type=END."""
     srun: list[str] = field(default_factory=list)
     """Further options of srun: a container's, for example."""
-    setup: list[Annotated[str, Text("shell lines", lines=True, empty=True)]] = field(default_factory=list)
+    setup: list[Annotated[str, TextRule("shell lines", is_multiline=True, can_be_empty=True)]] = field(
+        default_factory=list
+    )
     """Shell lines before srun: modules, activation of an environment, exports."""
     python: str | None = None
     """Shell command that starts Python on a node; None for the interpreter that submits."""
@@ -81,33 +83,33 @@ class SlurmProfile:
     """How long the processes of a job may take to find each other."""
 
     def __post_init__(self) -> None:
-        for name in sorted({*FIELDS_OF_OPTIONS.values(), "gpu_type"}):
+        for name in sorted({*FIELD_BY_OPTION.values(), "gpu_type"}):
             if isinstance(getattr(self, name), str):
                 _refuse_unprintable(f"cluster.{name}", getattr(self, name))
         for text in self.sbatch:
             self._check_option(text)
         for text in self.srun:
             if not text.startswith("-"):
-                raise bad_value("cluster.srun", text, "options as typed behind srun, each an item of its own")
-            match = OPTION.match(text)
-            if match is not None and match[1] in OURS:
-                raise bad_value("cluster.srun", text, f"another option: the suite sets --{match[1]} itself")
+                raise invalid_value_error("cluster.srun", text, "options as typed behind srun, each an item of its own")
+            match = OPTION_PATTERN.match(text)
+            if match is not None and match[1] in RESERVED_OPTIONS:
+                raise invalid_value_error("cluster.srun", text, f"another option: the suite sets --{match[1]} itself")
         for text in (*self.setup, self.python or ""):
             if "\0" in text:
-                raise bad_value("cluster.setup", repr(text), "shell lines")
+                raise invalid_value_error("cluster.setup", repr(text), "shell lines")
 
     def _check_option(self, text: str) -> None:
-        match = OPTION.match(text)
+        match = OPTION_PATTERN.match(text)
         if match is None:
-            raise bad_value("cluster.sbatch", text, "options such as --mail-type=END")
-        if match[1] in OURS:
-            raise bad_value("cluster.sbatch", text, f"another option: the suite sets --{match[1]} itself")
-        if match[1] in FIELDS_OF_OPTIONS:
-            raise bad_value("cluster.sbatch", text, f"cluster.{FIELDS_OF_OPTIONS[match[1]]} for it")
+            raise invalid_value_error("cluster.sbatch", text, "options such as --mail-type=END")
+        if match[1] in RESERVED_OPTIONS:
+            raise invalid_value_error("cluster.sbatch", text, f"another option: the suite sets --{match[1]} itself")
+        if match[1] in FIELD_BY_OPTION:
+            raise invalid_value_error("cluster.sbatch", text, f"cluster.{FIELD_BY_OPTION[match[1]]} for it")
         _refuse_unprintable("cluster.sbatch", text)
 
     @property
-    def command(self) -> str:
+    def python_command(self) -> str:
         """What starts Python in each task.
 
         While it imports, which takes seconds, it would not survive the warning signal, which for short jobs comes at
@@ -116,8 +118,8 @@ class SlurmProfile:
         python = shlex.quote(sys.executable) if self.python is None else self.python
         return f"""sh -c 'trap "" USR2; exec "$@"' sh {python}"""
 
-    def sbatch_parameters(
-        self, *, job_name: str, nodes: int, tasks_per_node: int, minutes: int, gpus_per_task: int = 1
+    def build_sbatch_parameters(
+        self, *, job_name: str, nodes: int, tasks_per_node: int, time_limit_min: int, gpus_per_task: int = 1
     ) -> dict[str, Any]:
         """Parameters of submitit's SlurmExecutor for jobs of one resource shape.
 
@@ -125,42 +127,42 @@ class SlurmProfile:
         ----------
         nodes, tasks_per_node: int
             Machines, and ranks on each: one task per rank.
-        minutes: int
+        time_limit_min: int
             Time limit.
         gpus_per_task: int
             GPUs, and shares of the node's processors and memory, of a task: more where one process drives several.
         """
-        additional: dict[str, Any] = {"requeue" if self.requeue else "no-requeue": True}
+        additional_parameters: dict[str, Any] = {"requeue" if self.requeue else "no-requeue": True}
         if self.reservation is not None:
-            additional["reservation"] = self.reservation
+            additional_parameters["reservation"] = self.reservation
         for text in self.sbatch:
-            match = OPTION.match(text)
+            match = OPTION_PATTERN.match(text)
             assert match is not None
-            additional[match[1]] = True if match[2] is None else match[2]
+            additional_parameters[match[1]] = True if match[2] is None else match[2]
         # srun does not take --cpus-per-task over from sbatch (SLURM 22.05 and later).
-        cpus = None if self.cpus_per_gpu is None else self.cpus_per_gpu * gpus_per_task
-        srun = [] if cpus is None else [f"--cpus-per-task={cpus}"]
-        count = tasks_per_node * gpus_per_task
-        gpus = f"{self.gpu_type}:{count}" if self.gpu_type else str(count)
-        memory = None if self.memory_gb_per_gpu is None else f"{round(self.memory_gb_per_gpu * count * 1024)}M"
+        cpus_per_task = None if self.cpus_per_gpu is None else self.cpus_per_gpu * gpus_per_task
+        srun_options = [] if cpus_per_task is None else [f"--cpus-per-task={cpus_per_task}"]
+        num_gpus = tasks_per_node * gpus_per_task
+        gpu_request_text = f"{self.gpu_type}:{num_gpus}" if self.gpu_type else str(num_gpus)
+        memory_text = None if self.memory_gb_per_gpu is None else f"{round(self.memory_gb_per_gpu * num_gpus * 1024)}M"
         parameters = {
             "job_name": job_name,
             "nodes": nodes,
             "ntasks_per_node": tasks_per_node,
-            "time": minutes,
-            "gpus_per_node": gpus if self.gpu_request == "gpus-per-node" else None,
-            "gres": f"gpu:{gpus}" if self.gpu_request == "gres" else None,
-            "cpus_per_task": cpus,
-            "mem": memory,
+            "time": time_limit_min,
+            "gpus_per_node": gpu_request_text if self.gpu_request == "gpus-per-node" else None,
+            "gres": f"gpu:{gpu_request_text}" if self.gpu_request == "gres" else None,
+            "cpus_per_task": cpus_per_task,
+            "mem": memory_text,
             "exclusive": self.exclusive or None,
             "array_parallelism": self.parallelism,
             "signal_delay_s": SIGNAL_DELAY_S,
             "setup": ["unset PYTHONSAFEPATH", *self.setup],
             "stderr_to_stdout": True,
             "wckey": self.wckey,
-            "additional_parameters": additional,
+            "additional_parameters": additional_parameters,
             # Ranks are numbered node by node. One process that dies does not end the others: they report.
-            "srun_args": ["--distribution=block", "--kill-on-bad-exit=0", *srun, *self.srun],
+            "srun_args": ["--distribution=block", "--kill-on-bad-exit=0", *srun_options, *self.srun],
         }
         for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "comment"):
             parameters[name] = getattr(self, name)

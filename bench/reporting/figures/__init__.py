@@ -1,4 +1,4 @@
-"""One file per figure. Each has `select` (table -> the small tidy table the figure shows) and `section` (draws it)."""
+"""One file per figure. Each has `select` (table -> the small tidy table the figure shows) and `build_section` (draws it)."""
 
 from bench.reporting.figures import (
     agreement,
@@ -15,13 +15,13 @@ from bench.reporting.figures import (
     trade,
 )
 
-FIGURES = (
+FIGURE_MODULES = (
     *(paper, throughput, memory, trade, frontier, oom_map, sharding_factor),
     *(communication, idle, spread, scaling, agreement),
 )
 """The figures of a report, in the order of the page."""
 
-EVERY_RUN = (frontier, oom_map)
+MODULES_SHOWING_ALL_TRIALS = (frontier, oom_map)
 """Those that show all that a search for the largest batch tried; the others are given its end."""
 
-__all__ = ["EVERY_RUN", "FIGURES"]
+__all__ = ["FIGURE_MODULES", "MODULES_SHOWING_ALL_TRIALS"]

@@ -12,9 +12,16 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bench.reporting import agreement, lanes, style
-from bench.reporting.agreement import MEMORY, SPEED, UNITS, geometric_ends
-from bench.reporting.drawing import Drawing, Listing, Section, header, header_height_in, new_figure
-from bench.reporting.labels import MISSING, counted, listing, number
+from bench.reporting.agreement import MEMORY, QUANTITY_UNITS, SPEED, compute_log_limits
+from bench.reporting.drawing import (
+    Drawing,
+    FigureTable,
+    ReportSection,
+    compute_header_height_in,
+    create_figure,
+    draw_header,
+)
+from bench.reporting.labels import MISSING, format_list, format_number, format_plural
 
 TITLE = "Predicted against measured and published"
 HOW_TO_READ = (
@@ -25,152 +32,203 @@ HOW_TO_READ = (
     "repeats; the light bar is the interval that a prediction says holds 19 of 20. Triangles mark points that are "
     "degraded in either: the allocator was flushing, so the time is not representative."
 )
-NOTHING = "No run in this store was predicted or rehearsed and also measured or published."
-BAND = 0.05
+EMPTY_MESSAGE = "No run in this store was predicted or rehearsed and also measured or published."
+CLOSE_DEVIATION = 0.05
 """Share within which an estimate is called close."""
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#8a7a00", "#56b4e9")
+SOURCE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#8a7a00", "#56b4e9")
 """Okabe & Ito (2008); markers say the same without colour."""
-SCATTER_IN, DEVIATION_IN = 3.3, 1.9
-WORST_TOLD = 3
+SCATTER_HEIGHT_IN, DEVIATION_HEIGHT_IN = 3.3, 1.9
+MAX_NAMED_PAIRS = 3
 
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
-    """A row per pair: see `bench.reporting.agreement.pairs`."""
-    return agreement.pairs(table)
+    """A row per pair: see `bench.reporting.agreement.build_pairs`."""
+    return agreement.build_pairs(table)
 
 
-def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
+def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """A figure for speed, one for memory, and a table of how far each kind of evidence is off."""
-    result = Section("agreement", TITLE, HOW_TO_READ)
-    selected = select(table)
-    if selected.empty:
-        result.nothing = NOTHING
-        return result
+    section = ReportSection("agreement", TITLE, HOW_TO_READ)
+    pairs = select(table)
+    if pairs.empty:
+        section.notice = EMPTY_MESSAGE
+        return section
     for quantity in (SPEED, MEMORY):
-        found = selected[selected["quantity"] == quantity]
-        if len(found):
-            result.plan(_draw, quantity, found)
-    result.listings.append(_listing(selected))
-    return result
+        quantity_pairs = pairs[pairs["quantity"] == quantity]
+        if len(quantity_pairs):
+            section.plan_figure(_draw_agreement, quantity, quantity_pairs)
+    section.tables.append(_build_listing(pairs))
+    return section
 
 
-def look(found: pd.DataFrame) -> dict[str, tuple[str, str]]:
+def assign_source_styles(pairs: pd.DataFrame) -> dict[str, tuple[str, str]]:
     """Colour and marker of every source."""
-    sources = list(dict.fromkeys(found["source"]))
+    sources = list(dict.fromkeys(pairs["source"]))
     return {
-        str(source): (COLOURS[at % len(COLOURS)], style.MARKERS[at % len(style.MARKERS)])
-        for at, source in enumerate(sources)
+        str(source): (SOURCE_COLOURS[position % len(SOURCE_COLOURS)], style.MARKERS[position % len(style.MARKERS)])
+        for position, source in enumerate(sources)
     }
 
 
-def _draw(quantity: str, found: pd.DataFrame) -> Drawing:
-    looks = look(found)
-    kinds = style.evidence_in_order(found["evidence"])
-    against = style.evidence_in_order(found["against"])
-    title = f"{' and '.join(kinds).capitalize()} against {' and '.join(against)}: {quantity}"
-    subtitle = f"{counted(len(found), 'pair')} of one configuration each"
-    key = _key(found, looks)
-    head = header_height_in(title, subtitle, style.WIDTH_IN)
-    figure = new_figure(style.WIDTH_IN, SCATTER_IN + DEVIATION_IN + 0.7 + head + lanes.legend_in(key))
-    header(figure, title, subtitle)
-    above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (SCATTER_IN, DEVIATION_IN)})
-    ends = geometric_ends(found[["reference", "reference_low", "reference_high"]])
-    _scatter(above, found, looks, ends, quantity)
-    _deviations(below, found, looks, ends)
-    below.set_xlabel(f"{' or '.join(against)}: {UNITS[quantity]}", loc="left")
-    lanes.legend(figure, key)
-    return Drawing(f"agreement-{quantity}", title, figure, _caption(found), _alt(quantity, found))
+def _draw_agreement(quantity: str, pairs: pd.DataFrame) -> Drawing:
+    source_styles = assign_source_styles(pairs)
+    evidence_kinds = style.sort_evidence(pairs["evidence"])
+    reference_kinds = style.sort_evidence(pairs["against"])
+    title = f"{' and '.join(evidence_kinds).capitalize()} against {' and '.join(reference_kinds)}: {quantity}"
+    subtitle = f"{format_plural(len(pairs), 'pair')} of one configuration each"
+    legend_entries = _build_legend(pairs, source_styles)
+    header_in = compute_header_height_in(title, subtitle, style.FIGURE_WIDTH_IN)
+    figure = create_figure(
+        style.FIGURE_WIDTH_IN,
+        SCATTER_HEIGHT_IN + DEVIATION_HEIGHT_IN + 0.7 + header_in + lanes.compute_legend_height_in(legend_entries),
+    )
+    draw_header(figure, title, subtitle)
+    scatter_axes, deviation_axes = figure.subplots(
+        2, 1, sharex=True, gridspec_kw={"height_ratios": (SCATTER_HEIGHT_IN, DEVIATION_HEIGHT_IN)}
+    )
+    x_limits = compute_log_limits(pairs[["reference", "reference_low", "reference_high"]])
+    _draw_scatter(scatter_axes, pairs, source_styles, x_limits, quantity)
+    _draw_deviations(deviation_axes, pairs, source_styles, x_limits)
+    deviation_axes.set_xlabel(f"{' or '.join(reference_kinds)}: {QUANTITY_UNITS[quantity]}", loc="left")
+    lanes.draw_legend(figure, legend_entries)
+    return Drawing(f"agreement-{quantity}", title, figure, _format_caption(pairs), _format_alt_text(quantity, pairs))
 
 
-def _scatter(
-    axes: Axes, found: pd.DataFrame, looks: dict[str, tuple[str, str]], ends: tuple[float, float], quantity: str
+def _draw_scatter(
+    axes: Axes,
+    pairs: pd.DataFrame,
+    source_styles: dict[str, tuple[str, str]],
+    x_limits: tuple[float, float],
+    quantity: str,
 ) -> None:
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=geometric_ends(found[["value", "low", "high"]]))
-    axes.fill_between(ends, [(1 - BAND) * end for end in ends], [(1 + BAND) * end for end in ends], color=style.GRID,
+    axes.set(xscale="log", yscale="log", xlim=x_limits, ylim=compute_log_limits(pairs[["value", "low", "high"]]))
+    axes.fill_between(x_limits, [(1 - CLOSE_DEVIATION) * x for x in x_limits], [(1 + CLOSE_DEVIATION) * x for x in x_limits], color=style.GRID_COLOUR,
                       linewidth=0, zorder=1)  # fmt: skip
-    axes.plot(ends, ends, color=style.INK, linewidth=0.8, zorder=2)
-    span = ends[1] / ends[0]
-    subs = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if span < 5 else (1.0, 2.0, 5.0) if span < 50 else (1.0,)
+    axes.plot(x_limits, x_limits, color=style.INK_COLOUR, linewidth=0.8, zorder=2)
+    x_ratio = x_limits[1] / x_limits[0]
+    tick_multiples = (
+        (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if x_ratio < 5 else (1.0, 2.0, 5.0) if x_ratio < 50 else (1.0,)
+    )
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=subs, numticks=12))
+        axis.set_major_locator(LogLocator(subs=tick_multiples, numticks=12))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
-    for (source, kind), group in found.groupby(["source", "evidence"], sort=False):
-        colour = looks[str(source)][0]
-        axes.vlines(group["reference"], group["low"], group["high"], color=style.lighter(colour, 0.6), linewidth=1.0)
-        axes.hlines(group["value"], group["reference_low"], group["reference_high"], color=colour, linewidth=1.2)
-        _marks(axes, group, group["value"], looks[str(source)], str(kind))
-    axes.set_title(f"estimated {UNITS[quantity]}", size=8.5, weight="normal")
+    for (source, evidence), source_pairs in pairs.groupby(["source", "evidence"], sort=False):
+        colour = source_styles[str(source)][0]
+        axes.vlines(
+            source_pairs["reference"],
+            source_pairs["low"],
+            source_pairs["high"],
+            color=style.lighten_colour(colour, 0.6),
+            linewidth=1.0,
+        )
+        axes.hlines(
+            source_pairs["value"],
+            source_pairs["reference_low"],
+            source_pairs["reference_high"],
+            color=colour,
+            linewidth=1.2,
+        )
+        _draw_markers(axes, source_pairs, source_pairs["value"], source_styles[str(source)], str(evidence))
+    axes.set_title(f"estimated {QUANTITY_UNITS[quantity]}", size=8.5, weight="normal")
 
 
-def _deviations(axes: Axes, found: pd.DataFrame, looks: dict[str, tuple[str, str]], ends: tuple[float, float]) -> None:
-    axes.fill_between(ends, -100 * BAND, 100 * BAND, color=style.GRID, linewidth=0, zorder=1)
-    axes.axhline(0, color=style.INK, linewidth=0.8, zorder=2)
-    for (source, kind), group in found.groupby(["source", "evidence"], sort=False):
-        colour, reference = looks[str(source)][0], group["reference"]
-        low, high = (100 * (group[end] / reference - 1) for end in ("low", "high"))
-        axes.vlines(reference, low, high, color=style.lighter(colour, 0.6), linewidth=1.0, zorder=2)
-        low, high = (100 * (group["value"] / group[f"reference_{end}"] - 1) for end in ("high", "low"))
+def _draw_deviations(
+    axes: Axes, pairs: pd.DataFrame, source_styles: dict[str, tuple[str, str]], x_limits: tuple[float, float]
+) -> None:
+    axes.fill_between(
+        x_limits, -100 * CLOSE_DEVIATION, 100 * CLOSE_DEVIATION, color=style.GRID_COLOUR, linewidth=0, zorder=1
+    )
+    axes.axhline(0, color=style.INK_COLOUR, linewidth=0.8, zorder=2)
+    for (source, evidence), source_pairs in pairs.groupby(["source", "evidence"], sort=False):
+        colour, reference = source_styles[str(source)][0], source_pairs["reference"]
+        low, high = (100 * (source_pairs[end] / reference - 1) for end in ("low", "high"))
+        axes.vlines(reference, low, high, color=style.lighten_colour(colour, 0.6), linewidth=1.0, zorder=2)
+        low, high = (100 * (source_pairs["value"] / source_pairs[f"reference_{end}"] - 1) for end in ("high", "low"))
         axes.vlines(reference, low, high, color=colour, linewidth=1.6, zorder=3)
-        _marks(axes, group, 100 * group["deviation"], looks[str(source)], str(kind))
+        _draw_markers(axes, source_pairs, 100 * source_pairs["deviation"], source_styles[str(source)], str(evidence))
     axes.set_title("deviation of the estimate (%)", size=8.5, weight="normal")
     axes.grid(axis="y")
 
 
-def _marks(axes: Axes, group: pd.DataFrame, heights: pd.Series, mark: tuple[str, str], kind: str) -> None:
-    axes.plot(group["reference"], heights, **_look(*mark, kind), zorder=4)
-    degraded = group["degraded"].astype(bool)
+def _draw_markers(
+    axes: Axes, source_pairs: pd.DataFrame, y_values: pd.Series, source_style: tuple[str, str], evidence: str
+) -> None:
+    axes.plot(source_pairs["reference"], y_values, **_build_marker_style(*source_style, evidence), zorder=4)
+    is_degraded = source_pairs["degraded"].astype(bool)
     axes.plot(
-        group["reference"][degraded], heights[degraded], "<", markersize=10, markerfacecolor="none",
-        markeredgecolor=style.INK, zorder=5,
+        source_pairs["reference"][is_degraded], y_values[is_degraded], "<", markersize=10, markerfacecolor="none",
+        markeredgecolor=style.INK_COLOUR, zorder=5,
     )  # fmt: skip
 
 
-def _look(colour: str, marker: str, kind: str) -> dict[str, Any]:
-    return {"marker": marker, "markersize": 5, "linestyle": "none", **style.marker_style(colour, kind)}
+def _build_marker_style(colour: str, marker: str, evidence: str) -> dict[str, Any]:
+    return {"marker": marker, "markersize": 5, "linestyle": "none", **style.build_marker_style(colour, evidence)}
 
 
-def _key(found: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> list[tuple[Artist, str]]:
-    entries: list[tuple[Artist, str]] = []
-    kinds = style.evidence_in_order(found["evidence"])
-    for source, group in found.groupby("source", sort=False):
-        colour, marker = looks[str(source)]
-        against = group["against"].iloc[0]
-        name = f"{source}, {against}" if against == "published" else f"{against}: {str(source).split(' · ')[0]}"
-        entries.append((Line2D([], [], **_look(colour, marker, kinds[0] if len(kinds) == 1 else "measured")), name))
-    entries += [(Line2D([], [], **_look(style.MUTED, "o", kind)), f"estimate: {kind}") for kind in kinds]
-    entries.append((Patch(facecolor=style.GRID), f"within {BAND:.0%}"))
-    if found["degraded"].any():
-        triangle = Line2D([], [], color=style.INK, marker="<", linestyle="", markerfacecolor="white", markersize=8)
-        entries.append((triangle, "degraded: not representative"))
-    return entries
-
-
-def _caption(found: pd.DataFrame) -> str:
-    parts = []
-    for row in agreement.summary(found).to_dict("records"):
-        parts.append(
-            f"{row['source']}: {row['evidence']} against {row['against']}, {counted(row['pairs'], 'pair')}, "
-            f"{percent(row['mean'])} off on average, {percent(row['worst'], sign=True)} at worst"
+def _build_legend(pairs: pd.DataFrame, source_styles: dict[str, tuple[str, str]]) -> list[tuple[Artist, str]]:
+    legend_entries: list[tuple[Artist, str]] = []
+    evidence_kinds = style.sort_evidence(pairs["evidence"])
+    for source, source_pairs in pairs.groupby("source", sort=False):
+        colour, marker = source_styles[str(source)]
+        reference_kind = source_pairs["against"].iloc[0]
+        label = (
+            f"{source}, {reference_kind}"
+            if reference_kind == "published"
+            else f"{reference_kind}: {str(source).split(' · ')[0]}"
         )
-    return "; ".join(parts) + "." + (" Degraded points are not counted." if found["degraded"].any() else "")
+        legend_entries.append(
+            (
+                Line2D(
+                    [],
+                    [],
+                    **_build_marker_style(
+                        colour, marker, evidence_kinds[0] if len(evidence_kinds) == 1 else "measured"
+                    ),
+                ),
+                label,
+            )
+        )
+    legend_entries += [
+        (Line2D([], [], **_build_marker_style(style.MUTED_COLOUR, "o", evidence)), f"estimate: {evidence}")
+        for evidence in evidence_kinds
+    ]
+    legend_entries.append((Patch(facecolor=style.GRID_COLOUR), f"within {CLOSE_DEVIATION:.0%}"))
+    if pairs["degraded"].any():
+        triangle = Line2D(
+            [], [], color=style.INK_COLOUR, marker="<", linestyle="", markerfacecolor="white", markersize=8
+        )
+        legend_entries.append((triangle, "degraded: not representative"))
+    return legend_entries
 
 
-def _alt(quantity: str, found: pd.DataFrame) -> str:
-    worst = found.reindex(found["deviation"].abs().sort_values(ascending=False).index).head(WORST_TOLD)
-    told = [f"{row['label']} {percent(row['deviation'], sign=True)}" for row in worst.to_dict("records")]
-    return f"Scatter of {counted(len(found), 'pair')} of {quantity}. {_caption(found)} Furthest off: {listing(told)}."
+def _format_caption(pairs: pd.DataFrame) -> str:
+    parts = []
+    for row in agreement.summarize_pairs(pairs).to_dict("records"):
+        parts.append(
+            f"{row['source']}: {row['evidence']} against {row['against']}, {format_plural(row['pairs'], 'pair')}, "
+            f"{format_percent(row['mean'])} off on average, {format_percent(row['worst'], signed=True)} at worst"
+        )
+    return "; ".join(parts) + "." + (" Degraded points are not counted." if pairs["degraded"].any() else "")
 
 
-def percent(share: float, *, sign: bool = False) -> str:
+def _format_alt_text(quantity: str, pairs: pd.DataFrame) -> str:
+    worst_pairs = pairs.reindex(pairs["deviation"].abs().sort_values(ascending=False).index).head(MAX_NAMED_PAIRS)
+    deviation_texts = [
+        f"{row['label']} {format_percent(row['deviation'], signed=True)}" for row in worst_pairs.to_dict("records")
+    ]
+    return f"Scatter of {format_plural(len(pairs), 'pair')} of {quantity}. {_format_caption(pairs)} Furthest off: {format_list(deviation_texts)}."
+
+
+def format_percent(share: float, *, signed: bool = False) -> str:
     """A share in percent with two digits."""
     if pd.isna(share):
         return MISSING
-    plus = "+" if sign and share > 0 else ""
-    return f"{plus}{number(100 * share, 2)} %".replace("-", "−")
+    plus = "+" if signed and share > 0 else ""
+    return f"{plus}{format_number(100 * share, 2)} %".replace("-", "−")
 
 
-def _listing(found: pd.DataFrame) -> Listing:
+def _build_listing(pairs: pd.DataFrame) -> FigureTable:
     columns = ["Quantity", "Against", "Evidence", "Pairs", "Mean", "Worst", "Bias", "Within its interval"]
     rows = [
         [
@@ -178,11 +236,11 @@ def _listing(found: pd.DataFrame) -> Listing:
             f"{row['source']} ({row['against']})",
             str(row["evidence"]),
             str(row["pairs"]),
-            percent(row["mean"]),
-            percent(row["worst"], sign=True),
-            percent(row["bias"], sign=True),
-            percent(row["inside"]),
+            format_percent(row["mean"]),
+            format_percent(row["worst"], signed=True),
+            format_percent(row["bias"], signed=True),
+            format_percent(row["inside"]),
         ]
-        for row in agreement.summary(found).to_dict("records")
+        for row in agreement.summarize_pairs(pairs).to_dict("records")
     ]
-    return Listing("How far off estimates are", columns, rows, frozenset(columns[3:]))
+    return FigureTable("How far off estimates are", columns, rows, frozenset(columns[3:]))

@@ -10,71 +10,78 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench.comparison import Settings, detectable_change
-from bench.comparison.words import percent
+from bench.comparison import ComparisonSettings, compute_detectable_change
+from bench.comparison.words import format_percent
 from bench.reporting import labels, style
-from bench.reporting.drawing import Drawing, header, header_height_in, new_figure
-from bench.reporting.labels import counted, slug
+from bench.reporting.drawing import Drawing, compute_header_height_in, create_figure, draw_header
+from bench.reporting.labels import build_slug, format_plural
 
-SPREADS = (0.005, 0.01, 0.02, 0.05)
-REPEATS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
-LABEL_SHARE = 0.05
+DEFAULT_SPREADS = (0.005, 0.01, 0.02, 0.05)
+DEFAULT_REPEATS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
+LABEL_HEIGHT_SHARE = 0.05
 """Share of the axis' height that a label takes."""
 
-LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1)))
+LINE_STYLES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1)))
 CURVE_COLOURS = ("#0072b2", "#009e73", "#000000", "#d55e00", "#cc79a7")
 
 
-def detectable_table(
-    repeats: Sequence[int] = REPEATS,
-    spreads: Sequence[float] = SPREADS,
+def build_detectable_table(
+    repeats: Sequence[int] = DEFAULT_REPEATS,
+    spreads: Sequence[float] = DEFAULT_SPREADS,
     configurations: int = 1,
-    settings: Settings | None = None,
+    settings: ComparisonSettings | None = None,
 ) -> pd.DataFrame:
     """Slowdown found 95 times in 100: a row per number of runs on each side, a column per spread from run to run."""
     values = [
-        [detectable_change(count, spread, configurations=configurations, settings=settings) for spread in spreads]
-        for count in repeats
+        [
+            compute_detectable_change(num_repeats, spread, configurations=configurations, settings=settings)
+            for spread in spreads
+        ]
+        for num_repeats in repeats
     ]
     return pd.DataFrame(values, index=pd.Index(repeats, name="repeats"), columns=pd.Index(spreads, name="spread"))
 
 
-def detectable_drawing(
-    repeats: Sequence[int] = REPEATS,
-    spreads: Sequence[float] = SPREADS,
+def draw_detectable_slowdowns(
+    repeats: Sequence[int] = DEFAULT_REPEATS,
+    spreads: Sequence[float] = DEFAULT_SPREADS,
     configurations: int = 1,
-    settings: Settings | None = None,
+    settings: ComparisonSettings | None = None,
 ) -> Drawing:
     """Curves of detectable change against the number of repeated runs, one per spread from run to run."""
-    settings = settings or Settings()
-    table = detectable_table(repeats, spreads, configurations, settings)
+    settings = settings or ComparisonSettings()
+    table = build_detectable_table(repeats, spreads, configurations, settings)
     title = "What slowdown can be found"
-    which = "a single configuration" if configurations == 1 else f"one of {configurations} configurations"
+    configuration_text = "a single configuration" if configurations == 1 else f"one of {configurations} configurations"
     subtitle = (
-        f"Smallest true slowdown of {which} that is called a regression "
+        f"Smallest true slowdown of {configuration_text} that is called a regression "
         f"95 times in 100, while equal code raises a false alarm in at most "
-        f"{percent(settings.false_alarms, signed=False)} of comparisons"
+        f"{format_percent(settings.false_alarms, signed=False)} of comparisons"
     )
-    figure = new_figure(style.WIDTH_IN, 3.1 + header_height_in(title, subtitle, style.WIDTH_IN))
-    header(figure, title, subtitle)
+    figure = create_figure(
+        style.FIGURE_WIDTH_IN, 3.1 + compute_header_height_in(title, subtitle, style.FIGURE_WIDTH_IN)
+    )
+    draw_header(figure, title, subtitle)
     axes = figure.add_subplot()
-    room = float(np.nanmax(table.to_numpy(float))) / settings.threshold
-    heights = _apart([100 * float(table[spread].iloc[-1]) for spread in spreads], max(room, 1.0) ** LABEL_SHARE)
-    for number, spread in enumerate(spreads):
+    axis_ratio = float(np.nanmax(table.to_numpy(float))) / settings.threshold
+    label_ys = _separate_labels(
+        [100 * float(table[spread].iloc[-1]) for spread in spreads], max(axis_ratio, 1.0) ** LABEL_HEIGHT_SHARE
+    )
+    for position, spread in enumerate(spreads):
         values = 100 * table[spread].to_numpy(float)
-        look = {
-            "color": CURVE_COLOURS[number % 5],
-            "linestyle": LINES[number % 5],
-            "marker": style.MARKERS[number % 12],
+        curve_style = {
+            "color": CURVE_COLOURS[position % 5],
+            "linestyle": LINE_STYLES[position % 5],
+            "marker": style.MARKERS[position % 12],
         }
-        axes.plot(table.index, values, linewidth=1.5, markersize=4.5, **look)
+        axes.plot(table.index, values, linewidth=1.5, markersize=4.5, **curve_style)
         axes.annotate(
-            f"spread {percent(spread, signed=False)}", (table.index[-1], heights[number]), xytext=(7, 0),
-            textcoords="offset points", va="center", fontsize=8, color=look["color"], annotation_clip=False,
+            f"spread {format_percent(spread, signed=False)}", (table.index[-1], label_ys[position]), xytext=(7, 0),
+            textcoords="offset points", va="center", fontsize=8, color=curve_style["color"], annotation_clip=False,
         )  # fmt: skip
     axes.axhline(100 * settings.threshold, color=style.LIMIT_COLOUR, linewidth=1.0, linestyle="-", zorder=1)
     axes.annotate(
-        f"smaller changes do not count: {percent(settings.threshold, signed=False)}",
+        f"smaller changes do not count: {format_percent(settings.threshold, signed=False)}",
         (1, 100 * settings.threshold), xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points",
         ha="right", va="top", fontsize=7.5, color=style.LIMIT_COLOUR,
     )  # fmt: skip
@@ -83,13 +90,13 @@ def detectable_drawing(
     axes.xaxis.set_major_locator(FixedLocator(list(repeats)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    known = table.to_numpy(float)
-    top = 100 * float(np.nanmax(known))
-    axes.set_ylim(100 * settings.threshold / 1.6, top * 1.25)
+    slowdowns = table.to_numpy(float)
+    largest_percent = 100 * float(np.nanmax(slowdowns))
+    axes.set_ylim(100 * settings.threshold / 1.6, largest_percent * 1.25)
     ticks = [
         tick
         for tick in (0.5, 1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 500)
-        if settings.threshold * 60 <= tick <= top * 1.25
+        if settings.threshold * 60 <= tick <= largest_percent * 1.25
     ]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -97,20 +104,28 @@ def detectable_drawing(
     axes.grid(axis="both")
     axes.set_xlabel("runs of each side (repeats)")
     axes.set_ylabel("detectable slowdown")
-    told = []
+    slowdown_texts = []
     if 5 in table.index:
-        found = dict(zip(spreads, table.loc[5].to_numpy(float), strict=True))
-        told = [f"{percent(s, signed=False)} spread and 5 runs: {percent(f, signed=False)}" for s, f in found.items()]
-    alt = f"Curves of detectable slowdown against the number of runs, one per spread. {labels.listing(told)}."
+        slowdown_by_spread = dict(zip(spreads, table.loc[5].to_numpy(float), strict=True))
+        slowdown_texts = [
+            f"{format_percent(spread, signed=False)} spread and 5 runs: {format_percent(slowdown, signed=False)}"
+            for spread, slowdown in slowdown_by_spread.items()
+        ]
+    alt_text = f"Curves of detectable slowdown against the number of runs, one per spread. {labels.format_list(slowdown_texts)}."
     caption = f"{title}: {subtitle[0].lower()}{subtitle[1:]}. Spread: standard deviation of a run's median step time."
     return Drawing(
-        slug("detectable", counted(configurations, "configuration")), title, figure, caption, alt, wide=False
+        build_slug("detectable", format_plural(configurations, "configuration")),
+        title,
+        figure,
+        caption,
+        alt_text,
+        wide=False,
     )
 
 
-def _apart(values: Sequence[float], ratio: float) -> list[float]:
+def _separate_labels(values: Sequence[float], ratio: float) -> list[float]:
     """Heights of labels on a logarithmic axis, near their values; two of them are apart by at least a ratio."""
-    heights = list(values)
-    for lower, upper in pairwise(sorted(range(len(values)), key=lambda number: values[number])):
-        heights[upper] = max(heights[upper], ratio * heights[lower])
-    return heights
+    label_ys = list(values)
+    for lower, upper in pairwise(sorted(range(len(values)), key=lambda index: values[index])):
+        label_ys[upper] = max(label_ys[upper], ratio * label_ys[lower])
+    return label_ys

@@ -11,11 +11,27 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from bench.reporting import labels, lanes, marks, style
-from bench.reporting.answers import CLOSE, FITS, MIXED, OOM, Answer, agreement, disagreement
-from bench.reporting.cells import by
-from bench.reporting.drawing import Drawing, Listing, Section
-from bench.reporting.frontier_cells import frontier_cells
-from bench.reporting.labels import MISSING, counted, memory_unit, number, rank_noun, rank_nouns, slug
+from bench.reporting.answers import (
+    CLOSE_CALL,
+    FITS,
+    MIXED_REPEATS,
+    OOM,
+    FitAnswer,
+    describe_agreement,
+    describe_disagreement,
+)
+from bench.reporting.cells import iterate_groups
+from bench.reporting.drawing import Drawing, FigureTable, ReportSection
+from bench.reporting.frontier_cells import build_frontier_cells
+from bench.reporting.labels import (
+    MISSING,
+    build_slug,
+    choose_memory_unit,
+    format_number,
+    format_plural,
+    get_rank_noun,
+    get_rank_nouns,
+)
 
 TITLE = "The OOM frontier"
 HOW_TO_READ = (
@@ -30,230 +46,292 @@ HOW_TO_READ = (
     "not beyond 155, and ≥8 means that nothing larger was tried. × 512 is the number of tokens of a sequence. Of a "
     "search the other figures show its end."
 )
-NOTHING = (
+EMPTY_MESSAGE = (
     "No configuration was tried at several numbers of ranks, at several batch sizes or with several kinds of evidence "
     "where it is known how much memory there is."
 )
-ON_CPU = (
+CPU_CAVEAT = (
     "On a CPU the limit holds for all memory of a process. Where processes really communicate, gloo's buffers and "
     "threads count; a rehearsal has neither. What libraries work in counts wherever something ran, but a prediction "
     "counts tensors only. So near the limit a prediction, and sometimes a rehearsal, fits where the run does not."
 )
-ON_GPU = (
+GPU_CAVEAT = (
     "A limit holds for the caching allocator. CUDA's context and NCCL's buffers lie outside it, so a GPU really of "
     "that size leaves the allocator one or two GiB less than the same limit on a larger one."
 )
 
-STRIP_IN, GAP_IN = 0.155, 0.05
-CELL_IN, LABELS_IN = 0.56, 1.75
-MOST_COLUMNS = 12
-DOTTED = (CLOSE, MIXED)
-COLOURS = {FITS: "#3b7fb5", OOM: style.OOM_COLOUR, CLOSE: "#8a6d00", MIXED: "#8a6d00"}
+STRIP_HEIGHT_IN, CELL_GAP_IN = 0.155, 0.05
+CELL_WIDTH_IN, LABELS_WIDTH_IN = 0.56, 1.75
+MAX_COLUMNS = 12
+DOTTED_OUTCOMES = (CLOSE_CALL, MIXED_REPEATS)
+OUTCOME_COLOURS = {FITS: "#3b7fb5", OOM: style.OOM_COLOUR, CLOSE_CALL: "#8a6d00", MIXED_REPEATS: "#8a6d00"}
 
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
-    """A row per cell: see `frontier_cells`."""
-    return frontier_cells(table)
+    """A row per cell: see `build_frontier_cells`."""
+    return build_frontier_cells(table)
 
 
-def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
+def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per kind of device with so much memory, and precision; a table of the same."""
-    result = Section("frontier", TITLE, HOW_TO_READ)
-    selected = select(table)
-    if not len(selected):
-        result.nothing = NOTHING
-        return result
-    for _, cells in by(selected, "device", "memory_gib", "precision"):
-        across = sorted(cells["world_size"].unique())
-        parts = [
-            (columns, groups)
-            for columns in (across[at : at + MOST_COLUMNS] for at in range(0, len(across), MOST_COLUMNS))
-            for groups in _pages(cells)
+    section = ReportSection("frontier", TITLE, HOW_TO_READ)
+    all_cells = select(table)
+    if not len(all_cells):
+        section.notice = EMPTY_MESSAGE
+        return section
+    for _, cells in iterate_groups(all_cells, "device", "memory_gib", "precision"):
+        world_sizes = sorted(cells["world_size"].unique())
+        pages = [
+            (page_world_sizes, groups)
+            for page_world_sizes in (
+                world_sizes[start : start + MAX_COLUMNS] for start in range(0, len(world_sizes), MAX_COLUMNS)
+            )
+            for groups in _paginate_cells(cells)
         ]
-        for number_, (columns, groups) in enumerate(parts, 1):
-            part = f" ({number_} of {len(parts)})" if len(parts) > 1 else ""
-            result.plan(_draw, groups, cells, columns, part)
-        result.listings.append(_listing(cells))
-    return result
+        for page_number, (page_world_sizes, groups) in enumerate(pages, 1):
+            page_suffix = f" ({page_number} of {len(pages)})" if len(pages) > 1 else ""
+            section.plan_figure(_draw_frontier, groups, cells, page_world_sizes, page_suffix)
+        section.tables.append(_build_listing(cells))
+    return section
 
 
-def _pages(cells: pd.DataFrame) -> list[list[lanes.Group]]:
-    lines = cells.drop_duplicates(["heading", "lane"])
-    return list(lanes.paginate(lines, lambda row: row["lane"], lane_in=_lane_in(cells)))
+def _paginate_cells(cells: pd.DataFrame) -> list[list[lanes.LaneGroup]]:
+    lane_rows = cells.drop_duplicates(["heading", "lane"])
+    return list(
+        lanes.paginate_lanes(lane_rows, lambda row: row["lane"], min_lane_height_in=_compute_lane_height(cells))
+    )
 
 
-def _kinds(cells: pd.DataFrame) -> Sequence[str]:
-    return style.evidence_in_order(one.evidence for answers in cells["answers"] for one in answers)
+def _list_evidence_kinds(cells: pd.DataFrame) -> Sequence[str]:
+    return style.sort_evidence(answer.evidence for answers in cells["answers"] for answer in answers)
 
 
-def _lane_in(cells: pd.DataFrame) -> float:
-    return len(_kinds(cells)) * STRIP_IN + GAP_IN
+def _compute_lane_height(cells: pd.DataFrame) -> float:
+    return len(_list_evidence_kinds(cells)) * STRIP_HEIGHT_IN + CELL_GAP_IN
 
 
-def _searched(cells: pd.DataFrame) -> bool:
+def _has_batch_search(cells: pd.DataFrame) -> bool:
     """Whether any configuration was tried at several batch sizes: the figure then shows the largest that fits."""
-    return any(len(one.tried) > 1 for answers in cells["answers"] for one in answers)
+    return any(len(answer.batch_sizes) > 1 for answers in cells["answers"] for answer in answers)
 
 
-def _subject(cells: pd.DataFrame) -> str:
-    first = cells.iloc[0]
-    noun = rank_noun(first["device"])
-    return f"{first['memory_gib']:.3g} GiB per {noun}, {first['precision']}"
+def _describe_subject(cells: pd.DataFrame) -> str:
+    first_cell = cells.iloc[0]
+    noun = get_rank_noun(first_cell["device"])
+    return f"{first_cell['memory_gib']:.3g} GiB per {noun}, {first_cell['precision']}"
 
 
-def _draw(groups: list[lanes.Group], cells: pd.DataFrame, columns: Sequence[int], part: str) -> Drawing | None:
+def _draw_frontier(
+    groups: list[lanes.LaneGroup], cells: pd.DataFrame, world_sizes: Sequence[int], page_suffix: str
+) -> Drawing | None:
     """One figure; None if none of its cells was asked about."""
-    lines = {(lane.row["heading"], lane.row["lane"]): lane for group in groups for lane in group.lanes}
-    here = [(heading, lane) in lines for heading, lane in zip(cells["heading"], cells["lane"], strict=True)]
-    shown = cells[pd.Series(here, index=cells.index) & cells["world_size"].isin(columns)]
-    if not len(shown):
+    lanes_by_name = {(lane.row["heading"], lane.row["lane"]): lane for group in groups for lane in group.lanes}
+    is_on_page = [
+        (heading, lane) in lanes_by_name for heading, lane in zip(cells["heading"], cells["lane"], strict=True)
+    ]
+    shown_cells = cells[pd.Series(is_on_page, index=cells.index) & cells["world_size"].isin(world_sizes)]
+    if not len(shown_cells):
         return None
-    device, kinds, searched = str(cells["device"].iloc[0]), _kinds(cells), _searched(cells)
-    noun, subject = rank_noun(device), _subject(cells)
-    peaks = [one.peak_bytes for answers in cells["answers"] for one in answers if not pd.isna(one.peak_bytes)]
-    unit, size = memory_unit(max(peaks, default=0) / 10)  # a tenth of the largest is to read well, too
-    title = ("Largest batch that fits" if searched else "What fits") + f": {subject}{part}"
-    shared = cells["shared"].iloc[0]
-    subtitle = "\n".join(text for text in (shared, f"Evidence: {', '.join(kinds)}") if text)
-    meaning = f"largest batch per {noun} that fits" if searched else f"fits: peak in {unit} per {noun}"
-    key = _key(shown, kinds, meaning)
-    width = max(style.WIDTH_IN, LABELS_IN + CELL_IN * len(columns))
-    figure, axes = lanes.axes_for(groups, title, subtitle, key, width_in=width, labels_in=0.45)
+    device, evidence_kinds, has_batch_search = (
+        str(cells["device"].iloc[0]),
+        _list_evidence_kinds(cells),
+        _has_batch_search(cells),
+    )
+    noun, subject = get_rank_noun(device), _describe_subject(cells)
+    peaks_bytes = [
+        answer.peak_bytes for answers in cells["answers"] for answer in answers if not pd.isna(answer.peak_bytes)
+    ]
+    unit, unit_bytes = choose_memory_unit(
+        max(peaks_bytes, default=0) / 10
+    )  # a tenth of the largest is to read well, too
+    title = ("Largest batch that fits" if has_batch_search else "What fits") + f": {subject}{page_suffix}"
+    shared_settings = cells["shared"].iloc[0]
+    subtitle = "\n".join(text for text in (shared_settings, f"Evidence: {', '.join(evidence_kinds)}") if text)
+    fits_label = f"largest batch per {noun} that fits" if has_batch_search else f"fits: peak in {unit} per {noun}"
+    legend_entries = _build_legend(shown_cells, evidence_kinds, fits_label)
+    width_in = max(style.FIGURE_WIDTH_IN, LABELS_WIDTH_IN + CELL_WIDTH_IN * len(world_sizes))
+    figure, axes = lanes.build_lane_axes(
+        groups, title, subtitle, legend_entries, width_in=width_in, axis_height_in=0.45
+    )
     axes.grid(False)
     axes.spines["bottom"].set_visible(False)
-    axes.set_xlim(-0.5, max(len(columns), 4) - 0.5)
-    axes.set_xticks(range(len(columns)), [str(count) for count in columns])
+    axes.set_xlim(-0.5, max(len(world_sizes), 4) - 0.5)
+    axes.set_xticks(range(len(world_sizes)), [str(world_size) for world_size in world_sizes])
     axes.xaxis.set_label_position("top")
-    axes.set_xlabel(f"{rank_nouns(device)} (world size)", fontsize=8)
+    axes.set_xlabel(f"{get_rank_nouns(device)} (world size)", fontsize=8)
     axes.tick_params(axis="x", length=0, labeltop=True, labelbottom=False, labelsize=8)
-    apart = {}
-    for cell in shown.to_dict("records"):
-        lane = lines[cell["heading"], cell["lane"]]
-        words = disagreement(cell["answers"])
-        ranks = labels.ranks(cell["world_size"], device)
-        _cell(axes, columns.index(cell["world_size"]), lane.y, cell["answers"], kinds, size, searched)
-        if words:
-            apart[lane.y, columns.index(cell["world_size"])] = (
-                f"{cell['lane']}, {cell['heading']}, {ranks} of {cell['memory_gib']:.3g} GiB: {words}."
+    disagreements = {}
+    for cell in shown_cells.to_dict("records"):
+        lane = lanes_by_name[cell["heading"], cell["lane"]]
+        disagreement_text = describe_disagreement(cell["answers"])
+        ranks_label = labels.format_ranks(cell["world_size"], device)
+        _draw_cell(
+            axes,
+            world_sizes.index(cell["world_size"]),
+            lane.y,
+            cell["answers"],
+            evidence_kinds,
+            unit_bytes,
+            has_batch_search,
+        )
+        if disagreement_text:
+            disagreements[lane.y, world_sizes.index(cell["world_size"])] = (
+                f"{cell['lane']}, {cell['heading']}, {ranks_label} of {cell['memory_gib']:.3g} GiB: {disagreement_text}."
             )
-            _apart(axes, columns.index(cell["world_size"]), lane.y, len(kinds))
-    told = agreement(list(shown["answers"]))
-    caption = f"{title}. Evidence: {', '.join(kinds)}. {counted(len(shown), 'configuration')}"
-    caption += f", {told}" if told else "."
-    if apart:
-        caption += f" {ON_CPU if device == 'cpu' else ON_GPU}"
-    alt = (
-        f"Map of {len(lines)} models and strategies against {len(columns)} numbers of {rank_nouns(device)}, {subject}: "
+            _mark_disagreement(axes, world_sizes.index(cell["world_size"]), lane.y, len(evidence_kinds))
+    agreement_text = describe_agreement(list(shown_cells["answers"]))
+    caption = f"{title}. Evidence: {', '.join(evidence_kinds)}. {format_plural(len(shown_cells), 'configuration')}"
+    caption += f", {agreement_text}" if agreement_text else "."
+    if disagreements:
+        caption += f" {CPU_CAVEAT if device == 'cpu' else GPU_CAVEAT}"
+    alt_text = f"Map of {len(lanes_by_name)} models and strategies against {len(world_sizes)} numbers of {get_rank_nouns(device)}, {subject}: "
+    alt_text += (
+        "; ".join(f"{evidence}: {_format_outcome_counts(shown_cells, evidence)}" for evidence in evidence_kinds)
+        + f". Disagreements: {len(disagreements)}."
     )
-    alt += "; ".join(f"{kind}: {_counts(shown, kind)}" for kind in kinds) + f". Disagreements: {len(apart)}."
-    notes = [apart[place] for place in sorted(apart)]
-    name = slug("frontier", subject, part)
-    return Drawing(name, title, figure, caption, alt, wide=width > style.WIDTH_IN, notes=notes)
+    notes = [disagreements[position] for position in sorted(disagreements)]
+    name = build_slug("frontier", subject, page_suffix)
+    return Drawing(name, title, figure, caption, alt_text, wide=width_in > style.FIGURE_WIDTH_IN, notes=notes)
 
 
-def _counts(shown: pd.DataFrame, kind: str) -> str:
-    outcomes = [one.outcome for answers in shown["answers"] for one in answers if one.evidence == kind]
-    return ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in COLOURS if outcome in outcomes)
+def _format_outcome_counts(shown_cells: pd.DataFrame, evidence: str) -> str:
+    outcomes = [
+        answer.outcome for answers in shown_cells["answers"] for answer in answers if answer.evidence == evidence
+    ]
+    return ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in OUTCOME_COLOURS if outcome in outcomes)
 
 
-def _cell(
-    axes: Axes, x: int, y: float, answers: Sequence[Answer], kinds: Sequence[str], size: int, searched: bool
+def _draw_cell(
+    axes: Axes,
+    x: int,
+    y: float,
+    answers: Sequence[FitAnswer],
+    evidence_kinds: Sequence[str],
+    unit_bytes: int,
+    has_batch_search: bool,
 ) -> None:
     """One strip per kind of evidence, from top to bottom."""
-    given = {one.evidence: one for one in answers}
-    for position, kind in enumerate(kinds):
-        top = y + (position - len(kinds) / 2) * STRIP_IN
-        one = given.get(kind)
-        look = {"facecolor": "white", "edgecolor": "#c4c4c4", "linewidth": 0.4} if one is None else _look(one)
-        axes.add_patch(Rectangle((x - 0.46, top + 0.008), 0.92, STRIP_IN - 0.016, zorder=2, **look))
-        if one is None:
+    answers_by_evidence = {answer.evidence: answer for answer in answers}
+    for position, evidence in enumerate(evidence_kinds):
+        strip_top = y + (position - len(evidence_kinds) / 2) * STRIP_HEIGHT_IN
+        answer = answers_by_evidence.get(evidence)
+        patch_style = (
+            {"facecolor": "white", "edgecolor": "#c4c4c4", "linewidth": 0.4}
+            if answer is None
+            else _build_strip_style(answer)
+        )
+        axes.add_patch(Rectangle((x - 0.46, strip_top + 0.008), 0.92, STRIP_HEIGHT_IN - 0.016, zorder=2, **patch_style))
+        if answer is None:
             continue
-        words = one.batch if searched else _peak(one, size)
-        if one.degraded:
-            middle = top + STRIP_IN / 2
+        strip_text = answer.batch_label if has_batch_search else _format_peak(answer, unit_bytes)
+        if answer.is_degraded:
+            strip_middle = strip_top + STRIP_HEIGHT_IN / 2
             axes.plot(
-                x - 0.4, middle, "<", markersize=3.5, markerfacecolor="white", markeredgecolor=style.INK, zorder=3
+                x - 0.4,
+                strip_middle,
+                "<",
+                markersize=3.5,
+                markerfacecolor="white",
+                markeredgecolor=style.INK_COLOUR,
+                zorder=3,
             )
-        solid = style.EVIDENCE_STYLES[kind].filled and one.outcome == OOM
-        behind = None if solid else {"facecolor": look["facecolor"], "edgecolor": "none", "pad": 0.5}
+        is_solid = style.EVIDENCE_STYLES[evidence].is_filled and answer.outcome == OOM
+        text_background = None if is_solid else {"facecolor": patch_style["facecolor"], "edgecolor": "none", "pad": 0.5}
         axes.text(
-            x, top + STRIP_IN / 2, words, ha="center", va="center_baseline", fontsize=6.6, zorder=3, bbox=behind,
-            color="white" if solid else style.INK, fontweight="bold" if one.outcome == OOM else "normal",
+            x, strip_top + STRIP_HEIGHT_IN / 2, strip_text, ha="center", va="center_baseline", fontsize=6.6, zorder=3, bbox=text_background,
+            color="white" if is_solid else style.INK_COLOUR, fontweight="bold" if answer.outcome == OOM else "normal",
         )  # fmt: skip
 
 
-def _look(one: Answer) -> dict[str, Any]:
+def _build_strip_style(answer: FitAnswer) -> dict[str, Any]:
     """Outcome in colour, evidence in fill, hatch and line; light where something fits, so that it can be read."""
-    look = style.bar_style(COLOURS[one.outcome], one.evidence)
-    if style.EVIDENCE_STYLES[one.evidence].filled and one.outcome != OOM:
-        look["facecolor"] = style.lighter(COLOURS[one.outcome], 0.55)
-    if one.outcome in DOTTED:
-        look["hatch"] = "..."
-    return {**look, "linewidth": 0.7}
+    patch_style = style.build_bar_style(OUTCOME_COLOURS[answer.outcome], answer.evidence)
+    if style.EVIDENCE_STYLES[answer.evidence].is_filled and answer.outcome != OOM:
+        patch_style["facecolor"] = style.lighten_colour(OUTCOME_COLOURS[answer.outcome], 0.55)
+    if answer.outcome in DOTTED_OUTCOMES:
+        patch_style["hatch"] = "..."
+    return {**patch_style, "linewidth": 0.7}
 
 
-def _peak(one: Answer, size: int) -> str:
-    if one.outcome == OOM:
+def _format_peak(answer: FitAnswer, unit_bytes: int) -> str:
+    if answer.outcome == OOM:
         return "OOM"
-    value = "fits" if pd.isna(one.peak_bytes) else number(one.peak_bytes / size, 2)
-    return {CLOSE: f"{value}?", MIXED: "mixed"}.get(one.outcome, value)
+    value = "fits" if pd.isna(answer.peak_bytes) else format_number(answer.peak_bytes / unit_bytes, 2)
+    return {CLOSE_CALL: f"{value}?", MIXED_REPEATS: "mixed"}.get(answer.outcome, value)
 
 
-def _apart(axes: Axes, x: int, y: float, strips: int) -> None:
+def _mark_disagreement(axes: Axes, x: int, y: float, num_strips: int) -> None:
     """Mark a cell whose kinds of evidence contradict each other."""
-    half = strips * STRIP_IN / 2
+    half_height = num_strips * STRIP_HEIGHT_IN / 2
     axes.add_patch(
         Rectangle(
-            (x - 0.48, y - half - 0.012), 0.96, 2 * half + 0.024, fill=False, edgecolor=style.INK, lw=1.8, zorder=4
+            (x - 0.48, y - half_height - 0.012),
+            0.96,
+            2 * half_height + 0.024,
+            fill=False,
+            edgecolor=style.INK_COLOUR,
+            lw=1.8,
+            zorder=4,
         )
     )
     axes.text(
         x + 0.47, y, "≠", ha="center", va="center", fontsize=9, fontweight="bold", zorder=6,
-        bbox={"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": style.INK, "linewidth": 0.9},
+        bbox={"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": style.INK_COLOUR, "linewidth": 0.9},
     )  # fmt: skip
 
 
-def _key(shown: pd.DataFrame, kinds: Sequence[str], meaning: str) -> list[tuple[Artist, str]]:
-    answers = [one for some in shown["answers"] for one in some]
-    between = {2: [], 3: [" (middle)"], 4: [" (second)", " (third)"]}
-    places = [" (top)", *between[len(kinds)], " (bottom)"] if len(kinds) > 1 else [""]
-    entries: list[tuple[Artist, str]] = [
-        (Patch(**{**style.bar_style(style.MUTED, kind), "linewidth": 0.7}), kind + place)
-        for kind, place in zip(kinds, places, strict=True)
+def _build_legend(
+    shown_cells: pd.DataFrame, evidence_kinds: Sequence[str], fits_label: str
+) -> list[tuple[Artist, str]]:
+    answers = [answer for cell_answers in shown_cells["answers"] for answer in cell_answers]
+    middle_labels = {2: [], 3: [" (middle)"], 4: [" (second)", " (third)"]}
+    position_labels = [" (top)", *middle_labels[len(evidence_kinds)], " (bottom)"] if len(evidence_kinds) > 1 else [""]
+    legend_entries: list[tuple[Artist, str]] = [
+        (Patch(**{**style.build_bar_style(style.MUTED_COLOUR, evidence), "linewidth": 0.7}), evidence + position_label)
+        for evidence, position_label in zip(evidence_kinds, position_labels, strict=True)
     ]
-    names = {FITS: meaning, OOM: "OOM: out of memory", CLOSE: CLOSE, MIXED: "repeats differ"}
-    for outcome, name in names.items():
-        if any(one.outcome == outcome for one in answers):
-            look = style.bar_style(COLOURS[outcome], "measured")
+    outcome_labels = {
+        FITS: fits_label,
+        OOM: "OOM: out of memory",
+        CLOSE_CALL: CLOSE_CALL,
+        MIXED_REPEATS: "repeats differ",
+    }
+    for outcome, label in outcome_labels.items():
+        if any(answer.outcome == outcome for answer in answers):
+            patch_style = style.build_bar_style(OUTCOME_COLOURS[outcome], "measured")
             if outcome != OOM:
-                look["facecolor"] = style.lighter(COLOURS[outcome], 0.55)
-            if outcome in DOTTED:
-                look["hatch"] = "..."
-            entries.append((Patch(**look), name))
-    if any(one.degraded for one in answers):
-        entries.append(marks.DEGRADED)
-    if any(disagreement(some) for some in shown["answers"]):
-        entries.append((Patch(fill=False, edgecolor=style.INK, linewidth=1.8), "≠ kinds of evidence disagree"))
-    return entries
+                patch_style["facecolor"] = style.lighten_colour(OUTCOME_COLOURS[outcome], 0.55)
+            if outcome in DOTTED_OUTCOMES:
+                patch_style["hatch"] = "..."
+            legend_entries.append((Patch(**patch_style), label))
+    if any(answer.is_degraded for answer in answers):
+        legend_entries.append(marks.DEGRADED_LEGEND_ENTRY)
+    if any(describe_disagreement(cell_answers) for cell_answers in shown_cells["answers"]):
+        legend_entries.append(
+            (Patch(fill=False, edgecolor=style.INK_COLOUR, linewidth=1.8), "≠ kinds of evidence disagree")
+        )
+    return legend_entries
 
 
-def _listing(cells: pd.DataFrame) -> Listing:
+def _build_listing(cells: pd.DataFrame) -> FigureTable:
     """The cells of one device, memory and precision as a table."""
-    kinds = _kinds(cells)
-    nouns = rank_nouns(str(cells["device"].iloc[0]))
+    evidence_kinds = _list_evidence_kinds(cells)
+    plural_noun = get_rank_nouns(str(cells["device"].iloc[0]))
     rows = []
     for cell in cells.to_dict("records"):
-        given = {one.evidence: one.words for one in cell["answers"]}
+        texts_by_evidence = {answer.evidence: answer.description for answer in cell["answers"]}
         rows.append(
             [
                 cell["heading"],
                 cell["lane"],
                 str(cell["world_size"]),
-                *(given.get(kind, MISSING) for kind in kinds),
-                *(["disagree" if disagreement(cell["answers"]) else ""] if len(kinds) > 1 else []),
+                *(texts_by_evidence.get(evidence, MISSING) for evidence in evidence_kinds),
+                *(["disagree" if describe_disagreement(cell["answers"]) else ""] if len(evidence_kinds) > 1 else []),
             ]
         )
-    head = nouns[0].upper() + nouns[1:]
-    columns = ["Strategy", "Model", head, *(kind.capitalize() for kind in kinds)]
-    columns += ["Agreement"] if len(kinds) > 1 else []
-    return Listing(f"The frontier as a table: {_subject(cells)}", columns, rows, frozenset({head}))
+    ranks_heading = plural_noun[0].upper() + plural_noun[1:]
+    columns = ["Strategy", "Model", ranks_heading, *(evidence.capitalize() for evidence in evidence_kinds)]
+    columns += ["Agreement"] if len(evidence_kinds) > 1 else []
+    return FigureTable(
+        f"The frontier as a table: {_describe_subject(cells)}", columns, rows, frozenset({ranks_heading})
+    )

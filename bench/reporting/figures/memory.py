@@ -9,9 +9,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bench.reporting import lanes, marks, style
-from bench.reporting.cells import by, cells, drawable
-from bench.reporting.drawing import Drawing, Section
-from bench.reporting.labels import memory_unit, number, rank_noun, slug
+from bench.reporting.cells import build_cells, iterate_groups, select_drawable_cells
+from bench.reporting.drawing import Drawing, ReportSection
+from bench.reporting.labels import build_slug, choose_memory_unit, format_number, get_rank_noun
 
 TITLE = "Memory"
 HOW_TO_READ = (
@@ -28,82 +28,114 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     """A row per configuration: peak allocated bytes (``median``, ``low``, ``high``, ``points``), the medians
     ``peak_active_bytes`` and ``peak_reserved_bytes``, ``memory_limit_bytes`` (NaN for none), or out of memory.
     """
-    found = drawable(cells(table, "peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes"))
-    limits = {limit: size for limit, size in zip(table["limit"], table["memory_limit_bytes"], strict=True) if limit}
-    return found.assign(memory_limit_bytes=[float(limits.get(limit, float("nan"))) for limit in found["limit"]])
+    drawable_cells = select_drawable_cells(
+        build_cells(table, "peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
+    )
+    bytes_by_limit = {
+        limit: limit_bytes
+        for limit, limit_bytes in zip(table["limit"], table["memory_limit_bytes"], strict=True)
+        if limit
+    }
+    return drawable_cells.assign(
+        memory_limit_bytes=[float(bytes_by_limit.get(limit, float("nan"))) for limit in drawable_cells["limit"]]
+    )
 
 
-def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
+def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per place, precision and memory limit."""
-    result = Section("memory", TITLE, HOW_TO_READ)
-    selected = select(table)
-    if selected["median"].notna().sum() == 0:
-        result.nothing = "No run in this store has a memory peak."
-    for (place,), here in by(selected, "place"):
-        for _, comparable in by(here, "limit"):
-            largest = comparable[["high", "peak_reserved_bytes", "memory_limit_bytes"]].max().max()
-            largest_bytes = 0.0 if pd.isna(largest) else float(largest)
-            for subject, groups in lanes.pages(comparable, marks.label):
-                result.plan(_draw, groups, str(place), subject, largest_bytes, palette)
-    return result
+    section = ReportSection("memory", TITLE, HOW_TO_READ)
+    all_cells = select(table)
+    if all_cells["median"].notna().sum() == 0:
+        section.notice = "No run in this store has a memory peak."
+    for (place,), place_cells in iterate_groups(all_cells, "place"):
+        for _, limit_cells in iterate_groups(place_cells, "limit"):
+            largest_value = limit_cells[["high", "peak_reserved_bytes", "memory_limit_bytes"]].max().max()
+            largest_bytes = 0.0 if pd.isna(largest_value) else float(largest_value)
+            for subject, groups in lanes.paginate_by_precision(limit_cells, marks.format_lane_label):
+                section.plan_figure(_draw_memory, groups, str(place), subject, largest_bytes, palette)
+    return section
 
 
-def _draw(
-    groups: list[lanes.Group], place: str, subject: str, largest: float, palette: dict[str, style.Mark]
+def _draw_memory(
+    groups: list[lanes.LaneGroup],
+    place: str,
+    subject: str,
+    largest_bytes: float,
+    palette: dict[str, style.VariantStyle],
 ) -> Drawing:
-    shown = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
-    device = shown["device"].iloc[0]
-    noun = rank_noun(device)
-    unit, size = memory_unit(largest)
+    shown_cells = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
+    device = shown_cells["device"].iloc[0]
+    noun = get_rank_noun(device)
+    unit, unit_bytes = choose_memory_unit(largest_bytes)
     title = f"Peak memory per {noun}, {subject}"
-    figure, axes = lanes.axes_for(groups, title, place, marks.key(shown, _key(shown)))
-    axes.set_xlim(0, largest / size * 1.25 or 1.0)
+    figure, axes = lanes.build_lane_axes(
+        groups, title, place, marks.build_legend_entries(shown_cells, _build_legend(shown_cells))
+    )
+    axes.set_xlim(0, largest_bytes / unit_bytes * 1.25 or 1.0)
     for group in groups:
         for lane in group.lanes:
-            _lane(axes, lane, palette[lane.row["variant"]], size)
-        limit = group.lanes[0].row["memory_limit_bytes"]
-        if not pd.isna(limit):
-            top = group.top + len(group.lines) * lanes.HEADING_IN
-            axes.plot([limit / size] * 2, [top, group.bottom], color=style.LIMIT_COLOUR, linestyle="--", linewidth=1.5)
+            _draw_lane(axes, lane, palette[lane.row["variant"]], unit_bytes)
+        limit_bytes = group.lanes[0].row["memory_limit_bytes"]
+        if not pd.isna(limit_bytes):
+            top = group.top + len(group.heading_lines) * lanes.HEADING_HEIGHT_IN
+            axes.plot(
+                [limit_bytes / unit_bytes] * 2,
+                [top, group.bottom],
+                color=style.LIMIT_COLOUR,
+                linestyle="--",
+                linewidth=1.5,
+            )
     axes.set_xlabel(f"peak memory per {noun} ({unit})")
-    alt = (
-        f"Bar chart of peak allocated and reserved memory per {noun} for {len(shown)} configurations in {subject} on "
-        f"{place}. Out of memory: {int((shown['out_of_memory'] > 0).sum())}."
+    alt_text = (
+        f"Bar chart of peak allocated and reserved memory per {noun} for {len(shown_cells)} configurations in {subject} on "
+        f"{place}. Out of memory: {int((shown_cells['out_of_memory'] > 0).sum())}."
     )
     caption = f"Peak memory per {noun} in {subject} on {place}."
-    return Drawing(slug("memory", subject, place), title, figure, caption, alt)
+    return Drawing(build_slug("memory", subject, place), title, figure, caption, alt_text)
 
 
-def _lane(axes: Axes, lane: lanes.Lane, mark: style.Mark, size: int) -> None:
+def _draw_lane(axes: Axes, lane: lanes.Lane, mark: style.VariantStyle, unit_bytes: int) -> None:
     row = lane.row
     if pd.isna(row["median"]):
-        marks.out_of_memory(axes, lane, asked_for=True)
+        marks.draw_oom_lane(axes, lane, show_requested=True)
         return
-    allocated, reserved = row["median"] / size, row["peak_reserved_bytes"] / size
-    end, words = row["high"] / size, number(allocated)
+    allocated, reserved = row["median"] / unit_bytes, row["peak_reserved_bytes"] / unit_bytes
+    bar_end, note_text = row["high"] / unit_bytes, format_number(allocated)
     if reserved > allocated * 1.001:
-        look = {**style.bar_style(mark.colour, "rehearsed"), "facecolor": "white", "hatch": "....", "linewidth": 0.8}
-        axes.barh(lane.y, reserved - allocated, marks.BAR_IN, left=allocated, zorder=2, **look)
-        end, words = max(end, reserved), f"{words}, {number(reserved)} reserved"
-    marks.bar(axes, lane, allocated, mark)
-    active = row["peak_active_bytes"] / size
+        reserved_style = {
+            **style.build_bar_style(mark.colour, "rehearsed"),
+            "facecolor": "white",
+            "hatch": "....",
+            "linewidth": 0.8,
+        }
+        axes.barh(lane.y, reserved - allocated, marks.BAR_HEIGHT_IN, left=allocated, zorder=2, **reserved_style)
+        bar_end, note_text = max(bar_end, reserved), f"{note_text}, {format_number(reserved)} reserved"
+    marks.draw_bar(axes, lane, allocated, mark)
+    active = row["peak_active_bytes"] / unit_bytes
     if active > allocated * 1.001:
-        axes.plot([active] * 2, [lane.y - marks.BAR_IN * 0.75, lane.y + marks.BAR_IN * 0.75], color=style.INK, zorder=3)
-    marks.repeats(axes, lane, size)
-    words += marks.partly_oom(row)
+        axes.plot(
+            [active] * 2,
+            [lane.y - marks.BAR_HEIGHT_IN * 0.75, lane.y + marks.BAR_HEIGHT_IN * 0.75],
+            color=style.INK_COLOUR,
+            zorder=3,
+        )
+    marks.draw_repeats(axes, lane, unit_bytes)
+    note_text += marks.format_partial_oom(row)
     if row["degraded"]:
-        marks.degraded(axes, lane, end)
-        words = f" {words} degraded"
-    marks.note(axes, lane, end, words)
+        marks.draw_degraded_marker(axes, lane, bar_end)
+        note_text = f" {note_text} degraded"
+    marks.draw_note(axes, lane, bar_end, note_text)
 
 
-def _key(shown: pd.DataFrame) -> list[tuple[Artist, str]]:
-    entries: list[tuple[Artist, str]] = []
-    if (shown["peak_reserved_bytes"] > shown["median"] * 1.001).any():
-        reserved = Patch(facecolor="white", edgecolor=style.MUTED, hatch="....")
-        entries += [(Patch(color=style.MUTED), "allocated"), (reserved, "reserved on top")]
-    if (shown["peak_active_bytes"] > shown["median"] * 1.001).any():
-        entries.append((Line2D([], [], color=style.INK, marker="|", linestyle="", markersize=9), "active"))
-    if shown["memory_limit_bytes"].notna().any():
-        entries.append((Line2D([], [], color=style.LIMIT_COLOUR, linestyle="--"), "memory limit"))
-    return entries
+def _build_legend(shown_cells: pd.DataFrame) -> list[tuple[Artist, str]]:
+    legend_entries: list[tuple[Artist, str]] = []
+    if (shown_cells["peak_reserved_bytes"] > shown_cells["median"] * 1.001).any():
+        reserved_patch = Patch(facecolor="white", edgecolor=style.MUTED_COLOUR, hatch="....")
+        legend_entries += [(Patch(color=style.MUTED_COLOUR), "allocated"), (reserved_patch, "reserved on top")]
+    if (shown_cells["peak_active_bytes"] > shown_cells["median"] * 1.001).any():
+        legend_entries.append(
+            (Line2D([], [], color=style.INK_COLOUR, marker="|", linestyle="", markersize=9), "active")
+        )
+    if shown_cells["memory_limit_bytes"].notna().any():
+        legend_entries.append((Line2D([], [], color=style.LIMIT_COLOUR, linestyle="--"), "memory limit"))
+    return legend_entries

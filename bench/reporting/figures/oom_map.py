@@ -12,12 +12,19 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from bench.reporting import lanes, marks, style
-from bench.reporting.answers import CLOSE, FAILED, FITS, MIXED, OOM, SKIPPED, outcome_of
-from bench.reporting.answers import COLUMNS as ANSWERED
-from bench.reporting.cells import by, first_known, grouped, in_order, known
-from bench.reporting.drawing import Drawing, Section
-from bench.reporting.frontier_cells import on_the_frontier
-from bench.reporting.labels import listing, memory_unit, number, rank_noun, ranks, slug
+from bench.reporting.answers import CLOSE_CALL, FAILED, FITS, MIXED_REPEATS, OOM, SKIPPED, classify_outcome
+from bench.reporting.answers import FIT_COLUMNS as FIT_COLUMNS
+from bench.reporting.cells import group_rows, iterate_groups, list_first_known_values, list_known_values, sort_rows
+from bench.reporting.drawing import Drawing, ReportSection
+from bench.reporting.frontier_cells import find_frontier_rows
+from bench.reporting.labels import (
+    build_slug,
+    choose_memory_unit,
+    format_list,
+    format_number,
+    format_ranks,
+    get_rank_noun,
+)
 
 TITLE = "What fits: the OOM map"
 HOW_TO_READ = (
@@ -28,18 +35,18 @@ HOW_TO_READ = (
     "appears in the first step). A dotted cell is a prediction too close to the limit to call. A hatched cell was not "
     "run and says nothing."
 )
-FEWEST_COLUMNS, MOST_COLUMNS = 3, 12
+MIN_COLUMNS, MAX_COLUMNS = 3, 12
 
 NOT_RUN = "not run"
-OUTCOME = (*ANSWERED, "peak_allocated_overall_bytes")
+OUTCOME_COLUMNS = (*FIT_COLUMNS, "peak_allocated_overall_bytes")
 """What of a row its cell tells."""
-LOOKS: dict[str, dict[str, Any]] = {
+CELL_STYLES: dict[str, dict[str, Any]] = {
     FITS: {"facecolor": "#cfe3f3", "edgecolor": "#4a7ba6"},
     OOM: {"facecolor": style.OOM_COLOUR, "edgecolor": style.OOM_COLOUR},
-    MIXED: {"facecolor": "#f2cf66", "edgecolor": "#8a6d00"},
-    CLOSE: {"facecolor": "#fbeecb", "edgecolor": "#8a6d00", "hatch": "...", "linewidth": 0.5},
-    FAILED: {"facecolor": "#bdbdbd", "edgecolor": style.MUTED},
-    SKIPPED: {"facecolor": "#ececec", "edgecolor": style.MUTED},
+    MIXED_REPEATS: {"facecolor": "#f2cf66", "edgecolor": "#8a6d00"},
+    CLOSE_CALL: {"facecolor": "#fbeecb", "edgecolor": "#8a6d00", "hatch": "...", "linewidth": 0.5},
+    FAILED: {"facecolor": "#bdbdbd", "edgecolor": style.MUTED_COLOUR},
+    SKIPPED: {"facecolor": "#ececec", "edgecolor": style.MUTED_COLOUR},
     NOT_RUN: {"facecolor": "white", "edgecolor": "#c4c4c4", "hatch": "////", "linewidth": 0.5},
 }
 """Light, dark and hatched, so that the three that matter differ without colour."""
@@ -53,136 +60,166 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     DataFrame
         ``place``, ``evidence``, ``limit`` and ``settings`` say which map; ``heading`` (precision and ranks) and
         ``variant`` which line of it; ``column`` (model and workload) which column, with ``position`` its place from
-        the left; ``outcome`` is one of the words of `LOOKS`; ``peak_bytes`` the highest allocated peak of the
+        the left; ``outcome`` is one of the words of `CELL_STYLES`; ``peak_bytes`` the highest allocated peak of the
         repeats that fitted (NaN for none), ``phase`` where memory ran out, ``degraded`` whether any that fitted was.
     """
-    ordered = in_order(table)
-    columns = zip(ordered["model"], ordered["workload"], strict=True)
-    lines = zip(ordered["precision"], ordered["world_size"], ordered["device"], strict=True)
-    named = ordered.assign(
-        column=[f"{model} · {workload}".removesuffix(" · ") for model, workload in columns],
-        heading=[f"{name} · {ranks(None if pd.isna(size) else int(size), device)}" for name, size, device in lines],
+    ordered_rows = sort_rows(table)
+    models_and_workloads = zip(ordered_rows["model"], ordered_rows["workload"], strict=True)
+    heading_parts = zip(ordered_rows["precision"], ordered_rows["world_size"], ordered_rows["device"], strict=True)
+    named = ordered_rows.assign(
+        column=[f"{model} · {workload}".removesuffix(" · ") for model, workload in models_and_workloads],
+        heading=[
+            f"{precision} · {format_ranks(None if pd.isna(world_size) else int(world_size), device)}"
+            for precision, world_size, device in heading_parts
+        ],
     )
-    found = []
-    for key, rows in by(named, "place", "evidence", "limit", "settings"):
-        sizes = rows.sort_values(["parameters", "model", "batch_size_per_gpu", "sequence_length"], kind="stable")
-        across = list(dict.fromkeys(sizes["column"]))
-        ordered = rows.assign(_order=[variant.order for variant in rows["variant_key"]])
-        ordered = ordered.sort_values(["precision", "world_size", "_order"], kind="stable")
-        down = ordered.drop_duplicates(["heading", "variant"])[["heading", "variant", "device"]]
-        lines_ = ("heading", "variant", "column")
-        cells = {tuple(runs[0][name] for name in lines_): runs for runs in grouped(rows, lines_, OUTCOME)}
-        for line, (position, column) in itertools.product(down.to_dict("records"), enumerate(across)):
-            runs = cells.get((line["heading"], line["variant"], column))
-            place = dict(zip(("place", "evidence", "limit", "settings"), key, strict=True))
-            found.append({**place, **line, "column": column, "position": position, **_outcome(runs)})
-    return pd.DataFrame(found)
+    map_cells = []
+    for map_key, rows in iterate_groups(named, "place", "evidence", "limit", "settings"):
+        rows_by_size = rows.sort_values(["parameters", "model", "batch_size_per_gpu", "sequence_length"], kind="stable")
+        column_names = list(dict.fromkeys(rows_by_size["column"]))
+        ordered_rows = rows.assign(_order=[variant.order for variant in rows["variant_key"]])
+        ordered_rows = ordered_rows.sort_values(["precision", "world_size", "_order"], kind="stable")
+        lane_rows = ordered_rows.drop_duplicates(["heading", "variant"])[["heading", "variant", "device"]]
+        cell_keys = ("heading", "variant", "column")
+        runs_by_cell = {
+            tuple(runs[0][name] for name in cell_keys): runs for runs in group_rows(rows, cell_keys, OUTCOME_COLUMNS)
+        }
+        for lane_row, (position, column) in itertools.product(lane_rows.to_dict("records"), enumerate(column_names)):
+            cell_runs = runs_by_cell.get((lane_row["heading"], lane_row["variant"], column))
+            map_values = dict(zip(("place", "evidence", "limit", "settings"), map_key, strict=True))
+            map_cells.append(
+                {**map_values, **lane_row, "column": column, "position": position, **_describe_outcome(cell_runs)}
+            )
+    return pd.DataFrame(map_cells)
 
 
-def _outcome(runs: list[dict[str, Any]] | None) -> dict[str, object]:
+def _describe_outcome(runs: list[dict[str, Any]] | None) -> dict[str, object]:
     if runs is None:
         return {"outcome": NOT_RUN, "peak_bytes": float("nan"), "phase": None, "degraded": False}
-    fitted, out_of_memory = ([run for run in runs if run["status"] == status] for status in ("ok", "oom"))
-    peaks = first_known(fitted, "peak_allocated_overall_bytes", "peak_allocated_bytes")
-    phases = known(out_of_memory, "oom_phase")
+    fitting_runs, oom_runs = ([run for run in runs if run["status"] == status] for status in ("ok", "oom"))
+    peaks_bytes = list_first_known_values(fitting_runs, "peak_allocated_overall_bytes", "peak_allocated_bytes")
+    oom_phases = list_known_values(oom_runs, "oom_phase")
     return {
-        "outcome": outcome_of(runs),
-        "peak_bytes": float(max(peaks)) if peaks else float("nan"),
-        "phase": phases[0] if phases else None,
-        "degraded": any(known(fitted, "degraded")),
+        "outcome": classify_outcome(runs),
+        "peak_bytes": float(max(peaks_bytes)) if peaks_bytes else float("nan"),
+        "phase": oom_phases[0] if oom_phases else None,
+        "degraded": any(list_known_values(fitting_runs, "degraded")),
     }
 
 
-def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
+def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """A map per place, kind of evidence, memory limit and set of settings, of what the frontier does not show."""
-    result = Section("oom-map", TITLE, HOW_TO_READ)
-    elsewhere = on_the_frontier(table)
-    if elsewhere.all():
-        result.nothing = "All runs are in the figures of the OOM frontier."
-        return result
-    selected = select(table[~elsewhere])
-    for (place, evidence, limit, settings), rows in by(selected, "place", "evidence", "limit", "settings"):
-        parts = [
-            (page, columns)
-            for columns in _batches(list(rows["column"].unique()), MOST_COLUMNS)
-            for page in lanes.paginate(
-                rows.drop_duplicates(["heading", "variant"]), lambda row: row["variant"], lane_in=0.3
+    section = ReportSection("oom-map", TITLE, HOW_TO_READ)
+    is_on_frontier = find_frontier_rows(table)
+    if is_on_frontier.all():
+        section.notice = "All runs are in the figures of the OOM frontier."
+        return section
+    map_cells = select(table[~is_on_frontier])
+    for (place, evidence, limit, settings), rows in iterate_groups(map_cells, "place", "evidence", "limit", "settings"):
+        pages = [
+            (groups, page_columns)
+            for page_columns in _split_columns(list(rows["column"].unique()), MAX_COLUMNS)
+            for groups in lanes.paginate_lanes(
+                rows.drop_duplicates(["heading", "variant"]), lambda row: row["variant"], min_lane_height_in=0.3
             )
         ]
-        words = [limit or "no memory limit set", settings, "" if evidence == "measured" else evidence]
-        subject = " · ".join(word for word in words if word)
-        for number_, (page, columns) in enumerate(parts, 1):
-            part = f" ({number_} of {len(parts)})" if len(parts) > 1 else ""
-            result.plan(_draw, page, rows, columns, str(place), str(evidence), subject, part)
-    return result
+        subject_parts = [limit or "no memory limit set", settings, "" if evidence == "measured" else evidence]
+        subject = " · ".join(part for part in subject_parts if part)
+        for page_number, (groups, page_columns) in enumerate(pages, 1):
+            page_suffix = f" ({page_number} of {len(pages)})" if len(pages) > 1 else ""
+            section.plan_figure(_draw_map, groups, rows, page_columns, str(place), str(evidence), subject, page_suffix)
+    return section
 
 
-def _batches(items: list[str], most: int) -> list[list[str]]:
-    return [items[start : start + most] for start in range(0, len(items), most)]
+def _split_columns(columns: list[str], max_size: int) -> list[list[str]]:
+    return [columns[start : start + max_size] for start in range(0, len(columns), max_size)]
 
 
-def _draw(
-    groups: list[lanes.Group], rows: pd.DataFrame, columns: Sequence[str], place: str, evidence: str, subject: str,
-    part: str,
+def _draw_map(
+    groups: list[lanes.LaneGroup], rows: pd.DataFrame, columns: Sequence[str], place: str, evidence: str, subject: str,
+    page_suffix: str,
 ) -> Drawing:  # fmt: skip
-    shown = rows[rows["column"].isin(columns)]
-    width = max(style.WIDTH_IN, 1.8 + 0.58 * len(columns))
-    unit, size = memory_unit(shown["peak_bytes"].max() if shown["peak_bytes"].notna().any() else 2**30)
-    title = f"What fits: {subject}{part}"
-    cell_in = (width - 1.6) / max(len(columns), FEWEST_COLUMNS)
-    upright = cell_in < 0.75
-    chars = 26 if upright else int(cell_in / 0.068)
-    names = ["\n".join(lanes.wrap(part, chars) for part in name.split(" · ")) for name in columns]
-    longest = max(len(line) for name in names for line in name.splitlines())
-    labels_in = 0.2 + (0.075 * longest if upright else 0.14 * max(name.count("\n") + 1 for name in names))
-    key = _key(shown, unit, rank_noun(str(shown["device"].iloc[0])))
+    shown_cells = rows[rows["column"].isin(columns)]
+    width_in = max(style.FIGURE_WIDTH_IN, 1.8 + 0.58 * len(columns))
+    unit, unit_bytes = choose_memory_unit(
+        shown_cells["peak_bytes"].max() if shown_cells["peak_bytes"].notna().any() else 2**30
+    )
+    title = f"What fits: {subject}{page_suffix}"
+    cell_width_in = (width_in - 1.6) / max(len(columns), MIN_COLUMNS)
+    has_upright_labels = cell_width_in < 0.75
+    label_chars = 26 if has_upright_labels else int(cell_width_in / 0.068)
+    column_labels = ["\n".join(lanes.wrap_label(part, label_chars) for part in name.split(" · ")) for name in columns]
+    longest_line_chars = max(len(line) for name in column_labels for line in name.splitlines())
+    labels_height_in = 0.2 + (
+        0.075 * longest_line_chars if has_upright_labels else 0.14 * max(name.count("\n") + 1 for name in column_labels)
+    )
+    legend_entries = _build_legend(shown_cells, unit, get_rank_noun(str(shown_cells["device"].iloc[0])))
     subtitle = f"{place}\nEvidence: {evidence}"
-    figure, axes = lanes.axes_for(groups, title, subtitle, key, width_in=width, labels_in=labels_in)
+    figure, axes = lanes.build_lane_axes(
+        groups, title, subtitle, legend_entries, width_in=width_in, axis_height_in=labels_height_in
+    )
     axes.grid(False)
     axes.spines["bottom"].set_visible(False)
-    axes.set_xlim(-0.5, max(len(columns), FEWEST_COLUMNS) - 0.5)
-    axes.set_xticks(range(len(columns)), names, rotation=90 if upright else 0)
+    axes.set_xlim(-0.5, max(len(columns), MIN_COLUMNS) - 0.5)
+    axes.set_xticks(range(len(columns)), column_labels, rotation=90 if has_upright_labels else 0)
     axes.tick_params(axis="x", length=0, labeltop=True, labelbottom=False, labelsize=7.5)
-    cells = {(cell["heading"], cell["variant"], cell["column"]): cell for cell in shown.to_dict("records")}
+    cells_by_position = {
+        (cell["heading"], cell["variant"], cell["column"]): cell for cell in shown_cells.to_dict("records")
+    }
     for group in groups:
         for lane in group.lanes:
             for x, column in enumerate(columns):
-                _cell(axes, x, lane.y, pd.Series(cells[lane.row["heading"], lane.row["variant"], column]), size)
-    outcomes = shown["outcome"].value_counts()
-    alt = (
-        f"Map of {len(columns)} models and batches ({listing(list(columns), 4)}) against "
-        f"{len(shown.drop_duplicates(['heading', 'variant']))} strategies on {place}, {subject}: "
-        + ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+                _draw_cell(
+                    axes,
+                    x,
+                    lane.y,
+                    pd.Series(cells_by_position[lane.row["heading"], lane.row["variant"], column]),
+                    unit_bytes,
+                )
+    outcome_counts = shown_cells["outcome"].value_counts()
+    alt_text = (
+        f"Map of {len(columns)} models and batches ({format_list(list(columns), 4)}) against "
+        f"{len(shown_cells.drop_duplicates(['heading', 'variant']))} strategies on {place}, {subject}: "
+        + ", ".join(f"{count} {outcome}" for outcome, count in outcome_counts.items())
         + "."
     )
     caption = f"Evidence: {evidence}. {subject[0].upper()}{subject[1:]} on {place}."
-    return Drawing(slug("oom-map", subject, part, place), title, figure, caption, alt, wide=width > style.WIDTH_IN)
+    return Drawing(
+        build_slug("oom-map", subject, page_suffix, place),
+        title,
+        figure,
+        caption,
+        alt_text,
+        wide=width_in > style.FIGURE_WIDTH_IN,
+    )
 
 
-def _cell(axes: Axes, x: float, y: float, cell: pd.Series, size: int) -> None:
-    axes.add_patch(Rectangle((x - 0.47, y - 0.135), 0.94, 0.27, zorder=2, **LOOKS[cell["outcome"]]))
-    words = {
-        FITS: number(cell["peak_bytes"] / size, 2) if not pd.isna(cell["peak_bytes"]) else "fits",
-        CLOSE: f"{number(cell['peak_bytes'] / size, 2)}?" if not pd.isna(cell["peak_bytes"]) else "?",
+def _draw_cell(axes: Axes, x: float, y: float, cell: pd.Series, unit_bytes: int) -> None:
+    axes.add_patch(Rectangle((x - 0.47, y - 0.135), 0.94, 0.27, zorder=2, **CELL_STYLES[cell["outcome"]]))
+    cell_text = {
+        FITS: format_number(cell["peak_bytes"] / unit_bytes, 2) if not pd.isna(cell["peak_bytes"]) else "fits",
+        CLOSE_CALL: f"{format_number(cell['peak_bytes'] / unit_bytes, 2)}?" if not pd.isna(cell["peak_bytes"]) else "?",
         OOM: "OOM" if pd.isna(cell["phase"]) else f"OOM\n{cell['phase']}",
-        MIXED: "mixed",
+        MIXED_REPEATS: "mixed",
         FAILED: "failed",
         SKIPPED: "skipped",
         NOT_RUN: "",
     }[cell["outcome"]]
     if cell["degraded"]:
-        axes.plot(x - 0.4, y, "<", markersize=4.5, markerfacecolor="white", markeredgecolor=style.INK, zorder=3)
-    dark = cell["outcome"] == OOM
+        axes.plot(x - 0.4, y, "<", markersize=4.5, markerfacecolor="white", markeredgecolor=style.INK_COLOUR, zorder=3)
+    is_dark = cell["outcome"] == OOM
     axes.text(
-        x, y, words, ha="center", va="center", fontsize=6.8, linespacing=1.0, zorder=3,
-        color="white" if dark else style.INK, fontweight="bold" if dark else "normal",
+        x, y, cell_text, ha="center", va="center", fontsize=6.8, linespacing=1.0, zorder=3,
+        color="white" if is_dark else style.INK_COLOUR, fontweight="bold" if is_dark else "normal",
     )  # fmt: skip
 
 
-def _key(shown: pd.DataFrame, unit: str, noun: str) -> list[tuple[Artist, str]]:
-    names = {FITS: f"fits (peak in {unit} per {noun})", OOM: "out of memory (phase)"}
-    present = set(shown["outcome"])
-    entries: list[tuple[Artist, str]] = [
-        (Patch(**look), names.get(outcome, outcome)) for outcome, look in LOOKS.items() if outcome in present
+def _build_legend(shown_cells: pd.DataFrame, unit: str, noun: str) -> list[tuple[Artist, str]]:
+    outcome_labels = {FITS: f"fits (peak in {unit} per {noun})", OOM: "out of memory (phase)"}
+    present_outcomes = set(shown_cells["outcome"])
+    legend_entries: list[tuple[Artist, str]] = [
+        (Patch(**patch_style), outcome_labels.get(outcome, outcome))
+        for outcome, patch_style in CELL_STYLES.items()
+        if outcome in present_outcomes
     ]
-    return [*entries, marks.DEGRADED] if shown["degraded"].any() else entries
+    return [*legend_entries, marks.DEGRADED_LEGEND_ENTRY] if shown_cells["degraded"].any() else legend_entries

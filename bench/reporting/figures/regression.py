@@ -14,58 +14,66 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.comparison import Comparison, Settings
-from bench.comparison.result import Change
+from bench.comparison import ComparisonSettings, RunComparison
+from bench.comparison.result import QuantityChange
 from bench.comparison.words import (
     ALLOCATED,
     CANNOT_TELL,
     IMPROVEMENT,
     REGRESSION,
     RESERVED,
+    STEP_TIME,
     TFLOPS,
-    TIME,
-    Quantity,
-    percent,
+    ComparedQuantity,
+    format_percent,
 )
 from bench.reporting import labels, lanes, style
 from bench.reporting.drawing import Drawing
-from bench.reporting.figures.detectable import detectable_drawing, detectable_table
-from bench.reporting.figures.history import history_drawing, history_drawings
-from bench.reporting.figures.verdicts import LOOKS
-from bench.reporting.labels import slug
+from bench.reporting.figures.detectable import build_detectable_table, draw_detectable_slowdowns
+from bench.reporting.figures.history import draw_histories, draw_history
+from bench.reporting.figures.verdicts import VERDICT_STYLES
+from bench.reporting.labels import build_slug
 
-__all__ = ["change_drawings", "detectable_drawing", "detectable_table", "history_drawing", "history_drawings"]
+__all__ = ["build_detectable_table", "draw_changes", "draw_detectable_slowdowns", "draw_histories", "draw_history"]
 
 BAND_COLOUR = "#ececec"
-TOGETHER = "all together"
+OVERALL_NAME = "all together"
 
 
-def change_drawings(comparison: Comparison, quantity: Quantity = TIME) -> list[Drawing]:
+def draw_changes(comparison: RunComparison, quantity: ComparedQuantity = STEP_TIME) -> list[Drawing]:
     """The change of every configuration with its confidence interval, and of all together: one figure or more."""
-    rows = [_change_row(row.name, row.evidence, row.get(quantity.column), row["status"]) for row in comparison.rows]
-    rows += [
-        _change_row(TOGETHER, each.evidence, each.get(quantity.column), None)
-        for each in comparison.overall
-        if each.get(quantity.column) and each.configurations > 1
+    lane_rows = [
+        _build_lane_row(
+            configuration.name, configuration.evidence, configuration.get(quantity.column), configuration["status"]
+        )
+        for configuration in comparison.rows
     ]
-    frame = pd.DataFrame([row for row in rows if row["change"] is not None or row["words"]])
+    lane_rows += [
+        _build_lane_row(OVERALL_NAME, overall.evidence, overall.get(quantity.column), None)
+        for overall in comparison.overall
+        if overall.get(quantity.column) and overall.configurations > 1
+    ]
+    frame = pd.DataFrame([lane_row for lane_row in lane_rows if lane_row["change"] is not None or lane_row["words"]])
     if frame.empty:
         return []
-    kinds = {kind: position for position, kind in enumerate(style.EVIDENCE_STYLES)}
-    frame = frame.sort_values("evidence", kind="stable", key=lambda column: column.map(kinds))
-    pages = list(lanes.paginate(frame, lambda row: str(row["name"])))
-    limits = _limits(frame, comparison.settings)
+    evidence_order = {evidence: position for position, evidence in enumerate(style.EVIDENCE_STYLES)}
+    frame = frame.sort_values("evidence", kind="stable", key=lambda column: column.map(evidence_order))
+    pages = list(lanes.paginate_lanes(frame, lambda row: str(row["name"])))
+    x_limits = _compute_x_limits(frame, comparison.settings)
     return [
-        _changes(groups, comparison, quantity, limits, number, len(pages)) for number, groups in enumerate(pages, 1)
+        _draw_change_page(groups, comparison, quantity, x_limits, page_number, len(pages))
+        for page_number, groups in enumerate(pages, 1)
     ]
 
 
-def _change_row(name: str, evidence: str, change: Change | None, status: Change | None) -> dict[str, Any]:
+def _build_lane_row(
+    name: str, evidence: str, change: QuantityChange | None, status: QuantityChange | None
+) -> dict[str, Any]:
     """A lane: a change, or what became of the runs if they have no value to compare."""
-    changed = status is not None and status.verdict in (REGRESSION, IMPROVEMENT)
-    verdict = status.verdict if changed and status else change.verdict if change else CANNOT_TELL
+    is_status_changed = status is not None and status.verdict in (REGRESSION, IMPROVEMENT)
+    verdict = status.verdict if is_status_changed and status else change.verdict if change else CANNOT_TELL
     value, low, high = (None, None, None) if change is None else (change.change, change.low, change.high)
-    degraded = "degraded" if change is not None and value is None else ""
+    degraded_text = "degraded" if change is not None and value is None else ""
     return {
         "heading": evidence,
         "name": name,
@@ -74,106 +82,130 @@ def _change_row(name: str, evidence: str, change: Change | None, status: Change 
         "change": value,
         "low": value if low is None else low,
         "high": value if high is None else high,
-        "words": f"{status.base} → {status.candidate}" if changed and status else degraded,
+        "words": f"{status.base} → {status.candidate}" if is_status_changed and status else degraded_text,
     }
 
 
-def _limits(frame: pd.DataFrame, settings: Settings) -> tuple[float, float]:
+def _compute_x_limits(frame: pd.DataFrame, settings: ComparisonSettings) -> tuple[float, float]:
     """Ends of the axis in percent, the same on every page; far ends of intervals are cut."""
-    points = frame["change"].dropna().astype(float)
-    ends = pd.concat([frame["low"], frame["high"]]).dropna().astype(float)
-    widest = max(0.5, 3 * float(points.abs().max()) if len(points) else 0.5)
-    low = min(-2 * settings.threshold, max(float(ends.min()), -widest) if len(ends) else 0.0)
-    high = max(2 * settings.threshold, min(float(ends.max()), widest) if len(ends) else 0.0)
+    changes = frame["change"].dropna().astype(float)
+    interval_ends = pd.concat([frame["low"], frame["high"]]).dropna().astype(float)
+    max_extent = max(0.5, 3 * float(changes.abs().max()) if len(changes) else 0.5)
+    low = min(-2 * settings.threshold, max(float(interval_ends.min()), -max_extent) if len(interval_ends) else 0.0)
+    high = max(2 * settings.threshold, min(float(interval_ends.max()), max_extent) if len(interval_ends) else 0.0)
     return 108 * low, 108 * high
 
 
-def _changes(
-    groups: list[lanes.Group],
-    comparison: Comparison,
-    quantity: Quantity,
-    limits: tuple[float, float],
-    page: int,
-    pages: int,
+def _draw_change_page(
+    groups: list[lanes.LaneGroup],
+    comparison: RunComparison,
+    quantity: ComparedQuantity,
+    x_limits: tuple[float, float],
+    page_number: int,
+    num_pages: int,
 ) -> Drawing:
     settings = comparison.settings
-    part = f" ({page} of {pages})" if pages > 1 else ""
-    title = f"Change of {quantity.title}, candidate against base{part}"
+    page_suffix = f" ({page_number} of {num_pages})" if num_pages > 1 else ""
+    title = f"Change of {quantity.title}, candidate against base{page_suffix}"
     subtitle = comparison.sentence
     if comparison.machines:
-        subtitle = f"DIFFERENT MACHINES ({'; '.join(str(each) for each in comparison.machines)})\n{subtitle}"
-    shown = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
+        subtitle = (
+            f"DIFFERENT MACHINES ({'; '.join(str(difference) for difference in comparison.machines)})\n{subtitle}"
+        )
+    shown_rows = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
     threshold = {ALLOCATED: settings.memory_threshold, RESERVED: settings.reserved_threshold}.get(
         quantity, settings.threshold
     )
-    key = _verdict_key(shown["verdict"])
-    if (shown["words"] == "degraded").any():
-        triangle = Line2D([], [], color=style.INK, marker="v", linestyle="", markerfacecolor="white", markersize=7)
-        key.append((triangle, "degraded: not compared"))
-    if (shown["change"].isna() & (shown["words"] != "degraded")).any():
-        cross = Line2D([], [], color=style.OOM_COLOUR, marker="X", linestyle="", markeredgecolor="white", markersize=8)
-        key.append((cross, "no value on one side: status"))
-    key.append((Patch(facecolor=BAND_COLOUR), f"below {percent(threshold, signed=False)}: does not count"))
-    figure, axes = lanes.axes_for(groups, title, subtitle, key, width_in=style.WIDTH_IN)
+    legend_entries = _build_verdict_legend(shown_rows["verdict"])
+    if (shown_rows["words"] == "degraded").any():
+        triangle_handle = Line2D(
+            [], [], color=style.INK_COLOUR, marker="v", linestyle="", markerfacecolor="white", markersize=7
+        )
+        legend_entries.append((triangle_handle, "degraded: not compared"))
+    if (shown_rows["change"].isna() & (shown_rows["words"] != "degraded")).any():
+        cross_handle = Line2D(
+            [], [], color=style.OOM_COLOUR, marker="X", linestyle="", markeredgecolor="white", markersize=8
+        )
+        legend_entries.append((cross_handle, "no value on one side: status"))
+    legend_entries.append(
+        (Patch(facecolor=BAND_COLOUR), f"below {format_percent(threshold, signed=False)}: does not count")
+    )
+    figure, axes = lanes.build_lane_axes(groups, title, subtitle, legend_entries, width_in=style.FIGURE_WIDTH_IN)
     axes.axvspan(-100 * threshold, 100 * threshold, color=BAND_COLOUR, zorder=0)
-    axes.axvline(0, color=style.MUTED, linewidth=1.0, zorder=1)
-    low, high = limits
+    axes.axvline(0, color=style.MUTED_COLOUR, linewidth=1.0, zorder=1)
+    low, high = x_limits
     axes.set_xlim(low, high + 0.22 * (high - low))
     for group in groups:
         for lane in group.lanes:
-            _lane(axes, lane, limits)
+            _draw_lane(axes, lane, x_limits)
     axes.set_xticks([tick for tick in axes.get_xticks() if low <= tick <= high])
     axes.xaxis.set_major_formatter(lambda value, _: "0" if abs(value) < 1e-9 else f"{value:+g}".replace("-", "−"))
-    axes.set_xlabel(f"change of {quantity.title} (%), {_direction_words(quantity)}", loc="left")
-    told = [
-        f"{row['name']}: {row['words'] or percent(row['change'])}, {row['verdict']}" for row in shown.to_dict("records")
+    axes.set_xlabel(f"change of {quantity.title} (%), {_format_direction(quantity)}", loc="left")
+    change_texts = [
+        f"{row['name']}: {row['words'] or format_percent(row['change'])}, {row['verdict']}"
+        for row in shown_rows.to_dict("records")
     ]
-    alt = f"Changes of {quantity.title} with confidence intervals. {labels.listing(told, 8)}."
-    level = percent(settings.confidence, signed=False)
-    interval = f"{level} confidence intervals, each by itself; verdicts allow for their number."
-    caption = f"{title}. {interval if quantity in (TIME, TFLOPS) else 'Memory repeats, so it has no interval.'}"
-    return Drawing(slug("change", quantity.title, str(page) if pages > 1 else ""), title, figure, caption, alt)
+    alt_text = f"Changes of {quantity.title} with confidence intervals. {labels.format_list(change_texts, 8)}."
+    confidence_text = format_percent(settings.confidence, signed=False)
+    interval_note = f"{confidence_text} confidence intervals, each by itself; verdicts allow for their number."
+    caption = (
+        f"{title}. {interval_note if quantity in (STEP_TIME, TFLOPS) else 'Memory repeats, so it has no interval.'}"
+    )
+    return Drawing(
+        build_slug("change", quantity.title, str(page_number) if num_pages > 1 else ""),
+        title,
+        figure,
+        caption,
+        alt_text,
+    )
 
 
-def _direction_words(quantity: Quantity) -> str:
-    return "more is worse" if quantity.worse > 0 else "less is worse"
+def _format_direction(quantity: ComparedQuantity) -> str:
+    return "more is worse" if quantity.worse_direction > 0 else "less is worse"
 
 
-def _lane(axes: Axes, lane: lanes.Lane, limits: tuple[float, float]) -> None:
+def _draw_lane(axes: Axes, lane: lanes.Lane, x_limits: tuple[float, float]) -> None:
     row = lane.row
-    look = LOOKS[row["verdict"]]
-    words = row["words"]
+    verdict_style = VERDICT_STYLES[row["verdict"]]
+    note_text = row["words"]
     if pd.notna(row["change"]):
         point, low, high = (100 * float(row[name]) for name in ("change", "low", "high"))
-        ends = max(low, limits[0]), min(high, limits[1])
+        line_ends = max(low, x_limits[0]), min(high, x_limits[1])
         if high > low:
-            line = style.EVIDENCE_STYLES[row["evidence"]].line
+            line_style = style.EVIDENCE_STYLES[row["evidence"]].linestyle
             axes.plot(
-                ends,
+                line_ends,
                 [lane.y] * 2,
-                color=look["color"],
-                linewidth=2.4 if row["name"] == TOGETHER else 1.4,
-                linestyle=line,
+                color=verdict_style["color"],
+                linewidth=2.4 if row["name"] == OVERALL_NAME else 1.4,
+                linestyle=line_style,
             )
-        for end, beyond, marker in ((limits[0], low < limits[0], "<"), (limits[1], high > limits[1], ">")):
-            if beyond:
-                axes.plot(end, lane.y, marker, color=look["color"], markersize=5)
-        if limits[0] <= point <= limits[1]:
-            axes.plot(point, lane.y, linestyle="", markersize=8 if row["name"] == TOGETHER else 6, zorder=4, **look)
-        words = f"{percent(float(row['change']))}{', ' + words if words else ''}"
-    elif words == "degraded":
-        axes.plot(0, lane.y, "v", markersize=7, markerfacecolor="white", markeredgecolor=style.INK, zorder=5)
+        for limit, is_beyond, marker in ((x_limits[0], low < x_limits[0], "<"), (x_limits[1], high > x_limits[1], ">")):
+            if is_beyond:
+                axes.plot(limit, lane.y, marker, color=verdict_style["color"], markersize=5)
+        if x_limits[0] <= point <= x_limits[1]:
+            axes.plot(
+                point,
+                lane.y,
+                linestyle="",
+                markersize=8 if row["name"] == OVERALL_NAME else 6,
+                zorder=4,
+                **verdict_style,
+            )
+        note_text = f"{format_percent(float(row['change']))}{', ' + note_text if note_text else ''}"
+    elif note_text == "degraded":
+        axes.plot(0, lane.y, "v", markersize=7, markerfacecolor="white", markeredgecolor=style.INK_COLOUR, zorder=5)
     else:
         axes.plot(0, lane.y, "X", markersize=8, color=style.OOM_COLOUR, markeredgecolor="white", zorder=5)
     axes.annotate(
-        words, (limits[1], lane.y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=7.5,
+        note_text, (x_limits[1], lane.y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=7.5,
         fontweight="bold" if row["verdict"] in (REGRESSION, IMPROVEMENT) else "normal",
     )  # fmt: skip
 
 
-def _verdict_key(verdicts: pd.Series) -> list[tuple[Artist, str]]:
+def _build_verdict_legend(verdicts: pd.Series) -> list[tuple[Artist, str]]:
     return [
-        (Line2D([], [], linewidth=1.4, markersize=6, **look), verdict)
-        for verdict, look in LOOKS.items()
+        (Line2D([], [], linewidth=1.4, markersize=6, **verdict_style), verdict)
+        for verdict, verdict_style in VERDICT_STYLES.items()
         if verdict in set(verdicts)
     ]

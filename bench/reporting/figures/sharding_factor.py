@@ -11,10 +11,27 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from bench.reporting import lanes, marks, style
-from bench.reporting.cells import by, first_known, grouped, known, median
-from bench.reporting.drawing import Drawing, Listing, Section, header, header_height_in, new_figure
-from bench.reporting.labels import CPU_NOTE, FAMILIES, MISSING, listing, memory_unit, number, rank_noun, ranks, slug
-from bench.reporting.table import CELL
+from bench.reporting.cells import compute_median, group_rows, iterate_groups, list_first_known_values, list_known_values
+from bench.reporting.drawing import (
+    Drawing,
+    FigureTable,
+    ReportSection,
+    compute_header_height_in,
+    create_figure,
+    draw_header,
+)
+from bench.reporting.labels import (
+    CPU_NOTE,
+    FAMILY_LABELS,
+    MISSING,
+    build_slug,
+    choose_memory_unit,
+    format_list,
+    format_number,
+    format_ranks,
+    get_rank_noun,
+)
+from bench.reporting.table import CELL_COLUMNS
 
 TITLE = "The sharding factor"
 HOW_TO_READ = (
@@ -25,24 +42,24 @@ HOW_TO_READ = (
     "19 of 20 for a prediction. A cross is a run out of memory: at the foot of the axis, and where it is known also at "
     "the memory that would have been needed."
 )
-NOTHING = "No configuration in this store was run at three sharding factors or more."
-FACET = ["place", "model", "parameters", "precision", "workload", "limit", "settings", "world_size"]
+EMPTY_MESSAGE = "No configuration in this store was run at three sharding factors or more."
+FACET_COLUMNS = ["place", "model", "parameters", "precision", "workload", "limit", "settings", "world_size"]
 """Columns that all points of one figure share."""
 
-COLOURS = {name: style.COLOURS[kind] for name, kind in
+STRATEGY_COLOURS = {strategy: style.STRATEGY_COLOURS[style_name] for strategy, style_name in
            {"ddp": "ddp", "fsdp": "fsdp/full_shard", "fsdp1": "fsdp1/full_shard"}.items()}  # fmt: skip
-MARKERS = {"ddp": "D", "fsdp": "o", "fsdp1": "s"}
-ASIDE = {"ddp": -0.12, "fsdp": -0.04, "fsdp1": 0.06}
+STRATEGY_MARKERS = {"ddp": "D", "fsdp": "o", "fsdp1": "s"}
+X_OFFSETS_LOG2 = {"ddp": -0.12, "fsdp": -0.04, "fsdp1": 0.06}
 """How far, in powers of two, the points of a strategy stand beside their factor, so that equal ones are all seen."""
-ADAM_BYTES = 16
+ADAM_BYTES_PER_PARAMETER = 16
 """Per parameter with Adam in FP32: 4 for it, 4 for its gradient and 8 for two moments. ZeRO counts as many with 16-bit
 weights (arXiv:1910.02054, section 3.1)."""
-PANELS_IN = {"memory": 1.85, "tflops": 1.7, "exposed": 1.25}
+PANEL_HEIGHTS_IN = {"memory": 1.85, "tflops": 1.7, "exposed": 1.25}
 
-VALUES = ["tflops", "tflops_low", "tflops_high", "memory", "memory_low", "memory_high", "exposed"]
+VALUE_COLUMNS = ["tflops", "tflops_low", "tflops_high", "memory", "memory_low", "memory_high", "exposed"]
 
 
-USED = (
+POINT_COLUMNS = (
     *("tflops_per_gpu", "exposed_communication", "peak_reserved_bytes", "peak_allocated_bytes"),
     *("step_time_median_s", "step_time_ci_low_s", "step_time_ci_high_s"),
     *("peak_reserved_low_bytes", "peak_reserved_high_bytes"),
@@ -51,7 +68,7 @@ USED = (
 
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
-    """A row per configuration and sharding factor, of groups (`FACET`) with at least three factors of one strategy.
+    """A row per configuration and sharding factor, of groups (`FACET_COLUMNS`) with at least three factors of one strategy.
 
     Returns
     -------
@@ -63,252 +80,296 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
         ``states``, the bytes of one copy's parameters, gradients and Adam state where they follow; ``capacity``, the
         bytes of the device. What is unknown is NaN.
     """
-    usable = table["status"].isin(["ok", "oom"]) & table["strategy"].isin(list(COLOURS))
-    rows = table[usable & table["sharding_factor"].notna() & table["world_size"].notna()]
-    keys = [*CELL, "strategy", "sharding_factor"]
-    needed = ["status", "device", "fit_question", "optimizer", "parameter_dtype", "nodes", "degraded", *USED]
-    points = [_point(group) for group in grouped(rows, keys, [*FACET, *needed])]
+    is_usable = table["status"].isin(["ok", "oom"]) & table["strategy"].isin(list(STRATEGY_COLOURS))
+    rows = table[is_usable & table["sharding_factor"].notna() & table["world_size"].notna()]
+    key_columns = [*CELL_COLUMNS, "strategy", "sharding_factor"]
+    needed_columns = [
+        "status",
+        "device",
+        "fit_question",
+        "optimizer",
+        "parameter_dtype",
+        "nodes",
+        "degraded",
+        *POINT_COLUMNS,
+    ]
+    points = [_build_point(group) for group in group_rows(rows, key_columns, [*FACET_COLUMNS, *needed_columns])]
     if not points:
-        return pd.DataFrame(columns=[*FACET, "sharding_factor"])
-    found = pd.DataFrame(points)
-    kept = [facet for _, facet in by(found, *FACET) if _factors(facet) >= 3]
-    if not kept:
-        return found.iloc[:0]
-    order = ["place", "parameters", "model", "precision", "settings", "series", "evidence", "sharding_factor"]
-    return pd.concat(kept).sort_values(order, kind="stable").reset_index(drop=True)
+        return pd.DataFrame(columns=[*FACET_COLUMNS, "sharding_factor"])
+    all_points = pd.DataFrame(points)
+    kept_facets = [facet for _, facet in iterate_groups(all_points, *FACET_COLUMNS) if _count_factors(facet) >= 3]
+    if not kept_facets:
+        return all_points.iloc[:0]
+    sort_columns = ["place", "parameters", "model", "precision", "settings", "series", "evidence", "sharding_factor"]
+    return pd.concat(kept_facets).sort_values(sort_columns, kind="stable").reset_index(drop=True)
 
 
-def _factors(facet: pd.DataFrame) -> int:
+def _count_factors(facet: pd.DataFrame) -> int:
     return int(facet.groupby(["series", "evidence"])["sharding_factor"].nunique().max())
 
 
-def _point(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    fitted = [row for row in rows if row["status"] == "ok"]
-    row = (fitted or rows)[0]
-    predicted = row["evidence"] == "predicted"
-    question = row["fit_question"]
-    adam = row["optimizer"] == "adamw" and row["parameter_dtype"] == "fp32" and pd.notna(row["parameters"])
-    tflops = _spread(known(fitted, "tflops_per_gpu"))
-    if predicted and pd.notna(row["step_time_ci_high_s"]):
-        step = row["step_time_median_s"]
-        tflops = (tflops[0], *(tflops[0] * step / row[f"step_time_ci_{end}_s"] for end in ("high", "low")))
-    memory = _spread(first_known(rows, "peak_reserved_bytes", "peak_allocated_bytes"))
-    if predicted and pd.notna(row["peak_reserved_low_bytes"]):
-        memory = (memory[0], float(row["peak_reserved_low_bytes"]), float(row["peak_reserved_high_bytes"]))
+def _build_point(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    fitting_rows = [row for row in rows if row["status"] == "ok"]
+    row = (fitting_rows or rows)[0]
+    is_predicted = row["evidence"] == "predicted"
+    fit_question = row["fit_question"]
+    has_fp32_adam = row["optimizer"] == "adamw" and row["parameter_dtype"] == "fp32" and pd.notna(row["parameters"])
+    tflops = _compute_median_and_range(list_known_values(fitting_rows, "tflops_per_gpu"))
+    if is_predicted and pd.notna(row["step_time_ci_high_s"]):
+        step_s = row["step_time_median_s"]
+        tflops = (tflops[0], *(tflops[0] * step_s / row[f"step_time_ci_{end}_s"] for end in ("high", "low")))
+    memory_bytes = _compute_median_and_range(
+        list_first_known_values(rows, "peak_reserved_bytes", "peak_allocated_bytes")
+    )
+    if is_predicted and pd.notna(row["peak_reserved_low_bytes"]):
+        memory_bytes = (memory_bytes[0], float(row["peak_reserved_low_bytes"]), float(row["peak_reserved_high_bytes"]))
     return {
-        **{name: row[name] for name in (*FACET, "device", "evidence", "strategy")},
-        "series": FAMILIES[row["strategy"]] + row["variant"].partition(" · ")[1] + row["variant"].partition(" · ")[2],
+        **{name: row[name] for name in (*FACET_COLUMNS, "device", "evidence", "strategy")},
+        "series": FAMILY_LABELS[row["strategy"]]
+        + row["variant"].partition(" · ")[1]
+        + row["variant"].partition(" · ")[2],
         "sharding_factor": int(row["sharding_factor"]),
         "nodes": float("nan") if pd.isna(row["nodes"]) else float(row["nodes"]),
-        **dict(zip(VALUES, [*tflops, *memory, _spread(known(fitted, "exposed_communication"))[0]], strict=True)),
-        "out_of_memory": len(fitted) < len(rows),
-        "degraded": any(known(fitted, "degraded")),
-        "states": float(ADAM_BYTES * row["parameters"]) if adam else float("nan"),
-        "capacity": float("nan") if question is None else question["memory_gib"] * 2**30,
+        **dict(
+            zip(
+                VALUE_COLUMNS,
+                [
+                    *tflops,
+                    *memory_bytes,
+                    _compute_median_and_range(list_known_values(fitting_rows, "exposed_communication"))[0],
+                ],
+                strict=True,
+            )
+        ),
+        "out_of_memory": len(fitting_rows) < len(rows),
+        "degraded": any(list_known_values(fitting_rows, "degraded")),
+        "states": float(ADAM_BYTES_PER_PARAMETER * row["parameters"]) if has_fp32_adam else float("nan"),
+        "capacity": float("nan") if fit_question is None else fit_question["memory_gib"] * 2**30,
     }
 
 
-def _spread(values: list[Any]) -> tuple[float, float, float]:
+def _compute_median_and_range(values: list[Any]) -> tuple[float, float, float]:
     """Median, least and most."""
     if not values:
         return (float("nan"),) * 3
-    return median(values), float(min(values)), float(max(values))
+    return compute_median(values), float(min(values)), float(max(values))
 
 
-def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
+def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """A figure and a table per place, model, precision, set of settings and number of ranks."""
-    result = Section("sharding-factor", TITLE, HOW_TO_READ)
-    selected = select(table)
-    if selected.empty:
-        result.nothing = NOTHING
-    for _, facet in by(selected, *FACET):
-        result.plan(_draw, facet)
-        result.listings.append(_listing(facet))
-    return result
+    section = ReportSection("sharding-factor", TITLE, HOW_TO_READ)
+    points = select(table)
+    if points.empty:
+        section.notice = EMPTY_MESSAGE
+    for _, facet in iterate_groups(points, *FACET_COLUMNS):
+        section.plan_figure(_draw_sharding_factor, facet)
+        section.tables.append(_build_listing(facet))
+    return section
 
 
-def subject(facet: pd.DataFrame) -> str:
+def describe_subject(facet: pd.DataFrame) -> str:
     """Model, precision and ranks of a figure, in words."""
-    first = facet.iloc[0]
-    return f"{first['model']}, {first['precision']}, {ranks(int(first['world_size']), first['device'])}"
+    first_row = facet.iloc[0]
+    return f"{first_row['model']}, {first_row['precision']}, {format_ranks(int(first_row['world_size']), first_row['device'])}"
 
 
-def _draw(facet: pd.DataFrame) -> Drawing:
-    first = facet.iloc[0]
-    noun = rank_noun(first["device"])
-    note = CPU_NOTE if first["device"] == "cpu" else ""
-    title = f"Sharding factor: {subject(facet)}"
-    detail = " · ".join(part for part in (first["workload"], first["limit"], first["settings"]) if part)
-    subtitle = "\n".join(part for part in (detail, first["place"], note) if part)
-    panels = [name for name in PANELS_IN if name != "exposed" or facet["exposed"].notna().any()]
-    key = _key(facet)
-    heights = [PANELS_IN[name] for name in panels]
-    head = header_height_in(title, subtitle, style.WIDTH_IN)
-    figure = new_figure(style.WIDTH_IN, sum(heights) + 0.5 + head + lanes.legend_in(key))
-    header(figure, title, subtitle)
-    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    unit, size = memory_unit(float(facet["memory"].max()) if facet["memory"].notna().any() else 0.0)
-    words = {
+def _draw_sharding_factor(facet: pd.DataFrame) -> Drawing:
+    first_row = facet.iloc[0]
+    noun = get_rank_noun(first_row["device"])
+    cpu_note = CPU_NOTE if first_row["device"] == "cpu" else ""
+    title = f"Sharding factor: {describe_subject(facet)}"
+    detail = " · ".join(part for part in (first_row["workload"], first_row["limit"], first_row["settings"]) if part)
+    subtitle = "\n".join(part for part in (detail, first_row["place"], cpu_note) if part)
+    panel_names = [panel for panel in PANEL_HEIGHTS_IN if panel != "exposed" or facet["exposed"].notna().any()]
+    legend_entries = _build_legend(facet)
+    panel_heights_in = [PANEL_HEIGHTS_IN[panel] for panel in panel_names]
+    header_in = compute_header_height_in(title, subtitle, style.FIGURE_WIDTH_IN)
+    figure = create_figure(
+        style.FIGURE_WIDTH_IN, sum(panel_heights_in) + 0.5 + header_in + lanes.compute_legend_height_in(legend_entries)
+    )
+    draw_header(figure, title, subtitle)
+    panel_axes = figure.subplots(
+        len(panel_names), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": panel_heights_in}
+    )[:, 0]
+    unit, unit_bytes = choose_memory_unit(float(facet["memory"].max()) if facet["memory"].notna().any() else 0.0)
+    panel_titles = {
         "memory": f"peak memory per {noun} ({unit})",
         "tflops": f"model TFLOP/s per {noun}",
         "exposed": "communication not hidden (% of the step)",
     }
-    for axes, name in zip(grid, panels, strict=True):
-        scale = {"memory": 1 / size, "tflops": 1.0, "exposed": 100.0}[name]
-        for (strategy, _, kind), line in facet.groupby(["strategy", "series", "evidence"], sort=False):
-            _line(axes, line, name, scale, str(strategy), str(kind))
-        if name == "memory":
-            _references(axes, facet, size)
-        axes.set_title(words[name], size=8.5, weight="normal")
-        axes.set_ylim(0, _top(axes) * (1.25 if name == "memory" else 1.1))
+    for axes, panel in zip(panel_axes, panel_names, strict=True):
+        scale = {"memory": 1 / unit_bytes, "tflops": 1.0, "exposed": 100.0}[panel]
+        for (strategy, _, evidence), line_points in facet.groupby(["strategy", "series", "evidence"], sort=False):
+            _draw_line(axes, line_points, panel, scale, str(strategy), str(evidence))
+        if panel == "memory":
+            _draw_references(axes, facet, unit_bytes)
+        axes.set_title(panel_titles[panel], size=8.5, weight="normal")
+        axes.set_ylim(0, _find_highest_point(axes) * (1.25 if panel == "memory" else 1.1))
         axes.grid(axis="y")
-    _across_machines(grid, facet)
+    _mark_host_boundary(panel_axes, facet)
     factors = sorted(set(facet["sharding_factor"]))
-    grid[-1].set_xscale("log", base=2)
-    grid[-1].set_xticks(factors, [str(factor) for factor in factors])
-    grid[-1].minorticks_off()
-    grid[-1].set_xlim(factors[0] / 1.35, factors[-1] * 1.35)
-    grid[-1].set_xlabel("sharding factor F (ranks that share one copy, logarithmic)", loc="left")
-    lanes.legend(figure, key)
-    caption = f"{subject(facet)}, {detail or 'batch not stated'}, on {first['place']}. {_told(facet)}"
-    name = slug("sharding-factor", first["model"], first["precision"], first["world_size"])
-    return Drawing(name, title, figure, f"{caption} {note}".strip() + ("." if note else ""), _alt(facet))
+    panel_axes[-1].set_xscale("log", base=2)
+    panel_axes[-1].set_xticks(factors, [str(factor) for factor in factors])
+    panel_axes[-1].minorticks_off()
+    panel_axes[-1].set_xlim(factors[0] / 1.35, factors[-1] * 1.35)
+    panel_axes[-1].set_xlabel("sharding factor F (ranks that share one copy, logarithmic)", loc="left")
+    lanes.draw_legend(figure, legend_entries)
+    caption = f"{describe_subject(facet)}, {detail or 'batch not stated'}, on {first_row['place']}. {_format_line_ends(facet)}"
+    panel = build_slug("sharding-factor", first_row["model"], first_row["precision"], first_row["world_size"])
+    return Drawing(
+        panel, title, figure, f"{caption} {cpu_note}".strip() + ("." if cpu_note else ""), _format_alt_text(facet)
+    )
 
 
-def _top(axes: Axes) -> float:
+def _find_highest_point(axes: Axes) -> float:
     """The highest point that was drawn."""
     return float(axes.dataLim.y1) if np.isfinite(axes.dataLim.y1) else 1.0
 
 
-def _line(axes: Axes, line: pd.DataFrame, name: str, scale: float, strategy: str, kind: str) -> None:
+def _draw_line(axes: Axes, line_points: pd.DataFrame, panel: str, scale: float, strategy: str, evidence: str) -> None:
     """One strategy's points of one kind of evidence, and its runs out of memory."""
-    line = line.sort_values("sharding_factor")
-    look, colour = style.EVIDENCE_STYLES[kind], COLOURS[strategy]
-    x = line["sharding_factor"].astype(float) * 2 ** ASIDE[strategy]
-    if f"{name}_low" in line:
-        axes.vlines(x, line[f"{name}_low"] * scale, line[f"{name}_high"] * scale, color=style.lighter(colour, 0.35),
+    line_points = line_points.sort_values("sharding_factor")
+    evidence_style, colour = style.EVIDENCE_STYLES[evidence], STRATEGY_COLOURS[strategy]
+    x = line_points["sharding_factor"].astype(float) * 2 ** X_OFFSETS_LOG2[strategy]
+    if f"{panel}_low" in line_points:
+        axes.vlines(x, line_points[f"{panel}_low"] * scale, line_points[f"{panel}_high"] * scale, color=style.lighten_colour(colour, 0.35),
                     linewidth=1, zorder=2)  # fmt: skip
     axes.plot(
-        x, line[name] * scale, color=colour, linestyle=look.line, marker=MARKERS[strategy], linewidth=1.3, markersize=5,
-        markerfacecolor=colour if look.filled else "white", zorder=3,
+        x, line_points[panel] * scale, color=colour, linestyle=evidence_style.linestyle, marker=STRATEGY_MARKERS[strategy], linewidth=1.3, markersize=5,
+        markerfacecolor=colour if evidence_style.is_filled else "white", zorder=3,
     )  # fmt: skip
-    lost = line[line["out_of_memory"] & (name != "exposed")]
-    for at, needed in zip(lost["sharding_factor"] * 2 ** ASIDE[strategy], lost[name] * scale, strict=True):
-        for height in {0.0} | ({float(needed)} if name == "memory" and np.isfinite(needed) else set()):
-            marks.cross(axes, at, height, colour, kind)
-    if name == "tflops":
-        marked = line[line["degraded"]]
-        axes.plot(marked["sharding_factor"] * 2 ** ASIDE[strategy], marked[name], "<", markersize=10,
-                  markerfacecolor="none", markeredgecolor=style.INK, zorder=4)  # fmt: skip
+    oom_points = line_points[line_points["out_of_memory"] & (panel != "exposed")]
+    for oom_x, oom_value in zip(
+        oom_points["sharding_factor"] * 2 ** X_OFFSETS_LOG2[strategy], oom_points[panel] * scale, strict=True
+    ):
+        for oom_y in {0.0} | ({float(oom_value)} if panel == "memory" and np.isfinite(oom_value) else set()):
+            marks.draw_oom_cross(axes, oom_x, oom_y, colour, evidence)
+    if panel == "tflops":
+        degraded_points = line_points[line_points["degraded"]]
+        axes.plot(degraded_points["sharding_factor"] * 2 ** X_OFFSETS_LOG2[strategy], degraded_points[panel], "<", markersize=10,
+                  markerfacecolor="none", markeredgecolor=style.INK_COLOUR, zorder=4)  # fmt: skip
 
 
-def _references(axes: Axes, facet: pd.DataFrame, size: int) -> None:
+def _draw_references(axes: Axes, facet: pd.DataFrame, unit_bytes: int) -> None:
     """What could be sharded of one copy over F, and the memory of the device if the points come near it."""
     factors = np.array(sorted(set(facet["sharding_factor"])), dtype=float)
-    states = facet["states"].iloc[0]
-    if np.isfinite(states):
-        axes.plot(factors, states / size / factors, color=style.MUTED, linestyle=(0, (1, 1)), linewidth=1.4, zorder=1)
-    capacity = facet["capacity"].iloc[0]
-    if np.isfinite(capacity) and facet["memory"].max() > 0.5 * capacity:
-        axes.axhline(capacity / size, color=style.LIMIT_COLOUR, linestyle="--", linewidth=1.4, zorder=1)
+    state_bytes = facet["states"].iloc[0]
+    if np.isfinite(state_bytes):
+        axes.plot(
+            factors,
+            state_bytes / unit_bytes / factors,
+            color=style.MUTED_COLOUR,
+            linestyle=(0, (1, 1)),
+            linewidth=1.4,
+            zorder=1,
+        )
+    capacity_bytes = facet["capacity"].iloc[0]
+    if np.isfinite(capacity_bytes) and facet["memory"].max() > 0.5 * capacity_bytes:
+        axes.axhline(capacity_bytes / unit_bytes, color=style.LIMIT_COLOUR, linestyle="--", linewidth=1.4, zorder=1)
 
 
-def per_node(facet: pd.DataFrame) -> int | None:
+def find_ranks_per_node(facet: pd.DataFrame) -> int | None:
     """Ranks of one machine, where there are several machines and it is known."""
-    nodes = facet["nodes"].dropna()
-    if nodes.empty or nodes.iloc[0] <= 1:
+    node_counts = facet["nodes"].dropna()
+    if node_counts.empty or node_counts.iloc[0] <= 1:
         return None
-    return int(facet["world_size"].iloc[0] // nodes.iloc[0])
+    return int(facet["world_size"].iloc[0] // node_counts.iloc[0])
 
 
-def _across_machines(grid: np.ndarray, facet: pd.DataFrame) -> None:
-    inside = per_node(facet)
+def _mark_host_boundary(panel_axes: np.ndarray, facet: pd.DataFrame) -> None:
+    ranks_per_host = find_ranks_per_node(facet)
     factors = sorted(set(facet["sharding_factor"]))
-    if inside is None or not factors[0] <= inside < factors[-1]:
+    if ranks_per_host is None or not factors[0] <= ranks_per_host < factors[-1]:
         return
-    at = inside * 2**0.5
-    for axes in grid:
-        axes.axvline(at, color=style.MUTED, linewidth=0.9, zorder=1)
-    top = grid[0]
-    for words, side, align in (("within a machine", -4, "right"), ("across machines", 4, "left")):
-        top.annotate(
-            words, (at, 1), xycoords=("data", "axes fraction"), xytext=(side, -2), textcoords="offset points",
-            ha=align, va="top", fontsize=7.5, color=style.MUTED,
+    boundary_x = ranks_per_host * 2**0.5
+    for axes in panel_axes:
+        axes.axvline(boundary_x, color=style.MUTED_COLOUR, linewidth=0.9, zorder=1)
+    top_axes = panel_axes[0]
+    for label, offset_points, alignment in (("within a machine", -4, "right"), ("across machines", 4, "left")):
+        top_axes.annotate(
+            label, (boundary_x, 1), xycoords=("data", "axes fraction"), xytext=(offset_points, -2), textcoords="offset points",
+            ha=alignment, va="top", fontsize=7.5, color=style.MUTED_COLOUR,
         )  # fmt: skip
 
 
-def _key(facet: pd.DataFrame) -> list[tuple[Artist, str]]:
-    kinds = style.evidence_in_order(facet["evidence"])
-    entries: list[tuple[Artist, str]] = []
+def _build_legend(facet: pd.DataFrame) -> list[tuple[Artist, str]]:
+    evidence_kinds = style.sort_evidence(facet["evidence"])
+    legend_entries: list[tuple[Artist, str]] = []
     for (strategy, series), _ in facet.groupby(["strategy", "series"], sort=False):
-        colour = COLOURS[str(strategy)]
-        entries.append((Line2D([], [], color=colour, marker=MARKERS[str(strategy)], markersize=5), str(series)))
-    for kind in kinds:
-        look = style.EVIDENCE_STYLES[kind]
+        colour = STRATEGY_COLOURS[str(strategy)]
+        legend_entries.append(
+            (Line2D([], [], color=colour, marker=STRATEGY_MARKERS[str(strategy)], markersize=5), str(series))
+        )
+    for evidence in evidence_kinds:
+        evidence_style = style.EVIDENCE_STYLES[evidence]
         handle = Line2D(
-            [], [], color=style.MUTED, linestyle=look.line, marker="o", markersize=5,
-            markerfacecolor=style.MUTED if look.filled else "white",
+            [], [], color=style.MUTED_COLOUR, linestyle=evidence_style.linestyle, marker="o", markersize=5,
+            markerfacecolor=style.MUTED_COLOUR if evidence_style.is_filled else "white",
         )  # fmt: skip
-        entries.append((handle, kind + (", 95 % interval" if kind == "predicted" else "")))
+        legend_entries.append((handle, evidence + (", 95 % interval" if evidence == "predicted" else "")))
     if facet["states"].notna().any():
-        line = Line2D([], [], color=style.MUTED, linestyle=(0, (1, 1)), linewidth=1.4)
-        entries.append((line, f"{ADAM_BYTES} bytes per parameter / F"))
-    capacity = facet["capacity"].iloc[0]
-    if np.isfinite(capacity) and facet["memory"].max() > 0.5 * capacity:
-        entries.append((Line2D([], [], color=style.LIMIT_COLOUR, linestyle="--"), "memory of the device"))
+        reference_line = Line2D([], [], color=style.MUTED_COLOUR, linestyle=(0, (1, 1)), linewidth=1.4)
+        legend_entries.append((reference_line, f"{ADAM_BYTES_PER_PARAMETER} bytes per parameter / F"))
+    capacity_bytes = facet["capacity"].iloc[0]
+    if np.isfinite(capacity_bytes) and facet["memory"].max() > 0.5 * capacity_bytes:
+        legend_entries.append((Line2D([], [], color=style.LIMIT_COLOUR, linestyle="--"), "memory of the device"))
     if facet["out_of_memory"].any():
-        entries.append((Line2D([], [], color=style.MUTED, marker="X", linestyle="", markersize=8), "out of memory"))
+        legend_entries.append(
+            (Line2D([], [], color=style.MUTED_COLOUR, marker="X", linestyle="", markersize=8), "out of memory")
+        )
     if facet["degraded"].any():
-        triangle = Line2D([], [], color=style.INK, marker="<", linestyle="", markerfacecolor="white", markersize=8)
-        entries.append((triangle, "degraded: not representative"))
-    return entries
+        triangle_handle = Line2D(
+            [], [], color=style.INK_COLOUR, marker="<", linestyle="", markerfacecolor="white", markersize=8
+        )
+        legend_entries.append((triangle_handle, "degraded: not representative"))
+    return legend_entries
 
 
-def _told(facet: pd.DataFrame) -> str:
+def _format_line_ends(facet: pd.DataFrame) -> str:
     """The ends of every line in words."""
     parts = []
-    for (series, kind), line in facet.groupby(["series", "evidence"], sort=False):
-        ran = line[line["tflops"].notna()].sort_values("sharding_factor")
-        if len(ran) > 1:
-            first, last = ran.iloc[0], ran.iloc[-1]
+    for (series, evidence), line_points in facet.groupby(["series", "evidence"], sort=False):
+        completed_points = line_points[line_points["tflops"].notna()].sort_values("sharding_factor")
+        if len(completed_points) > 1:
+            first_point, last_point = completed_points.iloc[0], completed_points.iloc[-1]
             parts.append(
-                f"{series} ({kind}) from F = {first['sharding_factor']} to {last['sharding_factor']}: "
-                f"{_gib(first['memory'])} to {_gib(last['memory'])}, "
-                f"{number(first['tflops'])} to {number(last['tflops'])} TFLOP/s"
+                f"{series} ({evidence}) from F = {first_point['sharding_factor']} to {last_point['sharding_factor']}: "
+                f"{_format_memory(first_point['memory'])} to {_format_memory(last_point['memory'])}, "
+                f"{format_number(first_point['tflops'])} to {format_number(last_point['tflops'])} TFLOP/s"
             )
     return "; ".join(parts) + "." if parts else ""
 
 
-def _alt(facet: pd.DataFrame) -> str:
+def _format_alt_text(facet: pd.DataFrame) -> str:
     parts = []
-    for (series, kind), line in facet.groupby(["series", "evidence"], sort=False):
-        values = [
-            f"F={row['sharding_factor']} " + ("out of memory" if row["out_of_memory"] else _gib(row["memory"]))
-            + ("" if pd.isna(row["tflops"]) else f" {number(row['tflops'])} TFLOP/s")
-            for row in line.sort_values("sharding_factor").to_dict("records")
+    for (series, evidence), line_points in facet.groupby(["series", "evidence"], sort=False):
+        point_texts = [
+            f"F={row['sharding_factor']} " + ("out of memory" if row["out_of_memory"] else _format_memory(row["memory"]))
+            + ("" if pd.isna(row["tflops"]) else f" {format_number(row['tflops'])} TFLOP/s")
+            for row in line_points.sort_values("sharding_factor").to_dict("records")
         ]  # fmt: skip
-        parts.append(f"{series}, {kind}: {listing(values, 12)}")
-    return f"Memory and speed over the sharding factor, {subject(facet)}. " + "; ".join(parts) + "."
+        parts.append(f"{series}, {evidence}: {format_list(point_texts, 12)}")
+    return f"Memory and speed over the sharding factor, {describe_subject(facet)}. " + "; ".join(parts) + "."
 
 
-def _gib(value: float) -> str:
-    unit, size = memory_unit(value)
-    return MISSING if pd.isna(value) else f"{number(value / size)} {unit}"
+def _format_memory(value: float) -> str:
+    unit, unit_bytes = choose_memory_unit(value)
+    return MISSING if pd.isna(value) else f"{format_number(value / unit_bytes)} {unit}"
 
 
-def _listing(facet: pd.DataFrame) -> Listing:
-    noun = rank_noun(facet["device"].iloc[0])
+def _build_listing(facet: pd.DataFrame) -> FigureTable:
+    noun = get_rank_noun(facet["device"].iloc[0])
     columns = ["Strategy", "F", "Evidence", f"Peak memory per {noun}", f"TFLOP/s per {noun}", "Not hidden", ""]
     rows = [
         [
             str(row["series"]),
             str(row["sharding_factor"]),
             str(row["evidence"]),
-            _gib(row["memory"]),
-            number(row["tflops"]),
-            MISSING if pd.isna(row["exposed"]) else f"{number(100 * row['exposed'], 2)} %",
+            _format_memory(row["memory"]),
+            format_number(row["tflops"]),
+            MISSING if pd.isna(row["exposed"]) else f"{format_number(100 * row['exposed'], 2)} %",
             "out of memory" if row["out_of_memory"] else "degraded" if row["degraded"] else "",
         ]
         for row in facet.to_dict("records")
     ]
-    return Listing(f"As a table: {subject(facet)}", columns, rows, frozenset(columns[1:2] + columns[3:6]))
+    return FigureTable(f"As a table: {describe_subject(facet)}", columns, rows, frozenset(columns[1:2] + columns[3:6]))

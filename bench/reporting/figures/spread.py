@@ -13,9 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bench.reporting import lanes, marks, style
-from bench.reporting.cells import by, in_order
-from bench.reporting.drawing import Drawing, Section
-from bench.reporting.labels import CPU_NOTE, counted, listing, number, seconds, slug
+from bench.reporting.cells import iterate_groups, sort_rows
+from bench.reporting.drawing import Drawing, ReportSection
+from bench.reporting.labels import CPU_NOTE, build_slug, format_list, format_number, format_plural, format_seconds
 
 TITLE = "Step-time spread"
 HOW_TO_READ = (
@@ -25,11 +25,11 @@ HOW_TO_READ = (
     "network). A narrow lane does not make a comparison certain: steps of one run agree with each other more than "
     "with the next run, so compare strategies over repeated runs."
 )
-KEY: list[tuple[Artist, str]] = [
-    (Line2D([], [], color=style.MUTED, marker="o", linestyle="", markersize=3.5), "a step"),
+LEGEND_ENTRIES: list[tuple[Artist, str]] = [
+    (Line2D([], [], color=style.MUTED_COLOUR, marker="o", linestyle="", markersize=3.5), "a step"),
     (Patch(color="#c9c9c9"), "middle half of the steps"),
 ]
-WIDEST_PERCENT = 60.0
+MAX_SHOWN_DEVIATION_PERCENT = 60.0
 """Steps further from the median than this stand at the edge with their value, so that one does not hide the rest."""
 
 
@@ -42,92 +42,111 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
         The table's columns and ``median_s``, ``deviations`` (percent from the median, one per step), ``low`` and
         ``high`` (their quartiles) and ``repeats`` (how many runs of the same configuration there are).
     """
-    ran = table[(table["status"] == "ok") & (table["steps"].map(len) > 0)]
-    if ran.empty:
-        return ran.assign(median_s=[], deviations=[])
-    medians = [float(np.median(steps)) for steps in ran["steps"]]
-    deviations = [100 * (steps / median - 1) for steps, median in zip(ran["steps"], medians, strict=True)]
-    twins = ran.groupby([ran[name] for name in ("place", "evidence", "precision", "heading", "variant")], dropna=False)
-    return in_order(
-        ran.assign(
+    completed_runs = table[(table["status"] == "ok") & (table["steps"].map(len) > 0)]
+    if completed_runs.empty:
+        return completed_runs.assign(median_s=[], deviations=[])
+    medians = [float(np.median(step_times)) for step_times in completed_runs["steps"]]
+    deviations = [
+        100 * (step_times / median - 1) for step_times, median in zip(completed_runs["steps"], medians, strict=True)
+    ]
+    repeat_groups = completed_runs.groupby(
+        [completed_runs[name] for name in ("place", "evidence", "precision", "heading", "variant")], dropna=False
+    )
+    return sort_rows(
+        completed_runs.assign(
             median_s=medians,
             deviations=deviations,
-            low=[np.percentile(steps, 25) for steps in deviations],
-            high=[np.percentile(steps, 75) for steps in deviations],
-            repeats=twins["run_id"].transform("size"),
+            low=[np.percentile(run_deviations, 25) for run_deviations in deviations],
+            high=[np.percentile(run_deviations, 75) for run_deviations in deviations],
+            repeats=repeat_groups["run_id"].transform("size"),
         )
     )
 
 
-def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
+def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per place, precision and memory limit."""
-    result = Section("spread", TITLE, HOW_TO_READ)
-    selected = select(table)
-    lost = table[(table["status"] == "oom") & table["evidence"].isin(["measured", "rehearsed"])]
-    if selected.empty:
-        result.nothing = "No run in this store kept the times of its steps."
-    elif len(lost):
-        which = listing([f"{name} × {count}" for name, count in lost["variant"].value_counts(sort=False).items()])
-        result.nothing = f"Out of memory, so without timed steps: {counted(len(lost), 'run')} ({which})."
-    for (place,), here in by(selected, "place"):
-        every = np.concatenate(list(here["deviations"]))
-        limits = (max(every.min() * 1.1 - 1, -WIDEST_PERCENT), min(every.max() * 1.1 + 1, WIDEST_PERCENT))
-        for subject, groups in lanes.pages(here, _label):
-            result.plan(_draw, groups, str(place), subject, limits, palette)
-    return result
+    section = ReportSection("spread", TITLE, HOW_TO_READ)
+    runs = select(table)
+    oom_runs = table[(table["status"] == "oom") & table["evidence"].isin(["measured", "rehearsed"])]
+    if runs.empty:
+        section.notice = "No run in this store kept the times of its steps."
+    elif len(oom_runs):
+        oom_counts_text = format_list(
+            [f"{name} × {count}" for name, count in oom_runs["variant"].value_counts(sort=False).items()]
+        )
+        section.notice = (
+            f"Out of memory, so without timed steps: {format_plural(len(oom_runs), 'run')} ({oom_counts_text})."
+        )
+    for (place,), place_runs in iterate_groups(runs, "place"):
+        all_deviations = np.concatenate(list(place_runs["deviations"]))
+        x_limits = (
+            max(all_deviations.min() * 1.1 - 1, -MAX_SHOWN_DEVIATION_PERCENT),
+            min(all_deviations.max() * 1.1 + 1, MAX_SHOWN_DEVIATION_PERCENT),
+        )
+        for subject, groups in lanes.paginate_by_precision(place_runs, _format_label):
+            section.plan_figure(_draw_spread, groups, str(place), subject, x_limits, palette)
+    return section
 
 
-def _label(row: Mapping[Any, Any] | pd.Series) -> str:
-    numbered = row["repeats"] > 1 and not pd.isna(row["repeat"])
-    return marks.label(row) + (f" #{row['repeat']}" if numbered else "")
+def _format_label(row: Mapping[Any, Any] | pd.Series) -> str:
+    is_numbered = row["repeats"] > 1 and not pd.isna(row["repeat"])
+    return marks.format_lane_label(row) + (f" #{row['repeat']}" if is_numbered else "")
 
 
-def _draw(
-    groups: list[lanes.Group], place: str, subject: str, limits: tuple[float, float], palette: dict[str, style.Mark]
+def _draw_spread(
+    groups: list[lanes.LaneGroup],
+    place: str,
+    subject: str,
+    x_limits: tuple[float, float],
+    palette: dict[str, style.VariantStyle],
 ) -> Drawing:
-    shown = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
-    note = CPU_NOTE if shown["device"].iloc[0] == "cpu" else ""
+    shown_runs = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
+    cpu_note = CPU_NOTE if shown_runs["device"].iloc[0] == "cpu" else ""
     title = f"Step times around their median, {subject}"
-    figure, axes = lanes.axes_for(groups, title, f"{place}\n{note}", _key(shown))
+    figure, axes = lanes.build_lane_axes(groups, title, f"{place}\n{cpu_note}", _build_legend(shown_runs))
     for group in groups:
         for lane in group.lanes:
-            _lane(axes, lane, palette[lane.row["variant"]].colour, limits)
-    low, high = limits
+            _draw_lane(axes, lane, palette[lane.row["variant"]].colour, x_limits)
+    low, high = x_limits
     axes.set_xlim(low, high + 0.25 * (high - low))
-    axes.axvline(0, color=style.MUTED, linewidth=0.8, zorder=1)
+    axes.axvline(0, color=style.MUTED_COLOUR, linewidth=0.8, zorder=1)
     axes.set_xticks([tick for tick in axes.get_xticks() if low <= tick <= high])
     axes.xaxis.set_major_formatter(lambda value, _: "0" if value == 0 else f"{value:+g}")
     axes.set_xlabel("step time against the run's median (%)", loc="left")
-    widest = shown.iloc[int(np.argmax(shown["high"] - shown["low"]))]
-    alt = (
-        f"Dots and boxes of the step times of {len(shown)} runs in {subject} on {place}, in percent of each run's "
-        f"median. Widest middle half: {marks.label(widest)}, {widest['heading']}, {widest['low']:+.1f} to "
-        f"{widest['high']:+.1f} percent."
+    widest_run = shown_runs.iloc[int(np.argmax(shown_runs["high"] - shown_runs["low"]))]
+    alt_text = (
+        f"Dots and boxes of the step times of {len(shown_runs)} runs in {subject} on {place}, in percent of each run's "
+        f"median. Widest middle half: {marks.format_lane_label(widest_run)}, {widest_run['heading']}, {widest_run['low']:+.1f} to "
+        f"{widest_run['high']:+.1f} percent."
     )
-    caption = f"Step times of {len(shown)} runs in {subject} on {place}. " + (f"{note}." if note else "")
-    return Drawing(slug("spread", subject, place), title, figure, caption.strip(), alt)
+    caption = f"Step times of {len(shown_runs)} runs in {subject} on {place}. " + (f"{cpu_note}." if cpu_note else "")
+    return Drawing(build_slug("spread", subject, place), title, figure, caption.strip(), alt_text)
 
 
-def _key(shown: pd.DataFrame) -> list[tuple[Artist, str]]:
-    degraded = any(marks.is_degraded(row) for row in shown.to_dict("records"))
-    return [*KEY, marks.DEGRADED] if degraded else KEY
+def _build_legend(shown_runs: pd.DataFrame) -> list[tuple[Artist, str]]:
+    has_degraded = any(marks.is_degraded(row) for row in shown_runs.to_dict("records"))
+    return [*LEGEND_ENTRIES, marks.DEGRADED_LEGEND_ENTRY] if has_degraded else LEGEND_ENTRIES
 
 
-def _lane(axes: Axes, lane: lanes.Lane, colour: str, limits: tuple[float, float]) -> None:
-    row, steps = lane.row, lane.row["deviations"]
-    look = {**style.bar_style(colour, row["evidence"]), "alpha": 0.45}
-    axes.barh(lane.y, row["high"] - row["low"], marks.BAR_IN, left=row["low"], zorder=2, **look)
-    inside = steps[(steps >= limits[0]) & (steps <= limits[1])]
-    jitter = lane.y + 0.035 * np.sin(2.4 * np.arange(len(inside)))  # golden angle: even, and the same every time
-    axes.plot(inside, jitter, "o", markersize=2.4, color=colour, markeredgewidth=0, zorder=3, rasterized=True)
-    words = seconds(row["median_s"])
+def _draw_lane(axes: Axes, lane: lanes.Lane, colour: str, x_limits: tuple[float, float]) -> None:
+    row, deviations = lane.row, lane.row["deviations"]
+    box_style = {**style.build_bar_style(colour, row["evidence"]), "alpha": 0.45}
+    axes.barh(lane.y, row["high"] - row["low"], marks.BAR_HEIGHT_IN, left=row["low"], zorder=2, **box_style)
+    shown_deviations = deviations[(deviations >= x_limits[0]) & (deviations <= x_limits[1])]
+    jittered_y = lane.y + 0.035 * np.sin(
+        2.4 * np.arange(len(shown_deviations))
+    )  # golden angle: even, and the same every time
+    axes.plot(
+        shown_deviations, jittered_y, "o", markersize=2.4, color=colour, markeredgewidth=0, zorder=3, rasterized=True
+    )
+    note_text = format_seconds(row["median_s"])
     if marks.is_degraded(row):
-        marks.degraded(axes, lane, row["high"])
-        words += " degraded"
-    beyond = steps[steps > limits[1]]
-    if len(beyond):
-        axes.plot(limits[1], lane.y, ">", markersize=6, color=colour, zorder=4)
-        words += f", {len(beyond)} step{'s' * (len(beyond) != 1)} to {number(float(beyond.max()), 2)} %"
+        marks.draw_degraded_marker(axes, lane, row["high"])
+        note_text += " degraded"
+    deviations_beyond = deviations[deviations > x_limits[1]]
+    if len(deviations_beyond):
+        axes.plot(x_limits[1], lane.y, ">", markersize=6, color=colour, zorder=4)
+        note_text += f", {len(deviations_beyond)} step{'s' * (len(deviations_beyond) != 1)} to {format_number(float(deviations_beyond.max()), 2)} %"
     axes.annotate(
-        words, (limits[1], lane.y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=7.5, zorder=5
+        note_text, (x_limits[1], lane.y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=7.5, zorder=5
     )

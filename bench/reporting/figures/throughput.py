@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from bench.reporting import lanes, marks, style
-from bench.reporting.cells import by, cells, drawable
-from bench.reporting.drawing import Drawing, Section
-from bench.reporting.labels import CPU_NOTE, number, rank_noun, slug
+from bench.reporting.cells import build_cells, iterate_groups, select_drawable_cells
+from bench.reporting.drawing import Drawing, ReportSection
+from bench.reporting.labels import CPU_NOTE, build_slug, format_number, get_rank_noun
 
 TITLE = "Throughput"
 HOW_TO_READ = (
@@ -24,52 +24,56 @@ HOW_TO_READ = (
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
     """A row per configuration: TFLOP/s per rank (``median``, ``low``, ``high``, ``points``) or out of memory."""
-    return drawable(cells(table, "tflops_per_gpu"))
+    return select_drawable_cells(build_cells(table, "tflops_per_gpu"))
 
 
-def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
+def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per place, precision and memory limit."""
-    result = Section("throughput", TITLE, HOW_TO_READ)
-    selected = select(table)
-    if selected["median"].notna().sum() == 0:
-        result.nothing = "No run in this store has a throughput."
-    for (place,), here in by(selected, "place"):
-        limit = max(here["high"].max() * 1.3, 0) if here["high"].notna().any() else 1.0
-        for subject, groups in lanes.pages(here, marks.label):
-            result.plan(_draw, groups, str(place), subject, limit, palette)
-    return result
+    section = ReportSection("throughput", TITLE, HOW_TO_READ)
+    all_cells = select(table)
+    if all_cells["median"].notna().sum() == 0:
+        section.notice = "No run in this store has a throughput."
+    for (place,), place_cells in iterate_groups(all_cells, "place"):
+        x_limit = max(place_cells["high"].max() * 1.3, 0) if place_cells["high"].notna().any() else 1.0
+        for subject, groups in lanes.paginate_by_precision(place_cells, marks.format_lane_label):
+            section.plan_figure(_draw_throughput, groups, str(place), subject, x_limit, palette)
+    return section
 
 
-def _draw(groups: list[lanes.Group], place: str, subject: str, limit: float, palette: dict[str, style.Mark]) -> Drawing:
-    shown = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
-    device = shown["device"].iloc[0]
-    noun = rank_noun(device)
-    note = CPU_NOTE if device == "cpu" else ""
+def _draw_throughput(
+    groups: list[lanes.LaneGroup], place: str, subject: str, x_limit: float, palette: dict[str, style.VariantStyle]
+) -> Drawing:
+    shown_cells = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
+    device = shown_cells["device"].iloc[0]
+    noun = get_rank_noun(device)
+    cpu_note = CPU_NOTE if device == "cpu" else ""
     title = f"TFLOP/s per {noun}, {subject}"
-    figure, axes = lanes.axes_for(groups, title, f"{place}\n{note}", marks.key(shown))
-    axes.set_xlim(0, limit)
+    figure, axes = lanes.build_lane_axes(groups, title, f"{place}\n{cpu_note}", marks.build_legend_entries(shown_cells))
+    axes.set_xlim(0, x_limit)
     for group in groups:
         for lane in group.lanes:
-            _lane(axes, lane, palette[lane.row["variant"]])
+            _draw_lane(axes, lane, palette[lane.row["variant"]])
     axes.set_xlabel(f"model TFLOP/s per {noun}")
-    fastest = shown.sort_values("median", na_position="first").iloc[-1] if shown["median"].notna().any() else None
-    alt = f"Bar chart of model TFLOP/s per {noun} for {len(shown)} configurations in {subject} on {place}."
-    if fastest is not None:
-        alt += f" Highest: {marks.label(fastest)}, {fastest['heading']}, {number(fastest['median'])} TFLOP/s."
-    alt += f" Out of memory: {int((shown['out_of_memory'] > 0).sum())}."
-    caption = f"Model TFLOP/s per {noun} in {subject} on {place}. " + (f"{note}. " if note else "")
-    return Drawing(slug("throughput", subject, place), title, figure, caption.strip(), alt)
+    fastest_cell = (
+        shown_cells.sort_values("median", na_position="first").iloc[-1] if shown_cells["median"].notna().any() else None
+    )
+    alt_text = f"Bar chart of model TFLOP/s per {noun} for {len(shown_cells)} configurations in {subject} on {place}."
+    if fastest_cell is not None:
+        alt_text += f" Highest: {marks.format_lane_label(fastest_cell)}, {fastest_cell['heading']}, {format_number(fastest_cell['median'])} TFLOP/s."
+    alt_text += f" Out of memory: {int((shown_cells['out_of_memory'] > 0).sum())}."
+    caption = f"Model TFLOP/s per {noun} in {subject} on {place}. " + (f"{cpu_note}. " if cpu_note else "")
+    return Drawing(build_slug("throughput", subject, place), title, figure, caption.strip(), alt_text)
 
 
-def _lane(axes: marks.Axes, lane: lanes.Lane, mark: style.Mark) -> None:
+def _draw_lane(axes: marks.Axes, lane: lanes.Lane, mark: style.VariantStyle) -> None:
     row = lane.row
     if pd.isna(row["median"]):
-        marks.out_of_memory(axes, lane)
+        marks.draw_oom_lane(axes, lane)
         return
-    marks.bar(axes, lane, row["median"], mark)
-    marks.repeats(axes, lane)
-    words = number(row["median"]) + marks.partly_oom(row)
+    marks.draw_bar(axes, lane, row["median"], mark)
+    marks.draw_repeats(axes, lane)
+    note_text = format_number(row["median"]) + marks.format_partial_oom(row)
     if row["degraded"]:
-        marks.degraded(axes, lane, row["high"])
-        words = f" {words} degraded"
-    marks.note(axes, lane, row["high"], words)
+        marks.draw_degraded_marker(axes, lane, row["high"])
+        note_text = f" {note_text} degraded"
+    marks.draw_note(axes, lane, row["high"], note_text)

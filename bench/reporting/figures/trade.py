@@ -13,9 +13,17 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from bench.reporting import lanes, marks, style
-from bench.reporting.cells import by, cells, drawable
-from bench.reporting.drawing import Drawing, Section, header, new_figure
-from bench.reporting.labels import CPU_NOTE, listing, memory_unit, number, rank_noun, rank_nouns, slug
+from bench.reporting.cells import build_cells, iterate_groups, select_drawable_cells
+from bench.reporting.drawing import Drawing, ReportSection, create_figure, draw_header
+from bench.reporting.labels import (
+    CPU_NOTE,
+    build_slug,
+    choose_memory_unit,
+    format_list,
+    format_number,
+    get_rank_noun,
+    get_rank_nouns,
+)
 
 TITLE = "Memory against throughput"
 HOW_TO_READ = (
@@ -23,158 +31,187 @@ HOW_TO_READ = (
     "left needs less memory, so what has nothing above it and to its left is worth choosing. A vertical bar is the "
     "range of repeats. A cross on the axis, at its right end, is a strategy that ran out of memory."
 )
-GROUP = ["place", "model", "parameters", "world_size", "workload", "limit"]
-FACET = [*GROUP, "among"]
+GROUP_COLUMNS = ["place", "model", "parameters", "world_size", "workload", "limit"]
+FACET_COLUMNS = [*GROUP_COLUMNS, "among"]
 """What all points of a figure share. ``among`` is its precision: that of the rows, or of those they stand among."""
-MEMORY = "peak_allocated_bytes"
-SPEED = "tokens_per_second_per_gpu"
+MEMORY_COLUMN = "peak_allocated_bytes"
+SPEED_COLUMN = "tokens_per_second_per_gpu"
 """Not FLOPs, of which adapters need fewer for the same tokens."""
-KEY_CHARS = 27
+LEGEND_CHARS = 27
 HEIGHT_IN = 5.0
 """Without the key."""
-MARGIN = 1.04
+AXIS_MARGIN_FACTOR = 1.04
 """How far the axis goes on beyond the last cross, whose half it has room for."""
-LEAST = 3
+MIN_STRATEGIES = 3
 """Strategies from which on there is something to choose from."""
 
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
     """A row per strategy and kind of evidence with a throughput and a peak of memory, or out of memory.
 
-    Only groups (`FACET`) of at least `LEAST` strategies with both are kept. ``choice`` is what a point is called:
+    Only groups (`FACET_COLUMNS`) of at least `MIN_STRATEGIES` strategies with both are kept. ``choice`` is what a point is called:
     strategies of one name whose settings differ are called by their settings, too. A precision that fewer than
     `LEAST` strategies ran in has no figure of its own: it is such a setting among those of the usual precision.
     """
-    found = drawable(cells(table, SPEED, MEMORY))
-    if found.empty:
-        return found.assign(among="", choice="")
-    drawn = found[found["median"].notna() & found[MEMORY].notna() | (found["out_of_memory"] > 0)]
-    kept = [drawn.iloc[:0].assign(among="", choice="")]
-    for _, group in by(drawn, *GROUP):
-        if len(group) < LEAST:
+    drawable_cells = select_drawable_cells(build_cells(table, SPEED_COLUMN, MEMORY_COLUMN))
+    if drawable_cells.empty:
+        return drawable_cells.assign(among="", choice="")
+    usable_cells = drawable_cells[
+        drawable_cells["median"].notna() & drawable_cells[MEMORY_COLUMN].notna() | (drawable_cells["out_of_memory"] > 0)
+    ]
+    kept_facets = [usable_cells.iloc[:0].assign(among="", choice="")]
+    for _, group in iterate_groups(usable_cells, *GROUP_COLUMNS):
+        if len(group) < MIN_STRATEGIES:
             continue
-        for _, facet in by(group.assign(among=_among(group)), "among"):
-            usual = _usual([str(text) for text in facet["settings"]])
-            choices = [_choice(row, usual) for _, row in facet.iterrows()]
-            if len(set(choices)) >= LEAST and facet["median"].notna().any():
-                kept.append(facet.assign(choice=choices))
-    return pd.concat(kept[1:] or kept, ignore_index=True)
+        for _, facet in iterate_groups(group.assign(among=_choose_precisions(group)), "among"):
+            usual_settings = _find_usual_settings([str(text) for text in facet["settings"]])
+            choices = [_format_choice(row, usual_settings) for _, row in facet.iterrows()]
+            if len(set(choices)) >= MIN_STRATEGIES and facet["median"].notna().any():
+                kept_facets.append(facet.assign(choice=choices))
+    return pd.concat(kept_facets[1:] or kept_facets, ignore_index=True)
 
 
-def _among(rows: pd.DataFrame) -> list[str]:
+def _choose_precisions(rows: pd.DataFrame) -> list[str]:
     """Per row, the precision of the figure it stands in: its own, or if few ran in that the one most ran in."""
-    strategies = rows.drop_duplicates(["precision", "variant", "settings"])["precision"].value_counts(sort=False)
-    usual = str(strategies.idxmax())
-    return [own if strategies[own] >= LEAST else usual for own in rows["precision"]]
+    strategy_counts = rows.drop_duplicates(["precision", "variant", "settings"])["precision"].value_counts(sort=False)
+    usual_precision = str(strategy_counts.idxmax())
+    return [
+        precision if strategy_counts[precision] >= MIN_STRATEGIES else usual_precision
+        for precision in rows["precision"]
+    ]
 
 
-def _usual(settings: list[str]) -> set[str]:
+def _find_usual_settings(settings_texts: list[str]) -> set[str]:
     """Settings that most of the rows have which have that setting at all."""
-    values = Counter(part for text in settings for part in text.split(" · ") if part)
-    names = Counter(_name(part) for part in values.elements())
-    return {part for part, count in values.items() if 2 * count > names[_name(part)]}
+    setting_counts = Counter(setting for text in settings_texts for setting in text.split(" · ") if setting)
+    knob_counts = Counter(_parse_knob_name(setting) for setting in setting_counts.elements())
+    return {setting for setting, count in setting_counts.items() if 2 * count > knob_counts[_parse_knob_name(setting)]}
 
 
-def _name(setting: str) -> str:
+def _parse_knob_name(setting: str) -> str:
     """What a setting sets: the knob of ``knob=value``, the first word of ``checkpointing none``."""
     return re.split(r"[= ]", setting)[0]
 
 
-def _choice(row: pd.Series, usual: set[str]) -> str:
-    own = [row["precision"]] if row["precision"] != row["among"] else []
-    own += [part for part in str(row["settings"]).split(" · ") if part and part not in usual]
-    return ", ".join([str(row["variant"]), *own])
+def _format_choice(row: pd.Series, usual_settings: set[str]) -> str:
+    own_settings = [row["precision"]] if row["precision"] != row["among"] else []
+    own_settings += [
+        setting for setting in str(row["settings"]).split(" · ") if setting and setting not in usual_settings
+    ]
+    return ", ".join([str(row["variant"]), *own_settings])
 
 
-def section(table: pd.DataFrame, palette: dict[str, style.Mark]) -> Section:
+def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """A figure per place, model, precision, world size and workload."""
-    result = Section("trade", TITLE, HOW_TO_READ)
-    for _, facet in by(select(table), *FACET):
-        result.plan(_draw, facet, palette)
-    if not result.planned:
-        result.nothing = f"No model was run with {LEAST} strategies on one number of ranks."
-    return result
+    section = ReportSection("trade", TITLE, HOW_TO_READ)
+    for _, facet in iterate_groups(select(table), *FACET_COLUMNS):
+        section.plan_figure(_draw_trade_off, facet, palette)
+    if not section.planned_figures:
+        section.notice = f"No model was run with {MIN_STRATEGIES} strategies on one number of ranks."
+    return section
 
 
-def _draw(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> Drawing:
-    first = facet.iloc[0]
-    noun, ranks = rank_noun(first["device"]), f"{first['world_size']} {rank_nouns(first['device'])}"
-    unit, size = memory_unit(float(facet[MEMORY].max()))
-    looks = _marks(facet, palette)
-    entries = _key(facet, looks)
-    figure = new_figure(style.WIDTH_IN, HEIGHT_IN + lanes.legend_in(entries))
+def _draw_trade_off(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> Drawing:
+    first_row = facet.iloc[0]
+    noun, ranks_label = (
+        get_rank_noun(first_row["device"]),
+        f"{first_row['world_size']} {get_rank_nouns(first_row['device'])}",
+    )
+    unit, unit_bytes = choose_memory_unit(float(facet[MEMORY_COLUMN].max()))
+    marks_by_choice = _assign_marks(facet, palette)
+    legend_entries = _build_legend(facet, marks_by_choice)
+    figure = create_figure(style.FIGURE_WIDTH_IN, HEIGHT_IN + lanes.compute_legend_height_in(legend_entries))
     axes = figure.add_subplot()
-    edge = float(facet[MEMORY].max()) / size * 1.12
-    lost = 0
+    right_edge = float(facet[MEMORY_COLUMN].max()) / unit_bytes * 1.12
+    num_oom = 0
     for row in facet.to_dict("records"):
         if pd.notna(row["median"]):
-            _point(axes, row, looks[row["choice"]], size)
+            _draw_point(axes, row, marks_by_choice[row["choice"]], unit_bytes)
         else:
-            marks.cross(axes, edge * (1 - 0.04 * lost), 0, looks[row["choice"]].colour, row["evidence"])
-            lost += 1
-    axes.set_xlim(0, edge * MARGIN)
+            marks.draw_oom_cross(
+                axes, right_edge * (1 - 0.04 * num_oom), 0, marks_by_choice[row["choice"]].colour, row["evidence"]
+            )
+            num_oom += 1
+    axes.set_xlim(0, right_edge * AXIS_MARGIN_FACTOR)
     axes.set_ylim(0, float(facet["high"].max()) * 1.15)
     axes.grid()
     axes.set_xlabel(f"peak allocated memory per {noun} ({unit})")
     axes.set_ylabel(f"tokens/s per {noun}")
-    note = CPU_NOTE if first["device"] == "cpu" else ""
-    title = f"Memory against throughput: {first['model']}, {first['among']}, {ranks}"
-    detail = " · ".join(part for part in (first["workload"], first["limit"]) if part)
-    header(figure, title, "\n".join(part for part in (detail, first["place"], note) if part))
-    lanes.legend(figure, entries)
-    ran = facet[facet["median"].notna()]
-    fastest, leanest = (ran.sort_values(column).iloc[place] for column, place in (("median", -1), (MEMORY, 0)))
-    extremes = (
-        f"Fastest: {fastest['choice']}, {number(fastest['median'])} tokens/s at {number(fastest[MEMORY] / size)} "
-        f"{unit}. "
-        f"Least memory: {leanest['choice']}, {number(leanest[MEMORY] / size)} {unit} at "
-        f"{number(leanest['median'])} tokens/s."
+    cpu_note = CPU_NOTE if first_row["device"] == "cpu" else ""
+    title = f"Memory against throughput: {first_row['model']}, {first_row['among']}, {ranks_label}"
+    detail = " · ".join(part for part in (first_row["workload"], first_row["limit"]) if part)
+    draw_header(figure, title, "\n".join(part for part in (detail, first_row["place"], cpu_note) if part))
+    lanes.draw_legend(figure, legend_entries)
+    completed_rows = facet[facet["median"].notna()]
+    fastest, leanest = (
+        completed_rows.sort_values(column).iloc[position] for column, position in (("median", -1), (MEMORY_COLUMN, 0))
     )
-    choices = listing(list(dict.fromkeys(facet["choice"])), 20)
-    alt = f"Scatter plot of tokens per second against peak memory for {choices}. {extremes}"
-    name = slug("trade", first["model"], first["among"], first["world_size"], first["workload"], first["limit"])
-    return Drawing(name, title, figure, f"{extremes} {note}".strip(), alt)
+    extremes_text = (
+        f"Fastest: {fastest['choice']}, {format_number(fastest['median'])} tokens/s at {format_number(fastest[MEMORY_COLUMN] / unit_bytes)} "
+        f"{unit}. "
+        f"Least memory: {leanest['choice']}, {format_number(leanest[MEMORY_COLUMN] / unit_bytes)} {unit} at "
+        f"{format_number(leanest['median'])} tokens/s."
+    )
+    choices_text = format_list(list(dict.fromkeys(facet["choice"])), 20)
+    alt_text = f"Scatter plot of tokens per second against peak memory for {choices_text}. {extremes_text}"
+    name = build_slug(
+        "trade",
+        first_row["model"],
+        first_row["among"],
+        first_row["world_size"],
+        first_row["workload"],
+        first_row["limit"],
+    )
+    return Drawing(name, title, figure, f"{extremes_text} {cpu_note}".strip(), alt_text)
 
 
-def _marks(facet: pd.DataFrame, palette: dict[str, style.Mark]) -> dict[str, style.Mark]:
+def _assign_marks(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> dict[str, style.VariantStyle]:
     """Every choice's own marker, or one of another colour's; choices of one strategy share its colour in shades."""
-    found: dict[str, style.Mark] = {}
-    shades: dict[str, int] = {}
+    marks_by_choice: dict[str, style.VariantStyle] = {}
+    shade_counts: dict[str, int] = {}
     for row in facet.to_dict("records"):
-        if row["choice"] not in found:
-            shade = shades.get(row["variant"], 0)
-            shades[row["variant"]] = shade + 1
-            colour = style.lighter(palette[row["variant"]].colour, min(0.3 * shade, 0.6))
-            taken = {mark.marker for mark in found.values() if style.alike(mark.colour, colour)}
-            turn = len(found) % len(style.MARKERS)
-            markers = style.MARKERS[turn:] + style.MARKERS[:turn]
-            found[row["choice"]] = style.Mark(colour, next((free for free in markers if free not in taken), markers[0]))
-    return found
+        if row["choice"] not in marks_by_choice:
+            shade = shade_counts.get(row["variant"], 0)
+            shade_counts[row["variant"]] = shade + 1
+            colour = style.lighten_colour(palette[row["variant"]].colour, min(0.3 * shade, 0.6))
+            taken_markers = {
+                mark.marker for mark in marks_by_choice.values() if style.is_similar_colour(mark.colour, colour)
+            }
+            first_marker = len(marks_by_choice) % len(style.MARKERS)
+            markers = style.MARKERS[first_marker:] + style.MARKERS[:first_marker]
+            marks_by_choice[row["choice"]] = style.VariantStyle(
+                colour, next((marker for marker in markers if marker not in taken_markers), markers[0])
+            )
+    return marks_by_choice
 
 
-def _point(axes: Axes, row: Mapping[Hashable, Any], mark: style.Mark, size: int) -> None:
-    memory, speed = float(row[MEMORY]) / size, float(row["median"])
-    axes.plot([memory] * 2, [row["low"], row["high"]], color=style.INK, linewidth=1, zorder=2)
+def _draw_point(axes: Axes, row: Mapping[Hashable, Any], mark: style.VariantStyle, unit_bytes: int) -> None:
+    memory, speed = float(row[MEMORY_COLUMN]) / unit_bytes, float(row["median"])
+    axes.plot([memory] * 2, [row["low"], row["high"]], color=style.INK_COLOUR, linewidth=1, zorder=2)
     axes.plot(
         memory, speed, color=mark.colour, marker=mark.marker, markersize=7, linestyle="", zorder=3,
-        **style.marker_style(mark.colour, row["evidence"]),
+        **style.build_marker_style(mark.colour, row["evidence"]),
     )  # fmt: skip
     if row["degraded"]:
-        axes.plot(memory, speed, "<", markersize=11, markerfacecolor="none", markeredgecolor=style.INK, zorder=4)
+        axes.plot(memory, speed, "<", markersize=11, markerfacecolor="none", markeredgecolor=style.INK_COLOUR, zorder=4)
 
 
-def _key(facet: pd.DataFrame, looks: dict[str, style.Mark]) -> list[tuple[Artist, str]]:
-    kinds = list(style.evidence_in_order(facet["evidence"]))
-    entries: list[tuple[Artist, str]] = [
-        (_handle(mark, kinds[0]), lanes.wrap(choice, KEY_CHARS)) for choice, mark in looks.items()
+def _build_legend(facet: pd.DataFrame, marks_by_choice: dict[str, style.VariantStyle]) -> list[tuple[Artist, str]]:
+    evidence_kinds = list(style.sort_evidence(facet["evidence"]))
+    legend_entries: list[tuple[Artist, str]] = [
+        (_build_legend_handle(mark, evidence_kinds[0]), lanes.wrap_label(choice, LEGEND_CHARS))
+        for choice, mark in marks_by_choice.items()
     ]
-    if len(kinds) > 1:
-        entries += [(_handle(style.Mark(style.MUTED, "o"), kind), kind) for kind in kinds]
-    return entries + marks.key(facet.assign(evidence="measured"))
+    if len(evidence_kinds) > 1:
+        legend_entries += [
+            (_build_legend_handle(style.VariantStyle(style.MUTED_COLOUR, "o"), evidence), evidence)
+            for evidence in evidence_kinds
+        ]
+    return legend_entries + marks.build_legend_entries(facet.assign(evidence="measured"))
 
 
-def _handle(mark: style.Mark, evidence: str) -> Line2D:
+def _build_legend_handle(mark: style.VariantStyle, evidence: str) -> Line2D:
     return Line2D(
         [], [], color=mark.colour, marker=mark.marker, linestyle="", markersize=6,
-        **style.marker_style(mark.colour, evidence),
+        **style.build_marker_style(mark.colour, evidence),
     )  # fmt: skip

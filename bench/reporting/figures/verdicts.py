@@ -7,10 +7,10 @@ from typing import Any
 from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
 from bench.reporting import style
 
-LOOKS: dict[str, dict[str, Any]] = {
+VERDICT_STYLES: dict[str, dict[str, Any]] = {
     REGRESSION: {"marker": "s", "color": "#d55e00"},
     IMPROVEMENT: {"marker": "D", "color": "#0072b2"},
-    NO_CHANGE: {"marker": "o", "color": style.INK},
-    CANNOT_TELL: {"marker": "o", "color": style.MUTED, "markerfacecolor": "white"},
+    NO_CHANGE: {"marker": "o", "color": style.INK_COLOUR},
+    CANNOT_TELL: {"marker": "o", "color": style.MUTED_COLOUR, "markerfacecolor": "white"},
 }
 """Marker and colour of a verdict: Okabe and Ito's colours, and a shape each."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from bench.comparison.result import Change, Comparison, Row
-from bench.comparison.words import ALLOCATED, RESERVED, TFLOPS, TIME, percent
+from bench.comparison.result import ComparedConfiguration, QuantityChange, RunComparison
+from bench.comparison.words import ALLOCATED, RESERVED, STEP_TIME, TFLOPS, format_percent
 from bench.reporting import labels
-from bench.reporting.labels import MISSING, counted
+from bench.reporting.labels import MISSING, format_plural
 
-MEMORY = (ALLOCATED.column, RESERVED.column)
-COLUMNS = {
-    TIME.column: "step time",
+MEMORY_COLUMNS = (ALLOCATED.column, RESERVED.column)
+COLUMN_HEADINGS = {
+    STEP_TIME.column: "step time",
     TFLOPS.column: "TFLOPS/GPU",
     ALLOCATED.column: "allocated",
     RESERVED.column: "reserved",
@@ -17,81 +17,88 @@ COLUMNS = {
 """Headings of the quantities."""
 
 
-def change(each: Change | None) -> str:
+def format_change(change: QuantityChange | None) -> str:
     """``+3.1 %``, or a dash where either side has no value."""
-    return MISSING if each is None or each.change is None else percent(each.change)
+    return MISSING if change is None or change.change is None else format_percent(change.change)
 
 
-def interval(each: Change | None) -> str:
+def format_interval(change: QuantityChange | None) -> str:
     """``+2.8 to +3.4 %``."""
-    if each is None or each.low is None or each.high is None:
+    if change is None or change.low is None or change.high is None:
         return MISSING
-    return f"{percent(each.low).removesuffix(' %')} to {percent(each.high)}"
+    return f"{format_percent(change.low).removesuffix(' %')} to {format_percent(change.high)}"
 
 
-def value(quantity: str, number: float | str | None) -> str:
+def format_value(quantity: str, number: float | str | None) -> str:
     """A quantity with its unit."""
     if number is None or isinstance(number, str):
         return number or MISSING
-    if quantity == TIME.column:
-        return labels.seconds(number)
-    if quantity in MEMORY:
-        return labels.memory(number)
-    return f"{labels.number(number)} TFLOP/s" if number >= 1 else f"{labels.number(number * 1e3)} GFLOP/s"
+    if quantity == STEP_TIME.column:
+        return labels.format_seconds(number)
+    if quantity in MEMORY_COLUMNS:
+        return labels.format_memory(number)
+    return f"{labels.format_number(number)} TFLOP/s" if number >= 1 else f"{labels.format_number(number * 1e3)} GFLOP/s"
 
 
-def runs(row: Row) -> str:
+def format_run_counts(row: ComparedConfiguration) -> str:
     """Runs of base and candidate: ``5/5``."""
-    status = row["status"]
-    return f"{status.base_runs}/{status.candidate_runs}"
+    status_change = row["status"]
+    return f"{status_change.base_runs}/{status_change.candidate_runs}"
 
 
-def status(row: Row) -> str:
+def format_status(row: ComparedConfiguration) -> str:
     """``ok``, or ``ok → oom``."""
-    change_ = row["status"]
-    return str(change_.base) if change_.base == change_.candidate else f"{change_.base} → {change_.candidate}"
+    status_change = row["status"]
+    return (
+        str(status_change.base)
+        if status_change.base == status_change.candidate
+        else f"{status_change.base} → {status_change.candidate}"
+    )
 
 
-def shown(comparison: Comparison) -> list[str]:
+def list_shown_quantities(comparison: RunComparison) -> list[str]:
     """Quantities with a column: reserved memory only where it is not the same as allocated, as it is on a CPU."""
-    found = []
-    for quantity in COLUMNS:
-        known = [(row, row.get(quantity)) for row in comparison.rows if row.get(quantity)]
-        if quantity == RESERVED.column and all(_as_allocated(row) for row, _ in known):
+    shown_quantities = []
+    for quantity in COLUMN_HEADINGS:
+        rows_and_changes = [(row, row.get(quantity)) for row in comparison.rows if row.get(quantity)]
+        if quantity == RESERVED.column and all(_has_equal_memory(row) for row, _ in rows_and_changes):
             continue
-        if known:
-            found.append(quantity)
-    return found
+        if rows_and_changes:
+            shown_quantities.append(quantity)
+    return shown_quantities
 
 
-def _as_allocated(row: Row) -> bool:
-    allocated, reserved = (row.get(quantity) for quantity in MEMORY)
-    sides = [None if each is None else (each.base, each.candidate) for each in (allocated, reserved)]
+def _has_equal_memory(row: ComparedConfiguration) -> bool:
+    allocated, reserved = (row.get(quantity) for quantity in MEMORY_COLUMNS)
+    sides = [None if change is None else (change.base, change.candidate) for change in (allocated, reserved)]
     return sides[0] == sides[1]
 
 
-def why(row: Row) -> str:
+def format_reasons(row: ComparedConfiguration) -> str:
     """The reasons of a verdict and what did not count, in one line."""
     return "; ".join((*row.reasons, *row.notes))
 
 
-def settings_sentence(comparison: Comparison) -> str:
+def format_settings(comparison: RunComparison) -> str:
     """What counts as a change, in words."""
     settings = comparison.settings
     return (
-        f"A change of the step time counts from {percent(settings.threshold, signed=False)} on, if it is significant: "
-        f"equal code raises any false alarm in no more than about {percent(settings.false_alarms, signed=False)} of "
+        f"A change of the step time counts from {format_percent(settings.threshold, signed=False)} on, if it is significant: "
+        f"equal code raises any false alarm in no more than about {format_percent(settings.false_alarms, signed=False)} of "
         f"comparisons. "
-        f"Allocated memory counts from {percent(settings.memory_threshold, signed=False)} on, reserved from "
-        f"{percent(settings.reserved_threshold, signed=False)}. Runs are the unit, not steps."
+        f"Allocated memory counts from {format_percent(settings.memory_threshold, signed=False)} on, reserved from "
+        f"{format_percent(settings.reserved_threshold, signed=False)}. Runs are the unit, not steps."
     )
 
 
-def unmatched(comparison: Comparison) -> list[str]:
+def list_unmatched(comparison: RunComparison) -> list[str]:
     """What only one side has: a heading and a line per configuration."""
     lines = []
-    for side, found in (("base", comparison.only_base), ("candidate", comparison.only_candidate)):
-        if found:
-            lines.append(f"Only in {side}: {counted(len(found), 'configuration')}")
-            lines += [f"  {each.name} ({each.evidence}, {counted(each.runs, 'run')})" for each in found]
+    for side, configurations in (("base", comparison.only_base), ("candidate", comparison.only_candidate)):
+        if configurations:
+            lines.append(f"Only in {side}: {format_plural(len(configurations), 'configuration')}")
+            lines += [
+                f"  {configuration.name} ({configuration.evidence}, {format_plural(configuration.runs, 'run')})"
+                for configuration in configurations
+            ]
     return lines

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from bench.comparison.history import Point, Series
-from bench.comparison.result import FORMAT_VERSION, Comparison
+from bench.comparison.history import HistoryPoint, HistorySeries
+from bench.comparison.result import FORMAT_VERSION, RunComparison
 
 
-def comparison_json(comparison: Comparison, base: str, candidate: str) -> str:
+def format_comparison_json(comparison: RunComparison, base: str, candidate: str) -> str:
     """The whole comparison; `base` and `candidate` say what was compared."""
     values = {
         "format": FORMAT_VERSION,
@@ -23,11 +23,11 @@ def comparison_json(comparison: Comparison, base: str, candidate: str) -> str:
     return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def history_json(found: Sequence[Series]) -> str:
+def format_history_json(all_series: Sequence[HistorySeries]) -> str:
     """Every series with its points and change points."""
     return (
         json.dumps(
-            {"format": FORMAT_VERSION, "series": [_series(series) for series in found]},
+            {"format": FORMAT_VERSION, "series": [_describe_series(series) for series in all_series]},
             indent=1,
             ensure_ascii=False,
             allow_nan=False,
@@ -36,18 +36,18 @@ def history_json(found: Sequence[Series]) -> str:
     )
 
 
-def _series(series: Series) -> dict[str, Any]:
+def _describe_series(series: HistorySeries) -> dict[str, Any]:
     return {
         "name": series.name,
         "evidence": series.evidence,
         "device": series.device,
         "quantity": series.quantity.column,
         "question": series.question,
-        "points": [_point(point) for point in series.points],
+        "points": [_describe_point(point) for point in series.points],
         "change_points": [asdict(change) for change in series.change_points],
     }
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _describe_point(point: HistoryPoint) -> dict[str, Any]:
     """All but the rows, which the store has."""
-    return {each.name: getattr(point, each.name) for each in fields(point) if each.name != "rows"}
+    return {field.name: getattr(point, field.name) for field in fields(point) if field.name != "rows"}

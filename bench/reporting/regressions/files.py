@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.records.store import ATTEMPT_FILE, RUN_ID
+from bench.records.store import ATTEMPT_FILE_PATTERN, RUN_ID_PATTERN
 
 
-def write_all(texts: dict[Path, str]) -> None:
+def write_texts(texts: dict[Path, str]) -> None:
     """Write texts to files; folders are made.
 
     Raises
@@ -17,7 +17,7 @@ def write_all(texts: dict[Path, str]) -> None:
         If a file would replace a row, or cannot be written.
     """
     for path in texts:
-        if ATTEMPT_FILE.match(path.name) and RUN_ID.match(path.absolute().parent.name):
+        if ATTEMPT_FILE_PATTERN.match(path.name) and RUN_ID_PATTERN.match(path.absolute().parent.name):
             raise UsageError(f"{path} is not valid: choose a file that is not the row of a run.")
     for path, text in texts.items():
         try:

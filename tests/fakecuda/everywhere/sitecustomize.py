@@ -9,7 +9,7 @@ import types
 from collections.abc import Sequence
 
 
-class AfterTorch(importlib.abc.MetaPathFinder):
+class TorchImportHook(importlib.abc.MetaPathFinder):
     """Finds torch where it is, and has something done when its import is over."""
 
     def find_spec(
@@ -21,10 +21,10 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
+        execute_module = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            execute(module)
+            execute_module(module)
             from tests.fakecuda import installed
 
             installed.install()
@@ -33,4 +33,4 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         return spec
 
 
-sys.meta_path.insert(0, AfterTorch())
+sys.meta_path.insert(0, TorchImportHook())
