@@ -355,7 +355,7 @@ def test_what_is_to_be_known_before_a_run_is_said_once(monkeypatch, tmp_path, ca
 
 def test_a_machine_without_gpus_is_not_asked_in_a_child(monkeypatch) -> None:
     detect_device.cache_clear()
-    monkeypatch.setattr(detect_module.processes, "may_reach_gpus", lambda: False)
+    monkeypatch.setattr(detect_module.processes, "can_reach_gpus", lambda: False)
     monkeypatch.setattr(detect_module.facts, "query_cuda_setup", lambda: CudaSetup("2.13.0+cpu", None))
     monkeypatch.setattr(detect_module.processes, "worker_pool", lambda *_: pytest.fail("a child was started"))
     try:

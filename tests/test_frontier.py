@@ -277,7 +277,7 @@ def test_of_a_search_the_other_figures_show_the_end():
     kept_rows = drop_batch_search_tries(prepare_table([*search, *grid]))
     assert list(kept_rows["batch_size_per_gpu"]) == [9, 1, 2, 4]
     assert len(throughput.select(kept_rows)) == 4
-    assert build_frontier_cells(prepare_table(search))["answers"][0][0].batch_label_label == "9"
+    assert build_frontier_cells(prepare_table(search))["answers"][0][0].batch_label == "9"
 
 
 # What is drawn

@@ -228,14 +228,14 @@ def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
         observe=contextlib.nullcontext,
         start_steady_step=lambda: seen.update(steady=len(steps) + 1),
         start_timed_steps=lambda: seen.update(untimed=len(steps)),
-        peaks=lambda: None,
+        read_peaks=lambda: None,
     )
     engine: Any = types.SimpleNamespace(
         step=lambda micro_batches: steps.append(torch.zeros(())) or steps[-1],
         strategy=types.SimpleNamespace(steps_before_steady=3),
         scaler=types.SimpleNamespace(get_scale=lambda: 1.0),
         stepper=types.SimpleNamespace(start_timed_steps=lambda: None, collect_busy_spans=lambda: None),
-        skipped_steps=lambda before: 0,
+        count_skipped_steps=lambda before: 0,
     )
     monkeypatch.setattr(loop, "build_memory_probe", lambda devices, unmeasured_work: probe)
     loop.measure_rank(
@@ -283,8 +283,8 @@ def test_a_step_that_is_skipped_under_the_profiler_is_no_timed_one(
         step=lambda micro_batches: torch.zeros(()),
         strategy=types.SimpleNamespace(steps_before_steady=0),
         scaler=types.SimpleNamespace(get_scale=lambda: scales[-1]),
-        stepper=types.SimpleNamespace(start_timed_steps=lambda: None, busy=lambda: None),
-        skipped_steps=lambda before: Engine.count_skipped_steps(engine, before),
+        stepper=types.SimpleNamespace(start_timed_steps=lambda: None, collect_busy_spans=lambda: None),
+        count_skipped_steps=lambda before: Engine.count_skipped_steps(engine, before),
     )
     monkeypatch.setattr(loop, "profile_step", lambda *_: scales.append(scales[-1] / 2))
     samples = loop.measure_rank(

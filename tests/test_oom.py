@@ -238,7 +238,7 @@ THREADS_SCRIPT = """
 import _thread, os, threading
 import torch
 from bench.hardware import MemoryLimit
-from bench.measure.oom import out_of_memory
+from bench.measure.oom import find_out_of_memory_error
 
 limit = MemoryLimit(64 * 2**20, [torch.device("cpu")])
 forever = threading.Event()
@@ -247,7 +247,7 @@ try:
         _thread.start_new_thread(forever.wait, ())
 except (RuntimeError, MemoryError) as error:
     lifted = limit.lift()
-    print(repr(error), out_of_memory(error, "cpu", exhausted=lifted) is not None, flush=True)
+    print(repr(error), find_out_of_memory_error(error, "cpu", limit_exhausted=lifted) is not None, flush=True)
 os._exit(0)
 """
 

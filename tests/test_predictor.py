@@ -325,14 +325,14 @@ def test_a_strategy_without_a_plan_is_impossible():
 FAMILY = """
 from dataclasses import dataclass
 
-from bench.models.gpt import GPT
+from bench.models.gpt import GPTFamily
 from {package}.width import WIDTH
 
 
 @dataclass(frozen=True)
-class Own(GPT):
+class Own(GPTFamily):
     @property
-    def _intermediate(self):
+    def _intermediate_width(self):
         return WIDTH * self.hidden_size
 """
 

@@ -55,7 +55,7 @@ from bench.launch.stop import StopSignal
 from tests.conftest import compose_run_config
 
 method, store = sys.argv[1], Path(sys.argv[2])
-processes.may_reach_gpus = lambda: method == "forkserver"
+processes.can_reach_gpus = lambda: method == "forkserver"
 processes.CLEAN_MODULES = ("tests.pretend_cuda", *processes.CLEAN_MODULES)
 with StopSignal() as stop:
     for line in sys.stdin:
@@ -172,7 +172,7 @@ from bench import processes
 from bench.planning.forecast import predict_configs
 from tests.conftest import compose_run_config
 
-processes.may_reach_gpus = lambda: True
+processes.can_reach_gpus = lambda: True
 asked = ("model=gpt_tiny", "mode=predict", "hardware=h100_80gb", "precision=bf16")
 for run in (("strategy=fsdp", "gpus=8"), ("strategy=pipeline", "gpus=4"), ("strategy=ddp", "gpus=8")):
     (told,) = predict_configs([compose_run_config(*asked, *run)])

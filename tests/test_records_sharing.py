@@ -59,7 +59,7 @@ with sharing.open_lock(Path(sys.argv[1]) / ".lock"):
 BREAK = """
 from pathlib import Path
 claim = claims.find_claim(Path(sys.argv[1]), json.loads(sys.argv[2])["run_id"])
-print(claim.owner["job"], claim.break_with({"status": "error", "error": "it died"}))
+print(claim.owner["job"], claim.break_claim({"status": "error", "error": "it died"}))
 """
 
 
@@ -81,7 +81,7 @@ PUT_BACK = """
 from pathlib import Path
 import dataclasses
 claim = claims.find_claim(Path(sys.argv[1]), json.loads(sys.argv[2])["run_id"])
-print(dataclasses.replace(claim, owner={"job": "100"}).break_with({"status": "error", "error": "x"}))
+print(dataclasses.replace(claim, owner={"job": "100"}).break_claim({"status": "error", "error": "x"}))
 """
 
 

@@ -81,7 +81,7 @@ def write_report(
             for figure_module in FIGURE_MODULES
         ]
     sections = [
-        section for section in all_sections if section.planned_figures_figures or section.tables or section.notice
+        section for section in all_sections if section.planned_figures or section.tables or section.notice
     ]
     charts = [*build_explorer_charts(table, palette), *build_scaling_charts(final_runs, palette)] if interactive else []
     try:
