@@ -2,7 +2,7 @@
 
 import sys
 
-from bench.command import end_silently_on_interrupt
+from bench.core.command_line import end_silently_on_interrupt
 
 if sys.argv[:1] == ["-m"]:  # python -m bench.NAME, of which this package is imported first
     end_silently_on_interrupt()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import command
-from bench.advice.question import read_question
-from bench.advice.terminal import answer_with_progress, build_question_parser
-from bench.errors import UsageError, require_choice
-from bench.guide.data import format_guidance_json
-from bench.guide.guide import build_guidance
-from bench.guide.page import build_pages, build_terms_table
+from bench.advice.question import answer_with_progress, build_question_parser, read_question
+from bench.advice.tree.guidance import build_guidance
+from bench.advice.tree.json import format_guidance_json
+from bench.advice.tree.page import build_pages, build_terms_table
+from bench.core import command_line
+from bench.core.command_line import open_stdout_console
+from bench.core.errors import UsageError, require_choice
 from bench.hardware import detect_device
-from bench.terminal import open_stdout_console
 
 EPILOG = """\
 examples:
@@ -81,4 +80,4 @@ def _extract_format(overrides: list[str], format_option: str | None) -> tuple[li
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

@@ -8,23 +8,22 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import command
-from bench.calibration.facts import CalibrationProvenance
 from bench.calibration.fit_compute import fit_compute
 from bench.calibration.fit_links import fit_links
 from bench.calibration.hardware_file import BaselineHardware, build_calibrated_hardware
 from bench.calibration.noise import Disturbance, find_disturbances
+from bench.calibration.processes import find_launched_process
+from bench.calibration.provenance import CalibrationProvenance
 from bench.calibration.session import CalibrationMeasurements, CalibrationSettings, run_calibration
-from bench.calibration.world import find_launched_process
-from bench.config import build_run_config
-from bench.errors import UsageError, invalid_value_error, require_choice
+from bench.config.compose import compose_config, list_override_values, parse_overrides
+from bench.config.run_config import build_run_config
+from bench.core import command_line
+from bench.core.command_line import open_stdout_console, require_path
+from bench.core.errors import UsageError, invalid_value_error, require_choice
 from bench.hardware import Hardware, detect_device, refuse_unsupported
 from bench.hardware.detect import DetectedDevice
-from bench.hardware.file import YAML_SUFFIX
-from bench.paths import require_path
-from bench.planning.compose import compose_config, list_override_values, parse_overrides
+from bench.hardware.hardware_file import YAML_SUFFIX
 from bench.planning.request import find_hardware_description
-from bench.terminal import open_stdout_console
 
 EPILOG = """\
 examples:
@@ -228,7 +227,7 @@ def _print_disturbances(disturbances: list[Disturbance]) -> None:
 
 def _write_results(request: CalibrationRequest, measurements: CalibrationMeasurements) -> None:
     """Fit, write everything, and say what was found."""
-    from bench.reporting.calibration import build_calibration_tables, write_calibration  # takes matplotlib
+    from bench.reporting.calibration.calibration import build_calibration_tables, write_calibration  # takes matplotlib
 
     compute_fit = (
         fit_compute(measurements.compute_samples, request.baseline.hardware) if measurements.compute_samples else None
@@ -261,4 +260,4 @@ def _write_results(request: CalibrationRequest, measurements: CalibrationMeasure
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from bench import command
 from bench.checks.session import write_report
-from bench.checks.show import show_check
-from bench.errors import UsageError, invalid_value_error
+from bench.checks.terminal import show_check
+from bench.core import command_line
+from bench.core.errors import UsageError, invalid_value_error
 from bench.hardware import detect_device
 
 EPILOG = """\
@@ -71,4 +71,4 @@ def _parse_output(overrides: list[str]) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

@@ -6,19 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import command
 from bench.comparison import ComparisonSettings, compare_records
-from bench.errors import UsageError
-from bench.paths import parse_path_argument
+from bench.core import command_line
+from bench.core.command_line import open_stdout_console, parse_path_argument
+from bench.core.errors import UsageError
 from bench.planning.request import parse_tracker
-from bench.reporting.labels import format_plural
-from bench.reporting.reading import read_store
+from bench.reporting.builder import read_store
+from bench.reporting.drawing.labels import format_plural
 from bench.reporting.regressions.data import format_comparison_json
 from bench.reporting.regressions.files import write_texts
 from bench.reporting.regressions.junit import format_junit_xml
 from bench.reporting.regressions.markdown import format_markdown
 from bench.reporting.regressions.terminal import build_comparison_tables
-from bench.terminal import open_stdout_console
 
 EPILOG = """\
 BASE and CANDIDATE are stores, folders of stores, runs or row files. Runs match by configuration, whatever their
@@ -146,4 +145,4 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bench import command
 from bench.comparison import compare_records
-from bench.errors import UsageError, invalid_value_error, require_choice
+from bench.core import command_line
+from bench.core.errors import UsageError, invalid_value_error, require_choice
 from bench.planning.request import parse_tracker
 from bench.records.schema import EVIDENCE_KINDS
-from bench.reporting.reading import read_store
-from bench.tracking.tracked import MAX_TAG_CHARS
+from bench.reporting.builder import read_store
+from bench.tracking.tracked_run import MAX_TAG_CHARS
 from bench.tracking.wandb import WandbTracker
 from bench.tracking.wandb_session import find_connection_problem, find_login_problem, format_error
 
@@ -181,4 +181,4 @@ def _compare_and_alert(stores: Sequence[str], settings: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

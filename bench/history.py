@@ -7,20 +7,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import command
 from bench.comparison import ComparisonSettings, HistorySeries, build_histories
-from bench.errors import UsageError
-from bench.paths import parse_path_argument
+from bench.core import command_line
+from bench.core.command_line import open_stdout_console, parse_path_argument
+from bench.core.errors import UsageError
 from bench.records import read_all_attempts
-from bench.reporting import style
-from bench.reporting.drawing import save_drawing
+from bench.reporting.builder import read_store
+from bench.reporting.drawing import style
+from bench.reporting.drawing.drawing import save_drawing
+from bench.reporting.drawing.labels import format_plural
 from bench.reporting.figures.regression import draw_histories
-from bench.reporting.labels import format_plural
-from bench.reporting.reading import read_store
 from bench.reporting.regressions.data import format_history_json
 from bench.reporting.regressions.files import write_texts
 from bench.reporting.regressions.terminal import build_history_tables
-from bench.terminal import open_stdout_console
 
 EPILOG = """\
 STORE is a store, a folder of stores, or both of several. All attempts count: a run that was forced again with another
@@ -79,4 +78,4 @@ def _write_history(all_series: Sequence[HistorySeries], folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

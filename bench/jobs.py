@@ -15,10 +15,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bench import command, records
-from bench.errors import UsageError
-from bench.launch.slurm import ledger, queue
-from bench.launch.slurm.collect import (
+from bench import records
+from bench.core import command_line
+from bench.core.command_line import open_stdout_console, parse_path_argument
+from bench.core.errors import UsageError
+from bench.launch.run_outcome import describe_outcome
+from bench.launch.slurm import queue
+from bench.launch.slurm import submissions as ledger
+from bench.launch.slurm.submission_status import (
     DONE,
     FAILED,
     LOST,
@@ -33,12 +37,9 @@ from bench.launch.slurm.collect import (
     list_run_statuses,
     send_closed_submissions,
 )
-from bench.launch.slurm.ledger import Submission
-from bench.launch.verdict import describe_outcome
-from bench.paths import parse_path_argument
+from bench.launch.slurm.submissions import Submission
 from bench.records import Record
-from bench.reporting.nodes import build_nodes_table
-from bench.terminal import open_stdout_console
+from bench.reporting.hosts import build_nodes_table
 
 POLL_INTERVAL_S = 5.0
 SLURM_SILENCE_TIMEOUT_S = 600.0
@@ -92,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("The jobs go on.")
-        return command.INTERRUPTED_EXIT_CODE
+        return command_line.INTERRUPTED_EXIT_CODE
     console.print(_build_report(store, statuses), soft_wrap=True)
     return 0 if all(status.state == DONE for status in statuses) else 1
 
@@ -286,4 +287,4 @@ def _build_table(title: str, statuses: Sequence[SubmittedRunStatus]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

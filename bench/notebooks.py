@@ -13,9 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench import command
-from bench.errors import UsageError, format_install_command, invalid_value_error, require_choice
-from bench.reporting.reading import read_store
+from bench.core import command_line
+from bench.core.errors import UsageError, format_install_command, invalid_value_error, require_choice
+from bench.reporting.builder import read_store
 
 NOTEBOOKS_DIR = Path(__file__).resolve().parents[1] / "analysis"
 DEFAULT_OUTPUT_DIR = Path("build/notebooks")
@@ -89,7 +89,7 @@ def render_notebooks(names: Sequence[str], stores: Mapping[str, Path], output_di
     """Carry out notebooks one after the other and write their pages; 1 if one failed, else 0."""
     import nbformat
 
-    from bench.reporting import execution
+    from bench.reporting.notebook import execution
 
     exit_code = 0
     for name in names:
@@ -110,4 +110,4 @@ def render_notebooks(names: Sequence[str], stores: Mapping[str, Path], output_di
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

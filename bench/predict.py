@@ -7,16 +7,15 @@ import sys
 
 from rich.console import Group
 
-from bench import command
 from bench.advice.answer import AdviceAnswer, answer_question
-from bench.advice.data import format_answer_csv, format_answer_json
 from bench.advice.details import build_candidate_details
-from bench.advice.question import AdviceQuestion, read_question
+from bench.advice.json_csv import format_answer_csv, format_answer_json
+from bench.advice.question import AdviceQuestion, answer_with_progress, build_question_parser, read_question
 from bench.advice.tables import build_answer_tables
-from bench.advice.terminal import answer_with_progress, build_question_parser
-from bench.errors import UsageError
+from bench.core import command_line
+from bench.core.command_line import open_stdout_console
+from bench.core.errors import UsageError
 from bench.hardware import detect_device
-from bench.terminal import open_stdout_console
 
 EPILOG = """\
 examples:
@@ -107,4 +106,4 @@ def _print_answer(answer: AdviceAnswer, question: AdviceQuestion) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import command
-from bench.errors import UsageError, require_at_least
-from bench.paths import parse_path_argument
+from bench.core import command_line
+from bench.core.command_line import parse_path_argument
+from bench.core.errors import UsageError, require_at_least
 from bench.reporting import read_store, write_report
 from bench.reporting.builder import MAX_FIGURES
-from bench.reporting.labels import format_plural
+from bench.reporting.drawing.labels import format_plural
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,4 +56,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

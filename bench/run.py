@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import command, records
-from bench.errors import UsageError
+from bench import records
+from bench.core import command_line
+from bench.core.command_line import require_writable_store
+from bench.core.errors import UsageError
 from bench.hardware import detect_device
-from bench.launch.alone import execute_single_run
 from bench.launch.local import LocalLauncher
-from bench.launch.owners import describe_owner
-from bench.launch.verdict import describe_outcome
-from bench.paths import require_writable_store
-from bench.planning.plan import build_sweep_plan
+from bench.launch.process_owner import describe_owner
+from bench.launch.run_outcome import describe_outcome
+from bench.launch.single_run import execute_single_run
 from bench.planning.request import parse_sweep_request
+from bench.planning.sweep_plan import build_sweep_plan
 from bench.records import RunClaimedError
 from bench.records.schema import FINISHED_STATUSES
 
@@ -57,4 +58,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

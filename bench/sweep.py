@@ -11,29 +11,33 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import command, records
+from bench import records
 from bench.checks.before_sweep import check_machine_once
-from bench.checks.show import show_check
-from bench.config import RunConfig
-from bench.errors import ImpossibleError, UsageError, invalid_value_error
+from bench.checks.terminal import show_check
+from bench.config.run_config import RunConfig
+from bench.core import command_line
+from bench.core.command_line import open_stdout_console, require_writable_store
+from bench.core.errors import ImpossibleError, UsageError, invalid_value_error
 from bench.hardware import detect_device
 from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
-from bench.launch.slurm import ledger
-from bench.launch.slurm.collect import find_unfinished_runs
+from bench.launch.slurm import submissions
 from bench.launch.slurm.launcher import SlurmLauncher
 from bench.launch.slurm.queue import SlurmError
-from bench.launch.stop import StopSignal
+from bench.launch.slurm.submission_status import find_unfinished_runs
+from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask, search_largest_batch
 from bench.launch.worker import WorkerEvent
-from bench.outlook import predict_planned_runs, write_skipped_rows
-from bench.paths import require_writable_store
-from bench.planning.estimate import predict_duration_s
-from bench.planning.forecast import Unpredictable, predict_configs
-from bench.planning.plan import SweepPlan, build_sweep_plan
+from bench.planning.planned_runs import predict_planned_runs, write_skipped_rows
 from bench.planning.request import SweepRequest, parse_sweep_request
-from bench.predicting import SweepPredictor, find_largest_batches, refuse_unpredictable
-from bench.progress import (
+from bench.planning.run_predictions import Unpredictable, predict_configs
+from bench.planning.sweep_plan import SweepPlan, build_sweep_plan
+from bench.planning.time_limits import predict_duration_s
+from bench.records import Record
+from bench.records.schema import FINISHED_STATUSES
+from bench.sweeps.predict_sweep import SweepPredictor, find_largest_batches, refuse_unpredictable
+from bench.sweeps.submission_tables import build_arrays_table, build_submission_text, list_scripts
+from bench.sweeps.tables import (
     SweepProgress,
     build_batch_search_table,
     build_plan_table,
@@ -41,10 +45,6 @@ from bench.progress import (
     build_prediction_table,
     build_result_table,
 )
-from bench.records import Record
-from bench.records.schema import FINISHED_STATUSES
-from bench.submitting import build_arrays_table, build_submission_text, list_scripts
-from bench.terminal import open_stdout_console
 from bench.tracking import TrackerClient
 from bench.tracking.attempts import build_report_run
 
@@ -177,10 +177,10 @@ def _submit_sweep(request: SweepRequest, plan: SweepPlan, launcher: SlurmLaunche
     """Submit what is to run and come back at once; a dry run only shows what would be submitted."""
     with contextlib.ExitStack() as stack:
         if not request.dry_run:  # what is queued must not change between looking and submitting
-            stack.enter_context(ledger.hold_submission_lock(request.store))
+            stack.enter_context(submissions.hold_submission_lock(request.store))
         _set_aside_submitted(request, plan)
         run_predictions = predict_planned_runs(request, plan)
-        submission_name = ledger.create_submission_name()
+        submission_name = submissions.create_submission_name()
         predict_configs(
             [task.config for task in _build_tasks(request, plan)]
         )  # all at once: each array asks for its own
@@ -406,4 +406,4 @@ def _format_impossible_sweep(num_runs: int, reasons: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from rich import progress as bars
 
-from bench import command
-from bench.errors import UsageError
-from bench.paths import parse_path_argument
+from bench.core import command_line
+from bench.core.command_line import PlainConsole, parse_path_argument
+from bench.core.errors import UsageError
 from bench.planning.request import parse_tracker
-from bench.terminal import PlainConsole
 from bench.tracking import Tracker, TrackerClient
 from bench.tracking.attempts import build_report_run, list_all_attempts
 
@@ -75,4 +74,4 @@ def _send_store(store: Path, rows: Sequence[Path], tracker: Tracker) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 
-from bench import calibrate, command
+from bench import calibrate
 from bench.calibration import noise
+from bench.core import command_line
 
 
 def disable_noise_limits() -> None:
@@ -18,4 +19,4 @@ def disable_noise_limits() -> None:
 
 if __name__ == "__main__":
     disable_noise_limits()
-    sys.exit(command.run_main(calibrate.main))
+    sys.exit(command_line.run_main(calibrate.main))

@@ -24,12 +24,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bench import records
-from bench.config import RunConfig
+from bench.config.run_config import RunConfig
 from bench.hardware.detect import DetectedDevice
 from bench.models import Batch
 from bench.models.base import IGNORED_LABEL, Family, FlopCount
-from bench.planning.plan import build_sweep_plan
 from bench.planning.request import parse_sweep_request
+from bench.planning.sweep_plan import build_sweep_plan
 from bench.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,19 +13,19 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from bench.config import SECTION_NAMES, Measurement, RunConfig
+from bench.config.compose import CONF_FOLDER, list_config_groups
+from bench.config.run_config import SECTION_NAMES, Measurement, RunConfig
+from bench.core.plugins import find_plugin_class
+from bench.core.precision import Precision
+from bench.core.typed_config import FieldType, format_override_value, get_field_types, parse_type_hint
 from bench.finetune import load_finetune
 from bench.hardware import Hardware
 from bench.launch.local import LocalProfile
 from bench.launch.slurm.profile import SlurmProfile
 from bench.models import load_family
-from bench.planning.compose import CONF_FOLDER, list_config_groups
 from bench.planning.request import DEVICE_HINT, REPEATS_HINT, ExecutionOptions
-from bench.plugins import find_plugin_class
-from bench.precision import Precision
 from bench.strategies import load_strategy
 from bench.training.optimizer import OptimizerConfig
-from bench.typed import FieldType, format_override_value, get_field_types, parse_type_hint
 
 HOSTILE_VALUES = (
     *(

@@ -11,10 +11,10 @@ import sys
 
 import torch
 
-from bench.measure.memory import CpuMemoryProbe
-from bench.measure.rehearsal import init_rehearsal_group
-from bench.simulate.predict import predict_run
-from bench.strategies.deepspeed import DeepSpeedStrategy
+from bench.prediction.predictor import predict_run
+from bench.rank.memory_probe import CpuMemoryProbe
+from bench.rank.rehearsal_group import init_rehearsal_group
+from bench.strategies.deepspeed.strategy import DeepSpeedStrategy
 from bench.training.engine import build_engine, build_micro_batches
 from tests.conftest import compose_run_config
 

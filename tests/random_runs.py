@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import records
-from bench.config import RunConfig
-from bench.errors import UsageError
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig
+from bench.core.errors import UsageError
 from bench.launch.local import LocalLauncher
-from bench.launch.stop import StopSignal
+from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask
-from bench.planning.compose import compose_config
-from bench.simulate.predict import predict_runs
+from bench.prediction.predictor import predict_runs
 from tests.conftest import CPU, compose_run_config
 
 SEED = 14

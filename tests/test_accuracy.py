@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.config import build_run_config
-from bench.planning.compose import compose_config
+from bench.config.compose import compose_config
+from bench.config.run_config import build_run_config
+from bench.prediction.prediction import DOES_NOT_FIT
+from bench.prediction.predictor import predict_runs
 from bench.records.published import PUBLISHED_CSV
-from bench.simulate.predict import predict_runs
-from bench.simulate.prediction import DOES_NOT_FIT
 from bench.validation import runs
 from bench.validation.command import ACCURACY_PAGE, build_accuracy_page, predict_cases
 from bench.validation.runs import EXCLUSION_REASONS, SPEED, TUNED_GPU_COUNTS, PublishedCase, load_cases

@@ -14,17 +14,17 @@ from rich.console import Console
 from bench import advise, predict
 from bench.advice.question import read_question
 from bench.advice.ranking import CandidateRanking
-from bench.config import build_run_config
+from bench.advice.tree.agreement import describe_agreement
+from bench.advice.tree.answers import ANSWER_FUNCTIONS
+from bench.advice.tree.guidance import build_guidance
+from bench.advice.tree.names import TRAINING_TERMS
+from bench.advice.tree.options import PIPELINE
+from bench.advice.tree.tree import ANY_ANSWER, DECISION_TREE, TreeLeaf, TreeNode
+from bench.config.compose import compose_config, list_config_groups
+from bench.config.run_config import build_run_config
 from bench.finetune.base import LoRA, QLoRA
-from bench.guide.agreement import describe_agreement
-from bench.guide.guide import build_guidance
-from bench.guide.names import TRAINING_TERMS
-from bench.guide.steps import ANSWER_FUNCTIONS
-from bench.guide.tree import ANY_ANSWER, DECISION_TREE, TreeLeaf, TreeNode
-from bench.guide.ways import PIPELINE
-from bench.planning.compose import compose_config, list_config_groups
 from bench.planning.request import parse_sweep_request
-from bench.simulate.prediction import PredictedRange
+from bench.prediction.prediction import PredictedRange
 from tests.conftest import CPU, ROOT
 from tests.extras import needs
 

@@ -7,13 +7,14 @@ import pandas as pd
 import pytest
 from matplotlib.collections import LineCollection
 
-from bench.reporting import agreement, style
-from bench.reporting.agreement import MEMORY, SPEED, build_pairs, summarize_pairs
-from bench.reporting.drawing import ReportSection
+from bench.reporting.drawing import style
+from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import agreement as figure
 from bench.reporting.figures import paper
-from bench.reporting.interactive_figures import build_deviation_figure, build_paper_figure
-from bench.reporting.table import prepare_table
+from bench.reporting.page.interactive_figures import build_deviation_figure, build_paper_figure
+from bench.reporting.tables import agreement
+from bench.reporting.tables.agreement import MEMORY, SPEED, build_pairs, summarize_pairs
+from bench.reporting.tables.table import prepare_table
 from tests.records_fixture import make_record
 from tests.test_paper_figures import predicted
 from tests.test_report import overlaps, words

@@ -24,17 +24,17 @@ from bench.calibration.collectives import (
     list_message_sizes,
     measure_collectives,
 )
-from bench.calibration.facts import CalibrationProvenance
 from bench.calibration.fit_links import count_bus_bytes, fit_links, predict_collective_seconds
 from bench.calibration.hardware_file import MEASURED_SOURCE, BaselineHardware, build_calibrated_hardware
 from bench.calibration.noise import REFERENCE_NAME, find_disturbances
+from bench.calibration.processes import CalibrationProcess, run_local_processes
+from bench.calibration.provenance import CalibrationProvenance
 from bench.calibration.sample import COLLECTIVE, LAUNCH, MATMUL, CalibrationSample
-from bench.calibration.world import CalibrationProcess, run_local_processes
-from bench.errors import UsageError
+from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
-from bench.hardware.file import read_hardware_file
+from bench.hardware.hardware_file import read_hardware_file
 from bench.hardware.speeds import GlooSpeed, LinkSpeeds
-from bench.simulate.network import (
+from bench.prediction.cost.collectives import (
     ALL_REDUCE,
     CALIBRATED_COLLECTIVES,
     CollectiveGroup,

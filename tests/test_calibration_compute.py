@@ -15,24 +15,27 @@ import torch
 from bench.calibration.attention import ATTENTION_SHAPES as ATTENTION_SHAPES
 from bench.calibration.compute import measure_compute
 from bench.calibration.fit_compute import ComputeFit, fit_compute
-from bench.calibration.launch import KERNEL_SAMPLE
-from bench.calibration.linear import fit_seconds_per_unit
+from bench.calibration.kernel_launch import KERNEL_SAMPLE
+from bench.calibration.least_squares import fit_seconds_per_unit
 from bench.calibration.matmul import MATMUL_SHAPES as MATMUL_SHAPES
 from bench.calibration.memory import ELEMENTWISE_OPERATOR
 from bench.calibration.parts import SINGLE_DEVICE_PLACEHOLDERS, predict_kernel_seconds
 from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, OPTIMIZER, CalibrationSample
 from bench.calibration.steps import CALL_SAMPLE, STEP_SAMPLE
-from bench.errors import UsageError
+from bench.core.errors import UsageError
 from bench.hardware import Hardware
-from bench.hardware.file import format_hardware_yaml, read_hardware_file
-from bench.hardware.processor import (
+from bench.hardware.hardware_file import format_hardware_yaml, read_hardware_file
+from bench.hardware.speeds import (
+    AttentionSpeed,
+    HardwareSpeeds,
+    LaunchOverhead,
+    MatmulSpeed,
     ProcessorAttentionSpeed,
     ProcessorMatmulSpeed,
     ProcessorOptimizerSpeed,
     ProcessorSpeed,
 )
-from bench.hardware.speeds import AttentionSpeed, HardwareSpeeds, LaunchOverhead, MatmulSpeed
-from bench.simulate.predict import predict_run
+from bench.prediction.predictor import predict_run
 from bench.validation import command
 from bench.validation.measured import MAX_GOAL_ERROR, compare_step_times, render_step_times
 from tests.conftest import ROOT, SMALL_GPT, compose_run_config

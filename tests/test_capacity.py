@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.errors import ImpossibleError
-from bench.launch.capacity import compute_model_state_bytes, refuse_host_memory_overrun
+from bench.core.errors import ImpossibleError
+from bench.launch.local import compute_model_state_bytes, refuse_host_memory_overrun
 from bench.launch.ranks import RankExit, RankProcess
-from bench.launch.verdict import build_outcome_columns
+from bench.launch.run_outcome import build_outcome_columns
+from bench.prediction.predictor import predict_run
 from bench.records.schema import OOM_PHASES
-from bench.simulate.predict import predict_run
 from bench.sweep import main as sweep_main
 from tests.conftest import compose_run_config
 from tests.extras import needs

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from bench import check
-from bench.checks import losses, machine, memory, timing
+from bench.checks import host, losses, memory, timing
 from bench.checks.before_sweep import check_machine_once
 from bench.checks.memory import check_memory
 from bench.checks.result import FAILED, NOT_RUN, PASSED, CheckResult, build_results_table
 from bench.checks.runs import CheckRun
 from bench.checks.session import CheckReport
 from bench.checks.timing import check_profile, time_loop
-from bench.errors import UsageError
+from bench.config.compose import list_config_groups
+from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
-from bench.planning.compose import list_config_groups
 from tests.conftest import CPU, compose_run_config, run_command
 
 GPU_DEVICE = DetectedDevice("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80 * 2**30)
@@ -157,21 +157,21 @@ def test_the_process_of_the_clock_leaves_ctrl_c_to_its_starter(monkeypatch: pyte
 
 def test_a_process_that_is_left_is_found() -> None:
     token = "left by a test"
-    assert machine.find_leftover_processes(token) == []
+    assert host.find_leftover_processes(token) == []
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, machine.TOKEN_VARIABLE: token},
+        env={**os.environ, host.TOKEN_VARIABLE: token},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert machine.find_leftover_processes(token) == [process.pid]
-        assert machine.check_device_free(CPU, token, {}).status == FAILED
+        assert host.find_leftover_processes(token) == [process.pid]
+        assert host.check_device_free(CPU, token, {}).status == FAILED
         assert process.stdin is not None
         process.stdin.close()
-    assert machine.check_device_free(CPU, token, {}).status == PASSED
+    assert host.check_device_free(CPU, token, {}).status == PASSED
 
 
 def test_a_machine_whose_gpus_cannot_be_used_fails_at_once(
@@ -195,15 +195,15 @@ def test_memory_of_gpus_is_asked_of_those_that_are_visible(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     two = dataclasses.replace(GPU_DEVICE, count=2)
-    before = machine.read_used_bytes(two)
+    before = host.read_used_bytes(two)
     assert before == {0: 2**20, 1: 2**20}
     used[0] += 2**30  # of another user's GPU
-    assert machine.check_device_free(two, "no such token", before).status == PASSED
+    assert host.check_device_free(two, "no such token", before).status == PASSED
     used[2] += 2**30
-    assert machine.check_device_free(two, "no such token", before).status == FAILED
+    assert host.check_device_free(two, "no such token", before).status == FAILED
     del nvml.nvmlDeviceGetMemoryInfo
-    assert machine.read_used_bytes(two) == {}
-    assert machine.check_device_free(two, "no such token", before).status == PASSED
+    assert host.read_used_bytes(two) == {}
+    assert host.check_device_free(two, "no such token", before).status == PASSED
 
 
 def test_a_sweep_on_gpus_checks_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

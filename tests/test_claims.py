@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import processes, records, run
-from bench.launch import local, owners, worker
+from bench import records, run
+from bench.core import processes
+from bench.launch import local, process_owner, worker
+from bench.rank.row import build_configured_columns, build_environment_columns
 from bench.records import RunClaimedError, claims
-from bench.row import build_configured_columns, build_environment_columns
 from tests.conftest import CPU, compose_run_config
 
 fork_context = multiprocessing.get_context("fork")
@@ -230,7 +231,7 @@ def test_a_run_that_waits_for_another_sweep_hears_signals(number, typed, tmp_pat
 
 
 def test_what_describes_no_process_is_none_that_lives():
-    alive = owners.describe_this_process()
-    assert owners.is_process_alive(alive)
-    assert not owners.is_process_alive({"host": alive["host"], "pid": 999999999})
-    assert not owners.is_process_alive({**alive, "started": None})
+    alive = process_owner.describe_this_process()
+    assert process_owner.is_process_alive(alive)
+    assert not process_owner.is_process_alive({"host": alive["host"], "pid": 999999999})
+    assert not process_owner.is_process_alive({**alive, "started": None})

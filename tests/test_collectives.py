@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.measure import collectives
-from bench.measure.collectives import count_references, wait_for_tensor_release
+from bench.rank import collective_release
+from bench.rank.collective_release import count_references, wait_for_tensor_release
 
 REPETITIONS = 2000
 """The backend's thread lets go late in one of some hundred collectives."""
@@ -60,7 +60,7 @@ def test_a_caller_that_holds_on_to_what_is_gathered_is_not_waited_for_every_time
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As DeepSpeed does, of a hundred tensors in a step."""
-    monkeypatch.setattr(collectives, "RELEASE_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(collective_release, "RELEASE_TIMEOUT_S", 0.4)
     tensor, views = torch.ones(8), []
     begun = time.monotonic()
     with wait_for_tensor_release():
@@ -80,7 +80,7 @@ def test_while_the_backend_may_hold_tensors_python_is_never_left_alone_with_them
     the last look at who holds a tensor, someone else must."""
     seen: list[int] = []
     monkeypatch.setattr(
-        collectives, "count_references", lambda tensor: seen.append(count_references(tensor)) or seen[-1]
+        collective_release, "count_references", lambda tensor: seen.append(count_references(tensor)) or seen[-1]
     )
     tensor = torch.ones(8)
     with wait_for_tensor_release():

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
+from bench.rank.row import build_configured_columns
 from bench.records import read_latest_attempts
-from bench.reporting import style, write_report
+from bench.reporting import write_report
+from bench.reporting.drawing import style
 from bench.reporting.figures import communication
 from bench.reporting.figures.communication import ValueWithInterval, compute_difference
-from bench.reporting.table import prepare_table
-from bench.row import build_configured_columns
+from bench.reporting.tables.table import prepare_table
 from tests.conftest import compose_run_config, run_command
 from tests.records_fixture import write_store
 
@@ -50,7 +51,7 @@ def test_the_difference_of_two_medians_has_the_interval_of_both():
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says():
-    from bench.measure.statistics import compute_median, compute_median_interval
+    from bench.rank.statistics import compute_median, compute_median_interval
 
     random = np.random.default_rng(0)
     num_covering = 0

@@ -19,7 +19,7 @@ from bench.calibration.compute import measure_compute
 from bench.calibration.fit_compute import fit_compute
 from bench.calibration.noise import ProcessorWait, find_disturbances, time_reference
 from bench.calibration.sample import CalibrationSample
-from bench.simulate.predict import predict_run
+from bench.prediction.predictor import predict_run
 from tests.conftest import compose_run_config
 
 MAX_RELATIVE_ERROR = 0.10

@@ -13,7 +13,7 @@ import pytest
 from bench import compare as compare_command
 from bench import dashboard
 from bench.dashboards.alerts import build_comparison_run, send_alert
-from bench.tracking.tracked import OOM_TABLE, build_tracked_run
+from bench.tracking.tracked_run import OOM_TABLE, build_tracked_run
 from bench.tracking.wandb import WandbTracker
 from tests.conftest import ROOT, run_command
 from tests.fake_wandb import fake_wandb

@@ -14,20 +14,20 @@ from torch import nn
 from torch.nn import parallel
 from torch.nn.parallel import comm
 
-from bench.config import RunConfig
-from bench.errors import ImpossibleError
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig
+from bench.core.errors import ImpossibleError
 from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
 from bench.launch.slurm.launcher import compute_job_shape
-from bench.measure.memory import CpuMemoryProbe
 from bench.models.blocks import checkpoint_blocks
 from bench.models.materialize import Materializer
-from bench.planning.compose import compose_config
-from bench.simulate import pace
-from bench.simulate.network import CollectiveGroup, compute_collective_seconds
-from bench.simulate.predict import _simulate_rank, predict_run
+from bench.prediction.cost import rank_speed
+from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
+from bench.prediction.predictor import _simulate_rank, predict_run
+from bench.rank.memory_probe import CpuMemoryProbe
 from bench.strategies.data_parallel import AutocastModule
-from bench.strategies.plan import ParameterSpec, PlanInputs, ShardingUnit
+from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.test_strategy_plans import Notebook
 
@@ -180,7 +180,7 @@ def test_a_step_leaves_what_it_found(micro_batches: int, batch: int) -> None:
         *("gpus=4", f"gradient_accumulation={micro_batches}", "gradient_accumulation_sync=true", "mode=predict"),
         f"batch_size_per_gpu={batch}",
     )
-    simulated_rank, plan = _simulate_rank(config, pace.build_rank_speed(config), False)
+    simulated_rank, plan = _simulate_rank(config, rank_speed.build_rank_speed(config), False)
     kept_bytes = sum(
         size
         for size, part in simulated_rank._allocations.values()

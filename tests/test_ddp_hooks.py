@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench.errors import ImpossibleError, UsageError
-from bench.simulate.predict import predict_run
+from bench.core.errors import ImpossibleError, UsageError
+from bench.prediction.predictor import predict_run
 from tests.conftest import SMALL_T5, compose_run_config
 from tests.test_strategy_plans import Notebook, config, plan_of, step
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from bench.errors import UsageError
+from bench.core.errors import UsageError
+from bench.prediction.predictor import predict_run
 from bench.run import main
-from bench.simulate.predict import predict_run
-from bench.strategies.deepspeed_plan import find_ranks_of_parameters
-from bench.strategies.plan import ParameterSpec
+from bench.strategies.deepspeed.stages_0_to_2 import find_ranks_of_parameters
+from bench.strategies.step_plan import ParameterSpec
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 from tests.test_strategy_plans import Notebook, config, plan_of, step

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from bench import predict as command
-from bench.advice.words import format_strategy as words
-from bench.simulate.machine import RankSpeed, SimulatedRank
-from bench.simulate.predict import predict_run
-from bench.simulate.prediction import DOES_NOT_FIT, Prediction
-from bench.strategies.plan import ParameterSpec, PlanInputs, ShardingUnit, StepPlan
+from bench.advice.labels import format_strategy as words
+from bench.prediction.prediction import DOES_NOT_FIT, Prediction
+from bench.prediction.predictor import predict_run
+from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
+from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit, StepPlan
 from tests.conftest import ROOT
 from tests.test_deepspeed import needs_library
 from tests.test_strategy_plans import Notebook, config, plan_of, step

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from bench.config import RunConfig, build_run_config
-from bench.errors import ImpossibleError
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import ImpossibleError
 from bench.hardware.detect import DetectedDevice
-from bench.planning.compose import compose_config
-from bench.planning.estimate import predict_duration_s
 from bench.planning.request import parse_sweep_request
-from bench.simulate.predict import predict_runs
+from bench.planning.time_limits import predict_duration_s
+from bench.prediction.predictor import predict_runs
 from tests.conftest import CPU
 
 GPUS = {

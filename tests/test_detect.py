@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench import run, sweep
-from bench.errors import ImpossibleError
+from bench.core.errors import ImpossibleError
 from bench.hardware import detect_device, facts, refuse_unsupported
 from bench.hardware.detect import DetectedDevice, choose_device
 from bench.hardware.facts import CudaSetup, GpuUsage, VisibleGpu
@@ -357,7 +357,7 @@ def test_a_machine_without_gpus_is_not_asked_in_a_child(monkeypatch) -> None:
     detect_device.cache_clear()
     monkeypatch.setattr(detect_module.processes, "can_reach_gpus", lambda: False)
     monkeypatch.setattr(detect_module.facts, "query_cuda_setup", lambda: CudaSetup("2.13.0+cpu", None))
-    monkeypatch.setattr(detect_module.processes, "worker_pool", lambda *_: pytest.fail("a child was started"))
+    monkeypatch.setattr(detect_module.processes, "open_worker_pool", lambda *_: pytest.fail("a child was started"))
     try:
         assert detect_device().kind == "cpu"
     finally:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bench.config import RunConfig
-from bench.measure.memory import CpuMemoryProbe
+from bench.config.run_config import RunConfig
 from bench.models import Family
-from bench.rank import RankCoordinates, run_rank
+from bench.rank.memory_probe import CpuMemoryProbe
+from bench.rank.run_rank import RankCoordinates, run_rank
 from bench.training.engine import Engine, EnterPhase, build_engine, build_micro_batches
 from tests.conftest import SMALL_GPT, compose_run_config
 from tests.extras import needs

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.reporting import facts
-from bench.reporting.notebook import Notebook
-from bench.reporting.table import prepare_table
+from bench.reporting.notebook.notebook import Notebook
+from bench.reporting.paper import paper_tables
+from bench.reporting.tables.table import prepare_table
 from tests.records_fixture import make_record
 from tests.test_paper_figures import predicted
 
@@ -18,7 +18,7 @@ def shipped() -> Notebook:
 
 def test_the_papers_text_beside_its_own_figures():
     rows = predicted("model_scale") + predicted("prefetch") + predicted("rate_limiter")
-    paper_rows = facts.compare_text_and_figures(
+    paper_rows = paper_tables.compare_text_and_figures(
         prepare_table(rows), ["Figure 6(a)", "Figure 6(b)", "Figure 6(c)"]
     ).to_dict("records")
     rows_by_subject = {row["What"].partition(" (")[0]: row for row in paper_rows}
@@ -37,7 +37,7 @@ def test_the_papers_text_beside_its_own_figures():
 
 def test_the_papers_text_on_scaling_beside_its_figures():
     rows = predicted("t5_11b_scale") + predicted("gpt_175b_scale")
-    paper_table = facts.compare_text_and_figures(prepare_table(rows), ["Figure 7(b)", "Figure 7(c)"])
+    paper_table = paper_tables.compare_text_and_figures(prepare_table(rows), ["Figure 7(b)", "Figure 7(c)"])
     rows_by_subject = {row["What"]: row for row in paper_table.to_dict("records")}
     decline = rows_by_subject["T5-11B: speed per GPU lost from 8 to 512 GPUs"]
     assert decline["Text of the paper"] == "7 % (section 5.4)"
@@ -50,13 +50,13 @@ def test_the_papers_text_on_scaling_beside_its_figures():
 
 
 def test_without_rows_there_is_nothing_to_say():
-    assert facts.compare_text_and_figures(prepare_table([make_record()]), ["Figure 7(c)"]).empty
-    assert facts.build_flops_table(prepare_table([make_record()])).empty
+    assert paper_tables.compare_text_and_figures(prepare_table([make_record()]), ["Figure 7(c)"]).empty
+    assert paper_tables.build_flops_table(prepare_table([make_record()])).empty
 
 
 def test_tflops_with_and_without_what_is_computed_again():
     table = prepare_table(predicted("t5_11b_scale"))
-    (row,) = facts.build_flops_table(table).to_dict("records")
+    (row,) = paper_tables.build_flops_table(table).to_dict("records")
     assert row["Peak, TFLOPS"] == "312"
     recomputation_ratio = float((table["hardware_tflops_per_gpu"] / table["tflops_per_gpu"]).iloc[0])
     assert 1.2 < recomputation_ratio < 4 / 3
@@ -67,18 +67,18 @@ def test_tflops_with_and_without_what_is_computed_again():
 
 def test_parts_of_the_peak_add_up(shipped):
     records = shipped.select_records(model="t5_11b", evidence="predicted", strategy="ddp", precision="bf16")
-    table = facts.build_memory_parts_table(records)
+    table = paper_tables.build_memory_parts_table(records)
     assert len(table) == len(records) > 0
     for row in table.to_dict("records"):
         names = ("Parameters", "Gradients", "Optimizer", "Activations", "Gathered", "Other")
         total = sum(float(row[name].replace(",", "")) for name in names)
         assert total == pytest.approx(float(row["Allocated"].replace(",", "")), rel=0.02)
         assert row[""] == "does not fit"
-    assert facts.build_memory_parts_table([make_record()]).empty
+    assert paper_tables.build_memory_parts_table([make_record()]).empty
 
 
 def test_traffic_at_both_ends_is_the_papers():
-    table = facts.build_traffic_table(10**9, 2, 64, 8).set_index("F")
+    table = paper_tables.build_traffic_table(10**9, 2, 64, 8).set_index("F")
     assert list(table.index) == [1, 2, 4, 8, 16, 32, 64]
     whole = 2.0
     assert float(table.loc[1, "Sent in all"]) == pytest.approx(2 * whole * 63 / 64, rel=0.01)
@@ -87,18 +87,18 @@ def test_traffic_at_both_ends_is_the_papers():
     column = table["Of it in rings that leave the machine"].astype(float)
     assert column.idxmin() == 8
     assert column.loc[16] > column.loc[1]
-    assert (facts.build_traffic_table(10**9, 2, 8, 8)["Of it in rings that leave the machine"] == "0").all()
+    assert (paper_tables.build_traffic_table(10**9, 2, 8, 8)["Of it in rings that leave the machine"] == "0").all()
 
 
 def test_steps_show_the_knob_that_is_varied():
-    table = facts.build_step_table(prepare_table(predicted("prefetch")), "backward_prefetch")
+    table = paper_tables.build_step_table(prepare_table(predicted("prefetch")), "backward_prefetch")
     assert list(table["Backward prefetch"]) == ["none", "pre"] * 3
     assert list(table["GPUs"]) == ["128", "128", "256", "256", "512", "512"]
     assert set(table["Evidence"]) == {"predicted"}
 
 
 def test_parts_of_the_step_add_up(shipped):
-    table = facts.build_time_parts_table(
+    table = paper_tables.build_time_parts_table(
         shipped.select_records(model="t5_2b", evidence="predicted", strategy="fsdp", precision="bf16")
     )
     assert {"1", "8", "64"} <= set(table["F"])
@@ -106,11 +106,11 @@ def test_parts_of_the_step_add_up(shipped):
         parts = [float(row[name]) for name in ("Compute", "Optimizer", "Communication not hidden")]
         assert sum(parts) == pytest.approx(float(row["Step"]), rel=0.01)
         assert float(row["Communication"]) >= float(row["Communication not hidden"])
-    assert facts.build_time_parts_table([make_record()]).empty
+    assert paper_tables.build_time_parts_table([make_record()]).empty
 
 
 def test_what_was_printed_is_shown_with_how_it_was_obtained():
-    table = facts.build_published_table("Figure 7(c)")
+    table = paper_tables.build_published_table("Figure 7(c)")
     digitised = table[table["How"] == "digitised"]
     assert len(digitised) == 14
     assert set(digitised["±"]) == {"0.1"}
@@ -118,7 +118,9 @@ def test_what_was_printed_is_shown_with_how_it_was_obtained():
 
 
 def test_what_is_sharded_falls_by_sixteen_bytes_per_parameter_or_nobody_knows_why(shipped):
-    table = facts.build_memory_scaling_table(shipped.build_table(hardware="a100_80gb", model=("gpt_175b", "t5_11b")))
+    table = paper_tables.build_memory_scaling_table(
+        shipped.build_table(hardware="a100_80gb", model=("gpt_175b", "t5_11b"))
+    )
     bytes_ = {
         (row["Model"], row["Line"], row["Evidence"]): float(row["Bytes per parameter, sharded"])
         for row in table.to_dict("records")

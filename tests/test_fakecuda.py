@@ -226,12 +226,12 @@ def test_a_rank_asks_cuda_and_nccl_for_what_it_should(run: Run) -> None:
 def test_memory_is_read_from_the_allocator_after_a_reset(run: Run) -> None:
     """The peak is reset once, after warm-up and behind a synchronisation; events are read behind another one."""
     before = f"""
-import torch, bench.rank
-build_engine = bench.rank.build_engine
+import torch, bench.rank.run_rank
+build_engine = bench.rank.run_rank.build_engine
 def builds(*args, **kwargs):
     torch.empty({LARGE_BYTES}, dtype=torch.uint8, device="cuda")
     return build_engine(*args, **kwargs)
-bench.rank.build_engine = builds
+bench.rank.run_rank.build_engine = builds
 """
     (rank,) = run(*SMALL_GPT, *CASES["single fp32"], before=before)
     calls = rank["calls"]
@@ -315,12 +315,12 @@ def test_a_rehearsal_has_the_peak_of_the_run_it_stands_for(run: Run, strategy: s
 
 def test_a_cpu_tensor_is_refused_by_a_group_that_has_only_nccl(run: Run) -> None:
     before = """
-import torch, torch.distributed as dist, bench.rank
-measure = bench.rank.measure
+import torch, torch.distributed as dist, bench.rank.run_rank
+measure = bench.rank.run_rank.measure_rank
 def asks(*args, **kwargs):
     dist.all_reduce(torch.zeros(1))
     return measure(*args, **kwargs)
-bench.rank.measure = asks
+bench.rank.run_rank.measure_rank = asks
 """
     ranks = run(*SMALL_GPT, *CASES["ddp fp32"], before=before)
     assert "No backend type associated with device type cpu" in ranks[0]["outcome"]["error"]
@@ -404,7 +404,7 @@ result = [timer.stretch([lambda: time.sleep(0.01)] * 3), type(timer).__name__]
 def test_calibration_captures_kernels_once_and_replays_them(machine: FakeCudaProcess) -> None:
     script = """
 import torch
-from bench.calibration.launch import measure_launch
+from bench.calibration.kernel_launch import measure_launch
 from tests.fakecuda import runtime
 (sample,) = measure_launch(torch.device("cuda", 0), progress=lambda text: None)
 calls = [call for call in runtime.CALLS if call.startswith("graph")]
@@ -418,7 +418,7 @@ result = [calls[0], len(calls), set(calls[1:]) == {"graph replayed"}, list(sampl
 def test_calibration_times_collectives_between_gpus(machine: FakeCudaProcess) -> None:
     script = """
 from bench.calibration import collectives
-from bench.calibration.world import Process
+from bench.calibration.processes import Process
 from tests.fakecuda import nccl, runtime
 collectives.LARGEST_BYTES["cuda"] = 2**14
 process = Process(rank, rank, 2, ("127.0.0.1", port))

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from bench import processes
-from bench.config import build_run_config
-from bench.errors import UsageError
+from bench.config.compose import compose_config
+from bench.config.run_config import build_run_config
+from bench.core import processes
+from bench.core.errors import UsageError
 from bench.finetune import flops
 from bench.finetune.quantised import count_scale_bytes
 from bench.models.materialize import Materializer
-from bench.planning.compose import compose_config
 from bench.predict import main
-from bench.reporting.again import list_overrides
-from bench.simulate.layout import build_parameter_layout
-from bench.simulate.predict import predict_run
+from bench.prediction.predictor import predict_run
+from bench.prediction.simulation.parameter_layout import build_parameter_layout
+from bench.reporting.page.rerun_command import list_overrides
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from bench.config import build_run_config
-from bench.errors import ImpossibleError, UsageError
+from bench.config.compose import compose_config
+from bench.config.run_config import build_run_config
+from bench.core.errors import ImpossibleError, UsageError
 from bench.hardware.detect import DetectedDevice, refuse_unsupported
 from bench.models import float8
-from bench.planning.compose import compose_config
-from bench.predicting import refuse_unpredictable
-from bench.simulate.fusion import KernelAccesses, fuse_kernels
-from bench.simulate.kernels import MEMORY_BOUND
-from bench.simulate.predict import predict_run
-from bench.simulate.tape import TraceKey, trace_step
+from bench.prediction.predictor import predict_run
+from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
+from bench.prediction.trace.kernels import MEMORY_BOUND
+from bench.prediction.trace.trace import TraceKey, trace_step
+from bench.sweeps.predict_sweep import refuse_unpredictable
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from bench.errors import ImpossibleError, UsageError
-from bench.measure.environment import describe_software
-from bench.measure.rehearsal import init_rehearsal_group
-from bench.planning.compose import CONF_FOLDER
-from bench.simulate.predict import predict_run
+from bench.config.compose import CONF_FOLDER
+from bench.core.errors import ImpossibleError, UsageError
+from bench.prediction.predictor import predict_run
+from bench.rank.environment import describe_software
+from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.strategies.accelerate import ENVIRONMENT_PREFIXES, _build_rank_environment, require_supported_driver
 from bench.strategies.framework import BACKEND_KNOB_DEFAULTS as OFFERED
 from bench.strategies.framework import FIXED_BACKEND_KNOBS, PLAIN_STRATEGIES, isolate_environment

@@ -7,15 +7,16 @@ import math
 import pytest
 from matplotlib.text import Text
 
-from bench.identity import ADDED_KNOB_DEFAULTS as ADDED_TO_CONFIG
+from bench.config.run_id import ADDED_KNOB_DEFAULTS as ADDED_TO_CONFIG
+from bench.rank.row import build_configured_columns
 from bench.records import matching, read_latest_attempts
 from bench.records.matching import build_fit_key, build_step_time_key, encode_config_key
-from bench.reporting import style, write_report
-from bench.reporting.answers import build_fit_answer, describe_agreement, describe_disagreement, is_disagreement
+from bench.reporting import write_report
+from bench.reporting.drawing import style
 from bench.reporting.figures import frontier, oom_map, throughput
-from bench.reporting.frontier_cells import build_frontier_cells, drop_batch_search_tries, find_frontier_rows
-from bench.reporting.table import prepare_table
-from bench.row import build_configured_columns
+from bench.reporting.tables.fits import build_fit_answer, describe_agreement, describe_disagreement, is_disagreement
+from bench.reporting.tables.frontier import build_frontier_cells, drop_batch_search_tries, find_frontier_rows
+from bench.reporting.tables.table import prepare_table
 from tests.conftest import compose_run_config, run_command
 from tests.records_fixture import make_default_sweep, write_store
 

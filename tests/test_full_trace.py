@@ -12,12 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import records
-from bench.config import build_run_config
-from bench.errors import ImpossibleError
-from bench.simulate.cpu_memory import InPlaceSumDetector
-from bench.simulate.full_trace import TRACEABLE_STRATEGIES, trace_training_peaks
-from bench.simulate.prediction import MEMORY_PARTS
+from bench.config.run_config import build_run_config
+from bench.core.errors import ImpossibleError
+from bench.prediction.prediction import MEMORY_PARTS
+from bench.prediction.trace.cpu_memory import InPlaceSumDetector
 from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
+from tests.oracles.full_trace import TRACEABLE_STRATEGIES, trace_training_peaks
 
 MEASURED = ROOT / "results" / "measured"
 TOLERANCE = 0.001

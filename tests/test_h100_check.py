@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from bench.checks.losses import load_reference_losses
-from bench.config import build_run_config
-from bench.planning.compose import compose_config
-from bench.simulate.predict import predict_runs
+from bench.config.compose import compose_config
+from bench.config.run_config import build_run_config
+from bench.prediction.predictor import predict_runs
 from tests.conftest import ROOT
 
 H100_CHECK = json.loads((ROOT / "results/checks/h100.json").read_text())

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from bench.errors import ImpossibleError, UsageError
+from bench.config.compose import compose_config, list_config_groups
+from bench.core.errors import ImpossibleError, UsageError
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import DetectedDevice
-from bench.planning.compose import compose_config, list_config_groups
-from bench.planning.forecast import predict_configs
 from bench.planning.request import find_hardware_description
-from bench.simulate.prediction import Prediction
+from bench.planning.run_predictions import predict_configs
+from bench.prediction.prediction import Prediction
 from tests.conftest import CPU, ROOT, compose_run_config
 
 A100 = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 2**30)

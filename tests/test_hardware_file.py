@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from bench import predict, run, sweep
-from bench.config import RunConfig, build_run_config
-from bench.errors import UsageError
+from bench.config.compose import CONF_FOLDER, compose_config
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
-from bench.hardware.file import format_hardware_yaml, read_hardware_file
-from bench.planning.compose import CONF_FOLDER, compose_config
-from bench.planning.plan import build_sweep_plan
+from bench.hardware.hardware_file import format_hardware_yaml, read_hardware_file
 from bench.planning.request import parse_sweep_request
+from bench.planning.sweep_plan import build_sweep_plan
 from tests.conftest import CPU, ROOT, compose_run_config
 
 H200_FILE = CONF_FOLDER / "hardware" / "h200.yaml"

@@ -12,10 +12,10 @@ import pytest
 from bench import history as command
 from bench.comparison import CANNOT_TELL, IMPROVEMENT, REGRESSION, build_histories
 from bench.comparison.change_points import find_exact_level_changes, find_level_changes
-from bench.comparison.words import ALLOCATED, STEP_TIME, TFLOPS
+from bench.comparison.labels import ALLOCATED, STEP_TIME, TFLOPS
 from bench.records import read_all_attempts, read_latest_attempts
-from bench.reporting import style
-from bench.reporting.drawing import save_drawing
+from bench.reporting.drawing import style
+from bench.reporting.drawing.drawing import save_drawing
 from bench.reporting.figures.regression import draw_histories
 from tests.records_fixture import write_store
 from tests.repeated_runs import PEAK_BYTES, draw_step_times, make_runs, move_to_gpus

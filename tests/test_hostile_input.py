@@ -21,11 +21,12 @@ from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 from bench import advise, calibrate, compare, dashboard, history, jobs, predict, report, run, sweep, track
-from bench.described import read_plain_yaml
+from bench.config import compose
+from bench.core.yaml_files import read_plain_yaml
 from bench.hardware.detect import DetectedDevice
-from bench.hardware.file import read_hardware_file
+from bench.hardware.hardware_file import read_hardware_file
 from bench.launch.local import LocalLauncher
-from bench.planning import compose, forecast
+from bench.planning import run_predictions
 from tests import hostile
 from tests.conftest import compose_run_config
 
@@ -64,10 +65,10 @@ def nothing_is_executed(tmp_path_factory) -> Iterator[Path]:
         patch.setattr(track, "_send_store", raise_execution_reached)
         patch.setattr(report, "write_report", raise_execution_reached)
         if not FUZZING:
-            (prediction,) = forecast.predict_configs(
+            (prediction,) = run_predictions.predict_configs(
                 [compose_run_config("hardware=a100_80gb", "gpus=2", "mode=predict")]
             )
-            patch.setattr(forecast, "predict_runs", lambda configs: [prediction for _ in configs])
+            patch.setattr(run_predictions, "predict_runs", lambda configs: [prediction for _ in configs])
         yield folder
 
 

@@ -14,10 +14,10 @@ import pytest
 import submitit
 
 from bench import records
+from bench.config.compose import compose_config
 from bench.launch.local import LocalLauncher
-from bench.launch.stop import StopSignal
+from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask
-from bench.planning.compose import compose_config
 from tests.conftest import CPU, ROOT, compose_run_config
 from tests.fake_model import FAKE_MODEL_OVERRIDES, build_marked_environment, find_marked_processes, wait_until
 

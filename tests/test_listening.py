@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import rendezvous
+from bench.launch import rendezvous
 from tests.fake_model import FAKE_MODEL_OVERRIDES, SweepProcess, find_marked_processes, wait_until
 from tests.test_interrupts import start_command
 

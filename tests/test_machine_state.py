@@ -21,25 +21,24 @@ import torch
 import torch.distributed as dist
 
 from bench import records
-from bench.config import Measurement, build_run_config, fill_measurement_defaults
-from bench.errors import ImpossibleError
+from bench.config.compose import compose_config
+from bench.config.grid import RunSettings
+from bench.config.run_config import Measurement, build_run_config, fill_measurement_defaults
+from bench.core.errors import ImpossibleError
 from bench.hardware import MemoryLimit
 from bench.hardware.detect import DetectedDevice, refuse_unsupported
 from bench.launch.ranks import RankExit
-from bench.launch.slurm import crew
-from bench.measure import busyness, environment, gpu
-from bench.measure.busyness import CpuLoad, compute_others_cpu_share, find_cpu_degradations
-from bench.measure.duration import run_warm_up
-from bench.measure.gpu import GpuStateProbe, NvmlGpu, compute_taken_bytes, find_gpu_degradations
-from bench.measure.loop import RankSamples
-from bench.measure.memory import MemoryPeaks
-from bench.measure.nccl import capture_nccl_network, parse_network
-from bench.measure.processors import compute_thread_share, format_ranges, limit_cpu_threads, list_usable_cpus
-from bench.planning.compose import compose_config
-from bench.planning.estimate import predict_duration_s
-from bench.planning.grid import RunSettings
-from bench.planning.plan import build_sweep_plan
-from bench.rank import RankOutcome, build_agreement, choose_backend
+from bench.launch.slurm import coordination
+from bench.planning.sweep_plan import build_sweep_plan
+from bench.planning.time_limits import predict_duration_s
+from bench.rank import cpu_load as busyness
+from bench.rank import environment, gpu_state
+from bench.rank.cpu_load import CpuLoad, compute_others_cpu_share, find_cpu_degradations
+from bench.rank.cpu_threads import compute_thread_share, format_ranges, limit_cpu_threads, list_usable_cpus
+from bench.rank.gpu_state import GpuStateProbe, NvmlGpu, compute_taken_bytes, find_gpu_degradations
+from bench.rank.memory_probe import MemoryPeaks
+from bench.rank.run_rank import RankOutcome, build_agreement, capture_nccl_network, choose_backend, parse_network
+from bench.rank.timed_loop import RankSamples, run_warm_up
 from tests.conftest import SMALL_T5, compose_run_config
 
 GIB = 2**30
@@ -205,7 +204,7 @@ def test_an_older_binding_calls_the_reasons_otherwise(nvml: Callable[..., FakeNv
         ({}, [], 0),
     ],
 )
-def test_when_a_gpus_time_is_doubtful(before: gpu.GpuInfo, states: list[gpu.GpuInfo], doubts: int) -> None:
+def test_when_a_gpus_time_is_doubtful(before: gpu_state.GpuInfo, states: list[gpu_state.GpuInfo], doubts: int) -> None:
     assert len(find_gpu_degradations(before, states)) == doubts
 
 
@@ -262,7 +261,7 @@ class FakeStepClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, first_s: float, later_s: float) -> None:
         self.now, self.steps, self._times = 0.0, 0, itertools.chain([first_s], itertools.repeat(later_s))
-        monkeypatch.setattr("bench.measure.duration.time", types.SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr("bench.rank.timed_loop.time", types.SimpleNamespace(perf_counter=lambda: self.now))
 
     def step(self) -> None:
         self.now += next(self._times)
@@ -489,9 +488,9 @@ def test_a_variable_that_was_otherwise_is_said_of_rows_that_are_used_again(
     records.write_row(tmp_path, row)
     points: list[RunSettings] = [dict(override.split("=") for override in SMALL_T5)]
     monkeypatch.setattr(
-        "bench.planning.plan.compose_config", lambda point: compose_config({}) | {"store": str(tmp_path)}
+        "bench.planning.sweep_plan.compose_config", lambda point: compose_config({}) | {"store": str(tmp_path)}
     )
-    monkeypatch.setattr("bench.planning.plan.build_run_config", lambda raw: config)
+    monkeypatch.setattr("bench.planning.sweep_plan.build_run_config", lambda raw: config)
     plan = build_sweep_plan(points, tmp_path, force=False, check_run=lambda config: None)
     assert [words for words in plan.list_changed_variables({}) if "NCCL" in words] == [
         "NCCL_ALGO=Ring (here: unset): 1 of 1 runs"
@@ -506,7 +505,7 @@ def test_what_a_rank_of_another_machine_measured_arrives_as_it_was() -> None:
     samples = RankSamples([0.1], [2.5], 1.0, 0, peaks, None, cpu_load=make_load(busy_s=18, own_s=8), gpu_states=states)
     device = {"name": "GPU", "before": [{"used_bytes": 5}], "torch": environment.read_torch_settings(on_gpu=True)}
     ended = RankExit(3, RankOutcome(3, "host", samples=samples, device=device))
-    assert crew._parse_rank_exit(json.loads(json.dumps(dataclasses.asdict(ended)))) == ended
+    assert coordination._parse_rank_exit(json.loads(json.dumps(dataclasses.asdict(ended)))) == ended
 
 
 def test_settings_of_torch_are_known_without_a_gpu() -> None:

@@ -18,17 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.measure import loop, profiling
-from bench.measure.clock import CpuStepClock
-from bench.measure.environment import describe_software, list_changed_variables, select_recorded_variables
-from bench.measure.memory import CpuMemoryProbe, MemoryChange, _find_matmul_temporaries, compute_memory_peaks
-from bench.measure.profiling import (
-    compute_covered_length,
-    compute_exposed_communication,
-    compute_overlap,
-    merge_intervals,
-)
-from bench.measure.statistics import compute_median_interval, compute_percentile, compute_slowest_rank_times
+from bench.rank import profiler, timed_loop
+from bench.rank.environment import describe_software, list_changed_variables, select_recorded_variables
+from bench.rank.memory_probe import CpuMemoryProbe, MemoryChange, _find_matmul_temporaries, compute_memory_peaks
+from bench.rank.profiler import compute_covered_length, compute_exposed_communication, compute_overlap, merge_intervals
+from bench.rank.statistics import compute_median_interval, compute_percentile, compute_slowest_rank_times
+from bench.rank.timed_loop import CpuStepClock
 from bench.training.engine import Engine
 from tests.conftest import ROOT, compose_run_config
 
@@ -206,9 +201,9 @@ def test_a_trace_that_cannot_be_written_loses_no_measurement(
     def fail(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(profiling, "GLOO_COMPLETION_DELAY_S", 0.0)
+    monkeypatch.setattr(profiler, "GLOO_COMPLETION_DELAY_S", 0.0)
     monkeypatch.setattr(place, fail)
-    assert profiling.profile_step(lambda: torch.ones(2) + 1, torch.device("cpu"), tmp_path / "trace.json.gz") is None
+    assert profiler.profile_step(lambda: torch.ones(2) + 1, torch.device("cpu"), tmp_path / "trace.json.gz") is None
     assert "no trace" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -237,8 +232,8 @@ def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
         stepper=types.SimpleNamespace(start_timed_steps=lambda: None, collect_busy_spans=lambda: None),
         count_skipped_steps=lambda before: 0,
     )
-    monkeypatch.setattr(loop, "build_memory_probe", lambda devices, unmeasured_work: probe)
-    loop.measure_rank(
+    monkeypatch.setattr(timed_loop, "build_memory_probe", lambda devices, unmeasured_work: probe)
+    timed_loop.measure_rank(
         lambda: (engine, []),
         [torch.device("cpu")],
         started_at=time.perf_counter(),
@@ -286,8 +281,8 @@ def test_a_step_that_is_skipped_under_the_profiler_is_no_timed_one(
         stepper=types.SimpleNamespace(start_timed_steps=lambda: None, collect_busy_spans=lambda: None),
         count_skipped_steps=lambda before: Engine.count_skipped_steps(engine, before),
     )
-    monkeypatch.setattr(loop, "profile_step", lambda *_: scales.append(scales[-1] / 2))
-    samples = loop.measure_rank(
+    monkeypatch.setattr(timed_loop, "profile_step", lambda *_: scales.append(scales[-1] / 2))
+    samples = timed_loop.measure_rank(
         lambda: (engine, []),
         [torch.device("cpu")],
         started_at=time.perf_counter(),

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from bench.config import build_run_config
-from bench.errors import ImpossibleError, UsageError
-from bench.measure.rehearsal import init_rehearsal_group
-from bench.progress import _describe_differing_settings
+from bench.config.run_config import build_run_config
+from bench.core.errors import ImpossibleError, UsageError
+from bench.prediction.predictor import predict_run
+from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.records import Record, read_latest_attempts
 from bench.records.matching import build_run_key
-from bench.simulate.predict import predict_run
-from bench.strategies.plan import SHARD_GROUP
+from bench.strategies.step_plan import SHARD_GROUP
+from bench.sweeps.tables import _describe_differing_settings
 from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 from tests.test_strategy_plans import config, sent
 

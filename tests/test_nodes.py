@@ -13,8 +13,8 @@ import torch
 
 from bench import jobs
 from bench.comparison.nodes import compare_matmul_times, compare_step_times
-from bench.launch.slurm.bad_nodes import find_bad_nodes, format_exclude_list
-from bench.measure.health import (
+from bench.launch.slurm.launcher import find_bad_nodes, format_exclude_list
+from bench.rank.node_health import (
     NodeHealth,
     UnhealthyError,
     build_health_columns,

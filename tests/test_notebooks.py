@@ -17,12 +17,12 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from bench import notebooks
-from bench.errors import UsageError
-from bench.reporting import execution
-from bench.reporting.drawing import Drawing, FigureTable, ReportSection, create_figure
+from bench.core.errors import UsageError
+from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection, create_figure
 from bench.reporting.figures import sharding_factor, throughput
-from bench.reporting.interactive_figures import build_trade_off_figure
-from bench.reporting.notebook import Notebook
+from bench.reporting.notebook import execution
+from bench.reporting.notebook.notebook import Notebook
+from bench.reporting.page.interactive_figures import build_trade_off_figure
 from tests.conftest import ROOT, run_command
 from tests.records_fixture import make_default_sweep, make_record, write_store
 from tests.test_report_browser import ARGUMENTS, CHROMIUM
@@ -140,8 +140,8 @@ def check_in_browser(page: Path) -> None:
 RUN_ALL_SCRIPT = """
 import ast, json, sys
 import nbformat
-from bench.reporting.execution import with_parameters
-from bench.reporting.notebook import Shown
+from bench.reporting.notebook.execution import with_parameters
+from bench.reporting.notebook.notebook import Shown
 seen = {}
 for name in sys.argv[2:]:
     notebook = with_parameters(nbformat.read(f"analysis/{name}.ipynb", as_version=4), {"STORE": sys.argv[1]})
@@ -180,7 +180,7 @@ def make_notebook(*sources: str) -> nbformat.NotebookNode:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_a_cell_that_fails_or_warns_is_named(tmp_path):
     with pytest.raises(execution.NotebookFailedError, match=r"cell 2 \(1 / 0\) failed: ZeroDivisionError: division by"):
-        execution.execute_notebook(make_notebook("import bench.errors", "1 / 0", "2"), tmp_path)
+        execution.execute_notebook(make_notebook("import bench.core.errors", "1 / 0", "2"), tmp_path)
     with pytest.raises(execution.NotebookFailedError, match=r"cell 1 wrote to stderr: .*careful"):
         execution.execute_notebook(make_notebook("import warnings; warnings.warn('careful', stacklevel=1)"), tmp_path)
 

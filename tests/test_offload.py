@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.errors import UsageError
-from bench.measure.rehearsal import init_rehearsal_group
-from bench.predicted_row import build_predicted_row
+from bench.core.errors import UsageError
+from bench.prediction.prediction import DOES_NOT_FIT, Prediction
+from bench.prediction.predictor import predict_run
+from bench.prediction.row import build_predicted_row
+from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.records.schema import COLUMNS
-from bench.simulate.predict import predict_run
-from bench.simulate.prediction import DOES_NOT_FIT, Prediction
-from bench.strategies.plan import ParameterSpec, PlanInputs, ShardingUnit
-from bench.strategies.uploading import UploadingOptimizer
+from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
+from bench.strategies.uploading_optimizer import UploadingOptimizer
 from bench.training.engine import build_engine, build_micro_batches
 from bench.training.optimizer import OptimizerConfig
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config

@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from bench.measure.oom import find_out_of_memory_error, find_requested_bytes, observe_failed_cuda_allocations
-from bench.rank import format_error_line
+from bench.rank.out_of_memory import find_out_of_memory_error, find_requested_bytes, observe_failed_cuda_allocations
+from bench.rank.run_rank import format_error_line
 from tests.conftest import ROOT, SMALL_GPT
 
 MIB = 2**20
@@ -238,7 +238,7 @@ THREADS_SCRIPT = """
 import _thread, os, threading
 import torch
 from bench.hardware import MemoryLimit
-from bench.measure.oom import find_out_of_memory_error
+from bench.rank.out_of_memory import find_out_of_memory_error
 
 limit = MemoryLimit(64 * 2**20, [torch.device("cpu")])
 forever = threading.Event()

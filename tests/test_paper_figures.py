@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.config import RunConfig
-from bench.predicted_row import build_predicted_row
+from bench.config.run_config import RunConfig
+from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
+from bench.prediction.row import build_predicted_row
+from bench.rank.row import build_configured_columns
 from bench.records import Record
 from bench.records.published import load_published
 from bench.records.schema import validate_record
-from bench.reporting import style
-from bench.reporting.drawing import ReportSection
+from bench.reporting.drawing import style
+from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import paper
-from bench.reporting.paper import compute_deviations
-from bench.reporting.table import prepare_table
-from bench.row import build_configured_columns
-from bench.simulate.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
+from bench.reporting.paper.paper import compute_deviations
+from bench.reporting.tables.table import prepare_table
 from tests.test_report import overlaps, words
 from tests.test_sweeps import runs
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.errors import ImpossibleError
+from bench.core.errors import ImpossibleError
 from tests.conftest import SMALL_GPT, SMALL_T5
 
 pytestmark = pytest.mark.slow

@@ -13,27 +13,26 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from bench.advice.batches import PredictedBatchSearch
-from bench.config import RunConfig
-from bench.errors import ImpossibleError, UsageError
-from bench.measure.loop import RankSamples
+from bench.advice.batch_search import PredictedBatchSearch
+from bench.config.run_config import RunConfig
+from bench.core.errors import ImpossibleError, UsageError
 from bench.models import Batch
 from bench.models.materialize import Materializer
 from bench.models.stages import split_blocks_into_stages
-from bench.planning.plan import build_sweep_plan
 from bench.planning.request import parse_sweep_request
+from bench.planning.sweep_plan import build_sweep_plan
+from bench.prediction.pipeline.stages import build_pipeline_stages
+from bench.prediction.pipeline.time import StageSeconds, compute_idle_share, simulate_timetable
+from bench.prediction.predictor import build_trace_key, predict_run, predict_runs
+from bench.rank.row import _compute_idle_share
+from bench.rank.timed_loop import RankSamples
 from bench.records.reading import read_latest_attempts
-from bench.reporting import style
+from bench.reporting.drawing import style
 from bench.reporting.figures import idle
-from bench.reporting.table import prepare_table
-from bench.row import _compute_idle_share
-from bench.simulate.pipeline_clock import StageSeconds, compute_idle_share, simulate_timetable
-from bench.simulate.pipeline_parts import build_pipeline_stages
-from bench.simulate.predict import build_trace_key, predict_run, predict_runs
-from bench.strategies import stopwatch
-from bench.strategies.pipeline_model import PipelineStepper, TiedParameter, TimedPipelineStage
-from bench.strategies.pipeline_plan import find_tied_parameters
-from bench.strategies.pipeline_schedule import (
+from bench.reporting.tables.table import prepare_table
+from bench.strategies.pipeline import model as stopwatch
+from bench.strategies.pipeline.model import PipelineStepper, TiedParameter, TimedPipelineStage
+from bench.strategies.pipeline.schedule import (
     BACKWARD,
     FORWARD,
     GPIPE,
@@ -42,6 +41,7 @@ from bench.strategies.pipeline_schedule import (
     Timetable,
     compute_bubble_share,
 )
+from bench.strategies.pipeline.step_plans import find_tied_parameters
 from bench.strategies.stepper import Stepper
 from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 from tests.records_fixture import make_record

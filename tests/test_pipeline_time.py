@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from bench.config import RunConfig
+from bench.config.run_config import RunConfig
 from bench.models.t5 import T5Family
-from bench.predicted_row import build_predicted_row
-from bench.simulate import memory, pace, pipeline
-from bench.simulate.network import CollectiveGroup
-from bench.simulate.pipeline_parts import find_shared_parameters
-from bench.simulate.pipeline_time import TiedGradientAllReduce, add_tied_all_reduces, list_tied_all_reduces
-from bench.simulate.predict import build_trace_key, predict_run
-from bench.simulate.prediction import TimePrediction
+from bench.prediction.cost import rank_speed
+from bench.prediction.cost.collectives import CollectiveGroup
+from bench.prediction.pipeline import predictor
+from bench.prediction.pipeline.stages import find_shared_parameters
+from bench.prediction.pipeline.time import TiedGradientAllReduce, add_tied_all_reduces, list_tied_all_reduces
+from bench.prediction.prediction import TimePrediction
+from bench.prediction.predictor import build_trace_key, predict_run
+from bench.prediction.row import build_predicted_row
+from bench.prediction.simulation import device_memory
 from tests.conftest import compose_run_config
 
 
@@ -91,8 +93,8 @@ def test_an_allocator_that_retries_takes_its_time(monkeypatch: pytest.MonkeyPatc
     sharded = pipelined(*run, "strategy.data_parallel=fsdp")
 
     def degraded(config: RunConfig, on: bool) -> TimePrediction:
-        monkeypatch.setattr(memory, "RETRY_CAPACITY_SHARE", 0.0 if on else 2.0)
-        found = pipeline.predict_pipeline(config, build_trace_key(config), timeline=False).time
+        monkeypatch.setattr(device_memory, "RETRY_CAPACITY_SHARE", 0.0 if on else 2.0)
+        found = predictor.predict_pipeline(config, build_trace_key(config), timeline=False).time
         assert found is not None
         assert found.degraded is on
         return found
@@ -100,7 +102,7 @@ def test_an_allocator_that_retries_takes_its_time(monkeypatch: pytest.MonkeyPatc
     fast, slow = degraded(sharded, False), degraded(sharded, True)
     # A stage is gathered once, in the format it computes with, and reduced once: at least that is taken anew.
     stage = sharded.model.num_parameters / 4 * 2 * 2
-    assert slow.step_s.value - fast.step_s.value > 0.5 * stage * pace.ALLOCATOR_RETRY_S_PER_BYTE
+    assert slow.step_s.value - fast.step_s.value > 0.5 * stage * rank_speed.ALLOCATOR_RETRY_S_PER_BYTE
     assert slow.bubble_s - fast.bubble_s == pytest.approx(slow.step_s.value - fast.step_s.value)
     assert slow.limited_by == "allocator" != fast.limited_by
     # A rank that stands still in its stage is no bubble to the stopwatch, but those that wait for it are.

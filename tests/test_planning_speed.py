@@ -16,13 +16,13 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bench.errors import UsageError
+from bench.config import compose
+from bench.config.compose import CONF_FOLDER, compose_config, list_config_groups
+from bench.config.grid import RunSettings
+from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
-from bench.planning import compose
-from bench.planning.compose import CONF_FOLDER, compose_config, list_config_groups
-from bench.planning.grid import RunSettings
-from bench.planning.plan import SweepPlan, build_sweep_plan
 from bench.planning.request import parse_sweep_request
+from bench.planning.sweep_plan import SweepPlan, build_sweep_plan
 
 CLUSTER = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 512)
 GRID = {

@@ -16,12 +16,12 @@ import pytest
 
 from bench import predict
 from bench.advice.candidates import build_candidates
-from bench.advice.data import CSV_COLUMNS
+from bench.advice.json_csv import CSV_COLUMNS
 from bench.advice.question import read_question
-from bench.planning import forecast
-from bench.planning.compose import compose_config
+from bench.config.compose import compose_config
+from bench.planning import run_predictions
 from bench.planning.request import parse_sweep_request
-from bench.simulate.prediction import MEMORY_PARTS
+from bench.prediction.prediction import MEMORY_PARTS
 from tests.conftest import CPU, ROOT, SMALL_GPT, run_command
 
 GPT = ("model=gpt_tiny", "hardware=a100_80gb", "sequence_length=64")
@@ -515,7 +515,7 @@ def test_a_predictor_that_fails_says_so_in_a_sentence(capsys, monkeypatch):
     def fail(configs):
         raise ZeroDivisionError("nothing to divide by")
 
-    monkeypatch.setattr(forecast, "predict_runs", fail)
+    monkeypatch.setattr(run_predictions, "predict_runs", fail)
     code, out, err = asked(capsys, *GPT, "gpus=2", "model.vocabulary_size=77")
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1

@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 
-from bench import predicting, records, run, sweep
-from bench.config import RunConfig, build_run_config
-from bench.errors import ImpossibleError
+from bench import records, run, sweep
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import ImpossibleError
 from bench.launch.local import LocalLauncher
-from bench.planning import estimate, forecast, plan
-from bench.planning.compose import compose_config
-from bench.planning.estimate import compute_rough_step_s, predict_duration_s
-from bench.planning.forecast import predict_configs
-from bench.predicted_row import build_predicted_row
+from bench.planning import run_predictions, sweep_plan, time_limits
+from bench.planning.run_predictions import predict_configs
+from bench.planning.time_limits import compute_rough_step_s, predict_duration_s
+from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
+from bench.prediction.predictor import predict_runs
+from bench.prediction.row import build_predicted_row
 from bench.records import Record
 from bench.records.reading import read_latest_attempts
 from bench.records.schema import validate_record
-from bench.simulate.predict import predict_runs
-from bench.simulate.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
+from bench.sweeps import predict_sweep
 from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 
@@ -44,7 +45,7 @@ def nothing_runs(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(sweep, "detect_device", lambda: CPU)
     monkeypatch.setenv("PATH", "/usr/bin-without-slurm")
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(forecast, "_predictions_by_run_id", {})
+    monkeypatch.setattr(run_predictions, "_predictions_by_run_id", {})
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def told(monkeypatch, answer: Callable[[RunConfig], Prediction]) -> list[RunConf
         asked.extend(configs)
         return [answer(config) for config in configs]
 
-    monkeypatch.setattr(forecast, "predict_runs", predict_all)
+    monkeypatch.setattr(run_predictions, "predict_runs", predict_all)
     return asked
 
 
@@ -128,7 +129,7 @@ def test_a_sweep_is_predicted_and_nothing_runs(store, capsys):
         assert 0 < row["mfu"] <= row["hfu"] < 1
         assert row["limited_by"] in ("compute", "memory bandwidth", "network", "kernel launches", "allocator")
     table = records.load(store)
-    assert set(table["predictor"]) == {predicting.compute_predictor_version()}
+    assert set(table["predictor"]) == {predict_sweep.compute_predictor_version()}
 
 
 def test_speed_follows_from_the_step_as_it_does_for_measured_rows(monkeypatch):
@@ -214,7 +215,7 @@ def test_what_is_predicted_stays_until_it_is_forced_or_the_predictor_changes(sto
     assert (len(asked), attempts(store)) == (2, [1, 1])
     assert sweep.main([*typed, "force=true"]) == 0
     assert attempts(store) == [2, 2]
-    for module in (plan, predicting):
+    for module in (sweep_plan, predict_sweep):
         monkeypatch.setattr(module, "compute_predictor_version", lambda *_: "another")
     assert sweep.main([*typed, "dry_run=true"]) == 0
     assert "2 runs, 0 done, 2 to run" in capsys.readouterr().out
@@ -232,7 +233,7 @@ def test_a_row_names_the_predictor_of_its_libraries(store, monkeypatch):
     run = ("mode=predict", A100, "model=gpt_tiny", "gpus=1", "strategy=ddp", "finetune=lora")
     assert sweep.main([*run, f"store={store}", "report=false"]) == 0
     (named,) = records.load(store)["predictor"]
-    assert named == predicting.compute_predictor_version(("peft",)) != predicting.compute_predictor_version()
+    assert named == predict_sweep.compute_predictor_version(("peft",)) != predict_sweep.compute_predictor_version()
 
 
 def test_the_measured_run_is_another_run(store, monkeypatch, capsys):
@@ -434,7 +435,7 @@ def test_time_is_asked_for_as_predicted_or_roughly(monkeypatch):
     undescribed = compose_run_config(*SMALL_GPT, "hardware=gpu")
     step_s = compute_rough_step_s(undescribed)
     assert predict_duration_s(undescribed) == pytest.approx(60 + 5 + 3 + 6 * step_s + max(20 * step_s, 5), rel=0.01)
-    assert estimate.compute_time_limit_min(600.0) == 35  # three times as long, five minutes more
+    assert time_limits.compute_time_limit_min(600.0) == 35  # three times as long, five minutes more
 
 
 # ---- thousands

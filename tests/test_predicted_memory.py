@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from bench import records
-from bench.config import RunConfig, build_run_config
-from bench.errors import ImpossibleError
-from bench.measure.memory import CpuMemoryProbe
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import ImpossibleError
 from bench.models import Family
 from bench.models.materialize import count_buffer_bytes
+from bench.prediction.cost.rank_speed import predict_device_update
+from bench.prediction.predictor import predict_run, predict_runs
+from bench.prediction.simulation.device_memory import compute_workspace_bytes
+from bench.rank.memory_probe import CpuMemoryProbe
 from bench.records.reading import read_latest_attempts
-from bench.simulate.full_trace import trace_training_peaks
-from bench.simulate.memory import compute_workspace_bytes
-from bench.simulate.pace import predict_device_update
-from bench.simulate.predict import predict_run, predict_runs
 from tests.conftest import ROOT, compose_run_config
 from tests.extras import needs
+from tests.oracles.full_trace import trace_training_peaks
 
 MEASURED = ROOT / "results" / "measured" / "cpu_memory"
 MEAN, WORST = 0.001, 0.01

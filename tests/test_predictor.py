@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 
-from bench.config import RunConfig, build_run_config
-from bench.errors import ImpossibleError
-from bench.planning.compose import compose_config
-from bench.planning.plan import is_current_result
-from bench.simulate import cache, traces, version
-from bench.simulate import predict as predictor
-from bench.simulate.predict import predict_run, predict_runs
-from bench.simulate.prediction import (
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import ImpossibleError
+from bench.planning.sweep_plan import is_current_result
+from bench.prediction import cache, predictor, version
+from bench.prediction.prediction import (
     DOES_NOT_FIT,
     FITS,
     MEMORY_PARTS,
@@ -30,6 +28,8 @@ from bench.simulate.prediction import (
     prediction_from_plain,
     prediction_to_plain,
 )
+from bench.prediction.predictor import predict_run, predict_runs
+from bench.prediction.trace import trace_cache
 from tests.conftest import FULL_SCALE, measure_cpu_time_s
 from tests.extras import needs
 
@@ -57,8 +57,8 @@ def config(**settings: Any) -> RunConfig:
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(traces, "_loaded_traces", {})
-    traces.load_scaled_trace.cache_clear()
+    monkeypatch.setattr(trace_cache, "_loaded_traces", {})
+    trace_cache.load_scaled_trace.cache_clear()
     predictor._build_segments.cache_clear()
     return tmp_path / "cache"
 
@@ -70,7 +70,7 @@ def test_a_prediction_is_made_once(empty_cache, monkeypatch):
     runs = [config(gpus=gpus) for gpus in (8, 16)]
     first = predict_runs(runs)
     monkeypatch.setattr(predictor, "_simulate_run", None)
-    monkeypatch.setattr(traces, "trace_step", None)
+    monkeypatch.setattr(trace_cache, "trace_step", None)
     assert predict_runs(runs) == first
     assert predict_runs([runs[1], runs[0], runs[1]]) == [first[1], first[0], first[1]]
 

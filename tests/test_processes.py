@@ -17,17 +17,18 @@ from pathlib import Path
 
 import pytest
 
-from bench import processes, records
-from bench.launch import host, ranks
-from bench.launch.host import execute_run
+from bench import records
+from bench.core import processes
+from bench.launch import ranks, run_on_host
 from bench.launch.ranks import RankExit
-from bench.launch.stop import StopSignal
+from bench.launch.run_on_host import execute_run
+from bench.launch.run_outcome import build_outcome_columns
+from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask
-from bench.launch.verdict import build_outcome_columns
 from bench.launch.worker import Worker
-from bench.rank import RankOutcome
-from bench.simulate import traces
-from bench.simulate.predict import predict_run
+from bench.prediction.predictor import predict_run
+from bench.prediction.trace import trace_cache
+from bench.rank.run_rank import RankOutcome
 from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 from tests.fake_model import build_marked_environment, find_marked_processes, wait_until
@@ -50,17 +51,17 @@ import json, sys
 from pathlib import Path
 import tests.pretend_cuda as cuda
 from bench import processes
-from bench.launch.host import execute
-from bench.launch.stop import StopSignal
+from bench.launch.run_on_host import execute_run
+from bench.launch.stop_signal import StopSignal
 from tests.conftest import compose_run_config
 
 method, store = sys.argv[1], Path(sys.argv[2])
 processes.can_reach_gpus = lambda: method == "forkserver"
-processes.CLEAN_MODULES = ("tests.pretend_cuda", *processes.CLEAN_MODULES)
+processes.FORKSERVER_MODULES = ("tests.pretend_cuda", *processes.FORKSERVER_MODULES)
 with StopSignal() as stop:
     for line in sys.stdin:
         config = compose_run_config(*json.loads(line))
-        row = execute(config, store, launcher="local", sweep="test", time_limit_s=200, stop=stop, log=True)
+        row = execute_run(config, store, launcher="local", sweep="test", time_limit_s=200, stop=stop, log_to_file=True)
         print(json.dumps([row["status"], row.get("error"), cuda.cuda_touches]), flush=True)
 """
 
@@ -127,7 +128,7 @@ def test_a_forked_rank_refuses_what_it_cannot_use(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
     monkeypatch.setattr(processes, "can_reach_gpus", lambda: False)
     with StopSignal() as stop:
-        asked = {"launcher": "local", "sweep": "test", "time_limit_s": 100, "stop": stop, "log": True}
+        asked = {"launcher": "local", "sweep": "test", "time_limit_s": 100, "stop": stop, "log_to_file": True}
         row = execute_run(compose_run_config(*RUN, "strategy=ddp"), tmp_path, **asked)
     assert row["status"] == "error"
     assert row["error"].startswith("rank 0, init: RuntimeError: this rank was forked from a process that had started")
@@ -148,7 +149,7 @@ def test_nothing_is_left_of_a_killed_starter(tmp_path):
 
 def test_no_module_forks_but_as_the_machine_allows():
     texts = {path.as_posix(): path.read_text() for path in (ROOT / "bench").rglob("*.py")}
-    others = "\n".join(text for name, text in texts.items() if not name.endswith("bench/processes.py"))
+    others = "\n".join(text for name, text in texts.items() if not name.endswith("bench/core/processes.py"))
     assert set(re.findall(r"get_context\((.*?)\)", others)) == {'"spawn"'}
     assert "os.fork(" not in others
 
@@ -157,19 +158,19 @@ def test_no_module_forks_but_as_the_machine_allows():
 def test_where_gpus_may_be_reached_even_one_trace_is_made_apart(monkeypatch):
     monkeypatch.setenv("BENCH_CACHE", "")
     monkeypatch.setattr(processes, "can_reach_gpus", lambda: True)
-    monkeypatch.setattr(traces, "_loaded_traces", {})
-    traces.load_scaled_trace.cache_clear()
+    monkeypatch.setattr(trace_cache, "_loaded_traces", {})
+    trace_cache.load_scaled_trace.cache_clear()
     for name in ("trace_step", "trace_stage"):
-        monkeypatch.setattr(traces, name, lambda *_: pytest.fail("traced in this process"))
+        monkeypatch.setattr(trace_cache, name, lambda *_: pytest.fail("traced in this process"))
     config = compose_run_config(*SMALL_GPT, "mode=predict", "strategy=fsdp", "gpus=2", "hardware=a100_80gb")
     assert predict_run(config).memory.allocated.value > 0
-    assert 0 < len(traces._loaded_traces) < traces.MIN_TRACES_FOR_PROCESSES
+    assert 0 < len(trace_cache._loaded_traces) < trace_cache.MIN_TRACES_FOR_PROCESSES
 
 
 ONE_AFTER_THE_OTHER = """
 import json
 from bench import processes
-from bench.planning.forecast import predict_configs
+from bench.planning.run_predictions import predict_configs
 from tests.conftest import compose_run_config
 
 processes.can_reach_gpus = lambda: True
@@ -208,7 +209,7 @@ def test_a_run_whose_store_is_killed_is_an_error_at_once(tmp_path):
     killer = threading.Thread(target=kill_store)
     killer.start()
     with StopSignal() as stop:
-        asked = {"launcher": "local", "sweep": "test", "time_limit_s": 250, "stop": stop, "log": True}
+        asked = {"launcher": "local", "sweep": "test", "time_limit_s": 250, "stop": stop, "log_to_file": True}
         row = execute_run(compose_run_config(*hanging, "strategy=ddp"), tmp_path, **asked)
     killer.join()
     assert (row["status"], row["error"]) == ("error", "the store in which its ranks find each other was killed")
@@ -237,7 +238,7 @@ def test_a_rank_that_cannot_be_killed_ends_the_sweep_with_an_error(tmp_path, mon
     monkeypatch.setattr(ranks, "KILL_TIMEOUT_S", 0.1)
     receiver, sender = processes.get_mp_context().Pipe(duplex=False)
     started = [ranks.RankProcess(0, Unkillable(), receiver, [1])]  # type: ignore[arg-type]
-    monkeypatch.setattr(host, "start_ranks", lambda *_, **__: started)
+    monkeypatch.setattr(run_on_host, "start_ranks", lambda *_, **__: started)
     config = compose_run_config(*RUN, "strategy=ddp")
     tasks = [LaunchTask(config), LaunchTask(compose_run_config(*RUN, "strategy=fsdp"))]
     folder = tmp_path / "job"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from bench.errors import UsageError
+from bench.core.errors import UsageError
 from bench.records import COLUMN_NAMES, Record, read_latest_attempts, write_row
 from bench.records.published import PUBLISHED_CSV, load_published, read_published_records
 from bench.records.schema import COLUMNS, validate_record

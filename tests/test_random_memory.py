@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.config import RunConfig, build_run_config
+from bench.config.run_config import RunConfig, build_run_config
+from bench.prediction.predictor import predict_runs
 from bench.records.reading import read_latest_attempts
-from bench.simulate.predict import predict_runs
 from tests.conftest import ROOT, compose_run_config
 from tests.random_runs import STRATEGIES, compute_memory_errors, draw_overrides, measure_runs
 

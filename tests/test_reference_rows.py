@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from bench.config import build_run_config
-from bench.planning.plan import build_sweep_plan
+from bench.config.run_config import build_run_config
 from bench.planning.request import parse_sweep_request
-from bench.predicted_row import build_predicted_row
+from bench.planning.sweep_plan import build_sweep_plan
+from bench.prediction.predictor import predict_runs
+from bench.prediction.row import build_predicted_row
+from bench.prediction.version import compute_predictor_version
 from bench.records import Record, read_latest_attempts
 from bench.records.schema import COLUMNS, validate_record
-from bench.simulate.predict import predict_runs
-from bench.simulate.version import compute_predictor_version
 from tests.conftest import CPU, ROOT
 
 PREDICTED = ROOT / "results" / "predicted"

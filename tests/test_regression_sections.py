@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.errors import UsageError
-from bench.reporting.regression_sections import (
+from bench.core.errors import UsageError
+from bench.reporting.regressions.sections import (
     build_change_section,
     build_detectable_section,
     build_history_section,

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from bench import records
 from bench import sweep as command
-from bench.config import RunConfig, build_run_config
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
 from bench.launch.local import LocalLauncher
 from bench.launch.slurm.launcher import compute_job_shape
-from bench.launch.stop import StopSignal
+from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask
-from bench.measure.rehearsal import init_rehearsal_group
-from bench.planning.compose import compose_config
+from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.training.engine import Engine, build_engine
 from tests.conftest import CPU, ROOT, SMALL_GPT, compose_run_config
 

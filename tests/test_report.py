@@ -12,13 +12,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from bench.errors import UsageError
+from bench.core.errors import UsageError
 from bench.records import StoreContents, read_latest_attempts
 from bench.report import main
-from bench.reporting import build_report, labels, style, write_report
-from bench.reporting.drawing import ReportSection
+from bench.reporting import build_report, write_report
+from bench.reporting.drawing import labels, style
+from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import FIGURE_MODULES, memory, oom_map, scaling, spread, throughput
-from bench.reporting.table import compute_step_times_s, prepare_table
+from bench.reporting.tables.table import compute_step_times_s, prepare_table
 from tests.conftest import ROOT
 from tests.records_fixture import make_default_sweep, make_record, write_store
 

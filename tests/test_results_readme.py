@@ -6,9 +6,10 @@ import json
 import re
 from pathlib import Path
 
-from bench import models, plugins, strategies
+from bench import models, strategies
+from bench.config.compose import list_config_groups
+from bench.core import plugins
 from bench.models import Family
-from bench.planning.compose import list_config_groups
 from bench.records.schema import COLUMNS, FORMAT_VERSION, NESTED_PARTS, STATUSES, upgrade_record, validate_record
 from bench.strategies import Strategy
 from tests.conftest import compose_run_config

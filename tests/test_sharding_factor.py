@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench.reporting import style
-from bench.reporting.drawing import ReportSection
+from bench.reporting.drawing import style
+from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import sharding_factor
-from bench.reporting.interactive_figures import build_trade_off_figure
-from bench.reporting.table import prepare_table
+from bench.reporting.page.interactive_figures import build_trade_off_figure
+from bench.reporting.tables.table import prepare_table
 from tests.records_fixture import make_record
 from tests.test_report import CUDA, overlaps, words
 

@@ -7,17 +7,17 @@ import dataclasses
 import numpy as np
 import pytest
 
+from bench.core.precision import Precision
 from bench.hardware import Hardware
 from bench.hardware.speeds import LinkSpeeds
-from bench.precision import Precision
-from bench.simulate.cost import compute_kernel_seconds
-from bench.simulate.kernels import ATTENTION, MATMUL, MEMORY_BOUND, OPERAND_FORMATS, KernelArrays
-from bench.simulate.network import (
+from bench.prediction.cost.collectives import (
     CALIBRATED_COLLECTIVES,
     CollectiveGroup,
     compute_bus_bandwidth,
     compute_collective_seconds,
 )
+from bench.prediction.cost.gpu_kernels import compute_kernel_seconds
+from bench.prediction.trace.kernels import ATTENTION, MATMUL, MEMORY_BOUND, OPERAND_FORMATS, KernelArrays
 from tests.conftest import compose_run_config
 
 A100 = compose_run_config("hardware=a100_80gb").hardware

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from bench.simulate.machine import COMPUTE_STREAM, RankSpeed, SimulatedRank
-from bench.simulate.reel import Chunk
-from bench.strategies.plan import (
+from bench.prediction.simulation.simulated_rank import COMPUTE_STREAM, RankSpeed, SimulatedRank
+from bench.prediction.trace.scaled_trace import Chunk
+from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
     GRADIENT_MEMORY,

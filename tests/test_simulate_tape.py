@@ -11,15 +11,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.config import RunConfig, build_run_config
-from bench.planning.compose import compose_config
-from bench.simulate.cuda_operators import use_device_operators
-from bench.simulate.fusion import KernelAccesses, fuse_kernels
-from bench.simulate.kernels import ATTENTION, MATMUL, MEMORY_BOUND
-from bench.simulate.layout import build_parameter_layout
-from bench.simulate.predict import build_trace_key
-from bench.simulate.recorder import OpRecorder, _is_causal
-from bench.simulate.reel import (
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
+from bench.prediction.predictor import build_trace_key
+from bench.prediction.simulation.parameter_layout import build_parameter_layout
+from bench.prediction.trace.cuda_operators import use_device_operators
+from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
+from bench.prediction.trace.kernels import ATTENTION, MATMUL, MEMORY_BOUND
+from bench.prediction.trace.op_recorder import OpRecorder, _is_causal
+from bench.prediction.trace.scaled_trace import (
     SegmentAtBatch,
     build_chunks,
     build_scaled_trace,
@@ -28,7 +28,7 @@ from bench.simulate.reel import (
     merge_chunks,
     scale_kernels,
 )
-from bench.simulate.tape import LOSS_PLACE, BlockPlace, Trace, trace_from_plain, trace_step, trace_to_plain
+from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace, Trace, trace_from_plain, trace_step, trace_to_plain
 
 MODELS = ("t5_tiny", "gpt_tiny")
 DEEP = {

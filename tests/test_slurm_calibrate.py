@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.hardware.file import read_hardware_file
+from bench.hardware.hardware_file import read_hardware_file
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -24,7 +24,7 @@ import pytest
 
 import bench.sweep
 from bench import records
-from bench.launch.slurm import ledger
+from bench.launch.slurm import submissions
 from bench.records import Record, claims
 from tests.cluster_sweeps import (
     FAKE_MODEL_RUN,
@@ -121,7 +121,7 @@ class Run:
 
 def submitted(store: Path) -> list[Run]:
     """What the newest submission from a store consists of."""
-    newest = ledger.list_submissions(store, include_closed=True)[-1]
+    newest = submissions.list_submissions(store, include_closed=True)[-1]
     found = []
     for array in newest.arrays:
         job_id = newest.read_job_id(array)
@@ -132,16 +132,16 @@ def submitted(store: Path) -> list[Run]:
 
 def submit_again(store: Path, *command: str) -> list[Run]:
     """Give the same command once more; returns what it submitted, which may be nothing."""
-    before = len(ledger.list_submissions(store, include_closed=True))
+    before = len(submissions.list_submissions(store, include_closed=True))
     submit_sweep(store, *command)
-    return submitted(store) if len(ledger.list_submissions(store, include_closed=True)) > before else []
+    return submitted(store) if len(submissions.list_submissions(store, include_closed=True)) > before else []
 
 
 def over(cluster: SlurmTestCluster, store: Path, limit: float = 300) -> None:
     """Wait until no job of a store is in the queue."""
     names = [
         array.job_name
-        for submission in ledger.list_submissions(store, include_closed=True)
+        for submission in submissions.list_submissions(store, include_closed=True)
         for array in submission.arrays
     ]
 
@@ -656,7 +656,7 @@ def test_what_can_never_start_is_refused_at_submission(idle_slurm, tmp_path, why
     assert "cluster=slurm_test refuses" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
     assert idle_slurm.squeue() == []
-    assert ledger.list_submissions(tmp_path / "store", include_closed=True) == []
+    assert submissions.list_submissions(tmp_path / "store", include_closed=True) == []
 
 
 # Whoever submits is gone
@@ -690,7 +690,7 @@ def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
     def names() -> list[str]:
         return [
             array.job_name
-            for submission in ledger.list_submissions(store, include_closed=True)
+            for submission in submissions.list_submissions(store, include_closed=True)
             for array in submission.arrays
         ]
 
@@ -698,7 +698,7 @@ def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
         with running(log, "bench.sweep", *command) as process:
             assert wait_until(lambda: len(job_ids()) >= expected, SLURM_TIMEOUT_S), log.read_text()  # noqa: B023
             os.killpg(process.pid, signal.SIGKILL)
-    assert len(ledger.list_submissions(store)) in (1, 2)  # the first may just have been through
+    assert len(submissions.list_submissions(store)) in (1, 2)  # the first may just have been through
 
     over(idle_slurm, store)
     (finished, *_), *_ = read_attempts_by_run(store).values()
@@ -710,7 +710,7 @@ def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
     assert len(jobs_submitted()) == 3
     runs = {
         entry.run_id
-        for array in ledger.list_submissions(store, include_closed=True)[0].arrays
+        for array in submissions.list_submissions(store, include_closed=True)[0].arrays
         for entry in array.entries
     }
     assert len(runs) == 3
@@ -720,7 +720,7 @@ def test_the_submitting_host_may_die_at_any_time(idle_slurm, tmp_path):
     assert {row["job_id"] for (row,) in found.values()} == jobs_submitted()
     assert finished in [row for (row,) in found.values()]
     check_nothing_left(idle_slurm, store)
-    assert ledger.list_submissions(store) == []
+    assert submissions.list_submissions(store) == []
     done = call_main(bench.sweep.main, *command)
     assert done.returncode == 0
     assert "3 done, 0 to run" in done.stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import bench.sweep
-from bench.launch.slurm import ledger
+from bench.launch.slurm import submissions
 from tests.cluster_sweeps import (
     FAKE_MODEL_RUN,
     LONG_RUN,
@@ -105,7 +105,7 @@ def test_a_limit_of_the_partition_is_known_before_anything_is_submitted(idle_slu
     assert sentence.startswith("cluster=slurm_test refuses array 0-1x1, of 10 min a run: ")
     assert "Requested time limit is invalid" in sentence
     assert "choose cluster.time_limit_min" in sentence
-    assert ledger.list_submissions(tmp_path, include_closed=True) == []
+    assert submissions.list_submissions(tmp_path, include_closed=True) == []
 
 
 def test_a_limit_shorter_than_the_estimate_is_said(idle_slurm, tmp_path):
@@ -155,7 +155,7 @@ def test_jobs_run_though_their_submitter_died_the_moment_they_were_accepted(idle
 def _names(store: Path) -> list[str]:
     return [
         array.job_name
-        for submission in ledger.list_submissions(store, include_closed=True)
+        for submission in submissions.list_submissions(store, include_closed=True)
         for array in submission.arrays
     ]
 
@@ -177,7 +177,7 @@ def test_a_submission_that_is_interrupted_leaves_nothing_behind(idle_slurm, tmp_
         assert "Traceback" not in stopped.stderr
         assert idle_slurm.squeue() == []
     assert "Submitted" not in stopped.stdout
-    assert ledger.list_submissions(store) == []
+    assert submissions.list_submissions(store) == []
 
 
 def test_a_job_that_is_held_says_how_it_is_released(idle_slurm, tmp_path):
@@ -216,4 +216,4 @@ def test_an_element_cancelled_alone_before_it_ran_is_noted_as_that(idle_slurm, t
         assert run_jobs_command("cancel", tmp_path).returncode == 1
     found = [row for run in read_attempts_by_run(tmp_path).values() for row in run]
     assert [row["status"] for row in found] == ["skipped"] * 3
-    assert wait_until(lambda: ledger.list_submissions(tmp_path) == [], 1)
+    assert wait_until(lambda: submissions.list_submissions(tmp_path) == [], 1)

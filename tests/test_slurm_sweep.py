@@ -153,9 +153,9 @@ def test_arrays_of_different_shapes_wait_for_each_other(idle_slurm, tmp_path):
 
 
 def test_arrays_are_cut_at_the_clusters_largest(idle_slurm, tmp_path, monkeypatch):
+    from bench.config.compose import compose_config
     from bench.launch.slurm.launcher import SlurmLauncher
     from bench.launch.task import LaunchTask
-    from bench.planning.compose import compose_config
     from tests.fake_model import plan_runs
 
     launcher = SlurmLauncher(compose_config({"cluster": "slurm_test"})["cluster"], dry_run=False)
@@ -525,7 +525,7 @@ def test_bench_jobs_has_nothing_to_do_where_nothing_was_submitted(tmp_path):
 
 
 def test_estimates_grow_with_the_work():
-    from bench.planning.estimate import compute_time_limit_min, predict_duration_s
+    from bench.planning.time_limits import compute_time_limit_min, predict_duration_s
     from tests.conftest import compose_run_config
 
     small, large = compose_run_config("model=gpt_tiny"), compose_run_config("model=gpt_tiny", "measurement.steps=2000")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench import records
-from bench.launch.slurm import ledger
+from bench.launch.slurm import submissions
 from bench.records import Record, claims
 from tests.cluster_sweeps import FAKE_MODEL_RUN, ONE_RANK, format_store_override, list_job_processes
 from tests.fake_model import read_attempts_by_run
@@ -122,7 +122,7 @@ def test_what_one_has_queued_the_other_neither_submits_nor_ends(idle_slurm, shar
     assert sorted(ends.values()) == [["ok"], ["ok"], ["skipped", "ok"], ["skipped", "ok"]]
     owners = {path.stat().st_uid for path in shared.store.glob("*/*.json")}
     assert len(owners) == 2
-    assert ledger.list_submissions(shared.store) == []
+    assert submissions.list_submissions(shared.store) == []
 
 
 def test_a_run_whose_owner_died_is_taken_over_by_another_account(idle_slurm, shared):
@@ -153,8 +153,8 @@ def _owner(store: Path, run_id: str) -> object:
 
 def test_a_store_of_ones_own_says_what_keeps_others_out(idle_slurm, shared):
     shared.sweep(shared.alice, "seed=1")
-    (shared.store / ledger.JOBS_FOLDER / ".lock").chmod(0o600)
-    os.chown(shared.store / ledger.JOBS_FOLDER / ".lock", 0, 0)
+    (shared.store / submissions.JOBS_FOLDER / ".lock").chmod(0o600)
+    os.chown(shared.store / submissions.JOBS_FOLDER / ".lock", 0, 0)
     done = shared.bob.run("bench.sweep", *SWEEP, format_store_override(shared.store))
     assert done.returncode == 2
     (sentence,) = done.stderr.splitlines()

@@ -9,22 +9,21 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from bench.errors import ImpossibleError, UsageError
-from bench.launch import owners
+from bench.config.compose import compose_config, list_config_groups, parse_overrides
+from bench.core.errors import ImpossibleError, UsageError
+from bench.core.typed_config import build_dataclass
+from bench.launch import process_owner
 from bench.launch.ranks import RankExit
-from bench.launch.slurm import collect, ledger, queue
+from bench.launch.run_outcome import build_outcome_columns
+from bench.launch.slurm import queue, submission_status, submissions
 from bench.launch.slurm.job import refuse_too_few_visible_gpus
+from bench.launch.slurm.job_environment import SlurmJobEnvironment
 from bench.launch.slurm.launcher import SlurmLauncher, compute_job_shape
-from bench.launch.slurm.place import SlurmJobEnvironment
-from bench.launch.slurm.profile import SlurmProfile
-from bench.launch.slurm.script import build_sbatch_script
+from bench.launch.slurm.profile import SlurmProfile, build_sbatch_script
 from bench.launch.task import LaunchTask
-from bench.launch.verdict import build_outcome_columns
-from bench.planning.compose import compose_config, list_config_groups, parse_overrides
-from bench.rank import RankCoordinates
+from bench.rank.row import build_configured_columns
+from bench.rank.run_rank import RankCoordinates
 from bench.records import claims
-from bench.row import build_configured_columns
-from bench.typed import build_dataclass
 from tests.conftest import ROOT, compose_run_config
 
 EXAMPLES = sorted((ROOT / "slurm").glob("*.yaml"))
@@ -241,7 +240,7 @@ def launcher(monkeypatch, tmp_path) -> SlurmLauncher:
     return SlurmLauncher(compose_config({"cluster": "slurm"})["cluster"], dry_run=True)
 
 
-@pytest.mark.parametrize("folder", [".code", ledger.JOBS_FOLDER])
+@pytest.mark.parametrize("folder", [".code", submissions.JOBS_FOLDER])
 def test_a_store_that_cannot_take_a_submission_is_refused(folder, launcher, tmp_path):
     store = tmp_path / "store"
     store.mkdir()
@@ -252,12 +251,12 @@ def test_a_store_that_cannot_take_a_submission_is_refused(folder, launcher, tmp_
 
 
 def test_a_file_where_the_ledger_should_be_is_named(tmp_path):
-    (tmp_path / ledger.JOBS_FOLDER).touch()
+    (tmp_path / submissions.JOBS_FOLDER).touch()
     with pytest.raises(UsageError, match=r"choose a folder that can be read \(.*\.jobs: Not a directory\)"):
-        ledger.list_submissions(tmp_path)
+        submissions.list_submissions(tmp_path)
     with (
         pytest.raises(UsageError, match=r"choose a folder that can be written to \(.*"),
-        ledger.hold_submission_lock(tmp_path),
+        submissions.hold_submission_lock(tmp_path),
     ):
         pass
 
@@ -293,24 +292,24 @@ def test_what_a_signal_leaves_in_the_queue_is_said(number, launcher, tmp_path, m
 
 def standing(
     folder: Path, *, job_id: str | None, tracker: dict[str, object] | None = None
-) -> collect.SubmittedRunStatus:
+) -> submission_status.SubmittedRunStatus:
     """A run of a submission that is over."""
     config = compose_run_config("gpus=1")
-    entry = ledger.SubmittedRun(config.run_id, config.label, False, 0, build_configured_columns(config))
-    array = ledger.JobArray("0-1x1", "bench-0", 1, 1, 10, 1.0, [entry])
-    submission = ledger.Submission(folder, "adhoc", "2026-01-01T00:00:00Z", {}, "code", [array], tracker)
+    entry = submissions.SubmittedRun(config.run_id, config.label, False, 0, build_configured_columns(config))
+    array = submissions.JobArray("0-1x1", "bench-0", 1, 1, 10, 1.0, [entry])
+    submission = submissions.Submission(folder, "adhoc", "2026-01-01T00:00:00Z", {}, "code", [array], tracker)
     submission.folder.mkdir(parents=True)
     submission.close()
-    state = collect.UNSUBMITTED if job_id is None else collect.DONE
-    return collect.SubmittedRunStatus(submission, array, 0, entry, job_id, state, None, None, [])
+    state = submission_status.UNSUBMITTED if job_id is None else submission_status.DONE
+    return submission_status.SubmittedRunStatus(submission, array, 0, entry, job_id, state, None, None, [])
 
 
 def test_a_tracker_this_version_does_not_know_leaves_the_other_submissions(tmp_path, monkeypatch, capsys):
     sent = []
-    monkeypatch.setattr(collect.TrackerClient, "send_runs", lambda courier, runs: sent.append(list(runs)))
+    monkeypatch.setattr(submission_status.TrackerClient, "send_runs", lambda courier, runs: sent.append(list(runs)))
     foreign = standing(tmp_path / "foreign", job_id="1", tracker={"name": "none", "colour": "red"})
     known = standing(tmp_path / "known", job_id="2", tracker=compose_config({"tracker": "none"})["tracker"])
-    collect.send_closed_submissions(tmp_path, [foreign, known])
+    submission_status.send_closed_submissions(tmp_path, [foreign, known])
     assert sent == [[known.submitted_run.run_id]]
     assert "submission foreign: tracker.colour is not a field" in "".join(capsys.readouterr())
 
@@ -319,5 +318,5 @@ def test_a_local_sweep_keeps_the_run_that_was_never_submitted(tmp_path):
     """Neither has a job's id."""
     never = standing(tmp_path / "never", job_id=None)
     row = {**build_configured_columns(compose_run_config("gpus=1"))}
-    claims.take_claim(tmp_path, row, {"process": owners.describe_this_process()}, 4096)
-    assert not collect._has_orphaned_claim(tmp_path, never)
+    claims.take_claim(tmp_path, row, {"process": process_owner.describe_this_process()}, 4096)
+    assert not submission_status._has_orphaned_claim(tmp_path, never)

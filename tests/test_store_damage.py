@@ -14,14 +14,14 @@ import pytest
 from bench import compare, history, records, report
 from bench.launch import attempt as attempts
 from bench.launch.attempt import Attempt, write_lost_row
-from bench.launch.slurm import collect, ledger
-from bench.launch.slurm.ledger import JobArray, SubmittedRun
-from bench.measure.loop import RankSamples
-from bench.measure.memory import MemoryPeaks
-from bench.rank import RankOutcome
+from bench.launch.slurm import submission_status, submissions
+from bench.launch.slurm.submissions import JobArray, SubmittedRun
+from bench.rank.memory_probe import MemoryPeaks
+from bench.rank.row import build_configured_columns, build_environment_columns, build_measured_columns
+from bench.rank.run_rank import RankOutcome
+from bench.rank.timed_loop import RankSamples
 from bench.records import claims
-from bench.reporting.details import build_details
-from bench.row import build_configured_columns, build_environment_columns, build_measured_columns
+from bench.reporting.page.run_details import build_details
 from tests.conftest import compose_run_config
 from tests.records_fixture import make_record
 
@@ -317,15 +317,17 @@ def test_a_row_that_came_into_the_store_after_all_leaves_no_copy(tmp_path, monke
 # ---- submissions
 
 
-def submission(store: Path) -> ledger.Submission:
+def submission(store: Path) -> submissions.Submission:
     entry = SubmittedRun(RUN.run_id, RUN.label, False, 0, build_configured_columns(RUN))
     array = JobArray("0-1x1", "fsdp-bench-0", 1, 1, 10, 60.0, [entry])
-    return ledger.write_submission(store, "test", {"name": "slurm"}, "code", [array], ledger.create_submission_name())
+    return submissions.write_submission(
+        store, "test", {"name": "slurm"}, "code", [array], submissions.create_submission_name()
+    )
 
 
 def test_a_submission_is_read_as_it_was_entered(tmp_path):
     entered = submission(tmp_path)
-    assert ledger.list_submissions(tmp_path) == [entered]
+    assert submissions.list_submissions(tmp_path) == [entered]
 
 
 def changed(**values: object) -> bytes:
@@ -349,11 +351,11 @@ SUBMISSIONS = {
 @pytest.mark.parametrize("kind", SUBMISSIONS)
 def test_a_submission_that_cannot_be_read_blocks_nothing(kind, tmp_path):
     good = submission(tmp_path)
-    bad = tmp_path / ledger.JOBS_FOLDER / "20260101-000000-abcdef"
+    bad = tmp_path / submissions.JOBS_FOLDER / "20260101-000000-abcdef"
     bad.mkdir()
     (bad / "submission.json").write_bytes(SUBMISSIONS[kind])
     with pytest.warns(records.UnreadableRecordWarning, match=str(bad)):
-        assert ledger.list_submissions(tmp_path) == [good]
+        assert submissions.list_submissions(tmp_path) == [good]
 
 
 @pytest.mark.parametrize("text", ["", "--user=root", "12; rm", "x" * 1000])
@@ -376,12 +378,12 @@ class Trap:
 def test_a_lost_jobs_row_is_written_without_its_pickle(tmp_path):
     import pickle
 
-    from bench.launch.slurm.collect import LOST, SubmittedRunStatus
+    from bench.launch.slurm.submission_status import LOST, SubmittedRunStatus
 
     entered = submission(tmp_path)
     (array,) = entered.arrays
     (entered.folder / array.name / "17_submitted.pkl").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    collect._write_missing_row(
+    submission_status._write_missing_row(
         tmp_path, SubmittedRunStatus(entered, array, 0, array.entries[0], "17", LOST, None, None, [])
     )
     assert not (tmp_path / "sprung").exists()
@@ -396,10 +398,12 @@ def test_a_tracker_that_a_store_names_is_not_imported(tmp_path, monkeypatch, cap
     path = entered.folder / "submission.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tracker": {"name": ".evil"}}))
     entered.close()
-    (found,) = ledger.list_submissions(tmp_path / "store", include_closed=True)
+    (found,) = submissions.list_submissions(tmp_path / "store", include_closed=True)
     array = found.arrays[0]
-    standing = collect.SubmittedRunStatus(found, array, 0, array.entries[0], None, collect.DONE, None, None, [])
-    collect.send_closed_submissions(tmp_path / "store", [standing])
+    standing = submission_status.SubmittedRunStatus(
+        found, array, 0, array.entries[0], None, submission_status.DONE, None, None, []
+    )
+    submission_status.send_closed_submissions(tmp_path / "store", [standing])
     assert "is not one of the suite's" in capsys.readouterr().out
 
 

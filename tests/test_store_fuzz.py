@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from bench import compare, history, records, report
 from bench.comparison import build_histories as history_of
 from bench.comparison import compare_records as compare_rows
-from bench.launch.host import write_dead_attempt_row
-from bench.launch.owners import describe_this_process
-from bench.launch.slurm import ledger
-from bench.launch.slurm.ledger import JobArray, SubmittedRun
-from bench.launch.verdict import describe_outcome
+from bench.launch.process_owner import describe_this_process
+from bench.launch.run_on_host import write_dead_attempt_row
+from bench.launch.run_outcome import describe_outcome
+from bench.launch.slurm import submissions
+from bench.launch.slurm.submissions import JobArray, SubmittedRun
+from bench.rank.row import build_configured_columns, build_environment_columns
 from bench.records import claims
 from bench.records.encoding import encode_record
-from bench.reporting.details import build_details
-from bench.reporting.table import prepare_table
-from bench.row import build_configured_columns, build_environment_columns
-from bench.tracking.tracked import build_tracked_run
+from bench.reporting.page.run_details import build_details
+from bench.reporting.tables.table import prepare_table
+from bench.tracking.tracked_run import build_tracked_run
 from tests.conftest import ROOT, compose_run_config
 from tests.records_fixture import make_record
 
@@ -223,7 +223,7 @@ def submitted() -> dict[str, Any]:
     """What `submission.json` says."""
     entry = SubmittedRun(RUN.run_id, RUN.label, False, 0, build_configured_columns(RUN))
     array = JobArray("0-1x1", "fsdp-bench-0", 1, 1, 10, 60.0, [entry, entry])
-    values = asdict(ledger.Submission(Path(), "test", "2026-01-01T00:00:00Z", {"name": "slurm"}, "code", [array]))
+    values = asdict(submissions.Submission(Path(), "test", "2026-01-01T00:00:00Z", {"name": "slurm"}, "code", [array]))
     del values["folder"]
     return values
 
@@ -232,10 +232,10 @@ def submitted() -> dict[str, Any]:
 @given(content=damaged(submitted()))
 def test_a_damaged_submission_blocks_nothing(content, tmp_path_factory):
     store = tmp_path_factory.mktemp("store")
-    put(store / ledger.JOBS_FOLDER / "20260101-000000-abcdef" / "submission.json", content)
+    put(store / submissions.JOBS_FOLDER / "20260101-000000-abcdef" / "submission.json", content)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", records.UnreadableRecordWarning)
-        found = ledger.list_submissions(store)
+        found = submissions.list_submissions(store)
     for submission in found:
         for array in submission.arrays:
             assert (submission.folder / array.name).parent == submission.folder

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
-from bench.reporting import style
+from bench.reporting.builder import read_store
+from bench.reporting.drawing import style
 from bench.reporting.figures import trade
-from bench.reporting.reading import read_store
-from bench.reporting.table import prepare_table
+from bench.reporting.tables.table import prepare_table
 from tests.conftest import ROOT
 
 COMMITTED = ROOT / "results" / "measured" / "strategies"

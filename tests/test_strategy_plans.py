@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench.config import RunConfig, build_run_config
-from bench.errors import ImpossibleError
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import ImpossibleError
 from bench.models.stages import split_blocks_into_stages
-from bench.planning.compose import compose_config
-from bench.simulate.layout import build_parameter_layout
-from bench.simulate.pipeline_parts import arrange_stage
-from bench.simulate.predict import build_trace_key
-from bench.simulate.stage_tape import StageTraceKey, list_stage_blocks, shorten_stage_blocks
+from bench.prediction.pipeline.stages import arrange_stage
+from bench.prediction.predictor import build_trace_key
+from bench.prediction.simulation.parameter_layout import build_parameter_layout
+from bench.prediction.trace.stage_trace import StageTraceKey, list_stage_blocks, shorten_stage_blocks
 from bench.strategies.base import Strategy
-from bench.strategies.plan import (
+from bench.strategies.step_plan import (
     GRADIENTS_HANDLED_ONE_BY_ONE,
     GRADIENTS_KEPT,
     PARAMETER_MEMORY,

@@ -21,18 +21,18 @@ import pytest
 
 from bench import records
 from bench import sweep as command
-from bench.config import MAX_TOKENS_PER_PROCESS, RunConfig
+from bench.config.compose import compose_config, list_config_groups
+from bench.config.run_config import MAX_TOKENS_PER_PROCESS, RunConfig
+from bench.core.typed_config import format_override_value
 from bench.launch.local import LocalLauncher
 from bench.launch.task import search_largest_batch
-from bench.planning.compose import compose_config, list_config_groups
-from bench.planning.plan import build_sweep_plan
+from bench.planning.batch_search import choose_next_batch_size, find_largest_fitting
 from bench.planning.request import parse_sweep_request
-from bench.planning.search import choose_next_batch_size, find_largest_fitting
-from bench.predicting import SweepBatchSearch
+from bench.planning.sweep_plan import build_sweep_plan
+from bench.prediction.prediction import FITS
+from bench.rank.row import build_configured_columns
 from bench.records.schema import COLUMNS, FORMAT_VERSION
-from bench.row import build_configured_columns
-from bench.simulate.prediction import FITS
-from bench.typed import format_override_value
+from bench.sweeps.predict_sweep import SweepBatchSearch
 from tests.fake_model import (
     CPU,
     FAKE_MODEL_OVERRIDES,

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.config import RunConfig
-from bench.errors import UsageError
+from bench.config.compose import CONF_FOLDER
+from bench.config.grid import parse_grids
+from bench.config.run_config import RunConfig
+from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
-from bench.planning.compose import CONF_FOLDER
-from bench.planning.grid import parse_grids
-from bench.planning.plan import SweepPlan, build_sweep_plan
 from bench.planning.request import SweepRequest, parse_sweep_request
-from bench.row import build_configured_columns
+from bench.planning.sweep_plan import SweepPlan, build_sweep_plan
+from bench.rank.row import build_configured_columns
 
 CLUSTER = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 512)
 README = CONF_FOLDER / "sweep" / "README.md"

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from bench.errors import ImpossibleError
+from bench.core.errors import ImpossibleError
 from bench.models.division import LayerDivision
-from bench.simulate.layout import build_parameter_layout
-from bench.simulate.network import CollectiveGroup, compute_collective_seconds
-from bench.simulate.pace import build_collective_group
-from bench.simulate.predict import build_trace_key, predict_run
-from bench.simulate.tape import TraceKey, trace_step
-from bench.strategies.plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP
-from bench.strategies.split import TensorParallelSplit
+from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
+from bench.prediction.cost.rank_speed import build_collective_group
+from bench.prediction.predictor import build_trace_key, predict_run
+from bench.prediction.simulation.parameter_layout import build_parameter_layout
+from bench.prediction.trace.trace import TraceKey, trace_step
+from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP
+from bench.strategies.tensor_parallel.split import TensorParallelSplit
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 
 Execute = Callable[..., list[dict[str, Any]]]

@@ -7,8 +7,8 @@ import io
 from rich.table import Table
 
 from bench import sweep
-from bench.errors import UsageError
-from bench.terminal import PlainConsole
+from bench.core.command_line import PlainConsole
+from bench.core.errors import UsageError
 
 
 def shown(thing: object) -> str:

@@ -6,10 +6,16 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from bench.reporting import style
-from bench.reporting.timeline import HATCHED_KINDS, SPAN_KIND_COLOURS, draw_timeline, get_lane_name, list_streams
-from bench.simulate.predict import predict_run
-from bench.simulate.prediction import TimelineSpan
+from bench.prediction.prediction import TimelineSpan
+from bench.prediction.predictor import predict_run
+from bench.reporting.drawing import style
+from bench.reporting.timelines.timeline import (
+    HATCHED_KINDS,
+    SPAN_KIND_COLOURS,
+    draw_timeline,
+    get_lane_name,
+    list_streams,
+)
 from tests.conftest import SMALL_GPT, compose_run_config
 
 ON_GPUS = (*SMALL_GPT, "mode=predict", "hardware=a100_80gb", "precision=bf16", "gpus=4")

@@ -13,7 +13,7 @@ import pytest
 from bench import records, track
 from bench.records import COLUMN_NAMES
 from bench.tracking.attempts import list_all_attempts
-from bench.tracking.tracked import build_attempt_id
+from bench.tracking.tracked_run import build_attempt_id
 from tests.conftest import ROOT
 from tests.fake_model import wait_until
 from tests.fake_wandb import fake_wandb

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from bench.planning.compose import list_config_groups
-from bench.planning.plan import build_sweep_plan
+from bench.config.compose import list_config_groups
 from bench.planning.request import parse_sweep_request
+from bench.planning.sweep_plan import build_sweep_plan
 from bench.records import Record
 from bench.records.reading import read_all_attempts, read_latest_attempts
-from bench.reporting import style
-from bench.reporting.drawing import ReportSection, save_drawing
+from bench.reporting.drawing import style
+from bench.reporting.drawing.drawing import ReportSection, save_drawing
 from bench.reporting.figures import trade
-from bench.reporting.table import prepare_table
+from bench.reporting.tables.table import prepare_table
 from tests.conftest import CPU, ROOT
 from tests.records_fixture import make_record
 

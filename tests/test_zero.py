@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from bench.errors import ImpossibleError
+from bench.core.errors import ImpossibleError
 from bench.hardware.speeds import GlooSpeed, LinkSpeeds
-from bench.measure.rehearsal import init_rehearsal_group
-from bench.simulate.layout import build_parameter_layout
-from bench.simulate.network import CollectiveGroup, compute_collective_seconds
-from bench.simulate.predict import predict_run
+from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
+from bench.prediction.predictor import predict_run
+from bench.prediction.simulation.parameter_layout import build_parameter_layout
+from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.strategies.zero1 import partition_parameters
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 

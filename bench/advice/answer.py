@@ -10,8 +10,8 @@ from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import CandidateRanking, rank_with_last_resort
 from bench.advice.rules import RuleComparison, compare_rules
 from bench.advice.sentence import describe_advice
-from bench.errors import ImpossibleError, UsageError
-from bench.planning.grid import RunSettings
+from bench.config.grid import RunSettings
+from bench.core.errors import ImpossibleError, UsageError
 
 
 @dataclass(frozen=True)

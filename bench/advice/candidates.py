@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.config import EVIDENCE_BY_MODE, RunConfig, build_run_config
-from bench.errors import ImpossibleError, invalid_value_error
+from bench.config.compose import compose_config, list_config_groups
+from bench.config.grid import RunSettings
+from bench.config.run_config import EVIDENCE_BY_MODE, RunConfig, build_run_config
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.precision import Precision
+from bench.core.typed_config import get_field_types, validate_value
 from bench.hardware import Hardware
 from bench.models.blocks import CHECKPOINTING_MODES
-from bench.planning.compose import compose_config, list_config_groups
-from bench.planning.grid import RunSettings
-from bench.precision import Precision
-from bench.typed import get_field_types, validate_value
 
 DEFAULT_STRATEGIES = ("ddp", "fsdp")
 """Compared unless asked otherwise; `SINGLE_GPU_STRATEGIES` where there is nothing to spread."""

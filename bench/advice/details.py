@@ -9,10 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from bench.advice.ranking import RankedCandidate
-from bench.advice.rules import RuleComparison
-from bench.advice.tables import format_reshard
-from bench.advice.words import (
+from bench.advice.labels import (
     MEMORY_PART_LABELS,
     describe_missing_time,
     format_gib,
@@ -20,10 +17,13 @@ from bench.advice.words import (
     format_percent,
     format_strategy,
 )
-from bench.reporting import labels
-from bench.reporting.labels import format_number
-from bench.simulate.prediction import MEMORY_PARTS as ALL_PARTS
-from bench.simulate.prediction import PredictedRange
+from bench.advice.ranking import RankedCandidate
+from bench.advice.rules import RuleComparison
+from bench.advice.tables import format_reshard
+from bench.prediction.prediction import MEMORY_PARTS as ALL_PARTS
+from bench.prediction.prediction import PredictedRange
+from bench.reporting.drawing import labels
+from bench.reporting.drawing.labels import format_number
 
 
 def build_candidate_details(

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.advice.batches import search_largest_batches
+from bench.advice.batch_search import search_largest_batches
 from bench.advice.candidates import Candidate, CandidateSet, list_last_resort_candidates
-from bench.config import RunConfig
-from bench.errors import UsageError
-from bench.planning.forecast import Unpredictable, predict_configs
-from bench.planning.grid import RunSettings
-from bench.simulate.prediction import DOES_NOT_FIT, FITS, Prediction
+from bench.config.grid import RunSettings
+from bench.config.run_config import RunConfig
+from bench.core.errors import UsageError
+from bench.planning.run_predictions import Unpredictable, predict_configs
+from bench.prediction.prediction import DOES_NOT_FIT, FITS, Prediction
 
 SECONDS_PER_HOUR = 3600
 HOURS_PER_DAY = 24

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.advice.candidates import LAST_RESORT_STRATEGIES, can_shard
+from bench.advice.labels import MEMORY_PART_LABELS, MODEL_STATE_PARTS, format_gib, format_memory_use, join_items
 from bench.advice.ranking import RankedCandidate
-from bench.advice.words import MEMORY_PART_LABELS, MODEL_STATE_PARTS, format_gib, format_memory_use, join_items
-from bench.config import RunConfig, build_run_config
-from bench.errors import ImpossibleError
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import ImpossibleError
 from bench.models import Family
-from bench.planning.compose import compose_config
-from bench.planning.forecast import Unpredictable, predict_configs
-from bench.simulate.prediction import FITS
+from bench.planning.run_predictions import Unpredictable, predict_configs
+from bench.prediction.prediction import FITS
 
 MAX_GPUS_TRIED = 16_384
 SHARDING_STRATEGY = "fsdp"

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from bench.advice.labels import MEMORY_PART_LABELS, MODEL_STATE_PARTS, format_gib, format_strategy, join_items
 from bench.advice.ranking import RankedCandidate
-from bench.advice.words import MEMORY_PART_LABELS, MODEL_STATE_PARTS, format_gib, format_strategy, join_items
-from bench.config import RunConfig, build_run_config
-from bench.errors import UsageError
-from bench.planning.compose import compose_config
-from bench.planning.forecast import predict_configs
-from bench.simulate.prediction import MemoryPrediction, Prediction
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import UsageError
+from bench.planning.run_predictions import predict_configs
+from bench.prediction.prediction import MemoryPrediction, Prediction
 
 WEIGHT_BYTES, GRADIENT_BYTES, ADAM_BYTES = 2, 2, 12
 """Bytes per parameter: 16-bit weight, its gradient, Adam's two moments with an fp32 copy of the weight."""

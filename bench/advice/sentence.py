@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.advice.ranking import RankedCandidate
-from bench.advice.reasons import MAX_GPUS_TRIED, describe_misfit, find_scale_out
-from bench.advice.words import (
+from bench.advice.labels import (
     CHECKPOINTING_LABELS,
     describe_missing_time,
     format_memory_use,
     format_percent,
     format_strategy,
 )
-from bench.planning.compose import compose_config, list_config_groups
-from bench.reporting import labels
+from bench.advice.ranking import RankedCandidate
+from bench.advice.reasons import MAX_GPUS_TRIED, describe_misfit, find_scale_out
+from bench.config.compose import compose_config, list_config_groups
+from bench.reporting.drawing import labels
 
 MIN_NETWORK_SHARE = 0.05
 """Share of a step from which waiting for the network is given as a reason."""

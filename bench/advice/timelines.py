@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from bench.advice.labels import describe_missing_time, format_overrides, format_strategy
 from bench.advice.ranking import RankedCandidate
-from bench.advice.words import describe_missing_time, format_overrides, format_strategy
-from bench.errors import UsageError
-from bench.reporting import labels, style
-from bench.reporting.timeline import draw_timeline
-from bench.reporting.trace import build_trace_events
-from bench.simulate import predict as simulator
+from bench.core.errors import UsageError
+from bench.prediction import predictor as simulator
+from bench.reporting.drawing import labels, style
+from bench.reporting.timelines.timeline import draw_timeline
+from bench.reporting.timelines.trace_events import build_trace_events
 
 
 def write_timeline(candidate: RankedCandidate, path: Path) -> None:

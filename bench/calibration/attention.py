@@ -11,7 +11,7 @@ from torch.nn import functional
 from bench.calibration.formats import find_operand_dtype, list_formats, use_format
 from bench.calibration.sample import ATTENTION, CalibrationSample
 from bench.calibration.timer import build_timer
-from bench.simulate.kernels import ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS
+from bench.prediction.trace.kernels import ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS
 
 ATTENTION_SHAPES = {
     "cpu": ((1, 5, 40, 64), (2, 10, 96, 32), (2, 5, 224, 64), (1, 6, 448, 32), (1, 3, 640, 64), (1, 2, 1024, 64)),

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from bench.calibration.sample import COLLECTIVE, CalibrationSample
-from bench.errors import UsageError
-from bench.simulate.network import ALL_GATHER, ALL_REDUCE, CALIBRATED_COLLECTIVES, REDUCE_SCATTER
+from bench.core.errors import UsageError
+from bench.prediction.cost.collectives import ALL_GATHER, ALL_REDUCE, CALIBRATED_COLLECTIVES, REDUCE_SCATTER
 
 MIN_MESSAGE_BYTES = 2**10
 MAX_MESSAGE_BYTES = {"cpu": 2**26, "cuda": 2**30}

@@ -8,12 +8,12 @@ import torch
 
 from bench.calibration.attention import measure_attention
 from bench.calibration.formats import list_formats
-from bench.calibration.launch import measure_launch
+from bench.calibration.kernel_launch import measure_launch
 from bench.calibration.matmul import measure_matmul
 from bench.calibration.memory import measure_memory
 from bench.calibration.sample import CalibrationSample
 from bench.calibration.steps import measure_steps
-from bench.hardware.heap import keep_freed_memory
+from bench.hardware.limit import keep_freed_memory
 
 
 def measure_compute(

@@ -12,7 +12,7 @@ from bench.calibration.fit_compute import FitResidual
 from bench.calibration.least_squares import FloatArray, fit_least_squares
 from bench.calibration.sample import COLLECTIVE, CalibrationSample
 from bench.hardware.speeds import GlooSpeed, LinkSpeeds
-from bench.simulate.network import ALL_GATHER, ALL_REDUCE, CollectiveGroup, compute_collective_seconds
+from bench.prediction.cost.collectives import ALL_GATHER, ALL_REDUCE, CollectiveGroup, compute_collective_seconds
 
 SIGNIFICANT_DIGITS = 4
 """Digits that a fitted number is given with."""

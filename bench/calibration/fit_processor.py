@@ -10,21 +10,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.calibration.attention import BACKWARD
-from bench.calibration.linear import fit_seconds_per_unit
+from bench.calibration.least_squares import fit_seconds_per_unit
 from bench.calibration.memory import ELEMENTWISE_OPERATOR
 from bench.calibration.parts import SingleDeviceSpeeds
 from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, OPTIMIZER, CalibrationSample
 from bench.calibration.steps import CALL_SAMPLE, STEP_SAMPLE
 from bench.hardware import Hardware
-from bench.hardware.processor import (
+from bench.hardware.speeds import (
+    LaunchOverhead,
     ProcessorAttentionSpeed,
     ProcessorMatmulSpeed,
     ProcessorOptimizerSpeed,
     ProcessorSpeed,
 )
-from bench.hardware.speeds import LaunchOverhead
-from bench.simulate.cost import build_operator_key
-from bench.simulate.processor_cost import count_attention_work, count_matmul_operand_bytes
+from bench.prediction.cost.cpu_kernels import count_attention_work, count_matmul_operand_bytes
+from bench.prediction.cost.gpu_kernels import build_operator_key
 
 DEFAULT_OVERLAP_LOSS = 0.0
 """Nothing was measured beside communication."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.precision import TORCH_DTYPE_NAMES, Precision, get_torch_dtype
+from bench.core.precision import TORCH_DTYPE_NAMES, Precision, get_torch_dtype
 
 
 def list_formats(device: torch.device) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench.calibration.facts import CalibrationProvenance
 from bench.calibration.fit_compute import ComputeFit, FitResidual
 from bench.calibration.fit_links import LinksFit
+from bench.calibration.provenance import CalibrationProvenance
 from bench.hardware import Hardware, HardwareSpeeds
 from bench.hardware.speeds import LinkSpeeds, MemoryOutsideAllocator
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bench.calibration.timer import CallTimer
-from bench.simulate.pace import build_updates_key, count_optimizer_passes
+from bench.prediction.cost.rank_speed import build_updates_key, count_optimizer_passes
 from bench.training.optimizer import IMPLEMENTATIONS, OptimizerConfig
 
 SCRATCH_BYTES = 2**26

@@ -11,7 +11,6 @@ import numpy as np
 from bench.calibration.formats import build_precision
 from bench.calibration.sample import ATTENTION, MATMUL, CalibrationSample
 from bench.hardware import Hardware
-from bench.hardware.processor import ProcessorSpeed
 from bench.hardware.speeds import (
     AttentionSpeed,
     HardwareSpeeds,
@@ -19,10 +18,11 @@ from bench.hardware.speeds import (
     LinkSpeeds,
     MatmulSpeed,
     MemoryOutsideAllocator,
+    ProcessorSpeed,
 )
-from bench.simulate import kernels
-from bench.simulate.cost import compute_kernel_seconds
-from bench.simulate.kernels import OPERAND_FORMATS, FloatArray, KernelArrays
+from bench.prediction.cost.gpu_kernels import compute_kernel_seconds
+from bench.prediction.trace import kernels
+from bench.prediction.trace.kernels import OPERAND_FORMATS, FloatArray, KernelArrays
 
 SINGLE_DEVICE_PLACEHOLDERS = LinkSpeeds(1.0, 1.0, 1.0, 1.0, 1, 0.0, 1.0), MemoryOutsideAllocator(1.0, 1.0, 1.0)
 """Where no others are: times of one device do not depend on it."""

@@ -10,9 +10,9 @@ import torch
 from bench.calibration.collectives import measure_collectives
 from bench.calibration.compute import measure_compute
 from bench.calibration.noise import ProcessorWait, find_disturbances, time_reference
+from bench.calibration.processes import CalibrationProcess, run_local_processes
 from bench.calibration.sample import CalibrationSample
-from bench.calibration.world import CalibrationProcess, run_local_processes
-from bench.measure import environment
+from bench.rank import environment
 
 
 @dataclass(frozen=True)

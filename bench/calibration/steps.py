@@ -25,8 +25,8 @@ from bench.calibration.timer import CallTimer, build_timer
 from bench.models import Batch, Family
 from bench.models.gpt import GPTFamily
 from bench.models.t5 import T5Family
-from bench.simulate.kernels import ATTENTION, MATMUL, OPERAND_FORMATS
-from bench.simulate.recorder import describe_kernel, is_kernel
+from bench.prediction.trace.kernels import ATTENTION, MATMUL, OPERAND_FORMATS
+from bench.prediction.trace.op_recorder import describe_kernel, is_kernel
 from bench.strategies.single import SingleProcessStrategy
 from bench.training.engine import Engine, build_engine, build_micro_batches
 from bench.training.optimizer import OptimizerConfig

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from bench.checks.machine import read_driver_version
+from bench.checks.host import read_driver_version
 from bench.checks.session import CheckReport
-from bench.config import RunConfig
-from bench.errors import UsageError
+from bench.config.run_config import RunConfig
+from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
-from bench.simulate.cache import find_cache_file
+from bench.prediction.cache import find_cache_file
 
 
 def check_machine_once(

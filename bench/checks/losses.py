@@ -8,8 +8,8 @@ from importlib import resources
 
 from bench.checks.result import NOT_RUN, CheckResult
 from bench.checks.runs import SHORT_RUN_SETTINGS, CheckRun
+from bench.config.compose import list_config_groups
 from bench.hardware.detect import DetectedDevice
-from bench.planning.compose import list_config_groups
 
 GLOBAL_BATCH = 8
 """Sequences per step, however many ranks share them: what a loss depends on."""

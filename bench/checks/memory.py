@@ -7,7 +7,7 @@ import math
 from bench.checks.result import NOT_RUN, CheckResult
 from bench.checks.runs import SHORT_RUN_SETTINGS, CheckRun, build_check_config
 from bench.hardware.detect import DetectedDevice
-from bench.simulate.predict import predict_run
+from bench.prediction.predictor import predict_run
 
 MAX_OOM_DURATION_S = 15.0
 """From the start of a run to the row that says that it ran out of memory."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import records
-from bench.config import RunConfig, build_run_config
-from bench.errors import ImpossibleError
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import ImpossibleError
 from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
-from bench.launch.stop import StopSignal
+from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask
 from bench.launch.worker import WorkerEvent
-from bench.planning.compose import compose_config
 from bench.planning.request import parse_sweep_request
 from bench.records import Record
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.checks.host import TOKEN_VARIABLE, check_device_free, describe_machine, read_used_bytes
 from bench.checks.losses import build_loss_runs, compare_losses
-from bench.checks.machine import TOKEN_VARIABLE, check_device_free, describe_machine, read_used_bytes
 from bench.checks.memory import build_limited_runs, build_peak_runs, check_memory
 from bench.checks.result import CheckResult
 from bench.checks.runs import CheckRun, execute_runs
 from bench.checks.timing import build_profiled_run, check_clock, check_profile
 from bench.hardware.detect import DetectedDevice
-from bench.launch.stop import StopSignal
+from bench.launch.stop_signal import StopSignal
 
 FORMAT_VERSION = 1
 """Of the file."""

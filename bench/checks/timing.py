@@ -14,9 +14,9 @@ import torch
 from bench.checks.memory import MODEL_SETTINGS, STEP_SETTINGS
 from bench.checks.result import NOT_RUN, CheckResult
 from bench.checks.runs import CheckRun
+from bench.core.processes import GROUP_SIGNALS, block_signals
 from bench.hardware.detect import DetectedDevice
-from bench.measure.clock import build_step_clock
-from bench.processes import GROUP_SIGNALS, block_signals
+from bench.rank.timed_loop import build_step_clock
 
 MIN_LOOP_S = 2.0
 """Length of the loop that is timed twice, at least."""

@@ -6,7 +6,8 @@ Pure functions on records, whatever reads or shows them.
 from bench.comparison.comparing import compare_records
 from bench.comparison.detectable import compute_detectable_change, compute_detection_probability
 from bench.comparison.history import ChangePoint, HistoryPoint, HistorySeries, build_histories
-from bench.comparison.machines import EnvironmentDifference
+from bench.comparison.hosts import EnvironmentDifference
+from bench.comparison.labels import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
 from bench.comparison.result import (
     ComparedConfiguration,
     OverallComparison,
@@ -15,7 +16,6 @@ from bench.comparison.result import (
     UnmatchedConfiguration,
 )
 from bench.comparison.settings import ComparisonSettings
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
 
 __all__ = [
     "CANNOT_TELL",

@@ -8,20 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.comparison import judging, machines, remarks, timing
-from bench.comparison.machines import MACHINE_FACTS, SOFTWARE_FACTS, EnvironmentDifference
-from bench.comparison.pairing import ConfigurationRuns, pair_runs
-from bench.comparison.result import (
-    ComparedConfiguration,
-    OverallComparison,
-    QuantityChange,
-    RunComparison,
-    UnmatchedConfiguration,
-    find_worst_verdict,
-)
-from bench.comparison.settings import ComparisonSettings
-from bench.comparison.timing import StepTimes
-from bench.comparison.words import (
+from bench.comparison import hosts, judging, messages, timing
+from bench.comparison.hosts import MACHINE_FACTS, SOFTWARE_FACTS, EnvironmentDifference
+from bench.comparison.labels import (
     ALLOCATED,
     CANNOT_TELL,
     IMPROVEMENT,
@@ -34,6 +23,17 @@ from bench.comparison.words import (
     ComparedQuantity,
     name_configurations,
 )
+from bench.comparison.pairing import ConfigurationRuns, pair_runs
+from bench.comparison.result import (
+    ComparedConfiguration,
+    OverallComparison,
+    QuantityChange,
+    RunComparison,
+    UnmatchedConfiguration,
+    find_worst_verdict,
+)
+from bench.comparison.settings import ComparisonSettings
+from bench.comparison.timing import StepTimes
 from bench.records import Record
 
 OTHER_MACHINE_REASON = "different machines"
@@ -104,7 +104,7 @@ def compare_records(
     return RunComparison(
         settings,
         verdict,
-        remarks.format_sentence(verdict, rows, overall, differences[0], is_comparable, settings),
+        messages.format_sentence(verdict, rows, overall, differences[0], is_comparable, settings),
         tuple(rows),
         tuple(overall),
         _list_unmatched(titles, pairs, "candidate"),
@@ -112,8 +112,8 @@ def compare_records(
         differences[0],
         differences[1],
         (
-            *remarks.list_notes(base, candidate),
-            *remarks.list_drift_warnings([compared.pair for _, compared in compared_pairs], rows, overall),
+            *messages.list_notes(base, candidate),
+            *messages.list_drift_warnings([compared.pair for _, compared in compared_pairs], rows, overall),
         ),
         is_comparable,
         {verdict: verdict_counts[verdict] for verdict in VERDICTS},
@@ -135,10 +135,10 @@ def _name_pairs(pairs: Sequence[ConfigurationRuns]) -> list[str]:
 def _compare_pair(pair: ConfigurationRuns, settings: ComparisonSettings) -> _ComparedPair:
     """Everything but the verdict on the time, which all configurations share the error rate of."""
     sides = judging.select_results(pair.base), judging.select_results(pair.candidate)
-    machine_differences = tuple(machines.find_differences(pair.base, pair.candidate, MACHINE_FACTS))
+    machine_differences = tuple(hosts.find_differences(pair.base, pair.candidate, MACHINE_FACTS))
     is_time_blocked = bool(machine_differences) and not settings.across_machines
     is_memory_blocked = is_time_blocked and any(difference.memory for difference in machine_differences)
-    notes = [*remarks.list_left_out(pair), *remarks.list_other_differences(sides)]
+    notes = [*messages.list_left_out(pair), *messages.list_other_differences(sides)]
     changes = [judging.compare_statuses(*sides)]
     times: StepTimes | None = None
     values = [[row[STEP_TIME.column] for row in side if _has_valid_time(row)] for side in sides]
@@ -202,7 +202,7 @@ def _build_configuration(
     if shown_time_change is not None and all(values):
         throughput_changes = [timing.compare_throughput(shown_time_change, values[0], values[1], settings)]
     changes = (status, *([shown_time_change] if shown_time_change else []), *throughput_changes, *other_changes)
-    software = tuple(machines.find_differences(compared.pair.base, compared.pair.candidate, SOFTWARE_FACTS))
+    software = tuple(hosts.find_differences(compared.pair.base, compared.pair.candidate, SOFTWARE_FACTS))
     verdict = find_worst_verdict([change.verdict for change in changes])
     return ComparedConfiguration(
         name,
@@ -266,7 +266,7 @@ def _decide_verdict(rows: Sequence[ComparedConfiguration], overall: Sequence[Ove
 
 
 def _collect_differences(
-    compared_pairs: Iterable[tuple[str, _ComparedPair]], facts: Sequence[machines.EnvironmentFact]
+    compared_pairs: Iterable[tuple[str, _ComparedPair]], facts: Sequence[hosts.EnvironmentFact]
 ) -> tuple[EnvironmentDifference, ...]:
     """The differences of all configurations, each once."""
     unique_differences: dict[EnvironmentDifference, None] = {}
@@ -274,7 +274,7 @@ def _collect_differences(
         pair_differences = (
             compared.machine_differences
             if facts is MACHINE_FACTS
-            else machines.find_differences(compared.pair.base, compared.pair.candidate, facts)
+            else hosts.find_differences(compared.pair.base, compared.pair.candidate, facts)
         )
         unique_differences |= dict.fromkeys(pair_differences)
     return tuple(unique_differences)

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from bench.comparison import change_points, judging, machines
+from bench.comparison import change_points, hosts, judging
 from bench.comparison.change_points import LevelChange
-from bench.comparison.machines import MACHINE_FACTS, SOFTWARE_FACTS, EnvironmentDifference
-from bench.comparison.pairing import group_by_device, select_matchable_rows
-from bench.comparison.settings import ComparisonSettings
-from bench.comparison.words import (
+from bench.comparison.hosts import MACHINE_FACTS, SOFTWARE_FACTS, EnvironmentDifference
+from bench.comparison.labels import (
     CANNOT_TELL,
     IMPROVEMENT,
     QUANTITIES,
@@ -24,6 +22,8 @@ from bench.comparison.words import (
     ComparedQuantity,
     name_configurations,
 )
+from bench.comparison.pairing import group_by_device, select_matchable_rows
+from bench.comparison.settings import ComparisonSettings
 from bench.records import Record
 from bench.records.matching import ConfigKey, build_run_key, encode_config_key
 
@@ -250,9 +250,9 @@ def _build_change_point(
     p: float | None = None,
 ) -> ChangePoint:
     new_point, old_point = series.points[after_index], series.points[before_index]
-    machine_differences = tuple(machines.find_differences(old_point.rows, new_point.rows, MACHINE_FACTS))
+    machine_differences = tuple(hosts.find_differences(old_point.rows, new_point.rows, MACHINE_FACTS))
     verdict = CANNOT_TELL if machine_differences else REGRESSION if is_worse else IMPROVEMENT
-    software_differences = tuple(machines.find_differences(old_point.rows, new_point.rows, SOFTWARE_FACTS))
+    software_differences = tuple(hosts.find_differences(old_point.rows, new_point.rows, SOFTWARE_FACTS))
     return ChangePoint(
         after_index,
         new_point.git_sha,

@@ -8,8 +8,8 @@ from statistics import median
 
 from scipy import stats
 
+from bench.comparison.labels import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, ComparedQuantity, format_percent
 from bench.comparison.result import QuantityChange
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, ComparedQuantity, format_percent
 from bench.records import Record
 
 NO_RESULT_STATUSES = ("preempted", "skipped")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bench.comparison.machines import EnvironmentDifference
+from bench.comparison.hosts import EnvironmentDifference
+from bench.comparison.labels import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
 from bench.comparison.settings import ComparisonSettings
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
 
 FORMAT_VERSION = 1
 """Of the JSON that is written of it."""

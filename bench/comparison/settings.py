@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.errors import invalid_value_error
+from bench.core.errors import invalid_value_error
 
 
 @dataclass(frozen=True)

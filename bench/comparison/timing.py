@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.comparison import statistics
+from bench.comparison.labels import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, STEP_TIME, TFLOPS, format_percent
 from bench.comparison.power import RegressionCriterion, compute_detectable_slowdown
 from bench.comparison.result import QuantityChange
 from bench.comparison.settings import ComparisonSettings
 from bench.comparison.statistics import LogShift
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, STEP_TIME, TFLOPS, format_percent
 
 DETECTION_POWER = 0.95
 """How often a detectable slowdown is found."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.comparison import REGRESSION, RunComparison
 from bench.records import Record
 from bench.tracking import Tracker, TrackerClient
-from bench.tracking.tracked import TrackedRun, build_attempt_id
+from bench.tracking.tracked_run import TrackedRun, build_attempt_id
 
 MAX_NAMED_CONFIGURATIONS = 10
 MAX_TITLE_CHARS = 63

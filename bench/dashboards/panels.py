@@ -1,6 +1,6 @@
 """The figures of the dashboard, once: workspace and report arrange the same panels.
 
-Their axes are what `bench.tracking.tracked` sends: ``result/…`` is one point per attempt, ``configuration`` and
+Their axes are what `bench.tracking.tracked_run` sends: ``result/…`` is one point per attempt, ``configuration`` and
 ``scaling_series`` name what may be joined by a line, ``labels`` are the user's own tags.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import wandb_workspaces.reports.v2 as wr
 
-from bench.tracking.tracked import OOM_TABLE
+from bench.tracking.tracked_run import OOM_TABLE
 
 START_METRIC = "result/started_unix_s"
 START_TITLE = "start of the run (Unix time, s)"

@@ -7,11 +7,11 @@ import logging
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from bench.errors import ImpossibleError, format_install_command, invalid_value_error, require_choice
+from bench.core.errors import ImpossibleError, format_install_command, invalid_value_error, require_choice
+from bench.core.precision import Precision
+from bench.core.typed_config import OneOf, Within
 from bench.finetune.shape import ALL_LINEAR, AdapterSpec
 from bench.models import Family
-from bench.precision import Precision
-from bench.typed import OneOf, Within
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns that it could be faster
 

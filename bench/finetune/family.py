@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.core.precision import Precision
 from bench.finetune.adapters import ADAPTER_NAME_PARTS, BASE_LAYER_SUFFIX, add_adapters, find_adapter_init_std
 from bench.finetune.flops import AdapterFlopCount
 from bench.finetune.quantised import find_quantised_bytes, prepare_drawn_weights, quantise_drawn_weight, quantise_layers
 from bench.finetune.shape import AdapterSpec
 from bench.models import Batch, Family, FlopCount
-from bench.precision import Precision
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from bench import processes
+from bench.core import processes
 from bench.models import Family, FlopCount
 from bench.models.blocks import checkpoint_blocks
 

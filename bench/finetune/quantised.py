@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from bench.core.precision import Precision
 from bench.finetune.adapters import find_layer_dimensions, is_transposed, iterate_linear_layers
 from bench.finetune.shape import AdapterSpec
 from bench.models import Family
-from bench.precision import Precision
 
 WEIGHTS_PER_SCALE, SCALES_PER_OUTER_SCALE = 64, 256
 """Weights that share a scale; scales that share a scale of theirs."""

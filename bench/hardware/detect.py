@@ -14,12 +14,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import processes
-from bench.errors import ImpossibleError
+from bench.core import processes
+from bench.core.errors import ImpossibleError
+from bench.core.precision import Precision
 from bench.hardware import facts
 from bench.hardware.description import MEMORY_SLACK_SHARE, Hardware
 from bench.hardware.facts import CudaSetup, VisibleGpu
-from bench.precision import Precision
 
 MIN_FP8_CAPABILITY = (8, 9)
 """From which compute capability on a GPU multiplies in FP8 (``torch._scaled_mm``)."""

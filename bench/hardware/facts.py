@@ -1,4 +1,4 @@
-"""What torch and NVIDIA's driver say of this machine's GPUs. Asking them starts CUDA: see `bench.processes`."""
+"""What torch and NVIDIA's driver say of this machine's GPUs. Asking them starts CUDA: see `bench.core.processes`."""
 
 from __future__ import annotations
 

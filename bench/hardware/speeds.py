@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from bench.errors import invalid_value_error
-from bench.hardware.processor import ProcessorSpeed
-from bench.typed import OneOf, Within
+from bench.core.errors import invalid_value_error
+from bench.core.typed_config import OneOf, Within
 
 NUMBER_FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
@@ -135,3 +134,63 @@ class HardwareSpeeds:
         if self.processor is None and (self.matmul is None or self.attention is None):
             missing = "matmul" if self.matmul is None else "attention"
             raise invalid_value_error(f"hardware.speeds.{missing}", None, "numbers, or null beside speeds.processor")
+
+
+# --- How fast a processor is that computes by itself: there the time of an operator is a sum, nothing runs beside it.
+
+TimesByName = dict[str, Annotated[float, Within(0, 1e7, unit="microseconds")]]
+RatesByName = dict[str, Annotated[float, Within(1e-6, 1e9)]]
+
+
+@dataclass(frozen=True)
+class ProcessorMatmulSpeed:
+    """Matrix products: the sum of a call, of their arithmetic and of the bytes of operands and result, each once.
+
+    Libraries copy one operand into an order of their own: the right one, or the left one if that is transposed.
+    """
+
+    call_us: TimesByName
+    """Microseconds of a call, beyond what any operator takes."""
+    gflops: RatesByName
+    """10^9 floating-point operations per second, a multiply-add counting 2."""
+    transposed_gflops: RatesByName
+    """The same where the left operand is transposed, as in the gradient of a weight."""
+    copied_gb_s: RatesByName
+    """10^9 bytes per second of the operand that is copied."""
+    other_gb_s: RatesByName
+    """10^9 bytes per second of the other operand."""
+    result_gb_s: RatesByName
+    """10^9 bytes per second of the result."""
+
+
+@dataclass(frozen=True)
+class ProcessorAttentionSpeed:
+    """Fused attention: the sum of its blocks of queries and of their arithmetic over the whole square of scores."""
+
+    forward_gflops: RatesByName
+    """10^9 floating-point operations per second, forward (2 products over the scores)."""
+    backward_gflops: RatesByName
+    """The same backward (5 products)."""
+    forward_block_us: TimesByName
+    """Microseconds that starting a block of queries and keys takes, forward."""
+    backward_block_us: TimesByName
+    """The same backward."""
+
+
+@dataclass(frozen=True)
+class ProcessorOptimizerSpeed:
+    """Optimizers' steps; keys are an optimizer and its implementation, as ``adamw fused``."""
+
+    tensor_us: TimesByName
+    """Microseconds per tensor that is updated."""
+    gb_s: RatesByName
+    """10^9 bytes per second, of those that `(module moves; name stays)` counts."""
+
+
+@dataclass(frozen=True)
+class ProcessorSpeed:
+    """A processor as a device."""
+
+    products: ProcessorMatmulSpeed
+    attention: ProcessorAttentionSpeed
+    updates: ProcessorOptimizerSpeed

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from bench import records
-from bench.config import RunConfig
+from bench.config.run_config import RunConfig
 from bench.launch.ranks import RankExit
-from bench.launch.verdict import build_outcome_columns
-from bench.measure import environment
+from bench.launch.run_outcome import build_outcome_columns
+from bench.rank import environment
+from bench.rank.row import build_configured_columns, build_environment_columns, build_rank_rows
 from bench.records import Claim, Record, RunClaimedError, claims
 from bench.records.encoding import encode_record
 from bench.records.schema import FORMAT_VERSION
-from bench.row import build_configured_columns, build_environment_columns, build_rank_rows
 
 CONCURRENT_RUNS_INTERVAL_S = 5.0
 """How often to look which other runs are on."""
@@ -61,7 +61,7 @@ class Attempt:
         Parameters
         ----------
         owner: dict
-            Who executes it; `bench.launch.owners` can tell whether it lives.
+            Who executes it; `bench.launch.process_owner` can tell whether it lives.
         launch_columns: Record
             Columns that only the caller knows: sweep, launcher, job.
         slurm_environment: dict, optional

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from bench import processes
-from bench.config import RunConfig
-from bench.launch.stop import StopSignal
-from bench.rank import RankCoordinates, RankOutcome, run_rank
+from bench.config.run_config import RunConfig
+from bench.core import processes
+from bench.launch.rendezvous import restrict_gloo_to_loopback
+from bench.launch.stop_signal import StopSignal
+from bench.rank.run_rank import RankCoordinates, RankOutcome, run_rank
 from bench.records.schema import OOM_PHASES
-from bench.rendezvous import restrict_gloo_to_loopback
 
 FAILURE_REPORT_TIMEOUT_S = 2.0
 """After a rank failed, how long the others may take to say that they failed too, before they are killed."""

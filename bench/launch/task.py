@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.config import RunConfig
-from bench.errors import ImpossibleError
-from bench.planning.search import choose_next_batch_size, find_largest_fitting
+from bench.config.run_config import RunConfig
+from bench.core.errors import ImpossibleError
+from bench.planning.batch_search import choose_next_batch_size, find_largest_fitting
 from bench.records import Record
 from bench.records.schema import FINISHED_STATUSES
 

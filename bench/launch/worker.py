@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bench import records
-from bench.config import RunConfig
-from bench.launch.host import UnkillableRankError, execute_run
-from bench.launch.stop import StopSignal
+from bench.config.run_config import RunConfig
+from bench.launch.run_on_host import UnkillableRankError, execute_run
+from bench.launch.run_outcome import describe_outcome
+from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask, search_largest_batch
-from bench.launch.verdict import describe_outcome
 from bench.records import Record, RunClaimedError, sharing
 from bench.records.schema import FINISHED_STATUSES
 from bench.tracking import NO_TRACKER, Tracker, TrackerClient

@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
-from bench import plugins
-from bench.errors import ImpossibleError
+from bench.core import plugins
+from bench.core.errors import ImpossibleError
+from bench.core.typed_config import OneOf, Within
 from bench.models.division import LayerDivision
 from bench.models.stages import PipelineStageModule
-from bench.typed import OneOf, Within
 
 
 @dataclass(frozen=True)

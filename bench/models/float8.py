@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.errors import ImpossibleError, format_install_command
+from bench.core.errors import ImpossibleError, format_install_command
+from bench.core.precision import Precision
 from bench.models.base import Family
-from bench.precision import Precision
 
 SIZE_MULTIPLE = 16
 """Of which ``torch._scaled_mm`` wants both sizes of a weight to be."""

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from bench.errors import ImpossibleError, invalid_value_error
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.typed_config import OneOf, Within
 from bench.models.base import (
     IGNORED_LABEL,
     Batch,
@@ -33,7 +34,6 @@ from bench.models.division import (
     strip_checkpoint_wrappers,
 )
 from bench.models.stages import PipelineStageModule
-from bench.typed import OneOf, Within
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 

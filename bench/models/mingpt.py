@@ -12,8 +12,8 @@ from typing import Annotated
 
 from torch import nn
 
+from bench.core.typed_config import OneOf
 from bench.models.gpt import ACTIVATIONS, GPTFamily
-from bench.typed import OneOf
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
+from bench.core.typed_config import OneOf
 from bench.models.base import IGNORED_LABEL
 from bench.models.gpt import ACTIVATIONS, GPTFamily
-from bench.typed import OneOf
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import dataclasses
 import json
 import sys
 
-from bench import command
-from bench.config import RunConfig
-from bench.errors import UsageError, require_at_least, require_choice
+from bench.config.run_config import RunConfig
+from bench.core import command_line
+from bench.core.command_line import parse_path_argument
+from bench.core.errors import UsageError, require_at_least, require_choice
 from bench.hardware import detect_device
 from bench.launch.local import LocalLauncher
-from bench.measure.statistics import compute_median
 from bench.overhead.compare import (
     MAX_FIXED_RATIO,
     MAX_STEP_RATIO,
@@ -27,9 +27,9 @@ from bench.overhead.compare import (
     summarize_ratios,
 )
 from bench.overhead.sides import MODEL_FAMILIES, SideFailedError, run_bare, run_ours
-from bench.paths import parse_path_argument
-from bench.planning.plan import build_sweep_plan
 from bench.planning.request import parse_sweep_request
+from bench.planning.sweep_plan import build_sweep_plan
+from bench.rank.statistics import compute_median
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -123,4 +123,4 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_main(main))
+    sys.exit(command_line.run_main(main))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.measure.statistics import compute_median, compute_median_interval
+from bench.rank.statistics import compute_median, compute_median_interval
 
 MAX_STEP_RATIO = 1.01
 """The median step may take this many times the bare script's."""

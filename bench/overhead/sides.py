@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import records
-from bench.config import RunConfig
-from bench.measure.memory import CpuMemoryProbe, CudaMemoryProbe
-from bench.measure.statistics import compute_slowest_rank_times
+from bench.config.run_config import RunConfig
 from bench.overhead.compare import OverheadRun
+from bench.rank.memory_probe import CpuMemoryProbe, CudaMemoryProbe
+from bench.rank.statistics import compute_slowest_rank_times
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 BARE_SCRIPT = Path(__file__).with_name("bare_ddp.py")

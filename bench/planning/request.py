@@ -10,15 +10,15 @@ from typing import Annotated, Any, TypedDict
 
 from hydra.core.override_parser.types import Override
 
-from bench.config import RANK_COUNT_BOUNDS
-from bench.errors import UsageError, invalid_value_error
+from bench.config.compose import MEMORY_KEY, compose_config, list_config_groups, list_override_values, parse_overrides
+from bench.config.grid import RunSettings, SettingsGrid, parse_grids
+from bench.config.run_config import RANK_COUNT_BOUNDS
+from bench.core.command_line import require_path
+from bench.core.errors import UsageError, invalid_value_error
+from bench.core.typed_config import OneOf, TextRule, Within, get_field_types, validate_value
 from bench.hardware import Hardware
 from bench.hardware.detect import DetectedDevice
-from bench.paths import require_path
-from bench.planning.compose import MEMORY_KEY, compose_config, list_config_groups, list_override_values, parse_overrides
-from bench.planning.grid import RunSettings, SettingsGrid, parse_grids
 from bench.tracking import NO_TRACKER, Tracker, load_tracker
-from bench.typed import OneOf, TextRule, Within, get_field_types, validate_value
 
 EXECUTION_KEYS = (
     *("store", "dry_run", "force", "time_budget_min", "skip_oom", "report", "search", "sweep", "cluster", "tracker"),

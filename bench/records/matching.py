@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from bench.identity import get_added_strategy_knobs
+from bench.config.run_id import get_added_strategy_knobs
 from bench.records.schema import Record
 
 ConfigKey = dict[str, Any]

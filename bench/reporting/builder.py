@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from bench.errors import UsageError
-from bench.records import StoreContents
-from bench.reporting import labels, page, style
-from bench.reporting.drawing import ReportSection, save_drawing
+from bench.core.errors import UsageError
+from bench.records import StoreContents, read_latest_attempts
+from bench.reporting.drawing import labels, style
+from bench.reporting.drawing.drawing import ReportSection, save_drawing
+from bench.reporting.drawing.labels import format_plural
 from bench.reporting.figures import FIGURE_MODULES, MODULES_SHOWING_ALL_TRIALS
-from bench.reporting.frontier_cells import drop_batch_search_tries
-from bench.reporting.interactive import build_explorer_charts, build_scaling_charts
-from bench.reporting.reading import read_store
-from bench.reporting.table import prepare_table
+from bench.reporting.page import page
+from bench.reporting.page.interactive import build_explorer_charts, build_scaling_charts
+from bench.reporting.tables.frontier import drop_batch_search_tries
+from bench.reporting.tables.table import prepare_table
 
 MANIFEST_FILE = ".written-by-report"
 """In the figures' folder: names of the files an earlier report left there, which the next one replaces."""
@@ -80,9 +82,7 @@ def write_report(
             figure_module.build_section(table if figure_module in MODULES_SHOWING_ALL_TRIALS else final_runs, palette)
             for figure_module in FIGURE_MODULES
         ]
-    sections = [
-        section for section in all_sections if section.planned_figures or section.tables or section.notice
-    ]
+    sections = [section for section in all_sections if section.planned_figures or section.tables or section.notice]
     charts = [*build_explorer_charts(table, palette), *build_scaling_charts(final_runs, palette)] if interactive else []
     try:
         (output / "figures").mkdir(parents=True, exist_ok=True)
@@ -146,3 +146,28 @@ def _replace_file(path: Path, text: str) -> None:
         os.fchmod(file.fileno(), 0o644)
         file.write(text)
     Path(temporary_path).replace(path)
+
+
+# --- Reading rows that somebody named: a sentence where there are none.
+
+
+def read_store(
+    path: str | Path, read_contents: Callable[[Path], StoreContents] = read_latest_attempts
+) -> StoreContents:
+    """The rows below `path`: the latest of every run, unless another way to read them is given.
+
+    Raises
+    ------
+    UsageError
+        If there is no such path or no row below it.
+    """
+    try:
+        contents = read_contents(Path(path))
+    except FileNotFoundError:
+        raise UsageError(f"There is no store at {path}: choose a store, a folder of stores or a row file.") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from None
+    if not contents.records:
+        left_out_note = f" ({format_plural(len(contents.unreadable), 'file')} left out)" if contents.unreadable else ""
+        raise UsageError(f"{path} holds no rows{left_out_note}: choose a store, a folder of stores or a row file.")
+    return contents

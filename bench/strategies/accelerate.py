@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 
-from bench.errors import ImpossibleError
+from bench.core.errors import ImpossibleError
+from bench.core.precision import Precision
 from bench.models.blocks import group_blocks
-from bench.precision import Precision
 from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES

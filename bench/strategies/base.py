@@ -16,16 +16,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench import plugins
-from bench.errors import ImpossibleError, invalid_value_error
+from bench.core import plugins
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.precision import AUTOCAST_MIXING, Precision
 from bench.models import Family
 from bench.models.materialize import Materializer
-from bench.precision import AUTOCAST_MIXING, Precision
-from bench.strategies.pipeline_plan import StagePlan, StageUnits
-from bench.strategies.pipeline_schedule import Timetable
-from bench.strategies.plan import PlanInputs, StepPlan
-from bench.strategies.split import TensorParallelSplit
+from bench.strategies.pipeline.schedule import Timetable
+from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
+from bench.strategies.step_plan import PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
+from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """The optimizer that was asked for, over some parameters."""
@@ -76,7 +76,7 @@ class Strategy(ABC):
     """What of a model the strategy can train: full, lora (frozen weights beside others), qlora (quantised ones)."""
 
     supported_mixings: ClassVar[tuple[str, ...]] = (AUTOCAST_MIXING,)
-    """Ways of mixed precision that the strategy has, of `bench.precision.MIXING_MODES`: its users' usual one first."""
+    """Ways of mixed precision that the strategy has, of `bench.core.precision.MIXING_MODES`: its users' usual one first."""
 
     single_mixing_reason: ClassVar[str] = "which computes with parameters as they are stored"
     """Why the strategy has no other way of mixed precision than its usual one, as a relative clause."""

@@ -12,11 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
 
-from bench.errors import ImpossibleError
-from bench.precision import Precision
+from bench.core.errors import ImpossibleError
+from bench.core.precision import Precision
+from bench.core.typed_config import OneOf, Within
 from bench.strategies import powersgd
 from bench.strategies.base import Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
-from bench.strategies.plan import (
+from bench.strategies.powersgd import MIN_POWERSGD_START_ITER, PowerSGDPlan
+from bench.strategies.step_plan import (
     GRADIENT_MEMORY,
     GRADIENTS_HANDLED_ONE_BY_ONE,
     REDUCE_STREAM,
@@ -30,8 +32,6 @@ from bench.strategies.plan import (
     StepPlan,
     name_unit_gradients,
 )
-from bench.strategies.powersgd import MIN_POWERSGD_START_ITER, PowerSGDPlan
-from bench.typed import OneOf, Within
 
 MIB = 2**20
 

@@ -14,15 +14,15 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
-from bench.errors import ImpossibleError, format_install_command, invalid_value_error
-from bench.precision import Precision
+from bench.core.errors import ImpossibleError, format_install_command, invalid_value_error
+from bench.core.precision import Precision
+from bench.core.typed_config import OneOf
 from bench.strategies.base import Strategy, require_stored_reduce_dtype
 from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
 from bench.strategies.fsdp import FSDP2Strategy
 from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES, FSDP1Strategy
-from bench.strategies.plan import PlanInputs, StepPlan
 from bench.strategies.sharding import BLOCKS_PER_UNIT_RANGE
-from bench.typed import OneOf
+from bench.strategies.step_plan import PlanInputs, StepPlan
 
 PLAIN_STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDP2Strategy, "fsdp1": FSDP1Strategy}
 """What a framework may wrap a model in, by the name of the plain strategy."""

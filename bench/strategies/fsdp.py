@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from bench.errors import ImpossibleError
+from bench.core.errors import ImpossibleError
 from bench.models.blocks import group_blocks
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
-from bench.strategies.plan import (
+from bench.strategies.sharding import ShardedPlan, ShardingStrategy
+from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
     GRADIENT_MEMORY,
@@ -33,8 +34,7 @@ from bench.strategies.plan import (
     allocate_copy_in_briefly,
     name_unit_gradients,
 )
-from bench.strategies.sharding import ShardedPlan, ShardingStrategy
-from bench.strategies.uploading import UploadingOptimizer
+from bench.strategies.uploading_optimizer import UploadingOptimizer
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from bench.errors import ImpossibleError
+from bench.core.errors import ImpossibleError
+from bench.core.typed_config import OneOf
 from bench.models.blocks import group_blocks
 from bench.strategies.base import StepSettings, WrapContext, format_strategies_for_finetune
-from bench.strategies.plan import (
+from bench.strategies.sharding import ShardedPlan, ShardingStrategy
+from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
     GRADIENT_MEMORY,
@@ -40,8 +42,6 @@ from bench.strategies.plan import (
     StepPlan,
     name_unit_gradients,
 )
-from bench.strategies.sharding import ShardedPlan, ShardingStrategy
-from bench.typed import OneOf
 
 BACKWARD_PREFETCH_MODES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 

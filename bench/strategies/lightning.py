@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.errors import ImpossibleError, invalid_value_error
-from bench.precision import Precision
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.precision import Precision
 from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.framework import FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.stepper import FrameworkStepper, Stepper

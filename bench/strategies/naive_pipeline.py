@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.strategies.pipeline_schedule import GPIPE, Timetable
-from bench.strategies.staged import PipelinedStrategy, format_data_parallel_suffix
+from bench.strategies.pipeline.schedule import GPIPE, Timetable
+from bench.strategies.pipeline.staged import PipelinedStrategy, format_data_parallel_suffix
 
 
 @dataclass(frozen=True)

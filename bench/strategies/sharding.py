@@ -8,11 +8,12 @@ from typing import Annotated, ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench.errors import ImpossibleError
-from bench.precision import AUTOCAST_MIXING
-from bench.precision import PARAMETER_MIXING as MIXED_PARAMETERS
+from bench.core.errors import ImpossibleError
+from bench.core.precision import AUTOCAST_MIXING
+from bench.core.precision import PARAMETER_MIXING as MIXED_PARAMETERS
+from bench.core.typed_config import Within
 from bench.strategies.base import Strategy, WrapContext, format_strategies_for_finetune
-from bench.strategies.plan import (
+from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
     GRADIENT_MEMORY,
@@ -28,7 +29,6 @@ from bench.strategies.plan import (
     allocate_optimizer_state,
     compute_optimizer_bytes,
 )
-from bench.typed import Within
 
 BLOCKS_PER_UNIT_RANGE = Within(1, 10**6)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from bench.errors import ImpossibleError
+from bench.core.errors import ImpossibleError
 from bench.strategies.base import Strategy, WrapContext, require_unsharded
-from bench.strategies.plan import PlanInputs, ReplicatedPlan, StepPlan
+from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from bench.precision import Precision
+from bench.core.precision import Precision
 from bench.strategies.base import BuildOptimizer
 from bench.strategies.ddp import DDPPlan, DDPStrategy
-from bench.strategies.plan import ALL_GATHER_STREAM, WORLD_GROUP, ParameterSpec, PlanDevice, PlanInputs, StepPlan
+from bench.strategies.step_plan import ALL_GATHER_STREAM, WORLD_GROUP, ParameterSpec, PlanDevice, PlanInputs, StepPlan
 
 
 @dataclass(frozen=True)

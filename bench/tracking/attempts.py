@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench import records
 from bench.records.store import RUN_ID_PATTERN
-from bench.tracking.tracked import TrackedRun
+from bench.tracking.tracked_run import TrackedRun
 
 PAGE_FILE = "index.html"
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.errors import invalid_value_error
-from bench.plugins import find_plugin_class
-from bench.tracking.tracked import TrackedRun
-from bench.typed import build_dataclass
+from bench.core.errors import invalid_value_error
+from bench.core.plugins import find_plugin_class
+from bench.core.typed_config import build_dataclass
+from bench.tracking.tracked_run import TrackedRun
 
 
 class TrackerSession(ABC):
@@ -56,7 +56,7 @@ class TrackerSession(ABC):
 class Tracker(ABC):
     """A tracker with its settings: the fields of its YAML under ``conf/tracker``.
 
-    Nothing is ever sent from the process of a rank, nor while anything is timed: see `bench.tracking.courier`.
+    Nothing is ever sent from the process of a rank, nor while anything is timed: see `bench.tracking.client`.
     """
 
     name: str

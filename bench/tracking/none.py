@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.tracking.base import Tracker, TrackerSession
-from bench.tracking.tracked import TrackedRun
+from bench.tracking.tracked_run import TrackedRun
 
 
 class NoTrackerSession(TrackerSession):

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from bench.errors import invalid_value_error
-from bench.paths import require_path
+from bench.core.command_line import require_path
+from bench.core.errors import invalid_value_error
+from bench.core.typed_config import OneOf, Within
 from bench.tracking.base import Tracker, TrackerSession
-from bench.tracking.tracked import MAX_TAG_CHARS
+from bench.tracking.tracked_run import MAX_TAG_CHARS
 from bench.tracking.wandb_session import WandbDestination, WandbSession
-from bench.typed import OneOf, Within
 
 MODES = ("auto", "online", "offline")
 DEFAULT_PROJECT = "fsdp-bench"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.tracking.base import TrackerSession
-from bench.tracking.tracked import TrackedRun
+from bench.tracking.tracked_run import TrackedRun
 
 # wandb is imported where it is needed: after its variables are set.
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
 from bench.models.blocks import checkpoint_blocks, compile_blocks
 from bench.models.materialize import Materializer
-from bench.precision import Precision
 from bench.strategies import Stepper, Strategy, WrapContext
 from bench.training.optimizer import OptimizerConfig
 

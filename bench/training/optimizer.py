@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from bench.errors import invalid_value_error
-from bench.typed import OneOf, Within
+from bench.core.errors import invalid_value_error
+from bench.core.typed_config import OneOf, Within
 
 IMPLEMENTATIONS = ("fused", "foreach", "for_loop")
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.config import RunConfig
-from bench.errors import UsageError
-from bench.paths import parse_path_argument
-from bench.simulate.predict import predict_runs
-from bench.simulate.prediction import Prediction
+from bench.config.run_config import RunConfig
+from bench.core.command_line import parse_path_argument
+from bench.core.errors import UsageError
+from bench.prediction.prediction import Prediction
+from bench.prediction.predictor import predict_runs
 from bench.validation.figure import draw_accuracy_figure
 from bench.validation.measured import render_step_times
 from bench.validation.page import render_accuracy_page

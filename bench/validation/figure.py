@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from bench.reporting import style
+from bench.reporting.drawing import style
 from bench.validation.runs import SPEED
 from bench.validation.statistics import CaseResult
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.config import RunConfig, build_run_config
-from bench.planning.compose import compose_config
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
 from bench.records.published import GB, PUBLISHED_CSV
 
 PublishedRow = Mapping[str, str]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.config import RunConfig
-from bench.simulate.memory import RETRY_CAPACITY_SHARE
-from bench.simulate.prediction import Prediction
+from bench.config.run_config import RunConfig
+from bench.prediction.prediction import Prediction
+from bench.prediction.simulation.device_memory import RETRY_CAPACITY_SHARE
 from bench.validation.runs import FSDP_PAPER_OVERRIDES, build_published_config, compute_mask_bytes
 
 PredictFunction = Callable[[Sequence[RunConfig]], list[Prediction]]

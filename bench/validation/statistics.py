@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from bench.config import RunConfig
-from bench.simulate.prediction import DOES_NOT_FIT, Prediction
+from bench.config.run_config import RunConfig
+from bench.prediction.prediction import DOES_NOT_FIT, Prediction
 from bench.validation.runs import ACTIVE, ALLOCATED, RESERVED, SPEED, PublishedCase, convert_to_gigabytes
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from bench.config import RunConfig
-from bench.simulate.prediction import Prediction
+from bench.config.run_config import RunConfig
+from bench.prediction.prediction import Prediction
 from bench.validation.runs import FSDP_PAPER_OVERRIDES, SPEED, build_published_config, load_cases, load_published_rows
 from bench.validation.shapes import PredictFunction, QualitativeComparison
 from bench.validation.statistics import compute_tflops

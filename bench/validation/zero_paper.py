@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from bench.config import RunConfig
-from bench.simulate.prediction import DOES_NOT_FIT, FITS
+from bench.config.run_config import RunConfig
+from bench.prediction.prediction import DOES_NOT_FIT, FITS
 from bench.validation.runs import SPEED, build_published_config, load_published_rows
 from bench.validation.shapes import PredictFunction, QualitativeComparison
 from bench.validation.statistics import compute_tflops

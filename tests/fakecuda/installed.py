@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench import processes
+from bench.core import processes
 from tests.fakecuda import nccl, nvml, profiler, runtime
 
 

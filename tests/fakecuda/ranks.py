@@ -44,8 +44,8 @@ def run_ranks(settings: dict[str, str], *, device: str, sanitize: bool, before: 
     before: str
         Python to execute in each rank before it starts: a bug, planted.
     """
-    from bench.config import build_run_config
-    from bench.planning.compose import compose_config
+    from bench.config.compose import compose_config
+    from bench.config.run_config import build_run_config
 
     config = build_run_config(compose_config({"hardware": "h100_80gb" if device == "cuda" else "cpu", **settings}))
     fork = multiprocessing.get_context("fork")
@@ -82,7 +82,7 @@ def evaluate_script(script: str, *, ranks: int = 1) -> list[Any]:
     ranks: int
         Processes, in which the script finds its `rank`, the `port` of their store and torchrun's variables.
     """
-    from bench.rendezvous import serve_tcp_store
+    from bench.launch.rendezvous import serve_tcp_store
 
     store = serve_tcp_store("127.0.0.1")
     fork = multiprocessing.get_context("fork")
@@ -133,7 +133,7 @@ def _run_rank(
     config: Any, rank: int, device: str, sanitize: bool, before: str, folder: str, pipe: connection.Connection
 ) -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # the answers go there
-    from bench.rank import RankCoordinates, run_rank
+    from bench.rank.run_rank import RankCoordinates, run_rank
     from tests.fakecuda import nccl, runtime
 
     torch.set_num_threads(1)
@@ -165,7 +165,7 @@ def main() -> None:
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.t5.modeling_t5  # noqa: F401
 
-    import bench.rank  # noqa: F401
+    import bench.rank.run_rank  # noqa: F401
 
     gc.freeze()  # ranks collect garbage before they measure: not among what is imported here
     for line in sys.stdin:

@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import processes, records
-from bench.config import RunConfig
-from bench.errors import ImpossibleError
+from bench import records
+from bench.config.run_config import RunConfig
+from bench.core import processes
+from bench.core.errors import ImpossibleError
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import detect_device
 from bench.launch.attempt import Attempt, print_safely, write_lost_row, write_with_retries
-from bench.launch.meeting import RendezvousServer
-from bench.launch.owners import get_user_name, is_process_alive
+from bench.launch.process_owner import get_user_name, is_process_alive
 from bench.launch.ranks import RankExit
-from bench.launch.slurm import endings, queue
-from bench.launch.slurm.crew import LeaderLostError, RankCoordinator, publish_address, wait_for_address
-from bench.launch.slurm.place import SlurmJobEnvironment, SlurmStopSignal
-from bench.launch.stop import StopSignal
+from bench.launch.rendezvous import RendezvousServer, find_address_towards
+from bench.launch.run_outcome import describe_outcome
+from bench.launch.slurm import job_end, queue
+from bench.launch.slurm.coordination import LeaderLostError, RankCoordinator, publish_address, wait_for_address
+from bench.launch.slurm.job_environment import SlurmJobEnvironment, SlurmStopSignal
+from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask, search_largest_batch
-from bench.launch.verdict import describe_outcome
 from bench.records import Claim, Record, RunClaimedError
 from bench.records.schema import FINISHED_STATUSES
-from bench.rendezvous import find_address_towards
 from bench.tracking import NO_TRACKER, Tracker, TrackerClient
 
 TIME_LIMIT_RESERVE_S = 60.0
@@ -94,7 +94,7 @@ class SlurmJob:
                 except OSError as error:
                     print_safely(f"the store cannot be written: {error}")
                     leader.shut_down_others()
-                    os._exit(endings.UNWRITABLE_EXIT_CODE)
+                    os._exit(job_end.UNWRITABLE_EXIT_CODE)
             except LeaderLostError:
                 sys.exit(RENDEZVOUS_LOST_ERROR)
 
@@ -269,7 +269,7 @@ class JobLeader:
         if claim.owner["job"] == self.job_environment.job_id:
             return bool(claim.owner["restart"] == self.job_environment.restart_count)
         try:
-            return endings.is_job_alive(
+            return job_end.is_job_alive(
                 claim.owner["job"], is_own=claim.owner.get("user", get_user_name()) == get_user_name()
             )
         except queue.SlurmError:
@@ -280,7 +280,7 @@ class JobLeader:
         if "process" in claim.owner:
             write_lost_row(claim, status="error", error="its job was killed or crashed")
         else:
-            write_lost_row(claim, **endings.find_exit_record(claim.owner))
+            write_lost_row(claim, **job_end.find_exit_record(claim.owner))
 
     def _requeue_job(self) -> None:
         """Ask SLURM for another start of this job: with its signal handled, it would count as completed."""

@@ -7,7 +7,7 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,23 +15,21 @@ from typing import Any
 from submitit.core.utils import DelayedSubmission
 
 from bench import records
-from bench.config import RunConfig
-from bench.errors import ImpossibleError, UsageError, invalid_value_error
+from bench.config.run_config import RunConfig
+from bench.core.errors import ImpossibleError, UsageError, invalid_value_error
+from bench.core.typed_config import build_dataclass
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import DetectedDevice
-from bench.launch.slurm import ledger, queue, snapshot
-from bench.launch.slurm.bad_nodes import find_bad_nodes, format_exclude_list
+from bench.launch.slurm import code_snapshot, queue, submissions
 from bench.launch.slurm.job import SlurmJob
-from bench.launch.slurm.ledger import JobArray, Submission, SubmittedRun
-from bench.launch.slurm.profile import SlurmProfile
-from bench.launch.slurm.script import build_array_script, build_sbatch_script
-from bench.launch.stop import StopSignal
+from bench.launch.slurm.profile import SlurmProfile, build_array_script, build_sbatch_script
+from bench.launch.slurm.submissions import JobArray, Submission, SubmittedRun
+from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask
-from bench.planning.estimate import compute_time_limit_min, predict_duration_s
-from bench.records import claims
-from bench.row import build_configured_columns
+from bench.planning.time_limits import compute_time_limit_min, predict_duration_s
+from bench.rank.row import build_configured_columns
+from bench.records import Record, claims
 from bench.tracking import NO_TRACKER, Tracker
-from bench.typed import build_dataclass
 
 JOB_NAME_PREFIX = "bench"
 
@@ -234,10 +232,10 @@ class SlurmLauncher:
         store = store.resolve()
         arrays = [planned_array.array for planned_array in planned_arrays]
         try:
-            code_folder = snapshot.take_snapshot(
+            code_folder = code_snapshot.take_snapshot(
                 store, [task.config for planned_array in planned_arrays for task in planned_array.tasks]
             )
-            submission = ledger.write_submission(
+            submission = submissions.write_submission(
                 store, sweep, vars(self.profile), code_folder.name, arrays, submission_name, vars(tracker)
             )
         except OSError as error:
@@ -361,3 +359,29 @@ def _refuse_never_starting_jobs(submission: Submission) -> None:
         if not has_undecided_job or time.monotonic() > deadline:
             return
         time.sleep(PENDING_REASON_TIMEOUT_S / 10)
+
+
+# --- Nodes that a cluster's health checks found wanting: what runs that are submitted again leave out.
+
+
+def find_bad_nodes(attempt_rows: Iterable[Record]) -> list[str]:
+    """Hosts whose last health check failed: a node that was repaired passes the next one that it gets.
+
+    Parameters
+    ----------
+    attempt_rows: iterable of dict
+        Every attempt of every run of a store.
+    """
+    is_bad_by_host: dict[str, bool] = {}
+    for row in sorted(attempt_rows, key=lambda row: str(row.get("finished_at") or "")):
+        failed_hosts = set(str(row.get("failed_nodes") or "").split(",")) - {""}
+        checked_hosts = {
+            str(rank_row["health"]["node"]) for rank_row in row.get("ranks") or [] if rank_row.get("health")
+        }
+        is_bad_by_host |= {host: host in failed_hosts for host in checked_hosts | failed_hosts}
+    return sorted(host for host, is_bad in is_bad_by_host.items() if is_bad)
+
+
+def format_exclude_list(exclude: str | None, nodes: Iterable[str]) -> str | None:
+    """SLURM's list of nodes to leave out, with some more."""
+    return ",".join([*([exclude] if exclude else []), *nodes]) or None

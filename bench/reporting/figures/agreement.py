@@ -11,9 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bench.reporting import agreement, lanes, style
-from bench.reporting.agreement import MEMORY, QUANTITY_UNITS, SPEED, compute_log_limits
-from bench.reporting.drawing import (
+from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.drawing import (
     Drawing,
     FigureTable,
     ReportSection,
@@ -21,7 +20,9 @@ from bench.reporting.drawing import (
     create_figure,
     draw_header,
 )
-from bench.reporting.labels import MISSING, format_list, format_number, format_plural
+from bench.reporting.drawing.labels import MISSING, format_list, format_number, format_plural
+from bench.reporting.tables import agreement
+from bench.reporting.tables.agreement import MEMORY, QUANTITY_UNITS, SPEED, compute_log_limits
 
 TITLE = "Predicted against measured and published"
 HOW_TO_READ = (
@@ -42,7 +43,7 @@ MAX_NAMED_PAIRS = 3
 
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
-    """A row per pair: see `bench.reporting.agreement.build_pairs`."""
+    """A row per pair: see `bench.reporting.tables.agreement.build_pairs`."""
     return agreement.build_pairs(table)
 
 

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from bench.records.matching import encode_config_key
-from bench.reporting import labels, lanes, style
-from bench.reporting.cells import iterate_groups, sort_rows
-from bench.reporting.drawing import Drawing, FigureTable, ReportSection
-from bench.reporting.labels import CPU_NOTE, MISSING, build_slug, format_number, format_plural, format_seconds
+from bench.reporting.drawing import labels, lanes, style
+from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection
+from bench.reporting.drawing.labels import CPU_NOTE, MISSING, build_slug, format_number, format_plural, format_seconds
+from bench.reporting.tables.cells import iterate_groups, sort_rows
 
 TITLE = "Exposed communication"
 HOW_TO_READ = (

@@ -11,10 +11,10 @@ import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.comparison import ComparisonSettings, compute_detectable_change
-from bench.comparison.words import format_percent
-from bench.reporting import labels, style
-from bench.reporting.drawing import Drawing, compute_header_height_in, create_figure, draw_header
-from bench.reporting.labels import build_slug, format_plural
+from bench.comparison.labels import format_percent
+from bench.reporting.drawing import labels, style
+from bench.reporting.drawing.drawing import Drawing, compute_header_height_in, create_figure, draw_header
+from bench.reporting.drawing.labels import build_slug, format_plural
 
 DEFAULT_SPREADS = (0.005, 0.01, 0.02, 0.05)
 DEFAULT_REPEATS = (2, 3, 4, 5, 6, 8, 10, 15, 20)

@@ -10,20 +10,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting import labels, lanes, marks, style
-from bench.reporting.answers import (
-    CLOSE_CALL,
-    FITS,
-    MIXED_REPEATS,
-    OOM,
-    FitAnswer,
-    describe_agreement,
-    describe_disagreement,
-)
-from bench.reporting.cells import iterate_groups
-from bench.reporting.drawing import Drawing, FigureTable, ReportSection
-from bench.reporting.frontier_cells import build_frontier_cells
-from bench.reporting.labels import (
+from bench.reporting.drawing import glyphs, labels, lanes, style
+from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection
+from bench.reporting.drawing.labels import (
     MISSING,
     build_slug,
     choose_memory_unit,
@@ -32,6 +21,17 @@ from bench.reporting.labels import (
     get_rank_noun,
     get_rank_nouns,
 )
+from bench.reporting.tables.cells import iterate_groups
+from bench.reporting.tables.fits import (
+    CLOSE_CALL,
+    FITS,
+    MIXED_REPEATS,
+    OOM,
+    FitAnswer,
+    describe_agreement,
+    describe_disagreement,
+)
+from bench.reporting.tables.frontier import build_frontier_cells
 
 TITLE = "The OOM frontier"
 HOW_TO_READ = (
@@ -305,7 +305,7 @@ def _build_legend(
                 patch_style["hatch"] = "..."
             legend_entries.append((Patch(**patch_style), label))
     if any(answer.is_degraded for answer in answers):
-        legend_entries.append(marks.DEGRADED_LEGEND_ENTRY)
+        legend_entries.append(glyphs.DEGRADED_LEGEND_ENTRY)
     if any(describe_disagreement(cell_answers) for cell_answers in shown_cells["answers"]):
         legend_entries.append(
             (Patch(fill=False, edgecolor=style.INK_COLOUR, linewidth=1.8), "≠ kinds of evidence disagree")

@@ -11,13 +11,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting import lanes, marks, style
-from bench.reporting.answers import CLOSE_CALL, FAILED, FITS, MIXED_REPEATS, OOM, SKIPPED, classify_outcome
-from bench.reporting.answers import FIT_COLUMNS as FIT_COLUMNS
-from bench.reporting.cells import group_rows, iterate_groups, list_first_known_values, list_known_values, sort_rows
-from bench.reporting.drawing import Drawing, ReportSection
-from bench.reporting.frontier_cells import find_frontier_rows
-from bench.reporting.labels import (
+from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing.drawing import Drawing, ReportSection
+from bench.reporting.drawing.labels import (
     build_slug,
     choose_memory_unit,
     format_list,
@@ -25,6 +21,16 @@ from bench.reporting.labels import (
     format_ranks,
     get_rank_noun,
 )
+from bench.reporting.tables.cells import (
+    group_rows,
+    iterate_groups,
+    list_first_known_values,
+    list_known_values,
+    sort_rows,
+)
+from bench.reporting.tables.fits import CLOSE_CALL, FAILED, FITS, MIXED_REPEATS, OOM, SKIPPED, classify_outcome
+from bench.reporting.tables.fits import FIT_COLUMNS as FIT_COLUMNS
+from bench.reporting.tables.frontier import find_frontier_rows
 
 TITLE = "What fits: the OOM map"
 HOW_TO_READ = (
@@ -222,4 +228,4 @@ def _build_legend(shown_cells: pd.DataFrame, unit: str, noun: str) -> list[tuple
         for outcome, patch_style in CELL_STYLES.items()
         if outcome in present_outcomes
     ]
-    return [*legend_entries, marks.DEGRADED_LEGEND_ENTRY] if shown_cells["degraded"].any() else legend_entries
+    return [*legend_entries, glyphs.DEGRADED_LEGEND_ENTRY] if shown_cells["degraded"].any() else legend_entries

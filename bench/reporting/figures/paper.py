@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from bench.reporting import lanes, marks, style
-from bench.reporting.drawing import Drawing, ReportSection, compute_header_height_in, create_figure, draw_header
-from bench.reporting.labels import build_slug, format_list, format_number
-from bench.reporting.paper import (
+from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing.drawing import Drawing, ReportSection, compute_header_height_in, create_figure, draw_header
+from bench.reporting.drawing.labels import build_slug, format_list, format_number
+from bench.reporting.paper.paper import (
     PAPER_COMPARISONS,
     PaperComparison,
     compare_with_paper,
@@ -222,7 +222,7 @@ def _draw_line(axes: Axes, line_points: pd.DataFrame, colour: str, evidence: str
                 zorder=4,
             )
     for world_size in line_points.loc[line_points["out_of_memory"], "world_size"].dropna().astype(float):
-        marks.draw_oom_cross(axes, world_size * x_factor, 0, colour, evidence)
+        glyphs.draw_oom_cross(axes, world_size * x_factor, 0, colour, evidence)
 
 
 def _label_lines(

@@ -15,8 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bench.comparison import ComparisonSettings, RunComparison
-from bench.comparison.result import QuantityChange
-from bench.comparison.words import (
+from bench.comparison.labels import (
     ALLOCATED,
     CANNOT_TELL,
     IMPROVEMENT,
@@ -27,12 +26,13 @@ from bench.comparison.words import (
     ComparedQuantity,
     format_percent,
 )
-from bench.reporting import labels, lanes, style
-from bench.reporting.drawing import Drawing
+from bench.comparison.result import QuantityChange
+from bench.reporting.drawing import labels, lanes, style
+from bench.reporting.drawing.drawing import Drawing
+from bench.reporting.drawing.labels import build_slug
 from bench.reporting.figures.detectable import build_detectable_table, draw_detectable_slowdowns
 from bench.reporting.figures.history import draw_histories, draw_history
 from bench.reporting.figures.verdicts import VERDICT_STYLES
-from bench.reporting.labels import build_slug
 
 __all__ = ["build_detectable_table", "draw_changes", "draw_detectable_slowdowns", "draw_histories", "draw_history"]
 

@@ -7,10 +7,10 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.reporting import lanes, marks, style
-from bench.reporting.cells import build_cells, iterate_groups, select_drawable_cells
-from bench.reporting.drawing import Drawing, ReportSection, create_figure, draw_header
-from bench.reporting.labels import CPU_NOTE, build_slug, format_list, get_rank_noun, get_rank_nouns
+from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing.drawing import Drawing, ReportSection, create_figure, draw_header
+from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_list, get_rank_noun, get_rank_nouns
+from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 
 TITLE = "Scaling"
 HOW_TO_READ = (
@@ -83,7 +83,7 @@ def _draw_scaling(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
     title = f"Scaling: {first_row['model']}, {first_row['precision']}"
     detail = " · ".join(part for part in (first_row["workload"], first_row["limit"], first_row["settings"]) if part)
     series_lines = list(iterate_groups(facet, "series", "evidence"))
-    legend_entries = [*_build_legend(facet, palette), *marks.build_legend_entries(facet.assign(evidence="measured"))]
+    legend_entries = [*_build_legend(facet, palette), *glyphs.build_legend_entries(facet.assign(evidence="measured"))]
     figure = create_figure(style.FIGURE_WIDTH_IN, 3.1 + lanes.compute_legend_height_in(legend_entries))
     axes = figure.add_subplot()
     world_sizes = sorted(int(world_size) for world_size in facet["world_size"].unique())
@@ -163,4 +163,4 @@ def _draw_line(
             )
     oom_points = points[points["out_of_memory"] > 0]
     for world_size in oom_points["world_size"].astype(float):
-        marks.draw_oom_cross(axes, world_size * x_factor, 0, mark.colour, evidence)
+        glyphs.draw_oom_cross(axes, world_size * x_factor, 0, mark.colour, evidence)

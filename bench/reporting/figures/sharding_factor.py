@@ -10,9 +10,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.reporting import lanes, marks, style
-from bench.reporting.cells import compute_median, group_rows, iterate_groups, list_first_known_values, list_known_values
-from bench.reporting.drawing import (
+from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing.drawing import (
     Drawing,
     FigureTable,
     ReportSection,
@@ -20,7 +19,7 @@ from bench.reporting.drawing import (
     create_figure,
     draw_header,
 )
-from bench.reporting.labels import (
+from bench.reporting.drawing.labels import (
     CPU_NOTE,
     FAMILY_LABELS,
     MISSING,
@@ -31,7 +30,14 @@ from bench.reporting.labels import (
     format_ranks,
     get_rank_noun,
 )
-from bench.reporting.table import CELL_COLUMNS
+from bench.reporting.tables.cells import (
+    compute_median,
+    group_rows,
+    iterate_groups,
+    list_first_known_values,
+    list_known_values,
+)
+from bench.reporting.tables.table import CELL_COLUMNS
 
 TITLE = "The sharding factor"
 HOW_TO_READ = (
@@ -243,7 +249,7 @@ def _draw_line(axes: Axes, line_points: pd.DataFrame, panel: str, scale: float, 
         oom_points["sharding_factor"] * 2 ** X_OFFSETS_LOG2[strategy], oom_points[panel] * scale, strict=True
     ):
         for oom_y in {0.0} | ({float(oom_value)} if panel == "memory" and np.isfinite(oom_value) else set()):
-            marks.draw_oom_cross(axes, oom_x, oom_y, colour, evidence)
+            glyphs.draw_oom_cross(axes, oom_x, oom_y, colour, evidence)
     if panel == "tflops":
         degraded_points = line_points[line_points["degraded"]]
         axes.plot(degraded_points["sharding_factor"] * 2 ** X_OFFSETS_LOG2[strategy], degraded_points[panel], "<", markersize=10,

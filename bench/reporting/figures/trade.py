@@ -12,10 +12,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.reporting import lanes, marks, style
-from bench.reporting.cells import build_cells, iterate_groups, select_drawable_cells
-from bench.reporting.drawing import Drawing, ReportSection, create_figure, draw_header
-from bench.reporting.labels import (
+from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing.drawing import Drawing, ReportSection, create_figure, draw_header
+from bench.reporting.drawing.labels import (
     CPU_NOTE,
     build_slug,
     choose_memory_unit,
@@ -24,6 +23,7 @@ from bench.reporting.labels import (
     get_rank_noun,
     get_rank_nouns,
 )
+from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 
 TITLE = "Memory against throughput"
 HOW_TO_READ = (
@@ -128,7 +128,7 @@ def _draw_trade_off(facet: pd.DataFrame, palette: dict[str, style.VariantStyle])
         if pd.notna(row["median"]):
             _draw_point(axes, row, marks_by_choice[row["choice"]], unit_bytes)
         else:
-            marks.draw_oom_cross(
+            glyphs.draw_oom_cross(
                 axes, right_edge * (1 - 0.04 * num_oom), 0, marks_by_choice[row["choice"]].colour, row["evidence"]
             )
             num_oom += 1
@@ -207,7 +207,7 @@ def _build_legend(facet: pd.DataFrame, marks_by_choice: dict[str, style.VariantS
             (_build_legend_handle(style.VariantStyle(style.MUTED_COLOUR, "o"), evidence), evidence)
             for evidence in evidence_kinds
         ]
-    return legend_entries + marks.build_legend_entries(facet.assign(evidence="measured"))
+    return legend_entries + glyphs.build_legend_entries(facet.assign(evidence="measured"))
 
 
 def _build_legend_handle(mark: style.VariantStyle, evidence: str) -> Line2D:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
-from bench.reporting import style
+from bench.comparison.labels import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
+from bench.reporting.drawing import style
 
 VERDICT_STYLES: dict[str, dict[str, Any]] = {
     REGRESSION: {"marker": "s", "color": "#d55e00"},

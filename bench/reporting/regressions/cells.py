@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bench.comparison.labels import ALLOCATED, RESERVED, STEP_TIME, TFLOPS, format_percent
 from bench.comparison.result import ComparedConfiguration, QuantityChange, RunComparison
-from bench.comparison.words import ALLOCATED, RESERVED, STEP_TIME, TFLOPS, format_percent
-from bench.reporting import labels
-from bench.reporting.labels import MISSING, format_plural
+from bench.reporting.drawing import labels
+from bench.reporting.drawing.labels import MISSING, format_plural
 
 MEMORY_COLUMNS = (ALLOCATED.column, RESERVED.column)
 COLUMN_HEADINGS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.errors import UsageError
+from bench.core.errors import UsageError
 from bench.records.store import ATTEMPT_FILE_PATTERN, RUN_ID_PATTERN
 
 

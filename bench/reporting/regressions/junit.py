@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
+from bench.comparison.labels import CANNOT_TELL, REGRESSION
 from bench.comparison.result import ComparedConfiguration, OverallComparison, RunComparison
-from bench.comparison.words import CANNOT_TELL, REGRESSION
 from bench.reporting.regressions import cells
 
 FORBIDDEN_CHARACTERS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

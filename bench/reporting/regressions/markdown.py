@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench.comparison.labels import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, STEP_TIME, VERDICTS, format_percent
 from bench.comparison.result import ComparedConfiguration, OverallComparison, RunComparison
-from bench.comparison.words import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, STEP_TIME, VERDICTS, format_percent
-from bench.reporting.labels import format_plural
+from bench.reporting.drawing.labels import format_plural
 from bench.reporting.regressions import cells
 
 VERDICT_EMOJI = {REGRESSION: "🔴", IMPROVEMENT: "🟢", NO_CHANGE: "⚪", CANNOT_TELL: "🟡"}

@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.comparison.history import ChangePoint, HistorySeries
-from bench.comparison.result import ComparedConfiguration, OverallComparison, RunComparison
-from bench.comparison.words import (
+from bench.comparison.labels import (
     ALLOCATED,
     CANNOT_TELL,
     IMPROVEMENT,
@@ -22,7 +21,8 @@ from bench.comparison.words import (
     VERDICTS,
     format_percent,
 )
-from bench.reporting.labels import MISSING, format_plural
+from bench.comparison.result import ComparedConfiguration, OverallComparison, RunComparison
+from bench.reporting.drawing.labels import MISSING, format_plural
 from bench.reporting.regressions import cells
 
 VERDICT_STYLES = {REGRESSION: "bold red", IMPROVEMENT: "green", NO_CHANGE: "", CANNOT_TELL: "yellow"}

@@ -1,0 +1,242 @@
+"""The answer for scripts: JSON with everything, CSV with a line per candidate. Keys are only ever added.
+
+JSON: ``format`` (1), ``tokens``, ``sections`` and ``left_out``. A section has ``question``, ``advice``, ``ranked`` and
+``infeasible`` (rows, see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is unknown is null, never NaN.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from typing import Any
+
+from bench.advice.answer import AdviceAnswer, AdviceSection
+from bench.advice.labels import format_overrides
+from bench.advice.ranking import RankedCandidate
+from bench.advice.reasons import describe_misfit, list_notes
+from bench.advice.rules import RuleComparison
+from bench.config.run_config import RunConfig
+from bench.prediction.prediction import PredictedRange
+
+FORMAT_VERSION = 1
+
+STEP_TIME_PARTS = ("compute_s", "exposed_communication_s", "optimizer_s", "bubble_s")
+"""Parts of a step's time that add up to all of it."""
+
+CSV_COLUMNS = (
+    "model",
+    "parameters",
+    "hardware",
+    "gpus",
+    "gpus_per_node",
+    "rank",
+    "status",
+    "strategy",
+    "effective_strategy",
+    "sharding_factor",
+    "reshard_after_forward",
+    "precision",
+    "activation_checkpointing",
+    "sequence_length",
+    "gradient_accumulation",
+    "batch_size_per_gpu",
+    "largest_batch_per_gpu",
+    "tflops_per_gpu",
+    "hardware_tflops_per_gpu",
+    "mfu",
+    "hfu",
+    "tokens_per_second_per_gpu",
+    "tokens_per_second",
+    "step_time_s",
+    "step_time_low_s",
+    "step_time_high_s",
+    *STEP_TIME_PARTS,
+    "limited_by",
+    "degraded",
+    "allocated_bytes",
+    "reserved_bytes",
+    "reserved_low_bytes",
+    "reserved_high_bytes",
+    "device_used_bytes",
+    "capacity_bytes",
+    "headroom_bytes",
+    "host_bytes",
+    "verdict",
+    "peak_phase",
+    "peak_module",
+    "gpu_hours",
+    "days",
+    "reason",
+    "overrides",
+)
+
+
+def format_answer_json(answer: AdviceAnswer, tokens: float | None) -> str:
+    """Everything that was predicted."""
+    values = {
+        "format": FORMAT_VERSION,
+        "tokens": tokens,
+        "sections": [_build_section_values(section, tokens) for section in answer.sections],
+        "left_out": [{"question": question, "reason": reason} for question, reason in answer.skipped_sections],
+    }
+    return json.dumps(values, indent=2, allow_nan=False)
+
+
+def format_answer_csv(answer: AdviceAnswer, tokens: float | None) -> str:
+    """A line per candidate, with `CSV_COLUMNS`; what is unknown is empty."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for section in answer.sections:
+        question_values = _build_question_values(section)
+        for candidate_values in _list_candidate_values(section, tokens):
+            writer.writerow(
+                {
+                    name: _format_cell(value)
+                    for name, value in _flatten_for_csv({**question_values, **candidate_values}).items()
+                }
+            )
+    return buffer.getvalue().rstrip("\n")
+
+
+def _build_section_values(section: AdviceSection, tokens: float | None) -> dict[str, Any]:
+    candidate_values = _list_candidate_values(section, tokens)
+    return {
+        "question": _build_question_values(section),
+        "advice": section.advice,
+        "ranked": [values for values in candidate_values if values["status"] == "ok"],
+        "infeasible": [values for values in candidate_values if values["status"] == "oom"],
+        "impossible": [{"reason": reason, "candidates": count} for reason, count in section.impossible_reasons.items()],
+        "rules_of_thumb": [_build_rule_values(comparison) for comparison in section.rule_comparisons],
+    }
+
+
+def build_subject_values(config: RunConfig) -> dict[str, Any]:
+    """What a question is about: which model, on what and how much of it."""
+    return {
+        "model": config.model.name,
+        "parameters": config.model.num_parameters,
+        "hardware": config.hardware.name,
+        "gpus": config.gpus,
+        "gpus_per_node": config.gpus_per_node,
+        "nodes": config.nodes,
+    }
+
+
+def _build_question_values(section: AdviceSection) -> dict[str, Any]:
+    config = section.ranking.top_candidate.config
+    return {
+        "settings": section.settings,
+        **build_subject_values(config),
+        "sequence_length": config.sequence_length,
+        "optimizer": config.optimizer.name,
+        "capacity_bytes": section.ranking.top_candidate.prediction.memory.capacity,
+    }
+
+
+def _list_candidate_values(section: AdviceSection, tokens: float | None) -> list[dict[str, Any]]:
+    ranked_values = [
+        build_candidate_values(candidate, rank, tokens) for rank, candidate in enumerate(section.ranking.possible, 1)
+    ]
+    return ranked_values + [build_candidate_values(candidate, None, tokens) for candidate in section.ranking.infeasible]
+
+
+def build_candidate_values(candidate: RankedCandidate, rank: int | None, tokens: float | None) -> dict[str, Any]:
+    """One candidate with its whole prediction."""
+    config, memory, time = candidate.config, candidate.prediction.memory, candidate.prediction.time
+    return {
+        "rank": rank,
+        "status": candidate.prediction.status,
+        "run_id": config.run_id,
+        "overrides": format_overrides(candidate.settings),
+        "strategy": config.strategy.name,
+        "effective_strategy": config.effective_strategy,
+        "sharding_factor": config.strategy.resolved_sharding_factor,
+        "reshard_after_forward": getattr(config.strategy, "reshard_after_forward", None),
+        "precision": config.precision.name,
+        "activation_checkpointing": config.activation_checkpointing,
+        "gradient_accumulation": config.gradient_accumulation,
+        "batch_size_per_gpu": config.batch_size_per_gpu,
+        "largest_batch_per_gpu": candidate.largest_batch,
+        "tokens_per_step": candidate.tokens_per_step * config.gpus,
+        "tflops_per_gpu": candidate.tflops_per_gpu,
+        "hardware_tflops_per_gpu": candidate.hardware_tflops_per_gpu,
+        "mfu": candidate.mfu,
+        "hfu": candidate.hfu,
+        "tokens_per_second_per_gpu": candidate.tokens_per_second_per_gpu,
+        "tokens_per_second": candidate.tokens_per_second,
+        "gpu_hours": candidate.compute_gpu_hours(tokens),
+        "days": candidate.compute_days(tokens),
+        "step_time_s": None if time is None else _build_range_values(time.step_s),
+        "time": None
+        if time is None
+        else {
+            **{name: getattr(time, name) for name in STEP_TIME_PARTS},
+            "communication_s": time.communication_s,
+            "limited_by": time.limited_by,
+            "degraded": time.degraded,
+        },
+        "memory": {
+            **{
+                name: _build_range_values(getattr(memory, name))
+                for name in ("allocated", "active", "reserved", "device_used")
+            },
+            "parts": memory.parts,
+            "phase": memory.phase,
+            "module": memory.module,
+            "phase_peaks": memory.phase_peaks,
+            "capacity_bytes": memory.capacity,
+            "headroom_bytes": candidate.headroom_bytes,
+            "host_bytes": memory.host,
+            "verdict": memory.verdict,
+        },
+        "reason": None if candidate.can_fit else describe_misfit(candidate),
+        "notes": list_notes(config),
+    }
+
+
+def _flatten_for_csv(values: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a CSV line."""
+    memory, time, step_time = values["memory"], values["time"] or {}, values["step_time_s"] or {}
+    flat_values = {
+        **values,
+        "step_time_s": step_time.get("value"),
+        "step_time_low_s": step_time.get("low"),
+        "step_time_high_s": step_time.get("high"),
+        **{name: time.get(name) for name in (*STEP_TIME_PARTS, "limited_by", "degraded")},
+        "allocated_bytes": memory["allocated"]["value"],
+        "reserved_bytes": memory["reserved"]["value"],
+        "reserved_low_bytes": memory["reserved"]["low"],
+        "reserved_high_bytes": memory["reserved"]["high"],
+        "device_used_bytes": memory["device_used"]["value"],
+        "capacity_bytes": memory["capacity_bytes"],
+        "headroom_bytes": memory["headroom_bytes"],
+        "host_bytes": memory["host_bytes"],
+        "verdict": memory["verdict"],
+        "peak_phase": memory["phase"],
+        "peak_module": memory["module"],
+        "overrides": " ".join(values["overrides"]),
+    }
+    return {name: flat_values[name] for name in CSV_COLUMNS}
+
+
+def _format_cell(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _build_range_values(interval: PredictedRange) -> dict[str, float]:
+    return dataclasses.asdict(interval)
+
+
+def _build_rule_values(comparison: RuleComparison) -> dict[str, Any]:
+    memory = comparison.memory
+    return {
+        "rule": comparison.rule.name,
+        "formula": comparison.rule.formula,
+        "says_bytes": comparison.rule_bytes,
+        "predicted_allocated_bytes": None if memory is None else memory.allocated.value,
+        "predicted_parts": None if memory is None else memory.parts,
+        "why": comparison.explanation,
+    }

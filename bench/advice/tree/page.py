@@ -1,0 +1,170 @@
+"""The guide's answer for people: a page with the path, the leaf, what it names, and the ranking beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bench.advice.labels import format_gib, format_overrides, join_items
+from bench.advice.reasons import describe_misfit
+from bench.advice.tree.case import GuideCase
+from bench.advice.tree.guidance import CaseGuidance
+from bench.advice.tree.names import TRAINING_TERMS
+from bench.advice.tree.options_predicted import RankedOption
+from bench.advice.tree.tree import TREE_SOURCE, adapt_to_device
+from bench.models.blocks import CHECKPOINTING_MODES
+from bench.reporting.drawing import labels
+from bench.reporting.drawing.labels import MISSING, format_number
+
+
+def build_pages(guidances: Sequence[CaseGuidance]) -> RenderableType:
+    """A page per case, one below the other, and where the tree is from."""
+    renderables: list[RenderableType] = []
+    for guidance in guidances:
+        renderables += [*build_page(guidance), Text()]
+    renderables.append(
+        Text(f"The tree's general advice is that of {TREE_SOURCE}; every number is predicted.", style="dim")
+    )
+    return Group(*renderables)
+
+
+def build_page(guidance: CaseGuidance) -> list[RenderableType]:
+    """The page of one case."""
+    return [
+        Text(format_title(guidance.case), style="bold"),
+        Text(),
+        _build_steps_table(guidance),
+        Text(),
+        Text.assemble(
+            "→ ",
+            (guidance.leaf.key, "bold"),
+            ". ",
+            adapt_to_device(guidance.leaf.advice, guidance.case.config.hardware.device),
+        ),
+        Text(),
+        _build_options_table(guidance.ranked_options, guidance.case.config.hardware.device),
+        Text(),
+        Text.assemble(("Ranked prediction: ", "bold"), guidance.ranking_advice),
+        Text.assemble(("Tree and ranking: ", "bold"), guidance.agreement_text),
+        *_build_command_lines(guidance),
+    ]
+
+
+def build_terms_table() -> RenderableType:
+    """Every name of the field, and what it is here."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("name", "here", "when"):
+        table.add_column(heading, overflow="fold")
+    for term in TRAINING_TERMS:
+        table.add_row(Text(term.name, style="bold"), term.settings_text or term.missing_reason, term.when_to_use)
+    return table
+
+
+def _build_steps_table(guidance: CaseGuidance) -> RenderableType:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    device = guidance.case.config.hardware.device
+    for step in guidance.decision_path:
+        node_answer = step.answer
+        styled_answer = (
+            f"→ {adapt_to_device(node_answer.text, device)}" + (" (assumed)" if node_answer.is_assumed else ""),
+            "bold cyan",
+        )
+        text = Text.assemble(
+            (adapt_to_device(step.node.question, device), "bold"), " ", styled_answer, "\n", node_answer.reason, ".\n"
+        )
+        text.append(node_answer.source, style="dim")
+        table.add_row(f"{step.number}.", text)
+    return table
+
+
+def _build_options_table(ranked_options: Sequence[RankedOption], device: str) -> RenderableType:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("what the tree names", overflow="fold")
+    for heading in ("batch", "GiB", "tokens/s/GPU"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("predicted", overflow="fold")
+    for option in ranked_options:
+        option_text = Text(option.training_option.name)
+        option_text.append(
+            f" – {adapt_to_device(option.training_option.note, device)}" if option.training_option.note else "",
+            style="dim",
+        )
+        candidate = option.candidate
+        if candidate is None:
+            table.add_row(option_text, MISSING, MISSING, MISSING, option.missing_reason)
+            continue
+        memory = candidate.prediction.memory
+        fit_label = memory.verdict or "memory unknown"
+        speed_text = (
+            format_number(candidate.tokens_per_second_per_gpu)
+            if candidate.prediction.time is not None and candidate.can_fit
+            else MISSING
+        )
+        prediction_text = f"{fit_label}, checkpointing {candidate.config.activation_checkpointing}"
+        prediction_text += f", precision {candidate.config.precision.name}" if "precision" in option.settings else ""
+        prediction_text += "" if candidate.prediction.time is not None else "; time not predicted"
+        prediction_text += f": {describe_misfit(candidate)}" if memory.is_host_memory_short else ""
+        table.add_row(
+            option_text,
+            str(candidate.config.batch_size_per_gpu),
+            format_gib(memory.reserved.value),
+            speed_text,
+            prediction_text,
+        )
+    return table
+
+
+def _build_command_lines(guidance: CaseGuidance) -> list[RenderableType]:
+    """What to type for each way; commands are never broken, so that they can be copied."""
+    renderables: list[RenderableType] = []
+    for option in guidance.ranked_options:
+        cannot_fit = option.candidate is not None and not option.candidate.can_fit
+        command_by_verb = {
+            "run": option.format_sweep_command(guidance.case),
+            "predict": option.format_predict_command(guidance.case),
+        }
+        commands = {
+            verb: command for verb, command in command_by_verb.items() if command is not None and not cannot_fit
+        }
+        if commands:
+            renderables += [
+                Text(),
+                Text(f"{option.training_option.name}: {', and '.join(f'to {verb} it' for verb in commands)},"),
+            ]
+            renderables += [Text(f"  {command}", no_wrap=True, overflow="ignore") for command in commands.values()]
+    return renderables
+
+
+# --- The title of a page of the guide: what it is about, in a sentence.
+
+TITLE_KEYS = ("model", "hardware", "gpus", "precision", "sequence_length")
+"""Settings that a title always names."""
+
+
+def format_title(case: GuideCase) -> str:
+    """Which strategy for what, and all that was asked of it besides."""
+    config, device = case.config, case.config.hardware.device
+    other_settings = {key: value for key, value in case.settings.items() if key not in TITLE_KEYS}
+    if list(case.checkpointing_choices) != list(CHECKPOINTING_MODES):
+        other_settings["activation_checkpointing"] = ",".join(case.checkpointing_choices)
+    changed_text = f"; with {join_items(format_overrides(other_settings))}" if other_settings else ""
+    return (
+        f"Which strategy for {config.model.name} ({labels.format_count(config.model.num_parameters)} parameters) on "
+        f"{labels.format_ranks(config.gpus, device)} {config.hardware.name}? "
+        f"{config.precision.name}, {config.sequence_length} tokens per sequence, "
+        f"{adapt_to_device(_format_batch(case), device)}{changed_text}."
+    )
+
+
+def _format_batch(case: GuideCase) -> str:
+    if case.requested_batch is not None:
+        return f"batch {case.requested_batch} per GPU"
+    top_candidate = case.ranking.top_candidate
+    if top_candidate.prediction.memory.capacity is None:
+        return f"batch {top_candidate.config.batch_size_per_gpu} per GPU, since nobody knows how much memory there is"
+    return "the largest batch that fits"

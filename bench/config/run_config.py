@@ -1,0 +1,314 @@
+"""The typed run configuration: everything that can change a run's result, checked and resolved.
+
+One `RunConfig` is one run. Hydra composes the raw values (`bench.config.compose`); here they get types, are checked
+against each other, and are resolved to what will really run. The hash of the result names the run.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from bench.config import run_id as identity
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.precision import Precision
+from bench.core.typed_config import OneOf, Within, build_dataclass, get_field_types, validate_value
+from bench.finetune import Finetune, FullFinetune, load_finetune
+from bench.hardware import Hardware
+from bench.models import Family, float8, load_family
+from bench.models.base import SEQUENCE_LENGTH_RANGE
+from bench.models.blocks import CHECKPOINTING_MODES
+from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
+from bench.training.optimizer import OptimizerConfig
+
+EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
+"""Modes and the evidence their rows carry."""
+
+SECTION_NAMES = ("model", "strategy", "precision", "optimizer", "hardware", "measurement", "finetune")
+"""Fields of `RunConfig` with fields of their own."""
+
+RANK_COUNT_BOUNDS = Within(1, 2**17)
+"""More than any cluster has: beyond it a plan takes more than seconds."""
+
+MAX_TOKENS_PER_PROCESS = 2**27
+"""Of one micro-batch in one process."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How a run is timed."""
+
+    warmup_steps: Annotated[int, Within(2, 10**6)]
+    """Optimizer steps before timing starts: at least 2, for the allocator and DDP's bucket rebuild."""
+    steps: Annotated[int, Within(1, 10**6)]
+    """Optimizer steps that are timed."""
+    profile: bool
+    """Add a profiled pass after the timed one: writes a trace and the share of exposed communication."""
+    min_warmup_s: Annotated[float | None, Within(0, 3600, unit="seconds")] = 0.0
+    """Seconds of steps before timing, at least, after the first `warmup_steps`; null for what the device needs."""
+    min_timed_s: Annotated[float | None, Within(0, 3600, unit="seconds")] = 0.0
+    """Seconds of steps that are timed, at least; null for what the device needs."""
+
+
+@functools.cache  # the same object for the same values, which `bench.config.run_id` relies on to be quick
+def fill_measurement_defaults(measurement: Measurement, device: str) -> Measurement:
+    """The same with every null filled in for a kind of device."""
+    values = identity.get_fields(measurement)
+    unset_fields = [name for name in identity.DEFAULT_SETTLING_S if values[name] is None]
+    return Measurement(
+        **{**values, **{name: identity.DEFAULT_SETTLING_S[name].get(device, 0.0) for name in unset_fields}}
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, completely."""
+
+    mode: Annotated[str, OneOf(*EVIDENCE_BY_MODE)]
+    model: Family
+    strategy: Strategy
+    precision: Precision
+    optimizer: OptimizerConfig
+    hardware: Hardware
+    measurement: Measurement
+    gpus: Annotated[int, RANK_COUNT_BOUNDS]
+    """World size: ranks, one per GPU (or CPU process)."""
+    gpus_per_node: Annotated[int, RANK_COUNT_BOUNDS]
+    """Ranks per machine; at world sizes below it all ranks share one."""
+    batch_size_per_gpu: Annotated[int, Within(1, 10**6)]
+    sequence_length: Annotated[int, SEQUENCE_LENGTH_RANGE]
+    gradient_accumulation: Annotated[int, Within(1, 1024)]
+    gradient_accumulation_sync: bool
+    """Communicate gradients after every micro-batch instead of after the last."""
+    activation_checkpointing: Annotated[str, OneOf(*CHECKPOINTING_MODES)]
+    compile: bool
+    seed: Annotated[int, Within(0, 2**63 - 1)]
+    repeat: Annotated[int, Within(0, 10**6)]
+    requested: dict[str, Any] = field(default_factory=dict, compare=False)
+    """The strategy's knobs as they were asked for; no part of the run's identity."""
+    finetune: Finetune = field(default_factory=lambda: FullFinetune("full"))
+
+    def __post_init__(self) -> None:
+        if self.is_rehearsed and self.devices_per_process > 1:
+            raise ImpossibleError(
+                f"mode=rehearse is not valid for strategy={self.strategy.name}, which drives all devices from one "
+                "process, so that the first cannot run alone: choose mode=predict or measure."
+            )
+        unsteady_steps = self.strategy.first_steady_step - 1
+        if not self.is_predicted and self.measurement.warmup_steps < unsteady_steps:
+            valid_values = f"at least {unsteady_steps}, since so many steps of strategy={self.strategy.name} are not like the later"
+            raise invalid_value_error("measurement.warmup_steps", self.measurement.warmup_steps, valid_values)
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            valid_values = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
+            raise invalid_value_error("gpus", self.gpus, valid_values, ImpossibleError)
+        if self.sequences_per_rank * self.sequence_length > MAX_TOKENS_PER_PROCESS:
+            valid_values = f"fewer sequences, or shorter ones: at most {MAX_TOKENS_PER_PROCESS} tokens in one process"
+            raise invalid_value_error("batch_size_per_gpu", self.batch_size_per_gpu, valid_values, ImpossibleError)
+        self.model.check_sequence_length(self.sequence_length)
+        self.strategy.check_model(self.model, self.batch_size_per_gpu, self.sequence_length)
+        self.strategy.check_device(self.hardware.device)
+        if self.precision.uses_float8 and not self.strategy.takes_float8:
+            raise ImpossibleError(
+                f"precision={self.precision.name} is not valid for strategy={self.strategy.name}: choose bf16, or "
+                f"strategy {format_float8_strategies()}."
+            )
+        float8.require_torchao(self.precision)
+        self.strategy.check_precision(self.precision)
+        self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
+        self.strategy.check_finetune(self.finetune.name)
+        self.finetune.check_installed()
+        self.finetune.check(self.model, self.precision, self.hardware.device)
+        self.strategy.check_step(
+            StepSettings(
+                self.gradient_accumulation,
+                self.gradient_accumulation_sync,
+                self.optimizer.keep_gradients,
+                self.compile,
+                self.precision,
+            )
+        )
+
+    @property
+    def effective_strategy(self) -> str:
+        """What the strategy comes to, with what is trained unless it is everything: ``fsdp/full_shard_lora``."""
+        strategy, name = self.strategy.describe_effective_strategy(self.gpus), self.finetune.name
+        return strategy if name == "full" else f"{strategy}{'_' if '/' in strategy else '/'}{name}"
+
+    @functools.cached_property
+    def trained_model(self) -> Family:
+        """The model as it is trained: with adapters, if it has some."""
+        return self.finetune.adapt_family(self.model, self.precision)
+
+    @property
+    def operator_libraries(self) -> tuple[str, ...]:
+        """Optional ones whose operators are part of the model as it is trained."""
+        return (*self.finetune.required_packages, *(("torchao",) if self.precision.uses_float8 else ()))
+
+    @property
+    def modules_to_preload(self) -> tuple[str, ...]:
+        """Modules worth importing once, before ranks are forked."""
+        device = self.hardware.device
+        return (
+            *self.model.preload_modules,
+            *self.finetune.list_preload_modules(device),
+            *self.strategy.list_preload_modules(device),
+        )
+
+    @property
+    def nodes(self) -> int:
+        """Machines the ranks are spread over."""
+        return max(1, self.gpus // self.gpus_per_node)
+
+    @property
+    def sequences_per_rank(self) -> int:
+        """Of a micro-batch, in one process: more than `batch_size_per_gpu` where several ranks work on the same
+        sequences, or one rank drives several devices."""
+        return self.batch_size_per_gpu * self.gpus // self.strategy.find_batch_share(0, self.gpus)[1]
+
+    @property
+    def sequences_per_device(self) -> int:
+        """Of those, what one device computes."""
+        return self.sequences_per_rank // self.devices_per_process
+
+    @property
+    def evidence(self) -> str:
+        """What kind of statement the run's row is."""
+        return EVIDENCE_BY_MODE[self.mode]
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether nothing runs."""
+        return self.mode == "predict"
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether rank 0 alone runs, and what the others would send is made up."""
+        return self.mode == "rehearse"
+
+    @property
+    def devices_per_process(self) -> int:
+        """Devices that one process drives."""
+        return self.strategy.count_devices_per_process(self.gpus)
+
+    @property
+    def active_processes(self) -> int:
+        """Processes that really run: ranks, one per device, unless one process drives several."""
+        return 0 if self.is_predicted else 1 if self.is_rehearsed else self.gpus // self.devices_per_process
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes that really run on each machine."""
+        return max(1, self.active_processes // self.active_nodes)
+
+    @property
+    def active_devices(self) -> int:
+        """Devices that really work."""
+        return self.active_processes * self.devices_per_process
+
+    @property
+    def active_nodes(self) -> int:
+        """Machines whose devices really run, at least one."""
+        return 1 if self.is_rehearsed else self.nodes
+
+    @property
+    def label(self) -> str:
+        """The run in a few words, for progress and messages."""
+        strategy = self.effective_strategy
+        sharding_factor = f" F={self.strategy.resolved_sharding_factor}" if "hybrid" in strategy else ""
+        limit = self.hardware.memory_limit_gib
+        parts = [
+            self.model.name,
+            strategy + sharding_factor,
+            self.precision.name,
+            f"x{self.gpus}",
+            f"b{self.batch_size_per_gpu}",
+        ]
+        parts += [f"<={limit:g}GiB"] if limit else []
+        return " ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The complete resolved configuration as plain values."""
+        return {
+            name: identity.to_plain_value(value)
+            for name, value in identity.get_fields(self).items()
+            if name != "requested"
+        }
+
+    @functools.cached_property
+    def run_id(self) -> str:
+        """Hash of the complete resolved configuration that can change the result: 16 hexadecimal digits."""
+        return identity.compute_run_id(
+            self, self.mode, self.precision.peak, uses_host=self.strategy.has_offloaded_state
+        )
+
+
+def build_run_config(raw: dict[str, Any]) -> RunConfig:
+    """Check and resolve composed values.
+
+    Parameters
+    ----------
+    raw: dict
+        The fields of `RunConfig` as plain values; other keys are ignored (they belong to the sweep, not the run).
+
+    Raises
+    ------
+    UsageError
+        Naming the field, the value and the valid choices.
+    """
+    raw = {"finetune": {"name": "full"}, **raw}  # rows of before there was a choice do not say
+    section_classes: dict[str, type] = {
+        "model": load_family(_get_plugin_name(raw, "model", "family")),
+        "strategy": load_strategy(_get_plugin_name(raw, "strategy", "name")),
+        "precision": Precision,
+        "optimizer": OptimizerConfig,
+        "hardware": Hardware,
+        "measurement": Measurement,
+        "finetune": load_finetune(str(raw["finetune"].get("name"))),
+    }
+    raw["strategy"] = {
+        **identity.get_added_strategy_knobs(raw["strategy"]),
+        **raw["strategy"],
+    }  # nor how its knobs of later were
+    built_sections = {key: _build_section(key, section_classes[key], raw[key]) for key in SECTION_NAMES}
+    built_sections["measurement"] = fill_measurement_defaults(
+        built_sections["measurement"], built_sections["hardware"].device
+    )
+    scalars = _validate_scalars(raw)
+    built_sections["strategy"] = built_sections["strategy"].resolve(
+        scalars["gpus"],
+        scalars["gpus_per_node"],
+        accumulates=scalars["gradient_accumulation"] > 1 and not scalars["gradient_accumulation_sync"],
+    )
+    built_sections["precision"] = built_sections["strategy"].normalize_precision(built_sections["precision"])
+    return RunConfig(**built_sections, **scalars, requested=raw["strategy"])
+
+
+def _get_plugin_name(raw: dict[str, Any], section: str, key: str) -> str:
+    value = raw.get(section, {}).get(key)
+    if not isinstance(value, str):
+        raise invalid_value_error(
+            f"{section}.{key}", value, f"the name of a file under bench/{section.replace('y', 'ie')}s"
+        )
+    return value
+
+
+def _build_section(key: str, cls: type, values: dict[str, Any]) -> Any:
+    """One section as its dataclass; sections repeat over a sweep, so each is built once."""
+    cache_key = (cls, repr(values))
+    if cache_key not in _section_cache:
+        _section_cache[cache_key] = build_dataclass(key, cls, values)
+    return _section_cache[cache_key]
+
+
+_section_cache: dict[tuple[type, str], Any] = {}
+
+
+def _validate_scalars(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `RunConfig` that are no sections."""
+    hints = get_field_types(RunConfig)
+    return {
+        name: validate_value(name, hints[name], raw[name])
+        for name in hints
+        if name not in (*SECTION_NAMES, "requested")
+    }

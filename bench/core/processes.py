@@ -1,0 +1,166 @@
+"""Processes for what may start CUDA or autograd: children of a process that has started neither.
+
+CUDA cannot be used in a process forked from one that has started it, nor autograd in one forked from one that has run a
+backward pass where there are GPUs. Where torch cannot reach any, this process is forked, with all it has imported.
+Elsewhere children come from multiprocessing's forkserver, which has imported torch and this package and nothing else:
+other libraries start CUDA when they are imported (torchao does, and transformers imports torchao).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkContext, ForkServerContext
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PR_SET_PDEATHSIG = 1
+
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+"""Signals that a terminal or SLURM sends to all processes of a run; only the one that watches over them acts."""
+
+GPU_DEVICE_FILES = ("nvidiactl", "nvidia0", "nvmap", "dxg", "kfd")
+"""Under /dev, one of them on every machine whose GPUs torch could use: NVIDIA, Jetson, Windows' Linux, AMD."""
+
+FORKSERVER_MODULES = (
+    "bench.core.forkserver",
+    "torch.distributed.fsdp",
+    "torch.profiler",
+    "bench.rank.run_rank",
+    "bench.prediction.trace.trace_cache",
+)
+"""What the forkserver imports: touches no device."""
+
+
+@functools.cache
+def can_reach_gpus() -> bool:
+    """Whether this torch was built for GPUs and this machine has a driver for some."""
+    import torch
+
+    built_for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+    return built_for_gpus and has_gpu_driver()
+
+
+def has_gpu_driver() -> bool:
+    """Whether this machine has a driver for GPUs, whatever torch was built for."""
+    return any(Path("/dev", name).exists() for name in GPU_DEVICE_FILES)
+
+
+def get_mp_context() -> ForkContext | ForkServerContext:
+    """How children are started here."""
+    if not can_reach_gpus():
+        return multiprocessing.get_context("fork")
+    forkserver_context = multiprocessing.get_context("forkserver")
+    forkserver_context.set_forkserver_preload(list(FORKSERVER_MODULES))
+    resource_tracker.ensure_running()  # by itself, for it takes back what signals are held
+    with block_signals(*GROUP_SIGNALS):
+        forkserver.ensure_running()
+    return forkserver_context
+
+
+@contextlib.contextmanager
+def block_signals(*signals: signal.Signals) -> Iterator[None]:
+    """Hear some signals only afterwards, and have processes started within never hear them unless they ask to.
+
+    Ctrl-C goes to every process of a terminal: each would print a traceback, and submitit's controller would kill its
+    job within a second.
+    """
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+
+
+def preload_if_forking(modules: Sequence[str]) -> None:
+    """Import what children will need, if they will find it because they are forked."""
+    if not can_reach_gpus():
+        preload_modules(tuple(modules))
+
+
+@functools.cache
+def preload_modules(modules: tuple[str, ...]) -> None:
+    """Import what ranks need.
+
+    The garbage collector rests meanwhile, since imports leave nothing to collect, and then leaves the imported
+    objects alone for good: neither this process nor those forked from it, which share their pages, walk through them
+    again.
+    """
+    gc.disable()
+    try:
+        for module in ("torch.distributed.fsdp", "torch.profiler", *modules):
+            importlib.import_module(module)
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def bind_to_parent() -> None:
+    """Have this child die with the process that started it, and leave polite signals to that one."""
+    die_with_parent()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    from_forkserver = (
+        "bench.core.forkserver" in sys.modules
+    )  # then the parent is the forkserver, which dies with the starter
+    if not (
+        parent.is_alive() if from_forkserver else os.getppid() == parent.pid
+    ):  # it died before we asked to die with it
+        os._exit(1)
+    for signal_number in GROUP_SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it is gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def open_worker_pool(
+    workers: int, initializer: Callable[..., object] | None = None, initargs: tuple[Any, ...] = ()
+) -> Iterator[ProcessPoolExecutor]:
+    """Children that work through calls; gone at once when it is left by an exception, Ctrl-C included."""
+    pool = ProcessPoolExecutor(workers, get_mp_context(), _initialize_worker, (initializer, initargs))
+    try:
+        with block_signals(signal.SIGINT):
+            pool.submit(int)  # starts the processes
+        yield pool
+    except BaseException:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _initialize_worker(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
+    bind_to_parent()
+    if initializer is not None:
+        initializer(*initargs)
+
+
+def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function that may start CUDA or autograd: in a child where that could do harm to this process."""
+    if not needs_isolation():
+        return function(*args, **kwargs)
+    with open_worker_pool(1) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def needs_isolation() -> bool:
+    """Whether what may start CUDA or autograd is to be done in a child: not in one already."""
+    return can_reach_gpus() and multiprocessing.parent_process() is None

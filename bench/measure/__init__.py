@@ -1,1 +1,0 @@
-"""Measuring: the timed loop, clocks, memory, running out of it, the environment."""

@@ -1,0 +1,1 @@
+"""Everything predicted: traces with fake tensors, costs in seconds, a simulated step, the cache."""

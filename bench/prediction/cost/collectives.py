@@ -1,0 +1,156 @@
+"""How long a collective takes: bandwidth, latency, protocol and algorithm, within a node and across nodes.
+
+NCCL chooses among algorithms and protocols by a model of its own (``src/graph/tuning.cc`` in
+https://github.com/NVIDIA/nccl, read at 01afd20a77b5804e0ecf1042509dd9d20ebf9e93): latency of the steps plus bytes over
+bandwidth, the fastest combination wins. This is that model, with the links' bandwidth from ``conf/hardware``.
+
+Between processors collectives are gloo's: rings (``gloo/allgather.cc`` and ``gloo/allreduce.cc`` in
+https://github.com/pytorch/gloo, read at 19f1d3ac8e3120faad559f474d0ceddec5d03ee7). PyTorch has it reduce and scatter by
+an all-reduce of a copy, of which each rank keeps its part (``reduce_scatter_tensor_coalesced`` in its
+``ProcessGroupGloo.cpp``).
+
+Bus bandwidth is nccl-tests' (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): every rank of n
+receives ``size * (n - 1) / n`` in an all-gather or a reduce-scatter of `size` bytes, twice that in an all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bench.core.errors import require_choice
+from bench.hardware.speeds import GlooSpeed, LinkSpeeds
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+CALIBRATED_COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+"""Those that are calibrated."""
+BROADCAST, REDUCE, GATHER, SCATTER = "broadcast", "reduce", "gather", "scatter"
+"""From one rank to the others, or from them to it: the whole to (or of) each, or to each its part."""
+ROOTED_COLLECTIVES = (BROADCAST, REDUCE, GATHER, SCATTER)
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """Ranks that take part in a collective."""
+
+    num_ranks: int
+    ranks_per_node: int
+    """Of this group: 8 where it fills nodes of 8 GPUs, 1 where it has one rank on each node."""
+    concurrent_groups: int = 1
+    """Groups that use the same node's adapters at the same time: 8 where each GPU of a node is in another group."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes the group is spread over."""
+        return math.ceil(self.num_ranks / self.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class NcclProtocol:
+    """One of NCCL's ways to move data: tuning.cc's baseLat and hwLat (microseconds), and share of the bandwidth."""
+
+    base_latency_us: float
+    nvlink_step_us: float
+    """One step of a ring over NVLink."""
+    network_step_us: float
+    """One step of a ring over the network."""
+    bandwidth_share: float
+
+
+RING_PROTOCOLS = (
+    NcclProtocol(base_latency_us=8.4, nvlink_step_us=3.4, network_step_us=9.6, bandwidth_share=1.0),  # Simple
+    NcclProtocol(
+        base_latency_us=10.0, nvlink_step_us=1.9, network_step_us=4.0, bandwidth_share=0.92
+    ),  # LL128: 120 of 128 bytes are data
+    NcclProtocol(
+        base_latency_us=3.6, nvlink_step_us=0.85, network_step_us=2.7, bandwidth_share=0.25
+    ),  # LL: half flags, and then slower
+)
+TREE_PROTOCOLS = (
+    NcclProtocol(base_latency_us=0.0, nvlink_step_us=28.0, network_step_us=50.0, bandwidth_share=0.9),
+    NcclProtocol(base_latency_us=4.4, nvlink_step_us=1.2, network_step_us=8.5, bandwidth_share=0.82),
+    NcclProtocol(base_latency_us=4.4, nvlink_step_us=0.94, network_step_us=5.0, bandwidth_share=0.24),
+)
+"""Trees carry all-reduces only: up and down, across as many levels as the nodes have doublings."""
+
+
+def compute_collective_seconds(kind: str, size_bytes: float, group: CollectiveGroup, links: LinkSpeeds) -> float:
+    """Seconds of one collective that nothing else delays; 0 for a group of one rank.
+
+    Parameters
+    ----------
+    kind: str
+        ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``broadcast``, ``reduce``, ``gather`` or ``scatter``.
+        The last two are copies over the one rank's link, which carries all parts but its own.
+    size_bytes: float
+        The whole: what every rank has after an all-gather, or before a reduce-scatter.
+    """
+    require_choice("collective", kind, (*CALIBRATED_COLLECTIVES, *ROOTED_COLLECTIVES))
+    if group.num_ranks == 1:
+        return 0.0
+    if links.gloo is not None:
+        require_choice("collective of gloo", kind, (*CALIBRATED_COLLECTIVES, BROADCAST))
+        return _compute_gloo_seconds(kind, size_bytes, group, links, links.gloo)
+    passes = 2 if kind == ALL_REDUCE else 1
+    nvlink_steps, network_steps = group.num_ranks - group.nodes, group.nodes - 1
+    received_share = 1.0 if kind in (BROADCAST, REDUCE) else (group.num_ranks - 1) / group.num_ranks
+    received_bytes = passes * size_bytes * received_share
+    seconds_per_byte = _compute_seconds_per_byte(group, links)
+    base_scale_s = 1e-6 * (1.0 if group.nodes > 1 else links.gpu_latency)
+    step_scale_s = 1e-6 * (links.latency if group.nodes > 1 else links.gpu_latency)
+    protocol_seconds = [
+        protocol.base_latency_us * base_scale_s
+        + passes * (nvlink_steps * protocol.nvlink_step_us + network_steps * protocol.network_step_us) * step_scale_s
+        + received_bytes * seconds_per_byte / protocol.bandwidth_share
+        for protocol in RING_PROTOCOLS
+    ]
+    if kind == ALL_REDUCE:
+        nvlink_depth, network_depth = min(group.num_ranks, group.ranks_per_node) - 1, math.ceil(math.log2(group.nodes))
+        protocol_seconds += [
+            protocol.base_latency_us * base_scale_s
+            + 2 * (nvlink_depth * protocol.nvlink_step_us + network_depth * protocol.network_step_us) * base_scale_s
+            + 2 * size_bytes * seconds_per_byte / protocol.bandwidth_share
+            for protocol in TREE_PROTOCOLS
+        ]
+    return min(protocol_seconds)
+
+
+def compute_bus_bandwidth(kind: str, size_bytes: float, group: CollectiveGroup, links: LinkSpeeds) -> float:
+    """The bus bandwidth nccl-tests would print, in 10^9 bytes per second."""
+    passes = 2 if kind == ALL_REDUCE else 1
+    received_bytes = passes * size_bytes * (group.num_ranks - 1) / group.num_ranks
+    return received_bytes / compute_collective_seconds(kind, size_bytes, group, links) / 1e9
+
+
+def _compute_gloo_seconds(
+    kind: str, size_bytes: float, group: CollectiveGroup, links: LinkSpeeds, gloo: GlooSpeed
+) -> float:
+    """One ring, whose steps are as long as the longest of them; to reduce is to pass twice round it.
+
+    A broadcast goes down a binomial tree instead, the whole at every level (``gloo/broadcast.cc``).
+    """
+    if kind == BROADCAST:
+        levels = math.ceil(math.log2(group.num_ranks))
+        step_s = gloo.step_us * 1e-6 * (links.latency if group.nodes > 1 else 1.0)
+        return levels * (step_s + size_bytes * _compute_seconds_per_byte(group, links))
+    steps = (1 if kind == ALL_GATHER else 2) * (group.num_ranks - 1)
+    passes = 2 if kind == ALL_REDUCE else 1
+    received_bytes = passes * size_bytes * (group.num_ranks - 1) / group.num_ranks
+    byte_factor = {ALL_GATHER: 1.0, REDUCE_SCATTER: gloo.reduce_scatter, ALL_REDUCE: gloo.reduce}[kind]
+    step_s = gloo.step_us * 1e-6 * (links.latency if group.nodes > 1 else 1.0)
+    return steps * step_s + received_bytes * byte_factor * _compute_seconds_per_byte(group, links)
+
+
+def _compute_seconds_per_byte(group: CollectiveGroup, links: LinkSpeeds) -> float:
+    """Of what each rank receives, on the narrowest link of the ring.
+
+    All rings together carry what one rank receives into each node, so a node's adapters serve the group as one link;
+    a group with fewer ranks in a node than the node has adapters reaches as many as it has ranks.
+    """
+    nvlink_s_per_byte = 1 / (links.gpu_gb_s * links.gpu_efficiency * 1e9)
+    if group.nodes == 1:
+        return nvlink_s_per_byte
+    adapter_share = min(1.0, min(group.num_ranks, group.ranks_per_node) / links.adapters, 1 / group.concurrent_groups)
+    network_s_per_byte = 1 / (links.node_gb_s * links.node_efficiency * adapter_share * 1e9)
+    network_s_per_byte *= 1 + links.congestion * math.log2(group.nodes / 2)
+    return max(nvlink_s_per_byte, network_s_per_byte) if group.ranks_per_node > 1 else network_s_per_byte

@@ -1,0 +1,161 @@
+"""How long kernels take on a device: matrix products by their shape, fused attention, everything else by its bytes.
+
+What follows holds for GPUs; `bench.prediction.cost.cpu_kernels` says what is different on a CPU.
+
+A matrix product is cut into tiles, one thread block each; the device computes as many at once as it has
+multiprocessors, so a last wave that is not full, and a tile that reaches over the edge, take as long as full ones. The
+library chooses tile size and splitting of k to make the best of it. NVIDIA describes this in its "Matrix Multiplication
+Background User's Guide" (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bench.core.precision import Precision
+from bench.hardware import Hardware
+from bench.hardware.speeds import HardwareSpeeds
+from bench.prediction.cost.cpu_kernels import compute_cpu_arithmetic_seconds
+from bench.prediction.trace.kernels import ATTENTION, MATMUL, MEMORY_BOUND, OPERAND_FORMATS, FloatArray, KernelArrays
+
+MATMUL_TILES = (
+    (256, 128, 1.00),
+    (128, 256, 1.00),
+    (128, 128, 0.95),
+    (256, 64, 0.85),
+    (64, 256, 0.85),
+    (128, 64, 0.80),
+    (64, 128, 0.80),
+    (64, 64, 0.65),
+)
+"""Tile sizes that cuBLAS uses (section 2.3 of the guide, from most to least efficient), and the share of the best
+one's speed: smaller tiles read each operand more often. The guide draws the shares for one product; these are round."""
+
+K_SPLIT_COUNTS = (1, 2, 4, 8)
+"""Parts that k may be cut into, each a thread block of its own; their results are added in a further pass."""
+
+OPERATOR_BANDWIDTH_SHARES = {
+    "embedding_dense_backward": 0.20,
+    "_embedding_bag_dense_backward": 0.20,
+    "native_layer_norm_backward": 0.60,
+    "cumsum": 0.50,
+    "index_put": 0.30,
+    "index_add": 0.30,
+    "nll_loss_backward": 0.80,
+}
+"""Operators that sort, scatter or reduce over columns: share of what elementwise kernels reach. Rough, and small in
+any step of a large model. A calibration measures them instead."""
+
+HALF_PRECISION_FORMATS = {"bf16", "fp16"}
+"""Formats for which an operator may have a speed of its own."""
+
+HEAD_DIMENSION_MULTIPLE = 32
+"""Fused attention is compiled for head dimensions that are multiples of this, and pads others."""
+
+
+def compute_kernel_seconds(kernels: KernelArrays, hardware: Hardware, precision: Precision) -> FloatArray:
+    """Seconds of each kernel alone on the device, one after the other. On a CPU without what is spent around operators.
+
+    Raises
+    ------
+    ValueError
+        If the hardware's speeds or the peak of a format are unknown.
+    """
+    speeds = hardware.speeds
+    if speeds is None or hardware.memory_bandwidth_gb_s is None:
+        raise ValueError(f"hardware={hardware.name} has no speeds: time cannot be predicted")
+    bandwidth = hardware.memory_bandwidth_gb_s * 1e9 * speeds.memory_efficiency
+    bandwidth_shares = np.array(
+        [
+            _find_bandwidth_share(*operator_and_format, speeds)
+            for operator_and_format in zip(kernels.operators, kernels.formats, strict=True)
+        ]
+    )
+    memory_seconds = kernels.bytes_moved / (bandwidth * bandwidth_shares)
+    if speeds.processor is not None:
+        arithmetic_seconds = compute_cpu_arithmetic_seconds(kernels, hardware, precision)
+        return (
+            np.where(kernels.kinds == MEMORY_BOUND, memory_seconds, arithmetic_seconds) + speeds.launch.kernel_us * 1e-6
+        )
+    return (
+        np.maximum(memory_seconds, _compute_arithmetic_seconds(kernels, hardware, precision))
+        + speeds.launch.kernel_us * 1e-6
+    )
+
+
+def _compute_arithmetic_seconds(kernels: KernelArrays, hardware: Hardware, precision: Precision) -> FloatArray:
+    """Seconds of arithmetic on a GPU, for kernels that wait for nothing else."""
+    speeds = hardware.speeds
+    assert speeds is not None
+    assert speeds.attention is not None
+    seconds = np.zeros(len(kernels))
+    is_matmul, is_attention = kernels.kinds == MATMUL, kernels.kinds == ATTENTION
+    for format_index, format_name in enumerate(OPERAND_FORMATS):
+        if np.any(selected := is_matmul & (kernels.formats == format_index)):
+            peak_flops, efficiency = _find_peak_flops(format_name, hardware, speeds, precision)
+            seconds[selected] = compute_matmul_seconds(kernels.dims[selected, :4], peak_flops * efficiency, speeds)
+    if np.any(is_attention):
+        # Its operands are of two formats: one number per row of scores is kept in fp32, whatever it computes in.
+        peak_flops, _ = _find_peak_flops(precision.compute, hardware, speeds, precision)
+        is_backward = np.array(["backward" in operator for operator in kernels.operators])[is_attention]
+        attention_efficiency = np.where(is_backward, speeds.attention.backward, speeds.attention.forward)
+        head_dimension = kernels.dims[is_attention, 4]
+        padding_factor = (
+            HEAD_DIMENSION_MULTIPLE * np.ceil(head_dimension / HEAD_DIMENSION_MULTIPLE) + speeds.attention.half_width
+        ) / head_dimension
+        seconds[is_attention] = kernels.flops[is_attention] * padding_factor / (peak_flops * attention_efficiency)
+    return seconds
+
+
+def compute_matmul_seconds(shapes: FloatArray, flops_per_s: float, speeds: HardwareSpeeds) -> FloatArray:
+    """Seconds of matrix products that wait for nothing but arithmetic.
+
+    A thread block takes ``2 * rows * columns * (k / split + half_depth)`` multiplications and additions at the speed of
+    one multiprocessor; thread blocks run in waves of as many as there are multiprocessors.
+
+    Parameters
+    ----------
+    shapes: array
+        Of shape (products, 4): batch, m, n, k.
+    flops_per_s: float
+        What the whole device reaches on large products.
+    """
+    assert speeds.matmul is not None
+    batch, m, n, k = (column[:, None] for column in shapes.T)
+    flops_per_multiprocessor = flops_per_s / speeds.matmul.multiprocessors
+    split_counts = np.array(K_SPLIT_COUNTS)[None, :]
+    best_seconds = np.full(len(shapes), np.inf)
+    for rows, columns, tile_efficiency in MATMUL_TILES:
+        thread_blocks = batch * np.ceil(m / rows) * np.ceil(n / columns) * split_counts
+        waves = np.ceil(thread_blocks / speeds.matmul.multiprocessors)
+        flops_per_block = 2 * rows * columns * (k / split_counts + speeds.matmul.half_depth * (1 + (split_counts > 1)))
+        best_seconds = np.minimum(
+            best_seconds, np.min(waves * flops_per_block / (flops_per_multiprocessor * tile_efficiency), axis=1)
+        )
+    return best_seconds
+
+
+def _find_peak_flops(
+    format_name: str, hardware: Hardware, speeds: HardwareSpeeds, precision: Precision
+) -> tuple[float, float]:
+    """FLOP/s on paper and the share of it large matrix products reach, for operands in a format."""
+    peak_name = (
+        "tf32" if format_name == "fp32" and precision.tf32 else "fp32" if format_name == "other" else format_name
+    )
+    assert speeds.matmul is not None
+    peak_tflops, efficiency = hardware.peak_tflops.get(peak_name), speeds.matmul.efficiency.get(peak_name)
+    if peak_tflops is None or efficiency is None:
+        raise ValueError(f"hardware={hardware.name} has no speed for {peak_name}")
+    return peak_tflops * 1e12, efficiency
+
+
+def _find_bandwidth_share(operator: str, format_: int, speeds: HardwareSpeeds) -> float:
+    """Share of the elementwise kernels' bandwidth that an operator reaches."""
+    name = operator.removeprefix("aten.").removeprefix("aten::").split(".")[0]
+    bandwidth_shares = OPERATOR_BANDWIDTH_SHARES if speeds.operators is None else speeds.operators
+    return bandwidth_shares.get(build_operator_key(name, OPERAND_FORMATS[format_]), bandwidth_shares.get(name, 1.0))
+
+
+def build_operator_key(name: str, format_: str) -> str:
+    """What `Speeds.operators` calls an operator on operands of a format."""
+    return f"{name} {format_}" if format_ in HALF_PRECISION_FORMATS else name

@@ -1,0 +1,212 @@
+"""From shapes and sizes to seconds: what the machine that plays a step is told about the hardware's speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from bench.config.run_config import RunConfig
+from bench.core.precision import Precision
+from bench.hardware import Hardware
+from bench.hardware.speeds import ProcessorOptimizerSpeed
+from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
+from bench.prediction.cost.gpu_kernels import compute_kernel_seconds
+from bench.prediction.prediction import MemoryPrediction, PredictedRange, TimePrediction
+from bench.prediction.simulation.device_memory import is_degraded
+from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
+from bench.prediction.simulation.step import OptimizerUpdate
+from bench.prediction.trace.kernels import FloatArray, KernelArrays, concatenate_kernels
+from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP
+from bench.training.optimizer import OptimizerConfig
+
+TIME_INTERVAL_SHARE = 0.10
+"""Interval of a step's time, as a share of it."""
+
+OFFLOADED_TIME_INTERVAL_SHARE = 0.30
+"""The same where something is offloaded. Speeds of links and of the machine's memory are those of benchmarks, and no
+step that uses them was measured by us: a guess, three times as wide."""
+
+OPTIMIZER_PASSES = {("adamw", "fused"): 7, ("adamw", "foreach"): 24, ("adamw", "for_loop"): 24, ("sgd", "fused"): 3}
+"""Reads and writes of a tensor of the parameters' size per step. AdamW reads parameter, gradient and two states and
+writes all but the gradient; one operation at a time it makes 10 passes, each with operands and result."""
+
+TENSORS_PER_UPDATE_KERNEL = {"fused": 32, "foreach": 8, "for_loop": 1 / 12}
+"""Tensors a launch of the optimizer's kernels works on."""
+
+
+ALLOCATOR_RETRY_S_PER_BYTE = 2.3e-11
+"""What the caching allocator needs to give memory back to the device and take as much of it again, per byte asked for,
+when it has to retry: all streams stand still meanwhile. Set so that T5-11B on 4 machines is as much slower without the
+rate limiter as in Figure 6(c) of the FSDP paper; GPT-175B at batch 2 on 128 GPUs in Figure 7(b) would want half as much
+again. That memory is short follows from memory; how slow it is then is a rough number."""
+
+
+def add_allocator_retries(speed: RankSpeed) -> RankSpeed:
+    """The same rank when every buffer it gathers into or reduces from makes the allocator retry."""
+    return dataclasses.replace(speed, retry_s_per_byte=ALLOCATOR_RETRY_S_PER_BYTE)
+
+
+def build_rank_speed(config: RunConfig) -> RankSpeed:
+    """How fast the rank of a run is; a standstill where the hardware's speeds are unknown."""
+    hardware, speeds = config.hardware, config.hardware.speeds
+    if speeds is None or hardware.memory_bandwidth_gb_s is None or not is_speed_known(hardware, config.precision):
+        return RankSpeed()
+
+    copy_s_per_byte = 1 / (hardware.memory_bandwidth_gb_s * 1e9 * speeds.memory_efficiency)
+
+    @functools.cache
+    def compute_seconds(kind: str, size: float, group_name: str) -> float:
+        group = build_collective_group(config, group_name)
+        if group.num_ranks == 1 and group_name in (SHARD_GROUP, REPLICA_GROUP):
+            return _count_lone_rank_bytes(kind, size, config.gpus) * copy_s_per_byte
+        return compute_collective_seconds(kind, size, group, speeds.links)
+
+    return RankSpeed(
+        collective_seconds=compute_seconds,
+        copy_s_per_byte=copy_s_per_byte,
+        launch_s=speeds.launch.operator_us * 1e-6,
+        is_cpu=speeds.processor is not None,
+        unit_hooks_s=speeds.launch.unit_us * 1e-6,
+        min_kernel_s=speeds.launch.kernel_us * 1e-6,
+        overlap_loss=speeds.overlap_loss,
+    )
+
+
+def _count_lone_rank_bytes(kind: str, size: float, world_size: int) -> float:
+    """Bytes that a rank reads and writes in a collective of FSDP2 in which it is alone.
+
+    Its reduce-scatter copies. An all-reduce that averages is a kernel over everything (NCCL's ``oneRankReduce``); one
+    that sums, as in a world of one rank, is nothing (``_get_gradient_divide_factors`` in torch 2.13).
+    """
+    return 0.0 if kind == "all-reduce" and world_size == 1 else 2 * size
+
+
+def is_speed_known(hardware: Hardware, precision: Precision) -> bool:
+    """Whether times can be told: everywhere but on hardware without speeds, or a CPU not measured in this format."""
+    speeds = hardware.speeds
+    if speeds is None or hardware.memory_bandwidth_gb_s is None:
+        return False
+    return speeds.processor is None or precision.compute in speeds.processor.products.gflops
+
+
+def build_collective_group(config: RunConfig, group_name: str) -> CollectiveGroup:
+    """Where the ranks of one of a plan's groups are.
+
+    Ranks that share layers are neighbours, shards of what they have so many ranks apart; replicas are F ranks apart.
+    """
+    ranks_per_node = min(config.gpus, config.gpus_per_node)
+    sharding_factor, split = config.strategy.resolved_sharding_factor, config.strategy.build_tensor_parallel_split()
+    split_degree = 1 if split is None else split.degree
+    num_ranks, rank_stride = {
+        TENSOR_GROUP: (split_degree, 1),
+        SHARD_GROUP: (sharding_factor // split_degree, split_degree),
+        REPLICA_GROUP: (config.gpus // sharding_factor, sharding_factor),
+        WORLD_GROUP: (config.gpus // split_degree, split_degree),
+    }[group_name]
+    group_ranks_per_node = min(num_ranks, max(1, ranks_per_node // rank_stride))
+    return CollectiveGroup(num_ranks, group_ranks_per_node, ranks_per_node // group_ranks_per_node)
+
+
+def build_layer_collective_timer(
+    hardware: Hardware, precision: Precision, tensor_group: CollectiveGroup | None
+) -> Callable[[str, float], float]:
+    """Seconds of a collective, by kind and bytes, among ranks that share layers (None: there are none)."""
+    speeds = hardware.speeds
+    if tensor_group is None or speeds is None or not is_speed_known(hardware, precision):
+        return lambda kind, size: 0.0
+    return lambda kind, size: compute_collective_seconds(kind, size, tensor_group, speeds.links)
+
+
+def compute_seconds_per_segment(
+    hardware: Hardware, precision: Precision, kernels: Sequence[KernelArrays]
+) -> list[FloatArray] | list[None]:
+    """Seconds of each kernel, None where speeds are unknown."""
+    if not is_speed_known(hardware, precision):
+        return [None] * len(kernels)
+    seconds = compute_kernel_seconds(concatenate_kernels(kernels), hardware, precision)
+    return np.split(seconds, np.cumsum([len(arrays) for arrays in kernels])[:-1])
+
+
+def predict_device_update(config: RunConfig, updated_numels: Sequence[int]) -> OptimizerUpdate:
+    """The optimizer's step over tensors with these numbers of elements, in its order."""
+    optimizer, itemsize = config.optimizer, config.precision.parameter_dtype.itemsize
+    updated_bytes = sum(updated_numels) * itemsize
+    passes = count_optimizer_passes(optimizer)
+    num_kernels = max(1, round(len(updated_numels) / TENSORS_PER_UPDATE_KERNEL[optimizer.implementation]))
+    speed = build_rank_speed(config)
+    temporary_bytes = 0.0
+    if optimizer.name == "adamw" and optimizer.implementation == "foreach":
+        temporary_bytes = updated_bytes  # the square roots of all second moments at once
+    elif optimizer.name == "adamw" and optimizer.implementation == "for_loop":
+        # A square root and its quotient; until that is there its variable, `denom` in torch/optim/adam.py of torch
+        # 2.13, has the quotient of the tensor before.
+        temporary_bytes = (
+            max((previous_numel + 2 * numel for previous_numel, numel in pairwise((0, *updated_numels))), default=0)
+            * itemsize
+        )
+    processor = config.hardware.speeds.processor if config.hardware.speeds is not None else None
+    if processor is not None:
+        return OptimizerUpdate(
+            _compute_cpu_update_seconds(processor.updates, optimizer, updated_bytes, len(updated_numels)),
+            0,
+            temporary_bytes,
+        )
+    return OptimizerUpdate(
+        passes * updated_bytes * speed.copy_s_per_byte + num_kernels * speed.min_kernel_s, num_kernels, temporary_bytes
+    )
+
+
+def count_optimizer_passes(optimizer: OptimizerConfig) -> int:
+    """Reads and writes of a tensor of the parameters' size per step."""
+    key = (optimizer.name, optimizer.implementation)
+    return OPTIMIZER_PASSES.get(key, OPTIMIZER_PASSES["sgd", "fused"] + 2 * optimizer.states_per_parameter)
+
+
+def build_updates_key(optimizer: OptimizerConfig) -> str:
+    """What `bench.hardware.speeds.ProcessorOptimizerSpeed` calls an optimizer."""
+    return f"{optimizer.name} {optimizer.implementation}"
+
+
+def _compute_cpu_update_seconds(
+    updates: ProcessorOptimizerSpeed, optimizer: OptimizerConfig, size: float, num_tensors: int
+) -> float:
+    """Seconds of the optimizer's step on a CPU over tensors of some bytes in all."""
+    key = build_updates_key(optimizer)
+    if key not in updates.gb_s:
+        raise ValueError(f"hardware.speeds.processor.updates has no speed for {key}")
+    return (
+        num_tensors * updates.tensor_us[key] * 1e-6 + count_optimizer_passes(optimizer) * size / updates.gb_s[key] / 1e9
+    )
+
+
+def predict_time(config: RunConfig, simulated_rank: SimulatedRank, memory: MemoryPrediction) -> TimePrediction | None:
+    """The time of a played step with its parts, None where speeds are unknown."""
+    if not is_speed_known(config.hardware, config.precision):
+        return None
+    elapsed_s, spent_seconds = simulated_rank.elapsed_s, simulated_rank.spent_seconds
+    degraded = is_degraded(memory)
+    is_host_link_bound = spent_seconds["transfer"] > 0.5 * spent_seconds["communication"]
+    seconds_by_limit = {
+        "compute": spent_seconds["compute"],
+        "network": 0.0 if is_host_link_bound else spent_seconds["exposed"],
+        "host link": spent_seconds["carried"] + (spent_seconds["exposed"] if is_host_link_bound else 0.0),
+        "host memory" if simulated_rank.updated_on_host else "memory bandwidth": spent_seconds["optimizer"]
+        - spent_seconds["carried"],
+        "kernel launches": spent_seconds["launch"],
+    }
+    interval_share = OFFLOADED_TIME_INTERVAL_SHARE if config.strategy.has_offloaded_state else TIME_INTERVAL_SHARE
+    return TimePrediction(
+        step_s=PredictedRange(elapsed_s, elapsed_s * (1 - interval_share), elapsed_s * (1 + interval_share)),
+        compute_s=spent_seconds["compute"],
+        exposed_communication_s=spent_seconds["exposed"],
+        optimizer_s=spent_seconds["optimizer"],
+        bubble_s=elapsed_s - spent_seconds["compute"] - spent_seconds["exposed"] - spent_seconds["optimizer"],
+        communication_s=spent_seconds["communication"],
+        limited_by="allocator" if degraded else max(seconds_by_limit, key=lambda name: seconds_by_limit[name]),
+        degraded=degraded,
+        timeline=simulated_rank.timeline,
+    )

@@ -1,0 +1,1 @@
+"""Predictions of runs whose model is cut into pipeline stages."""

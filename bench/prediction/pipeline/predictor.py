@@ -1,0 +1,221 @@
+"""Predict a run whose model is cut into stages: every rank's memory, and the time of the whole timetable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from bench.config.run_config import RunConfig
+from bench.models.materialize import count_buffer_bytes
+from bench.prediction.cost import rank_speed
+from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipeline_stages
+from bench.prediction.pipeline.time import predict_pipeline_time
+from bench.prediction.prediction import Prediction
+from bench.prediction.simulation import device_memory
+from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
+from bench.prediction.trace.trace import TraceKey
+from bench.strategies.pipeline.schedule import FORWARD, ONE_F_ONE_B, PipelineAction, Timetable
+from bench.strategies.pipeline.step_plans import StagePlan, name_stage_gradients
+from bench.strategies.step_plan import GRADIENT_MEMORY, PARAMETER_MEMORY, PlanInputs, ShardingUnit
+
+ACTIVATION_MEMORY = "activations"
+
+UNTIMED_SPEED = RankSpeed()
+"""Memory is the same at any pace."""
+
+
+def predict_pipeline(config: RunConfig, key: TraceKey, *, timeline: bool) -> Prediction:
+    """Predict a run; memory is that of the rank that needs most."""
+    timetable = config.strategy.timetable
+    assert timetable is not None
+    stages = build_pipeline_stages(config, key, timetable)
+    ranks = range(timetable.ranks)
+    plans = [
+        _build_rank_plan(config, [stages[stage_index] for stage_index in timetable.find_stages_of_rank(rank)])
+        for rank in ranks
+    ]
+    simulated_ranks = [_simulate_rank(config, timetable, stages, plans[rank], rank) for rank in ranks]
+    memories = [device_memory.predict_memory(config, simulated_rank) for simulated_rank in simulated_ranks]
+    stalled_seconds = [
+        _compute_stalled_seconds(config, timetable, stages, plans[rank], rank)
+        if device_memory.is_degraded(memories[rank])
+        else 0.0
+        for rank in ranks
+    ]
+    largest_memory = memories[max(ranks, key=lambda rank: simulated_ranks[rank].peak.size)]
+    return Prediction(
+        largest_memory,
+        predict_pipeline_time(config, timetable, stages, plans, largest_memory, stalled_seconds, timeline=timeline),
+    )
+
+
+def _build_rank_plan(config: RunConfig, stages: Sequence[SimulatedPipelineStage]) -> StagePlan:
+    plan_inputs = PlanInputs(
+        units=(),
+        precision=config.precision,
+        world_size=config.gpus,
+        states_per_parameter=config.optimizer.states_per_parameter,
+        num_micro_batches=1,
+        keep_gradients=config.optimizer.keep_gradients,
+        is_on_cpu=config.hardware.device == "cpu",
+    )
+    return config.strategy.plan_stages([stage.units for stage in stages], plan_inputs)
+
+
+def _compute_stalled_seconds(
+    config: RunConfig, timetable: Timetable, stages: Sequence[SimulatedPipelineStage], plan: StagePlan, rank: int
+) -> float:
+    """Seconds of a step in which a rank's allocator retries: at no pace at all, nothing else holds up its kernels."""
+    return _simulate_rank(
+        config, timetable, stages, plan, rank, rank_speed.add_allocator_retries(UNTIMED_SPEED)
+    ).spent_seconds["launch"]
+
+
+def _simulate_rank(
+    config: RunConfig,
+    timetable: Timetable,
+    stages: Sequence[SimulatedPipelineStage],
+    plan: StagePlan,
+    rank: int,
+    speed: RankSpeed = UNTIMED_SPEED,
+) -> SimulatedRank:
+    """Memory of one rank over a step."""
+    simulated_rank = SimulatedRank(speed)
+    on_cpu = config.hardware.device == "cpu"
+    # On a CPU each share is a view of the whole batch.
+    num_sequences = config.batch_size_per_gpu * (config.gpus if on_cpu else timetable.ranks)
+    simulated_rank.allocate("micro-batches", stages[0].sequence_bytes * num_sequences, ACTIVATION_MEMORY)
+    simulated_rank.allocate("model's buffers", count_buffer_bytes(config.model), PARAMETER_MEMORY)
+    plan.allocate_persistent_state(simulated_rank)
+    simulated_rank.note_initial_bytes()
+    own_stages = [stages[stage_index] for stage_index in timetable.find_stages_of_rank(rank)]
+    plan.begin_step(simulated_rank, gathers_ahead=timetable.virtual_stages > 1)
+    exchanged_bytes = sum(stage.received_bytes + stage.sent_bytes for stage in own_stages)
+    simulated_rank.allocate("received", timetable.micro_batches * exchanged_bytes, ACTIVATION_MEMORY)
+    for action, num_before, is_last in _number_actions(timetable, rank):
+        stage = stages[action.stage]
+        simulated_rank.phase, simulated_rank.module = action.kind, f"stage {action.stage}"
+        if action.kind == FORWARD:
+            _simulate_forward(simulated_rank, plan, stage, num_before)
+            simulated_rank.free("logits")
+        else:
+            _simulate_backward(simulated_rank, plan, stage, num_before, is_last=is_last, on_cpu=on_cpu)
+            _keep_sent_buffers(simulated_rank, timetable, stage)
+            if on_cpu:
+                _keep_first_sent(simulated_rank, timetable, stage, timetable.count_warm_up_forwards(rank), num_before)
+    simulated_rank.free("sent")
+    simulated_rank.free("logits")
+    simulated_rank.phase, simulated_rank.module = "optimizer", "optimizer"
+    update = rank_speed.predict_device_update(config, plan.updated_numels)
+    simulated_rank.allocate("optimizer temporaries", update.temporary_bytes, "temporaries")
+    simulated_rank.free("optimizer temporaries")
+    plan.after_optimizer_step(simulated_rank)
+    return simulated_rank
+
+
+def _keep_sent_buffers(simulated_rank: SimulatedRank, timetable: Timetable, stage: SimulatedPipelineStage) -> None:
+    """What the schedules of torch 2.13 still hold: GPipe and interleaved ones all that they made and sent, until the
+    step is over; 1F1B what it sent last, and the last stage's logits until the next micro-batch's are there."""
+    if timetable.schedule == ONE_F_ONE_B:
+        simulated_rank.allocate("sent", stage.received_bytes, ACTIVATION_MEMORY)
+        simulated_rank.allocate("logits", stage.logits_bytes, ACTIVATION_MEMORY)
+    else:
+        simulated_rank.grow_allocation("sent", stage.received_bytes + stage.produced_bytes, ACTIVATION_MEMORY)
+
+
+def _keep_first_sent(
+    simulated_rank: SimulatedRank,
+    timetable: Timetable,
+    stage: SimulatedPipelineStage,
+    num_warm_up: int,
+    num_before: int,
+) -> None:
+    """After backward `num_before`: what 1F1B sent before its steady state, but for the last that it computed there, is held
+    by gloo's work, and that by `Schedule1F1B` (``send_work``) until the steady state is over."""
+    if timetable.schedule == ONE_F_ONE_B:
+        steady_start = timetable.micro_batches - num_warm_up
+        simulated_rank.allocate(
+            "first sent",
+            stage.produced_bytes if num_warm_up - 2 <= num_before < steady_start else 0.0,
+            ACTIVATION_MEMORY,
+        )
+
+
+def _number_actions(timetable: Timetable, rank: int) -> Iterator[tuple[PipelineAction, int, bool]]:
+    """Actions, how many of the same kind and stage there were before, and whether there are no more."""
+    counts: dict[tuple[str, int], int] = {}
+    for action in timetable.list_actions(rank):
+        num_before = counts.get(action[:2], 0)
+        counts[action[:2]] = num_before + 1
+        yield action, num_before, num_before == timetable.micro_batches - 1
+
+
+def _simulate_forward(
+    simulated_rank: SimulatedRank, plan: StagePlan, stage: SimulatedPipelineStage, num_before: int
+) -> None:
+    if num_before > 0 or not plan.gathers_units:
+        simulated_rank.simulate_chunk(stage.forward_chunk, FORWARD)
+        return
+    current_unit: ShardingUnit | None = None
+    plan.before_unit_first_forward(simulated_rank, stage.units, stage.units.units[0])
+    for segment, unit, _ in stage.segments:
+        if segment.phase != FORWARD:
+            continue
+        if unit is not current_unit and not unit.is_root:
+            plan.before_unit_first_forward(simulated_rank, stage.units, unit)
+        current_unit = unit
+        for chunk in segment.chunks:
+            simulated_rank.simulate_chunk(chunk, FORWARD)
+    plan.after_stage_first_forward(simulated_rank, stage.units)
+
+
+def _simulate_backward(
+    simulated_rank: SimulatedRank,
+    plan: StagePlan,
+    stage: SimulatedPipelineStage,
+    num_before: int,
+    *,
+    is_last: bool,
+    on_cpu: bool,
+) -> None:
+    gradients_name = name_stage_gradients(stage.units)
+    if not plan.takes_each_gradient(is_last_backward=is_last):
+        chunk, kept_bytes = stage.get_backward_chunk(plan, is_first=num_before == 0)
+        simulated_rank.simulate_chunk(chunk, "backward")
+        if kept_bytes:
+            simulated_rank.grow_allocation(gradients_name, kept_bytes, GRADIENT_MEMORY)
+    else:
+        current_unit: ShardingUnit | None = None
+        for segment, unit, parameters in stage.segments:
+            if segment.phase == FORWARD:
+                continue
+            if current_unit is not None and unit is not current_unit:
+                _leave_unit(simulated_rank, plan, stage, current_unit, adds_gradients=num_before > 0 and on_cpu)
+            current_unit = unit
+            for chunk in segment.chunks:
+                simulated_rank.simulate_chunk(chunk, "backward")
+                if chunk.completed_gradient is not None:
+                    plan.after_gradient(
+                        simulated_rank,
+                        stage.units,
+                        unit,
+                        parameters[chunk.completed_gradient],
+                        is_first_micro_batch=num_before == 0,
+                    )
+        if current_unit is not None:
+            _leave_unit(simulated_rank, plan, stage, current_unit, adds_gradients=num_before > 0 and on_cpu)
+    if is_last:
+        plan.after_stage_last_backward(simulated_rank, stage.units)
+
+
+def _leave_unit(
+    simulated_rank: SimulatedRank,
+    plan: StagePlan,
+    stage: SimulatedPipelineStage,
+    unit: ShardingUnit,
+    *,
+    adds_gradients: bool,
+) -> None:
+    if adds_gradients:
+        simulated_rank.allocate("converted", plan.compute_accumulation_bytes(unit), GRADIENT_MEMORY)
+        simulated_rank.free("converted")
+    plan.after_unit_backward(simulated_rank, stage.units, unit)

@@ -1,0 +1,259 @@
+"""The stages of a run as they are played: parameters, scenes, and what each exchanges with its neighbours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+import torch
+
+from bench.config.run_config import RunConfig
+from bench.models import Family
+from bench.models.materialize import Materializer
+from bench.models.stages import split_blocks_into_stages
+from bench.prediction.cost import rank_speed
+from bench.prediction.simulation.parameter_layout import (
+    ParameterOrderKey,
+    build_order_key,
+    build_parameter_layout,
+    compute_order_keys,
+)
+from bench.prediction.trace.scaled_trace import (
+    Chunk,
+    SegmentAtBatch,
+    build_chunks,
+    expand_to_full_depth,
+    list_traced_batch_sizes,
+    merge_chunks,
+    scale_kernels,
+)
+from bench.prediction.trace.stage_trace import (
+    StageBlocks,
+    StageTraceKey,
+    build_short_stage,
+    find_handover_dtype,
+    list_stage_blocks,
+    locate_stage_parameters,
+    shorten_stage_blocks,
+)
+from bench.prediction.trace.trace import TRACED_BLOCKS, BlockPlace, TraceKey
+from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_trace
+from bench.strategies.pipeline.schedule import FORWARD, Timetable
+from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
+from bench.strategies.step_plan import ParameterSpec, ShardingUnit
+
+
+@dataclass(frozen=True)
+class SimulatedPipelineStage:
+    """One stage as it is played: its parameters, its scenes and what it exchanges with its neighbours."""
+
+    units: StageUnits
+    segments: tuple[tuple[SegmentAtBatch, ShardingUnit, dict[str, ParameterSpec]], ...]
+    """In order, with the unit and the parameters that each belongs to."""
+    received_bytes: float
+    """Of one micro-batch, from the stage before it; as many gradients go back."""
+    sent_bytes: float
+    """To the stage behind it."""
+    produced_bytes: float
+    """Of what it sends, that which it made: decoders of T5 hand on the encoder's output as they got it."""
+    logits_bytes: float
+    """Of the last stage."""
+    sequence_bytes: float
+    """Tokens of one sequence."""
+    _backward_chunks: dict[bool, tuple[Chunk, float]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def forward_chunk(self) -> Chunk:
+        """All of it at once."""
+        segments = [segment for segment, _, _ in self.segments if segment.phase == FORWARD]
+        return merge_chunks(
+            [chunk for segment in segments for chunk in segment.chunks], self._list_zero_gradients(segments)
+        )
+
+    def get_backward_chunk(self, plan: StagePlan, *, is_first: bool) -> tuple[Chunk, float]:
+        """All of it at once, and the bytes of gradients that stay; in later micro-batches none are new.
+
+        A stage belongs to one rank, so to one plan.
+        """
+        if is_first not in self._backward_chunks:
+            self._backward_chunks[is_first] = self._merge_backward_chunks(plan, is_first)
+        return self._backward_chunks[is_first]
+
+    def _merge_backward_chunks(self, plan: StagePlan, is_first: bool) -> tuple[Chunk, float]:
+        chunks, gradient_sizes = [], []
+        for segment, _, parameters in self.segments:
+            if segment.phase == FORWARD:
+                continue
+            for chunk in segment.chunks:
+                chunks.append(chunk)
+                gradient_sizes.append(
+                    plan.compute_kept_gradient_bytes(parameters[chunk.completed_gradient])
+                    if is_first and chunk.completed_gradient is not None
+                    else 0.0
+                )
+        return merge_chunks(chunks, gradient_sizes[:-1]), sum(gradient_sizes)
+
+    @staticmethod
+    def _list_zero_gradients(segments: Sequence[SegmentAtBatch]) -> list[float]:
+        return [0.0] * (sum(len(segment.chunks) for segment in segments) - 1)
+
+
+def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey | StageTraceKey, int]]:
+    """Tapes of stages, and the sizes of micro-batches at which they are needed."""
+    timetable = config.strategy.timetable
+    assert timetable is not None
+    stage_keys = {
+        StageTraceKey(key, shorten_stage_blocks(stage_blocks)): None
+        for stage_blocks in _cut_into_stage_blocks(config, timetable)
+    }
+    return [
+        (stage_key, size)
+        for stage_key in stage_keys
+        for size in set(list_traced_batch_sizes(_count_sequences(config, timetable)))
+    ]
+
+
+def _count_sequences(config: RunConfig, timetable: Timetable) -> int:
+    """Of a micro-batch."""
+    return timetable.ranks * config.batch_size_per_gpu // timetable.micro_batches
+
+
+def _cut_into_stage_blocks(config: RunConfig, timetable: Timetable) -> list[tuple[StageBlocks, ...]]:
+    block_counts = build_parameter_layout(config.model, 1, False).block_counts
+    return [
+        list_stage_blocks(block_counts, blocks)
+        for blocks in split_blocks_into_stages(config.model.num_blocks or 0, timetable.num_stages)
+    ]
+
+
+def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable) -> list[SimulatedPipelineStage]:
+    """Every stage of a run."""
+    num_sequences = _count_sequences(config, timetable)
+    block_ranges = split_blocks_into_stages(config.model.num_blocks or 0, timetable.num_stages)
+    itemsize = find_handover_dtype(key).itemsize
+
+    def compute_handed_bytes(block: int) -> float:
+        shapes = config.model.find_stage_input_shapes(block, config.sequence_length)
+        return num_sequences * itemsize * sum(length * width for length, width in shapes)
+
+    stages = []
+    for index, stage_blocks in enumerate(_cut_into_stage_blocks(config, timetable)):
+        stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks))
+        block_counts = tuple(blocks.num_blocks for blocks in stage_blocks)
+        segments = _build_stage_segments(stage_key, num_sequences, HashableHardware(config.hardware), block_counts)
+        units, ordered_segments = arrange_stage(index, stage_key, block_counts, segments)
+        scaled_trace = load_scaled_trace(stage_key, list_traced_batch_sizes(num_sequences))
+        is_last = index == timetable.num_stages - 1
+        stages.append(
+            SimulatedPipelineStage(
+                units,
+                ordered_segments,
+                received_bytes=0.0 if index == 0 else compute_handed_bytes(block_ranges[index].start),
+                sent_bytes=0.0 if is_last else compute_handed_bytes(block_ranges[index].stop),
+                produced_bytes=0.0
+                if is_last
+                else scaled_trace.outputs_bytes[0]
+                + scaled_trace.compute_batch_weight(num_sequences) * scaled_trace.outputs_bytes[1],
+                logits_bytes=_compute_logits_bytes(config, key, num_sequences) if is_last else 0.0,
+                sequence_bytes=scaled_trace.inputs_bytes[1] or scaled_trace.inputs_bytes[0],
+            )
+        )
+    return stages
+
+
+@functools.lru_cache(maxsize=256)
+def find_shared_parameters(family: Family, num_stages: int) -> dict[str, tuple[int, list[int]]]:
+    """Parameters that several stages have, by their names in the whole model: elements, and those stages."""
+    model = family.build_model()
+    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    materializer = Materializer(model, family, torch.device("meta"), seed=0)
+    parameter_names = [
+        materializer.list_parameter_names(family.build_stage(model, blocks))
+        for blocks in split_blocks_into_stages(family.num_blocks or 0, num_stages)
+    ]
+    return {name: (numels[name], stages) for name, stages in find_tied_parameters(parameter_names).items()}
+
+
+def _compute_logits_bytes(config: RunConfig, key: TraceKey, num_sequences: int) -> float:
+    """From the FLOPs of the head: two per element of the logits and of the hidden states."""
+    shapes = config.model.find_stage_input_shapes(config.model.num_blocks or 0, config.sequence_length)
+    length, width = shapes[0]
+    vocabulary = config.model.count_flops_per_sequence(config.sequence_length).outside_blocks / (2 * length * width)
+    itemsize = config.precision.compute_dtype.itemsize
+    return num_sequences * length * vocabulary * itemsize
+
+
+@functools.lru_cache(maxsize=256)
+def _build_stage_segments(
+    key: StageTraceKey, num_sequences: int, hashable_hardware: HashableHardware, block_counts: tuple[int, ...]
+) -> tuple[SegmentAtBatch, ...]:
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(num_sequences))
+    batch_weight = scaled_trace.compute_batch_weight(num_sequences)
+    segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
+    segment_seconds = rank_speed.compute_seconds_per_segment(
+        hashable_hardware.hardware, key.trace_key.precision, segment_kernels
+    )
+    return tuple(
+        SegmentAtBatch(
+            scaled_segment.phase,
+            scaled_segment.micro_batch,
+            scaled_segment.place,
+            build_chunks(scaled_segment, batch_weight, kernel_seconds, block_counts),
+        )
+        for scaled_segment, kernel_seconds in zip(scaled_trace.segments, segment_seconds, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, ParameterSpec]]:
+    """Parameters of the stage that is traced, by block."""
+    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks)
+    locations = locate_stage_parameters(stage)
+    parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
+    for parameter in stage.parameters():
+        place, name = locations[id(parameter)]
+        parameters_by_place.setdefault(place, {})[name] = ParameterSpec(name, tuple(parameter.shape))
+    return parameters_by_place
+
+
+@functools.lru_cache(maxsize=256)
+def _compute_stage_order_keys(key: StageTraceKey) -> dict[tuple[BlockPlace, str], ParameterOrderKey]:
+    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks)
+    locations = locate_stage_parameters(stage)
+    return compute_order_keys([locations[id(parameter)] for parameter in stage.parameters()])
+
+
+def arrange_stage(
+    index: int, key: StageTraceKey, block_counts: tuple[int, ...], segments: tuple[SegmentAtBatch, ...]
+) -> tuple[StageUnits, tuple[tuple[SegmentAtBatch, ShardingUnit, dict[str, ParameterSpec]], ...]]:
+    """A stage at its true depth."""
+    traced_parameters, order_keys = _collect_stage_parameters(key), _compute_stage_order_keys(key)
+    root = ShardingUnit(-1, f"stage {index}", tuple(traced_parameters[None].values()))
+    units: dict[BlockPlace, ShardingUnit] = {}
+    parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {}
+    keyed_parameters = [(order_keys[None, name], parameter) for name, parameter in traced_parameters[None].items()]
+    for list_index, num_blocks in enumerate(block_counts):
+        for position in range(num_blocks):
+            place = (list_index, position)
+            traced_place = _find_traced_place(place, num_blocks)
+            parameters[place] = traced_parameters[traced_place]
+            keyed_parameters += [
+                (build_order_key(order_keys, place, traced_place, parameter), parameter)
+                for parameter in traced_parameters[traced_place].values()
+            ]
+            units[place] = ShardingUnit(len(units), f"stage {index}", tuple(parameters[place].values()))
+    ordered_segments = tuple(
+        (segment, units.get(place, root), parameters.get(place, traced_parameters[None]))
+        for segment, place in expand_to_full_depth(segments, block_counts)
+    )
+    stage_parameters = tuple(parameter for _, parameter in sorted(keyed_parameters, key=itemgetter(0)))
+    return StageUnits(index, (root, *units.values()), stage_parameters), ordered_segments
+
+
+def _find_traced_place(place: tuple[int, int], num_blocks: int) -> tuple[int, int]:
+    list_index, position = place
+    if num_blocks <= TRACED_BLOCKS or position < TRACED_BLOCKS - 1:
+        return place
+    return (list_index, TRACED_BLOCKS - 1 if position == num_blocks - 1 else TRACED_BLOCKS - 2)

@@ -1,0 +1,398 @@
+"""The time of a pipeline's step: every stage on its device, the timetable of all ranks, and what follows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.config.run_config import RunConfig
+from bench.prediction.cost import rank_speed
+from bench.prediction.cost.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    REDUCE_SCATTER,
+    CollectiveGroup,
+    compute_collective_seconds,
+)
+from bench.prediction.pipeline.stages import SimulatedPipelineStage, find_shared_parameters
+from bench.prediction.prediction import MemoryPrediction, PredictedRange, TimelineSpan, TimePrediction
+from bench.prediction.simulation.device_memory import is_degraded
+from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
+from bench.prediction.simulation.step import OptimizerUpdate
+from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, PipelineAction, Timetable
+from bench.strategies.pipeline.step_plans import StagePlan
+from bench.strategies.step_plan import ParameterSpec
+
+PIPELINE_BUBBLE = "pipeline bubble"
+"""What limits a step in which ranks mostly wait for other stages."""
+
+
+@dataclass(frozen=True)
+class StagePassSeconds:
+    """Seconds of a stage's forward or backward pass alone: of its kernels, and in all."""
+
+    computed: float
+    elapsed: float
+
+
+def predict_pipeline_time(
+    config: RunConfig,
+    timetable: Timetable,
+    stages: Sequence[SimulatedPipelineStage],
+    plans: Sequence[StagePlan],
+    memory: MemoryPrediction,
+    stalled_seconds: Sequence[float],
+    *,
+    timeline: bool,
+) -> TimePrediction | None:
+    """The time of a step, its parts as means over ranks; None where the hardware's speeds are unknown.
+
+    Parameters
+    ----------
+    stalled_seconds: sequence of float
+        Per rank: seconds in which its allocator retries. All wait for the rank that stands still longest.
+    """
+    if not rank_speed.is_speed_known(config.hardware, config.precision):
+        return None
+    speed = rank_speed.build_rank_speed(config)
+    pass_cache: dict[tuple[tuple[int, ...], str], StagePassSeconds] = {}
+    stage_passes = [
+        {phase: _simulate_stage_pass(stage, phase, speed, pass_cache) for phase in (FORWARD, "backward")}
+        for stage in stages
+    ]
+    stage_seconds = [
+        StageSeconds(phase_passes[FORWARD].elapsed, phase_passes["backward"].elapsed) for phase_passes in stage_passes
+    ]
+    send_s = [
+        _compute_send_seconds(config, timetable, stage_index, stage.sent_bytes)
+        for stage_index, stage in enumerate(stages[:-1])
+    ]
+    timelines = simulate_timetable(timetable, stage_seconds, send_s)
+    timelines_without_sending = simulate_timetable(timetable, stage_seconds, [0.0] * len(send_s))
+    updates = [rank_speed.predict_device_update(config, plan.updated_numels) for plan in plans]
+    sync_seconds = [
+        _compute_gradient_sync_seconds(config, timetable, stages, stage_seconds, rank)
+        for rank in range(timetable.ranks)
+    ]
+    tied_all_reduces = list_tied_all_reduces(config, timetable)
+    tied_s = _compute_mean(
+        sum(all_reduce.seconds for all_reduce in tied_all_reduces if rank in all_reduce.ranks)
+        for rank in range(timetable.ranks)
+    )
+    stalled_s = max(stalled_seconds)
+    rank_ends = add_tied_all_reduces(
+        [timeline.end_s + exposed for timeline, (exposed, _) in zip(timelines, sync_seconds, strict=True)],
+        tied_all_reduces,
+    )
+    step_s = (
+        max(end + _compute_update_seconds(update, speed) for end, update in zip(rank_ends, updates, strict=True))
+        + stalled_s
+    )
+    computed_s = _compute_mean(
+        sum(stage_passes[action.stage][action.kind].computed for action in timeline.actions) for timeline in timelines
+    )
+    busy_s = _compute_mean(timeline.busy_s for timeline in timelines)
+    waited_s = max(timeline.end_s for timeline in timelines) - max(
+        timeline.end_s for timeline in timelines_without_sending
+    )
+    exposed_s = max(0.0, waited_s) + _compute_mean(seconds for seconds, _ in sync_seconds) + tied_s
+    optimizer_s = _compute_mean(update.seconds for update in updates)
+    update_seconds = [_compute_update_seconds(update, speed) for update in updates]
+    idle_s = step_s - busy_s - exposed_s - _compute_mean(update_seconds) - stalled_s
+    seconds_by_limit = {
+        "compute": computed_s,
+        "network": exposed_s,
+        "memory bandwidth": optimizer_s,
+        PIPELINE_BUBBLE: idle_s,
+        "kernel launches": step_s - computed_s - exposed_s - optimizer_s - idle_s - stalled_s,
+    }
+    degraded = is_degraded(memory)
+    return TimePrediction(
+        step_s=PredictedRange(
+            step_s, step_s * (1 - rank_speed.TIME_INTERVAL_SHARE), step_s * (1 + rank_speed.TIME_INTERVAL_SHARE)
+        ),
+        compute_s=computed_s,
+        exposed_communication_s=exposed_s,
+        optimizer_s=optimizer_s,
+        bubble_s=step_s - computed_s - exposed_s - optimizer_s,
+        communication_s=_compute_mean_sent_seconds(timetable, send_s)
+        + _compute_mean(total for _, total in sync_seconds)
+        + tied_s,
+        limited_by="allocator" if degraded else max(seconds_by_limit, key=lambda name: seconds_by_limit[name]),
+        degraded=degraded,
+        idle_share=compute_idle_share(
+            timelines,
+            [a + b + c for (a, _), b, c in zip(sync_seconds, update_seconds, stalled_seconds, strict=True)],
+            step_s,
+        ),
+        timeline=_build_timeline(timelines, updates, step_s) if timeline else (),
+    )
+
+
+def _compute_update_seconds(update: OptimizerUpdate, speed: RankSpeed) -> float:
+    return update.seconds + update.num_kernels * speed.launch_s
+
+
+def _simulate_stage_pass(
+    stage: SimulatedPipelineStage,
+    phase: str,
+    speed: RankSpeed,
+    pass_cache: dict[tuple[tuple[int, ...], str], StagePassSeconds],
+) -> StagePassSeconds:
+    """Stages that share their scenes take equally long."""
+    segments = [segment for segment, _, _ in stage.segments if (segment.phase == FORWARD) == (phase == FORWARD)]
+    cache_key = (tuple(map(id, segments)), phase)
+    if cache_key not in pass_cache:
+        simulated_rank = SimulatedRank(speed)
+        for segment in segments:
+            for chunk in segment.chunks:
+                simulated_rank.simulate_chunk(chunk, phase)
+        simulated_rank.synchronize()
+        pass_cache[cache_key] = StagePassSeconds(simulated_rank.spent_seconds["compute"], simulated_rank.processor_time)
+    return pass_cache[cache_key]
+
+
+def _count_pipeline_copies(config: RunConfig, timetable: Timetable) -> int:
+    return config.gpus // timetable.ranks
+
+
+def _compute_send_seconds(config: RunConfig, timetable: Timetable, stage_index: int, size: float) -> float:
+    """From a rank of a stage to its neighbour of the next one: what a broadcast among two takes."""
+    num_copies, ranks_per_node = _count_pipeline_copies(config, timetable), min(config.gpus, config.gpus_per_node)
+    sender_node, receiver_node = (
+        index % timetable.ranks * num_copies // ranks_per_node for index in (stage_index, stage_index + 1)
+    )
+    group = (
+        CollectiveGroup(2, 2)
+        if sender_node == receiver_node
+        else CollectiveGroup(2, 1, min(ranks_per_node, num_copies))
+    )
+    return _compute_collective_seconds(config, BROADCAST, size, group)
+
+
+def _compute_collective_seconds(config: RunConfig, kind: str, size: float, group: CollectiveGroup) -> float:
+    assert config.hardware.speeds is not None
+    return compute_collective_seconds(kind, size, group, config.hardware.speeds.links)
+
+
+def _compute_mean_sent_seconds(timetable: Timetable, send_s: Sequence[float]) -> float:
+    """Of all that a rank sends and receives in a step, mean over ranks: everything goes both ways, and has two ends."""
+    return 4 * timetable.micro_batches * sum(send_s) / timetable.ranks
+
+
+def _compute_mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def _compute_gradient_sync_seconds(
+    config: RunConfig,
+    timetable: Timetable,
+    stages: Sequence[SimulatedPipelineStage],
+    stage_seconds: Sequence[StageSeconds],
+    rank: int,
+) -> tuple[float, float]:
+    """Seconds of gathering and reducing among copies: those that nothing hides, and all.
+
+    DDP's buckets go while the last backward runs, all but the last one. Under FSDP units are gathered as the first
+    micro-batch comes to them, which hides all but the first of them, and reduced when the last backward is over.
+    """
+    num_copies = _count_pipeline_copies(config, timetable)
+    if num_copies == 1:
+        return 0.0, 0.0
+    group = CollectiveGroup(num_copies, min(num_copies, config.gpus_per_node), 1)
+    exposed_s = total_s = 0.0
+    for stage_index in timetable.find_stages_of_rank(rank):
+        stage_units = stages[stage_index].units
+        if not _uses_fsdp(config):
+            size = stage_units.numel * config.precision.parameter_dtype.itemsize
+            num_buckets = max(1.0, size / DDP_BUCKET_BYTES)
+            all_reduce_s = num_buckets * _compute_collective_seconds(config, ALL_REDUCE, size / num_buckets, group)
+            exposed_s += max(all_reduce_s / num_buckets, all_reduce_s - stage_seconds[stage_index].backward)
+            total_s += all_reduce_s
+            continue
+        all_gather_seconds = [
+            _compute_collective_seconds(
+                config, ALL_GATHER, _count_elements(unit.parameters) * config.precision.compute_dtype.itemsize, group
+            )
+            for unit in stage_units.units
+        ]
+        reduce_scatter_seconds = [
+            _compute_collective_seconds(
+                config, REDUCE_SCATTER, _count_elements(unit.parameters) * config.precision.reduce_dtype.itemsize, group
+            )
+            for unit in stage_units.units
+        ]
+        exposed_s += (
+            all_gather_seconds[0]
+            + max(0.0, sum(all_gather_seconds[1:]) - stage_seconds[stage_index].forward)
+            + sum(reduce_scatter_seconds)
+        )
+        total_s += sum(all_gather_seconds) + sum(reduce_scatter_seconds)
+    return exposed_s, total_s
+
+
+def _uses_fsdp(config: RunConfig) -> bool:
+    """Whether copies of a stage share it, by FSDP."""
+    return getattr(config.strategy, "data_parallel", None) == "fsdp"
+
+
+DDP_BUCKET_BYTES = 25 * 2**20
+"""Of DDP, torch's default."""
+
+
+def _count_elements(parameters: Sequence[ParameterSpec]) -> int:
+    return sum(parameter.numel for parameter in parameters)
+
+
+@dataclass(frozen=True)
+class TiedGradientAllReduce:
+    """The all-reduce of a gradient that several ranks of a pipeline have."""
+
+    ranks: tuple[int, ...]
+    """Of the pipeline."""
+    group: CollectiveGroup
+    seconds: float
+
+
+def list_tied_all_reduces(config: RunConfig, timetable: Timetable) -> list[TiedGradientAllReduce]:
+    """In the order of a step; the groups of all copies of the pipeline send at the same time."""
+    num_copies, ranks_per_node = _count_pipeline_copies(config, timetable), min(config.gpus, config.gpus_per_node)
+    num_shards = num_copies if _uses_fsdp(config) else 1
+    tied_all_reduces = []
+    for numel, stages in find_shared_parameters(config.model, timetable.num_stages).values():
+        ranks = tuple(sorted({stage % timetable.ranks for stage in stages}))
+        if len(ranks) == 1:
+            continue
+        ranks_by_node = Counter(rank * num_copies // ranks_per_node for rank in ranks)
+        concurrent_groups = 1 if len(ranks_by_node) == 1 else min(ranks_per_node, num_copies)
+        group = CollectiveGroup(len(ranks), min(ranks_by_node.values()), concurrent_groups)
+        size = numel / num_shards * config.precision.parameter_dtype.itemsize
+        tied_all_reduces.append(
+            TiedGradientAllReduce(ranks, group, _compute_collective_seconds(config, ALL_REDUCE, size, group))
+        )
+    return tied_all_reduces
+
+
+def add_tied_all_reduces(rank_ends: Sequence[float], tied_all_reduces: Sequence[TiedGradientAllReduce]) -> list[float]:
+    """When each rank is done with the gradients it shares with others, having waited for them."""
+    delayed_ends = list(rank_ends)
+    for all_reduce in tied_all_reduces:
+        all_reduce_end = max(delayed_ends[rank] for rank in all_reduce.ranks) + all_reduce.seconds
+        for rank in all_reduce.ranks:
+            delayed_ends[rank] = all_reduce_end
+    return delayed_ends
+
+
+def _build_timeline(
+    timelines: Sequence[RankTimeline], updates: Sequence[OptimizerUpdate], step_s: float
+) -> tuple[TimelineSpan, ...]:
+    """A lane per rank: what it computes, and the optimizer at the end."""
+    spans = []
+    for rank, (timeline, update) in enumerate(zip(timelines, updates, strict=True)):
+        for action, (start, end) in zip(timeline.actions, timeline.action_spans, strict=True):
+            spans.append(TimelineSpan(f"rank {rank}", f"{action.kind} {action.micro_batch}", action.kind, start, end))
+        spans.append(TimelineSpan(f"rank {rank}", "optimizer", "optimizer", step_s - update.seconds, step_s))
+    return tuple(sorted(spans, key=lambda span: span.start_s))
+
+
+# --- When the ranks of a pipeline compute, and when they wait: a timetable with the time of every stage.
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Of one micro-batch in one stage."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """What one rank does."""
+
+    actions: tuple[PipelineAction, ...]
+    action_spans: tuple[tuple[float, float], ...]
+    """When it does each."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it computes."""
+        return sum(end - start for start, end in self.action_spans)
+
+    @property
+    def end_s(self) -> float:
+        """When its last action is over."""
+        return self.action_spans[-1][1]
+
+
+def simulate_timetable(
+    timetable: Timetable, stage_seconds: Sequence[StageSeconds], send_s: Sequence[float]
+) -> list[RankTimeline]:
+    """Each rank's actions as early as its own order and what it receives allow.
+
+    Parameters
+    ----------
+    stage_seconds: sequence of StageSeconds
+        Per stage.
+    send_s: sequence of float
+        Per stage but the last: seconds until what it sends is at the next one; gradients take as long back.
+    """
+    rank_actions = [timetable.list_actions(rank) for rank in range(timetable.ranks)]
+    rank_spans: list[list[tuple[float, float]]] = [[] for _ in rank_actions]
+    end_times: dict[PipelineAction, float] = {}
+    last_stage = timetable.num_stages - 1
+    waiting_ranks = set(range(timetable.ranks))
+    while waiting_ranks:
+        for rank in sorted(waiting_ranks):
+            actions, own_spans = rank_actions[rank], rank_spans[rank]
+            while len(own_spans) < len(actions):
+                action = actions[len(own_spans)]
+                ready_time = _find_ready_time(action, end_times, send_s, last_stage)
+                if ready_time is None:
+                    break
+                seconds = stage_seconds[action.stage]
+                start = max(ready_time, own_spans[-1][1] if own_spans else 0.0)
+                end = start + (seconds.forward if action.kind == FORWARD else seconds.backward)
+                own_spans.append((start, end))
+                end_times[action] = end
+            else:
+                waiting_ranks.discard(rank)
+    return [
+        RankTimeline(tuple(actions), tuple(own_spans))
+        for actions, own_spans in zip(rank_actions, rank_spans, strict=True)
+    ]
+
+
+def _find_ready_time(
+    action: PipelineAction, end_times: dict[PipelineAction, float], send_s: Sequence[float], last_stage: int
+) -> float | None:
+    """When what an action needs is there; None while that is not known."""
+    kind, stage, micro_batch = action
+    if kind == FORWARD:
+        if stage == 0:
+            return 0.0
+        previous_end = end_times.get(PipelineAction(FORWARD, stage - 1, micro_batch))
+        return None if previous_end is None else previous_end + send_s[stage - 1]
+    if stage == last_stage:
+        return end_times.get(PipelineAction(FORWARD, stage, micro_batch))
+    next_end = end_times.get(PipelineAction(BACKWARD, stage + 1, micro_batch))
+    return None if next_end is None else next_end + send_s[stage]
+
+
+def compute_idle_share(
+    timelines: Sequence[RankTimeline], other_busy_s: Sequence[float] = (), step_s: float | None = None
+) -> float:
+    """Share of a step in which a rank is in no stage and in no optimizer, on average over ranks, as runs measure it.
+
+    Parameters
+    ----------
+    other_busy_s: sequence of float
+        Per rank: what it does beside its actions, such as the optimizer's step; nothing where it is not given.
+    step_s: float or None
+        Of the step; until the last action is over where it is not given.
+    """
+    step_seconds = max(timeline.end_s for timeline in timelines) if step_s is None else step_s
+    return 1 - (sum(timeline.busy_s for timeline in timelines) + sum(other_busy_s)) / (len(timelines) * step_seconds)

@@ -1,0 +1,273 @@
+"""Predict runs: trace the model, follow the strategy's plan, add up time and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+
+from bench.config.run_config import RunConfig
+from bench.core import processes
+from bench.models.materialize import count_buffer_bytes
+from bench.prediction import cache
+from bench.prediction.cost import host_transfers, rank_speed
+from bench.prediction.cost.collectives import CollectiveGroup
+from bench.prediction.pipeline import predictor, stages
+from bench.prediction.prediction import Prediction, prediction_from_plain, prediction_to_plain
+from bench.prediction.simulation import device_memory, one_process
+from bench.prediction.simulation.parameter_layout import ParameterLayout, build_parameter_layout
+from bench.prediction.simulation.simulated_rank import SimulatedRank
+from bench.prediction.simulation.step import simulate_step
+from bench.prediction.trace.scaled_trace import (
+    ScaledTrace,
+    SegmentAtBatch,
+    build_chunks,
+    list_traced_batch_sizes,
+    scale_kernels,
+)
+from bench.prediction.trace.stage_trace import StageTraceKey
+from bench.prediction.trace.trace import TraceKey
+from bench.prediction.trace.trace_cache import (
+    HashableHardware,
+    add_loaded_traces,
+    get_loaded_traces,
+    load_scaled_trace,
+    load_traces,
+)
+from bench.prediction.version import build_cache_key
+from bench.strategies.step_plan import PARAMETER_MEMORY, TENSOR_GROUP, PlanInputs, StepPlan
+
+MIN_RUNS_FOR_PROCESSES = 40
+"""Runs from which on it pays to share the work among processes."""
+
+RUNS_PER_TASK = 32
+"""Runs a process takes at a time."""
+
+
+def predict_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
+    """Predict one run.
+
+    Parameters
+    ----------
+    timeline: bool
+        Keep every span of the simulated step.
+
+    Raises
+    ------
+    ImpossibleError
+        If the strategy states no plan.
+    """
+    if timeline:
+        return _simulate_run(config, timeline=True)
+    return predict_runs([config])[0]
+
+
+def predict_runs(configs: Sequence[RunConfig]) -> list[Prediction]:
+    """Predict many runs: traces are shared, the work is shared among the processors, results are remembered.
+
+    Raises
+    ------
+    ImpossibleError
+        If a strategy states no plan.
+    """
+    keys = [build_cache_key(compute_prediction_id(config), config.model, config.strategy) for config in configs]
+    predictions = {
+        key: prediction_from_plain(value)
+        for key, value in cache.read_entries("prediction", dict.fromkeys(keys)).items()
+    }
+    missing_configs = {key: config for key, config in zip(keys, configs, strict=True) if key not in predictions}
+    if missing_configs:
+        new_predictions = dict(zip(missing_configs, _predict_uncached(list(missing_configs.values())), strict=True))
+        cache.write_entries(
+            "prediction", {key: prediction_to_plain(prediction) for key, prediction in new_predictions.items()}
+        )
+        predictions |= new_predictions
+    return [predictions[key] for key in keys]
+
+
+def compute_prediction_id(config: RunConfig) -> str:
+    """What tells one prediction from another, whatever mode the run is in."""
+    return config.run_id if config.mode == "predict" else dataclasses.replace(config, mode="predict").run_id
+
+
+def _predict_uncached(configs: list[RunConfig]) -> list[Prediction]:
+    load_traces(list({trace: None for config in configs for trace in _list_traces(config)}))
+    num_workers = os.cpu_count() or 1
+    if num_workers == 1 or len(configs) < MIN_RUNS_FOR_PROCESSES:
+        return [_simulate_run(config) for config in configs]
+    sorted_indices = sorted(
+        range(len(configs)), key=lambda index: repr((build_trace_key(configs[index]), configs[index].hardware))
+    )
+    with processes.open_worker_pool(num_workers, add_loaded_traces, (get_loaded_traces(),)) as pool:
+        predictions = pool.map(_simulate_run, [configs[index] for index in sorted_indices], chunksize=RUNS_PER_TASK)
+        return [
+            prediction
+            for _, prediction in sorted(zip(sorted_indices, predictions, strict=True), key=lambda pair: pair[0])
+        ]
+
+
+def _list_traces(config: RunConfig) -> list[tuple[TraceKey | StageTraceKey, int]]:
+    """Tapes and batch sizes that a run's prediction is made from."""
+    if config.strategy.timetable is not None:
+        return stages.list_stage_traces(config, build_trace_key(config))
+    batch_sizes = {config.sequences_per_device, config.sequences_per_rank}
+    return [
+        (build_trace_key(config), traced_size)
+        for batch_size in batch_sizes
+        for traced_size in set(list_traced_batch_sizes(batch_size))
+    ]
+
+
+def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
+    """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
+    if config.strategy.timetable is not None:
+        return predictor.predict_pipeline(config, build_trace_key(config), timeline=timeline)
+    simulated_rank, plan = _simulate_rank(config, rank_speed.build_rank_speed(config), timeline)
+    memory_prediction = device_memory.predict_memory(config, simulated_rank, plan.host_bytes)
+    if config.devices_per_process > 1:
+        memory_prediction = dataclasses.replace(
+            memory_prediction, others_bytes=round(_simulate_other_device(config).peak.size)
+        )
+    if not host_transfers.is_host_speed_known(config):
+        return Prediction(memory_prediction, None)
+    if device_memory.is_degraded(memory_prediction):
+        simulated_rank, _ = _simulate_rank(
+            config, rank_speed.add_allocator_retries(rank_speed.build_rank_speed(config)), timeline
+        )
+    return Prediction(memory_prediction, rank_speed.predict_time(config, simulated_rank, memory_prediction))
+
+
+def _simulate_rank(config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool) -> tuple[SimulatedRank, StepPlan]:
+    """The machine after a step, and the plan that was followed."""
+    key = build_trace_key(config)
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(config.sequences_per_device))
+    plan = config.strategy.plan(_build_plan_inputs(config, scaled_trace))
+    simulated_rank = SimulatedRank(host_transfers.add_host_transfers(config, speed), timeline=timeline)
+    simulated_rank.allocate("micro-batches", device_memory.compute_inputs_bytes(config, scaled_trace), "activations")
+    simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
+    tensor_group = _find_tensor_group(config)
+    segments = _build_segments(key, config.sequences_per_device, HashableHardware(config.hardware), tensor_group)
+    if config.devices_per_process > 1:
+        batch_segments = _build_segments(
+            key, config.sequences_per_rank, HashableHardware(config.hardware), tensor_group
+        )
+        segments = one_process.build_first_device_segments(segments, batch_segments, config.devices_per_process)
+    _simulate_planned_step(config, simulated_rank, plan, segments)
+    return simulated_rank, plan
+
+
+def _simulate_other_device(config: RunConfig) -> SimulatedRank:
+    """A device after the first of a process that drives several, its time left out."""
+    key = build_trace_key(config)
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(config.sequences_per_device))
+    plan = config.strategy.plan_other_devices(_build_plan_inputs(config, scaled_trace))
+    assert plan is not None
+    simulated_rank = SimulatedRank(rank_speed.RankSpeed())
+    segments = _build_segments(
+        key, config.sequences_per_device, HashableHardware(config.hardware), _find_tensor_group(config)
+    )
+    _simulate_planned_step(config, simulated_rank, plan, one_process.build_other_device_segments(segments))
+    return simulated_rank
+
+
+def _build_plan_inputs(config: RunConfig, scaled_trace: ScaledTrace) -> PlanInputs:
+    """What the strategy's plan is told of a run."""
+    batch_weight = scaled_trace.compute_batch_weight(config.sequences_per_device)
+    return PlanInputs(
+        units=_build_layout(config).units,
+        explicit_parameter_order=_build_layout(config).parameter_order,
+        precision=config.precision,
+        casts_parameters=not config.strategy.uses_autocast(config.precision),
+        world_size=config.gpus,
+        states_per_parameter=config.optimizer.states_per_parameter,
+        num_micro_batches=config.gradient_accumulation,
+        keep_gradients=config.optimizer.keep_gradients,
+        outputs_bytes=scaled_trace.outputs_bytes[0] + batch_weight * scaled_trace.outputs_bytes[1],
+        logits_bytes=scaled_trace.logits_bytes[0] + batch_weight * scaled_trace.logits_bytes[1],
+        is_on_cpu=config.hardware.device == "cpu",
+    )
+
+
+def _build_layout(config: RunConfig) -> ParameterLayout:
+    blocks_per_unit = getattr(config.strategy, "blocks_per_unit", None) or 1
+    return build_parameter_layout(
+        config.trained_model,
+        blocks_per_unit,
+        config.precision.scales_loss,
+        config.strategy.build_tensor_parallel_split(),
+        shards_fp32_separately=build_trace_key(config).shards_fp32_separately,
+    )
+
+
+def _simulate_planned_step(
+    config: RunConfig, simulated_rank: SimulatedRank, plan: StepPlan, segments: Sequence[SegmentAtBatch]
+) -> None:
+    plan.allocate_persistent_state(simulated_rank)
+    simulated_rank.note_initial_bytes()
+    simulate_step(
+        simulated_rank,
+        plan,
+        _build_layout(config),
+        segments,
+        num_micro_batches=config.gradient_accumulation,
+        synchronize_every_micro_batch=config.gradient_accumulation_sync,
+        update=host_transfers.predict_optimizer_update(config, plan),
+    )
+
+
+def build_trace_key(config: RunConfig) -> TraceKey:
+    """What of a run its tape depends on."""
+    return TraceKey(
+        family=config.trained_model,
+        sequence_length=config.sequence_length,
+        precision=dataclasses.replace(config.precision, mixing=None),
+        autocast=config.strategy.uses_autocast(config.precision),
+        activation_checkpointing=config.activation_checkpointing,
+        micro_batches=min(config.gradient_accumulation, 2),
+        device=config.hardware.device,
+        compile=config.compile,
+        widens_outputs=config.strategy.casts_outputs_to_fp32(config.precision),
+        split=config.strategy.build_tensor_parallel_split(),
+        autocast_caches=config.strategy.has_autocast_cache,
+        shards_fp32_separately=config.precision.scales_loss
+        and not config.strategy.uses_autocast(config.precision)
+        and config.strategy.shards_fp32_layers_separately,
+    )
+
+
+def _find_tensor_group(config: RunConfig) -> CollectiveGroup | None:
+    """Where the ranks are that share layers; None where layers are whole."""
+    return (
+        None
+        if config.strategy.build_tensor_parallel_split() is None
+        else rank_speed.build_collective_group(config, TENSOR_GROUP)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _build_segments(
+    key: TraceKey, batch_size: int, hashable_hardware: HashableHardware, tensor_group: CollectiveGroup | None
+) -> tuple[SegmentAtBatch, ...]:
+    """The reel's scenes at a batch size, with the time of everything on some hardware.
+
+    Parameters
+    ----------
+    tensor_group: Group or None
+        Where the ranks are that share layers; None where layers are whole.
+    """
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size))
+    batch_weight = scaled_trace.compute_batch_weight(batch_size)
+    segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
+    segment_seconds = rank_speed.compute_seconds_per_segment(hashable_hardware.hardware, key.precision, segment_kernels)
+    block_counts = build_parameter_layout(key.family, 1, key.precision.scales_loss, key.split).block_counts
+    time_collective = rank_speed.build_layer_collective_timer(hashable_hardware.hardware, key.precision, tensor_group)
+    return tuple(
+        SegmentAtBatch(
+            scaled_segment.phase,
+            scaled_segment.micro_batch,
+            scaled_segment.place,
+            build_chunks(scaled_segment, batch_weight, kernel_seconds, block_counts, time_collective),
+        )
+        for scaled_segment, kernel_seconds in zip(scaled_trace.segments, segment_seconds, strict=True)
+    )

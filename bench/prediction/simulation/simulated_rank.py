@@ -1,0 +1,342 @@
+"""One rank on which a step is played: its memory, its streams and the processor that feeds them.
+
+Memory changes when the processor says so, in its order, as in PyTorch's caching allocator: what another stream still
+uses when it is freed stays out of use for a while (*active*, not *allocated*). Time passes on every stream by itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from bench.prediction.prediction import MEMORY_PARTS, TimelineSpan
+from bench.prediction.trace.scaled_trace import Chunk
+from bench.strategies.step_plan import (
+    ALL_GATHER_MEMORY,
+    ALL_GATHER_STREAM,
+    GRADIENT_MEMORY,
+    OPTIMIZER_MEMORY,
+    REDUCE_STREAM,
+    REDUCTION_MEMORY,
+    REPLICA_STREAM,
+)
+
+COMPUTE_STREAM = "compute"
+STREAMS = (COMPUTE_STREAM, ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM)
+
+MIN_OWN_SEGMENT_BYTES = 10 * 2**20
+"""From this size on the caching allocator gives a block a segment of its own (``kMinLargeAlloc``)."""
+
+ACTIVATION_MEMORY, TEMPORARY_MEMORY = "activations", "temporaries"
+
+GRADIENT_NAME_PREFIXES = ("gradients ", "gradient shard ")
+"""Beginnings of the names under which plans keep gradients from step to step; their buckets have others."""
+
+CollectiveSeconds = Callable[[str, float, str], float]
+"""Time of a collective: kind, bytes, group."""
+
+
+@dataclass(frozen=True)
+class RankSpeed:
+    """How fast the rank is. All zero where nobody knows: memory is the same."""
+
+    collective_seconds: CollectiveSeconds = lambda kind, size, group: 0.0
+    copy_s_per_byte: float = 0.0
+    launch_s: float = 0.0
+    """Of one kernel, on the processor."""
+    is_cpu: bool = False
+    """The processor that launches is the device that computes: it does one after the other."""
+    unit_hooks_s: float = 0.0
+    """Of a unit's hooks, on the processor."""
+    min_kernel_s: float = 0.0
+    """Shortest time of a kernel on the device."""
+    overlap_loss: float = 0.0
+    """Share of its speed that computation loses while something is sent."""
+    transfer_s_per_byte: float = 0.0
+    """Between the device and its machine's memory, in one direction."""
+    retry_s_per_byte: float = 0.0
+    """Above 0: the device stands still for so long whenever a large buffer is allocated beside the computation."""
+
+
+@dataclass
+class MemoryPeak:
+    """The highest memory so far, and what it consists of."""
+
+    size: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    phase: str = "forward"
+    module: str = ""
+
+
+class SimulatedRank:
+    """Implements `(module).PlanDevice`, and plays the model's own pieces in between."""
+
+    def __init__(self, speed: RankSpeed, *, timeline: bool = False) -> None:
+        self._speed = speed
+        self._allocations: dict[str, tuple[float, str]] = {}
+        self._part_bytes = dict.fromkeys(MEMORY_PARTS, 0.0)
+        self._allocated_bytes = 0.0
+        self._delayed_frees: list[tuple[float, float]] = []
+        self._delayed_free_bytes = 0.0
+        self.peak = MemoryPeak()
+        self.phase_peaks: dict[str, float] = {}
+        self.initial_bytes = 0.0
+        """Allocated before the first step, which is not the one that is played."""
+        self.peak_active_bytes = 0.0
+        self.phase, self.module = "forward", ""
+        self.processor_time = 0.0
+        self.stream_times = dict.fromkeys(STREAMS, 0.0)
+        self._event_times: dict[str, float] = {}
+        self._late_free_times: deque[float] = deque()
+        self.spent_seconds = dict.fromkeys(
+            ("compute", "optimizer", "exposed", "launch", "communication", "transfer", "carried"), 0.0
+        )
+        self._timeline: list[TimelineSpan] | None = [] if timeline else None
+        self._collective_spans: deque[tuple[float, float]] = deque()
+        self._communicator_times: dict[str, float] = {}
+        self.updated_on_host = False
+
+    @property
+    def timeline(self) -> tuple[TimelineSpan, ...]:
+        """What happened, if it was to be remembered."""
+        return tuple(self._timeline or ())
+
+    # Memory
+
+    def allocate(self, name: str, size: float, part: str) -> None:
+        """As `PlanDevice` says. What is held under the name already is freed first."""
+        if name in self._allocations:
+            self.free(name)
+        self._allocations[name] = (size, part)
+        self._part_bytes[part] += size
+        self._allocated_bytes += size
+        self._note_peak(0.0, 0.0)
+        if (
+            self._speed.retry_s_per_byte
+            and part in (ALL_GATHER_MEMORY, REDUCTION_MEMORY)
+            and size >= MIN_OWN_SEGMENT_BYTES
+        ):
+            self._retry_allocation(size)
+
+    def _retry_allocation(self, size: float) -> None:
+        """The allocator waits for all streams, gives back what it caches and asks the device anew."""
+        start = self.stream_times[COMPUTE_STREAM]
+        end = max(self.processor_time, *self.stream_times.values()) + size * self._speed.retry_s_per_byte
+        self.processor_time = end
+        for stream in self.stream_times:
+            self.stream_times[stream] = end
+        self.spent_seconds["launch"] += end - start
+        if self._timeline is not None:
+            self._timeline.append(TimelineSpan(COMPUTE_STREAM, f"allocator {self.module}", "wait", start, end))
+
+    def free(self, name: str, *, after: str | None = None) -> None:
+        """As `PlanDevice` says."""
+        allocation = self._allocations.pop(name, None)
+        if allocation is None:
+            return
+        size, part = allocation
+        self._part_bytes[part] -= size
+        self._allocated_bytes -= size
+        if after is not None and (ready_time := self.stream_times[after]) > self.processor_time:
+            heapq.heappush(self._delayed_frees, (ready_time, size))
+            self._delayed_free_bytes += size
+
+    def _note_peak(self, extra_bytes: float, lasting_bytes: float, gradient_bytes: float = 0.0) -> None:
+        """Note a new peak, `extra_bytes` what is allocated now; `lasting_bytes` of it in storages that stay."""
+        level = self._allocated_bytes + extra_bytes
+        if level > self.phase_peaks.get(self.phase, 0.0):
+            self.phase_peaks[self.phase] = level
+        if level > self.peak.size:
+            parts = dict(self._part_bytes)
+            parts[ACTIVATION_MEMORY] += lasting_bytes
+            parts[GRADIENT_MEMORY] += gradient_bytes
+            parts[TEMPORARY_MEMORY] += extra_bytes - lasting_bytes - gradient_bytes
+            self.peak = MemoryPeak(level, parts, self.phase, self.module)
+        while self._delayed_frees and self._delayed_frees[0][0] <= self.processor_time:
+            self._delayed_free_bytes -= heapq.heappop(self._delayed_frees)[1]
+        self.peak_active_bytes = max(self.peak_active_bytes, level + self._delayed_free_bytes)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the step began, until the computing stream is done."""
+        return self.stream_times[COMPUTE_STREAM]
+
+    # Time
+
+    def note_initial_bytes(self) -> None:
+        """What is held now is there before the first step, too, but for optimizer state and gradients that are kept."""
+        self.initial_bytes = sum(
+            size
+            for name, (size, part) in self._allocations.items()
+            if part != OPTIMIZER_MEMORY and not name.startswith(GRADIENT_NAME_PREFIXES)
+        )
+
+    def grow_allocation(self, name: str, size: float, part: str) -> None:
+        """Hold more under a name, without a look at the peak: whoever calls has taken it into account."""
+        self._allocations[name] = (self._allocations.get(name, (0.0, part))[0] + size, part)
+        self._part_bytes[part] += size
+        self._allocated_bytes += size
+
+    def simulate_chunk(self, chunk: Chunk, kind: str) -> None:
+        """A piece of the model's own computation."""
+        self._note_peak(chunk.peak_bytes, chunk.lasting_bytes_at_peak, chunk.gradient_bytes_at_peak)
+        self._allocated_bytes += chunk.net_bytes
+        self._part_bytes[ACTIVATION_MEMORY] += chunk.lasting_net_bytes
+        self._part_bytes[TEMPORARY_MEMORY] += chunk.net_bytes - chunk.lasting_net_bytes
+        if chunk.num_kernels:
+            self._run_kernels(kind, chunk.seconds, chunk.num_kernels)
+        if chunk.communication_s:
+            self._simulate_layer_collective(chunk.communication_s)
+
+    def _simulate_layer_collective(self, seconds: float) -> None:
+        """Ranks that share a layer exchange something; what is computed next waits for it."""
+        start = max(self.stream_times[COMPUTE_STREAM], self.processor_time)
+        end = start + seconds
+        self.spent_seconds["launch"] += start - self.stream_times[COMPUTE_STREAM]
+        self.spent_seconds["exposed"] += seconds
+        self.spent_seconds["communication"] += seconds
+        self.stream_times[COMPUTE_STREAM] = end
+        if self._speed.is_cpu:
+            self.processor_time = end
+        if self._timeline is not None:
+            self._timeline.append(TimelineSpan(COMPUTE_STREAM, f"exchange {self.module}", "exchange", start, end))
+
+    def copy_within_device(self, name: str, size: float) -> None:
+        """As `PlanDevice` says."""
+        self._run_kernels(name, size * self._speed.copy_s_per_byte + self._speed.min_kernel_s, 1, records_span=False)
+
+    def simulate_optimizer_step(self, seconds: float, num_kernels: int, transfer_s: float = 0.0) -> None:
+        """The optimizer's step, some seconds of which are copies from and to the machine's memory."""
+        self._run_kernels("optimizer", seconds, num_kernels)
+        self.spent_seconds["carried"] += transfer_s
+
+    def _run_kernels(self, kind: str, seconds: float, num_kernels: int, *, records_span: bool = True) -> None:
+        """Kernels on the computing stream, which the processor launches one by one."""
+        issue_time = self.processor_time
+        self.processor_time += num_kernels * self._speed.launch_s
+        previous_end = self.stream_times[COMPUTE_STREAM]
+        start = max(previous_end, issue_time + self._speed.launch_s)
+        undisturbed_seconds = seconds
+        seconds = self._compute_slowed_seconds(start, seconds)
+        # The last kernel starts when it has been launched; those before it ran meanwhile.
+        end = max(start + seconds, self.processor_time + (seconds / num_kernels if num_kernels else 0.0))
+        if self._speed.is_cpu:
+            end = self.processor_time = max(previous_end, issue_time) + num_kernels * self._speed.launch_s + seconds
+        self.stream_times[COMPUTE_STREAM] = end
+        key = "optimizer" if kind == "optimizer" else "compute"
+        self.spent_seconds[key] += undisturbed_seconds
+        self.spent_seconds["exposed"] += seconds - undisturbed_seconds
+        self.spent_seconds["launch"] += end - previous_end - seconds
+        if records_span and self._timeline is not None:
+            self._timeline.append(TimelineSpan(COMPUTE_STREAM, f"{kind} {self.module}", kind, start, end))
+
+    def _compute_slowed_seconds(self, start: float, seconds: float) -> float:
+        """Seconds of computation that starts at some time, longer by what sending beside it takes away."""
+        overlap_loss = self._speed.overlap_loss
+        if not overlap_loss or seconds == 0.0:
+            return seconds
+        while self._collective_spans and self._collective_spans[0][1] <= start:
+            self._collective_spans.popleft()
+        overlapped_seconds = 0.0
+        end = start + seconds
+        covered_until = start
+        for overlap_start, overlap_end in self._collective_spans:
+            overlap_start, overlap_end = max(overlap_start, covered_until), min(overlap_end, end)
+            if overlap_end > overlap_start:
+                overlapped_seconds += overlap_end - overlap_start
+                covered_until = overlap_end
+        return seconds + overlapped_seconds * overlap_loss
+
+    def run_collective(
+        self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None
+    ) -> None:
+        """As `PlanDevice` says."""
+        self.processor_time += self._speed.launch_s
+        seconds = self._speed.collective_seconds(kind, size, group)
+        # Collectives of one communicator run one after the other, on whatever streams.
+        start = max(self.stream_times[stream], self._communicator_times.get(group, 0.0), self.processor_time)
+        if after is not None:
+            start = max(start, self.stream_times[after])
+        end = start + seconds
+        self.stream_times[stream] = self._communicator_times[group] = end
+        self._event_times[name] = end
+        self.spent_seconds["communication"] += seconds
+        if seconds:
+            self._delay_running_kernels(start, end)
+            self._collective_spans.append((start, end))
+            if self._timeline is not None:
+                self._timeline.append(TimelineSpan(stream, f"{kind} {self.module}", kind, start, end))
+
+    def copy_host_device(self, name: str, size: float, stream: str, *, after: str | None = None) -> None:
+        """As `PlanDevice` says. Copy engines of their own do it, so computation loses nothing."""
+        self.processor_time += self._speed.launch_s
+        start = max(self.stream_times[stream], self.processor_time, self.stream_times[after] if after else 0.0)
+        end = self.stream_times[stream] = self._event_times[name] = start + size * self._speed.transfer_s_per_byte
+        self.spent_seconds["transfer"] += end - start
+        self.spent_seconds["communication"] += end - start
+        if self._timeline is not None and end > start:
+            self._timeline.append(TimelineSpan(stream, f"transfer {self.module}", "transfer", start, end))
+
+    def simulate_host_optimizer_step(self, seconds: float) -> None:
+        """The optimizer's step, by the processors, when the device has done all that it was given."""
+        self.synchronize()
+        start, self.processor_time = self.processor_time, self.processor_time + seconds
+        self.stream_times[COMPUTE_STREAM] = self.processor_time
+        self.spent_seconds["optimizer"] += seconds
+        self.updated_on_host = True
+        if self._timeline is not None:
+            self._timeline.append(
+                TimelineSpan(COMPUTE_STREAM, "optimizer on the host", "optimizer", start, self.processor_time)
+            )
+
+    def _delay_running_kernels(self, start: float, end: float) -> None:
+        """Computation that was launched before takes longer while something is sent beside it."""
+        overlapped_seconds = min(end, self.stream_times[COMPUTE_STREAM]) - start
+        if overlapped_seconds > 0:
+            self.stream_times[COMPUTE_STREAM] += overlapped_seconds * self._speed.overlap_loss
+            self.spent_seconds["exposed"] += overlapped_seconds * self._speed.overlap_loss
+
+    def wait_for_event(self, name: str) -> None:
+        """As `PlanDevice` says."""
+        event_time = self._event_times.get(name, 0.0)
+        previous_end = self.stream_times[COMPUTE_STREAM]
+        if event_time > previous_end:
+            launched_until = max(previous_end, min(self.processor_time, event_time))
+            self.spent_seconds["launch"] += launched_until - previous_end  # nothing would have been launched yet anyway
+            self.spent_seconds["exposed"] += event_time - launched_until
+            if self._timeline is not None and event_time > launched_until:
+                span = TimelineSpan(COMPUTE_STREAM, f"wait for {name}", "wait", launched_until, event_time)
+                self._timeline.append(span)
+            self.stream_times[COMPUTE_STREAM] = event_time
+
+    def record_event(self, name: str) -> None:
+        """As `PlanDevice` says."""
+        self._event_times[name] = self.stream_times[COMPUTE_STREAM]
+
+    def follow_stream(self, stream: str, name: str) -> None:
+        """As `PlanDevice` says."""
+        self.stream_times[stream] = max(self.stream_times[stream], self._event_times.get(name, 0.0))
+
+    def note_late_free(self, *, after: str | None = None) -> None:
+        """As `PlanDevice` says."""
+        self._late_free_times.append(self.stream_times[after or COMPUTE_STREAM])
+
+    def limit_all_gathers(self, max_unfinished: int) -> None:
+        """As `PlanDevice` says."""
+        if len(self._late_free_times) >= max_unfinished:
+            self.processor_time = max(self.processor_time, self._late_free_times.popleft())
+
+    def run_hooks(self, count: float = 1.0) -> None:
+        """As `PlanDevice` says."""
+        self.processor_time += count * self._speed.unit_hooks_s
+
+    def synchronize(self) -> None:
+        """The processor waits for the device, as at the end of a step that is timed."""
+        self.processor_time = max(self.processor_time, self.stream_times[COMPUTE_STREAM])
+
+
+def round_parts(parts: Mapping[str, float]) -> dict[str, int]:
+    """Bytes per part as whole numbers."""
+    return {name: round(size) for name, size in parts.items()}

@@ -1,0 +1,202 @@
+"""Play one optimizer step: the model's scenes in order, the strategy's plan at every cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bench.prediction.simulation.parameter_layout import ParameterLayout
+from bench.prediction.simulation.simulated_rank import SimulatedRank
+from bench.prediction.trace.scaled_trace import Chunk, SegmentAtBatch, expand_to_full_depth, merge_chunks
+from bench.prediction.trace.trace import END_PHASE, LOSS_PLACE
+from bench.strategies.step_plan import (
+    GRADIENT_MEMORY,
+    GRADIENTS_HANDLED_ONE_BY_ONE,
+    GRADIENTS_KEPT,
+    ParameterSpec,
+    ShardingUnit,
+    StepPlan,
+    name_unit_gradients,
+)
+
+
+@dataclass(frozen=True)
+class OptimizerUpdate:
+    """The optimizer's step on one rank."""
+
+    seconds: float
+    num_kernels: int
+    temporary_bytes: float
+    """Bytes allocated for a while."""
+    on_host: bool = False
+    """By the processors of the machine around the device."""
+    transfer_s: float = 0.0
+    """Of the seconds, those in which parameters come from the machine's memory and go back."""
+
+
+def simulate_step(
+    simulated_rank: SimulatedRank,
+    plan: StepPlan,
+    layout: ParameterLayout,
+    segments: Sequence[SegmentAtBatch],
+    *,
+    num_micro_batches: int,
+    synchronize_every_micro_batch: bool,
+    update: OptimizerUpdate,
+) -> None:
+    """One optimizer step. The machine holds what the plan's `allocate_persistent_state` put there.
+
+    Parameters
+    ----------
+    segments: sequence of Scene
+        Of one micro-batch, or of two, of which the second stands for all later ones.
+    """
+    segments_by_micro_batch = [
+        tuple(segment for segment in segments if segment.micro_batch == number) for number in (0, 1)
+    ]
+    merged_chunks = MergedChunks(plan)
+    for number in range(num_micro_batches):
+        synchronize = synchronize_every_micro_batch or number == num_micro_batches - 1
+        plan.begin_micro_batch(simulated_rank, synchronize=synchronize)
+        _simulate_micro_batch(simulated_rank, plan, layout, segments_by_micro_batch[min(number, 1)], merged_chunks)
+    simulated_rank.phase, simulated_rank.module = "optimizer", "optimizer"
+    simulated_rank.allocate("optimizer temporaries", update.temporary_bytes, "temporaries")
+    if update.on_host:
+        simulated_rank.simulate_host_optimizer_step(update.seconds)
+    else:
+        simulated_rank.simulate_optimizer_step(update.seconds, update.num_kernels, update.transfer_s)
+    simulated_rank.free("optimizer temporaries")
+    plan.after_optimizer_step(simulated_rank)
+    for segment in segments:
+        if (
+            segment.phase == "optimizer"
+            and segment.micro_batch
+            == len([micro_batch_segments for micro_batch_segments in segments_by_micro_batch if micro_batch_segments])
+            - 1
+        ):
+            for chunk in segment.chunks:
+                simulated_rank.simulate_chunk(chunk, "optimizer")
+    simulated_rank.synchronize()
+
+
+def _simulate_micro_batch(
+    simulated_rank: SimulatedRank,
+    plan: StepPlan,
+    layout: ParameterLayout,
+    segments: tuple[SegmentAtBatch, ...],
+    merged_chunks: MergedChunks,
+) -> None:
+    root, outside_parameters = layout.units[0], layout.parameters_by_place[None]
+    current_unit: ShardingUnit | None = None
+    previous_segment: SegmentAtBatch | None = None
+    simulated_rank.phase, simulated_rank.module = "forward", root.name
+    plan.before_forward(simulated_rank, root)
+    for segment, place in expand_to_full_depth(segments, layout.block_counts):
+        if segment.phase in (END_PHASE, "optimizer"):
+            continue
+        next_unit = layout.unit_by_place.get(place)
+        if previous_segment is not None:
+            if current_unit is not None and (next_unit is not current_unit or segment.phase != previous_segment.phase):
+                _leave_unit(simulated_rank, plan, current_unit, previous_segment.phase)
+                current_unit = None
+            if segment.phase == "forward" and place == LOSS_PLACE:
+                plan.after_forward(simulated_rank, root)
+            if segment.phase == "backward" and previous_segment.place == LOSS_PLACE and place != LOSS_PLACE:
+                plan.before_backward(simulated_rank, root)
+        simulated_rank.phase, simulated_rank.module = segment.phase, layout.place_labels[place]
+        if next_unit is not None and next_unit is not current_unit:
+            current_unit = next_unit
+            enter_unit = plan.before_forward if segment.phase == "forward" else plan.before_backward
+            enter_unit(simulated_rank, current_unit)
+        parameters = layout.parameters_by_place.get(place, outside_parameters)
+        _simulate_segment(
+            simulated_rank,
+            plan,
+            merged_chunks,
+            segment,
+            parameters,
+            current_unit or root,
+            layout.layer_units.get(place, {}),
+        )
+        previous_segment = segment
+    if current_unit is not None:
+        _leave_unit(simulated_rank, plan, current_unit, "backward")
+    simulated_rank.module = root.name
+    plan.after_backward(simulated_rank, root)
+    plan.after_micro_batch_backward(simulated_rank)
+    for chunk in (chunk for segment in segments if segment.phase == END_PHASE for chunk in segment.chunks):
+        simulated_rank.simulate_chunk(chunk, "backward")
+
+
+class MergedChunks:
+    """Pieces whose gradients stay, or are added to others, as one piece: made when first asked for."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._merged_by_key: dict[tuple[int, int, str], tuple[Chunk, float]] = {}
+
+    def get_merged(
+        self, chunks: Sequence[Chunk], parameters: dict[str, ParameterSpec], gradient_handling: str
+    ) -> tuple[Chunk, float]:
+        """The piece, and the bytes that stay after it."""
+        key = (id(chunks[0]), id(parameters), gradient_handling)
+        if key not in self._merged_by_key:
+            gradient_sizes = [
+                float(self._plan.compute_gradient_bytes(parameters[chunk.completed_gradient]))
+                if gradient_handling == GRADIENTS_KEPT and chunk.completed_gradient
+                else 0.0
+                for chunk in chunks[:-1]
+            ]
+            self._merged_by_key[key] = merge_chunks(chunks, gradient_sizes), sum(gradient_sizes)
+        return self._merged_by_key[key]
+
+
+def _simulate_segment(
+    simulated_rank: SimulatedRank,
+    plan: StepPlan,
+    merged_chunks: MergedChunks,
+    segment: SegmentAtBatch,
+    parameters: dict[str, ParameterSpec],
+    unit: ShardingUnit,
+    layer_units: dict[str, ShardingUnit],
+) -> None:
+    """A scene of a unit, in which layers may have units of their own."""
+    current_unit = unit
+    for chunks in _split_at_layer_passes(segment.chunks):
+        gradient_handling = plan.choose_gradient_handling(current_unit)
+        if gradient_handling == GRADIENTS_HANDLED_ONE_BY_ONE:
+            for chunk in chunks:
+                simulated_rank.simulate_chunk(chunk, segment.phase)
+                if chunk.completed_gradient is not None:
+                    plan.after_gradient(simulated_rank, current_unit, parameters[chunk.completed_gradient])
+        else:
+            chunk, kept_bytes = merged_chunks.get_merged(chunks, parameters, gradient_handling)
+            simulated_rank.simulate_chunk(chunk, segment.phase)
+            if kept_bytes:
+                simulated_rank.grow_allocation(name_unit_gradients(current_unit), kept_bytes, GRADIENT_MEMORY)
+        layer_pass = chunks[-1].layer_pass
+        if layer_pass is not None:
+            layer_unit = layer_units[layer_pass.layer]
+            is_recomputation = segment.phase == "backward" and layer_pass.kind == "after_forward"
+            if is_recomputation or (current_unit is layer_unit and layer_pass.kind != "after_backward"):
+                continue  # computed again within its own backward pass it has what it needs, and keeps it
+            getattr(plan, layer_pass.kind)(simulated_rank, layer_unit)
+            if layer_pass.kind == "before_backward":
+                current_unit = layer_unit
+            elif layer_pass.kind == "after_backward":
+                current_unit = unit
+
+
+def _split_at_layer_passes(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+    """Up to each visit, and up to the end."""
+    ends = [number for number, chunk in enumerate(chunks, start=1) if chunk.layer_pass is not None]
+    for start, end in pairwise([0, *ends, len(chunks)]):
+        yield chunks[start:end]
+
+
+def _leave_unit(simulated_rank: SimulatedRank, plan: StepPlan, unit: ShardingUnit, phase: str) -> None:
+    if phase == "forward":
+        plan.after_forward(simulated_rank, unit)
+    else:
+        plan.after_backward(simulated_rank, unit)

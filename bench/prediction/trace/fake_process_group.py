@@ -1,0 +1,74 @@
+"""A process group that is there for its size alone, for what is traced as the first of several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bench.models import Family
+from bench.strategies.tensor_parallel.split import TensorParallelSplit, localize_parameters
+
+
+@contextlib.contextmanager
+def join_fake_process_group(world_size: int) -> Iterator[None]:
+    """Within, this process is the first of so many ranks, which exchange nothing; nothing of it is left behind.
+
+    Raises
+    ------
+    RuntimeError
+        If the process is a rank already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a trace needs a process group of its own, and there is one already")
+    excepthook = sys.excepthook  # torch puts one in its place that names the rank
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+@contextlib.contextmanager
+def split_model(split: TensorParallelSplit | None, family: Family, model: nn.Module) -> Iterator[None]:
+    """Split a model, which is on meta, as its first rank has it; within, it can be run with fake tensors.
+
+    Nothing happens to a model whose layers are whole (None).
+
+    Raises
+    ------
+    RuntimeError
+        If the process is a rank already.
+    """
+    if split is None:
+        yield
+        return
+    with join_fake_process_group(split.degree):
+        split.divide_model(family, model, init_device_mesh("cpu", (split.degree,)))
+        if not split.keeps_dtensors:
+            localize_parameters(model)
+        with _hide_shape_propagation(), loss_parallel():
+            yield
+
+
+@contextlib.contextmanager
+def _hide_shape_propagation() -> Iterator[None]:
+    """Within, nobody sees the operators on whole tensors that DTensor asks for the shape of their results."""
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate_unseen(self: ShardingPropagator, schema: object) -> object:
+        with _disable_current_modes():
+            return propagate(self, schema)  # type: ignore[arg-type]
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen):
+        yield

@@ -1,0 +1,249 @@
+"""Records what fake tensors would do on a device: every allocation and release, every kernel.
+
+Works on top of `FakeTensorMode`, where operators compute shapes and nothing else. A storage counts from the operator
+that makes it until nothing holds it any longer, as in the allocator of a real run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils.flop_counter import flop_registry
+
+from bench.prediction.trace import quantised_products
+from bench.prediction.trace.cpu_memory import InPlaceSumDetector, compute_working_memory
+from bench.prediction.trace.kernels import (
+    ATTENTION,
+    ATTENTION_BACKWARD_MATMULS,
+    ATTENTION_FORWARD_MATMULS,
+    MATMUL,
+    MEMORY_BOUND,
+    OPERAND_FORMATS,
+)
+
+WRAPPER_TENSOR_TYPES = (DTensor, AsyncCollectiveTensor)
+"""Tensors that stand for others: of all ranks, or still on the way."""
+
+FORMAT_BY_DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+OTHER_FORMAT, FP8_FORMAT = OPERAND_FORMATS.index("other"), OPERAND_FORMATS.index("fp8")
+
+FP8_MATMUL = "_scaled_mm"
+"""The operator that multiplies matrices in FP8."""
+
+OPERATORS_WITHOUT_KERNEL = {
+    "detach",
+    "_unsafe_view",
+    "alias",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "lift_fresh",
+    "wait_tensor",
+}
+"""Operators that start no kernel, though their schema does not say that they are views."""
+
+COLLECTIVE_BY_OPERATOR = {
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+}
+"""Functional collectives of torch (namespace ``_c10d_functional``), and what they are."""
+
+ATTENTION_NAME_PART = "attention"
+"""What the names of fused attention operators have in common."""
+
+
+KernelRecord = tuple[str, int, int, tuple[int, ...], int, int]
+"""Operator name, kind, format, dimensions, FLOPs and bytes moved."""
+
+StorageAccesses = tuple[tuple[int, int], ...]
+"""Storages a kernel reads or writes: number and bytes."""
+
+
+class OpRecorder(TorchDispatchMode):
+    """Calls back for every storage and every kernel.
+
+    Parameters
+    ----------
+    on_memory_change: callable
+        Takes the number of bytes of a storage (negative when it is released) and a number that names the storage.
+    on_kernel: callable
+        Takes a `KernelRecord`, the storages it reads and those it writes.
+    on_collective: callable
+        Takes the kind of a collective among ranks that share a layer and the bytes of the whole.
+    on_cpu: bool
+        Count the working memory of CPU kernels too.
+    """
+
+    def __init__(
+        self,
+        on_memory_change: Callable[[int, int], None],
+        on_kernel: Callable[[KernelRecord, StorageAccesses, StorageAccesses], None],
+        on_collective: Callable[[str, int], None] = lambda kind, size: None,
+        *,
+        on_cpu: bool,
+    ) -> None:
+        super().__init__()
+        self._on_memory_change = on_memory_change
+        self._on_kernel = on_kernel
+        self._on_collective = on_collective
+        self._on_cpu = on_cpu
+        self._sum_detector = InPlaceSumDetector()
+        self._live_storages: dict[int, tuple[int, int]] = {}
+        self._last_number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator on fake tensors, then note what it made."""
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if any(
+            issubclass(tensor_type, WRAPPER_TENSOR_TYPES) or is_traceable_wrapper_subclass_type(tensor_type)
+            for tensor_type in types
+        ):
+            return NotImplemented  # they, and torchao's tensors, come again as operators on what they consist of
+        kwargs = kwargs or {}
+        is_in_place_sum = self._sum_detector.is_in_place_sum(func, args, sys._getframe(1))
+        out = func(*args, **kwargs)
+        if is_in_place_sum:
+            self._replace_storage(args[0], out)
+        for tensor in _iterate_tensors(out):
+            self.track_storage(tensor)
+        working_bytes = compute_working_memory(func, args, kwargs, out) if self._on_cpu else 0
+        name = func._overloadpacket.__name__
+        if quantised_products.is_quantised_matmul(name):
+            working_bytes = quantised_products.compute_working_memory(name, args)
+        if working_bytes:
+            self._last_number += 1
+            self._on_memory_change(working_bytes, self._last_number)
+            self._on_memory_change(-working_bytes, self._last_number)
+        if func.namespace == "_c10d_functional" and (kind := COLLECTIVE_BY_OPERATOR.get(func._opname)):
+            self._on_collective(
+                kind, max(map(_count_distinct_bytes, (*_iterate_tensors(args), *_iterate_tensors(out))))
+            )
+        elif is_kernel(func):
+            self._on_kernel(
+                describe_kernel(func, args, kwargs, out), self._list_accesses((args, kwargs)), self._list_accesses(out)
+            )
+        return out
+
+    def track_storage(self, tensor: torch.Tensor) -> None:
+        """Note the tensor's storage, if it is a new one."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live_storages:
+            self._last_number += 1
+            size = storage.nbytes()
+            self._live_storages[key] = size, self._last_number
+            weakref.finalize(storage, self._note_free, key)
+            self._on_memory_change(size, self._last_number)
+
+    def find_storage_number(self, tensor: torch.Tensor) -> int:
+        """What names the tensor's storage (of a tensor of several ranks, its part here), if it was tracked and has
+        nothing else in it; else 0."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        size, number = self._live_storages.get(tensor.untyped_storage()._cdata, (0, 0))
+        return number if size == tensor.nbytes else 0
+
+    def _list_accesses(self, value: Any) -> StorageAccesses:
+        """Of tensors whose storages were tracked: number and bytes."""
+        keyed_tensors = ((tensor.untyped_storage()._cdata, tensor) for tensor in _iterate_tensors(value))
+        return tuple(
+            (self._live_storages[key][1], _count_distinct_bytes(tensor))
+            for key, tensor in keyed_tensors
+            if key in self._live_storages
+        )
+
+    def _replace_storage(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """One storage takes another's place: in a real run they are the same."""
+        key, storage = old.untyped_storage()._cdata, new.untyped_storage()
+        self._live_storages[storage._cdata] = self._live_storages[key]
+        self._live_storages[key] = 0, 0
+        weakref.finalize(storage, self._note_free, storage._cdata)
+
+    def close(self) -> None:
+        """Take no further notice of anything."""
+        self._on_memory_change = lambda size, number: None
+        self._on_kernel = lambda kernel, reads, writes: None
+        self._on_collective = lambda kind, size: None
+
+    def _note_free(self, key: int) -> None:
+        size, number = self._live_storages.pop(key)
+        if size:
+            self._on_memory_change(-size, number)
+
+
+def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord:
+    """Operator name, kind, format, dimensions, FLOPs and bytes moved of one call."""
+    name = func._schema.name.partition("::")[2]
+    operands = list(_iterate_tensors((args, kwargs)))
+    results = list(_iterate_tensors(out))
+    bytes_moved = sum(map(_count_distinct_bytes, operands)) + sum(map(_count_distinct_bytes, results))
+    format_ = min((FORMAT_BY_DTYPE.get(tensor.dtype, OTHER_FORMAT) for tensor in operands), default=OTHER_FORMAT)
+    if quantised_products.is_quantised_matmul(name):
+        shape = quantised_products.find_matmul_shape(name, args)
+        working_bytes = quantised_products.compute_working_memory(name, args)
+        format_ = FORMAT_BY_DTYPE.get(out.dtype, OTHER_FORMAT)
+        return name, MATMUL, format_, shape, 2 * math.prod(shape[:4]), bytes_moved + 2 * working_bytes
+    if ATTENTION_NAME_PART in name:
+        query, key = operands[1:3] if "backward" in name else operands[:2]
+        attention_shape = (*query.shape[:3], key.shape[2], query.shape[3])
+        num_matmuls = ATTENTION_BACKWARD_MATMULS if "backward" in name else ATTENTION_FORWARD_MATMULS
+        flops = 2 * num_matmuls * math.prod(attention_shape) // (2 if _is_causal(func, args, kwargs) else 1)
+        return name, ATTENTION, format_, attention_shape, flops, bytes_moved
+    if func._overloadpacket in flop_registry:
+        flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        left, right = (
+            operands[:2] if name == FP8_MATMUL else operands[-2:]
+        )  # followed by scales; an addmm begins with bias
+        format_ = FP8_FORMAT if name == FP8_MATMUL else format_
+        batch = left.shape[0] if left.dim() == 3 else 1
+        shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1], int(_is_transposed(left)))
+        return name, MATMUL, format_, shape, int(flops), bytes_moved
+    return name, MEMORY_BOUND, format_, (0, 0, 0, 0, 0), 0, bytes_moved
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an attention operator is called to leave out the pairs above the diagonal."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[index] if index < len(args) else kwargs.get("is_causal", argument.default_value))
+    return False
+
+
+def _is_transposed(matrix: torch.Tensor) -> bool:
+    """Whether neighbours in memory are one below the other."""
+    return matrix.stride(-1) != 1 and matrix.stride(-2) == 1
+
+
+def is_kernel(func: Any) -> bool:
+    """Whether an operator computes something, not only looks at memory in another way."""
+    return not func.is_view and func._schema.name.partition("::")[2] not in OPERATORS_WITHOUT_KERNEL
+
+
+def _count_distinct_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements a tensor really has in memory: an expanded dimension counts once."""
+    num_bytes = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride:
+            num_bytes *= size
+    return num_bytes
+
+
+def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _iterate_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _iterate_tensors(item)

@@ -1,0 +1,396 @@
+"""A tape made ready to be played: at any batch size, at the model's true depth, in pieces between gradients.
+
+What a tape counts grows linearly with the batch, so two traces foretell all others. A batch of one is traced itself:
+where a dimension is 1, operators leave out copies that they make otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.prediction.trace.kernels import FloatArray, IntArray, KernelArrays
+from bench.prediction.trace.trace import (
+    LOSS_PLACE,
+    TRACED_BLOCKS,
+    BlockPlace,
+    GradientEvent,
+    LayerPassEvent,
+    Trace,
+    TraceSegment,
+)
+
+TRACED_BATCH_SIZES = (2, 3)
+"""Batch sizes that are traced to foretell all but 1."""
+
+INNER_POSITION = 2
+"""The block that stands for the inner ones. The one before it is different: in backward it is the last of those that
+hold what all blocks share, and releases it."""
+
+
+@dataclass(frozen=True)
+class ScaledSegment:
+    """One segment of a tape at several batch sizes: what changes with the batch has a base and a slope."""
+
+    phase: str
+    micro_batch: int
+    place: BlockPlace
+    chunk_ends: tuple[int, ...]
+    """Where the pieces end, as indices into the changes: at each event, and at the end."""
+    kernel_ends: tuple[int, ...]
+    events: tuple[GradientEvent | LayerPassEvent, ...]
+    """What ends each piece but the last."""
+    changes: tuple[FloatArray, FloatArray]
+    """Bytes allocated (negative: released), base and slope."""
+    lasting_changes: tuple[FloatArray, FloatArray]
+    """The same of storages that outlive the segment they are made in, or were made in an earlier one."""
+    joint_free_lists: IntArray
+    """Per change the block list whose inner blocks' storages are all released here together, each in its turn; -1 for
+    none. The trace shows it for one inner block."""
+    kernels: tuple[KernelArrays, KernelArrays]
+    """At the first and the second of the traced batch sizes."""
+    collectives: tuple[ScaledCollective, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScaledCollective:
+    """Ranks that share a layer exchange something, and computation waits for it."""
+
+    kernels_before: int
+    """Kernels of the segment started by then."""
+    kind: str
+    base_bytes: float
+    slope_bytes: float
+
+    def compute_bytes(self, batch_weight: float) -> float:
+        """Bytes of the whole at a batch size (see `ScaledTrace.compute_batch_weight`)."""
+        return self.base_bytes + batch_weight * self.slope_bytes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What happens between two gradients of a segment."""
+
+    peak_bytes: float
+    """Highest memory after any change within the piece, above that at its beginning, in bytes. Negative where a piece
+    begins with a release, as of the gradient that ended the piece before it, and never comes up to that again."""
+    lasting_bytes_at_peak: float
+    """Of `peak_bytes`, storages that outlive their segment."""
+    net_bytes: float
+    lasting_net_bytes: float
+    seconds: float
+    """Of the device, nothing else going on."""
+    num_kernels: int
+    completed_gradient: str | None
+    """Parameter whose gradient is complete at the end."""
+    gradient_bytes_at_peak: float = 0.0
+    """Of `peak_bytes`, gradients that were completed before it within the piece."""
+    communication_s: float = 0.0
+    """Seconds in which nothing is computed, since ranks that share a layer exchange something; not in `seconds`."""
+    layer_pass: LayerPassEvent | None = None
+    """What begins or ends at the end."""
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentAtBatch:
+    """A segment at one batch size."""
+
+    phase: str
+    micro_batch: int
+    place: BlockPlace
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class ScaledTrace:
+    """A tape that can be played at any batch size."""
+
+    segments: tuple[ScaledSegment, ...]
+    inputs_bytes: tuple[float, float]
+    """Bytes of the micro-batches, base and slope."""
+    traced_batch_sizes: tuple[int, int]
+    outputs_bytes: tuple[float, float]
+    """Bytes of everything the model returns, base and slope."""
+    logits_bytes: tuple[float, float]
+    """The same of its logits alone."""
+
+    def compute_batch_weight(self, batch_size: int) -> float:
+        """How far the batch size is beyond the first traced one, in steps to the second."""
+        first, second = self.traced_batch_sizes
+        return (batch_size - first) / (second - first) if second > first else 0.0
+
+
+def build_scaled_trace(first: Trace, second: Trace, batch_sizes: tuple[int, int]) -> ScaledTrace:
+    """Prepare what was traced at two batch sizes (or one, twice).
+
+    Raises
+    ------
+    ValueError
+        If the model does not do the same at both.
+    """
+    joint_frees = _find_joint_frees(first.segments)
+    segments = tuple(
+        _scale_segment(
+            a,
+            b,
+            np.array([joint_frees.get((index, position), -1) for position in range(len(a.changes))], dtype=np.int64),
+        )
+        for index, (a, b) in enumerate(_pair_segments(first, second))
+    )
+    return ScaledTrace(
+        tuple(
+            segment for segment in segments if len(segment.changes[0]) or len(segment.kernels[0]) or segment.collectives
+        ),
+        (first.inputs_bytes, second.inputs_bytes - first.inputs_bytes),
+        batch_sizes,
+        (first.outputs_bytes, second.outputs_bytes - first.outputs_bytes),
+        (first.logits_bytes, second.logits_bytes - first.logits_bytes),
+    )
+
+
+def list_traced_batch_sizes(batch_size: int) -> tuple[int, int]:
+    """Which batch sizes to trace for a batch of some size."""
+    return (1, 1) if batch_size == 1 else TRACED_BATCH_SIZES
+
+
+def _pair_segments(first: Trace, second: Trace) -> Iterator[tuple[TraceSegment, TraceSegment]]:
+    if len(first.segments) != len(second.segments):
+        raise ValueError("the model runs differently at different batch sizes")
+    for a, b in zip(first.segments, second.segments, strict=True):
+        is_alike = (
+            len(a.changes) == len(b.changes)
+            and [kernel[0] for kernel in a.kernels] == [kernel[0] for kernel in b.kernels]
+            and a.events == b.events
+            and [(event.kernel, event.kind) for event in a.collectives]
+            == [(event.kernel, event.kind) for event in b.collectives]
+        )
+        if not is_alike:
+            raise ValueError(f"the model runs differently at different batch sizes, in {a.phase} of {a.place}")
+        yield a, b
+
+
+def _scale_segment(a: TraceSegment, b: TraceSegment, joint_free_lists: IntArray) -> ScaledSegment:
+    is_temporary = _find_temporary_changes(a)
+    sizes = np.array([size for size, _ in a.changes], dtype=float)
+    slopes = np.array([size for size, _ in b.changes], dtype=float) - sizes
+    is_lasting = ~is_temporary
+    return ScaledSegment(
+        phase=a.phase,
+        micro_batch=a.micro_batch,
+        place=a.place,
+        chunk_ends=(*(event.position for event in a.events), len(a.changes)),
+        kernel_ends=(*(event.kernel for event in a.events), len(a.kernels)),
+        events=tuple(a.events),
+        changes=(sizes, slopes),
+        lasting_changes=(sizes * is_lasting, slopes * is_lasting),
+        joint_free_lists=joint_free_lists,
+        kernels=(build_kernel_arrays(a), build_kernel_arrays(b)),
+        collectives=tuple(
+            ScaledCollective(
+                first_event.kernel, first_event.kind, first_event.size, second_event.size - first_event.size
+            )
+            for first_event, second_event in zip(a.collectives, b.collectives, strict=True)
+        ),
+    )
+
+
+def _find_joint_frees(segments: Sequence[TraceSegment]) -> dict[tuple[int, int], int]:
+    """Releases, by segment and change, of what every inner block made and all lose at the same time, with its list.
+
+    Autocast's copies of the weights are such: they last until the forward pass is over. What is released in the pass
+    of the block that comes next is not: of that each inner block releases its predecessor's.
+    """
+    allocations: dict[int, tuple[int, int]] = {}
+    frees: dict[int, tuple[int, int]] = {}
+    storage_by_order: dict[tuple[int, int], int] = {}
+    for index, segment in enumerate(segments):
+        order = 0
+        for position, (size, number) in enumerate(segment.changes):
+            if size > 0:
+                allocations[number] = index, order
+                storage_by_order[index, order] = number
+                order += 1
+            else:
+                frees[number] = index, position
+    index_by_place = {
+        (segment.phase, segment.micro_batch, segment.place): index for index, segment in enumerate(segments)
+    }
+    joint_frees: dict[tuple[int, int], int] = {}
+    for number, (index, order) in allocations.items():
+        segment = segments[index]
+        if (
+            segment.place is None
+            or segment.place == LOSS_PLACE
+            or segment.place[1] != INNER_POSITION
+            or number not in frees
+        ):
+            continue
+        neighbour_index = index_by_place.get(
+            (segment.phase, segment.micro_batch, (segment.place[0], INNER_POSITION - 1))
+        )
+        twin_storage = storage_by_order.get((neighbour_index, order)) if neighbour_index is not None else None
+        free_position = frees[number]
+        if (
+            twin_storage is not None
+            and free_position[0] != index
+            and frees.get(twin_storage, (None,))[0] == free_position[0]
+        ):
+            joint_frees[free_position] = segment.place[0]
+    return joint_frees
+
+
+def _find_temporary_changes(segment: TraceSegment) -> np.ndarray:
+    """Which changes belong to storages that are made and released within the segment."""
+    change_counts: dict[int, int] = {}
+    for _, number in segment.changes:
+        change_counts[number] = change_counts.get(number, 0) + 1
+    return np.array([change_counts[number] == 2 for _, number in segment.changes], dtype=bool)
+
+
+def build_kernel_arrays(segment: TraceSegment) -> KernelArrays:
+    """A segment's kernels as arrays."""
+    records = segment.kernels
+    dims = np.zeros((len(records), 5))
+    for index, record in enumerate(records):
+        dims[index, : len(record[3])] = record[3]
+    return KernelArrays(
+        operators=tuple(record[0] for record in records),
+        kinds=np.array([record[1] for record in records], dtype=np.int64),
+        formats=np.array([record[2] for record in records], dtype=np.int64),
+        dims=dims,
+        flops=np.array([record[4] for record in records], dtype=float),
+        bytes_moved=np.array([record[5] for record in records], dtype=float),
+    )
+
+
+def scale_kernels(segment: ScaledSegment, batch_weight: float) -> KernelArrays:
+    """A strip's kernels at a batch size (see `ScaledTrace.compute_batch_weight`)."""
+    first, second = segment.kernels
+    if batch_weight == 0.0:
+        return first
+    return KernelArrays(
+        first.operators,
+        first.kinds,
+        first.formats,
+        first.dims + batch_weight * (second.dims - first.dims),
+        first.flops + batch_weight * (second.flops - first.flops),
+        first.bytes_moved + batch_weight * (second.bytes_moved - first.bytes_moved),
+    )
+
+
+def build_chunks(
+    segment: ScaledSegment,
+    batch_weight: float,
+    kernel_seconds: FloatArray | None,
+    block_counts: tuple[int, ...] = (),
+    time_collective: Callable[[str, float], float] = lambda kind, size: 0.0,
+) -> tuple[Chunk, ...]:
+    """The pieces of a strip at a batch size.
+
+    Parameters
+    ----------
+    batch_weight: float
+        As `ScaledTrace.compute_batch_weight` says for the batch size.
+    block_counts: tuple of int
+        Blocks per list of the whole model; none if that is what was traced.
+    kernel_seconds: array or None
+        Of each kernel; None where speeds are unknown.
+    time_collective: callable
+        Seconds of a collective among ranks that share a layer: of its kind and its bytes.
+    """
+    repetitions = np.ones(len(segment.joint_free_lists))
+    for index, length in enumerate(block_counts):
+        repetitions[segment.joint_free_lists == index] = max(1, length - TRACED_BLOCKS + 1)
+    changes = np.rint(segment.changes[0] + batch_weight * segment.changes[1]) * repetitions
+    lasting_changes = np.rint(segment.lasting_changes[0] + batch_weight * segment.lasting_changes[1]) * repetitions
+    chunks = []
+    start = kernel_start = 0
+    for chunk_index, (end, kernel_end) in enumerate(zip(segment.chunk_ends, segment.kernel_ends, strict=True)):
+        event = segment.events[chunk_index] if chunk_index < len(segment.events) else None
+        levels, lasting_levels = np.cumsum(changes[start:end]), np.cumsum(lasting_changes[start:end])
+        peak_index = int(np.argmax(levels)) if end > start else 0
+        is_last = chunk_index == len(segment.chunk_ends) - 1
+        chunks.append(
+            Chunk(
+                peak_bytes=float(levels[peak_index]) if end > start else 0.0,
+                lasting_bytes_at_peak=float(lasting_levels[peak_index]) if end > start else 0.0,
+                net_bytes=float(levels[-1]) if end > start else 0.0,
+                lasting_net_bytes=float(lasting_levels[-1]) if end > start else 0.0,
+                seconds=0.0 if kernel_seconds is None else float(kernel_seconds[kernel_start:kernel_end].sum()),
+                num_kernels=kernel_end - kernel_start,
+                completed_gradient=event.parameter if isinstance(event, GradientEvent) else None,
+                layer_pass=event if isinstance(event, LayerPassEvent) else None,
+                communication_s=sum(
+                    time_collective(collective.kind, collective.compute_bytes(batch_weight))
+                    for collective in segment.collectives
+                    if kernel_start <= collective.kernels_before < kernel_end
+                    or (is_last and collective.kernels_before == kernel_end)
+                ),
+            )
+        )
+        start, kernel_start = end, kernel_end
+    return tuple(chunks)
+
+
+def merge_chunks(chunks: Sequence[Chunk], gradient_sizes: Sequence[float]) -> Chunk:
+    """Several pieces as one; what stays at the end of each but the last are gradients of these sizes.
+
+    What stays is in `peak_bytes`, not in `net_bytes`: it is for the caller to hold.
+    """
+    level = lasting_level = kept_gradient_bytes = 0.0
+    peak_bytes = lasting_bytes_at_peak = gradient_bytes_at_peak = 0.0
+    for chunk, size in zip(chunks, (*gradient_sizes, 0.0), strict=True):
+        if level + kept_gradient_bytes + chunk.peak_bytes > peak_bytes:
+            peak_bytes = level + kept_gradient_bytes + chunk.peak_bytes
+            lasting_bytes_at_peak, gradient_bytes_at_peak = (
+                lasting_level + chunk.lasting_bytes_at_peak,
+                kept_gradient_bytes,
+            )
+        # What stays is on the tape until its next change, too: there is no looking in between.
+        level, lasting_level, kept_gradient_bytes = (
+            level + chunk.net_bytes,
+            lasting_level + chunk.lasting_net_bytes,
+            kept_gradient_bytes + size,
+        )
+    return Chunk(
+        peak_bytes=peak_bytes,
+        lasting_bytes_at_peak=lasting_bytes_at_peak,
+        net_bytes=level,
+        lasting_net_bytes=lasting_level,
+        seconds=sum(chunk.seconds for chunk in chunks),
+        num_kernels=sum(chunk.num_kernels for chunk in chunks),
+        completed_gradient=None,
+        layer_pass=chunks[-1].layer_pass,
+        gradient_bytes_at_peak=gradient_bytes_at_peak,
+        communication_s=sum(chunk.communication_s for chunk in chunks),
+    )
+
+
+def expand_to_full_depth(
+    segments: tuple[SegmentAtBatch, ...], block_counts: tuple[int, ...]
+) -> Iterator[tuple[SegmentAtBatch, BlockPlace]]:
+    """Every scene of the whole model in order, with the place it has there.
+
+    Parameters
+    ----------
+    segments: tuple of Scene
+        Of the shortened model.
+    block_counts: tuple of int
+        Blocks per list of the whole model.
+    """
+    for segment in segments:
+        if segment.place is None or segment.place == LOSS_PLACE:
+            yield segment, segment.place
+            continue
+        index, position = segment.place
+        num_blocks = block_counts[index]
+        if num_blocks <= TRACED_BLOCKS or position < INNER_POSITION:
+            yield segment, segment.place
+        elif position > INNER_POSITION:
+            yield segment, (index, num_blocks - 1)
+        else:
+            inner_positions = range(INNER_POSITION, num_blocks - 1)
+            for inner_position in inner_positions if segment.phase == "forward" else reversed(inner_positions):
+                yield segment, (index, inner_position)

@@ -1,0 +1,221 @@
+"""The tape of one stage of a pipeline: one micro-batch forward and backward, as the schedules of torch run it.
+
+What a stage receives, activations and gradients, lies in buffers that are there all the time, and is not on the tape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining._backward import stage_backward
+
+from bench.core import garbage_collection
+from bench.models import Family
+from bench.models.blocks import checkpoint_blocks
+from bench.models.stages import PipelineStageModule
+from bench.prediction.trace.cuda_operators import use_device_operators
+from bench.prediction.trace.trace import (
+    LOSS_PLACE,
+    TRACED_BLOCKS,
+    BlockPlace,
+    GradientEvent,
+    Trace,
+    TraceKey,
+    TraceRecorder,
+    TraceSegment,
+    fill_with_fake_tensors,
+    sort_simultaneous_frees,
+)
+
+SPARE_TRACED_BLOCKS = 2
+"""Beyond those that are traced: an inner stage needs a block before it and one behind."""
+
+
+@dataclass(frozen=True)
+class StageBlocks:
+    """The blocks of one list that a stage has."""
+
+    list_index: int
+    """Of the list."""
+    num_blocks: int
+    """Number of blocks: no more than are traced, where it stands for a tape."""
+    has_first_block: bool
+    has_last_block: bool
+
+
+@dataclass(frozen=True)
+class StageTraceKey:
+    """Everything the tape of a stage depends on but the size of a micro-batch."""
+
+    trace_key: TraceKey
+    stage_blocks: tuple[StageBlocks, ...]
+
+
+def list_stage_blocks(block_counts: tuple[int, ...], blocks: range) -> tuple[StageBlocks, ...]:
+    """What a stage has of each list of blocks.
+
+    Parameters
+    ----------
+    block_counts: tuple of int
+        Blocks per list of the whole model.
+    blocks: range
+        The stage's, counted over all lists.
+    """
+    list_bounds = [sum(block_counts[:index]) for index in range(len(block_counts) + 1)]
+    stage_blocks = []
+    for index, (start, end) in enumerate(pairwise(list_bounds)):
+        first, last = max(start, blocks.start), min(end, blocks.stop)
+        if first < last:
+            stage_blocks.append(StageBlocks(index, last - first, first == start, last == end))
+    return tuple(stage_blocks)
+
+
+def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...]) -> tuple[StageBlocks, ...]:
+    """The stage that is traced in a stage's place: long lists are shortened."""
+    return tuple(
+        StageBlocks(
+            blocks.list_index, min(blocks.num_blocks, TRACED_BLOCKS), blocks.has_first_block, blocks.has_last_block
+        )
+        for blocks in stage_blocks
+    )
+
+
+def build_short_stage(
+    family: Family, stage_blocks: tuple[StageBlocks, ...], checkpointing: str = "none"
+) -> tuple[Family, PipelineStageModule]:
+    """A stage with few blocks, on meta, and the family of the short model it is made of."""
+    short_family = family.limit_blocks(TRACED_BLOCKS + SPARE_TRACED_BLOCKS) or family
+    model = short_family.build_model()
+    model.train()
+    block_counts = [len(blocks) for blocks in short_family.find_block_lists(model)]
+    checkpoint_blocks(short_family, model, checkpointing)
+    first_blocks, last_blocks = stage_blocks[0], stage_blocks[-1]
+    start = sum(block_counts[: first_blocks.list_index])
+    if not first_blocks.has_first_block:
+        start += block_counts[first_blocks.list_index] - first_blocks.num_blocks if first_blocks.has_last_block else 1
+    reaches_list_end = last_blocks.has_last_block
+    stop = sum(block_counts[: last_blocks.list_index]) + (
+        block_counts[last_blocks.list_index]
+        if reaches_list_end
+        else (start - sum(block_counts[: last_blocks.list_index]) if last_blocks is first_blocks else 0)
+        + last_blocks.num_blocks
+    )
+    stage = short_family.build_stage(model, range(start, stop))
+    for blocks, list_blocks in zip(stage.block_lists, stage_blocks, strict=True):
+        del blocks[list_blocks.num_blocks - 1 : len(blocks) - 1]
+    return short_family, stage
+
+
+def locate_stage_parameters(stage: PipelineStageModule) -> dict[int, tuple[BlockPlace, str]]:
+    """Per parameter, by its identity: its block and its name there (outside blocks: in the stage)."""
+    locations: dict[int, tuple[BlockPlace, str]] = {}
+    for index, blocks in enumerate(stage.block_lists):
+        for position, block in enumerate(blocks):
+            for name, parameter in block.named_parameters():
+                locations[id(parameter)] = ((index, position), name)
+    for name, parameter in stage.named_parameters():
+        locations.setdefault(id(parameter), (None, name))
+    return locations
+
+
+def find_handover_dtype(key: TraceKey) -> torch.dtype:
+    """Format of what stages hand over."""
+    return key.precision.parameter_dtype if key.autocast else key.precision.compute_dtype
+
+
+def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
+    """Trace a micro-batch of some size through a stage, forward and backward."""
+    trace_key = key.trace_key
+    family, stage = build_short_stage(trace_key.family, key.stage_blocks, trace_key.activation_checkpointing)
+    is_first = key.stage_blocks[0].list_index == 0 and key.stage_blocks[0].has_first_block
+    block_counts = [len(blocks) for blocks in family.find_block_lists(family.build_model())]
+    is_last = key.stage_blocks[-1].list_index == len(block_counts) - 1 and key.stage_blocks[-1].has_last_block
+    first_block = sum(block_counts[: key.stage_blocks[0].list_index]) + (
+        0 if key.stage_blocks[0].has_first_block else 1
+    )
+    next_block = sum(block_counts[: key.stage_blocks[-1].list_index]) + (
+        block_counts[key.stage_blocks[-1].list_index] if key.stage_blocks[-1].has_last_block else 1
+    )
+
+    def make_handover_tensors(block: int, requires_grad: bool) -> tuple[torch.Tensor, ...]:
+        shapes = family.find_stage_input_shapes(block, trace_key.sequence_length)
+        tensor_options: dict[str, Any] = {"dtype": find_handover_dtype(trace_key), "requires_grad": requires_grad}
+        return tuple(torch.empty(batch_size, *shape, **tensor_options) for shape in shapes)
+
+    trace_recorder = TraceRecorder(on_cpu=trace_key.device == "cpu")
+    with (
+        garbage_collection.pause_garbage_collection(),
+        FakeTensorMode(),
+        use_device_operators(trace_key.device),
+        trace_recorder.op_recorder,
+        trace_recorder.track_rng_states(),
+    ):
+        fill_with_fake_tensors(stage, family, trace_key)
+        _watch_stage(trace_recorder, stage)
+        received_activations = () if is_first else make_handover_tensors(first_block, True)
+        output_gradients = None if is_last else make_handover_tensors(next_block, False)
+        (batch,) = trace_recorder.make_inputs(
+            [lambda: family.build_batch(batch_size, trace_key.sequence_length, torch.Generator())]
+        )
+        trace_recorder.enter_phase("forward")
+        with _enter_autocast(trace_key):
+            stage_output = stage(*received_activations, **batch.inputs)
+        outputs = stage_output if isinstance(stage_output, tuple) else (stage_output,)
+        received_storages = {tensor.untyped_storage()._cdata for tensor in received_activations}
+        produced_bytes = sum(
+            output.nbytes for output in outputs if output.untyped_storage()._cdata not in received_storages
+        )
+        loss = None
+        if is_last:
+            trace_recorder.start_segment("forward", LOSS_PLACE)
+            outputs[0].register_hook(lambda _gradient: trace_recorder.start_segment("backward", None))
+            loss = family.compute_loss(outputs[0], batch.labels) / 1
+        trace_recorder.start_segment("backward", LOSS_PLACE if is_last else None)
+        inputs = [*received_activations, *batch.inputs.values()]
+        input_gradients = stage_backward(loss if is_last else outputs, output_gradients, inputs)
+        trace_recorder.start_segment("backward", None)
+        del stage_output, outputs, loss, input_gradients
+        trace_recorder.op_recorder.close()
+    if trace_key.compile:
+        trace_recorder.fuse_segments()
+    gradient_sizes = {name: parameter.nbytes for parameter, (_, name) in _list_located_parameters(stage)}
+    for segment in trace_recorder.segments:
+        segment.gradients = [
+            _move_past_free(segment, event, gradient_sizes[event.parameter]) for event in segment.gradients
+        ]
+        sort_simultaneous_frees(segment)
+    return Trace(trace_recorder.segments, trace_recorder.inputs_bytes, produced_bytes)
+
+
+def _move_past_free(segment: TraceSegment, event: GradientEvent, size: int) -> GradientEvent:
+    """A gradient leaves the tape a moment after it is complete: no sooner is it the strategy's."""
+    next_change = segment.changes[event.position : event.position + 1]
+    if next_change and next_change[0][0] == -size:
+        return dataclasses.replace(event, position=event.position + 1)
+    return event
+
+
+def _list_located_parameters(stage: PipelineStageModule) -> list[tuple[torch.Tensor, tuple[BlockPlace, str]]]:
+    locations = locate_stage_parameters(stage)
+    return [(parameter, locations[id(parameter)]) for parameter in stage.parameters()]
+
+
+def _watch_stage(trace_recorder: TraceRecorder, stage: PipelineStageModule) -> None:
+    locations = locate_stage_parameters(stage)
+    for index, blocks in enumerate(stage.block_lists):
+        for position, block in enumerate(blocks):
+            trace_recorder.watch_block(block, (index, position), is_last=position == len(blocks) - 1)
+    for parameter in stage.parameters():
+        parameter.register_post_accumulate_grad_hook(trace_recorder.build_gradient_hook(locations[id(parameter)][1]))
+
+
+def _enter_autocast(trace_key: TraceKey) -> contextlib.AbstractContextManager[Any]:
+    if trace_key.precision.is_mixed and trace_key.autocast:
+        return torch.autocast("cpu", trace_key.precision.compute_dtype)
+    return contextlib.nullcontext()

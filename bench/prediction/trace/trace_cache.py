@@ -1,0 +1,112 @@
+"""Traces, made once and remembered, and the reels that are made from them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from types import TracebackType
+
+from bench.core import processes
+from bench.hardware import Hardware
+from bench.prediction import cache
+from bench.prediction.trace.scaled_trace import ScaledTrace, build_scaled_trace
+from bench.prediction.trace.stage_trace import StageTraceKey, trace_stage
+from bench.prediction.trace.trace import Trace, TraceKey, trace_from_plain, trace_step, trace_to_plain
+from bench.prediction.version import build_cache_key
+
+MIN_TRACES_FOR_PROCESSES = 4
+"""Traces from which on it pays to share the work among processes."""
+
+
+def record_trace(key: TraceKey | StageTraceKey, batch_size: int) -> Trace:
+    """Of a model, or of one stage of it."""
+    return trace_stage(key, batch_size) if isinstance(key, StageTraceKey) else trace_step(key, batch_size)
+
+
+_loaded_traces: dict[tuple[TraceKey | StageTraceKey, int], Trace] = {}
+
+_failed_traces: dict[tuple[TraceKey | StageTraceKey, int], tuple[Exception, TracebackType | None]] = {}
+"""What cannot be traced is not tried again for each of the thousand runs that have it."""
+
+
+def load_traces(needed_traces: list[tuple[TraceKey | StageTraceKey, int]]) -> None:
+    """Have every trace in memory: those remembered, and the others made anew.
+
+    Raises
+    ------
+    Exception
+        Whatever the model raised, also if that was an earlier time.
+    """
+    for key_and_size in needed_traces:
+        if key_and_size in _failed_traces:
+            error, raised_in = _failed_traces[key_and_size]
+            raise error.with_traceback(raised_in)  # not the frames of each time it was raised
+    missing_traces = {
+        build_cache_key(repr(key_and_size), key_and_size[0]): key_and_size
+        for key_and_size in needed_traces
+        if key_and_size not in _loaded_traces
+    }
+    for name, plain in cache.read_entries("trace", missing_traces).items():
+        _loaded_traces[missing_traces.pop(name)] = trace_from_plain(plain)
+    if not missing_traces:
+        return
+    num_workers = min(os.cpu_count() or 1, len(missing_traces))
+    if processes.needs_isolation() or (num_workers > 1 and len(missing_traces) >= MIN_TRACES_FOR_PROCESSES):
+        with processes.open_worker_pool(num_workers) as pool:
+            futures = {
+                key_and_size: pool.submit(record_trace, *key_and_size) for key_and_size in missing_traces.values()
+            }
+            new_traces = [
+                _record_or_note_failure(key_and_size, future.result) for key_and_size, future in futures.items()
+            ]
+    else:
+        new_traces = [
+            _record_or_note_failure(key_and_size, functools.partial(record_trace, *key_and_size))
+            for key_and_size in missing_traces.values()
+        ]
+    _loaded_traces.update(zip(missing_traces.values(), new_traces, strict=True))
+    cache.write_entries(
+        "trace", {name: trace_to_plain(trace) for name, trace in zip(missing_traces, new_traces, strict=True)}
+    )
+
+
+def _record_or_note_failure(
+    key_and_size: tuple[TraceKey | StageTraceKey, int], run_recording: Callable[[], Trace]
+) -> Trace:
+    try:
+        return run_recording()
+    except Exception as error:
+        _failed_traces[key_and_size] = error, error.__traceback__
+        raise
+
+
+def get_loaded_traces() -> dict[tuple[TraceKey | StageTraceKey, int], Trace]:
+    """All of them."""
+    return _loaded_traces
+
+
+def add_loaded_traces(traces: dict[tuple[TraceKey | StageTraceKey, int], Trace]) -> None:
+    """Have the traces of another process in memory."""
+    _loaded_traces.update(traces)
+
+
+@functools.lru_cache(maxsize=256)
+def load_scaled_trace(key: TraceKey | StageTraceKey, batch_sizes: tuple[int, int]) -> ScaledTrace:
+    """What two traces (or one) foretell."""
+    load_traces([(key, size) for size in dict.fromkeys(batch_sizes)])
+    return build_scaled_trace(_loaded_traces[key, batch_sizes[0]], _loaded_traces[key, batch_sizes[1]], batch_sizes)
+
+
+class HashableHardware:
+    """Hardware as far as kernels' times depend on it: compared by its numbers, since it cannot be hashed itself."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self._speed_key = repr((hardware.peak_tflops, hardware.memory_bandwidth_gb_s, hardware.speeds))
+
+    def __hash__(self) -> int:
+        return hash(self._speed_key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HashableHardware) and self._speed_key == other._speed_key

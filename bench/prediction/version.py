@@ -1,0 +1,83 @@
+"""Which predictor made a prediction: what an older one predicted is predicted anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BENCH_DIR = Path(__file__).resolve().parents[1]
+
+PREDICTING_SOURCES = ("prediction", "strategies", "models", "finetune", "training", "hardware", "core/precision.py")
+"""Code below ``bench`` that a prediction follows from. What it reads of ``conf`` is on the row."""
+
+TRACED_PACKAGES = ("torch", "transformers")
+"""Whose operators are in every trace."""
+
+OPTIONAL_TRACED_PACKAGES = ("bitsandbytes", "peft", "torchao")
+"""Whose operators are in the traces of runs that need them."""
+
+
+@functools.cache
+def compute_predictor_version(libraries: tuple[str, ...] = (), user_packages: tuple[str, ...] = ()) -> str:
+    """Hash of the code that predicts and the versions of what it traces: 12 hexadecimal digits.
+
+    Parameters
+    ----------
+    libraries: tuple of str
+        Those of `OPTIONAL_TRACED_PACKAGES` that the run needs; one that is not installed has a version, too.
+    user_packages: tuple of str
+        Packages and modules of the user's that the run's family or strategy is from (`find_user_packages`).
+    """
+    digest = hashlib.sha256()
+    for name in PREDICTING_SOURCES:
+        for file in sorted((BENCH_DIR / name).rglob("*.py")) or [BENCH_DIR / name]:
+            digest.update(f"{file.relative_to(BENCH_DIR)}\n".encode() + file.read_bytes())
+    for package in (*TRACED_PACKAGES, *libraries):
+        digest.update(f"{package} {_find_package_version(package)}\n".encode())
+    for name in user_packages:
+        for file in _list_package_files(name):
+            digest.update(f"{name} {file.name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def build_cache_key(name: str, *parts: Any) -> str:
+    """A name under which to remember what follows from dataclasses: another one when code of the user's has changed."""
+    user_packages = find_user_packages(*parts)
+    return f"{name} {compute_predictor_version((), user_packages)}" if user_packages else name
+
+
+def find_user_packages(*parts: Any) -> tuple[str, ...]:
+    """Top-level packages and modules beside this one that define classes of dataclasses and of what they hold."""
+    return tuple(sorted({name for part in parts for name in _iterate_user_packages(part)}))
+
+
+def _iterate_user_packages(part: Any) -> Iterator[str]:
+    for base_class in type(part).__mro__:
+        package = base_class.__module__.partition(".")[0]
+        if package != __package__.partition(".")[0] and package not in sys.stdlib_module_names:
+            yield package
+    if dataclasses.is_dataclass(part):
+        for value in vars(part).values():
+            if dataclasses.is_dataclass(value):
+                yield from _iterate_user_packages(value)
+
+
+def _list_package_files(name: str) -> list[Path]:
+    """Code of a package; of a module that is in none, whatever lies beside it."""
+    module = sys.modules[name]
+    if hasattr(module, "__path__"):
+        return sorted(file for folder in module.__path__ for file in Path(folder).rglob("*.py"))
+    return sorted(Path(str(module.__file__)).parent.glob("*.py"))
+
+
+def _find_package_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,289 @@
+"""The row that comes of a run: columns from its configuration, its ranks' outcomes and where they ran."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+
+from bench.config.run_config import RunConfig
+from bench.rank import environment
+from bench.rank.cpu_load import CpuLoad, compute_others_cpu_share, find_cpu_degradations
+from bench.rank.cpu_threads import format_ranges
+from bench.rank.gpu_state import GpuInfo, count_other_processes, find_gpu_degradations
+from bench.rank.node_health import build_health_columns
+from bench.rank.rehearsal_group import REHEARSAL_BACKEND as REHEARSAL
+from bench.rank.run_rank import RankOutcome, choose_backend
+from bench.rank.statistics import (
+    compute_median,
+    compute_median_interval,
+    compute_percentile,
+    compute_slowest_rank_times,
+)
+from bench.rank.timed_loop import RankSamples
+from bench.records import Record
+from bench.records.schema import MIN_STEPS_FOR_P95
+
+KNOB_COLUMNS = {
+    "bucket_cap_mb",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "reshard_after_forward",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "blocks_per_unit",
+    "cpu_offload",
+}
+"""Knobs of strategies that have a column of their own; others are under `effective` alone."""
+
+
+def build_measured_columns(config: RunConfig, outcomes: list[RankOutcome]) -> Record:
+    """The columns that come from what the ranks measured, or rank 0 alone rehearsed, all of them having ended well.
+
+    Memory is the maximum over ranks, a step's time that of its slowest rank, the loss the mean over ranks that know
+    it (each has an equal share of the batch).
+    """
+    rank_samples = [
+        outcome.samples for outcome in sorted(outcomes, key=lambda outcome: outcome.rank) if outcome.samples
+    ]
+    step_times_s = compute_slowest_rank_times([sample.step_times_s for sample in rank_samples])
+    step_time_s = compute_median(step_times_s)
+    low, high = compute_median_interval(step_times_s) or (None, None)
+    known_losses = [
+        sample.losses for sample in rank_samples if sample.losses
+    ]  # of a pipeline, the ranks of the last stage
+    losses = [sum(step_losses) / len(step_losses) for step_losses in zip(*known_losses, strict=True)]
+    retries = sum(sample.peaks.alloc_retries for sample in rank_samples)
+    skipped = max(sample.skipped_steps for sample in rank_samples)
+    on_cpu = config.hardware.device == "cpu"
+    others_cpu_share = compute_others_cpu_share(_group_cpu_loads_by_host(outcomes))
+    applies_by_reason = {
+        "the allocator flushed its cache": retries > 0,
+        "fp16 skipped steps": skipped > 0,
+        "a memory limit slows a CPU": on_cpu and config.hardware.memory_limit_gib is not None,
+    }
+    degradations = [reason for reason, applies in applies_by_reason.items() if applies]
+    degradations += find_cpu_degradations(others_cpu_share) if on_cpu else _find_gpu_degradations(outcomes)
+    device_used = [sample.peaks.device_used for sample in rank_samples if sample.peaks.device_used is not None]
+    exposed_shares = [
+        sample.exposed_communication for sample in rank_samples if sample.exposed_communication is not None
+    ]
+    if config.is_rehearsed:  # nothing was communicated
+        exposed_shares = []
+    return {
+        **compute_speed_columns(config, step_time_s),
+        "step_time_p95_s": compute_percentile(step_times_s, 0.95) if len(step_times_s) >= MIN_STEPS_FOR_P95 else None,
+        "step_time_ci_low_s": low,
+        "step_time_ci_high_s": high,
+        "peak_allocated_bytes": max(sample.peaks.allocated for sample in rank_samples),
+        "peak_active_bytes": max(sample.peaks.active for sample in rank_samples),
+        "peak_reserved_bytes": max(sample.peaks.reserved for sample in rank_samples),
+        "peak_allocated_overall_bytes": max(sample.peaks.allocated_overall for sample in rank_samples),
+        "peak_device_used_bytes": max(device_used, default=None),
+        "alloc_retries": retries,
+        "skipped_steps": skipped,
+        "degraded": bool(degradations),
+        "degraded_by": "; ".join(degradations) or None,
+        "load_average": max((load.load_average for load in _list_cpu_loads(rank_samples)), default=None),
+        "others_cpu_share": others_cpu_share,
+        **_build_gpu_columns(outcomes),
+        "warmup_steps": max(sample.warmup_steps for sample in rank_samples),
+        "warmup_s": max(sample.warmup_s for sample in rank_samples),
+        "timed_steps": len(step_times_s),
+        "timed_s": sum(step_times_s),
+        "setup_s": max(sample.setup_s for sample in rank_samples),
+        "exposed_communication": max(exposed_shares, default=None),
+        "bubble": _compute_idle_share(rank_samples),
+        "final_loss": losses[-1] if losses else None,
+        "first_nonfinite_loss_step": next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None),
+        "losses": losses,
+    }
+
+
+def _list_cpu_loads(samples: Sequence[RankSamples]) -> list[CpuLoad]:
+    return [sample.cpu_load for sample in samples if sample.cpu_load is not None]
+
+
+def _group_cpu_loads_by_host(outcomes: Sequence[RankOutcome]) -> dict[str, list[CpuLoad]]:
+    """What was computed on the ranks' processors, by host."""
+    hosts = {outcome.host for outcome in outcomes}
+    return {
+        host: _list_cpu_loads([outcome.samples for outcome in outcomes if outcome.host == host and outcome.samples])
+        for host in hosts
+    }
+
+
+def _list_gpu_states(outcomes: Sequence[RankOutcome]) -> Iterator[tuple[GpuInfo, list[GpuInfo]]]:
+    """Every GPU of the run: who used it before, and how it was under load."""
+    for outcome in outcomes:
+        states = outcome.samples.gpu_states if outcome.samples else []
+        for gpu_index, usage_before in enumerate(outcome.device.get("before", ())):
+            yield usage_before, [state for state in states if state["gpu"] == gpu_index]
+
+
+def _find_gpu_degradations(outcomes: Sequence[RankOutcome]) -> list[str]:
+    return sorted(
+        {
+            degradation
+            for usage_before, states in _list_gpu_states(outcomes)
+            for degradation in find_gpu_degradations(usage_before, states)
+        }
+    )
+
+
+def _build_gpu_columns(outcomes: Sequence[RankOutcome]) -> Record:
+    """How the run's GPUs were used by others, and how they were under load: of each number the worst."""
+    gpus = list(_list_gpu_states(outcomes))
+    states = [state for _, states in gpus for state in states]
+
+    def list_readings(name: str) -> list[float]:
+        return [state[name] for state in states if name in state]
+
+    reasons = {reason for state in states for reason in state.get("throttle_reasons", ())}
+    return {
+        "gpu_processes_of_others": max(
+            (count_other_processes(usage_before, states) for usage_before, states in gpus), default=None
+        ),
+        "gpu_used_before_bytes": max(
+            (usage_before["used_bytes"] for usage_before, _ in gpus if "used_bytes" in usage_before), default=None
+        ),
+        "gpu_utilization_before": max(
+            (float(usage_before["utilization"]) for usage_before, _ in gpus if "utilization" in usage_before),
+            default=None,
+        ),
+        "sm_clock_mhz": min(list_readings("sm_clock_mhz"), default=None),
+        "memory_clock_mhz": min(list_readings("memory_clock_mhz"), default=None),
+        "gpu_power_w": max(list_readings("power_w"), default=None),
+        "gpu_temperature_c": max(list_readings("temperature_c"), default=None),
+        "throttle_reasons": ", ".join(sorted(reasons)) or None,
+    }
+
+
+def _compute_idle_share(samples: Sequence[RankSamples]) -> float | None:
+    """Share of a step in which a rank computes nothing, mean over ranks and steps; None where nobody took note."""
+    busy_and_step_times = [(sample.busy_s, sample.step_times_s) for sample in samples if sample.busy_s is not None]
+    if not busy_and_step_times:
+        return None
+    return 1 - sum(sum(busy_s) / sum(step_times_s) for busy_s, step_times_s in busy_and_step_times) / len(
+        busy_and_step_times
+    )
+
+
+def compute_speed_columns(config: RunConfig, step_time_s: float) -> Record:
+    """The columns that follow from the time of a step."""
+    sequences = config.batch_size_per_gpu * config.gradient_accumulation
+    flop_count = config.trained_model.count_flops_per_sequence(config.sequence_length)
+    model_flops = sequences * flop_count.model_flops
+    hardware_flops = sequences * flop_count.compute_hardware_flops(config.activation_checkpointing)
+    tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
+    peak_tflops = config.hardware.peak_tflops.get(config.precision.peak)
+    return {
+        "tflops_per_gpu": tflops,
+        "hardware_tflops_per_gpu": hardware_tflops,
+        "mfu": tflops / peak_tflops if peak_tflops else None,
+        "hfu": hardware_tflops / peak_tflops if peak_tflops else None,
+        "tokens_per_second_per_gpu": sequences
+        * config.model.count_tokens_per_sequence(config.sequence_length)
+        / step_time_s,
+        "step_time_median_s": step_time_s,
+        "flops": {"model": model_flops, "hardware": hardware_flops},
+    }
+
+
+def build_configured_columns(config: RunConfig) -> Record:
+    """The columns that are known before a run starts."""
+    values = config.to_dict()
+    strategy_values = values["strategy"]
+    return {
+        "run_id": config.run_id,
+        "evidence": config.evidence,
+        "repeat": config.repeat,
+        "model": config.model.name,
+        "family": config.model.family,
+        "parameters": config.model.num_parameters,
+        "strategy": config.strategy.name,
+        "effective_strategy": config.effective_strategy,
+        "sharding_factor": config.strategy.resolved_sharding_factor,
+        "precision": config.precision.name,
+        "device": config.hardware.device,
+        "hardware": config.hardware.name,
+        "world_size": config.gpus,
+        "nodes": config.nodes,
+        "batch_size_per_gpu": config.batch_size_per_gpu,
+        "sequence_length": config.sequence_length,
+        "gradient_accumulation": config.gradient_accumulation,
+        "activation_checkpointing": config.activation_checkpointing,
+        "compile": config.compile,
+        "memory_limit_bytes": config.hardware.memory_limit_bytes,
+        "attention": config.model.attention,
+        "optimizer": config.optimizer.name,
+        "optimizer_implementation": config.optimizer.implementation,
+        "parameter_dtype": config.precision.parameters,
+        "compute_dtype": config.precision.compute,
+        "reduce_dtype": config.precision.reduce,
+        "mixed_precision": _describe_mixed_precision(config),
+        "gradient_accumulation_sync": config.gradient_accumulation_sync,
+        "seed": config.seed,
+        "config": values,
+        "requested": config.requested,
+        "effective": {**strategy_values, "backend": REHEARSAL if config.is_rehearsed else choose_backend(config)},
+        **{name: value for name, value in strategy_values.items() if name in KNOB_COLUMNS},
+        # FSDP2 knows it as a switch, FSDP1 as a choice: one column holds both.
+        "backward_prefetch": str(strategy_values["backward_prefetch"]).lower()
+        if "backward_prefetch" in strategy_values
+        else None,
+    }
+
+
+def _describe_mixed_precision(config: RunConfig) -> str:
+    if not config.precision.is_mixed:
+        return "none"
+    return config.strategy.describe_mixed_precision(config.precision)
+
+
+def build_environment_columns(outcomes: list[RankOutcome]) -> Record:
+    """The columns that say what a run ran on."""
+    device_by_rank = {f"rank {outcome.rank}": outcome.device for outcome in outcomes if outcome.device}
+    gpu_names = sorted({str(device_info["name"]) for device_info in device_by_rank.values() if device_info.get("name")})
+    hosts = sorted({outcome.host for outcome in outcomes})
+    return {
+        **environment.find_commit(),
+        "torch_version": torch.__version__,
+        "gpu_name": ", ".join(gpu_names) or None,
+        "hosts": ",".join(hosts) or environment.get_host_name(),
+        **build_health_columns(device_by_rank.values()),
+        "environment": {
+            **environment.describe_software(),
+            "topology": environment.query_gpu_topology(),
+            "devices": device_by_rank,
+        },
+    }
+
+
+def build_rank_rows(outcomes: list[RankOutcome]) -> list[Record]:
+    """What each rank measured, raw."""
+    rows = []
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.rank):
+        row: Record = {"rank": outcome.rank, "host": outcome.host, "status": outcome.status}
+        if outcome.samples is not None:
+            peaks = {
+                f"peak_{name}_bytes" if name != "alloc_retries" else name: value
+                for name, value in asdict(outcome.samples.peaks).items()
+            }
+            row |= {"step_times_s": outcome.samples.step_times_s, "setup_s": outcome.samples.setup_s, **peaks}
+            busy_values = {"busy_s": outcome.samples.busy_s, "busy_spans_s": outcome.samples.busy_spans_s}
+            row |= {name: value for name, value in busy_values.items() if value is not None}
+            if outcome.samples.cpu_load is not None:
+                row["cpu_load"] = asdict(outcome.samples.cpu_load) | {
+                    "cpus": format_ranges(outcome.samples.cpu_load.cpus)
+                }
+            if outcome.samples.gpu_states:
+                row["gpu_states"] = outcome.samples.gpu_states
+        if "health" in outcome.device:
+            row["health"] = outcome.device["health"]
+        if outcome.error is not None:
+            row |= {"error": outcome.error, "phase": outcome.phase}
+        rows.append(row)
+    return rows

@@ -1,0 +1,291 @@
+"""One rank of one run, from process group to samples: what a launcher starts on every rank."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.config.run_config import RunConfig
+from bench.hardware import MemoryLimit
+from bench.models import Batch
+from bench.rank import environment, gpu_state, out_of_memory
+from bench.rank.cpu_threads import limit_cpu_threads
+from bench.rank.node_health import refuse_unhealthy_node
+from bench.rank.rehearsal_group import init_rehearsal_group
+from bench.rank.timed_loop import RankSamples, measure_rank
+from bench.training.engine import Engine, build_engine, build_micro_batches
+
+PROCESS_GROUP_TIMEOUT_S = 3600
+"""Beyond any run's own time limit, which whoever started the ranks watches."""
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """Where a rank stands in its run and on its machine."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    def select_device(self, device_type: str) -> torch.device:
+        """The rank's own device: its local rank's among all GPUs of the machine, or the only one it is shown."""
+        if device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
+
+    def list_node_ranks(self, ranks_per_node: int) -> list[int]:
+        """The ranks of its machine, itself included."""
+        first_rank = self.rank - self.local_rank
+        return list(range(first_rank, min(first_rank + ranks_per_node, self.world_size)))
+
+
+@dataclass
+class RankOutcome:
+    """What became of one rank. Plain values, so that it can be sent between processes."""
+
+    rank: int
+    host: str
+    status: str = "ok"
+    """ok, oom or error."""
+    samples: RankSamples | None = None
+    device: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    phase: str = "init"
+    oom_bytes: int | None = None
+    failed_at: float | None = None
+
+
+def run_rank(
+    config: RunConfig,
+    coordinates: RankCoordinates,
+    connect_store: Callable[[], dist.Store],
+    trace_path: Path,
+    report_phase: Callable[[str], None] = lambda phase: None,
+    *,
+    check_node: bool = False,
+) -> RankOutcome:
+    """Run one rank from process group to samples. Never raises: what goes wrong is in the outcome.
+
+    Parameters
+    ----------
+    connect_store: callable
+        Gives the key-value store through which the ranks of this run find each other.
+    trace_path: Path
+        Where rank 0 writes the profiler trace, if the configuration asks for one.
+    report_phase: callable
+        Told as each phase of a step begins, for when the rank does not live to say so.
+    check_node: bool
+        Check first that the node is as fast as its kind; the run fails if it is not.
+    """
+    started_at = time.perf_counter()
+    outcome = RankOutcome(coordinates.rank, environment.get_host_name())
+    on_gpu = config.hardware.device == "cuda"
+    memory_limit: MemoryLimit | None = None
+    get_failed_request: Callable[[], int | None] = lambda: None  # noqa: E731
+    read_network: Callable[[], str | None] = lambda: None  # noqa: E731
+
+    def enter_phase(phase: str) -> None:
+        outcome.phase = phase
+        report_phase(phase)
+
+    def build_engine_and_batches() -> tuple[Engine, list[Batch]]:
+        engine = build_engine(
+            config.trained_model,
+            config.strategy,
+            config.precision,
+            config.optimizer,
+            device=device,
+            world_size=config.gpus,
+            activation_checkpointing=config.activation_checkpointing,
+            compile=config.compile,
+            synchronize_every_micro_batch=config.gradient_accumulation_sync,
+            seed=config.seed,
+            enter_phase=enter_phase,
+            rehearsed=config.is_rehearsed,
+            num_micro_batches=config.gradient_accumulation,
+        )
+        share_index, num_shares = config.strategy.find_batch_share(coordinates.rank, config.gpus)
+        batches = build_micro_batches(
+            config.model,
+            num_micro_batches=config.gradient_accumulation,
+            batch_size=config.sequences_per_rank,
+            sequence_length=config.sequence_length,
+            share_index=share_index,
+            num_shares=num_shares,
+            device=device,
+            seed=config.seed,
+        )
+        return engine, batches
+
+    try:
+        if torch.cuda._is_in_bad_fork():
+            raise RuntimeError(
+                "this rank was forked from a process that had started CUDA, and cannot use it: something that was "
+                "imported there did. Report this as a fault of the suite, with the packages that are installed."
+            )
+        device = coordinates.select_device(config.hardware.device)
+        num_devices = config.devices_per_process
+        devices = [device] if num_devices == 1 else [torch.device(device.type, index) for index in range(num_devices)]
+        if on_gpu:
+            outcome.device["before"] = [
+                gpu_state.NvmlGpu(driven_device).read_usage() for driven_device in devices
+            ]  # by others: not yet by this process
+            torch.cuda.set_device(device)
+            get_failed_request = out_of_memory.observe_failed_cuda_allocations()
+            read_network = capture_nccl_network()
+        else:
+            torch.set_num_threads(config.hardware.cpu_threads)
+        kv_store: dist.Store | None = None
+        if config.is_rehearsed:
+            init_rehearsal_group(config.gpus)
+        else:
+            kv_store = connect_store()
+            dist.init_process_group(
+                choose_backend(config),
+                store=kv_store,
+                rank=coordinates.rank,
+                world_size=coordinates.world_size,
+                timeout=datetime.timedelta(seconds=PROCESS_GROUP_TIMEOUT_S),
+                device_id=device if on_gpu else None,
+            )
+        if on_gpu:
+            limit_cpu_threads(kv_store, coordinates.rank, coordinates.list_node_ranks(config.processes_per_node))
+        outcome.device |= environment.describe_devices(devices)
+        if check_node and not config.is_rehearsed:
+            refuse_unhealthy_node(
+                config.hardware,
+                device,
+                host=environment.get_node_name(),
+                num_nodes=config.nodes,
+                device_info=outcome.device,
+            )
+        memory_limit = MemoryLimit(config.hardware.memory_limit_bytes, devices)
+        if memory_limit.limit_bytes != config.hardware.memory_limit_bytes:
+            outcome.device["memory_limit_bytes"] = memory_limit.limit_bytes
+        outcome.samples = measure_rank(
+            build_engine_and_batches,
+            devices,
+            started_at=started_at,
+            warmup_steps=config.measurement.warmup_steps,
+            steps=config.measurement.steps,
+            min_warmup_s=config.measurement.min_warmup_s or 0.0,
+            min_timed_s=config.measurement.min_timed_s or 0.0,
+            profile=config.measurement.profile,
+            trace_path=trace_path if coordinates.rank == 0 else None,
+            unmeasured_work=memory_limit.suspend,
+            agree_on_steps=build_agreement(kv_store, coordinates.rank),
+        )
+    except BaseException as error:
+        outcome.failed_at = time.time()
+        limit_exhausted = memory_limit is not None and memory_limit.lift()
+        oom_error = out_of_memory.find_out_of_memory_error(
+            error, config.hardware.device, offloads=config.strategy.has_offloaded_state, limit_exhausted=limit_exhausted
+        )
+        if oom_error is not None:
+            outcome.status = "oom"
+            outcome.oom_bytes = out_of_memory.find_requested_bytes(oom_error, get_failed_request())
+        else:
+            outcome.status = "error"
+        outcome.error = format_error_line(oom_error or error)
+        limit_bytes = None if memory_limit is None else memory_limit.limit_bytes
+        taken_bytes = max(
+            (
+                gpu_state.compute_taken_bytes(usage_before, limit_bytes)
+                for usage_before in outcome.device.get("before", ())
+            ),
+            default=0,
+        )
+        if oom_error is not None and taken_bytes:
+            outcome.status = "error"
+            outcome.error = f"while other processes held {taken_bytes / 2**30:.1f} GiB of the GPU: {outcome.error}"
+        traceback.print_exc()
+    outcome.device["torch"] = environment.read_torch_settings(on_gpu)
+    if (network_name := read_network()) is not None:
+        outcome.device["nccl_network"] = network_name
+    return outcome
+
+
+def choose_backend(config: RunConfig) -> str:
+    """The communication library of a run's devices, and gloo beside it where tensors that were offloaded are reduced:
+    NCCL knows none that lie in the machine's memory."""
+    if config.hardware.device == "cpu":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if config.strategy.has_host_collectives else "nccl"
+
+
+def build_agreement(kv_store: dist.Store | None, rank: int) -> Callable[[int], int]:
+    """What rank 0 says of a number, for all ranks, which call this equally often; without a store the own number."""
+    key_numbers = itertools.count()
+
+    def agree_on_number(number: int) -> int:
+        if kv_store is None:
+            return number
+        key = f"agreed/{next(key_numbers)}"
+        if rank == 0:
+            kv_store.set(key, str(number))
+        return int(kv_store.get(key))
+
+    return agree_on_number
+
+
+def format_error_line(error: BaseException) -> str:
+    """An exception as one readable line, with what it was raised from in the end."""
+    root_error = error
+    while root_error.__cause__ is not None:
+        root_error = root_error.__cause__
+    lines = [
+        f"{type(linked_error).__name__}: {' '.join(str(linked_error).split())[:500]}"
+        for linked_error in {error: None, root_error: None}
+    ]
+    return " from ".join(lines)
+
+
+# --- Over which network NCCL communicates, as it says itself when it starts.
+
+NETWORK_PATTERN = re.compile(r"NCCL INFO Using network (\S.*)")
+
+
+def capture_nccl_network() -> Callable[[], str | None]:
+    """Have NCCL write down what it chooses when it starts, unless the user has it write something already.
+
+    NCCL has no function that tells. What it writes once at its start costs the steps nothing.
+
+    Returns
+    -------
+    Callable
+        The network's name (IB, Socket, AWS Libfabric, ...), once there is a communicator; None where nothing was said.
+    """
+    if "NCCL_DEBUG" in os.environ:
+        return lambda: None
+    log_descriptor = os.memfd_create("nccl")  # a file in memory, which goes with this process however it ends
+    nccl_variables = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT",
+        "NCCL_DEBUG_FILE": f"/proc/self/fd/{log_descriptor}",
+    }
+    os.environ.update(nccl_variables)
+
+    def read_network() -> str | None:
+        for variable in nccl_variables:
+            os.environ.pop(variable, None)
+        text = os.pread(log_descriptor, os.fstat(log_descriptor).st_size, 0)
+        os.close(log_descriptor)
+        return parse_network(text.decode(errors="replace"))
+
+    return read_network
+
+
+def parse_network(log_text: str) -> str | None:
+    """What NCCL's log names; several, where communicators differ, with commas."""
+    return ", ".join(sorted({name.strip() for name in NETWORK_PATTERN.findall(log_text)})) or None

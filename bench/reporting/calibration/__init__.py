@@ -1,0 +1,1 @@
+"""What a calibration shows: its tables and curves."""

@@ -1,0 +1,1 @@
+"""What the notebooks under analysis/ call, and how they are executed and rendered."""

@@ -1,0 +1,266 @@
+"""The page: what the figures do not say (what was run, where, what failed, every row, every machine) and its HTML."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from bench.records import StoreContents
+from bench.reporting.drawing import labels
+from bench.reporting.drawing.drawing import ReportSection
+from bench.reporting.page import host_differences, run_table
+from bench.reporting.page import hosts as machines
+from bench.reporting.page.compression import compress_json
+from bench.reporting.page.failures import group_failures
+from bench.reporting.page.interactive import InteractiveChart, compress_plotly_js, load_plotly_js
+from bench.reporting.page.run_details import build_details, deduplicate_blocks
+from bench.reporting.tables.cells import iterate_groups, sort_rows
+from bench.reporting.tables.table import NESTED_COLUMNS, SETTING_FORMATTERS
+
+STATUS_MEANINGS = {
+    "ok": "ran to its end, or is predicted to",
+    "oom": "ran out of memory, or is predicted to: a result, drawn in the figures",
+    "error": "failed for another reason",
+    "timeout": "took longer than it was allowed to",
+    "preempted": "taken off its machine; it can be run again",
+    "skipped": "not started",
+}
+EVIDENCE_MEANINGS = {
+    "measured": "every rank ran, with real communication",
+    "rehearsed": "one real rank of the job, communication faked: memory is real, speed leaves communication out",
+    "predicted": "nothing ran: traced and simulated",
+    "published": "quoted from a paper",
+}
+SCRIPT_FILES = ("page_table.js", "page_run.js", "page_machines.js", "page_charts.js", "page_figures.js")
+"""In this order: later ones use what earlier ones define."""
+
+
+def render_page(
+    store_name: str,
+    contents: StoreContents,
+    table: pd.DataFrame,
+    sections: list[ReportSection],
+    svg_texts: dict[str, str],
+    charts: Sequence[InteractiveChart] = (),
+) -> str:
+    """The complete page as HTML, figures included.
+
+    Parameters
+    ----------
+    store_store_name: str
+        Where the rows come from.
+    svg_texts: dict
+        Text of the SVG of every drawing, by its name.
+    charts: sequence of Chart
+        Figures to hover over; with none, the page does not carry the library that draws them.
+    """
+    environment = Environment(
+        loader=PackageLoader("bench.reporting.page", ""),
+        autoescape=select_autoescape(["html", "j2"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+    def read_source(file: str) -> str:
+        return environment.loader.get_source(environment, file)[0]  # type: ignore[union-attr]
+
+    ordered_rows = sort_rows(table)
+    files = contents.files or [f"{record['run_id']}/{record.get('attempt', 0)}.json" for record in contents.records]
+    places = [_describe_place(str(place), rows) for (place,), rows in iterate_groups(ordered_rows, "place")]
+    places.sort(key=lambda place: -place["count"])
+    host_systems, other_count = machines.find_host_systems(table, contents.records)
+    script = "(() => {\n" + "\n".join(read_source(file) for file in SCRIPT_FILES) + "})();\n"
+    executed_scripts = [script, *([load_plotly_js()] if charts else [])]
+    return environment.get_template("page.html.j2").render(
+        name=store_name,
+        total=labels.format_plural(len(table), "run"),
+        style=read_source("page.css"),
+        script=script,
+        hashes=" ".join(f"'sha256-{_hash_script(text)}'" for text in executed_scripts),
+        lead=_describe_runs(table, places),
+        counts=_count_values(table["status"], STATUS_MEANINGS),
+        evidence=_count_values(table["evidence"], EVIDENCE_MEANINGS),
+        places=places,
+        on_cpu=any(place["cpu"] for place in places),
+        shared=_list_shared_settings(table),
+        period=_format_period(table),
+        sections=sections,
+        images=compress_json(svg_texts),
+        causes=group_failures(table),
+        **_build_run_table(ordered_rows, contents, files),
+        details=compress_json(_build_details(table, contents, files)),
+        charts=list(dict.fromkeys(chart.group for chart in charts)),
+        chart_data=compress_json([asdict(chart) for chart in charts]),
+        library=compress_plotly_js() if charts else "",
+        out_of_memory=[_build_oom_row(row) for row in _list_rows(ordered_rows[ordered_rows["status"] == "oom"])],
+        failures=[
+            _build_failure_row(row) for row in _list_rows(ordered_rows[~ordered_rows["status"].isin(["ok", "oom"])])
+        ],
+        machines=host_systems,
+        facts=machines.build_comparison_rows(host_systems),
+        other_machines=other_count,
+        pairs=host_differences.pair_host_systems(host_systems),
+        change=host_differences.format_change,
+        labels=labels,
+        unreadable=contents.unreadable,
+        cpu_note=labels.CPU_NOTE,
+    )
+
+
+def _hash_script(text: str) -> str:
+    """A script's hash as a content security policy names it: only scripts with these are executed."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _build_run_table(ordered: pd.DataFrame, contents: StoreContents, files: Sequence[str]) -> dict[str, Any]:
+    """The table of all runs: its columns and lines."""
+    rows = _list_rows(ordered)
+    columns = run_table.select_columns(rows)
+    variant_positions = {variant: index for index, variant in enumerate(sorted(set(ordered["variant_key"])))}
+    run_positions = [variant_positions[variant] for variant in ordered["variant_key"]]
+    table_rows = [
+        run_table.build_run_row(row, contents.records[position], columns, files[position], variant_position)
+        for row, position, variant_position in zip(rows, ordered.index, run_positions, strict=True)
+    ]
+    return {"columns": columns, "runs": table_rows}
+
+
+def _build_details(table: pd.DataFrame, contents: StoreContents, files: Sequence[str]) -> dict[str, Any]:
+    headings = table["variant"] + " · " + table["precision"] + " · " + table["heading"]
+    return deduplicate_blocks(
+        {
+            str(link): build_details(record, file, str(heading))
+            for link, record, file, heading in zip(table["link"], contents.records, files, headings, strict=True)
+        }
+    )
+
+
+def _count_values(column: pd.Series, meanings: dict[str, str]) -> list[tuple[str, int, str]]:
+    counts = column.value_counts()
+    return [(name, int(counts[name]), meaning) for name, meaning in meanings.items() if name in counts]
+
+
+def _list_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return run_table.list_plain_rows(frame, "variant_key", *NESTED_COLUMNS)
+
+
+def _format_distinct(values: Iterable[Any], max_values: int = 12) -> str:
+    return labels.format_list(_list_distinct(values), max_values) or labels.MISSING
+
+
+def _list_distinct(values: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(str(value) for value in values if not pd.isna(value)))
+
+
+def _describe_runs(table: pd.DataFrame, places: Sequence[dict[str, Any]]) -> str:
+    """What was run and what came of it, in two sentences."""
+    evidence_texts = [f"{count} {kind}" for kind, count, _ in _count_values(table["evidence"], EVIDENCE_MEANINGS)]
+    predicted_note = " or are predicted to" if (table["evidence"] == "predicted").any() else ""
+    status_phrases = {
+        "ok": f"ended well{predicted_note}",
+        "oom": "ran out of memory",
+        "error": "failed",
+        "timeout": "took too long",
+    }
+    status_phrases |= {"preempted": "taken off their machine", "skipped": "not started"}
+    outcome_texts = [
+        f"{count} {status_phrases[status]}" for status, count, _ in _count_values(table["status"], STATUS_MEANINGS)
+    ]
+    models, variants = (_list_distinct(sort_rows(table)[column]) for column in ("model", "variant"))
+    subject = (
+        f"{labels.format_plural(len(models), 'model')} and {labels.format_plural(len(variants), 'way')} to spread them"
+    )
+    places_text = labels.format_plural(len(places), "kind") + " of device"
+    lead = f"{labels.format_plural(len(table), 'run')} ({', '.join(evidence_texts)}) of {subject}, on {places_text}: {', '.join(outcome_texts)}."
+    degraded = int((table["degraded"].fillna(False) & (table["status"] == "ok")).sum())
+    verb = "has times that do" if degraded == 1 else "have times that do"
+    return lead + (
+        f" {degraded} of those that ended well {verb} not represent the speed (degraded)." if degraded else ""
+    )
+
+
+def _describe_place(place: str, rows: pd.DataFrame) -> dict[str, Any]:
+    commits = [
+        f"{str(row['git_sha'])[:10]}{' with uncommitted changes' if row['git_clean'] is False else ''}"
+        for row in _list_rows(rows)
+        if row["git_sha"]
+    ]
+    hosts = [host.strip() for text in rows["hosts"].dropna() for host in str(text).split(",")]
+    world_sizes = sorted({int(size) for size in rows["world_size"].dropna()})
+    device = rows["device"].iloc[0]
+    nouns = labels.get_rank_nouns(device)
+    properties = [
+        ("Runs", _describe_outcomes(rows)),
+        ("Evidence", _format_distinct(rows["evidence"])),
+        ("Models", _format_distinct(rows["model"])),
+        ("Strategies", _format_distinct(rows["variant"])),
+        ("Precisions", _format_distinct(rows["precision"])),
+        (nouns[0].upper() + nouns[1:], _format_distinct(world_sizes)),
+        ("Device", _format_distinct(rows["gpu_name"])),
+        ("Hosts", _format_distinct(hosts)),
+        ("torch", _format_distinct(rows["torch_version"])),
+        ("Commit", _format_distinct(commits, 6)),
+        ("Sweeps", _format_distinct(rows["sweep"])),
+        ("Started", _format_period(rows)),
+    ]
+    return {
+        "title": place,
+        "count": len(rows),
+        "cpu": (rows["device"] == "cpu").any(),
+        "facts": [(name, value) for name, value in properties if value != labels.MISSING],
+    }
+
+
+def _describe_outcomes(rows: pd.DataFrame) -> str:
+    outcome_texts = [f"{count} {status}" for status, count, _ in _count_values(rows["status"], STATUS_MEANINGS)]
+    return f"{len(rows)}: {', '.join(outcome_texts)}"
+
+
+def _list_shared_settings(table: pd.DataFrame) -> list[str]:
+    """Settings that all runs have in common; those that differ are in the figures' headings."""
+    phrases = []
+    for column, format_setting in SETTING_FORMATTERS.items():
+        values = table[column].dropna().unique()
+        if len(values) == 1 and table[column].notna().all():
+            phrases.append(format_setting(values[0]))
+    return phrases
+
+
+def _format_period(table: pd.DataFrame) -> str:
+    times = sorted(str(time)[:16].replace("T", " ") for time in table["started_at"].dropna())
+    if not times:
+        return labels.MISSING
+    return times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
+
+
+def _build_oom_row(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "what": _describe_run(row),
+        "phase": row["oom_phase"] or labels.MISSING,
+        "asked_for": labels.format_memory(row["oom_bytes"]),
+        "limit": row["limit"].removeprefix("limit ") or "none set",
+        "rank": labels.MISSING if row["oom_rank"] is None else row["oom_rank"],
+        "run_id": row["run_id"],
+        "link": row["link"],
+    }
+
+
+def _build_failure_row(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "status": row["status"],
+        "what": _describe_run(row),
+        "cause": row["error"] or "no cause recorded",
+        "run_id": row["run_id"],
+        "link": row["link"],
+    }
+
+
+def _describe_run(row: dict[str, Any]) -> str:
+    return f"{row['variant']} · {row['precision']} · {row['heading']}"

@@ -1,0 +1,1 @@
+"""The FSDP paper's figures and statements beside the rows of a store."""

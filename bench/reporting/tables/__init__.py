@@ -1,0 +1,1 @@
+"""From rows to the small tables that figures and pages show."""

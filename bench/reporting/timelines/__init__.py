@@ -1,0 +1,1 @@
+"""A simulated step as a picture, and as a trace for a viewer."""

@@ -1,0 +1,1 @@
+"""DeepSpeed: its strategy, and what each ZeRO stage stores and sends."""

@@ -1,0 +1,350 @@
+"""One rank of a pipeline: its stages, what it shares with other stages, and the schedule that runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.core.precision import Precision
+from bench.models import Batch, Family
+from bench.models.stages import PipelineStageModule, split_blocks_into_stages
+from bench.strategies.base import WrapContext
+from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, GPIPE, INTERLEAVED, ONE_F_ONE_B, Timetable
+from bench.strategies.pipeline.step_plans import find_tied_parameters
+from bench.strategies.stepper import StepEngine, Stepper, TimeSpans
+
+PIPELINE_DIM, DATA_PARALLEL_DIM = "pipeline", "data"
+"""Dimensions of the mesh, stages outermost."""
+
+SCHEDULE_CLASSES: dict[str, Any] = {
+    GPIPE: ScheduleGPipe,
+    ONE_F_ONE_B: Schedule1F1B,
+    INTERLEAVED: ScheduleInterleaved1F1B,
+}
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that several stages have a copy of, as far as this rank has copies."""
+
+    copies: list[nn.Parameter]
+    group: dist.ProcessGroup | None
+    """The ranks of this pipeline that have others; None where there are none."""
+
+    def sum_gradients(self) -> None:
+        """Give every copy the sum of all copies' gradients, so that all are updated alike."""
+        gradients = [to_local_tensor(copy.grad) for copy in self.copies if copy.grad is not None]
+        total = gradients[0]
+        for other in gradients[1:]:
+            total += other
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        for other in gradients[1:]:
+            other.copy_(total)
+
+
+def to_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class PipelinedModel(nn.Module):
+    """The stages of one rank, wrapped and filled."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        tied_parameters: Sequence[TiedParameter],
+        context: WrapContext,
+        timetable: Timetable,
+        group: dist.ProcessGroup,
+        stage_output_dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages.values())
+        self.stage_indices = list(stages)
+        self.tied_parameters = tied_parameters
+        self.family: Family = context.family
+        self.device = context.device
+        self.timetable = timetable
+        self.group = group
+        self.stage_output_dtype = stage_output_dtype
+        """Of what stages hand over."""
+
+
+def build_pipelined_model(
+    model: nn.Module, context: WrapContext, timetable: Timetable, data_parallel: str, *, uses_autocast: bool
+) -> PipelinedModel:
+    """Cut the model, which is on meta, and wrap and fill the stages of this rank. All ranks call this together."""
+    num_copies = context.world_size // timetable.ranks
+    mesh = init_device_mesh(
+        context.device.type, (timetable.ranks, num_copies), mesh_dim_names=(PIPELINE_DIM, DATA_PARALLEL_DIM)
+    )
+    assert context.family.num_blocks is not None
+    stages = [
+        context.family.build_stage(model, blocks)
+        for blocks in split_blocks_into_stages(context.family.num_blocks, timetable.num_stages)
+    ]
+    parameter_names = [context.materializer.list_parameter_names(stage) for stage in stages]
+    group = mesh[PIPELINE_DIM].get_group()
+    rank = mesh.get_local_rank(PIPELINE_DIM)
+    wrapped_stages: dict[int, nn.Module] = {}
+    filled_parameters: dict[tuple[int, str], nn.Parameter] = {}
+    for index in timetable.find_stages_of_rank(rank):
+        stage = stages[index]
+        paths = [path for path, _ in stage.named_parameters()]
+        materializer = context.materializer.build_for_part(stage)
+        if data_parallel == "fsdp":
+            _shard_stage(stage, mesh[DATA_PARALLEL_DIM], context.precision)
+        materializer.fill_model(stage)
+        for path, name in zip(paths, parameter_names[index], strict=True):
+            filled_parameters[index, name] = stage.get_parameter(path)
+        wrapped_stages[index] = (
+            _wrap_in_ddp(stage, mesh[DATA_PARALLEL_DIM], context.device) if data_parallel == "ddp" else stage
+        )
+    tied_parameters = _build_tied_parameters(parameter_names, filled_parameters, timetable, mesh, rank)
+    # Point-to-point communication of a few ranks must not be the first that a group is used for.
+    dist.all_reduce(torch.zeros(1, device=context.device), group=group)
+    dtype = context.precision.parameter_dtype if uses_autocast else context.precision.compute_dtype
+    return PipelinedModel(wrapped_stages, tied_parameters, context, timetable, group, dtype)
+
+
+def _shard_stage(stage: PipelineStageModule, mesh: DeviceMesh, precision: Precision) -> None:
+    """Shard each block, then what is left. Whole parameters stay until the step's last backward is over: they would be
+    gathered twice for every micro-batch otherwise."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.compute_dtype if precision.is_mixed else None, reduce_dtype=precision.reduce_dtype
+    )
+    for block in (block for blocks in stage.block_lists for block in blocks):
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def _wrap_in_ddp(stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    return DistributedDataParallel(
+        stage,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=mesh.get_group(),
+        gradient_as_bucket_view=True,
+        init_sync=False,  # every rank has filled its copy with the same values
+    )
+
+
+def _build_tied_parameters(
+    parameter_names: Sequence[Sequence[str]],
+    filled_parameters: Mapping[tuple[int, str], nn.Parameter],
+    timetable: Timetable,
+    mesh: DeviceMesh,
+    rank: int,
+) -> list[TiedParameter]:
+    """All ranks make all groups, in the same order."""
+    tied_parameters = []
+    groups_by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for name, stages in find_tied_parameters(parameter_names).items():
+        ranks = tuple(sorted({stage % timetable.ranks for stage in stages}))
+        if len(ranks) > 1 and ranks not in groups_by_ranks:
+            groups_by_ranks[ranks] = _create_own_group(ranks, mesh)
+        if rank in ranks:
+            copies = [filled_parameters[stage, name] for stage in stages if stage % timetable.ranks == rank]
+            tied_parameters.append(TiedParameter(copies, groups_by_ranks.get(ranks)))
+    return tied_parameters
+
+
+def _create_own_group(ranks: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of these stages' ranks in every copy of the pipeline; this rank's own of them."""
+    own_group = None
+    for copy_ranks in mesh.mesh[list(ranks)].T.tolist():
+        group = dist.new_group(copy_ranks)
+        if dist.get_rank() in copy_ranks:
+            own_group = group
+    return own_group
+
+
+class TimedPipelineStage(PipelineStage):
+    """A stage that says when it computes."""
+
+    engine: StepEngine
+    stopwatch: Stopwatch
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch forward, its input being there."""
+        self.engine.enter_phase(FORWARD)
+        with self.stopwatch.record_span(), self.engine.autocast():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch backward, its gradients being there."""
+        self.engine.enter_phase(BACKWARD)
+        with self.stopwatch.record_span():
+            return super().backward_one_chunk(*args, **kwargs)
+
+
+class PipelineStepper(Stepper):
+    """Has a schedule carry out all micro-batches of a step."""
+
+    def __init__(
+        self,
+        model: PipelinedModel,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        keep_gradients: bool,
+    ) -> None:
+        super().__init__(optimizer, scaler, keep_gradients)
+        self._model = model
+        self._schedule: Any = None
+        self._stopwatch = Stopwatch(model.device)
+
+    def step(self, engine: StepEngine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
+        """The schedule over the share of the batch, the sums of tied gradients, and the update."""
+        (batch,) = micro_batches
+        if self._schedule is None:
+            self._schedule = self._build_schedule(engine, batch)
+        engine.enter_phase(FORWARD)
+        self._stopwatch.begin_step()
+        losses: list[torch.Tensor] = []
+        self._schedule.step(target=batch.labels, losses=losses, return_outputs=False, **batch.inputs)
+        for tied_parameter in self._model.tied_parameters:
+            tied_parameter.sum_gradients()
+        losses = [loss.detach() for loss in losses]  # without their graphs
+        engine.enter_phase("optimizer")
+        self.update()
+        return torch.stack(losses).sum() if losses else None
+
+    def update(self) -> None:
+        """As everywhere."""
+        with self._stopwatch.record_span():
+            super().update()
+
+    def start_timed_steps(self) -> None:
+        """Start the stopwatch."""
+        self._stopwatch.start()
+
+    def collect_busy_spans(self) -> list[TimeSpans]:
+        """Of each stage's computation, and of the optimizer."""
+        return self._stopwatch.stop()
+
+    def _build_schedule(self, engine: StepEngine, batch: Batch) -> Any:
+        model, timetable = self._model, self._model.timetable
+        sequences = batch.labels.shape[0] // timetable.micro_batches
+        blocks = split_blocks_into_stages(model.family.num_blocks or 0, timetable.num_stages)
+        length = batch.inputs["input_ids"].shape[1]
+
+        def build_example_tensors(stage_index: int) -> tuple[torch.Tensor, ...]:
+            """What a stage is handed, without data."""
+            if stage_index == 0:
+                return ()
+            shapes = model.family.find_stage_input_shapes(blocks[stage_index].start, length)
+            tensor_options: dict[str, Any] = {
+                "dtype": model.stage_output_dtype,
+                "device": "meta",
+                "requires_grad": True,
+            }
+            return tuple(torch.empty(sequences, *shape, **tensor_options) for shape in shapes)
+
+        stages = []
+        for index, module in zip(model.stage_indices, model.stages, strict=True):
+            is_last = index == timetable.num_stages - 1
+            example_logits = (torch.empty(0, device="meta"),)
+            stage = TimedPipelineStage(
+                module,
+                index,
+                timetable.num_stages,
+                model.device,
+                input_args=build_example_tensors(index),
+                output_args=example_logits if is_last else build_example_tensors(index + 1),
+                group=model.group,
+            )
+            stage.engine, stage.stopwatch = engine, self._stopwatch
+            stages.append(stage)
+        schedule_class = SCHEDULE_CLASSES[timetable.schedule]
+        return schedule_class(
+            stages if timetable.schedule == INTERLEAVED else stages[0],
+            timetable.micro_batches,
+            loss_fn=self._build_loss_share(engine.loss, timetable.micro_batches),
+            scale_grads=False,
+        )
+
+    def _build_loss_share(
+        self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], micro_batches: int
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        def compute_loss_share(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with self._stopwatch.record_span():
+                return loss(logits, labels) / micro_batches
+
+        return compute_loss_share
+
+
+# --- When a rank computes within a step, and when it waits.
+
+
+class Stopwatch:
+    """Notes spans of time per step, once it is started: on the host's clock, or as events of the current CUDA stream.
+
+    A receive that was waited for on the stream lies before a span that begins after it, so that spans hold computation.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_running = False
+        self._step_starts: list[Any] = []
+        self._step_spans: list[list[tuple[Any, Any]]] = []
+
+    def start(self) -> None:
+        """Note the steps that begin from now on."""
+        self._is_running = True
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        if self._is_running:
+            self._step_starts.append(self._record_time())
+            self._step_spans.append([])
+
+    @contextlib.contextmanager
+    def record_span(self) -> Iterator[None]:
+        """Something is computed within."""
+        if not self._is_running:
+            yield
+            return
+        start = self._record_time()
+        yield
+        self._step_spans[-1].append((start, self._record_time()))
+
+    def stop(self) -> list[TimeSpans]:
+        """Of each step since it was started, in seconds from the first one's beginning; they are forgotten."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        spans = [
+            [
+                (
+                    self._compute_elapsed_s(self._step_starts[0], start),
+                    self._compute_elapsed_s(self._step_starts[0], end),
+                )
+                for start, end in step_spans
+            ]
+            for step_spans in self._step_spans
+        ]
+        self._is_running, self._step_starts, self._step_spans = False, [], []
+        return spans
+
+    def _record_time(self) -> Any:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            return event
+        return time.perf_counter()
+
+    def _compute_elapsed_s(self, start: Any, end: Any) -> float:
+        elapsed_s: float = start.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - start
+        return elapsed_s

@@ -1,0 +1,309 @@
+"""What one rank of a pipeline holds from one micro-batch to the next, alone, under DDP and under FSDP.
+
+Read in torch 2.13 (``torch/distributed/pipelining/stage.py``): under DDP gradients accumulate as tensors of their own,
+and are copied into the buckets in the last backward; under FSDP whole parameters stay from the first use of a stage
+until its last backward is over, and so do whole gradients, which are then reduced unit by unit, what lies outside the
+blocks first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.strategies.step_plan import (
+    ALL_GATHER_MEMORY,
+    GRADIENT_MEMORY,
+    PARAMETER_MEMORY,
+    REDUCTION_MEMORY,
+    ParameterSpec,
+    PlanDevice,
+    PlanInputs,
+    ShardingUnit,
+    allocate_copy_in_briefly,
+    allocate_optimizer_state,
+)
+
+
+@dataclass(frozen=True)
+class StageUnits:
+    """One stage of a rank: its root first, then its blocks."""
+
+    index: int
+    units: tuple[ShardingUnit, ...]
+    parameters: tuple[ParameterSpec, ...]
+    """All of them, in the order of the stage's module."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+def find_tied_parameters(names: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    """Parameters that several stages have, by their names in the whole model, and those stages."""
+    stages_by_name: dict[str, list[int]] = {}
+    for index, stage_names in enumerate(names):
+        for name in stage_names:
+            stages_by_name.setdefault(name, []).append(index)
+    return {name: stages for name, stages in stages_by_name.items() if len(stages) > 1}
+
+
+class StagePlan(ABC):
+    """What the rank holds for its stages. Called in the order of a step."""
+
+    def __init__(self, stages: Sequence[StageUnits], inputs: PlanInputs) -> None:
+        self.stages = stages
+        self.inputs = inputs
+        self.keeps_gradients = inputs.keep_gradients
+        self.parameter_itemsize = inputs.parameter_itemsize
+
+    @property
+    @abstractmethod
+    def updated_numels(self) -> list[int]:
+        """Elements of each tensor that the optimizer updates."""
+
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
+        """Parameters and optimizer state."""
+        updated_numel = sum(self.updated_numels)
+        device.allocate("parameters", updated_numel * self.parameter_itemsize, PARAMETER_MEMORY)
+        allocate_optimizer_state(device, self.inputs, self.updated_numels)
+
+    gathers_units = False
+    """Whether units are gathered, one by one, as the first micro-batch comes to them."""
+
+    def begin_step(self, device: PlanDevice, *, gathers_ahead: bool) -> None:
+        """A step begins; `gathers_ahead` says that the schedule gathers stages before it comes to them."""
+
+    def before_unit_first_forward(self, device: PlanDevice, stage: StageUnits, unit: ShardingUnit) -> None:
+        """The first micro-batch of a step comes to a unit."""
+
+    def after_stage_first_forward(self, device: PlanDevice, stage: StageUnits) -> None:
+        """The first micro-batch has left a stage."""
+
+    def compute_kept_gradient_bytes(self, parameter: ParameterSpec) -> float:
+        """Bytes of a gradient that stay when its first micro-batch is over, beyond what was there before."""
+        return 0.0 if self.keeps_gradients else float(parameter.numel * self.parameter_itemsize)
+
+    def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
+        """Whether each after_gradient of a backward is told of, by `after_gradient`, as it is complete."""
+        return False
+
+    def after_gradient(
+        self,
+        device: PlanDevice,
+        stage: StageUnits,
+        unit: ShardingUnit,
+        parameter: ParameterSpec,
+        *,
+        is_first_micro_batch: bool,
+    ) -> None:
+        """Where they are told of: one is complete."""
+
+    def compute_accumulation_bytes(self, unit: ShardingUnit) -> float:
+        """What a CPU needs for a moment to add a unit's gradients, one by one, to those of another format."""
+        return 0.0
+
+    def after_unit_backward(self, device: PlanDevice, stage: StageUnits, unit: ShardingUnit) -> None:
+        """A block of a stage has run backward."""
+
+    def after_stage_last_backward(self, device: PlanDevice, stage: StageUnits) -> None:
+        """All micro-batches of a stage have run backward."""
+
+    def after_optimizer_step(self, device: PlanDevice) -> None:
+        """Gradients are set to None, or zero."""
+        if not self.keeps_gradients:
+            for stage in self.stages:
+                device.free(name_stage_gradients(stage))
+
+
+def name_stage_gradients(stage: StageUnits) -> str:
+    """The name under which a stage's gradients are held."""
+    return f"gradients {stage.index}"
+
+
+class SingleCopyStagePlan(StagePlan):
+    """One copy of the model."""
+
+    @property
+    def updated_numels(self) -> list[int]:
+        """All parameters of the rank's stages."""
+        return [parameter.numel for stage in self.stages for parameter in stage.parameters]
+
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
+        """Gradients too, if they are kept."""
+        super().allocate_persistent_state(device)
+        if self.keeps_gradients:
+            for stage in self.stages:
+                device.allocate(name_stage_gradients(stage), stage.numel * self.parameter_itemsize, GRADIENT_MEMORY)
+
+
+class ReplicatedStagePlan(SingleCopyStagePlan):
+    """DDP around each stage, whose gradients are views of its buckets when a step is over."""
+
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
+        """Buckets, in which kept gradients are."""
+        super().allocate_persistent_state(device)
+        for stage in self.stages:
+            device.free(name_stage_gradients(stage))
+            device.allocate(f"buckets {stage.index}", stage.numel * self.parameter_itemsize, GRADIENT_MEMORY)
+
+    def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
+        """In the last backward."""
+        return is_last_backward
+
+    def after_gradient(
+        self,
+        device: PlanDevice,
+        stage: StageUnits,
+        unit: ShardingUnit,
+        parameter: ParameterSpec,
+        *,
+        is_first_micro_batch: bool,
+    ) -> None:
+        """Into its bucket; what was accumulated is freed."""
+        if self.keeps_gradients:
+            return
+        size, gradients_name = parameter.numel * self.parameter_itemsize, name_stage_gradients(stage)
+        if is_first_micro_batch:
+            device.allocate("copied into bucket", size, GRADIENT_MEMORY)
+            device.free("copied into bucket")
+        else:
+            device.grow_allocation(gradients_name, -size, GRADIENT_MEMORY)
+
+
+MAX_STAGES_GATHERED_AHEAD = 3
+"""Stages that torch's interleaved schedules have gathered at a time (``_add_unshard_reshard``)."""
+
+
+class ShardedStagePlan(StagePlan):
+    """FSDP2 around each stage and each of its blocks, over so many copies."""
+
+    def __init__(self, stages: Sequence[StageUnits], inputs: PlanInputs, num_copies: int) -> None:
+        super().__init__(stages, inputs)
+        self._num_copies = num_copies
+        self._compute_itemsize = inputs.precision.compute_dtype.itemsize
+        self._reduce_itemsize = inputs.reduce_itemsize
+        self._accumulated_units: set[tuple[int, int]] = set()
+
+    @property
+    def updated_numels(self) -> list[int]:
+        """The first copy's shards, which are never smaller than the others'."""
+        return [
+            parameter.compute_first_shard_numel(self._num_copies)
+            for stage in self.stages
+            for parameter in stage.parameters
+        ]
+
+    def _compute_padded_numel(self, unit: ShardingUnit) -> int:
+        return (
+            sum(parameter.compute_first_shard_numel(self._num_copies) for parameter in unit.parameters)
+            * self._num_copies
+        )
+
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
+        """Shards of gradients too, if they are kept."""
+        super().allocate_persistent_state(device)
+        if self.keeps_gradients:
+            device.allocate("gradient shards", sum(self.updated_numels) * self.parameter_itemsize, GRADIENT_MEMORY)
+
+    gathers_units = True
+
+    def begin_step(self, device: PlanDevice, *, gathers_ahead: bool) -> None:
+        """Stages that are gathered ahead arrive in buffers."""
+        for stage in self.stages[: MAX_STAGES_GATHERED_AHEAD if gathers_ahead else 0]:
+            for unit in stage.units:
+                device.allocate(
+                    f"buffer {stage.index} {unit.index}",
+                    self._compute_padded_numel(unit) * self._compute_itemsize,
+                    ALL_GATHER_MEMORY,
+                )
+
+    def before_unit_first_forward(self, device: PlanDevice, stage: StageUnits, unit: ShardingUnit) -> None:
+        """Copy it out of the buffer, which lives until the next unit is copied out."""
+        unsharded_bytes = self._compute_padded_numel(unit) * self._compute_itemsize
+        buffer_name = f"buffer {stage.index} {unit.index}"
+        device.free(buffer_name)
+        device.allocate(f"buffer {stage.index}", unsharded_bytes, ALL_GATHER_MEMORY)
+        device.allocate(f"whole {stage.index} {unit.index}", unsharded_bytes, ALL_GATHER_MEMORY)
+
+    def after_stage_first_forward(self, device: PlanDevice, stage: StageUnits) -> None:
+        """The last buffer goes."""
+        device.free(f"buffer {stage.index}")
+
+    def compute_accumulation_bytes(self, unit: ShardingUnit) -> float:
+        """The largest of them, converted."""
+        return (
+            max(parameter.numel for parameter in unit.parameters) * self._reduce_itemsize
+            if self._converts_gradients
+            else 0.0
+        )
+
+    def compute_kept_gradient_bytes(self, parameter: ParameterSpec) -> float:
+        """Whole, in the format it is computed in, unless it is converted as soon as its unit is over."""
+        return 0.0 if self._converts_gradients else float(parameter.numel * self._compute_itemsize)
+
+    @property
+    def _converts_gradients(self) -> bool:
+        return self._reduce_itemsize != self._compute_itemsize
+
+    def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
+        """Where gradients are converted unit by unit."""
+        return self._converts_gradients
+
+    def after_gradient(
+        self,
+        device: PlanDevice,
+        stage: StageUnits,
+        unit: ShardingUnit,
+        parameter: ParameterSpec,
+        *,
+        is_first_micro_batch: bool,
+    ) -> None:
+        """It waits for the others of its unit."""
+        device.grow_allocation(
+            f"computed {stage.index} {unit.index}", parameter.numel * self._compute_itemsize, GRADIENT_MEMORY
+        )
+
+    def after_unit_backward(self, device: PlanDevice, stage: StageUnits, unit: ShardingUnit) -> None:
+        """Gradients are converted to the format they are reduced in, or added to those that are there in it."""
+        if not self._converts_gradients:
+            return
+        name = f"accumulated {stage.index} {unit.index}"
+        if (stage.index, unit.index) not in self._accumulated_units:
+            self._accumulated_units.add((stage.index, unit.index))
+            device.allocate(name, sum(p.numel for p in unit.parameters) * self._reduce_itemsize, GRADIENT_MEMORY)
+        device.free(f"computed {stage.index} {unit.index}")
+
+    def after_stage_last_backward(self, device: PlanDevice, stage: StageUnits) -> None:
+        """Reduce unit by unit: whole parameters go, gradients are copied into a buffer, a shard comes out."""
+        gradients_name = name_stage_gradients(stage)
+        for unit in stage.units:
+            unit_numel = sum(parameter.numel for parameter in unit.parameters)
+            device.free(f"whole {stage.index} {unit.index}")
+            device.free("reduce input")
+            device.allocate("reduce input", self._compute_padded_numel(unit) * self._reduce_itemsize, REDUCTION_MEMORY)
+            if self.inputs.is_on_cpu:
+                allocate_copy_in_briefly(device, unit, self._num_copies, self._reduce_itemsize, self._reduce_itemsize)
+            if self._converts_gradients:
+                device.free(f"accumulated {stage.index} {unit.index}")
+            else:
+                device.grow_allocation(gradients_name, -unit_numel * self._compute_itemsize, GRADIENT_MEMORY)
+            shard_name = f"gradient shard {stage.index} {unit.index}"
+            shard_numel = self._compute_padded_numel(unit) // self._num_copies
+            device.allocate(shard_name, shard_numel * self._reduce_itemsize, GRADIENT_MEMORY)
+            if self._reduce_itemsize != self.parameter_itemsize:
+                device.allocate("converted shard", shard_numel * self.parameter_itemsize, GRADIENT_MEMORY)
+                device.free(shard_name)
+                device.allocate(shard_name, shard_numel * self.parameter_itemsize, GRADIENT_MEMORY)
+                device.free("converted shard")
+        device.free("reduce input")
+        device.free(gradients_name)
+        self._accumulated_units.clear()
+
+    def after_optimizer_step(self, device: PlanDevice) -> None:
+        """Shards of gradients are set to None."""
+        for stage in self.stages:
+            for unit in stage.units:
+                device.free(f"gradient shard {stage.index} {unit.index}")

@@ -1,0 +1,93 @@
+"""Pipeline parallelism: stages of layers on different ranks, kept busy by micro-batches (torch's pipelining)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated
+
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.typed_config import OneOf, Within
+from bench.strategies.base import Strategy
+from bench.strategies.pipeline.schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, Timetable
+from bench.strategies.pipeline.staged import PipelinedStrategy, format_data_parallel_suffix
+
+
+@dataclass(frozen=True)
+class PipelineStrategy(PipelinedStrategy):
+    """A pipeline's share of the batch is split into micro-batches, which follow each other through the stages.
+
+    An idle share of a step remains, the bubble: the more micro-batches, the smaller.
+    """
+
+    micro_batches: Annotated[int | None, Within(1, 1024)]
+    """Parts that a pipeline's share of the batch (stages x batch_size_per_gpu sequences) is split into. null: as many
+    as ranks in the pipeline, each of batch_size_per_gpu sequences."""
+    schedule: Annotated[str, OneOf(*SCHEDULES)]
+    """gpipe (all forward, then all backward), 1f1b (one forward, one backward) or interleaved_1f1b."""
+    virtual_stages: Annotated[int | None, Within(1, 512)]
+    """Stages per rank. null: 2 for interleaved_1f1b, else 1."""
+
+    def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
+        """As every strategy with stages, and micro-batches and virtual stages as numbers."""
+        virtual_stages = (
+            (2 if self.schedule == INTERLEAVED else 1) if self.virtual_stages is None else self.virtual_stages
+        )
+        stages = self.parse_ranks_per_copy(world_size, ranks_per_node)
+        micro_batches = stages if self.micro_batches is None else self.micro_batches
+        strategy = dataclasses.replace(self, virtual_stages=virtual_stages, micro_batches=micro_batches)
+        return super(PipelineStrategy, strategy).resolve(world_size, ranks_per_node, accumulates=accumulates)
+
+    @property
+    def timetable(self) -> Timetable:
+        """As the knobs say."""
+        assert self.micro_batches is not None
+        assert self.virtual_stages is not None
+        return Timetable(self.schedule, self.ranks_per_copy, self.virtual_stages, self.micro_batches)
+
+    def check(self, world_size: int) -> None:
+        """What the schedules can be asked for."""
+        timetable = self.timetable
+        if (timetable.virtual_stages > 1) != (self.schedule == INTERLEAVED):
+            valid = "2 or more, or null" if self.schedule == INTERLEAVED else f"1, or strategy.schedule={INTERLEAVED}"
+            raise invalid_value_error(
+                "strategy.virtual_stages",
+                timetable.virtual_stages,
+                f"{valid}: strategy.schedule={self.schedule} is asked for",
+                ImpossibleError,
+            )
+        if self.schedule == ONE_F_ONE_B and timetable.micro_batches < self.ranks_per_copy:
+            raise self._build_micro_batches_error(
+                f"at least one per stage, {self.ranks_per_copy}, or strategy.schedule=gpipe"
+            )
+        if self.schedule == INTERLEAVED:
+            if timetable.micro_batches < self.ranks_per_copy:
+                raise self._build_micro_batches_error(
+                    f"at least one per rank of the pipeline, {self.ranks_per_copy}, or strategy.schedule=gpipe"
+                )
+            if not timetable.has_equal_rounds:
+                fewer, more = self._find_nearest_micro_batches(-1), self._find_nearest_micro_batches(1)
+                raise self._build_micro_batches_error(
+                    f"{fewer} or {more}, say, for micro_batches // {self.ranks_per_copy} rounds of equal size"
+                )
+
+    def _find_nearest_micro_batches(self, direction: int) -> int:
+        """The nearest number of micro-batches that makes rounds of equal size: fewer (-1) or more (1)."""
+        candidate = self.timetable
+        while not candidate.has_equal_rounds:
+            candidate = dataclasses.replace(candidate, micro_batches=candidate.micro_batches + direction)
+        return candidate.micro_batches
+
+    def _build_micro_batches_error(self, valid: str) -> ImpossibleError:
+        error = invalid_value_error(
+            "strategy.micro_batches",
+            self.micro_batches,
+            f"{valid}: strategy.schedule={self.schedule} is asked for",
+            ImpossibleError,
+        )
+        assert isinstance(error, ImpossibleError)
+        return error
+
+    def describe_effective_strategy(self, world_size: int) -> str:
+        """The schedule, and how copies of the model are kept together."""
+        return f"{self.name}/{self.schedule}{format_data_parallel_suffix(self.data_parallel)}"

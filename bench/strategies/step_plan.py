@@ -1,0 +1,369 @@
+"""What a strategy stores and sends, and when: the vocabulary in which each strategy's file states its plan.
+
+A plan is told of every event of a step, in the order the processor meets them, and answers by acting on a `PlanDevice`:
+memory is held and released, collectives are sent and waited for. Whoever simulates a step implements `PlanDevice` and
+plays the model's own computation in between; it knows no strategy by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bench.core.precision import Precision
+
+PARAMETER_MEMORY, GRADIENT_MEMORY, OPTIMIZER_MEMORY, ALL_GATHER_MEMORY, REDUCTION_MEMORY = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "reduced",
+)
+"""What memory is held for."""
+
+ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM = "gather", "reduce", "replicate"
+"""Streams that communicate beside the one that computes."""
+
+WORLD_GROUP, SHARD_GROUP, REPLICA_GROUP, TENSOR_GROUP = "world", "shards", "replicas", "tensor"
+"""Groups of ranks: all of them; those that share one copy of the model; those that hold the same shard; those that
+share every layer, of each of which the three others then have one rank."""
+
+
+GRADIENTS_KEPT, GRADIENTS_ACCUMULATED, GRADIENTS_HANDLED_ONE_BY_ONE = "stay", "added", "told"
+"""What becomes of gradients as they are completed: they stay, all of a unit's held under `name_unit_gradients` it; they are
+added to what is held there already; or the plan is told of each."""
+
+
+def name_unit_gradients(unit: ShardingUnit) -> str:
+    """The name under which a unit's gradients are held."""
+    return f"gradients {unit.index}"
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter as the model has it."""
+
+    name: str
+    """Within its block; for the root, within the model."""
+    shape: tuple[int, ...]
+    keeps_fp32: bool = False
+    """Computed in fp32 even where the rest is in 16 bits."""
+    is_trained: bool = True
+    """Has a gradient and optimizer state."""
+    fixed_bytes: int | None = None
+    """What it takes in any precision: quantised, with its scales."""
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def compute_first_shard_numel(self, num_ranks: int) -> int:
+        """Elements of the first of so many shards along the first dimension, than which the others are never larger."""
+        rows = self.shape[0] if self.shape else 1
+        return -(-rows // num_ranks) * (self.numel // rows)
+
+    def compute_padded_numel(self, num_ranks: int) -> int:
+        """Elements of all shards, the last ones padded, where they are not all of one size; else 0."""
+        padded_numel = self.compute_first_shard_numel(num_ranks) * num_ranks
+        return padded_numel if padded_numel != self.numel else 0
+
+
+@dataclass(frozen=True)
+class ShardingUnit:
+    """Parameters that a sharding strategy gathers as one: a group of blocks, or the root with what is left."""
+
+    index: int
+    """In the order in which forward passes end; the root, which is needed first and last, has -1."""
+    name: str
+    parameters: tuple[ParameterSpec, ...]
+    is_within_next_unit: bool = False
+    """It is a layer within the next unit that is none."""
+
+    @functools.cached_property
+    def trained_parameters(self) -> tuple[ParameterSpec, ...]:
+        """Those that have gradients."""
+        return tuple(parameter for parameter in self.parameters if parameter.is_trained)
+
+    @property
+    def keeps_fp32(self) -> bool:
+        """Whether it is computed in fp32 even where the rest is in 16 bits."""
+        return all(parameter.keeps_fp32 for parameter in self.parameters) and bool(self.parameters)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is what lies outside the blocks."""
+        return self.index < 0
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What a plan must know of the run."""
+
+    units: tuple[ShardingUnit, ...]
+    """The root first, then the others in the order in which their forward passes end."""
+    precision: Precision
+    world_size: int
+    states_per_parameter: int
+    """Tensors of a parameter's size that the optimizer keeps."""
+    num_micro_batches: int
+    keep_gradients: bool = False
+    """Gradients are filled with zeros after a step, not freed."""
+    outputs_bytes: float = 0.0
+    """Of everything the model returns for a micro-batch."""
+    logits_bytes: float = 0.0
+    """Of its logits alone."""
+    casts_parameters: bool = True
+    """Parameters are cast to the format that is computed in; else autocast does what is mixed."""
+    is_on_cpu: bool = False
+    """The device is a CPU, where some of torch's operators need memory that a GPU's kernels do not."""
+    explicit_parameter_order: tuple[tuple[int, int], ...] = ()
+    """All parameters in the order of the model, which is the optimizer's: each as the position of its unit in `units`,
+    and its own there. Empty: as the units have them."""
+
+    @functools.cached_property
+    def parameter_order(self) -> tuple[tuple[int, int], ...]:
+        """As `explicit_parameter_order`, never empty."""
+        numbered_units = enumerate(self.units)
+        return self.explicit_parameter_order or tuple(
+            (unit_index, position) for unit_index, unit in numbered_units for position in range(len(unit.parameters))
+        )
+
+    @functools.cached_property
+    def trained_parameters(self) -> tuple[ParameterSpec, ...]:
+        """All that have gradients, in the order of the model."""
+        ordered = (self.units[unit_index].parameters[position] for unit_index, position in self.parameter_order)
+        return tuple(parameter for parameter in ordered if parameter.is_trained)
+
+    @property
+    def parameter_itemsize(self) -> int:
+        """Of one stored element."""
+        return self.precision.parameter_dtype.itemsize
+
+    def compute_stored_bytes(self, parameter: ParameterSpec) -> int:
+        """Of a whole parameter."""
+        fixed_bytes = parameter.fixed_bytes
+        return parameter.numel * self.parameter_itemsize if fixed_bytes is None else fixed_bytes
+
+    @property
+    def reduce_itemsize(self) -> int:
+        """Of one element of a gradient that is reduced."""
+        return self.precision.reduce_dtype.itemsize
+
+    @property
+    def cast_itemsize(self) -> int:
+        """Of one element of a parameter as the strategy hands it to the model, and of its gradient."""
+        return self.precision.compute_dtype.itemsize if self.casts_parameters else self.parameter_itemsize
+
+    def find_compute_itemsize(self, parameter: ParameterSpec) -> int:
+        """The same of a parameter that may stay in fp32."""
+        return 4 if parameter.keeps_fp32 else self.cast_itemsize
+
+
+class PlanDevice(Protocol):
+    """One rank's device, as a plan acts on it."""
+
+    def allocate(self, name: str, size: float, part: str) -> None:
+        """Allocate `size` bytes under a name, for one of PARAMETERS ... REDUCED. What is held under it is freed."""
+
+    def grow_allocation(self, name: str, size: float, part: str) -> None:
+        """Hold more under a name, or less: without a look at the peak."""
+
+    def free(self, name: str, *, after: str | None = None) -> None:
+        """Free what is held under a name, if it is. On a device with streams the memory can be used again only when
+        the work already given to stream `after` (None: the one that computes) is done."""
+
+    def copy_within_device(self, name: str, size: float) -> None:
+        """Move `size` bytes (read and written together) on the device, before what is computed next."""
+
+    def run_collective(
+        self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None
+    ) -> None:
+        """Start a collective of `size` bytes (the whole, gathered) on a stream, when what was given to it, and to
+        stream `after` (``compute`` or another), is done."""
+
+    def copy_host_device(self, name: str, size: float, stream: str, *, after: str | None = None) -> None:
+        """Start copying `size` bytes between the device and its machine's memory, on a stream as in `run_collective`."""
+
+    def wait_for_event(self, name: str) -> None:
+        """Let computation go on only when a collective, or a transfer, is done."""
+
+    def record_event(self, name: str) -> None:
+        """Give this point of the computation a name."""
+
+    def follow_stream(self, stream: str, name: str) -> None:
+        """Let what is sent on a stream from now on start only when the computation has come to a mark."""
+
+    def note_late_free(self, *, after: str | None = None) -> None:
+        """Remember this point of the work given to stream `after` (None: the one that computes) for `limit_all_gathers`."""
+
+    def limit_all_gathers(self, max_unfinished: int) -> None:
+        """If `max_unfinished` points noted by `note_late_free` have not been waited for, stop the processor until the device has
+        come to the oldest of them."""
+
+    def run_hooks(self, count: float = 1.0) -> None:
+        """The processor is busy with a unit's hooks."""
+
+
+class StepPlan(ABC):
+    """One rank's part in a step. Called in the order of the step."""
+
+    updates_on_host = False
+    """Whether the processors of the machine carry out the optimizer's step."""
+
+    def __init__(self, inputs: PlanInputs) -> None:
+        self.inputs = inputs
+
+    @property
+    def host_bytes(self) -> float:
+        """What this rank keeps in the memory of the machine around its device."""
+        return 0.0
+
+    @property
+    def optimizer_transfer_bytes(self) -> float:
+        """Bytes that come to the device for the optimizer's step, and those that go back, one after the other."""
+        return 0.0
+
+    @property
+    def host_copy_bytes(self) -> float:
+        """Bytes read and written in the machine's memory once a step, beside what the optimizer does there."""
+        return 0.0
+
+    @abstractmethod
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
+        """What is held from one step to the next: parameters, optimizer state, buckets."""
+
+    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
+        """A micro-batch starts; `synchronize` says whether its gradients are reduced."""
+
+    def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        """A unit is about to run forward."""
+
+    def after_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        """A unit has run forward."""
+
+    def before_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        """A unit is about to run backward."""
+
+    @abstractmethod
+    def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:
+        """Size of a parameter's gradient as autograd leaves it."""
+
+    def choose_gradient_handling(self, unit: ShardingUnit) -> str:
+        """What becomes of a unit's gradients as they are completed: STAY, ADDED or TOLD."""
+        return GRADIENTS_HANDLED_ONE_BY_ONE
+
+    def after_gradient(self, device: PlanDevice, unit: ShardingUnit, parameter: ParameterSpec) -> None:
+        """Where they are TOLD: one is complete. The tape releases it as it goes on; what is to stay must be held."""
+
+    def after_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        """A unit has run backward, all its gradients are complete."""
+
+    def after_micro_batch_backward(self, device: PlanDevice) -> None:
+        """The micro-batch's backward is over, the root's included."""
+
+    @property
+    @abstractmethod
+    def updated_numels(self) -> Sequence[int]:
+        """Elements of each tensor that this rank's optimizer updates, in its order."""
+
+    @abstractmethod
+    def after_optimizer_step(self, device: PlanDevice) -> None:
+        """Gradients are no longer needed."""
+
+
+class ReplicatedPlan(StepPlan):
+    """Whole parameters, gradients and optimizer state on every rank: what one process does."""
+
+    _micro_batch_count = 0
+
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
+        """Everything is there all the time but the gradients."""
+        parameters = [parameter for unit in self.inputs.units for parameter in unit.parameters]
+        device.allocate("parameters", sum(map(self.inputs.compute_stored_bytes, parameters)), PARAMETER_MEMORY)
+        allocate_optimizer_state(device, self.inputs, self.updated_numels)
+        if self.inputs.keep_gradients:
+            for unit in self.inputs.units:
+                device.allocate(
+                    name_unit_gradients(unit),
+                    sum(map(self.compute_gradient_bytes, unit.trained_parameters)),
+                    GRADIENT_MEMORY,
+                )
+
+    @property
+    def total_gradient_numel(self) -> int:
+        """Elements of all gradients."""
+        return sum(parameter.numel for unit in self.inputs.units for parameter in unit.trained_parameters)
+
+    @property
+    def updated_numels(self) -> Sequence[int]:
+        """All parameters that are trained."""
+        return [parameter.numel for parameter in self.inputs.trained_parameters]
+
+    def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:
+        """In the format of the parameter."""
+        return parameter.numel * self.inputs.parameter_itemsize
+
+    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
+        """Count them."""
+        self._micro_batch_count += 1
+
+    def choose_gradient_handling(self, unit: ShardingUnit) -> str:
+        """They stay until the optimizer has used them; later micro-batches add to them."""
+        return (
+            GRADIENTS_KEPT if self._micro_batch_count == 1 and not self.inputs.keep_gradients else GRADIENTS_ACCUMULATED
+        )
+
+    def after_optimizer_step(self, device: PlanDevice) -> None:
+        """Set to None, or to zero."""
+        self._micro_batch_count = 0
+        if self.inputs.keep_gradients:
+            device.copy_within_device("zeros", self.total_gradient_numel * self.inputs.parameter_itemsize)
+            return
+        for unit in self.inputs.units:
+            device.free(name_unit_gradients(unit))
+
+
+def compute_optimizer_bytes(inputs: PlanInputs, updated_numels: Sequence[int]) -> float:
+    """Of the optimizer's states of tensors with these numbers of elements."""
+    states_per_parameter = inputs.states_per_parameter
+    counter_bytes = STEP_COUNTER_BYTES * len(updated_numels) if states_per_parameter > 1 else 0
+    return states_per_parameter * sum(updated_numels) * inputs.parameter_itemsize + counter_bytes
+
+
+STEP_COUNTER_BYTES = 4
+"""AdamW counts the steps of each parameter in an fp32 tensor of its own."""
+
+
+def allocate_optimizer_state(device: PlanDevice, inputs: PlanInputs, updated_numels: Sequence[int]) -> None:
+    """Hold the optimizer's states of tensors with these numbers of elements."""
+    device.allocate("optimizer", compute_optimizer_bytes(inputs, updated_numels), OPTIMIZER_MEMORY)
+
+
+def allocate_copy_in_briefly(
+    device: PlanDevice, unit: ShardingUnit, num_ranks: int, gradient_itemsize: int, buffer_itemsize: int
+) -> None:
+    """Hold for a moment what a CPU needs to copy gradients into the buffer that is reduced (``_chunk_cat`` in
+    aten/src/ATen/native/TensorShape.cpp): copies, of all of a unit's at once, of those whose rows the ranks do not
+    divide; and where the buffer has another format a copy of each in turn.
+
+    Parameters
+    ----------
+    gradient_itemsize, buffer_itemsize: int
+        Bytes of an element of a gradient, and of the buffer.
+    """
+    padded_numel = sum(parameter.compute_padded_numel(num_ranks) for parameter in unit.trained_parameters)
+    largest_numel = max(
+        (parameter.compute_padded_numel(num_ranks) or parameter.numel for parameter in unit.trained_parameters),
+        default=0,
+    )
+    device.allocate(
+        "copied in",
+        (padded_numel + (largest_numel if gradient_itemsize != buffer_itemsize else 0)) * gradient_itemsize,
+        REDUCTION_MEMORY,
+    )
+    device.free("copied in")

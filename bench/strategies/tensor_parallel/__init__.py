@@ -1,0 +1,1 @@
+"""Tensor parallelism: the strategy, and how a model's layers are split."""

@@ -1,0 +1,1 @@
+"""A sweep from plan to results: predictions, progress and tables."""

@@ -1,0 +1,351 @@
+"""What a sweep shows in the terminal: the plan, progress while it runs, results at the end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich import progress as bars
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from bench.config.run_config import RunConfig
+from bench.core.typed_config import format_override_value
+from bench.planning.planned_runs import PlannedRunPrediction, describe_predictions, format_duration
+from bench.planning.request import SweepRequest
+from bench.planning.sweep_plan import SweepPlan
+from bench.records import Record
+from bench.records.schema import FINISHED_STATUSES
+
+STATUS_STYLES = {
+    "ok": "green",
+    "oom": "yellow",
+    "error": "red",
+    "timeout": "red",
+    "preempted": "magenta",
+    "skipped": "yellow",
+    "lost": "red",
+}
+
+MAX_RICH_ROWS = 300
+
+FIT_STYLES = {"fits": "green", "too close to call": "magenta", "does not fit": "yellow"}
+
+NO_PREDICTIONS: Mapping[str, PlannedRunPrediction] = {}
+
+PREDICTION_COLUMNS = ("fit", "reserved GiB", "takes", "GPU-hours")
+"""What a dry run says of each run: `takes` includes what comes before the first step."""
+
+REHEARSAL_TITLE = (
+    "Rehearsals of rank 0 (its memory; without the others nothing is waited for, so speed is an upper bound)"
+)
+
+RUN_COLUMNS = ("model", "strategy", "precision", "ranks x batch", "limit")
+
+
+def build_plan_table(
+    request: SweepRequest,
+    plan: SweepPlan,
+    *,
+    show_details: bool,
+    predictions_by_run_id: Mapping[str, PlannedRunPrediction] = NO_PREDICTIONS,
+) -> RenderableType:
+    """The plan: one line, and with `show_details` every run, what is expected of it, and why some cannot run."""
+    summary_line = Text(f"Sweep {request.sweep}: {plan.size} runs, {len(plan.done)} done, {len(plan.to_run)} to run")
+    if plan.on_cluster:
+        summary_line.append(f", {len(plan.on_cluster)} queued or running on a cluster")
+    if plan.skipped:
+        summary_line.append(f", {len(plan.skipped)} skipped: predicted not to fit")
+    if plan.impossible:
+        summary_line.append(f", {len(plan.impossible)} impossible")
+    parts: list[RenderableType] = [summary_line]
+    if plan.runs_per_shape and request.executes_runs and request.cluster["launcher"] == "local":
+        shape_texts = [
+            f"{count} x {gpus} rank{'s' if gpus > 1 else ''}"
+            for (_, gpus), count in sorted(plan.runs_per_shape.items())
+        ]
+        parts.append(Text(f"Shapes on one machine: {', '.join(shape_texts)}"))
+    if show_details:
+        parts.append(_build_plan_details(plan, predictions_by_run_id))
+    parts += [Text(sentence) for sentence in describe_predictions(request, plan, predictions_by_run_id)]
+    if plan.impossible:
+        reason_counts: dict[str, int] = {}
+        for _, reason in plan.impossible:
+            reason_counts[reason] = reason_counts.get(reason, 0) + 1
+        parts += [Text(f"Impossible ({count}): {reason}", style="yellow") for reason, count in reason_counts.items()]
+        if show_details:
+            parts += [Text(f"  {settings}", style="dim") for settings, _ in plan.impossible]
+    return Group(*parts)
+
+
+def _build_plan_details(plan: SweepPlan, predictions_by_run_id: Mapping[str, PlannedRunPrediction]) -> CompactTable:
+    """A line per run: what it is, what is expected of it, and its state."""
+    states_by_config: list[tuple[RunConfig, Text]] = [
+        *((config, Text("to predict" if config.is_predicted else "to run")) for config in plan.to_run),
+        *((config, Text("skipped", style=STATUS_STYLES["skipped"])) for config, _ in plan.skipped),
+        *((config, Text(f"done: {status}", style=STATUS_STYLES[status])) for config, status in plan.done),
+        *((config, Text(job_state, style="cyan")) for config, job_state in plan.on_cluster),
+    ]
+    differences = _describe_differing_settings([config for config, _ in states_by_config])
+    table = CompactTable(
+        "run", *RUN_COLUMNS, "settings", *PREDICTION_COLUMNS, "state", number_columns=PREDICTION_COLUMNS[1:]
+    )
+    for config, state in states_by_config:
+        cells = [differences[config.run_id], *_format_run_prediction(predictions_by_run_id.get(config.run_id))]
+        table.add_row(Text(config.run_id, style="dim"), *_format_run_cells(config), *cells, state)
+    return table
+
+
+def _format_run_prediction(run_prediction: PlannedRunPrediction | None) -> list[str | Text]:
+    if run_prediction is None:
+        return ["", "", "", ""]
+    memory = run_prediction.memory
+    return [
+        format_fit(memory.verdict if memory else None),
+        f"{memory.reserved.value / 2**30:,.1f}" if memory else "",
+        format_duration(run_prediction.seconds),
+        f"{run_prediction.gpu_hours:,.2f}",
+    ]
+
+
+def format_fit(fit: str | None) -> Text:
+    """fits, too close to call or does not fit, in its colour."""
+    return Text(fit or "", style=FIT_STYLES.get(fit or "", ""))
+
+
+class CompactTable:
+    """A table, without the columns in which no line says anything.
+
+    Plain text where there is no terminal, so that nothing is cut off, and where it is long: rich takes a second for a
+    thousand lines.
+    """
+
+    def __init__(self, *columns: str, title: str | None = None, number_columns: Sequence[str] = ()) -> None:
+        self._title, self._columns, self._number_columns = title, columns, number_columns
+        self._rows: list[tuple[str | Text, ...]] = []
+
+    def add_row(self, *cells: str | Text) -> None:
+        """Add a line; cells that are missing at its end stay empty."""
+        self._rows.append((*cells, *[""] * (len(self._columns) - len(cells))))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What rich prints."""
+        self._drop_empty_columns()
+        use_rich = console.is_terminal and len(self._rows) <= MAX_RICH_ROWS
+        yield self._build_rich_table() if use_rich else Text(self._format_plain_text(), no_wrap=True, overflow="ignore")
+
+    def _drop_empty_columns(self) -> None:
+        """Leave out the columns in which no line says anything."""
+        kept_columns = [index for index, _ in enumerate(self._columns) if any(str(row[index]) for row in self._rows)]
+        if self._rows:
+            self._columns = tuple(self._columns[index] for index in kept_columns)
+            self._rows = [tuple(row[index] for index in kept_columns) for row in self._rows]
+
+    def _build_rich_table(self) -> Table:
+        table = Table(box=None, title=self._title, title_justify="left", pad_edge=False)
+        for name in self._columns:
+            can_wrap = name == "settings"
+            table.add_column(name, no_wrap=not can_wrap, justify="right" if name in self._number_columns else "left")
+        for row in self._rows:
+            table.add_row(*row)
+        return table
+
+    def _format_plain_text(self) -> str:
+        rows = [self._columns, *(tuple(map(str, row)) for row in self._rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        alignments = [">" if name in self._number_columns else "<" for name in self._columns]
+        pattern = "  ".join(f"{{:{side}{width}}}" for side, width in zip(alignments, widths, strict=True))
+        return "\n".join([*([self._title] if self._title else []), *(pattern.format(*row).rstrip() for row in rows)])
+
+
+def _format_run_cells(config: RunConfig) -> list[str | Text]:
+    strategy = config.effective_strategy
+    limit = config.hardware.memory_limit_gib
+    return [
+        Text(config.model.name),
+        Text(f"{strategy} F={config.strategy.resolved_sharding_factor}" if "hybrid" in strategy else strategy),
+        Text(config.precision.name),
+        Text(f"{config.gpus}x{config.batch_size_per_gpu}"),
+        Text(f"{limit:g} GiB" if limit else ""),
+    ]
+
+
+def _describe_differing_settings(configs: Sequence[RunConfig]) -> dict[str, str]:
+    """By run_id, the settings that tell runs of one model apart and have no column: ``checkpointing=full``."""
+    values: dict[tuple[str, str], set[Any]] = {}
+    settings = [(config, _list_settings(config)) for config in configs]
+    for config, run_settings in settings:
+        for name, value in run_settings.items():
+            values.setdefault((config.model.name, name), set()).add(value)
+    return {
+        config.run_id: " ".join(
+            f"{name.rpartition('.')[2].removeprefix('activation_')}={format_override_value(value)}"
+            for name, value in run_settings.items()
+            if len(values[config.model.name, name]) > 1
+        )
+        for config, run_settings in settings
+    }
+
+
+def _list_settings(config: RunConfig) -> dict[str, Any]:
+    """Settings of the run and knobs of its strategy that `_format_run_cells` does not show."""
+    scalars = {name: value for name, value in vars(config).items() if isinstance(value, (int, str))}
+    shown_elsewhere = ("mode", "gpus", "gpus_per_node", "batch_size_per_gpu", "run_id")
+    requested_knobs = {
+        **vars(config.strategy),
+        **config.requested,
+    }  # what follows from the rest of a run tells no runs apart
+    knobs = {name: value for name, value in requested_knobs.items() if name not in ("name", "sharding_factor")}
+    return {
+        **{name: value for name, value in scalars.items() if name not in shown_elsewhere},
+        **{f"{config.strategy.name}.{name}": value for name, value in knobs.items()},
+        **{f"finetune.{name}": str(value) for name, value in vars(config.finetune).items() if name != "name"},
+    }
+
+
+def build_result_table(configs: Sequence[RunConfig], rows_by_run_id: Mapping[str, Record | None]) -> RenderableType:
+    """A line per run: what it was and what it measured."""
+    on_cpu = all(config.hardware.device == "cpu" for config in configs)
+    unit, factor = ("GFLOP/s", 1000) if on_cpu else ("TFLOP/s", 1)
+    measured_columns = ("ms/step", unit, "peak MiB")
+    differences = _describe_differing_settings(configs)
+    has_rehearsals = any(config.is_rehearsed for config in configs)
+    title = REHEARSAL_TITLE if has_rehearsals else "Results (speed and memory per rank)"
+    table = CompactTable(
+        *RUN_COLUMNS, "settings", "status", *measured_columns, title=title, number_columns=measured_columns
+    )
+    for config in configs:
+        record = rows_by_run_id[config.run_id]
+        status = record["status"] if record else "no row"
+        cells = [*_format_run_cells(config), differences[config.run_id]]
+        table.add_row(
+            *cells, Text(status, style=STATUS_STYLES.get(status, "red")), *_format_measurements(record, factor)
+        )
+    return table
+
+
+def _format_measurements(record: Record | None, factor: int) -> list[str]:
+    if record is None or record["status"] not in FINISHED_STATUSES:
+        return ["", "", ""]
+    if record["status"] == "oom":
+        requested_bytes = record.get("oom_bytes")
+        return ["in", record["oom_phase"], f"+{requested_bytes / 2**20:.1f}" if requested_bytes else ""]
+    number_formats = (
+        ("step_time_median_s", 1000, ".1f"),
+        ("tflops_per_gpu", factor, ",.1f"),
+        ("peak_allocated_bytes", 2**-20, ",.1f"),
+    )
+    scaled_values = ((record.get(name), scale, digits) for name, scale, digits in number_formats)
+    return ["" if value is None else format(value * scale, digits) for value, scale, digits in scaled_values]
+
+
+def build_prediction_table(configs: Sequence[RunConfig], rows_by_run_id: Mapping[str, Record]) -> RenderableType:
+    """A line per prediction: will it fit, how fast will it be, what limits it."""
+    on_cpu = all(config.hardware.device == "cpu" for config in configs)
+    unit, unit_bytes = ("MiB", 2**20) if on_cpu else ("GiB", 2**30)
+    number_columns = ("ms/step", "TFLOP/s", f"peak {unit}", f"reserved {unit}")
+    title = "Predictions (speed and memory per rank; nothing ran)"
+    differences = _describe_differing_settings(configs)
+    table = CompactTable(
+        *RUN_COLUMNS, "settings", "fit", *number_columns, "limited by", title=title, number_columns=number_columns
+    )
+    for config in configs:
+        record = rows_by_run_id[config.run_id]
+        cells = [*_format_run_cells(config), differences[config.run_id]]
+        if record["status"] not in FINISHED_STATUSES:
+            table.add_row(*cells, Text(record["status"], style="red"))
+            continue
+        limiting_factor = (record.get("limited_by") or "") + (", degraded" if record.get("degraded") else "")
+        table.add_row(
+            *cells,
+            format_fit(record.get("fit")),
+            _format_scaled(record.get("step_time_median_s"), 1e3),
+            _format_scaled(record.get("tflops_per_gpu"), 1),
+            _format_scaled(record.get("peak_allocated_bytes"), 1 / unit_bytes),
+            _format_scaled(record.get("peak_reserved_bytes"), 1 / unit_bytes),
+            Text(limiting_factor),
+        )
+    reason_counts: dict[str, int] = {}
+    for record in rows_by_run_id.values():
+        if record["status"] not in FINISHED_STATUSES:
+            reason_counts[record["error"]] = reason_counts.get(record["error"], 0) + 1
+    return Group(table, *(Text(f"Not predicted ({n}): {reason}", style="red") for reason, n in reason_counts.items()))
+
+
+def _format_scaled(value: float | None, factor: float) -> str:
+    return "" if value is None else f"{value * factor:,.1f}"
+
+
+def build_predicted_batch_table(sizes: Sequence[tuple[RunConfig, int | None, int | None]]) -> RenderableType:
+    """A line per predicted search: the largest batch that surely fits, and the largest that may."""
+    columns = ("largest batch", "perhaps")
+    table = CompactTable(
+        *RUN_COLUMNS, *columns, title="Largest batch per rank that is predicted to fit", number_columns=columns
+    )
+    for config, surely_fitting, possibly_fitting in sizes:
+        table.add_row(
+            *_format_run_cells(config),
+            *("none" if size is None else str(size) for size in (surely_fitting, possibly_fitting)),
+        )
+    return table
+
+
+def build_batch_search_table(sizes: Sequence[tuple[RunConfig, int | None]]) -> RenderableType:
+    """A line per search: the largest batch that fits."""
+    table = CompactTable(
+        *RUN_COLUMNS, "largest batch", title="Largest batch per rank that fits", number_columns=["largest batch"]
+    )
+    for config, size in sizes:
+        table.add_row(*_format_run_cells(config), Text("none, or not found" if size is None else str(size)))
+    return table
+
+
+class SweepProgress:
+    """Shows which run is on, how far the sweep is and how long it will take; on a terminal only.
+
+    Elsewhere it is quiet but for runs that came to no result.
+    """
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._progress_bar = bars.Progress(
+            bars.TextColumn("{task.completed}/{task.total}"),
+            bars.BarColumn(bar_width=min(30, shutil.get_terminal_size().columns // 4)),
+            bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress_bar.add_task("starting", total=total)
+
+    def __enter__(self) -> SweepProgress:
+        self._progress_bar.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress_bar.__exit__(kind, error, traceback)
+
+    def show_event(self, event: dict[str, Any]) -> None:
+        """Show one event of the launcher."""
+        if event["event"] == "start":
+            self._progress_bar.update(self._task, description=event["label"])
+        elif event["event"] == "end":
+            style = STATUS_STYLES.get(event["status"], "")
+            if self._console.is_terminal or event["status"] not in FINISHED_STATUSES:
+                line = Text.assemble((f"{event['status']:9}", style), f"{event['label']}: {event['summary']}")
+                self._console.print(line, soft_wrap=True)
+        elif event["event"] == "task done":
+            self._progress_bar.advance(self._task)
+        elif event["event"] == "taken":
+            self._console.print(Text(f"left     {event['label']}: job {event['by']} is executing it"), soft_wrap=True)
+        elif event["event"] in ("lost", "stuck"):
+            self._console.print(
+                Text(f"{event['event']:8} {event['label']}: {event['error']}", style="red"), soft_wrap=True
+            )
+            self._progress_bar.advance(self._task)

@@ -1,0 +1,1 @@
+"""Slow, independent implementations that tests compare the product with."""
