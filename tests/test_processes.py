@@ -50,7 +50,7 @@ STARTER = """
 import json, sys
 from pathlib import Path
 import tests.pretend_cuda as cuda
-from bench import processes
+from bench.core import processes
 from bench.launch.run_on_host import execute_run
 from bench.launch.stop_signal import StopSignal
 from tests.conftest import compose_run_config
@@ -169,7 +169,7 @@ def test_where_gpus_may_be_reached_even_one_trace_is_made_apart(monkeypatch):
 
 ONE_AFTER_THE_OTHER = """
 import json
-from bench import processes
+from bench.core import processes
 from bench.planning.run_predictions import predict_configs
 from tests.conftest import compose_run_config
 
