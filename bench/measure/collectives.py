@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ PATIENCE_S = 5.0
 """How long a collective may take to let go before it is left at that: on a busy machine a thread of gloo can be."""
 
 LEAST_PATIENCE_S = 0.02
+
+GLOO_THREAD = "pt_gloo_runloop"
+"""What torch calls a thread that carries out collectives of gloo."""
 
 
 @dataclasses.dataclass
@@ -71,6 +75,27 @@ def letting_go() -> Iterator[None]:
             watch.on = False
             for name, original in originals.items():
                 setattr(dist, name, original)
+
+
+def wait_for_gloo_threads() -> None:
+    """Wait until the threads of gloo have nothing left to do, once nobody waits for a collective any more.
+
+    Those that DDP starts itself, in C++, are not among what `letting_go` sees. A thread that was interrupted
+    right after one still holds its bucket, and would be the last to do so when the next step puts another one in its place.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    idle = 0
+    while idle < 2 and time.monotonic() < deadline:  # twice: in between, one that waits for Python's lock has it
+        idle = 0 if any(state != "S" for state in _gloo_thread_states()) else idle + 1
+        time.sleep(0)
+
+
+def _gloo_thread_states() -> Iterator[str]:
+    for task in Path("/proc/self/task").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+            if name == GLOO_THREAD:
+                yield rest.split()[0]
 
 
 def _letting_go(collective: Callable[..., Any], watch: _Watch) -> Callable[..., Any]:

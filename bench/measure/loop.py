@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from bench.measure.busyness import CpuLoad, CpuWatch
 from bench.measure.clock import step_clock
+from bench.measure.collectives import wait_for_gloo_threads
 from bench.measure.duration import Agree, warm_up
 from bench.measure.gpu import Facts, GpuWatch
 from bench.measure.memory import OwnWork, Peaks, memory_probe
@@ -103,6 +104,7 @@ def measure(
         observed = max(probe.observed_steps, unlike + 1) if probe.observed_steps else 0
         warmup_steps = max(warmup_steps - (observed - probe.observed_steps), unlike - observed)
         for number in range(observed):
+            wait_for_gloo_threads()
             if number == observed - 1:
                 probe.start_steady_step()
             step()
