@@ -216,7 +216,9 @@ def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
         stepper=types.SimpleNamespace(start_timed_steps=lambda: None, busy=lambda: None),
         skipped_steps=lambda before: 0,
     )
+    waits: list[int] = []
     monkeypatch.setattr(loop, "memory_probe", lambda devices, own_work: probe)
+    monkeypatch.setattr(loop, "wait_for_gloo_threads", lambda: waits.append(len(steps)))
     loop.measure(
         lambda: (engine, []),
         [torch.device("cpu")],
@@ -231,6 +233,7 @@ def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
         agree=lambda number: number,
     )
     assert seen == ({} if steady is None else {"steady": steady}) | {"untimed": untimed}
+    assert waits == list(range(steady or 0)), "each step that is observed begins when gloo's threads have nothing to do"
 
 
 @pytest.mark.parametrize("static", [True, False])
