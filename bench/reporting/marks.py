@@ -17,6 +17,9 @@ from bench.reporting.lanes import Lane
 SHORT_NOTE = 20
 """Characters that fit behind every bar."""
 
+LONG_BAR = 0.55
+"""Share of the axis from which on no longer note fits behind a bar."""
+
 BAR_IN = 0.13
 DEGRADED: tuple[Artist, str] = (
     Line2D([], [], color=style.INK, marker="<", linestyle="", markerfacecolor="white", markersize=7),
@@ -45,7 +48,7 @@ def repeats(axes: Axes, lane: Lane, size: float = 1.0) -> None:
 
 def note(axes: Axes, lane: Lane, x: float, text: str) -> None:
     """Words beside the end of a lane's bar: before it where nothing would fit behind it, within the limits of x."""
-    before = x > 0.55 * axes.get_xlim()[1] and len(text) > SHORT_NOTE
+    before = x > LONG_BAR * axes.get_xlim()[1] and len(text) > SHORT_NOTE
     axes.annotate(
         text, (x, lane.y), xytext=(-5 if before else 5, 0), textcoords="offset points", va="center",
         ha="right" if before else "left", fontsize=7.5, zorder=5,
