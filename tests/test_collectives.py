@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,3 +112,23 @@ def test_functional_collectives_are_done_when_they_return_and_stay_operators(
     under_way = operator(*operands)
     assert count_references(under_way) > fresh, "its own kernel is back, which returns before it is done"
     assert torch.equal(torch.ops._c10d_functional.wait_tensor(under_way), operands[0])
+
+
+def test_threads_of_gloo_are_waited_for_until_they_have_nothing_to_do(monkeypatch) -> None:
+    looks = [["S", "R"], ["S", "S"], ["R"], ["S"], ["S"], ["R"]]
+    monkeypatch.setattr(collective_release, "_gloo_thread_states", lambda: looks.pop(0))
+    collective_release.wait_for_gloo_threads()
+    assert looks == [["R"]]
+
+
+def test_the_threads_of_a_group_are_found_by_their_name() -> None:
+    script = """
+import torch, torch.distributed as dist
+from bench.rank import collective_release
+assert list(collective_release._gloo_thread_states()) == []
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.zeros(3))
+collective_release.wait_for_gloo_threads()
+assert set(collective_release._gloo_thread_states()) == {"S"}
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(__file__).parents[1])

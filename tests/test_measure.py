@@ -232,7 +232,9 @@ def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
         stepper=types.SimpleNamespace(start_timed_steps=lambda: None, collect_busy_spans=lambda: None),
         count_skipped_steps=lambda before: 0,
     )
+    waits: list[int] = []
     monkeypatch.setattr(timed_loop, "build_memory_probe", lambda devices, unmeasured_work: probe)
+    monkeypatch.setattr(timed_loop, "wait_for_gloo_threads", lambda: waits.append(len(steps)))
     timed_loop.measure_rank(
         lambda: (engine, []),
         [torch.device("cpu")],
@@ -247,6 +249,7 @@ def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
         agree_on_steps=lambda number: number,
     )
     assert seen == ({} if steady is None else {"steady": steady}) | {"untimed": untimed}
+    assert waits == list(range(steady or 0)), "each step that is observed begins when gloo's threads have nothing to do"
 
 
 @pytest.mark.parametrize("static", [True, False])

@@ -424,3 +424,9 @@ def test_a_model_that_a_row_names_is_not_imported(tmp_path, monkeypatch):
                 parse_recorded_config({"config": changed})
     with pytest.raises(ValueError, match="interpolation"):
         parse_recorded_config({"config": {**config, "model": {**config["model"], "name": "${oc.env:HOME}"}}})
+
+
+def test_names_of_submissions_sort_by_the_time_they_were_given():
+    """The newest submission of a run is known by its name, within one second too."""
+    names = [submissions.create_submission_name() for _ in range(50)]
+    assert names == sorted(set(names))

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ RELEASE_TIMEOUT_S = 5.0
 """How long a collective may take to let go before it is left at that: on a busy machine a thread of gloo can be."""
 
 MIN_RELEASE_TIMEOUT_S = 0.02
+
+GLOO_THREAD = "pt_gloo_runloop"
+"""What torch calls a thread that carries out collectives of gloo."""
 
 
 @dataclasses.dataclass
@@ -71,6 +75,27 @@ def wait_for_tensor_release() -> Iterator[None]:
             release_state.enabled = False
             for name, original in originals.items():
                 setattr(dist, name, original)
+
+
+def wait_for_gloo_threads() -> None:
+    """Wait until the threads of gloo have nothing left to do, once nobody waits for a collective any more.
+
+    Those that DDP starts itself, in C++, are not among what `wait_for_tensor_release` sees. A thread that was interrupted right
+    after one still holds its bucket, and would be the last to do so when the next step puts another one in its place.
+    """
+    deadline = time.monotonic() + RELEASE_TIMEOUT_S
+    idle = 0
+    while idle < 2 and time.monotonic() < deadline:  # twice: in between, one that waits for Python's lock has it
+        idle = 0 if any(state != "S" for state in _gloo_thread_states()) else idle + 1
+        time.sleep(0)
+
+
+def _gloo_thread_states() -> Iterator[str]:
+    for task in Path("/proc/self/task").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+            if name == GLOO_THREAD:
+                yield rest.split()[0]
 
 
 def _wrap_collective(collective: Callable[..., Any], release_state: _ReleaseState) -> Callable[..., Any]:

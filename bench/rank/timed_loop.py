@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bench.models import Batch
+from bench.rank.collective_release import wait_for_gloo_threads
 from bench.rank.cpu_load import CpuLoad, CpuLoadProbe
 from bench.rank.gpu_state import GpuInfo, GpuStateProbe
 from bench.rank.memory_probe import MemoryPeaks, UnmeasuredWork, build_memory_probe
@@ -105,6 +106,7 @@ def measure_rank(
             warmup_steps - (observed_steps - memory_probe.observed_steps), unsteady_steps - observed_steps
         )
         for step_index in range(observed_steps):
+            wait_for_gloo_threads()
             if step_index == observed_steps - 1:
                 memory_probe.start_steady_step()
             step()

@@ -20,6 +20,7 @@ import typing
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,7 +165,7 @@ def write_submission(
 
 def create_submission_name() -> str:
     """A name for a submission: sorts by time, and is never given twice."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{os.urandom(3).hex()}"
 
 
 def list_submissions(store: Path, *, include_closed: bool = False) -> list[Submission]:

@@ -17,6 +17,9 @@ from bench.reporting.drawing.lanes import Lane
 MAX_SHORT_NOTE_CHARS = 20
 """Characters that fit behind every bar."""
 
+LONG_BAR = 0.55
+"""Share of the axis from which on no longer note fits behind a bar."""
+
 BAR_HEIGHT_IN = 0.13
 DEGRADED_LEGEND_ENTRY: tuple[Artist, str] = (
     Line2D([], [], color=style.INK_COLOUR, marker="<", linestyle="", markerfacecolor="white", markersize=7),
@@ -52,7 +55,7 @@ def draw_repeats(axes: Axes, lane: Lane, unit_size: float = 1.0) -> None:
 
 def draw_note(axes: Axes, lane: Lane, x: float, text: str) -> None:
     """Words beside the end of a lane's bar: before it where nothing would fit behind it, within the limits of x."""
-    is_before_end = x > 0.55 * axes.get_xlim()[1] and len(text) > MAX_SHORT_NOTE_CHARS
+    is_before_end = x > LONG_BAR * axes.get_xlim()[1] and len(text) > MAX_SHORT_NOTE_CHARS
     axes.annotate(
         text, (x, lane.y), xytext=(-5 if is_before_end else 5, 0), textcoords="offset points", va="center",
         ha="right" if is_before_end else "left", fontsize=7.5, zorder=5,

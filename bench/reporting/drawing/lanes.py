@@ -7,13 +7,14 @@ readable on a phone and without colour.
 from __future__ import annotations
 
 import functools
-import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -203,7 +204,6 @@ def _wrap_legend_names(legend_entries: Sequence[tuple[Artist, str]]) -> list[str
     return ["\n".join(wrap_parts(name, MAX_LEGEND_CHARS // LEGEND_COLUMNS)) for name in names]
 
 
-def _split_into_columns(entries: Sequence[Any]) -> list[Sequence[Any]]:
+def _split_into_columns(entries: Sequence[Any]) -> list[npt.NDArray[Any]]:
     """As matplotlib fills the columns of a legend."""
-    column_length = math.ceil(len(entries) / LEGEND_COLUMNS)
-    return [entries[:column_length], entries[column_length:]]
+    return np.array_split(np.array(entries, dtype=object), LEGEND_COLUMNS)
