@@ -252,7 +252,8 @@ def _write_results(request: CalibrationRequest, measurements: CalibrationMeasure
     console.print()
     hardware_path, timings_path, *_ = written_paths
     console.print(
-        f"Hardware file: {hardware_path}\nTimings: {timings_path}\nCurves: {hardware_path.with_suffix('')}-*.png and .svg",
+        f"Hardware file: {hardware_path}\nTimings: {timings_path}\nCurves: {hardware_path.with_suffix('')}-*.png and "
+        ".svg",
         soft_wrap=True,
     )
     ranks = max(request.settings.local_ranks, 1)

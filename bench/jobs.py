@@ -246,7 +246,8 @@ def _build_report(store: Path, statuses: Sequence[SubmittedRunStatus]) -> Render
         owner_text = "" if submission_statuses[0].submission.is_own else f" of {submission_statuses[0].submission.user}"
         parts.append(
             Text(
-                f"{name}{owner_text} ({submission_statuses[0].submission.sweep}), {state_text}: {_describe_progress(submission_statuses)}"
+                f"{name}{owner_text} ({submission_statuses[0].submission.sweep}), {state_text}: "
+                f"{_describe_progress(submission_statuses)}"
             )
         )
     unfinished_statuses = [status for status in statuses if status.state in UNFINISHED_STATES]

@@ -81,7 +81,8 @@ def _require_libraries() -> None:
     missing_libraries = [name for name in REQUIRED_LIBRARIES if importlib.util.find_spec(name) is None]
     if missing_libraries:
         raise UsageError(
-            f"Rendering notebooks needs {', '.join(missing_libraries)}: install the extra, {format_install_command('notebooks')}."
+            f"Rendering notebooks needs {', '.join(missing_libraries)}: install the extra, "
+            f"{format_install_command('notebooks')}."
         )
 
 

@@ -109,7 +109,8 @@ class KillCampaign:
     """
 
     max_delay_s = 6.0
-    """A kill comes at most so long after there is something to kill: of ranks, which live shorter, `RANK_LIFETIME_S`."""
+    """A kill comes at most so long after there is something to kill: of ranks, which live shorter,
+    `RANK_LIFETIME_S`."""
 
     def __init__(self, kills: int, runs: int, rng: random.Random, folder: Path, deadline: float) -> None:
         self._kills_left, self._runs, self._rng, self._folder, self._deadline = kills, runs, rng, folder, deadline

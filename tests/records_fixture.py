@@ -146,7 +146,8 @@ def make_default_sweep(precisions: tuple[str, ...] = ("fp32", "bf16")) -> list[R
             rows.append(
                 make_record(
                     model=model, world_size=4, strategy=strategy, sharding_factor=factor, memory_limit_bytes=GIB // 2,
-                    hardware="cpu", batch_size_per_gpu=1, sequence_length=128, **(oom_columns if is_large and is_replicated else {}),
+                    hardware="cpu", batch_size_per_gpu=1, sequence_length=128,
+                    **(oom_columns if is_large and is_replicated else {}),
                 )
             )  # fmt: skip
     return rows

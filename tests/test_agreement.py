@@ -107,7 +107,8 @@ def test_the_summary_is_what_the_pairs_come_to():
     assert np.isnan(summary_row["inside"])
     pair_table = build_pairs(prepare_table(predicted("t5_11b_scale"))).query("quantity == 'speed'")
     (summary_row,) = summarize_pairs(pair_table).to_dict("records")
-    expected = np.mean([low <= 156 <= high for low, high in zip(pair_table["reference"] / 1.1, pair_table["reference"] / 0.9,
+    expected = np.mean([low <= 156 <= high for low, high in zip(pair_table["reference"] / 1.1,
+    pair_table["reference"] / 0.9,
                                                                 strict=True)])  # fmt: skip
     assert summary_row["inside"] == pytest.approx(expected, abs=0.1)
 

@@ -250,7 +250,8 @@ def main() -> None:
         rate = measure_alarm_rate(8000, 10, 5, 0.03, unlike=unlike)
         print(f"  10 configurations, 5 repeats, spreads unlike by {unlike}: {rate:.2%}")
     print(
-        f"  10 configurations, 5 repeats, disturbed by repetition: {measure_alarm_rate(8000, 10, 5, 0.03, session=0.05):.2%}"
+        "  10 configurations, 5 repeats, disturbed by repetition: "
+        f"{measure_alarm_rate(8000, 10, 5, 0.03, session=0.05):.2%}"
     )
     print(f"  1 configuration, 5 repeats, spread 1 %: {measure_alarm_rate(20000, 1, 5, 0.01):.2%}")
     print(f"  1 configuration, 5 repeats, spread 1.8 %: {measure_alarm_rate(20000, 1, 5, 0.018):.2%}")

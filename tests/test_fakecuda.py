@@ -384,7 +384,8 @@ def test_a_machine_is_found_to_have_its_gpus(machine: FakeCudaProcess) -> None:
 from bench.hardware import facts
 from bench.hardware.detect import choose_device
 found = choose_device(facts.query_cuda_setup())
-result = [found.kind, found.name, found.count, found.capability, found.memory_bytes, found.unusable_reason, found.messages]
+names = ("kind", "name", "count", "capability", "memory_bytes", "unusable_reason", "messages")
+result = [getattr(found, name) for name in names]
 """
     assert machine.evaluate(script) == ["cuda", runtime.DEVICE_NAME, 8, [9, 0], TOTAL_BYTES, None, []]
 

@@ -90,7 +90,8 @@ def told_so(verdict: str | None = FITS, step_s: float = 0.5) -> Prediction:
         phase_peaks={"forward": 8 * 10**9, "backward": 10 * 10**9, "optimizer": 9 * 10**9},
     )
     spent = TimePrediction(
-        PredictedRange(step_s, 0.9 * step_s, 1.1 * step_s), 0.6 * step_s, 0.2 * step_s, 0.1 * step_s, 0.1 * step_s, 0.3 * step_s,
+        PredictedRange(step_s, 0.9 * step_s, 1.1 * step_s), 0.6 * step_s, 0.2 * step_s, 0.1 * step_s, 0.1 * step_s,
+        0.3 * step_s,
         "compute", False,
     )  # fmt: skip
     return Prediction(memory, spent)

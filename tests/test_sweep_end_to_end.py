@@ -453,7 +453,8 @@ def work(writer):
                "error": f"{writer} {number} " + "x" * 20000}
         while True:
             try:
-                records.write_row(sys.argv[1], {**row, "attempt": records.find_next_attempt(sys.argv[1], row["run_id"])})
+                attempt = records.find_next_attempt(sys.argv[1], row["run_id"])
+                records.write_row(sys.argv[1], {**row, "attempt": attempt})
                 break
             except FileExistsError:
                 refused += 1

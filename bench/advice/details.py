@@ -33,7 +33,8 @@ def build_candidate_details(
     config = candidate.config
     reshard_text = {"yes": ", freed after forward", "no": ", kept until backward"}.get(format_reshard(config), "")
     title = (
-        f"{format_strategy(config)}{reshard_text}, {config.precision.name}, checkpointing {config.activation_checkpointing}, "
+        f"{format_strategy(config)}{reshard_text}, {config.precision.name}, checkpointing "
+        f"{config.activation_checkpointing}, "
         f"batch {config.batch_size_per_gpu} x {config.sequence_length}"
     )
     return [
@@ -97,7 +98,10 @@ def _build_memory_lines(candidate: RankedCandidate) -> list[RenderableType]:
     if memory.capacity is not None and candidate.headroom_bytes is not None:
         headroom_bytes = candidate.headroom_bytes
         headroom_label = "left" if headroom_bytes >= 0 else "too little"
-        headroom_text = f"{format_gib(abs(headroom_bytes))} GiB ({format_percent(abs(headroom_bytes) / memory.capacity)}) are {headroom_label}"
+        headroom_text = (
+            f"{format_gib(abs(headroom_bytes))} GiB ({format_percent(abs(headroom_bytes) / memory.capacity)}) are "
+            f"{headroom_label}"
+        )
         largest_batch_text = (
             f"; the largest batch that fits is {candidate.largest_batch}" if candidate.largest_batch else ""
         )
@@ -130,10 +134,12 @@ def _build_time_lines(candidate: RankedCandidate) -> list[RenderableType]:
         Text(f"Time: limited by {time.limited_by}; a step takes {step_range} (19 times of 20).{degraded_text}"),
         _indent_table(table),
         Text(
-            f"  Of {labels.format_seconds(time.communication_s)} of communication, {labels.format_seconds(hidden_communication_s)} are hidden."
+            f"  Of {labels.format_seconds(time.communication_s)} of communication, "
+            f"{labels.format_seconds(hidden_communication_s)} are hidden."
         ),
         Text(
-            f"  {format_number(candidate.tflops_per_gpu)} TFLOP/s per GPU of the model's own ({format_number(candidate.hardware_tflops_per_gpu)} "
+            f"  {format_number(candidate.tflops_per_gpu)} TFLOP/s per GPU of the model's own "
+            f"({format_number(candidate.hardware_tflops_per_gpu)} "
             f"with recomputation), {format_number(candidate.tokens_per_second_per_gpu)} tokens/s per GPU."
         ),
     ]

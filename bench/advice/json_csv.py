@@ -1,7 +1,8 @@
 """The answer for scripts: JSON with everything, CSV with a line per candidate. Keys are only ever added.
 
 JSON: ``format`` (1), ``tokens``, ``sections`` and ``left_out``. A section has ``question``, ``advice``, ``ranked`` and
-``infeasible`` (rows, see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is unknown is null, never NaN.
+``infeasible`` (rows, see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is unknown is null,
+never NaN.
 """
 
 from __future__ import annotations

@@ -43,14 +43,20 @@ def describe_misfit(candidate: RankedCandidate) -> str:
     assert memory.capacity is not None
     if is_too_large_at_any_batch(candidate):
         state_labels = [MEMORY_PART_LABELS[name] for name in MODEL_STATE_PARTS if memory.parts.get(name)]
-        return f"{join_items(state_labels)} alone need {format_gib(count_state_bytes(candidate))} of {format_gib(memory.capacity)} GiB"
+        return (
+            f"{join_items(state_labels)} alone need {format_gib(count_state_bytes(candidate))} of "
+            f"{format_gib(memory.capacity)} GiB"
+        )
     largest_parts = sorted(memory.parts.items(), key=lambda item: -item[1])[:2]
     parts_text = join_items([f"{format_gib(size)} {MEMORY_PART_LABELS[name]}" for name, size in largest_parts if size])
     peak_location = f"in {memory.phase}" + (f" of {memory.module}" if memory.module else "")
     largest_batch_text = (
         f"; the largest batch that fits is {candidate.largest_batch}" if candidate.largest_batch else ""
     )
-    return f"batch {candidate.config.batch_size_per_gpu} needs {format_memory_use(candidate)} {peak_location}: {parts_text}{largest_batch_text}"
+    return (
+        f"batch {candidate.config.batch_size_per_gpu} needs {format_memory_use(candidate)} {peak_location}: "
+        f"{parts_text}{largest_batch_text}"
+    )
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,8 @@ class ScaleOutResult:
 def find_scale_out(infeasible: Sequence[RankedCandidate]) -> ScaleOutResult:
     """Spread what comes nearest to fitting over more GPUs, doubling their number again and again.
 
-    With the strategies compared, as far as they can shard; where none of them fits, or none can, with `SCALE_OUT_STRATEGIES`.
+    With the strategies compared, as far as they can shard; where none of them fits, or none can, with
+    `SCALE_OUT_STRATEGIES`.
 
     Parameters
     ----------

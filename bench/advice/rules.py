@@ -205,5 +205,8 @@ def _describe_difference(rule: MemoryRule, rule_bytes: float, memory: MemoryPred
             for parameter in config.trained_model.build_model().parameters()
             if parameter.requires_grad
         )
-        counted_text = f"adapters are 1/{config.model.num_parameters / trained_parameters:.0f} of the parameters, and {counted_text}"
+        counted_text = (
+            f"adapters are 1/{config.model.num_parameters / trained_parameters:.0f} of the parameters, and "
+            f"{counted_text}"
+        )
     return f"{ratio_text}: {counted_text}; beside them there is {other_parts_text}"

@@ -42,13 +42,17 @@ def describe_advice(possible: Sequence[RankedCandidate], infeasible: Sequence[Ra
     if not fitting:
         candidate = min(possible, key=lambda candidate: candidate.prediction.memory.reserved.value)
         return (
-            f"Too close to call: {describe_candidate(candidate)} needs about {format_memory_use(candidate)}, and nothing is predicted to fit; "
+            f"Too close to call: {describe_candidate(candidate)} needs about {format_memory_use(candidate)}, and "
+            "nothing is predicted to fit; "
             "try it, or take more GPUs."
         )
     if len(possible) + len(infeasible) == 1:
         return _describe_only_candidate(possible[0])
     best = choose_recommended(fitting)
-    return f"Use {describe_candidate(best)}: {_describe_sharding_reason(best, possible, infeasible)}{_describe_runner_up(best, fitting)}."
+    return (
+        f"Use {describe_candidate(best)}: "
+        f"{_describe_sharding_reason(best, possible, infeasible)}{_describe_runner_up(best, fitting)}."
+    )
 
 
 def choose_recommended(fitting: Sequence[RankedCandidate]) -> RankedCandidate:
@@ -66,14 +70,23 @@ def _describe_only_candidate(candidate: RankedCandidate) -> str:
     """What becomes of the only candidate."""
     time = candidate.prediction.time
     assert time is not None
-    speed_text = f"{labels.format_count(candidate.tokens_per_second)} tokens/s (±{format_percent(_compute_uncertainty(candidate))})"
+    speed_text = (
+        f"{labels.format_count(candidate.tokens_per_second)} tokens/s "
+        f"(±{format_percent(_compute_uncertainty(candidate))})"
+    )
     peak_share_text = "" if candidate.mfu is None else f"{format_percent(candidate.mfu)} of the peak, "
-    return f"{describe_candidate(candidate)} fits, {format_memory_use(candidate)}, and reads {speed_text}: {peak_share_text}limited by {time.limited_by}."
+    return (
+        f"{describe_candidate(candidate)} fits, {format_memory_use(candidate)}, and reads {speed_text}: "
+        f"{peak_share_text}limited by {time.limited_by}."
+    )
 
 
 def _describe_no_fit(infeasible: Sequence[RankedCandidate]) -> str:
     nearest = infeasible[0]
-    return f"Nothing fits: {describe_candidate(nearest)} comes nearest, but {describe_misfit(nearest)}; {_describe_scale_out(infeasible)}."
+    return (
+        f"Nothing fits: {describe_candidate(nearest)} comes nearest, but {describe_misfit(nearest)}; "
+        f"{_describe_scale_out(infeasible)}."
+    )
 
 
 def _describe_scale_out(infeasible: Sequence[RankedCandidate]) -> str:
@@ -82,7 +95,10 @@ def _describe_scale_out(infeasible: Sequence[RankedCandidate]) -> str:
         return f"strategy={scale_out.smallest_fit[0]} would fit from {scale_out.smallest_fit[1]} GPUs on"
     if not scale_out.predicted_strategies:
         return "whether it would on more GPUs is not predicted"
-    return f"nor would strategy={' or '.join(scale_out.predicted_strategies)} fit on any number of GPUs tried, up to {MAX_GPUS_TRIED:,}"
+    return (
+        f"nor would strategy={' or '.join(scale_out.predicted_strategies)} fit on any number of GPUs tried, up to "
+        f"{MAX_GPUS_TRIED:,}"
+    )
 
 
 def _describe_by_memory(candidates: Sequence[RankedCandidate]) -> str:
@@ -112,7 +128,10 @@ def _describe_sharding_reason(
         )
     replicated = _find_replicated([candidate for candidate in possible if candidate.does_fit])
     if replicated is not None:
-        reason = f"a whole copy of the model fits on each GPU too, but {describe_candidate(replicated)} is {describe_speed_difference(replicated, best)}"
+        reason = (
+            f"a whole copy of the model fits on each GPU too, but {describe_candidate(replicated)} is "
+            f"{describe_speed_difference(replicated, best)}"
+        )
     elif oversized_candidates := [
         candidate for candidate in infeasible if candidate.config.strategy.resolved_sharding_factor == 1
     ]:
@@ -157,7 +176,10 @@ def _describe_network_cost(best: RankedCandidate, possible: Sequence[RankedCandi
     )
     if waiting_share < MIN_NETWORK_SHARE:
         return ""
-    return f", and sharded over all {best.config.gpus} it would wait for the network {format_percent(waiting_share)} of its time more"
+    return (
+        f", and sharded over all {best.config.gpus} it would wait for the network {format_percent(waiting_share)} of "
+        "its time more"
+    )
 
 
 def _describe_runner_up(best: RankedCandidate, fitting: Sequence[RankedCandidate]) -> str:
@@ -185,7 +207,10 @@ def describe_speed_difference(candidate: RankedCandidate, best: RankedCandidate)
         f"{format_percent(speed_ratio - 1)} faster" if speed_ratio > 1 else f"{format_percent(1 - speed_ratio)} slower"
     )
     speed_text = "as fast" if abs(speed_ratio - 1) < MIN_VISIBLE_DIFFERENCE else difference_text
-    return f"{speed_text}, {certainty} the predictor's uncertainty (±{format_percent(max(_compute_uncertainty(best), _compute_uncertainty(candidate)))})"
+    return (
+        f"{speed_text}, {certainty} the predictor's uncertainty "
+        f"(±{format_percent(max(_compute_uncertainty(best), _compute_uncertainty(candidate)))})"
+    )
 
 
 def describe_candidate(candidate: RankedCandidate) -> str:

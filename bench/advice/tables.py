@@ -62,7 +62,8 @@ def _format_heading(section: AdviceSection) -> str:
     assumed_text = f" (not given: {' and '.join(assumed_keys)})" if assumed_keys else ""
     return (
         f"{config.model.name}, {labels.format_count(config.model.num_parameters)} parameters, on "
-        f"{labels.format_ranks(config.gpus, config.hardware.device)} {config.hardware.name} ({memory_text}{per_node_text}), "
+        f"{labels.format_ranks(config.gpus, config.hardware.device)} {config.hardware.name} "
+        f"({memory_text}{per_node_text}), "
         f"{config.sequence_length} tokens per sequence{assumed_text}"
     )
 

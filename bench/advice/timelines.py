@@ -28,7 +28,8 @@ def write_timeline(candidate: RankedCandidate, path: Path) -> None:
         raise UsageError(f"timeline={path} cannot be drawn: {describe_missing_time(config)}.")
     title = f"One step of {config.model.name}, {format_strategy(config)}: {labels.format_seconds(time.step_s.value)}"
     subtitle = (
-        f"Predicted, not measured · {labels.format_ranks(config.gpus, config.hardware.device)} {config.hardware.name} · "
+        f"Predicted, not measured · {labels.format_ranks(config.gpus, config.hardware.device)} {config.hardware.name} "
+        "· "
         f"{config.precision.name} · batch {config.batch_size_per_gpu} × {config.sequence_length} · "
         f"checkpointing {config.activation_checkpointing} · limited by {time.limited_by}"
     )

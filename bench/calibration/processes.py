@@ -109,7 +109,8 @@ def run_local_processes(world_size: int, function: Callable[..., Any], *argument
     world_size: int
         How many.
     function: callable
-        Called in each with its `CalibrationProcess` and the arguments. All of it is pickled: the processes begin from nothing.
+        Called in each with its `CalibrationProcess` and the arguments. All of it is pickled: the processes begin from
+        nothing.
 
     Raises
     ------

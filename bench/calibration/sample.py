@@ -32,8 +32,8 @@ class CalibrationSample:
     queries, keys, head dimension. Else the shape or the number of elements."""
     flops: float
     bytes_moved: float
-    """Operands read and results written, each once. Of a collective: the whole message, as `bench.prediction.cost.collectives`
-    counts it."""
+    """Operands read and results written, each once. Of a collective: the whole message, as
+    `bench.prediction.cost.collectives` counts it."""
     seconds: tuple[float, ...]
     """Each repetition; of a collective that of the slowest rank."""
     ranks: int = 1

@@ -60,8 +60,8 @@ def compare_records(
     Parameters
     ----------
     base, candidate: sequence of records
-        Latest attempts, as `bench.records.read_latest_attempts` gives them. Runs of one configuration are repeats of each other,
-        whatever their ``repeat``, seed, number of timed steps or sweep. Published rows are left out.
+        Latest attempts, as `bench.records.read_latest_attempts` gives them. Runs of one configuration are repeats of
+        each other, whatever their ``repeat``, seed, number of timed steps or sweep. Published rows are left out.
     settings: ComparisonSettings
         Thresholds and error rates.
     """

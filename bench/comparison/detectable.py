@@ -16,7 +16,8 @@ def compute_detectable_change(
     power: float = DETECTION_POWER,
     settings: ComparisonSettings | None = None,
 ) -> float:
-    """The smallest true slowdown of one configuration that `compare_records` calls a regression with probability `power`.
+    """The smallest true slowdown of one configuration that `compare_records` calls a regression with probability
+    `power`.
 
     Parameters
     ----------

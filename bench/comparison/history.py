@@ -116,10 +116,11 @@ def build_histories(records: Sequence[Record], settings: ComparisonSettings | No
     Parameters
     ----------
     records: sequence of records
-        Every attempt (`bench.records.read_all_attempts`): a run that was forced again with another commit is a new attempt.
+        Every attempt (`bench.records.read_all_attempts`): a run that was forced again with another commit is a new
+        attempt.
     settings: Settings
-        Thresholds as in `compare_records`; `false_alarms` is the probability that any of the series of times that are all
-        flat is split.
+        Thresholds as in `compare_records`; `false_alarms` is the probability that any of the series of times that are
+        all flat is split.
     """
     settings = settings or ComparisonSettings()
     all_series: list[HistorySeries] = []

@@ -48,8 +48,8 @@ OVERALL_ALARM_SHARE, CONFIGURATION_ALARM_SHARE = 0.1, 0.6
 of them may. The rest is kept back: spreads that inform each other differ, which costs up to half as many again."""
 
 SINGLE_LEVEL_FACTOR, QUIET_LEVEL_FACTOR = 0.9, 1.4
-"""The level of a single configuration over `ComparisonSettings.false_alarms`, and the same where its runs scatter by no more than
-the threshold.
+"""The level of a single configuration over `ComparisonSettings.false_alarms`, and the same where its runs scatter by no
+more than the threshold.
 
 There the threshold rules out false alarms by itself, so that fewer than `Settings.false_alarms` remain at spreads up to
 1.2 % (at the default threshold and five runs); 1.3 times as many are the most, near 1.8 %. Without it a slowdown of 3 %

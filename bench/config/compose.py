@@ -117,7 +117,10 @@ def _check_overridden_key(override: Override) -> None:
         raise UsageError(
             f"+{key} is not valid: choose {key} without the +."
             if is_top_level_field
-            else f"{key} is not a field: choose {', '.join(top_level_fields)}, or +group.field for a group of {EXTENSIBLE_GROUPS}."
+            else (
+                f"{key} is not a field: choose {', '.join(top_level_fields)}, or +group.field for a group of "
+                f"{EXTENSIBLE_GROUPS}."
+            )
         )
 
 

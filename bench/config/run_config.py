@@ -97,7 +97,10 @@ class RunConfig:
             )
         unsteady_steps = self.strategy.first_steady_step - 1
         if not self.is_predicted and self.measurement.warmup_steps < unsteady_steps:
-            valid_values = f"at least {unsteady_steps}, since so many steps of strategy={self.strategy.name} are not like the later"
+            valid_values = (
+                f"at least {unsteady_steps}, since so many steps of strategy={self.strategy.name} are not like the "
+                "later"
+            )
             raise invalid_value_error("measurement.warmup_steps", self.measurement.warmup_steps, valid_values)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             valid_values = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"

@@ -1,1 +1,2 @@
-"""What every package may use: errors, typed configuration, plug-ins, number formats, processes. Imports nothing above it."""
+"""What every package may use: errors, typed configuration, plug-ins, number formats, processes. Imports nothing above
+it."""

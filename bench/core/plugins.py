@@ -23,7 +23,8 @@ def list_plugin_names(package: ModuleType, base_class: Any) -> list[str]:
 
 
 def find_plugin_class(field: str, name: str, package: ModuleType, base_class: Any) -> Any:
-    """The class derived from `base_class` that ``package/name.py`` defines, or ``package/name/strategy.py`` for a `Strategy`.
+    """The class derived from `base_class` that ``package/name.py`` defines, or ``package/name/strategy.py`` for a
+    `Strategy`.
 
     A `name` with a dot is the path of a module outside the package: somebody's own plug-in.
 

@@ -48,7 +48,10 @@ class Within:
         """What is valid, for a sentence: "a whole number of at least 1 and at most 64"."""
         number_text = ("a whole number" if kind is int else "a number") + (f" of {self.unit}" if self.unit else "")
         lower_bound = f"{'above' if self.exclusive_minimum else 'of at least'} {_format_number(self.minimum)}"
-        return f"{number_text} {lower_bound} and {'below' if self.exclusive_maximum else 'at most'} {_format_number(self.maximum)}"
+        return (
+            f"{number_text} {lower_bound} and {'below' if self.exclusive_maximum else 'at most'} "
+            f"{_format_number(self.maximum)}"
+        )
 
 
 @dataclass(frozen=True, init=False)

@@ -140,7 +140,8 @@ class QLoRA(LoRA):
         if unsupported_widths and self.bits == 4 and device == "cpu":
             raise ImpossibleError(
                 f"finetune.bits=4 is not valid for model={family.name} on a CPU: bitsandbytes reads weights of 4 bits "
-                f"back wrongly there unless a layer's input is a multiple of {CPU_INPUT_WIDTH_MULTIPLE} wide, and that of "
+                f"back wrongly there unless a layer's input is a multiple of {CPU_INPUT_WIDTH_MULTIPLE} wide, and that "
+                "of "
                 f"{unsupported_widths[0][0]} is {unsupported_widths[0][1]}: choose finetune.bits=8, or another model."
             )
 

@@ -1,8 +1,8 @@
 """Linear layers with weights of 4 or 8 bits: bitsandbytes', which has kernels for NVIDIA GPUs and for CPUs.
 
 bitsandbytes is QLoRA's own library, peft and transformers build on it, and it has both 4 and 8 bits. Its layers take
-their weights in two steps: as they are drawn, then quantised (`quantise_drawn_weight`), one layer after the other, so that no rank ever
-holds more than one of them whole.
+their weights in two steps: as they are drawn, then quantised (`quantise_drawn_weight`), one layer after the other, so
+that no rank ever holds more than one of them whole.
 
 4 bits: two weights to a byte, an absolute maximum for each block of 64. With double quantisation these have 8 bits
 themselves, less their mean, with an fp32 maximum for each 256 (QLoRA, arXiv:2305.14314, section 3). 8 bits: one byte

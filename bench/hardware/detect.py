@@ -73,7 +73,10 @@ def detect_device() -> DetectedDevice:
         else:
             cuda_setup = CudaSetup(torch.__version__, torch.version.cuda)
     except (TimeoutError, BrokenProcessPool):
-        failure = f"CUDA did not start: the process that asked it did not answer within {DRIVER_QUERY_TIMEOUT_S:g} s, or crashed"
+        failure = (
+            f"CUDA did not start: the process that asked it did not answer within {DRIVER_QUERY_TIMEOUT_S:g} s, or "
+            "crashed"
+        )
         cuda_setup = CudaSetup(torch.__version__, torch.version.cuda, installed_gpu_names=("a GPU",), failure=failure)
     return choose_device(cuda_setup)
 
@@ -84,8 +87,14 @@ def choose_device(cuda_setup: CudaSetup) -> DetectedDevice:
     if cuda_setup.cuda_build is None:
         if not cuda_setup.installed_gpu_names or cuda_setup.rocm_build is not None:
             return cpu_device
-        reason = f"torch {cuda_setup.torch_version} is built without CUDA ({_format_install_command(cuda_setup, _find_wheel(cuda_setup))} has it)"
-        message = f"The {_format_counts(cuda_setup.installed_gpu_names)} of this machine are not used, runs are on its CPU: {reason}."
+        reason = (
+            f"torch {cuda_setup.torch_version} is built without CUDA "
+            f"({_format_install_command(cuda_setup, _find_wheel(cuda_setup))} has it)"
+        )
+        message = (
+            f"The {_format_counts(cuda_setup.installed_gpu_names)} of this machine are not used, runs are on its CPU: "
+            f"{reason}."
+        )
         return dataclasses.replace(cpu_device, unusable_reason=reason, messages=(message,))
     if cuda_setup.all_gpus_hidden or not (cuda_setup.installed_gpu_names or cuda_setup.visible_gpus):
         return cpu_device
@@ -125,8 +134,10 @@ def _describe_start_failure(cuda_setup: CudaSetup) -> str:
     )
     older_wheel = _find_wheel(cuda_setup)
     return (
-        f"torch {cuda_setup.torch_version} is built for CUDA {cuda_setup.cuda_build}, which needs NVIDIA's driver {needed_driver}, and "
-        f"this machine has {cuda_setup.driver_version} (CUDA {cuda_setup.driver_cuda // 1000}.{cuda_setup.driver_cuda % 1000 // 10}): "
+        f"torch {cuda_setup.torch_version} is built for CUDA {cuda_setup.cuda_build}, which needs NVIDIA's driver "
+        f"{needed_driver}, and "
+        f"this machine has {cuda_setup.driver_version} (CUDA "
+        f"{cuda_setup.driver_cuda // 1000}.{cuda_setup.driver_cuda % 1000 // 10}): "
         f"update the driver{f', or {_format_install_command(cuda_setup, older_wheel)}' if older_wheel else ''}"
     )
 
@@ -135,7 +146,8 @@ def _describe_missing_kernels(cuda_setup: CudaSetup, gpu: VisibleGpu) -> str:
     architectures = ", ".join(cuda_setup.cuda_architectures)
     matching_wheel = _find_wheel(cuda_setup, gpu.capability)
     return (
-        f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, and torch {cuda_setup.torch_version} "
+        f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, and torch "
+        f"{cuda_setup.torch_version} "
         f"has kernels for {architectures}"
         + (
             f": {_format_install_command(cuda_setup, matching_wheel)}"
@@ -209,7 +221,10 @@ def _format_install_command(cuda_setup: CudaSetup, cuda: str | None) -> str:
 def _describe_mig(cuda_setup: CudaSetup) -> str | None:
     if "MIG" not in cuda_setup.visible_gpus[0].name:
         return None
-    return f"{cuda_setup.visible_gpus[0].name}: CUDA shows a process one MIG device, so there is 1 GPU, however many are set up."
+    return (
+        f"{cuda_setup.visible_gpus[0].name}: CUDA shows a process one MIG device, so there is 1 GPU, however many are "
+        "set up."
+    )
 
 
 def _describe_usage(cuda_setup: CudaSetup) -> str | None:

@@ -21,8 +21,8 @@ class MemoryLimit:
     CUDA: the caching allocator's share of each device: what it holds (reserved), blocks that it keeps for reuse and
     cuBLAS's workspaces included. CUDA's context (0.3 to 0.6 GiB, with the code of kernels) and NCCL's buffers (0.3 to
     2 GiB) lie outside of it, as they lie outside of what the allocator reports: on a real card of that size they would
-    have to fit beside it. A card's own size can be asked for as its vendor gives it: where that is up to `MEMORY_SLACK_SHARE` more
-    than CUDA reports, the limit is all that CUDA reports.
+    have to fit beside it. A card's own size can be asked for as its vendor gives it: where that is up to
+    `MEMORY_SLACK_SHARE` more than CUDA reports, the limit is all that CUDA reports.
 
     CPU: the process's data segment (RLIMIT_DATA), counted from what it uses when the limit is set, so that Python
     and the libraries do not count against the model; gloo's buffers and threads started later do. So that the

@@ -182,7 +182,8 @@ def write_lost_row(claim: Claim, *, status: str, error: str) -> bool:
 def write_unstarted_row(
     configured_columns: Record, store: Path, *, status: str, error: str, launch_columns: Record
 ) -> None:
-    """Write the row of a run that never came to start; `configured_columns` is what `build_configured_columns` says of it."""
+    """Write the row of a run that never came to start; `configured_columns` is what `build_configured_columns` says of
+    it."""
     timestamp = format_current_time()
     row: Record = {
         **configured_columns,

@@ -305,7 +305,8 @@ def refuse_host_memory_overrun(config: RunConfig, memory_bytes: int | None = Non
     if needed_bytes > memory_bytes:
         needed_for = "parameters, gradients and optimizer state" if config.finetune.name == "full" else "frozen weights"
         raise ImpossibleError(
-            f"model={config.model.name} with gpus={config.gpus} needs at least {needed_bytes / GIB:.0f} GiB for {needed_for}, and "
+            f"model={config.model.name} with gpus={config.gpus} needs at least {needed_bytes / GIB:.0f} GiB for "
+            f"{needed_for}, and "
             f"this machine has {memory_bytes / GIB:.0f} GiB: choose a smaller model or "
             f"hardware.memory_limit_gib={memory_per_process_gib:.1f} or less to see it run out of memory."
         )

@@ -1,7 +1,7 @@
 """Execute one run on this machine alone: start its ranks, watch over them, write its row.
 
-The process that calls `execute_run` never computes. Each run's ranks are fresh processes with a fresh process group, which
-find torch, and where they are forked the models too, imported already. They die with it.
+The process that calls `execute_run` never computes. Each run's ranks are fresh processes with a fresh process group,
+which find torch, and where they are forked the models too, imported already. They die with it.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def build_outcome_columns(config: RunConfig, rank_exits: Sequence[RankExit]) -> 
             "oom_phase": crashed_exits[0].last_phase,
             "oom_bytes": None,
             "oom_rank": crashed_exits[0].rank,
-            "error": f"rank {crashed_exits[0].rank} {crashed_exits[0].exit_description} under its memory limit, taken for lack of memory",
+            "error": f"rank {crashed_exits[0].rank} {crashed_exits[0].exit_description} under its memory limit, "
+            "taken for lack of memory",
         }
     failure_messages = [f"rank {outcome.rank}, {outcome.phase}: {outcome.error}" for outcome in failed_outcomes[:1]]
     if unreported_exits or failure_messages:

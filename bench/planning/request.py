@@ -217,7 +217,8 @@ def _check_sweep_device(sweep: str, required_device: str | None, hardware_names:
     for name in sorted(hardware_names):
         if required_device is not None and _get_hardware_field({"hardware": name}, "device") != required_device:
             raise UsageError(
-                f"sweep={sweep} is for {required_device}, and hardware={name} is not: choose another sweep, or mode=predict "
+                f"sweep={sweep} is for {required_device}, and hardware={name} is not: choose another sweep, or "
+                "mode=predict "
                 "with a hardware that is."
             )
 
@@ -297,7 +298,8 @@ def _get_hardware_field(settings: RunSettings, field: str) -> Any:
 
 
 def _get_memory_gb(device: DetectedDevice, hardware: str, own_settings: tuple[tuple[str, str], ...]) -> float | None:
-    """Memory of one device: what a run's `own_settings` setting is, or the hardware's description says, or this machine has."""
+    """Memory of one device: what a run's `own_settings` setting is, or the hardware's description says, or this machine
+    has."""
     memory_gb: float | None = _get_hardware_field({"hardware": hardware, **dict(own_settings)}, "memory_gb")
     if memory_gb is None and device.memory_bytes is not None:
         return device.memory_bytes / 1e9

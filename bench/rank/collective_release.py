@@ -80,8 +80,9 @@ def wait_for_tensor_release() -> Iterator[None]:
 def wait_for_gloo_threads() -> None:
     """Wait until the threads of gloo have nothing left to do, once nobody waits for a collective any more.
 
-    Those that DDP starts itself, in C++, are not among what `wait_for_tensor_release` sees. A thread that was interrupted right
-    after one still holds its bucket, and would be the last to do so when the next step puts another one in its place.
+    Those that DDP starts itself, in C++, are not among what `wait_for_tensor_release` sees. A thread that was
+    interrupted right after one still holds its bucket, and would be the last to do so when the next step puts another
+    one in its place.
     """
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     idle = 0

@@ -18,7 +18,8 @@ MIN_MATMUL_SHARE = 0.7
 """Of what large products reach while training (`hardware.speeds.matmul`): a node below it is not like the others."""
 
 MIN_ALL_REDUCE_SHARE = 0.4
-"""Of what large collectives reach (`hardware.speeds.links`), of which one of `ALL_REDUCE_BYTES_BY_DEVICE` reaches a part."""
+"""Of what large collectives reach (`hardware.speeds.links`), of which one of `ALL_REDUCE_BYTES_BY_DEVICE` reaches a
+part."""
 
 MATRIX_SIZE_BY_DEVICE = {"cuda": 8192, "cpu": 768}
 ALL_REDUCE_BYTES_BY_DEVICE = {"cuda": 256 * 2**20, "cpu": 2**20}

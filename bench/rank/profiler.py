@@ -47,8 +47,8 @@ def profile_step(step: Callable[[], object], device: torch.device, trace_path: P
     Returns
     -------
     float or None
-        As `compute_exposed_communication`; None also where the trace could not be written or read (a full disk, say), which is
-        said: what was measured before is not lost for it.
+        As `compute_exposed_communication`; None also where the trace could not be written or read (a full disk, say),
+        which is said: what was measured before is not lost for it.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])

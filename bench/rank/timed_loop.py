@@ -230,7 +230,7 @@ def build_step_clock(device: torch.device) -> StepClock:
     return CudaStepClock(device) if device.type == "cuda" else CpuStepClock()
 
 
-# --- How many steps to warm up and to time, so that both last: a GPU's clocks and power settle in seconds, not in steps.
+# --- How many steps to warm up and to time, so that both last: clocks and power of a GPU settle in seconds, not steps.
 
 MAX_STEPS_PER_S = 1000
 """Steps shorter than a millisecond are taken to last one: no run takes more steps than this for each second."""

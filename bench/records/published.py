@@ -93,7 +93,8 @@ def read_published_records(path: str | Path = PUBLISHED_CSV) -> list[Record]:
 
 
 def load_published(path: str | Path = PUBLISHED_CSV) -> pd.DataFrame:
-    """`read_published_records` as a table: the columns of `bench.records.load`, then ``source_*`` with what was printed.
+    """`read_published_records` as a table: the columns of `bench.records.load`, then ``source_*`` with what was
+    printed.
 
     Raises
     ------

@@ -94,7 +94,8 @@ def load(path: str | Path) -> pd.DataFrame:
 def _read_rows(
     path: Path, read_row: Callable[[RowFile], RowT], *, all_attempts: bool = False
 ) -> tuple[list[RowT], list[str]]:
-    """The latest row of all_attempts run that can be read (or `all_attempts` row), and a sentence on each file that cannot."""
+    """The latest row of all_attempts run that can be read (or `all_attempts` row), and a sentence on each file that
+    cannot."""
     rows: list[RowT] = []
     problems: list[str] = []
     with (

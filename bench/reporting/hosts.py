@@ -40,7 +40,8 @@ def build_nodes_table(rows: Sequence[Record]) -> RenderableType:
         parts.append(Text(f"Failed the health check before a run: {failures_text}"))
     parts.append(
         Text(
-            f"slow: by {MIN_SLOWDOWN:.0%} or more, with p of at most {SIGNIFICANCE_LEVEL:g} (Mann-Whitney, Holm's correction)"
+            f"slow: by {MIN_SLOWDOWN:.0%} or more, with p of at most {SIGNIFICANCE_LEVEL:g} (Mann-Whitney, Holm's "
+            "correction)"
         )
     )
     return Group(*parts)

@@ -43,7 +43,8 @@ class WrapContext:
     is_rehearsed: bool = False
     """Only the first rank is there, and its shards stand for those of the others."""
     build_optimizer: BuildOptimizer | None = None
-    """For frameworks that must be given model and build_optimizer together; others get it in `Strategy.build_optimizer`."""
+    """For frameworks that must be given model and build_optimizer together; others get it in
+    `Strategy.build_optimizer`."""
     num_micro_batches: int = 1
     """Micro-batches whose gradients make one step."""
     mesh: DeviceMesh | None = None
@@ -76,7 +77,8 @@ class Strategy(ABC):
     """What of a model the strategy can train: full, lora (frozen weights beside others), qlora (quantised ones)."""
 
     supported_mixings: ClassVar[tuple[str, ...]] = (AUTOCAST_MIXING,)
-    """Ways of mixed precision that the strategy has, of `bench.core.precision.MIXING_MODES`: its users' usual one first."""
+    """Ways of mixed precision that the strategy has, of `bench.core.precision.MIXING_MODES`: its users' usual one
+    first."""
 
     single_mixing_reason: ClassVar[str] = "which computes with parameters as they are stored"
     """Why the strategy has no other way of mixed precision than its usual one, as a relative clause."""
@@ -116,7 +118,8 @@ class Strategy(ABC):
                 )
             )
             raise ImpossibleError(
-                f"precision.mixing={requested_mixing} is not valid for strategy={self.name}, {self.single_mixing_reason}: choose "
+                f"precision.mixing={requested_mixing} is not valid for strategy={self.name}, "
+                f"{self.single_mixing_reason}: choose "
                 f"{self.supported_mixings[0]}, or strategy {other_strategies}."
             )
         is_usual_mixing = requested_mixing == self.supported_mixings[0] or not precision.is_mixed
@@ -231,8 +234,10 @@ class Strategy(ABC):
         if name not in self.supported_finetunes:
             untrained_kind = "quantised weights" if name == "qlora" else "frozen parameters"
             raise ImpossibleError(
-                f"finetune={name} is not valid with strategy={self.name}, which is not made to keep {untrained_kind} beside "
-                f"others: choose finetune={' or '.join(self.supported_finetunes)}, or strategy {format_strategies_for_finetune(name)}."
+                f"finetune={name} is not valid with strategy={self.name}, which is not made to keep {untrained_kind} "
+                "beside "
+                f"others: choose finetune={' or '.join(self.supported_finetunes)}, or strategy "
+                f"{format_strategies_for_finetune(name)}."
             )
 
     def check_step(self, settings: StepSettings) -> None:
@@ -330,7 +335,8 @@ def parse_rank_count(field: str, requested: int | str, world_size: int, ranks_pe
     if num_ranks < min_ranks:
         alternatives = f"{min_ranks} or more" if world_size >= min_ranks else f"gpus={min_ranks} or more"
         raise ImpossibleError(
-            f"{field}={requested} is not valid with gpus={world_size} and gpus_per_node={ranks_per_node}, where that is "
+            f"{field}={requested} is not valid with gpus={world_size} and gpus_per_node={ranks_per_node}, where that "
+            "is "
             f"fewer than {min_ranks} ranks: choose {alternatives}, or another strategy."
         )
     return num_ranks
@@ -364,7 +370,8 @@ def require_unsharded(strategy: Strategy) -> None:
     """Raise `ImpossibleError` unless the sharding factor is 1, for strategies with a whole model on every rank."""
     if strategy.resolved_sharding_factor != 1:
         raise ImpossibleError(
-            f"strategy.sharding_factor={strategy.resolved_sharding_factor} is not valid for strategy={strategy.name}, which keeps the "
+            f"strategy.sharding_factor={strategy.resolved_sharding_factor} is not valid for strategy={strategy.name}, "
+            "which keeps the "
             "whole model on every rank: choose 1, or strategy fsdp or fsdp1."
         )
 
@@ -381,7 +388,8 @@ def require_stored_reduce_dtype(subject: str, precision: Precision, alternative:
     """
     if precision.reduce_dtype != precision.parameter_dtype:
         raise ImpossibleError(
-            f"precision.reduce={precision.reduce} is not valid for {subject}, which reduces gradients as they are stored: "
+            f"precision.reduce={precision.reduce} is not valid for {subject}, which reduces gradients as they are "
+            "stored: "
             f"choose {precision.parameters}{alternative}."
         )
 

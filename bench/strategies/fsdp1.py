@@ -80,7 +80,8 @@ class FSDP1Strategy(ShardingStrategy):
         ):
             raise ImpossibleError(
                 f"gradient_accumulation_sync=false is not valid for strategy={self.name}, where nothing is sharded, "
-                f"with precision={settings.precision.name} and precision.mixing=parameters, whose gradients torch's FSDP1 "
+                f"with precision={settings.precision.name} and precision.mixing=parameters, whose gradients torch's "
+                "FSDP1 "
                 "cannot keep from one micro-batch to the next: choose true, or strategy fsdp1 with "
                 "precision.mixing=autocast, or strategy fsdp."
             )

@@ -80,7 +80,8 @@ class ShardingStrategy(Strategy):
         if name == "qlora":
             raise ImpossibleError(
                 f"finetune=qlora is not valid with strategy={self.name}, which would shard packed weights without the "
-                f"scales that belong to them: choose finetune=lora with strategy fsdp, or strategy {format_strategies_for_finetune(name)}."
+                "scales that belong to them: choose finetune=lora with strategy fsdp, or strategy "
+                f"{format_strategies_for_finetune(name)}."
             )
         super().check_finetune(name)
 

@@ -34,8 +34,8 @@ share every layer, of each of which the three others then have one rank."""
 
 
 GRADIENTS_KEPT, GRADIENTS_ACCUMULATED, GRADIENTS_HANDLED_ONE_BY_ONE = "stay", "added", "told"
-"""What becomes of gradients as they are completed: they stay, all of a unit's held under `name_unit_gradients` it; they are
-added to what is held there already; or the plan is told of each."""
+"""What becomes of gradients as they are completed: they stay, all of a unit's held under `name_unit_gradients` it; they
+are added to what is held there already; or the plan is told of each."""
 
 
 def name_unit_gradients(unit: ShardingUnit) -> str:
@@ -187,7 +187,8 @@ class PlanDevice(Protocol):
         stream `after` (``compute`` or another), is done."""
 
     def copy_host_device(self, name: str, size: float, stream: str, *, after: str | None = None) -> None:
-        """Start copying `size` bytes between the device and its machine's memory, on a stream as in `run_collective`."""
+        """Start copying `size` bytes between the device and its machine's memory, on a stream as in
+        `run_collective`."""
 
     def wait_for_event(self, name: str) -> None:
         """Let computation go on only when a collective, or a transfer, is done."""
@@ -199,11 +200,12 @@ class PlanDevice(Protocol):
         """Let what is sent on a stream from now on start only when the computation has come to a mark."""
 
     def note_late_free(self, *, after: str | None = None) -> None:
-        """Remember this point of the work given to stream `after` (None: the one that computes) for `limit_all_gathers`."""
+        """Remember this point of the work given to stream `after` (None: the one that computes) for
+        `limit_all_gathers`."""
 
     def limit_all_gathers(self, max_unfinished: int) -> None:
-        """If `max_unfinished` points noted by `note_late_free` have not been waited for, stop the processor until the device has
-        come to the oldest of them."""
+        """If `max_unfinished` points noted by `note_late_free` have not been waited for, stop the processor until the
+        device has come to the oldest of them."""
 
     def run_hooks(self, count: float = 1.0) -> None:
         """The processor is busy with a unit's hooks."""

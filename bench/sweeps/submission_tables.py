@@ -42,12 +42,14 @@ def build_arrays_table(launcher: SlurmLauncher, arrays: Sequence[JobArray]) -> R
         sum(array.max_gpu_hours for array in arrays),
     )
     lines = [
-        f"{sum(len(array.entries) for array in arrays)} runs in {len(arrays)} arrays, {parallelism_text}{exclusive_text}: "
+        f"{sum(len(array.entries) for array in arrays)} runs in {len(arrays)} arrays, "
+        f"{parallelism_text}{exclusive_text}: "
         f"about {expected_gpu_hours:,.2f} GPU-hours, at most {max_gpu_hours:,.2f}.",
         "sbatch: " + " ".join(_list_sbatch_options(profile)),
     ]
     lines += [
-        f"Too short: a run of array {array.name} is expected to take {format_duration(array.longest_s)}, its time limit is "
+        f"Too short: a run of array {array.name} is expected to take {format_duration(array.longest_s)}, its time "
+        "limit is "
         f"{array.time_limit_min} min. Choose cluster.time_limit_min."
         for array in arrays
         if array.longest_s > 60 * array.time_limit_min

@@ -146,7 +146,8 @@ class TrackerClient:
         self.failure = reason
         resume_command = f"python -m bench.track {shlex.quote(str(self._store))}"
         self._print_once(
-            f"{self._tracker.name}: {reason.rstrip('.')}. Nothing is lost: {resume_command} sends what is not there yet."
+            f"{self._tracker.name}: {reason.rstrip('.')}. Nothing is lost: {resume_command} sends what is not there "
+            "yet."
         )
 
     def _print_once(self, line: str) -> None:

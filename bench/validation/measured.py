@@ -139,7 +139,8 @@ def render_step_time_page(comparisons: Sequence[StepTimeComparison], hardware: H
     worst_error = max(errors, key=abs)
     within_goal_count = sum(abs(error) <= MAX_GOAL_ERROR for error in errors)
     summary = (
-        f"**{within_goal_count} of {len(comparisons)} within {MAX_GOAL_ERROR:.0%}; {statistics.fmean(map(abs, errors)):.1%} off on average, "
+        f"**{within_goal_count} of {len(comparisons)} within {MAX_GOAL_ERROR:.0%}; "
+        f"{statistics.fmean(map(abs, errors)):.1%} off on average, "
         f"{worst_error:+.1%} at worst.**"
     )
     repeats = max(len(comparison.measured_s) for comparison in comparisons)

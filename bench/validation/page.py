@@ -124,7 +124,10 @@ def _describe_fit(results: Sequence[CaseResult]) -> str:
     configuration_results = {result.case.settings: result for result in results if result.case.is_counted}.values()
     missed_labels = [result.case.label for result in configuration_results if not result.is_predicted_to_run]
     close_call_labels = [result.case.label for result in configuration_results if result.fit == "too close to call"]
-    summary_text = f"{len(configuration_results) - len(missed_labels)} of {len(configuration_results)} configurations that ran are predicted to run"
+    summary_text = (
+        f"{len(configuration_results) - len(missed_labels)} of {len(configuration_results)} configurations that ran "
+        "are predicted to run"
+    )
     summary_text += f" ({len(close_call_labels)} of them too close to call)." if close_call_labels else "."
     degraded_labels = [result.case.label for result in configuration_results if result.is_degraded]
     summary_text += (

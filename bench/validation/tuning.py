@@ -2,8 +2,9 @@
 
 Fitted are, per kind of GPU, the share of the peak that matrix products reach, with it on H100 the share of the memory's
 bandwidth, and the share of the network's line rate: so that the mean absolute error of the rows at
-`bench.validation.runs.TUNED_GPU_COUNTS` GPUs is least, give or take a fifth of a percent point. Those in ``conf/hardware`` were
-chosen on all sources, these on one. Where a source has no row of a kind of GPU, the shares of another kind stand in.
+`bench.validation.runs.TUNED_GPU_COUNTS` GPUs is least, give or take a fifth of a percent point. Those in
+``conf/hardware`` were chosen on all sources, these on one. Where a source has no row of a kind of GPU, the shares of
+another kind stand in.
 """
 
 from __future__ import annotations

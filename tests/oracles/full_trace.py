@@ -373,7 +373,8 @@ def _strip_wrappers(path: str) -> str:
 
 
 def _find_allocation_purpose() -> str | None:
-    """What the library that allocates does it for, as a name in `MEMORY_PARTS`, if any of `ALLOCATION_PURPOSES` is running."""
+    """What the library that allocates does it for, as a name in `MEMORY_PARTS`, if any of `ALLOCATION_PURPOSES` is
+    running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         purpose = ALLOCATION_PURPOSES.get(frame.f_code.co_name)

@@ -61,7 +61,8 @@ def _describe_comparison(
     count_text = format_plural(len(case.ranking.possible) + len(case.ranking.infeasible), "ranked candidate")
     if fitting_candidates[0].prediction.time is None:
         return None, (
-            f"Nothing tells: no time is predicted, so the {count_text} are in the order of memory, and {describe_candidate(fitting_candidates[0])} "
+            f"Nothing tells: no time is predicted, so the {count_text} are in the order of memory, and "
+            f"{describe_candidate(fitting_candidates[0])} "
             "needs least. The tree prefers what is simple among what fits."
         )
     best = choose_recommended(fitting_candidates)
@@ -76,22 +77,29 @@ def _describe_comparison(
         and (timed_candidates[0].tokens_per_second or 0) > (best.tokens_per_second or 0)
     ):
         return False, (
-            f"They do not agree, since the ranking does not compare everything: {_find_option_name(timed_candidates[0], ranked_options)}, which the "
-            f"tree names, is {describe_speed_difference(timed_candidates[0], best)}, than {best_of_text}, {describe_candidate(best)}."
+            "They do not agree, since the ranking does not compare everything: "
+            f"{_find_option_name(timed_candidates[0], ranked_options)}, which the "
+            f"tree names, is {describe_speed_difference(timed_candidates[0], best)}, than {best_of_text}, "
+            f"{describe_candidate(best)}."
         )
     same_kind = _find_same_kind(best, ranked_options, case)
     if same_kind is not None and is_as_fast(same_kind, best):
-        message = f"They agree: {best_of_text}, {describe_candidate(best)}, is what the tree calls {_find_option_name(same_kind, ranked_options)}"
+        message = (
+            f"They agree: {best_of_text}, {describe_candidate(best)}, is what the tree calls "
+            f"{_find_option_name(same_kind, ranked_options)}"
+        )
         return True, message + _describe_first_option(tree_candidates, same_kind, best)
     if timed_candidates and has_overlapping_speeds(best, timed_candidates[0]):
         return True, (
-            f"They agree within the predictor's uncertainty: {best_of_text} is {describe_candidate(best)}; of what the tree names "
+            f"They agree within the predictor's uncertainty: {best_of_text} is {describe_candidate(best)}; of what the "
+            "tree names "
             f"{describe_candidate(timed_candidates[0])} is {_describe_against_best(timed_candidates[0], best)}"
             + _describe_first_option(tree_candidates, timed_candidates[0], best)
         )
     if same_kind is not None:
         return False, (
-            f"They do not agree: {best_of_text} is {describe_candidate(best)}, and {_find_option_name(same_kind, ranked_options)}, which the tree names, is "
+            f"They do not agree: {best_of_text} is {describe_candidate(best)}, and "
+            f"{_find_option_name(same_kind, ranked_options)}, which the tree names, is "
             f"{_describe_against_best(same_kind, best)}" + _describe_first_option(tree_candidates, same_kind, best)
         )
     step = _find_contradicted_step(case, decision_path, best)
@@ -102,8 +110,10 @@ def _describe_comparison(
             f"gives way to {describe_candidate(best)}, {best_of_text}."
         )
     return False, (
-        f"They do not agree: {best_of_text} is {describe_candidate(best)}, and the best that the tree names, {describe_candidate(timed_candidates[0])}, is "
-        f"{describe_speed_difference(timed_candidates[0], best)}. What contradicts the general advice of {step_text}: {_describe_slowdown(timed_candidates[0], best)}."
+        f"They do not agree: {best_of_text} is {describe_candidate(best)}, and the best that the tree names, "
+        f"{describe_candidate(timed_candidates[0])}, is "
+        f"{describe_speed_difference(timed_candidates[0], best)}. What contradicts the general advice of {step_text}: "
+        f"{_describe_slowdown(timed_candidates[0], best)}."
     )
 
 
@@ -130,7 +140,10 @@ def _describe_first_option(
     first_candidate = tree_candidates[0]
     if first_candidate is described_candidate or first_candidate.tokens_per_second is None:
         return "."
-    return f"; what the tree names first, {describe_candidate(first_candidate)}, is {_describe_against_best(first_candidate, best)}."
+    return (
+        f"; what the tree names first, {describe_candidate(first_candidate)}, is "
+        f"{_describe_against_best(first_candidate, best)}."
+    )
 
 
 def _describe_against_best(candidate: RankedCandidate, best: RankedCandidate) -> str:
@@ -212,8 +225,8 @@ def _describe_slowdown(candidate: RankedCandidate, best: RankedCandidate) -> str
     text_by_part = {
         "compute_s": _describe_compute(candidate, best),
         "exposed_communication_s": "it waits for the network",
-        "optimizer_s": f"at batch {candidate.config.batch_size_per_gpu} rather than {best.config.batch_size_per_gpu} per GPU "
-        "its optimizer steps take",
+        "optimizer_s": f"at batch {candidate.config.batch_size_per_gpu} rather than "
+        f"{best.config.batch_size_per_gpu} per GPU its optimizer steps take",
         "bubble_s": f"it waits for {_describe_wait(candidate)}",
     }
 

@@ -79,7 +79,8 @@ def answer_gpu_count(case: GuideCase) -> NodeAnswer:
     nodes_text = labels.format_plural(config.nodes, "node")
     return NodeAnswer(
         answer,
-        f"{labels.format_ranks(config.gpus, config.hardware.device)}, at most {config.gpus_per_node} on a node: {nodes_text}",
+        f"{labels.format_ranks(config.gpus, config.hardware.device)}, at most {config.gpus_per_node} on a node: "
+        f"{nodes_text}",
         (NamedQuantity("gpus", config.gpus, "GPUs"), NamedQuantity("nodes", config.nodes, "nodes")),
         NamedQuantity("gpus_per_node", config.gpus_per_node, "GPUs"),
         "asked for: gpus, gpus_per_node",
@@ -154,7 +155,8 @@ def answer_layer_fits(case: GuideCase) -> NodeAnswer:
     is_close = memory.verdict == TOO_CLOSE
     return NodeAnswer(
         YES if memory.verdict in (FITS, TOO_CLOSE, None) else NO,
-        f"sharded over {gpu_count} ranks each still needs {format_gib(_find_reserved_bytes(run))} GiB in {memory.phase} ({memory.module}): "
+        f"sharded over {gpu_count} ranks each still needs {format_gib(_find_reserved_bytes(run))} GiB in "
+        f"{memory.phase} ({memory.module}): "
         f"{parts_text}; {limit_text}" + ("; too close to call" if is_close else ""),
         (NamedQuantity("peak with the model spread thin", _compute_reserved_gib(run), "GiB"),),
         threshold,
@@ -247,8 +249,10 @@ def answer_network_speed(case: GuideCase) -> NodeAnswer:
     )
     return NodeAnswer(
         answer,
-        f"{strategy_text} sends for {labels.format_seconds(time.communication_s)} beside {labels.format_seconds(time.compute_s)} of compute "
-        f"at batch {candidate.config.batch_size_per_gpu}, and waits {format_percent(waiting_share)} of the step{batch_one_text}{spare_memory_text}; slow "
+        f"{strategy_text} sends for {labels.format_seconds(time.communication_s)} beside "
+        f"{labels.format_seconds(time.compute_s)} of compute "
+        f"at batch {candidate.config.batch_size_per_gpu}, and waits {format_percent(waiting_share)} of the "
+        f"step{batch_one_text}{spare_memory_text}; slow "
         f"from {format_percent(SLOW_NETWORK_SHARE)} on. Links, per GPU: {links_text}",
         numbers,
         NamedQuantity("slow from", 100 * SLOW_NETWORK_SHARE, "%"),
@@ -275,7 +279,8 @@ def answer_host_memory(case: GuideCase) -> NodeAnswer:
         host_text += "" if host_bytes <= host.memory_gib * GIB else ": too little, unless some of it goes to NVMe"
     return NodeAnswer(
         f"{format_gib(host_bytes)} GiB",
-        f"{format_gib(host_bytes)} GiB of parameters, gradients and optimizer state, and what the system itself needs; {host_text}",
+        f"{format_gib(host_bytes)} GiB of parameters, gradients and optimizer state, and what the system itself needs; "
+        f"{host_text}",
         (NamedQuantity("memory of a node's CPU", host_bytes / GIB, "GiB"),),
         NamedQuantity("memory that a node's CPU has", None if host is None else host.memory_gib, "GiB"),
         run.source,

@@ -50,7 +50,8 @@ class TrainingOption:
 
 
 def _choose_micro_batches(stages: int, requested_batch: int | None) -> int:
-    """Micro-batches of a pipeline: `MICRO_BATCHES_PER_STAGE` per stage, or as near to it as divides the sequences of one copy."""
+    """Micro-batches of a pipeline: `MICRO_BATCHES_PER_STAGE` per stage, or as near to it as divides the sequences of
+    one copy."""
     sequences = stages * (requested_batch or MICRO_BATCHES_PER_STAGE)
     return max(count for count in range(1, MICRO_BATCHES_PER_STAGE * stages + 1) if sequences % count == 0)
 

@@ -236,7 +236,10 @@ class JobLeader:
             rank_names = ", ".join(str(rank) for rank in missing_ranks[:8]) + (
                 ", ..." if len(missing_ranks) > 8 else ""
             )
-            message = f"{len(missing_ranks)} of {self.job_environment.coordinates.world_size} processes did not come up: ranks {rank_names}"
+            message = (
+                f"{len(missing_ranks)} of {self.job_environment.coordinates.world_size} processes did not come up: "
+                f"ranks {rank_names}"
+            )
             return attempt.finish([], {"status": "error", "error": message})
         if self.stop.received:
             return self._finish_stopped_attempt(attempt, [])

@@ -114,7 +114,10 @@ def run_slurm_command(*command: str, input_text: str | None = None, folder: Path
             try:
                 output, errors = process.communicate(input_text, timeout=SLOW_ANSWER_NOTICE_S)
             except subprocess.TimeoutExpired:
-                message = f"SLURM has not answered {command[0]} for {SLOW_ANSWER_NOTICE_S} s; waiting up to {COMMAND_TIMEOUT_S} s."
+                message = (
+                    f"SLURM has not answered {command[0]} for {SLOW_ANSWER_NOTICE_S} s; waiting up to "
+                    f"{COMMAND_TIMEOUT_S} s."
+                )
                 print(message, file=sys.stderr, flush=True)
                 output, errors = process.communicate(timeout=COMMAND_TIMEOUT_S - SLOW_ANSWER_NOTICE_S)
         except subprocess.TimeoutExpired:

@@ -247,7 +247,8 @@ def send_closed_submissions(store: Path, statuses: Sequence[SubmittedRunStatus])
             name = submission.tracker.get("name")
             if not isinstance(name, str) or "." in name:
                 print_safely(
-                    f"tracker.name={format_value(name)} is not one of the suite's: python -m bench.track sends to others"
+                    f"tracker.name={format_value(name)} is not one of the suite's: python -m bench.track sends to "
+                    "others"
                 )
                 continue
             try:

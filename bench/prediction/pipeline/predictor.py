@@ -129,8 +129,8 @@ def _keep_first_sent(
     num_warm_up: int,
     num_before: int,
 ) -> None:
-    """After backward `num_before`: what 1F1B sent before its steady state, but for the last that it computed there, is held
-    by gloo's work, and that by `Schedule1F1B` (``send_work``) until the steady state is over."""
+    """After backward `num_before`: what 1F1B sent before its steady state, but for the last that it computed there, is
+    held by gloo's work, and that by `Schedule1F1B` (``send_work``) until the steady state is over."""
     if timetable.schedule == ONE_F_ONE_B:
         steady_start = timetable.micro_batches - num_warm_up
         simulated_rank.allocate(

@@ -93,8 +93,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def track_rng_states(track_tensor: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Within, `track_tensor` is told of the states of the random number generator that checkpointing keeps of a block that
-    drops something out, and of the one that computing it again keeps for a while: 5 KB each, made by no operator."""
+    """Within, `track_tensor` is told of the states of the random number generator that checkpointing keeps of a block
+    that drops something out, and of the one that computing it again keeps for a while: 5 KB each, made by no
+    operator."""
     original_get_rng_state = torch.get_rng_state
 
     def get_tracked_rng_state() -> torch.Tensor:
@@ -113,8 +114,8 @@ def compute_working_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Bytes an operator allocates on a CPU while it runs, besides its results.
 
     Left out is what comes to a few kilobytes: numbers wrapped as tensors, partial sums of layer norms. And what oneDNN
-    takes for a product in 16 bits, which is not counted where memory is measured either (`CpuMemoryProbe`): how much depends
-    on the processor's instructions and on the library's choice of blocks, and not smoothly on the shape.
+    takes for a product in 16 bits, which is not counted where memory is measured either (`CpuMemoryProbe`): how much
+    depends on the processor's instructions and on the library's choice of blocks, and not smoothly on the shape.
     """
     name = func._schema.name.partition("::")[2]
     if name == "_safe_softmax":  # which scores are masked, and which rows are masked altogether

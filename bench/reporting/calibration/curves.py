@@ -173,8 +173,10 @@ def _draw_curve_figure(
         panel_axes[-1].set_xlabel(curve_figure.x_label, loc="left")
         draw_header(figure, curve_figure.title, subtitle)
     alt = (
-        f"{curve_figure.y_label_prefix}{unit} over {curve_figure.x_label} of {len(shown_samples)} measurements, in {len(panels)} panels. "
-        f"Fastest: {curve_figure.get_panel(fastest_sample)} {curve_figure.get_series(fastest_sample)}, {best_rate / scale:.3g} {unit}."
+        f"{curve_figure.y_label_prefix}{unit} over {curve_figure.x_label} of {len(shown_samples)} measurements, in "
+        f"{len(panels)} panels. "
+        f"Fastest: {curve_figure.get_panel(fastest_sample)} {curve_figure.get_series(fastest_sample)}, "
+        f"{best_rate / scale:.3g} {unit}."
     )
     return Drawing(f"{name}-{curve_figure.name}", curve_figure.title, figure, alt, alt)
 

@@ -180,7 +180,8 @@ def _find_hue(kind: str) -> str:
 
 
 def is_similar_colour(first: str, second: str) -> bool:
-    """Whether two colours are told apart with difficulty: by less than `MIN_COLOUR_DISTANCE` between black and white."""
+    """Whether two colours are told apart with difficulty: by less than `MIN_COLOUR_DISTANCE` between black and
+    white."""
     return math.dist(to_rgb(first), to_rgb(second)) < MIN_COLOUR_DISTANCE * math.sqrt(3)
 
 

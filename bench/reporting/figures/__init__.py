@@ -1,4 +1,5 @@
-"""One file per figure. Each has `select` (table -> the small tidy table the figure shows) and `build_section` (draws it)."""
+"""One file per figure. Each has `select` (table -> the small tidy table the figure shows) and `build_section` (draws
+it)."""
 
 from bench.reporting.figures import (
     agreement,

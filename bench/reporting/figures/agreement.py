@@ -103,7 +103,8 @@ def _draw_scatter(
     quantity: str,
 ) -> None:
     axes.set(xscale="log", yscale="log", xlim=x_limits, ylim=compute_log_limits(pairs[["value", "low", "high"]]))
-    axes.fill_between(x_limits, [(1 - CLOSE_DEVIATION) * x for x in x_limits], [(1 + CLOSE_DEVIATION) * x for x in x_limits], color=style.GRID_COLOUR,
+    axes.fill_between(x_limits, [(1 - CLOSE_DEVIATION) * x for x in x_limits],
+    [(1 + CLOSE_DEVIATION) * x for x in x_limits], color=style.GRID_COLOUR,
                       linewidth=0, zorder=1)  # fmt: skip
     axes.plot(x_limits, x_limits, color=style.INK_COLOUR, linewidth=0.8, zorder=2)
     x_ratio = x_limits[1] / x_limits[0]
@@ -218,7 +219,10 @@ def _format_alt_text(quantity: str, pairs: pd.DataFrame) -> str:
     deviation_texts = [
         f"{row['label']} {format_percent(row['deviation'], signed=True)}" for row in worst_pairs.to_dict("records")
     ]
-    return f"Scatter of {format_plural(len(pairs), 'pair')} of {quantity}. {_format_caption(pairs)} Furthest off: {format_list(deviation_texts)}."
+    return (
+        f"Scatter of {format_plural(len(pairs), 'pair')} of {quantity}. {_format_caption(pairs)} Furthest off: "
+        f"{format_list(deviation_texts)}."
+    )
 
 
 def format_percent(share: float, *, signed: bool = False) -> str:

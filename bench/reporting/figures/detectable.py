@@ -111,7 +111,10 @@ def draw_detectable_slowdowns(
             f"{format_percent(spread, signed=False)} spread and 5 runs: {format_percent(slowdown, signed=False)}"
             for spread, slowdown in slowdown_by_spread.items()
         ]
-    alt_text = f"Curves of detectable slowdown against the number of runs, one per spread. {labels.format_list(slowdown_texts)}."
+    alt_text = (
+        "Curves of detectable slowdown against the number of runs, one per spread. "
+        f"{labels.format_list(slowdown_texts)}."
+    )
     caption = f"{title}: {subtitle[0].lower()}{subtitle[1:]}. Spread: standard deviation of a run's median step time."
     return Drawing(
         build_slug("detectable", format_plural(configurations, "configuration")),

@@ -176,7 +176,8 @@ def _draw_frontier(
         )
         if disagreement_text:
             disagreements[lane.y, world_sizes.index(cell["world_size"])] = (
-                f"{cell['lane']}, {cell['heading']}, {ranks_label} of {cell['memory_gib']:.3g} GiB: {disagreement_text}."
+                f"{cell['lane']}, {cell['heading']}, {ranks_label} of {cell['memory_gib']:.3g} GiB: "
+                f"{disagreement_text}."
             )
             _mark_disagreement(axes, world_sizes.index(cell["world_size"]), lane.y, len(evidence_kinds))
     agreement_text = describe_agreement(list(shown_cells["answers"]))
@@ -184,7 +185,10 @@ def _draw_frontier(
     caption += f", {agreement_text}" if agreement_text else "."
     if disagreements:
         caption += f" {CPU_CAVEAT if device == 'cpu' else GPU_CAVEAT}"
-    alt_text = f"Map of {len(lanes_by_name)} models and strategies against {len(world_sizes)} numbers of {get_rank_nouns(device)}, {subject}: "
+    alt_text = (
+        f"Map of {len(lanes_by_name)} models and strategies against {len(world_sizes)} numbers of "
+        f"{get_rank_nouns(device)}, {subject}: "
+    )
     alt_text += (
         "; ".join(f"{evidence}: {_format_outcome_counts(shown_cells, evidence)}" for evidence in evidence_kinds)
         + f". Disagreements: {len(disagreements)}."
@@ -238,7 +242,8 @@ def _draw_cell(
         is_solid = style.EVIDENCE_STYLES[evidence].is_filled and answer.outcome == OOM
         text_background = None if is_solid else {"facecolor": patch_style["facecolor"], "edgecolor": "none", "pad": 0.5}
         axes.text(
-            x, strip_top + STRIP_HEIGHT_IN / 2, strip_text, ha="center", va="center_baseline", fontsize=6.6, zorder=3, bbox=text_background,
+            x, strip_top + STRIP_HEIGHT_IN / 2, strip_text, ha="center", va="center_baseline", fontsize=6.6, zorder=3,
+            bbox=text_background,
             color="white" if is_solid else style.INK_COLOUR, fontweight="bold" if answer.outcome == OOM else "normal",
         )  # fmt: skip
 

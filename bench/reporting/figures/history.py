@@ -172,7 +172,8 @@ def _draw_change_labels(axes: Axes, series: HistorySeries) -> None:
         label_position = change.index - 0.5, 0.99 - 0.075 * (position % MAX_LABEL_LINES)
         axes.annotate(
             _format_change_label(change), label_position, xycoords=("data", "axes fraction"),
-            xytext=(-4 if is_label_left else 4, 0), textcoords="offset points", ha="right" if is_label_left else "left", va="top",
+            xytext=(-4 if is_label_left else 4, 0), textcoords="offset points",
+            ha="right" if is_label_left else "left", va="top",
             fontsize=7.5, fontweight="bold", color=verdict_style["color"],
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3, "alpha": 0.85},
         )  # fmt: skip

@@ -87,7 +87,8 @@ def _draw_memory(
             )
     axes.set_xlabel(f"peak memory per {noun} ({unit})")
     alt_text = (
-        f"Bar chart of peak allocated and reserved memory per {noun} for {len(shown_cells)} configurations in {subject} on "
+        f"Bar chart of peak allocated and reserved memory per {noun} for {len(shown_cells)} configurations in "
+        f"{subject} on "
         f"{place}. Out of memory: {int((shown_cells['out_of_memory'] > 0).sum())}."
     )
     caption = f"Peak memory per {noun} in {subject} on {place}."

@@ -49,7 +49,8 @@ _COLUMN_MARKERS = ("o", "s", "^")
 
 
 def select(table: pd.DataFrame, figures: Collection[str] = ALL_FIGURES) -> pd.DataFrame:
-    """A row per point of every figure the store has rows for: those of `compare_with_paper`, with ``figure`` and ``setting``."""
+    """A row per point of every figure the store has rows for: those of `compare_with_paper`, with ``figure`` and
+    ``setting``."""
     figure_points = [
         points.assign(figure=comparison.figure, setting=setting)
         for comparison in PAPER_COMPARISONS
@@ -85,7 +86,10 @@ def _draw_paper_figure(comparison: PaperComparison, setting: str, points: pd.Dat
     draw_body = _draw_lanes if points["panel"].ne("").any() else _draw_lines
     figure = draw_body(comparison, points, title, subtitle, legend_entries)
     agreement_text = _format_agreement(points) + _format_ratios(comparison, points)
-    caption = f"{comparison.figure} of the FSDP paper and this store, {inferred_note}{setting}. {agreement_text}{comparison.note}"
+    caption = (
+        f"{comparison.figure} of the FSDP paper and this store, {inferred_note}{setting}. "
+        f"{agreement_text}{comparison.note}"
+    )
     name = build_slug("paper", comparison.figure, "" if comparison.setting else setting)
     return Drawing(name, title, figure, caption, _format_alt_text(comparison, points))
 
@@ -98,7 +102,8 @@ def _format_agreement(points: pd.DataFrame) -> str:
             errors_percent = 100 * np.abs(compute_deviations(quantity_points, evidence))
             if len(errors_percent) > 1:
                 text += (
-                    f"{evidence.capitalize()} {quantity}: {format_number(float(errors_percent.mean()), 2)} % from the published points on "
+                    f"{evidence.capitalize()} {quantity}: {format_number(float(errors_percent.mean()), 2)} % from the "
+                    "published points on "
                     f"average, at most {format_number(float(errors_percent.max()), 2)} %. "
                 )
     return text
@@ -113,7 +118,10 @@ def _format_ratios(comparison: PaperComparison, points: pd.DataFrame) -> str:
     for (_, evidence, column, _), value in ratio_values.items():
         ratio_texts.setdefault(f"{evidence} {column}".strip(), []).append(format_number(value, 3))
     ratio_lists = [f"{name} {', '.join(texts)}" for name, texts in ratio_texts.items()]
-    return f"{comparison.ratio_series[0].capitalize()} against {comparison.ratio_series[1].rpartition(' ')[2]}: {'; '.join(ratio_lists)}. "
+    return (
+        f"{comparison.ratio_series[0].capitalize()} against {comparison.ratio_series[1].rpartition(' ')[2]}: "
+        f"{'; '.join(ratio_lists)}. "
+    )
 
 
 def _format_alt_text(comparison: PaperComparison, points: pd.DataFrame) -> str:
@@ -207,7 +215,8 @@ def _draw_line(axes: Axes, line_points: pd.DataFrame, colour: str, evidence: str
         zorder=2,
     )
     axes.plot(
-        x, completed_points["value"], color=colour, linestyle=evidence_style.linestyle, marker=EVIDENCE_MARKERS[evidence], linewidth=1.3, markersize=5,
+        x, completed_points["value"], color=colour, linestyle=evidence_style.linestyle,
+        marker=EVIDENCE_MARKERS[evidence], linewidth=1.3, markersize=5,
         markerfacecolor=colour if evidence_style.is_filled else "white", zorder=3,
     )  # fmt: skip
     for point_x, (_, row) in zip(x, completed_points.iterrows(), strict=True):
@@ -291,13 +300,15 @@ def _draw_lanes(
     axes.set_xlabel(quantity.axis_label, loc="left")
     for panel, top in panel_tops.items():
         axes.annotate(
-            panel, (-0.04 * x_max, top + lanes.HEADING_HEIGHT_IN / 2), xytext=(-6, 0), textcoords="offset points", ha="right",
+            panel, (-0.04 * x_max, top + lanes.HEADING_HEIGHT_IN / 2), xytext=(-6, 0), textcoords="offset points",
+            ha="right",
             va="center", fontweight="bold", fontsize=8.5, annotation_clip=False,
         )  # fmt: skip
     for (panel, evidence, column, _), value in compute_ratios(comparison, points).items():
         column_index = column_names.index(f"{evidence} {column}".strip())
         axes.annotate(
-            f"off/on {format_number(value, 2)}", (x_max * 1.06, panel_tops[panel] + lanes.HEADING_HEIGHT_IN / 2), ha="right", va="center",
+            f"off/on {format_number(value, 2)}", (x_max * 1.06, panel_tops[panel] + lanes.HEADING_HEIGHT_IN / 2),
+            ha="right", va="center",
             xytext=((0.12 + VALUE_WIDTH_IN * (column_index + 1)) * 72, 0), textcoords="offset points", fontsize=7,
             color=colours[column_names[column_index]], annotation_clip=False,
         )  # fmt: skip
@@ -310,7 +321,8 @@ def _draw_lanes(
         )
         text = f"{symbol} " + name.replace("checkpointing ", "checkp. ").replace(" ", "\n")
         axes.annotate(
-            text, (x_max * 1.06, -heading_height_in), xytext=(value_x_in * 72, 0), textcoords="offset points", ha="right", va="top",
+            text, (x_max * 1.06, -heading_height_in), xytext=(value_x_in * 72, 0), textcoords="offset points",
+            ha="right", va="top",
             fontsize=7, color=colours[name], annotation_clip=False, linespacing=1.0,
         )  # fmt: skip
     for (panel, name), lane_y in lane_positions.items():
@@ -322,7 +334,8 @@ def _draw_lanes(
             _draw_marker(axes, row, marker_y, colours[column], _COLUMN_MARKERS[_choose_marker_index(column_index)])
             text = "OOM" if row["out_of_memory"] else format_number(row["value"])
             axes.annotate(
-                text, (x_max * 1.06, lane_y), xytext=((0.12 + VALUE_WIDTH_IN * (column_index + 1)) * 72, 0), ha="right", va="center",
+                text, (x_max * 1.06, lane_y), xytext=((0.12 + VALUE_WIDTH_IN * (column_index + 1)) * 72, 0),
+                ha="right", va="center",
                 textcoords="offset points", fontsize=7.5, color=colours[column], annotation_clip=False,
                 fontweight="bold" if row["out_of_memory"] else "normal",
             )  # fmt: skip
@@ -380,7 +393,8 @@ def _build_legend(points: pd.DataFrame) -> list[tuple[Artist, str]]:
         legend_entries.append(
             (
                 Line2D(
-                    [], [], color=style.MUTED_COLOUR, marker=EVIDENCE_MARKERS[evidence], linestyle=line_style, markersize=5, linewidth=1.3,
+                    [], [], color=style.MUTED_COLOUR, marker=EVIDENCE_MARKERS[evidence], linestyle=line_style,
+                    markersize=5, linewidth=1.3,
                     markerfacecolor=style.MUTED_COLOUR if evidence_style.is_filled else "white",
                 ),
                 evidence_labels[evidence],

@@ -26,8 +26,8 @@ FACET_COLUMNS = ["place", "model", "parameters", "precision", "workload", "limit
 def select(table: pd.DataFrame) -> pd.DataFrame:
     """A row per point: the cells of `throughput`, with ``series``, the line it belongs to.
 
-    Only groups (`FACET_COLUMNS`) with more than one world size are kept. A run of one rank has nothing to shard; it is the
-    start of its implementation's full-shard line (F = world size = 1) if there is one, and of full replication
+    Only groups (`FACET_COLUMNS`) with more than one world size are kept. A run of one rank has nothing to shard; it is
+    the start of its implementation's full-shard line (F = world size = 1) if there is one, and of full replication
     (F = 1) likewise, and then stands in both.
     """
     drawable_cells = select_drawable_cells(build_cells(table, "tflops_per_gpu"))
@@ -100,10 +100,13 @@ def _draw_scaling(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
     draw_header(figure, title, "\n".join(part for part in (detail, first_row["place"], cpu_note) if part))
     lanes.draw_legend(figure, legend_entries)
     alt_text = (
-        f"Line chart of model TFLOP/s per {noun} of {first_row['model']} in {first_row['precision']} on {first_row['place']} at "
-        f"{format_list([str(world_size) for world_size in world_sizes])} ranks for {format_list(list(facet['series'].unique()), 12)}."
+        f"Line chart of model TFLOP/s per {noun} of {first_row['model']} in {first_row['precision']} on "
+        f"{first_row['place']} at "
+        f"{format_list([str(world_size) for world_size in world_sizes])} ranks for "
+        f"{format_list(list(facet['series'].unique()), 12)}."
     )
-    caption = f"{first_row['heading'].split(' · ')[0]}, {first_row['precision']}, {detail or 'batch not stated'}. {cpu_note}".strip()
+    model = first_row["heading"].split(" · ")[0]
+    caption = f"{model}, {first_row['precision']}, {detail or 'batch not stated'}. {cpu_note}".strip()
     name = build_slug(
         "scaling",
         first_row["model"],
@@ -133,7 +136,8 @@ def _build_legend(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
 def _build_legend_handle(mark: style.VariantStyle, evidence: str) -> Line2D:
     evidence_style = style.EVIDENCE_STYLES.get(evidence, style.EVIDENCE_STYLES["measured"])
     return Line2D(
-        [], [], color=mark.colour, marker=mark.marker, linestyle=evidence_style.linestyle, markersize=5.5, linewidth=1.5,
+        [], [], color=mark.colour, marker=mark.marker, linestyle=evidence_style.linestyle, markersize=5.5,
+        linewidth=1.5,
         **style.build_marker_style(mark.colour, evidence),
     )  # fmt: skip
 

@@ -74,7 +74,8 @@ POINT_COLUMNS = (
 
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
-    """A row per configuration and sharding factor, of groups (`FACET_COLUMNS`) with at least three factors of one strategy.
+    """A row per configuration and sharding factor, of groups (`FACET_COLUMNS`) with at least three factors of one
+    strategy.
 
     Returns
     -------
@@ -176,7 +177,10 @@ def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
 def describe_subject(facet: pd.DataFrame) -> str:
     """Model, precision and ranks of a figure, in words."""
     first_row = facet.iloc[0]
-    return f"{first_row['model']}, {first_row['precision']}, {format_ranks(int(first_row['world_size']), first_row['device'])}"
+    return (
+        f"{first_row['model']}, {first_row['precision']}, "
+        f"{format_ranks(int(first_row['world_size']), first_row['device'])}"
+    )
 
 
 def _draw_sharding_factor(facet: pd.DataFrame) -> Drawing:
@@ -220,7 +224,10 @@ def _draw_sharding_factor(facet: pd.DataFrame) -> Drawing:
     panel_axes[-1].set_xlim(factors[0] / 1.35, factors[-1] * 1.35)
     panel_axes[-1].set_xlabel("sharding factor F (ranks that share one copy, logarithmic)", loc="left")
     lanes.draw_legend(figure, legend_entries)
-    caption = f"{describe_subject(facet)}, {detail or 'batch not stated'}, on {first_row['place']}. {_format_line_ends(facet)}"
+    caption = (
+        f"{describe_subject(facet)}, {detail or 'batch not stated'}, on {first_row['place']}. "
+        f"{_format_line_ends(facet)}"
+    )
     panel = build_slug("sharding-factor", first_row["model"], first_row["precision"], first_row["world_size"])
     return Drawing(
         panel, title, figure, f"{caption} {cpu_note}".strip() + ("." if cpu_note else ""), _format_alt_text(facet)
@@ -238,10 +245,12 @@ def _draw_line(axes: Axes, line_points: pd.DataFrame, panel: str, scale: float, 
     evidence_style, colour = style.EVIDENCE_STYLES[evidence], STRATEGY_COLOURS[strategy]
     x = line_points["sharding_factor"].astype(float) * 2 ** X_OFFSETS_LOG2[strategy]
     if f"{panel}_low" in line_points:
-        axes.vlines(x, line_points[f"{panel}_low"] * scale, line_points[f"{panel}_high"] * scale, color=style.lighten_colour(colour, 0.35),
+        axes.vlines(x, line_points[f"{panel}_low"] * scale, line_points[f"{panel}_high"] * scale,
+        color=style.lighten_colour(colour, 0.35),
                     linewidth=1, zorder=2)  # fmt: skip
     axes.plot(
-        x, line_points[panel] * scale, color=colour, linestyle=evidence_style.linestyle, marker=STRATEGY_MARKERS[strategy], linewidth=1.3, markersize=5,
+        x, line_points[panel] * scale, color=colour, linestyle=evidence_style.linestyle,
+        marker=STRATEGY_MARKERS[strategy], linewidth=1.3, markersize=5,
         markerfacecolor=colour if evidence_style.is_filled else "white", zorder=3,
     )  # fmt: skip
     oom_points = line_points[line_points["out_of_memory"] & (panel != "exposed")]
@@ -252,7 +261,8 @@ def _draw_line(axes: Axes, line_points: pd.DataFrame, panel: str, scale: float, 
             glyphs.draw_oom_cross(axes, oom_x, oom_y, colour, evidence)
     if panel == "tflops":
         degraded_points = line_points[line_points["degraded"]]
-        axes.plot(degraded_points["sharding_factor"] * 2 ** X_OFFSETS_LOG2[strategy], degraded_points[panel], "<", markersize=10,
+        axes.plot(degraded_points["sharding_factor"] * 2 ** X_OFFSETS_LOG2[strategy], degraded_points[panel], "<",
+        markersize=10,
                   markerfacecolor="none", markeredgecolor=style.INK_COLOUR, zorder=4)  # fmt: skip
 
 
@@ -293,7 +303,8 @@ def _mark_host_boundary(panel_axes: np.ndarray, facet: pd.DataFrame) -> None:
     top_axes = panel_axes[0]
     for label, offset_points, alignment in (("within a machine", -4, "right"), ("across machines", 4, "left")):
         top_axes.annotate(
-            label, (boundary_x, 1), xycoords=("data", "axes fraction"), xytext=(offset_points, -2), textcoords="offset points",
+            label, (boundary_x, 1), xycoords=("data", "axes fraction"), xytext=(offset_points, -2),
+            textcoords="offset points",
             ha=alignment, va="top", fontsize=7.5, color=style.MUTED_COLOUR,
         )  # fmt: skip
 
@@ -350,7 +361,8 @@ def _format_alt_text(facet: pd.DataFrame) -> str:
     parts = []
     for (series, evidence), line_points in facet.groupby(["series", "evidence"], sort=False):
         point_texts = [
-            f"F={row['sharding_factor']} " + ("out of memory" if row["out_of_memory"] else _format_memory(row["memory"]))
+            f"F={row['sharding_factor']} "
+            + ("out of memory" if row["out_of_memory"] else _format_memory(row["memory"]))
             + ("" if pd.isna(row["tflops"]) else f" {format_number(row['tflops'])} TFLOP/s")
             for row in line_points.sort_values("sharding_factor").to_dict("records")
         ]  # fmt: skip

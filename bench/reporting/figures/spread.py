@@ -123,7 +123,8 @@ def _draw_spread(
     widest_run = shown_runs.iloc[int(np.argmax(shown_runs["high"] - shown_runs["low"]))]
     alt_text = (
         f"Dots and boxes of the step times of {len(shown_runs)} runs in {subject} on {place}, in percent of each run's "
-        f"median. Widest middle half: {glyphs.format_lane_label(widest_run)}, {widest_run['heading']}, {widest_run['low']:+.1f} to "
+        f"median. Widest middle half: {glyphs.format_lane_label(widest_run)}, {widest_run['heading']}, "
+        f"{widest_run['low']:+.1f} to "
         f"{widest_run['high']:+.1f} percent."
     )
     caption = f"Step times of {len(shown_runs)} runs in {subject} on {place}. " + (f"{cpu_note}." if cpu_note else "")
@@ -153,7 +154,10 @@ def _draw_lane(axes: Axes, lane: lanes.Lane, colour: str, x_limits: tuple[float,
     deviations_beyond = deviations[deviations > x_limits[1]]
     if len(deviations_beyond):
         axes.plot(x_limits[1], lane.y, ">", markersize=6, color=colour, zorder=4)
-        note_text += f", {len(deviations_beyond)} step{'s' * (len(deviations_beyond) != 1)} to {format_number(float(deviations_beyond.max()), 2)} %"
+        note_text += (
+            f", {len(deviations_beyond)} step{'s' * (len(deviations_beyond) != 1)} to "
+            f"{format_number(float(deviations_beyond.max()), 2)} %"
+        )
     axes.annotate(
         note_text, (x_limits[1], lane.y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=7.5, zorder=5
     )

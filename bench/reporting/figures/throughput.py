@@ -61,7 +61,10 @@ def _draw_throughput(
     )
     alt_text = f"Bar chart of model TFLOP/s per {noun} for {len(shown_cells)} configurations in {subject} on {place}."
     if fastest_cell is not None:
-        alt_text += f" Highest: {glyphs.format_lane_label(fastest_cell)}, {fastest_cell['heading']}, {format_number(fastest_cell['median'])} TFLOP/s."
+        alt_text += (
+            f" Highest: {glyphs.format_lane_label(fastest_cell)}, {fastest_cell['heading']}, "
+            f"{format_number(fastest_cell['median'])} TFLOP/s."
+        )
     alt_text += f" Out of memory: {int((shown_cells['out_of_memory'] > 0).sum())}."
     caption = f"Model TFLOP/s per {noun} in {subject} on {place}. " + (f"{cpu_note}. " if cpu_note else "")
     return Drawing(build_slug("throughput", subject, place), title, figure, caption.strip(), alt_text)

@@ -49,9 +49,9 @@ MIN_STRATEGIES = 3
 def select(table: pd.DataFrame) -> pd.DataFrame:
     """A row per strategy and kind of evidence with a throughput and a peak of memory, or out of memory.
 
-    Only groups (`FACET_COLUMNS`) of at least `MIN_STRATEGIES` strategies with both are kept. ``choice`` is what a point is called:
-    strategies of one name whose settings differ are called by their settings, too. A precision that fewer than
-    `LEAST` strategies ran in has no figure of its own: it is such a setting among those of the usual precision.
+    Only groups (`FACET_COLUMNS`) of at least `MIN_STRATEGIES` strategies with both are kept. ``choice`` is what a point
+    is called: strategies of one name whose settings differ are called by their settings, too. A precision that fewer
+    than `LEAST` strategies ran in has no figure of its own: it is such a setting among those of the usual precision.
     """
     drawable_cells = select_drawable_cells(build_cells(table, SPEED_COLUMN, MEMORY_COLUMN))
     if drawable_cells.empty:
@@ -147,7 +147,8 @@ def _draw_trade_off(facet: pd.DataFrame, palette: dict[str, style.VariantStyle])
         completed_rows.sort_values(column).iloc[position] for column, position in (("median", -1), (MEMORY_COLUMN, 0))
     )
     extremes_text = (
-        f"Fastest: {fastest['choice']}, {format_number(fastest['median'])} tokens/s at {format_number(fastest[MEMORY_COLUMN] / unit_bytes)} "
+        f"Fastest: {fastest['choice']}, {format_number(fastest['median'])} tokens/s at "
+        f"{format_number(fastest[MEMORY_COLUMN] / unit_bytes)} "
         f"{unit}. "
         f"Least memory: {leanest['choice']}, {format_number(leanest[MEMORY_COLUMN] / unit_bytes)} {unit} at "
         f"{format_number(leanest['median'])} tokens/s."

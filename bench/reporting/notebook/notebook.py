@@ -195,4 +195,5 @@ def _format_html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], nu
         )
 
     body = "".join(f"<tr>{format_line('td', row)}</tr>" for row in rows)
-    return f'<div class="table"><table><thead><tr>{format_line("th", columns)}</tr></thead><tbody>{body}</tbody></table></div>'
+    head = f"<tr>{format_line('th', columns)}</tr>"
+    return f'<div class="table"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'

@@ -164,7 +164,10 @@ def _explain_no_match(first_system: HostSystem, second_system: HostSystem) -> st
         return " One is a CPU, the other a GPU: no run of one is a run of the other."
     if evidence_kinds[0].isdisjoint(evidence_kinds[1]):
         (first_kind,), (second_kind,) = evidence_kinds
-        return f" All rows of {first_system.letter} are {first_kind}, all of {second_system.letter} {second_kind}: that is no difference of machines."
+        return (
+            f" All rows of {first_system.letter} are {first_kind}, all of {second_system.letter} {second_kind}: that "
+            "is no difference of machines."
+        )
     return ""
 
 
@@ -172,26 +175,31 @@ def _describe_pair(pair: HostSystemPair) -> list[str]:
     first_system, second_system = pair.first, pair.second
     if not pair.matched:
         return [
-            f"No configuration ran in the same way on both, so nothing can be compared.{_explain_no_match(first_system, second_system)}"
+            "No configuration ran in the same way on both, so nothing can be "
+            f"compared.{_explain_no_match(first_system, second_system)}"
         ]
     step_ratios = np.array([configuration.step_ratio for configuration in pair.matched])
     peak_ratios = np.array([configuration.peak_ratio for configuration in pair.matched])
     sentences = [
-        f"{labels.format_plural(len(pair.matched), 'configuration')} ran on both; {pair.unmatched_counts[0]} only on {first_system.letter}, "
+        f"{labels.format_plural(len(pair.matched), 'configuration')} ran on both; {pair.unmatched_counts[0]} only on "
+        f"{first_system.letter}, "
         f"{pair.unmatched_counts[1]} only on {second_system.letter}: those are not compared."
     ]
     step_ratios, peak_ratios = step_ratios[~np.isnan(step_ratios)], peak_ratios[~np.isnan(peak_ratios)]
     if len(step_ratios):
         sentences.append(
-            f"Step time of {second_system.letter} against {first_system.letter}: {format_change(float(np.median(step_ratios)))} in the middle of "
-            f"{labels.format_plural(len(step_ratios), 'configuration')}, from {format_change(float(step_ratios.min()))} to "
+            f"Step time of {second_system.letter} against {first_system.letter}: "
+            f"{format_change(float(np.median(step_ratios)))} in the middle of "
+            f"{labels.format_plural(len(step_ratios), 'configuration')}, from "
+            f"{format_change(float(step_ratios.min()))} to "
             f"{format_change(float(step_ratios.max()))}."
         )
     if len(peak_ratios):
         same_count = int((np.abs(peak_ratios - 1) <= MAX_SAME_PEAK_DIFFERENCE).sum())
         different_peaks = peak_ratios[np.abs(peak_ratios - 1) > MAX_SAME_PEAK_DIFFERENCE]
         range_note = (
-            f", the others from {format_change(float(different_peaks.min()))} to {format_change(float(different_peaks.max()))}"
+            f", the others from {format_change(float(different_peaks.min()))} to "
+            f"{format_change(float(different_peaks.max()))}"
             if len(different_peaks)
             else ""
         )
@@ -215,7 +223,8 @@ def _describe_pair(pair: HostSystemPair) -> list[str]:
     differing_names = [name for name in pair.differing_properties if name != "Hosts"]
     if len(differing_names) > 1:
         sentences.append(
-            f"The two differ in {labels.format_list(differing_names, 12)}: which of these a change comes from, these runs do not "
+            f"The two differ in {labels.format_list(differing_names, 12)}: which of these a change comes from, these "
+            "runs do not "
             "say."
         )
     if (first_system.rows["device"] == "cpu").all():

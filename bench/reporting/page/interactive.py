@@ -140,7 +140,8 @@ def _build_explorer_chart(
     layout["xaxis"]["rangemode"] = "tozero"
     fastest_row = fitted_rows.iloc[int(fitted_rows["tflops_per_gpu"].astype(float).argmax())]
     alt = (
-        f"Scatter chart of {labels.format_plural(len(fitted_rows), 'run')} on {place}: model TFLOP/s per {noun} against peak "
+        f"Scatter chart of {labels.format_plural(len(fitted_rows), 'run')} on {place}: model TFLOP/s per {noun} "
+        "against peak "
         f"allocated memory. Fastest: {fastest_row['variant']}, {fastest_row['heading']}, "
         f"{labels.format_number(float(fastest_row['tflops_per_gpu']))} TFLOP/s at "
         f"{labels.format_memory(fastest_row['peak_allocated_bytes'])}. "
@@ -306,7 +307,8 @@ def _build_scaling_chart(
     ]
     title = " · ".join(str(name) for name in title_parts if name)
     alt = (
-        f"Line chart of model TFLOP/s per {noun} of {title} at {labels.format_list([str(size) for size in world_sizes], 12)} "
+        f"Line chart of model TFLOP/s per {noun} of {title} at "
+        f"{labels.format_list([str(size) for size in world_sizes], 12)} "
         f"{nouns} for {labels.format_list(list(dict.fromkeys(facet['series'])), 12)}. The same runs are in the table."
     )
     return InteractiveChart(title, "lines", {"data": traces, "layout": layout}, alt)

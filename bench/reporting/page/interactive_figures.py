@@ -46,8 +46,10 @@ def build_paper_figure(points: pd.DataFrame, quantity: str) -> go.Figure:
         ]
         figure.add_trace(
             go.Scatter(
-                x=fitted_points["world_size"], y=fitted_points["value"], name=f"{series}, {evidence}", mode="lines+markers",
-                error_y=_build_error_bars(fitted_points["value"], fitted_points["low"], fitted_points["high"], colour), hovertext=hover_texts, hoverinfo="text",
+                x=fitted_points["world_size"], y=fitted_points["value"], name=f"{series}, {evidence}",
+                mode="lines+markers",
+                error_y=_build_error_bars(fitted_points["value"], fitted_points["low"], fitted_points["high"], colour),
+                hovertext=hover_texts, hoverinfo="text",
                 line={"color": colour, "dash": style.get_plotly_dash(evidence)},
                 marker=_build_marker(colour, paper.EVIDENCE_MARKERS[evidence], evidence),
             )
@@ -82,7 +84,8 @@ def build_trade_off_figure(selected: pd.DataFrame) -> go.Figure:
         colour = sharding_factor.STRATEGY_COLOURS[strategy]
         hover_texts = [
             f"<b>{series}, F = {row['sharding_factor']}, {evidence}</b><br>{format_memory(row['memory'])} "
-            f"({format_memory(row['memory_low'])} to {format_memory(row['memory_high'])})<br>{format_number(row['tflops'])} TFLOP/s "
+            f"({format_memory(row['memory_low'])} to "
+            f"{format_memory(row['memory_high'])})<br>{format_number(row['tflops'])} TFLOP/s "
             f"({format_number(row['tflops_low'])} to {format_number(row['tflops_high'])})"
             + (
                 ""
@@ -94,7 +97,8 @@ def build_trade_off_figure(selected: pd.DataFrame) -> go.Figure:
         ]
         figure.add_trace(
             go.Scatter(
-                x=fitted_points["memory"] / GIB, y=fitted_points["tflops"], name=f"{series}, {evidence}", mode="lines+markers+text",
+                x=fitted_points["memory"] / GIB, y=fitted_points["tflops"], name=f"{series}, {evidence}",
+                mode="lines+markers+text",
                 text=[f"F={factor}" for factor in fitted_points["sharding_factor"]],
                 textposition="top center" if strategy == "fsdp1" else "bottom center",
                 textfont={"size": 10, "color": colour}, hovertext=hover_texts, hoverinfo="text",
@@ -122,7 +126,8 @@ def build_deviation_figure(pairs: pd.DataFrame, quantity: str) -> go.Figure:
     source_styles = agreement.assign_source_styles(quantity_pairs)
     figure = _create_figure(f"Deviation: {quantity}", QUANTITY_UNITS[quantity], "deviation of the estimate (%)")
     figure.update_xaxes(type="log")
-    figure.add_hrect(y0=-100 * agreement.CLOSE_DEVIATION, y1=100 * agreement.CLOSE_DEVIATION, fillcolor=style.GRID_COLOUR, line_width=0,
+    figure.add_hrect(y0=-100 * agreement.CLOSE_DEVIATION, y1=100 * agreement.CLOSE_DEVIATION,
+    fillcolor=style.GRID_COLOUR, line_width=0,
                      layer="below")  # fmt: skip
     for (source, reference_evidence, evidence), group in iterate_groups(
         quantity_pairs, "source", "against", "evidence"
@@ -139,7 +144,8 @@ def build_deviation_figure(pairs: pd.DataFrame, quantity: str) -> go.Figure:
         low, high = (100 * (group["value"] / group[f"reference_{end}"] - 1) for end in ("high", "low"))
         figure.add_trace(
             go.Scatter(
-                x=group["reference"], y=deviation, name=f"{source}: {evidence} against {reference_evidence}", mode="markers",
+                x=group["reference"], y=deviation, name=f"{source}: {evidence} against {reference_evidence}",
+                mode="markers",
                 error_y=_build_error_bars(deviation, low, high, colour), hovertext=hover_texts, hoverinfo="text",
                 marker=_build_marker(colour, marker, evidence),
             )
@@ -175,7 +181,8 @@ def _add_oom_trace(figure: go.Figure, oom_points: pd.DataFrame, x_column: str, n
     if len(oom_points):
         figure.add_trace(
             go.Scatter(
-                x=oom_points[x_column], y=[0.0] * len(oom_points), name=name, mode="markers", hoverinfo="name+x", cliponaxis=False,
+                x=oom_points[x_column], y=[0.0] * len(oom_points), name=name, mode="markers", hoverinfo="name+x",
+                cliponaxis=False,
                 marker={"symbol": "x", "size": 11, "color": colour, "line": {"width": 1, "color": style.INK_COLOUR}},
             )
         )  # fmt: skip

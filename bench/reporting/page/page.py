@@ -178,7 +178,10 @@ def _describe_runs(table: pd.DataFrame, places: Sequence[dict[str, Any]]) -> str
         f"{labels.format_plural(len(models), 'model')} and {labels.format_plural(len(variants), 'way')} to spread them"
     )
     places_text = labels.format_plural(len(places), "kind") + " of device"
-    lead = f"{labels.format_plural(len(table), 'run')} ({', '.join(evidence_texts)}) of {subject}, on {places_text}: {', '.join(outcome_texts)}."
+    lead = (
+        f"{labels.format_plural(len(table), 'run')} ({', '.join(evidence_texts)}) of {subject}, on {places_text}: "
+        f"{', '.join(outcome_texts)}."
+    )
     degraded = int((table["degraded"].fillna(False) & (table["status"] == "ok")).sum())
     verb = "has times that do" if degraded == 1 else "have times that do"
     return lead + (

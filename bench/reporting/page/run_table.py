@@ -179,7 +179,8 @@ def list_plain_rows(frame: pd.DataFrame, *dropped_columns: str) -> list[dict[str
 
 
 def select_columns(rows: Sequence[RowValues]) -> list[RunTableColumn]:
-    """The columns that say something about these runs: those of `ALWAYS_SHOWN_COLUMNS`, and the others that have a value."""
+    """The columns that say something about these runs: those of `ALWAYS_SHOWN_COLUMNS`, and the others that have a
+    value."""
     return [
         column for column in RUN_TABLE_COLUMNS if column.title in ALWAYS_SHOWN_COLUMNS or _has_information(column, rows)
     ]

@@ -84,7 +84,8 @@ def _build_batch_description(batch: int) -> Callable[[pd.DataFrame], str]:
         first_point, last_point = batch_points.iloc[0], batch_points.iloc[-1]
         max_value = batch_points["value"].max()
         return (
-            f"{format_number(first_point['value'], 4)} on {int(first_point['world_size'])} GPUs, at most {format_number(max_value, 4)}, "
+            f"{format_number(first_point['value'], 4)} on {int(first_point['world_size'])} GPUs, at most "
+            f"{format_number(max_value, 4)}, "
             f"{format_number(last_point['value'], 4)} on {int(last_point['world_size'])}"
         )
 
@@ -312,7 +313,9 @@ def build_step_table(table: pd.DataFrame, *knobs: str) -> pd.DataFrame:
             "Not hidden": MISSING if pd.isna(row["exposed_communication"])
             else f"{format_number(100 * row['exposed_communication'], 2)} %",
             "Hardware TFLOP/s": format_number(row["hardware_tflops_per_gpu"]),
-            "Reserved, GiB": format_number(None if pd.isna(row["peak_reserved_bytes"]) else row["peak_reserved_bytes"] / GIB),
+            "Reserved, GiB": format_number(
+                None if pd.isna(row["peak_reserved_bytes"]) else row["peak_reserved_bytes"] / GIB
+            ),
             "Waits for": "" if pd.isna(row["limited_by"]) else row["limited_by"],
             "": "degraded" if row["degraded"] is True else "",
         }

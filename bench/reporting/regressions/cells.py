@@ -83,8 +83,10 @@ def format_settings(comparison: RunComparison) -> str:
     """What counts as a change, in words."""
     settings = comparison.settings
     return (
-        f"A change of the step time counts from {format_percent(settings.threshold, signed=False)} on, if it is significant: "
-        f"equal code raises any false alarm in no more than about {format_percent(settings.false_alarms, signed=False)} of "
+        f"A change of the step time counts from {format_percent(settings.threshold, signed=False)} on, if it is "
+        "significant: "
+        "equal code raises any false alarm in no more than about "
+        f"{format_percent(settings.false_alarms, signed=False)} of "
         f"comparisons. "
         f"Allocated memory counts from {format_percent(settings.memory_threshold, signed=False)} on, reserved from "
         f"{format_percent(settings.reserved_threshold, signed=False)}. Runs are the unit, not steps."

@@ -92,7 +92,8 @@ def _format_change_lines(row: ComparedConfiguration | OverallComparison) -> list
             cells.format_value(change.quantity, value) for value in (change.base, change.candidate)
         )
         lines.append(
-            f"{change.quantity}: {values_text}, {cells.format_change(change)} ({cells.format_interval(change)}): {change.verdict}"
+            f"{change.quantity}: {values_text}, {cells.format_change(change)} ({cells.format_interval(change)}): "
+            f"{change.verdict}"
         )
     return lines
 

@@ -47,9 +47,9 @@ def build_cells(table: pd.DataFrame, value_column: str, *extra_columns: str) -> 
     -------
     DataFrame
         The columns of `CELL_COLUMNS`, ``heading``, ``device``, ``variant_key``, and: ``median``, ``low``, ``high`` and
-        ``points`` of column `value_column` over the repeats that have it (NaN and empty if none has); the median of each
-        column in `extra_columns`, under its name; ``fitted`` and ``out_of_memory``, numbers of repeats; ``oom_phase`` and
-        ``oom_bytes`` of the first that ran out; ``degraded``, whether any was not representative.
+        ``points`` of column `value_column` over the repeats that have it (NaN and empty if none has); the median of
+        each column in `extra_columns`, under its name; ``fitted`` and ``out_of_memory``, numbers of repeats;
+        ``oom_phase`` and ``oom_bytes`` of the first that ran out; ``degraded``, whether any was not representative.
     """
     completed_rows = table[table["status"].isin(["ok", "oom"])]
     needed_columns = [

@@ -53,7 +53,8 @@ class FitAnswer:
     peak_bytes: float
     """Memory reserved at `max_fitting_batch`, or at `close_call_batch` where nothing surely fits; NaN if unknown."""
     needed_bytes: float
-    """Memory that `min_oom_batch` is predicted to need; NaN where it ran (and nobody knows) or nothing runs out of memory."""
+    """Memory that `min_oom_batch` is predicted to need; NaN where it ran (and nobody knows) or nothing runs out of
+    memory."""
     oom_phase: str | None
     """Where memory runs out at `min_oom_batch`."""
     is_degraded: bool = False
@@ -107,14 +108,15 @@ class FitAnswer:
         if self.min_oom_batch is not None:
             needed_text = "" if pd.isna(self.needed_bytes) else f" (needs {format_memory(self.needed_bytes)})"
             parts.append(
-                f"batch {self.min_oom_batch} runs out of memory in {self.oom_phase or 'a phase not stated'}{needed_text}"
+                f"batch {self.min_oom_batch} runs out of memory in "
+                f"{self.oom_phase or 'a phase not stated'}{needed_text}"
             )
         return ", ".join(parts)
 
 
 def build_fit_answer(evidence: str, rows: Sequence[FitRow]) -> FitAnswer:
-    """The answer of some rows (``ok`` or ``oom``, with `FIT_COLUMNS`) of one kind of evidence and one configuration but for
-    the batch."""
+    """The answer of some rows (``ok`` or ``oom``, with `FIT_COLUMNS`) of one kind of evidence and one configuration but
+    for the batch."""
     rows_by_batch: dict[int, list[FitRow]] = {}
     for row in rows:
         rows_by_batch.setdefault(int(row["batch_size_per_gpu"]), []).append(row)

@@ -61,9 +61,9 @@ class _PendingAllGather:
 class DeepSpeedStage3Plan(StepPlan):
     """What rank 0 holds: its partitions, persistent parameters, and what is gathered.
 
-    Gradients go into a buffer of `bucket_numel` elements, which is there all the time; when it is full, partitions are put
-    one behind the other in a further one, reduced and scattered. A rank's partitions of all gradients lie in a tensor
-    of their own, in fp32, which is there all the time, too, and is copied for the optimizer, once a step.
+    Gradients go into a buffer of `bucket_numel` elements, which is there all the time; when it is full, partitions are
+    put one behind the other in a further one, reduced and scattered. A rank's partitions of all gradients lie in a
+    tensor of their own, in fp32, which is there all the time, too, and is copied for the optimizer, once a step.
     """
 
     def __init__(self, inputs: PlanInputs, knobs: Stage3Knobs) -> None:

@@ -58,11 +58,11 @@ class DeepSpeedStage1And2Plan(StepPlan):
 
     ``deepspeed/runtime/zero/stage_1_and_2.py``: parameters lie one behind the other in a flat tensor, cut into equal
     partitions. A rank updates a copy of its own partition, then all partitions are gathered in place. Gradients are
-    copied into a buffer of `bucket_numel` elements, which is there from a backward's first gradient on. When it is full it
-    is copied once more, unless all of it is one rank's, and all-reduced. Each rank then copies the gradients that its
-    partition needs, of whole parameters, into a tensor of its own. In bf16 it is copied and converted to fp32 first,
-    and what a rank keeps are fp32 gradients of its partition alone. Stage 2 does so during backward; stage 1 when
-    backward is over, unless it overlaps.
+    copied into a buffer of `bucket_numel` elements, which is there from a backward's first gradient on. When it is full
+    it is copied once more, unless all of it is one rank's, and all-reduced. Each rank then copies the gradients that
+    its partition needs, of whole parameters, into a tensor of its own. In bf16 it is copied and converted to fp32
+    first, and what a rank keeps are fp32 gradients of its partition alone. Stage 2 does so during backward; stage 1
+    when backward is over, unless it overlaps.
 
     Parameters
     ----------

@@ -171,7 +171,8 @@ class PipelinedStrategy(Strategy):
         """Micro-batches of the schedule accumulate gradients; there are none beside them."""
         if settings.num_micro_batches > 1:
             raise ImpossibleError(
-                f"gradient_accumulation={settings.num_micro_batches} is not valid for strategy={self.name}, whose micro-batches"
+                f"gradient_accumulation={settings.num_micro_batches} is not valid for strategy={self.name}, whose "
+                "micro-batches"
                 " accumulate gradients already: choose 1, and a larger batch_size_per_gpu."
             )
 

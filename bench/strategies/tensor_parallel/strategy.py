@@ -106,12 +106,14 @@ class TensorParallelStrategy(Strategy):
         degree = self.build_tensor_parallel_split().degree
         if self.resolved_sharding_factor % degree:
             raise ImpossibleError(
-                f"strategy.sharding_factor={self.resolved_sharding_factor} is not valid with strategy.degree={degree}, since a copy of "
+                f"strategy.sharding_factor={self.resolved_sharding_factor} is not valid with strategy.degree={degree}, "
+                "since a copy of "
                 f"the model is spread over whole groups of that many ranks: choose auto or a multiple of {degree}."
             )
         if self.data_parallel != FSDP_KIND and self.resolved_sharding_factor != degree:
             raise ImpossibleError(
-                f"strategy.sharding_factor={self.resolved_sharding_factor} is not valid with strategy.degree={degree} and "
+                f"strategy.sharding_factor={self.resolved_sharding_factor} is not valid with strategy.degree={degree} "
+                "and "
                 f"strategy.data_parallel={self.data_parallel}, which shards nothing further: choose auto or {degree}, "
                 "or strategy.data_parallel=fsdp."
             )
