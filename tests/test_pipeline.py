@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -13,12 +12,12 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from bench.advice.batch_search import PredictedBatchSearch
 from bench.config.run_config import RunConfig
 from bench.core.errors import ImpossibleError, UsageError
 from bench.models import Batch
 from bench.models.materialize import Materializer
 from bench.models.stages import split_blocks_into_stages
+from bench.planning.batch_search import choose_next_batch_size
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
 from bench.prediction.pipeline.stages import build_pipeline_stages
@@ -461,7 +460,7 @@ def test_a_decoder_makes_half_of_what_it_sends() -> None:
 def test_batches_are_searched_in_steps_that_make_equal_micro_batches() -> None:
     config = compose_run_config(*GPT, *PIPELINE, "gpus=2", "batch_size_per_gpu=6", "strategy.micro_batches=6")
     assert config.strategy.batch_size_multiple == 3
-    assert PredictedBatchSearch(config).next_config == dataclasses.replace(config, batch_size_per_gpu=3)
+    assert [choose_next_batch_size(peaks, 3, None, 3) for peaks in ({}, {3: 10}, {3: 10, 6: None})] == [3, 6, None]
 
 
 # What is refused

@@ -26,13 +26,16 @@ from bench.config.run_config import MAX_TOKENS_PER_PROCESS, RunConfig
 from bench.core.typed_config import format_override_value
 from bench.launch.local import LocalLauncher
 from bench.launch.task import search_largest_batch
-from bench.planning.batch_search import choose_next_batch_size, find_largest_fitting
+from bench.planning.batch_search import (
+    BatchTrial,
+    choose_next_batch_size,
+    find_largest_fitting,
+    search_largest_batches,
+)
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
-from bench.prediction.prediction import FITS
 from bench.rank.row import build_configured_columns
 from bench.records.schema import COLUMNS, FORMAT_VERSION
-from bench.sweeps.predict_sweep import SweepBatchSearch
 from tests.fake_model import (
     CPU,
     FAKE_MODEL_OVERRIDES,
@@ -607,12 +610,9 @@ def test_a_search_ends_at_the_most_tokens_a_run_may_have():
     (config,) = plan_runs("model=gpt_tiny", "strategy=single", "sequence_length=64")
     most = MAX_TOKENS_PER_PROCESS // 64
     assert search_largest_batch(config, lambda run: {"status": "ok", "peak_reserved_bytes": 10}) == most
-    search = SweepBatchSearch(config)
-    memory = {"verdict": FITS, "capacity_bytes": 10**15}
-    while (tried := search.next_config) is not None:
-        size = tried.batch_size_per_gpu
-        row = {"batch_size_per_gpu": size, "peak_reserved_bytes": 1000 * size, "prediction": {"memory": memory}}
-        search.add_row(row, lambda row: True)
+    (search,) = search_largest_batches(
+        [config], lambda configs: [BatchTrial(1000 * run.batch_size_per_gpu, 10**15) for run in configs]
+    )
     assert search.largest_batch_size == most
 
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.advice.batch_search import search_largest_batches
 from bench.advice.candidates import Candidate, CandidateSet, list_last_resort_candidates
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
 from bench.core.errors import UsageError
-from bench.planning.run_predictions import Unpredictable, predict_configs
+from bench.planning.batch_search import BatchTrial, search_largest_batches
+from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, Prediction
 
 SECONDS_PER_HOUR = 3600
@@ -157,31 +157,48 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
     UsageError
         If none of them can be predicted.
     """
-    searches = search_largest_batches([candidate.config for candidate in candidates])
+    largest_batches = _find_largest_batches([candidate.config for candidate in candidates])
     configs = [
         candidate.config
-        if candidate.has_requested_batch or search.largest_batch is None
-        else dataclasses.replace(candidate.config, batch_size_per_gpu=max(search.largest_batch, search.batch_unit))
-        for candidate, search in zip(candidates, searches, strict=True)
+        if candidate.has_requested_batch or largest_batch is None
+        else dataclasses.replace(
+            candidate.config, batch_size_per_gpu=largest_batch or candidate.config.strategy.batch_size_multiple
+        )
+        for candidate, largest_batch in zip(candidates, largest_batches, strict=True)
     ]
     ranking = CandidateRanking()
-    for candidate, config, search, batch_prediction in zip(
-        candidates, configs, searches, predict_configs(configs), strict=True
+    for candidate, config, largest_batch, prediction in zip(
+        candidates, configs, largest_batches, predict_configs(configs), strict=True
     ):
-        prediction = search.unpredictable or batch_prediction
         if isinstance(prediction, Unpredictable):
             ranking.unpredictable_reasons[prediction.reason] = (
                 ranking.unpredictable_reasons.get(prediction.reason, 0) + 1
             )
             continue
         settings = {**candidate.settings, "batch_size_per_gpu": str(config.batch_size_per_gpu)}
-        ranked_candidate = RankedCandidate(settings, config, prediction, search.largest_batch)
+        ranked_candidate = RankedCandidate(settings, config, prediction, largest_batch)
         (ranking.possible if ranked_candidate.can_fit else ranking.infeasible).append(ranked_candidate)
     if not (ranking.possible or ranking.infeasible):
         raise UsageError(next(iter(ranking.unpredictable_reasons)))
     ranking.possible.sort(key=_compute_rank_key)
     ranking.infeasible.sort(key=_compute_shortfall_bytes)
     return ranking
+
+
+def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:
+    """Sequences per GPU that fit, 0 if not even one does; None where the memory is unknown or nothing is predicted."""
+    searches = search_largest_batches(
+        [dataclasses.replace(config, batch_size_per_gpu=config.strategy.batch_size_multiple) for config in configs],
+        lambda sized_configs: [_read_trial(prediction) for prediction in predict_configs(sized_configs)],
+    )
+    return [None if search.is_aborted else search.largest_batch_size or 0 for search in searches]
+
+
+def _read_trial(prediction: RunPrediction) -> BatchTrial | None:
+    if isinstance(prediction, Unpredictable) or prediction.memory.capacity is None:
+        return None
+    memory = prediction.memory
+    return BatchTrial(memory.reserved.value if memory.verdict == FITS else None, memory.capacity)
 
 
 def _compute_rank_key(candidate: RankedCandidate) -> tuple[bool, float, float]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.config.run_config import RunConfig
-from bench.core.errors import ImpossibleError
-from bench.planning.batch_search import choose_next_batch_size, find_largest_fitting
+from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.records import Record
 from bench.records.schema import FINISHED_STATUSES
 
@@ -40,22 +38,13 @@ def search_largest_batch(config: RunConfig, attempt_run: Callable[[RunConfig], R
         None if not even one sequence fits, or the search was cut short: there was no record, or one that says
         neither ok nor oom.
     """
-    peak_by_batch_size: dict[int, int | None] = {}
-    first_batch_size, memory_limit_bytes, batch_unit = (
-        config.batch_size_per_gpu,
-        config.hardware.memory_limit_bytes,
-        config.strategy.batch_size_multiple,
-    )
-    while (
-        batch_size := choose_next_batch_size(peak_by_batch_size, first_batch_size, memory_limit_bytes, batch_unit)
-    ) is not None:
-        try:
-            sized_config = dataclasses.replace(config, batch_size_per_gpu=batch_size)
-        except ImpossibleError:  # more tokens than a run may have
-            peak_by_batch_size[batch_size] = None
-            continue
+
+    def try_batch(sized_config: RunConfig) -> BatchTrial | None:
         record = attempt_run(sized_config)
         if record is None or record["status"] not in FINISHED_STATUSES:
             return None
-        peak_by_batch_size[batch_size] = None if record["status"] == "oom" else record["peak_reserved_bytes"]
-    return find_largest_fitting(peak_by_batch_size)
+        peak_bytes = None if record["status"] == "oom" else record["peak_reserved_bytes"]
+        return BatchTrial(peak_bytes, config.hardware.memory_limit_bytes)
+
+    (search,) = search_largest_batches([config], lambda configs: map(try_batch, configs))
+    return search.largest_batch_size

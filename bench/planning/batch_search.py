@@ -1,17 +1,88 @@
-"""Find the largest batch that fits, with few runs. Pure functions."""
+"""Find the largest batch that fits, with few runs or predictions, for many configurations side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.config.run_config import RunConfig
+from bench.core.errors import ImpossibleError
+
+
+@dataclass(frozen=True)
+class BatchTrial:
+    """What running or predicting one batch size showed."""
+
+    reserved_bytes: float | None
+    """Peak memory; None if it does not fit."""
+    limit_bytes: int | None
+    """Memory there is, if known."""
+
+
+@dataclass
+class BatchSearch:
+    """The search for the largest batch per GPU that fits one configuration, from its own batch size on."""
+
+    config: RunConfig
+    peaks_by_size: dict[int, float | None] = dataclasses.field(default_factory=dict)
+    """Batch size to peak memory in bytes, None if it does not fit."""
+    limit_bytes: int | None = None
+    is_aborted: bool = False
+    """A batch size could not be tried, or nothing says whether it fits."""
+
+    @property
+    def largest_batch_size(self) -> int | None:
+        """None if not even the smallest batch fits, or the search was cut short."""
+        return None if self.is_aborted else find_largest_fitting(self.peaks_by_size)
+
+    def choose_next_config(self) -> RunConfig | None:
+        """What to try next, None when the answer is known."""
+        start, unit = self.config.batch_size_per_gpu, self.config.strategy.batch_size_multiple
+        while not self.is_aborted:
+            size = choose_next_batch_size(self.peaks_by_size, start, self.limit_bytes, unit)
+            if size is None:
+                break
+            try:
+                return dataclasses.replace(self.config, batch_size_per_gpu=size)
+            except ImpossibleError:  # more tokens than a run may have
+                self.peaks_by_size[size] = None
+        return None
+
+    def add_trial(self, batch_size: int, trial: BatchTrial | None) -> None:
+        """Take what trying a batch size showed; None if it showed nothing."""
+        if trial is None:
+            self.is_aborted = True
+        else:
+            self.peaks_by_size[batch_size] = trial.reserved_bytes
+            self.limit_bytes = trial.limit_bytes
+
+
+def search_largest_batches(
+    configs: Sequence[RunConfig], try_batches: Callable[[list[RunConfig]], Iterable[BatchTrial | None]]
+) -> list[BatchSearch]:
+    """Search the largest batch of each configuration that fits.
+
+    Parameters
+    ----------
+    try_batches: callable
+        Runs or predicts configurations, one of each search that goes on, and gives what each showed.
+    """
+    searches = [BatchSearch(config) for config in configs]
+    while open_searches := [(search, config) for search in searches if (config := search.choose_next_config())]:
+        trials = try_batches([config for _, config in open_searches])
+        for (search, config), trial in zip(open_searches, trials, strict=True):
+            search.add_trial(config.batch_size_per_gpu, trial)
+    return searches
 
 
 def choose_next_batch_size(
-    peaks_by_size: Mapping[int, int | None], start: int, limit_bytes: int | None, unit: int = 1
+    peaks_by_size: Mapping[int, float | None], start: int, limit_bytes: float | None, unit: int = 1
 ) -> int | None:
     """The batch size to try next, None when the answer is known.
 
-    Memory grows linearly with the batch, so two batches that fit foretell the largest; trying it and its neighbour
-    proves it. Without a foretelling, sizes double until one does not fit and the gap is halved from there.
+    Memory grows linearly with the batch, so two batches that fit give the largest by extrapolation; trying it and
+    its neighbour proves it. Where nothing can be extrapolated, sizes double until one does not fit and the gap is halved from there.
 
     Parameters
     ----------
@@ -30,7 +101,7 @@ def choose_next_batch_size(
     return None if next_units is None else next_units * unit
 
 
-def _choose_next_units(peaks_by_size: Mapping[int, int | None], start: int, limit_bytes: int | None) -> int | None:
+def _choose_next_units(peaks_by_size: Mapping[int, float | None], start: int, limit_bytes: float | None) -> int | None:
     if not peaks_by_size:
         return start
     fitting_sizes = sorted(size for size, peak in peaks_by_size.items() if peak is not None)
@@ -58,14 +129,14 @@ def _choose_next_units(peaks_by_size: Mapping[int, int | None], start: int, limi
         and half_size
         and half_size not in peaks_by_size
     ):
-        return half_size  # fits as well, and two that fit foretell the largest
+        return half_size  # fits as well, and the largest can be extrapolated from two that fit
     if extrapolated is None or sum(size < 2 * largest_fit for size in oom_sizes) >= 2:
-        return (largest_fit + smallest_oom) // 2  # bursting twice so near means that more counts than what is reported
+        return (largest_fit + smallest_oom) // 2  # out of memory twice so near: more counts than what is reported
     if extrapolated == largest_fit:
         return largest_fit + 1
     if largest_fit < extrapolated < smallest_oom:
         return extrapolated
-    # More fits than was foretold, or less: look nearby, then further and further away.
+    # More fits than was extrapolated, or less: look nearby, then further and further away.
     nearby_size = (
         largest_fit + _compute_step_up(fitting_sizes, extrapolated)
         if extrapolated < largest_fit
@@ -74,19 +145,19 @@ def _choose_next_units(peaks_by_size: Mapping[int, int | None], start: int, limi
     return nearby_size if largest_fit < nearby_size < smallest_oom else (largest_fit + smallest_oom) // 2
 
 
-def find_largest_fitting(peaks_by_size: Mapping[int, int | None]) -> int | None:
+def find_largest_fitting(peaks_by_size: Mapping[int, float | None]) -> int | None:
     """The largest batch size that fitted, None if none did."""
     return max((size for size, peak in peaks_by_size.items() if peak is not None), default=None)
 
 
 def _compute_step_up(fitting_sizes: list[int], extrapolated: int) -> int:
-    """How far to go on from the largest that fitted where less was foretold: one, two, four, ..."""
+    """How far to go on from the largest that fitted where less was extrapolated: one, two, four, ..."""
     gap = fitting_sizes[-1] - fitting_sizes[-2]
     return 2 * gap if extrapolated <= fitting_sizes[-2] or gap <= fitting_sizes[-1] // 4 else 1
 
 
 def _compute_step_down(oom_sizes: list[int], smallest_oom: int, extrapolated: int) -> int:
-    """How far to go back from the smallest that ran out of memory where more was foretold: 1, 4, 16, ..."""
+    """How far to go back from the smallest that ran out of memory where more was extrapolated: 1, 4, 16, ..."""
     second_smallest_oom = min((size for size in oom_sizes if size > smallest_oom), default=None)
     if second_smallest_oom is not None and extrapolated >= second_smallest_oom:
         return 4 * (second_smallest_oom - smallest_oom)
@@ -96,7 +167,7 @@ def _compute_step_down(oom_sizes: list[int], smallest_oom: int, extrapolated: in
 
 
 def _extrapolate_largest_batch(
-    peaks_by_size: Mapping[int, int | None], fitting_sizes: list[int], limit_bytes: int | None
+    peaks_by_size: Mapping[int, float | None], fitting_sizes: list[int], limit_bytes: float | None
 ) -> int | None:
     """Largest batch whose memory, on the line through two that fitted, is within the limit."""
     if limit_bytes is None or len(fitting_sizes) < 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import DetectedDevice
 from bench.launch.attempt import format_current_time
-from bench.planning.batch_search import choose_next_batch_size, find_largest_fitting
+from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs
 from bench.planning.sweep_plan import is_current_result
 from bench.planning.time_limits import count_weight_bytes
@@ -141,62 +140,25 @@ class SweepPredictor:
                 continue
 
 
-@dataclasses.dataclass
-class SweepBatchSearch:
-    """The search for the largest batch of one configuration."""
-
-    config: RunConfig
-    memory_by_batch_size: dict[int, int | None] = dataclasses.field(default_factory=dict)
-    """Batch size to the memory it reserves, None if it does not fit."""
-    limit_bytes: int | None = None
-    is_unpredictable: bool = False
-
-    @property
-    def next_config(self) -> RunConfig | None:
-        """What to predict next, None when the answer is known."""
-        start, unit = self.config.batch_size_per_gpu, self.config.strategy.batch_size_multiple
-        while not self.is_unpredictable:
-            size = choose_next_batch_size(self.memory_by_batch_size, start, self.limit_bytes, unit)
-            if size is None:
-                break
-            try:
-                return dataclasses.replace(self.config, batch_size_per_gpu=size)
-            except ImpossibleError:  # more tokens than a run may have
-                self.memory_by_batch_size[size] = None
-        return None
-
-    def add_row(self, row: Record, does_fit: Callable[[Record], bool]) -> None:
-        """Take the row of what was to be predicted next."""
-        prediction = row.get("prediction")
-        if prediction is None or prediction["memory"]["verdict"] is None:
-            self.is_unpredictable = True
-            return
-        self.limit_bytes = prediction["memory"]["capacity_bytes"]
-        self.memory_by_batch_size[row["batch_size_per_gpu"]] = row["peak_reserved_bytes"] if does_fit(row) else None
-
-    @property
-    def largest_batch_size(self) -> int | None:
-        """The largest batch that fits; None for none, or if the search could not come to an end."""
-        return None if self.is_unpredictable else find_largest_fitting(self.memory_by_batch_size)
-
-
 def find_largest_batches(
     configs: Sequence[RunConfig], predictor: SweepPredictor
 ) -> list[tuple[int | None, int | None]]:
     """The largest batch of each configuration that surely fits, and the largest that may."""
-    surely_fitting = _search_largest_batches(configs, predictor, lambda row: row["fit"] == FITS)
-    possibly_fitting = _search_largest_batches(configs, predictor, lambda row: row["status"] == "ok")
+
+    def search_batches(does_fit: Callable[[Record], bool]) -> list[int | None]:
+        def try_batches(sized_configs: list[RunConfig]) -> list[BatchTrial | None]:
+            return [_read_trial(row, does_fit) for row in predictor.load_or_predict_rows(sized_configs)]
+
+        return [search.largest_batch_size for search in search_largest_batches(configs, try_batches)]
+
+    surely_fitting = search_batches(lambda row: row["fit"] == FITS)
+    possibly_fitting = search_batches(lambda row: row["status"] == "ok")
     return list(zip(surely_fitting, possibly_fitting, strict=True))
 
 
-def _search_largest_batches(
-    configs: Sequence[RunConfig], predictor: SweepPredictor, does_fit: Callable[[Record], bool]
-) -> list[int | None]:
-    """All searches side by side, so that each of their few rounds is predicted at once."""
-    searches = [SweepBatchSearch(config) for config in configs]
-    while open_searches := [(search, config) for search in searches if (config := search.next_config) is not None]:
-        for (search, _), row in zip(
-            open_searches, predictor.load_or_predict_rows([config for _, config in open_searches]), strict=True
-        ):
-            search.add_row(row, does_fit)
-    return [search.largest_batch_size for search in searches]
+def _read_trial(row: Record, does_fit: Callable[[Record], bool]) -> BatchTrial | None:
+    prediction = row.get("prediction")
+    if prediction is None or prediction["memory"]["verdict"] is None:
+        return None
+    peak_bytes = row["peak_reserved_bytes"] if does_fit(row) else None
+    return BatchTrial(peak_bytes, prediction["memory"]["capacity_bytes"])
