@@ -5,9 +5,8 @@ from __future__ import annotations
 from bench.advice.ranking import RankedCandidate
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
+from bench.core.units import GIB
 from bench.reporting.drawing.labels import build_variant, format_number
-
-GIB = 2**30
 
 CHECKPOINTING_LABELS = {
     "none": "no activation checkpointing",

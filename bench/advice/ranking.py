@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bench.advice.candidates import Candidate, CandidateSet, list_last_resort_candidates
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
+from bench.config.step_speed import compute_speed_columns
 from bench.core.errors import UsageError
 from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs
@@ -46,10 +49,16 @@ class RankedCandidate:
         tokens = config.model.count_tokens_per_sequence(config.sequence_length)
         return tokens * config.batch_size_per_gpu * config.gradient_accumulation
 
+    @functools.cached_property
+    def _speed_columns(self) -> dict[str, Any]:
+        """Empty where the hardware's speed is unknown."""
+        time = self.prediction.time
+        return {} if time is None else compute_speed_columns(self.config, time.step_s.value)
+
     @property
     def tokens_per_second_per_gpu(self) -> float | None:
         """None where the hardware's speed is unknown."""
-        return None if self.prediction.time is None else self.tokens_per_step / self.prediction.time.step_s.value
+        return self._speed_columns.get("tokens_per_second_per_gpu")
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -59,22 +68,22 @@ class RankedCandidate:
     @property
     def tflops_per_gpu(self) -> float | None:
         """The model's FLOPs, without recomputation, in TFLOP/s."""
-        return self._compute_tflops("none")
+        return self._speed_columns.get("tflops_per_gpu")
 
     @property
     def hardware_tflops_per_gpu(self) -> float | None:
         """What the device executes, recomputation included, in TFLOP/s."""
-        return self._compute_tflops(self.config.activation_checkpointing)
+        return self._speed_columns.get("hardware_tflops_per_gpu")
 
     @property
     def mfu(self) -> float | None:
         """Share of the dense peak of the precision that the model's FLOPs reach, from 0 to 1."""
-        return self._compute_peak_share(self.tflops_per_gpu)
+        return self._speed_columns.get("mfu")
 
     @property
     def hfu(self) -> float | None:
         """Share of the dense peak that the executed FLOPs reach, from 0 to 1."""
-        return self._compute_peak_share(self.hardware_tflops_per_gpu)
+        return self._speed_columns.get("hfu")
 
     @property
     def headroom_bytes(self) -> int | None:
@@ -92,20 +101,6 @@ class RankedCandidate:
         """To train on so many tokens with all GPUs, day and night."""
         hours = self.compute_gpu_hours(tokens)
         return None if hours is None else hours / self.config.gpus / HOURS_PER_DAY
-
-    def _compute_tflops(self, activation_checkpointing: str) -> float | None:
-        if self.prediction.time is None:
-            return None
-        config = self.config
-        flops_per_sequence = config.trained_model.count_flops_per_sequence(
-            config.sequence_length
-        ).compute_hardware_flops(activation_checkpointing)
-        flops_per_step = flops_per_sequence * config.batch_size_per_gpu * config.gradient_accumulation
-        return flops_per_step / self.prediction.time.step_s.value / 1e12
-
-    def _compute_peak_share(self, tflops: float | None) -> float | None:
-        peak_tflops = self.config.hardware.peak_tflops.get(self.config.precision.peak)
-        return None if tflops is None or not peak_tflops else tflops / peak_tflops
 
 
 @dataclass

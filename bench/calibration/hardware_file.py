@@ -11,10 +11,9 @@ from typing import Any
 from bench.calibration.fit_compute import ComputeFit, FitResidual
 from bench.calibration.fit_links import LinksFit
 from bench.calibration.provenance import CalibrationProvenance
+from bench.core.units import GIB
 from bench.hardware import Hardware, HardwareSpeeds
 from bench.hardware.speeds import LinkSpeeds, MemoryOutsideAllocator
-
-GIB = 2**30
 
 CALIBRATION_KEY = "calibration"
 """Key of `Hardware.sources` for when, where and with what it was made."""

@@ -8,10 +8,11 @@ import torch
 
 from bench.calibration.sample import MEMORY, CalibrationSample
 from bench.calibration.timer import build_timer
+from bench.core.units import MIB
 
 ELEMENTWISE_OPERATOR = "mul"
 
-ELEMENT_COUNTS = {"cpu": (3 * 2**20, 7 * 2**20), "cuda": (2**26, 2**28)}
+ELEMENT_COUNTS = {"cpu": (3 * MIB, 7 * MIB), "cuda": (2**26, 2**28)}
 """Elements of fp32."""
 
 REPETITIONS, QUICK_REPETITIONS = 15, 7

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 
 from bench.checks.result import CheckResult
+from bench.core.units import MIB
 from bench.hardware.detect import DetectedDevice
 from bench.rank.gpu_state import NvmlGpu
 
 TOKEN_VARIABLE = "BENCH_CHECK"
 """Environment variable by which the processes of a check are known: all that it starts inherit it."""
 
-MAX_LEFTOVER_BYTES = 256 * 2**20
+MAX_LEFTOVER_BYTES = 256 * MIB
 """How much more of a GPU's memory may be in use after the check than before it."""
 
 
@@ -76,9 +77,9 @@ def check_device_free(device: DetectedDevice, token: str, used_before: dict[int,
     ]
     leftover_bytes = max(extra_bytes, default=0)
     found_text = f"{len(leftover_processes)} processes left" + (
-        f", {leftover_bytes / 2**20:,.0f} MiB more in use" if extra_bytes else ""
+        f", {leftover_bytes / MIB:,.0f} MiB more in use" if extra_bytes else ""
     )
-    expected_text = "none" + (f", and no more than {MAX_LEFTOVER_BYTES / 2**20:.0f} MiB" if extra_bytes else "")
+    expected_text = "none" + (f", and no more than {MAX_LEFTOVER_BYTES / MIB:.0f} MiB" if extra_bytes else "")
     return CheckResult.from_outcome(
         "device free afterwards",
         not leftover_processes and leftover_bytes <= MAX_LEFTOVER_BYTES,

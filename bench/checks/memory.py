@@ -6,6 +6,7 @@ import math
 
 from bench.checks.result import NOT_RUN, CheckResult
 from bench.checks.runs import SHORT_RUN_SETTINGS, CheckRun, build_check_config
+from bench.core.units import GIB, MIB
 from bench.hardware.detect import DetectedDevice
 from bench.prediction.predictor import predict_run
 
@@ -60,7 +61,7 @@ def build_limited_runs(device: DetectedDevice, peak_runs: dict[str, CheckRun]) -
 
 
 def _format_limit_setting(limit_bytes: float) -> str:
-    return f"hardware.memory_limit_gib={limit_bytes / 2**30:.4f}"
+    return f"hardware.memory_limit_gib={limit_bytes / GIB:.4f}"
 
 
 def check_memory(
@@ -130,4 +131,4 @@ def _compare_peak(title: str, found_bytes: float, measured_bytes: float) -> Chec
 
 
 def _format_mib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**20:,.1f} MiB"
+    return f"{size_bytes / MIB:,.1f} MiB"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.core.units import GIB
 from bench.records import Record
 
 LINK_PATTERN = re.compile(r"^(NV\d+|PIX|PXB|PHB|NODE|SYS)$")
@@ -131,7 +132,7 @@ def _is_on_gpu(record: Record) -> bool:
 MACHINE_FACTS = (
     EnvironmentFact("device", _get_device_name, _is_on_gpu),
     EnvironmentFact("hardware description", _describe_hardware, lambda record: True),
-    EnvironmentFact("device memory", _build_device_reader("memory_bytes", " GiB", 2**30), lambda record: True),
+    EnvironmentFact("device memory", _build_device_reader("memory_bytes", " GiB", GIB), lambda record: True),
     EnvironmentFact("ranks", _describe_ranks_per_node),
     EnvironmentFact("power limit", _build_device_reader("power_limit_w", " W")),
     EnvironmentFact("highest SM clock", _build_device_reader("sm_clock_max_mhz", " MHz")),

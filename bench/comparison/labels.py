@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.core.units import GIB
 from bench.records import Record
 
 REGRESSION, IMPROVEMENT, NO_CHANGE, CANNOT_TELL = "regression", "improvement", "no change", "cannot tell"
 VERDICTS = (REGRESSION, IMPROVEMENT, NO_CHANGE, CANNOT_TELL)
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bench.core.errors import UsageError
+from bench.core.units import MIB
 
-MAX_FILE_BYTES = 2**20
+MAX_FILE_BYTES = MIB
 MAX_VALUES = 20_000
 """With every alias written out."""
 MAX_NESTING_DEPTH = 24

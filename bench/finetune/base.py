@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar
 from bench.core.errors import ImpossibleError, format_install_command, invalid_value_error, require_choice
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within
+from bench.core.units import MIB
 from bench.finetune.shape import ALL_LINEAR, AdapterSpec
 from bench.models import Family
 
@@ -63,7 +64,7 @@ class FullFinetune(Finetune):
 class LoRA(Finetune):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): beside a frozen matrix of out x in, B A of out x r x in."""
 
-    rank: Annotated[int, Within(1, 2**20)] = 8
+    rank: Annotated[int, Within(1, MIB)] = 8
     """r."""
     alpha: Annotated[float, Within(0, 1e6, exclusive_minimum=True)] = 16.0
     """An adapter's product counts alpha / rank times."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from bench.core.typed_config import OneOf, TextRule, Within
+from bench.core.units import GIB
 from bench.hardware.speeds import NUMBER_FORMATS, HardwareSpeeds
 
-GIB = 2**30
 PEAK_BOUNDS = Within(1e-6, 1e6, unit="TFLOP/s")
 
 MEMORY_SLACK_SHARE = 0.02

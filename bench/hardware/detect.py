@@ -17,6 +17,7 @@ from pathlib import Path
 from bench.core import processes
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
+from bench.core.units import GIB
 from bench.hardware import facts
 from bench.hardware.description import MEMORY_SLACK_SHARE, Hardware
 from bench.hardware.facts import CudaSetup, VisibleGpu
@@ -34,7 +35,7 @@ WHEEL_INDEX_URL = "https://download.pytorch.org/whl"
 DRIVER_QUERY_TIMEOUT_S = 120.0
 """How long the driver may take to describe its GPUs."""
 
-MIN_BUSY_PERCENT, MIN_TAKEN_BYTES = 10, 2 * 2**30
+MIN_BUSY_PERCENT, MIN_TAKEN_BYTES = 10, 2 * GIB
 """From when on a GPU counts as used by others: a driver alone takes some hundred MiB."""
 
 
@@ -240,7 +241,7 @@ def _describe_usage(cuda_setup: CudaSetup) -> str | None:
         if (usage.busy_percent or 0) >= MIN_BUSY_PERCENT:
             parts.append(f"{usage.busy_percent} % busy")
         if (usage.used_bytes or 0) >= MIN_TAKEN_BYTES or (parts and usage.used_bytes):
-            parts.append(f"{(usage.used_bytes or 0) / 2**30:.1f} GiB taken")
+            parts.append(f"{(usage.used_bytes or 0) / GIB:.1f} GiB taken")
         if parts:
             used_gpus.append(f"GPU {index} ({', '.join(parts)})")
     if not used_gpus:
@@ -284,12 +285,12 @@ def refuse_unsupported(
     if limit is not None and memory is not None and limit > (1 + MEMORY_SLACK_SHARE) * memory:
         raise ImpossibleError(
             f"hardware.memory_limit_gib={hardware.memory_limit_gib:g} is more than {device.name} has: "
-            f"choose at most {memory / 2**30:.1f}, or null."
+            f"choose at most {memory / GIB:.1f}, or null."
         )
     nominal_gb = hardware.memory_gb
     if memory is not None and nominal_gb is not None and not 0.85 < memory / (nominal_gb * 1e9) < 1.15:
         raise ImpossibleError(
-            f"hardware.memory_gb={nominal_gb:g} is not what {device.name} has, {memory / 2**30:.1f} GiB: choose "
+            f"hardware.memory_gb={nominal_gb:g} is not what {device.name} has, {memory / GIB:.1f} GiB: choose "
             f"hardware.memory_limit_gib={nominal_gb:g} to use no more, or mode=predict for another device."
         )
     capability = device.capability or (0, 0)

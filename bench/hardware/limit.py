@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.core.units import GIB
 from bench.hardware.description import MEMORY_SLACK_SHARE
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class MemoryLimit:
         total = torch.cuda.get_device_properties(device).total_memory
         if self.limit_bytes > (1 + MEMORY_SLACK_SHARE) * total:
             raise ValueError(
-                f"a limit of {self.limit_bytes / 2**30:.1f} GiB is more than the GPU has ({total / 2**30:.1f} GiB)"
+                f"a limit of {self.limit_bytes / GIB:.1f} GiB is more than the GPU has ({total / GIB:.1f} GiB)"
             )
         self.limit_bytes = min(self.limit_bytes, total)
         torch.cuda.set_per_process_memory_fraction(self.limit_bytes / total, device)

@@ -23,6 +23,7 @@ from bench.config.run_config import RunConfig
 from bench.core import processes
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import Within, build_dataclass
+from bench.core.units import GIB
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import DetectedDevice
 from bench.launch.attempt import write_lost_row, write_unstarted_row
@@ -268,8 +269,6 @@ def _describe_last_output(job: submitit.Job[Any]) -> str:
 
 
 # --- Refuse runs on a CPU that would exhaust the machine, its other programs included, instead of measuring anything.
-
-GIB = 2**30
 
 
 def compute_model_state_bytes(config: RunConfig) -> int:

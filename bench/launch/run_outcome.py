@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bench.config.run_config import RunConfig
+from bench.core.units import MIB
 from bench.launch.ranks import RankExit
 from bench.rank.row import build_measured_columns
 from bench.records import Record
@@ -83,6 +84,6 @@ def describe_outcome(record: Record) -> str:
     if record["status"] == "oom":
         requested_bytes = record.get("oom_bytes")
         return f"out of memory in {record['oom_phase']}" + (
-            f", asking for {requested_bytes / 2**20:.1f} MiB" if requested_bytes else ""
+            f", asking for {requested_bytes / MIB:.1f} MiB" if requested_bytes else ""
         )
     return str(record.get("error"))

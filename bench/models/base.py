@@ -15,6 +15,7 @@ from torch import nn
 from bench.core import plugins
 from bench.core.errors import ImpossibleError
 from bench.core.typed_config import OneOf, Within
+from bench.core.units import MIB
 from bench.models.division import LayerDivision
 from bench.models.stages import PipelineStageModule
 
@@ -40,11 +41,11 @@ ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 
 BlockCount = Annotated[int, Within(1, 512)]
 """Number of blocks: each is built to be counted, which takes milliseconds."""
-LayerWidth = Annotated[int, Within(1, 2**20)]
+LayerWidth = Annotated[int, Within(1, MIB)]
 HeadCount = Annotated[int, Within(1, 4096)]
 TokenCount = Annotated[int, Within(1, 10**7)]
 """Size of a vocabulary, or number of positions."""
-SEQUENCE_LENGTH_RANGE = Within(1, 2**20)
+SEQUENCE_LENGTH_RANGE = Within(1, MIB)
 """Of sequences, in tokens."""
 DropoutRate = Annotated[float, Within(0, 1, exclusive_maximum=True)]
 

@@ -12,12 +12,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from bench.core.units import MIB
 from bench.models.base import Family
 
 DEFAULT_STD = 0.02
 """GPT-2's, for parameters that nobody draws at random otherwise."""
 
-MAX_CPU_DRAWN_NUMEL = 2**20
+MAX_CPU_DRAWN_NUMEL = MIB
 """Up to this size parameters are drawn on the CPU: models of a few million parameters have equal losses on CPU and GPU
 (`bench.check`). Larger ones are drawn where they go, which takes a GPU no time."""
 

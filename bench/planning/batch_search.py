@@ -82,7 +82,8 @@ def choose_next_batch_size(
     """The batch size to try next, None when the answer is known.
 
     Memory grows linearly with the batch, so two batches that fit give the largest by extrapolation; trying it and
-    its neighbour proves it. Where nothing can be extrapolated, sizes double until one does not fit and the gap is halved from there.
+    its neighbour proves it. Where nothing can be extrapolated, sizes double until one does not fit, and the gap is
+    halved from there.
 
     Parameters
     ----------

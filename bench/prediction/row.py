@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from bench.config.run_config import RunConfig
+from bench.config.step_speed import compute_speed_columns
+from bench.core.units import GIB
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction, TimePrediction
-from bench.rank.row import compute_speed_columns
 from bench.records import Record
 
 
@@ -32,14 +33,14 @@ def describe_shortage(memory: MemoryPrediction) -> str:
     if memory.is_host_memory_short:
         assert memory.host_capacity is not None
         return (
-            f"predicted not to fit: {memory.host / 2**30:.3g} GiB are offloaded, and the rank's share of its machine's "
-            f"memory is {memory.host_capacity / 2**30:.3g} GiB"
+            f"predicted not to fit: {memory.host / GIB:.3g} GiB are offloaded, and the rank's share of its machine's "
+            f"memory is {memory.host_capacity / GIB:.3g} GiB"
         )
     assert memory.capacity is not None
     needed_bytes, min_bytes = memory.reserved.value, memory.reserved.low
     return (
-        f"predicted not to fit: needs {needed_bytes / 2**30:.3g} GiB (at least {min_bytes / 2**30:.3g}) of "
-        f"{memory.capacity / 2**30:.3g} GiB, most of it in {memory.phase}"
+        f"predicted not to fit: needs {needed_bytes / GIB:.3g} GiB (at least {min_bytes / GIB:.3g}) of "
+        f"{memory.capacity / GIB:.3g} GiB, most of it in {memory.phase}"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.core.units import MIB
 from bench.hardware import Hardware
 
 MIN_MATMUL_SHARE = 0.7
@@ -22,7 +23,7 @@ MIN_ALL_REDUCE_SHARE = 0.4
 part."""
 
 MATRIX_SIZE_BY_DEVICE = {"cuda": 8192, "cpu": 768}
-ALL_REDUCE_BYTES_BY_DEVICE = {"cuda": 256 * 2**20, "cpu": 2**20}
+ALL_REDUCE_BYTES_BY_DEVICE = {"cuda": 256 * MIB, "cpu": MIB}
 TIMED_REPETITIONS = 10
 WARMUP_REPETITIONS = 3
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 import torch
 
 from bench.config.run_config import RunConfig
+from bench.config.step_speed import compute_speed_columns
 from bench.rank import environment
 from bench.rank.cpu_load import CpuLoad, compute_others_cpu_share, find_cpu_degradations
 from bench.rank.cpu_threads import format_ranges
@@ -169,27 +170,6 @@ def _compute_idle_share(samples: Sequence[RankSamples]) -> float | None:
     return 1 - sum(sum(busy_s) / sum(step_times_s) for busy_s, step_times_s in busy_and_step_times) / len(
         busy_and_step_times
     )
-
-
-def compute_speed_columns(config: RunConfig, step_time_s: float) -> Record:
-    """The columns that follow from the time of a step."""
-    sequences = config.batch_size_per_gpu * config.gradient_accumulation
-    flop_count = config.trained_model.count_flops_per_sequence(config.sequence_length)
-    model_flops = sequences * flop_count.model_flops
-    hardware_flops = sequences * flop_count.compute_hardware_flops(config.activation_checkpointing)
-    tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
-    peak_tflops = config.hardware.peak_tflops.get(config.precision.peak)
-    return {
-        "tflops_per_gpu": tflops,
-        "hardware_tflops_per_gpu": hardware_tflops,
-        "mfu": tflops / peak_tflops if peak_tflops else None,
-        "hfu": hardware_tflops / peak_tflops if peak_tflops else None,
-        "tokens_per_second_per_gpu": sequences
-        * config.model.count_tokens_per_sequence(config.sequence_length)
-        / step_time_s,
-        "step_time_median_s": step_time_s,
-        "flops": {"model": model_flops, "hardware": hardware_flops},
-    }
 
 
 def build_configured_columns(config: RunConfig) -> Record:

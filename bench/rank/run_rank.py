@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bench.config.run_config import RunConfig
+from bench.core.units import GIB
 from bench.hardware import MemoryLimit
 from bench.models import Batch
 from bench.rank import environment, gpu_state, out_of_memory
@@ -208,7 +209,7 @@ def run_rank(
         )
         if oom_error is not None and taken_bytes:
             outcome.status = "error"
-            outcome.error = f"while other processes held {taken_bytes / 2**30:.1f} GiB of the GPU: {outcome.error}"
+            outcome.error = f"while other processes held {taken_bytes / GIB:.1f} GiB of the GPU: {outcome.error}"
         traceback.print_exc()
     outcome.device["torch"] = environment.read_torch_settings(on_gpu)
     if (network_name := read_network()) is not None:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.core.atomic_write import write_temporary_file
 from bench.records import sharing
 from bench.records.encoding import encode_record, read_json
 from bench.records.schema import FORMAT_VERSION, Record
@@ -193,13 +193,8 @@ def take_claim(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: i
 def _create_claim_file(claim: Claim) -> None:
     """Make the claim's file appear, or raise `RunClaimedError`."""
     content = {"attempt": claim.attempt, "owner": claim.owner, "row": claim.row}
-    descriptor, temporary_path = tempfile.mkstemp(dir=claim.path.parent, prefix=".claim-")
+    temporary_path = write_temporary_file(claim.path.parent, encode_record(content))
     try:
-        with os.fdopen(descriptor, "w") as file:
-            sharing.make_readable(file.fileno())
-            file.write(encode_record(content))
-            file.flush()
-            os.fsync(file.fileno())
         while True:
             try:
                 os.link(temporary_path, claim.path)

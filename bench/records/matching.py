@@ -9,7 +9,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from bench.config.run_id import get_added_strategy_knobs
+from bench.config.run_id import ADDED_KNOB_DEFAULTS, get_added_strategy_knobs
+from bench.core.units import GIB
 from bench.records.schema import Record
 
 ConfigKey = dict[str, Any]
@@ -17,22 +18,6 @@ ConfigKey = dict[str, Any]
 
 SECTIONS_NOT_IN_KEY = frozenset({"mode", "repeat", "seed", "measurement", "requested", "hardware"})
 """Sections of a configuration that say how the answer was found, or on what: the hardware is looked at apart."""
-
-ADDED_KNOB_DEFAULTS = {
-    "optimizer.keep_gradients": False,
-    "model.activation": "gelu_new",
-    "precision.float8": "none",
-    "precision.float8_emulated": False,
-    "precision.mixing": None,
-    "strategy.communication_hook": "none",
-    "strategy.optimizer_on_device": False,
-    "finetune.name": "full",
-    "strategy.matrix_approximation_rank": 1,
-    "strategy.start_powerSGD_iter": 2,
-}
-"""Knobs that came later, and what was done before there was a choice: older rows do not have them."""
-
-GIB = 2**30
 
 
 def build_fit_key(record: Record) -> ConfigKey | None:
@@ -134,4 +119,5 @@ def _build_config_key(record: Record) -> ConfigKey | None:
     added_strategy_knobs = {
         f"strategy.{knob}": value for knob, value in get_added_strategy_knobs(config.get("strategy") or {}).items()
     }
-    return {**ADDED_KNOB_DEFAULTS, **added_strategy_knobs, **flatten_config(config, SECTIONS_NOT_IN_KEY)}
+    added_knobs = flatten_config(ADDED_KNOB_DEFAULTS, SECTIONS_NOT_IN_KEY)  # which older rows do not have
+    return {**added_knobs, **added_strategy_knobs, **flatten_config(config, SECTIONS_NOT_IN_KEY)}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.core.atomic_write import replace_file
 from bench.core.errors import UsageError
 from bench.records import StoreContents, read_latest_attempts
 from bench.reporting.drawing import labels, style
@@ -88,7 +87,7 @@ def write_report(
         (output / "figures").mkdir(parents=True, exist_ok=True)
         svg_texts = _save_figures(sections, output / "figures", max_figures)
         html = page.render_page(store_name, contents, table, sections, svg_texts, charts)
-        _replace_file(output / "index.html", html)
+        replace_file(output / "index.html", html)
     except OSError as error:
         raise UsageError(f"Cannot write to {output} ({error.strerror}): choose another folder with --output.") from None
     return output / "index.html"
@@ -137,15 +136,6 @@ def _describe_left_out(drawn: int, planned: int) -> str:
         f"{labels.format_plural(drawn, 'figure')} of {planned} drawn: give bench.report a part of the store, or "
         f"--figures {planned} to draw more."
     )
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """Write the page whole or not at all."""
-    descriptor, temporary_path = tempfile.mkstemp(dir=path.parent, prefix=".page-")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), 0o644)
-        file.write(text)
-    Path(temporary_path).replace(path)
 
 
 # --- Reading rows that somebody named: a sentence where there are none.

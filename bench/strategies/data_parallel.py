@@ -14,6 +14,7 @@ from torch import nn
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
+from bench.core.units import MIB
 from bench.strategies.base import StepSettings, Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -33,7 +34,7 @@ from bench.strategies.step_plan import (
     name_unit_gradients,
 )
 
-CHUNK_BYTES = 10 * 2**20
+CHUNK_BYTES = 10 * MIB
 """Parameters are sent, and gradients reduced, in chunks of about this size (``buffer_size`` in
 torch/nn/parallel/comm.py), of whole tensors each."""
 

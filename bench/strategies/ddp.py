@@ -15,6 +15,7 @@ from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within
+from bench.core.units import MIB
 from bench.strategies import powersgd
 from bench.strategies.base import Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
 from bench.strategies.powersgd import MIN_POWERSGD_START_ITER, PowerSGDPlan
@@ -32,8 +33,6 @@ from bench.strategies.step_plan import (
     StepPlan,
     name_unit_gradients,
 )
-
-MIB = 2**20
 
 BUCKET_MB_RANGE = Within(1, 10**6)
 
@@ -69,7 +68,7 @@ class DDPStrategy(Strategy):
     """fp16 or bf16: gradients are compressed to half their size for the all-reduce. powersgd: matrices go as two narrow
     factors, which loses more, and keeps for the next step what it lost. none: they go in the precision's format of
     reductions."""
-    matrix_approximation_rank: Annotated[int, Within(1, 2**20)] = 1
+    matrix_approximation_rank: Annotated[int, Within(1, MIB)] = 1
     """Of powersgd: columns of the factors."""
     start_powerSGD_iter: Annotated[int, Within(MIN_POWERSGD_START_ITER, 10**6)] = MIN_POWERSGD_START_ITER  # noqa: N815 (torch's name)
     """Of powersgd: backward passes that are reduced in full before. With gradient_accumulation_sync=true a step has as

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from bench.config.run_config import RunConfig
 from bench.core.typed_config import format_override_value
+from bench.core.units import GIB, MIB
 from bench.planning.planned_runs import PlannedRunPrediction, describe_predictions, format_duration
 from bench.planning.request import SweepRequest
 from bench.planning.sweep_plan import SweepPlan
@@ -105,7 +106,7 @@ def _format_run_prediction(run_prediction: PlannedRunPrediction | None) -> list[
     memory = run_prediction.memory
     return [
         format_fit(memory.verdict if memory else None),
-        f"{memory.reserved.value / 2**30:,.1f}" if memory else "",
+        f"{memory.reserved.value / GIB:,.1f}" if memory else "",
         format_duration(run_prediction.seconds),
         f"{run_prediction.gpu_hours:,.2f}",
     ]
@@ -232,7 +233,7 @@ def _format_measurements(record: Record | None, factor: int) -> list[str]:
         return ["", "", ""]
     if record["status"] == "oom":
         requested_bytes = record.get("oom_bytes")
-        return ["in", record["oom_phase"], f"+{requested_bytes / 2**20:.1f}" if requested_bytes else ""]
+        return ["in", record["oom_phase"], f"+{requested_bytes / MIB:.1f}" if requested_bytes else ""]
     number_formats = (
         ("step_time_median_s", 1000, ".1f"),
         ("tflops_per_gpu", factor, ",.1f"),
@@ -245,7 +246,7 @@ def _format_measurements(record: Record | None, factor: int) -> list[str]:
 def build_prediction_table(configs: Sequence[RunConfig], rows_by_run_id: Mapping[str, Record]) -> RenderableType:
     """A line per prediction: will it fit, how fast will it be, what limits it."""
     on_cpu = all(config.hardware.device == "cpu" for config in configs)
-    unit, unit_bytes = ("MiB", 2**20) if on_cpu else ("GiB", 2**30)
+    unit, unit_bytes = ("MiB", MIB) if on_cpu else ("GiB", GIB)
     number_columns = ("ms/step", "TFLOP/s", f"peak {unit}", f"reserved {unit}")
     title = "Predictions (speed and memory per rank; nothing ran)"
     differences = _describe_differing_settings(configs)

@@ -7,7 +7,6 @@ For every run ``{"begin": id}``, then ``{"sent": id, "where": …}`` or ``{"unse
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from bench import records
+from bench.core.processes import die_with_parent
 from bench.tracking.base import TrackerSession, load_tracker
 from bench.tracking.sent_log import log_sent_run, was_sent
 from bench.tracking.tracked_run import TrackedRun, build_tracked_run
 
 MessageWriter = Callable[..., None]
-
-PR_SET_PDEATHSIG = 1
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """Signals that SLURM sends to all processes of a job: whoever ordered decides what they mean."""
@@ -31,7 +29,7 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 def main() -> int:
     """Carry out the order on standard input. Exit code 0, whatever came of it: the answers say."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     for signal_number in IGNORED_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
     message_stream = os.fdopen(os.dup(1), "w")

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 
+from bench.core.atomic_write import replace_file
 from bench.records import sharing
 from bench.tracking.base import TrackerSession
 from bench.tracking.tracked_run import TrackedRun
@@ -41,11 +40,7 @@ def log_sent_run(folder: Path, session: TrackerSession, run: TrackedRun, run_loc
     path = _build_log_path(folder, session.destination, run)
     sharing.make_folder(path.parent)
     log_entry = {"destination": session.destination, "where": run_location, "content": _hash_files(run)}
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".note-")
-    with os.fdopen(descriptor, "w") as file:
-        sharing.make_readable(file.fileno())
-        file.write(json.dumps(log_entry) + "\n")
-    Path(temporary).replace(path)
+    replace_file(path, json.dumps(log_entry) + "\n")
 
 
 def _build_log_path(folder: Path, destination: str, run: TrackedRun) -> Path:

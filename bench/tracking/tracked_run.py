@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.core.units import GIB
 from bench.records import COLUMN_NAMES, Record
 from bench.records.matching import build_step_time_key, encode_config_key
 
@@ -36,8 +37,6 @@ OOM_TABLE = "out_of_memory"
 
 MAX_TAG_CHARS = 64
 """Characters; wandb takes no longer one."""
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

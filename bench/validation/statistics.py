@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from bench.config.run_config import RunConfig
+from bench.config.step_speed import compute_speed_columns
 from bench.prediction.prediction import DOES_NOT_FIT, Prediction
 from bench.validation.runs import ACTIVE, ALLOCATED, RESERVED, SPEED, PublishedCase, convert_to_gigabytes
 
@@ -63,11 +64,7 @@ def _compute_predicted_value(case: PublishedCase, prediction: Prediction) -> flo
 def compute_tflops(config: RunConfig, prediction: Prediction) -> float:
     """Per GPU, counting recomputation."""
     assert prediction.time is not None, f"{config.hardware.name} has no speeds"
-    flops_per_sequence = config.model.count_flops_per_sequence(config.sequence_length).compute_hardware_flops(
-        config.activation_checkpointing
-    )
-    sequences_per_step = config.batch_size_per_gpu * config.gradient_accumulation
-    return flops_per_sequence * sequences_per_step / prediction.time.step_s.value / 1e12
+    return float(compute_speed_columns(config, prediction.time.step_s.value)["hardware_tflops_per_gpu"])
 
 
 @dataclass(frozen=True)

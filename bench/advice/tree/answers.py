@@ -27,14 +27,13 @@ from bench.advice.tree.tree import (
     YES,
     YES_WITH_CHECKPOINTING,
 )
+from bench.core.units import GIB
 from bench.planning.run_predictions import Unpredictable
 from bench.prediction.cost.collectives import ALL_GATHER, CollectiveGroup, compute_bus_bandwidth
 from bench.prediction.cost.rank_speed import TIME_INTERVAL_SHARE
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, TimePrediction
 from bench.reporting.drawing import labels
 from bench.reporting.drawing.labels import format_number
-
-GIB = 2**30
 
 MIN_GPUS_FOR_LAYER = 512
 """GPUs that share a model, at least, for what one of them must hold of the largest layer whatever their number."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bench.config.run_config import RunConfig
+from bench.core.atomic_write import replace_file
 from bench.launch.ranks import RankExit, kill_ranks, start_ranks, wait_for_ranks
 from bench.launch.rendezvous import LOOPBACK, connect_to_rendezvous
 from bench.launch.stop_signal import StopSignal
@@ -305,9 +306,7 @@ def _connect_run_store(host: str, port: int, run_number: int) -> dist.Store:
 
 def publish_address(path: Path, host: str, port: int) -> None:
     """Write down where the job's store is, whole at once, for the other processes to find."""
-    temporary_path = path.with_name(f".{path.name}")
-    temporary_path.write_text(json.dumps({"host": host, "port": port}))
-    temporary_path.replace(path)
+    replace_file(path, json.dumps({"host": host, "port": port}))
 
 
 def wait_for_address(path: Path, timeout_s: float) -> tuple[str, int]:

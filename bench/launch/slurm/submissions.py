@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bench.core.atomic_write import replace_file
 from bench.core.errors import invalid_value_error
 from bench.launch.process_owner import get_user_name
 from bench.records import UnreadableRecordWarning, sharing
@@ -128,11 +129,11 @@ class Submission:
 
     def write_job_id(self, array: JobArray, job_id: str) -> None:
         """Write down SLURM's id of an array."""
-        _write_atomically(self.folder / array.name / "job_id", job_id)
+        replace_file(self.folder / array.name / "job_id", job_id + "\n")
 
     def write_cancelled_job_ids(self, job_ids: Iterable[str]) -> None:
         """Write down which jobs are about to be cancelled: SLURM forgets those that never ran."""
-        _write_atomically(self.folder / "cancelled", "\n".join(sorted({*self.cancelled_job_ids, *job_ids})))
+        replace_file(self.folder / "cancelled", "\n".join(sorted({*self.cancelled_job_ids, *job_ids})) + "\n")
 
     @property
     def cancelled_job_ids(self) -> set[str]:
@@ -159,7 +160,7 @@ def write_submission(
     submission = Submission(folder, sweep, submitted_at, cluster, code, arrays, tracker, get_user_name())
     values = dataclasses.asdict(submission)
     del values["folder"]
-    _write_atomically(folder / "submission.json", encode_record(values))
+    replace_file(folder / "submission.json", encode_record(values) + "\n")
     return submission
 
 
@@ -264,10 +265,3 @@ def hold_submission_lock(store: Path) -> Iterator[None]:
     with opened_lock as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary_path = path.with_name(f".{path.name}.new")
-    temporary_path.write_text(text + "\n")
-    temporary_path.chmod(sharing.READABLE_MODE)
-    temporary_path.replace(path)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.config.run_config import RunConfig
+from bench.core.units import MIB
 from bench.prediction.cost import rank_speed
 from bench.prediction.cost.collectives import (
     ALL_GATHER,
@@ -239,7 +240,7 @@ def _uses_fsdp(config: RunConfig) -> bool:
     return getattr(config.strategy, "data_parallel", None) == "fsdp"
 
 
-DDP_BUCKET_BYTES = 25 * 2**20
+DDP_BUCKET_BYTES = 25 * MIB
 """Of DDP, torch's default."""
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.config.run_config import RunConfig
+from bench.core.units import GIB, MIB
 from bench.hardware.speeds import MatmulSpeed
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, PredictedRange
 from bench.prediction.simulation.simulated_rank import SimulatedRank, round_parts
 from bench.prediction.trace.scaled_trace import ScaledTrace
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ In Figure 8(b) this is 0.7 to 0.95."""
 NUM_CUBLAS_HANDLES = 2
 """The thread that runs forward and the one that runs backward have one each, and each handle has a workspace."""
 
-MAX_CPU_LIBRARY_BYTES = 40 * 2**20
+MAX_CPU_LIBRARY_BYTES = 40 * MIB
 """At most, what a process takes beside tensors once its limit is set (threads' stacks, what libraries work in). The
 limit of a CPU holds for that, too. Where it decided in results/measured/cpu_frontier it was 34 to 37 MiB."""
 
@@ -113,7 +112,7 @@ def compute_workspace_bytes(config: RunConfig) -> float:
         return 0.0
     speeds = config.hardware.speeds
     mib = MatmulSpeed.workspace_mib if speeds is None or speeds.matmul is None else speeds.matmul.workspace_mib
-    return NUM_CUBLAS_HANDLES * mib * 2**20
+    return NUM_CUBLAS_HANDLES * mib * MIB
 
 
 def _add_workspace(parts: dict[str, float], workspace_bytes: float) -> dict[str, float]:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from bench.core.units import MIB
 from bench.prediction.prediction import MEMORY_PARTS, TimelineSpan
 from bench.prediction.trace.scaled_trace import Chunk
 from bench.strategies.step_plan import (
@@ -26,7 +27,7 @@ from bench.strategies.step_plan import (
 COMPUTE_STREAM = "compute"
 STREAMS = (COMPUTE_STREAM, ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM)
 
-MIN_OWN_SEGMENT_BYTES = 10 * 2**20
+MIN_OWN_SEGMENT_BYTES = 10 * MIB
 """From this size on the caching allocator gives a block a segment of its own (``kMinLargeAlloc``)."""
 
 ACTIVATION_MEMORY, TEMPORARY_MEMORY = "activations", "temporaries"

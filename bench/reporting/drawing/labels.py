@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GIB, MIB, KIB = 2**30, 2**20, 2**10
+from bench.core.units import GIB, KIB, MIB
+
 MISSING = "–"
 CPU_NOTE = "CPU processes: functional evidence, not scaling evidence"
 

@@ -10,6 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from bench.core.units import GIB
 from bench.reporting.drawing import glyphs, lanes, style
 from bench.reporting.drawing.drawing import (
     Drawing,
@@ -151,7 +152,7 @@ def _build_point(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "out_of_memory": len(fitting_rows) < len(rows),
         "degraded": any(list_known_values(fitting_rows, "degraded")),
         "states": float(ADAM_BYTES_PER_PARAMETER * row["parameters"]) if has_fp32_adam else float("nan"),
-        "capacity": float("nan") if fit_question is None else fit_question["memory_gib"] * 2**30,
+        "capacity": float("nan") if fit_question is None else fit_question["memory_gib"] * GIB,
     }
 
 

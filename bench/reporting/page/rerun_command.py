@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from bench.config.run_id import DEFAULT_SETTLING_S
+from bench.config.run_id import ADDED_KNOB_DEFAULTS, DEFAULT_SETTLING_S
 from bench.records import Record
-from bench.records.matching import ADDED_KNOB_DEFAULTS, flatten_config
+from bench.records.matching import flatten_config
 
 CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
 
@@ -64,7 +64,7 @@ def list_overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> l
     sections = {**config, **({"strategy": {**config.get("strategy", {}), **requested}} if requested else {})}
     for group in CONFIG_GROUPS:
         section = sections.get(group) or {}
-        if section.get("name") and section["name"] != ADDED_KNOB_DEFAULTS.get(f"{group}.name"):
+        if section.get("name") and section["name"] != ADDED_KNOB_DEFAULTS.get(group, {}).get("name"):
             is_hardware_file = group == "hardware" and not _load_option(group, str(section["name"]))
             overrides.append(f"{group}={section['name']}{'.yaml' if is_hardware_file else ''}")
     defaults = _load_option("", "config")
@@ -102,7 +102,7 @@ def _list_section_overrides(group: str, content: str) -> list[str]:
     for path, value in section_values.items():
         if path in option_values:
             overrides += [] if option_values[path] == value else [f"{group}.{path}={format_override_value(value)}"]
-        elif value is not None and ADDED_KNOB_DEFAULTS.get(f"{group}.{path}") != value:
+        elif value is not None and ADDED_KNOB_DEFAULTS.get(group, {}).get(path) != value:
             overrides.append(f"+{group}.{path}={format_override_value(value)}")
     return overrides
 

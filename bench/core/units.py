@@ -1,0 +1,3 @@
+"""Sizes in bytes."""
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
