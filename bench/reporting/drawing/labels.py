@@ -136,6 +136,14 @@ def format_number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.{max(digits - 1 - magnitude, 0)}f}"
 
 
+def format_percent(share: float, *, signed: bool = False) -> str:
+    """A share in percent with two digits."""
+    if math.isnan(share):
+        return MISSING
+    plus = "+" if signed and share > 0 else ""
+    return f"{plus}{format_number(100 * share, 2)} %".replace("-", "−")
+
+
 def choose_memory_unit(largest_bytes: float) -> tuple[str, int]:
     """Name and size in bytes of the unit in which `largest_bytes` reads well."""
     if largest_bytes >= GIB / 10 or largest_bytes == 0:

@@ -20,7 +20,7 @@ from bench.reporting.drawing.drawing import (
     create_figure,
     draw_header,
 )
-from bench.reporting.drawing.labels import MISSING, format_list, format_number, format_plural
+from bench.reporting.drawing.labels import format_list, format_percent, format_plural
 from bench.reporting.tables import agreement
 from bench.reporting.tables.agreement import MEMORY, QUANTITY_UNITS, SPEED, compute_log_limits
 
@@ -223,14 +223,6 @@ def _format_alt_text(quantity: str, pairs: pd.DataFrame) -> str:
         f"Scatter of {format_plural(len(pairs), 'pair')} of {quantity}. {_format_caption(pairs)} Furthest off: "
         f"{format_list(deviation_texts)}."
     )
-
-
-def format_percent(share: float, *, signed: bool = False) -> str:
-    """A share in percent with two digits."""
-    if pd.isna(share):
-        return MISSING
-    plus = "+" if signed and share > 0 else ""
-    return f"{plus}{format_number(100 * share, 2)} %".replace("-", "−")
 
 
 def _build_listing(pairs: pd.DataFrame) -> FigureTable:

@@ -15,7 +15,15 @@ from matplotlib.lines import Line2D
 from bench.records.matching import encode_config_key
 from bench.reporting.drawing import labels, lanes, style
 from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection
-from bench.reporting.drawing.labels import CPU_NOTE, MISSING, build_slug, format_number, format_plural, format_seconds
+from bench.reporting.drawing.labels import (
+    CPU_NOTE,
+    MISSING,
+    build_slug,
+    format_number,
+    format_percent,
+    format_plural,
+    format_seconds,
+)
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 
 TITLE = "Exposed communication"
@@ -231,7 +239,7 @@ def _build_listing(place: str, pairs: pd.DataFrame) -> FigureTable:
             row["variant"],
             row["precision"],
             *(_format_interval(row, name) for name in ("measured", "rehearsed", "exposed")),
-            *(_format_percent(row[name]) for name in ("share", "profiled", "predicted")),
+            *(format_percent(row[name]) for name in ("share", "profiled", "predicted")),
         ]
         for row in pairs.to_dict("records")
     ]
@@ -243,7 +251,3 @@ def _build_listing(place: str, pairs: pd.DataFrame) -> FigureTable:
 def _format_interval(row: dict[Any, Any], name: str) -> str:
     value, low, high = (format_number(1000 * row[f"{name}{suffix}_s"]) for suffix in ("", "_low", "_high"))
     return value if MISSING in (low, high) else f"{value} ({low} to {high})"
-
-
-def _format_percent(share: float) -> str:
-    return MISSING if pd.isna(share) else f"{format_number(100 * share, 2)} %"

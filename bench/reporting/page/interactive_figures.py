@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from bench.core.units import GIB
 from bench.reporting.drawing import style
-from bench.reporting.drawing.labels import GIB, format_memory, format_number
+from bench.reporting.drawing.labels import format_memory, format_number, format_percent
 from bench.reporting.figures import agreement, paper, sharding_factor
 from bench.reporting.paper.paper import PAPER_COMPARISONS
 from bench.reporting.tables.agreement import MEMORY, QUANTITY_UNITS, SPEED
@@ -137,7 +138,7 @@ def build_deviation_figure(pairs: pd.DataFrame, quantity: str) -> go.Figure:
             f"<b>{row['label']}</b><br>{reference_evidence}: {format_number(row['reference'], 4)} "
             f"({format_number(row['reference_low'], 4)} to {format_number(row['reference_high'], 4)})<br>{evidence}: "
             f"{format_number(row['value'], 4)} ({format_number(row['low'], 4)} to {format_number(row['high'], 4)})<br>"
-            f"{agreement.format_percent(row['deviation'], signed=True)}" + ("<br>degraded" if row["degraded"] else "")
+            f"{format_percent(row['deviation'], signed=True)}" + ("<br>degraded" if row["degraded"] else "")
             for row in group.to_dict("records")
         ]
         deviation = 100 * group["deviation"]
