@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from bench.comparison import ComparisonSettings, HistorySeries, build_histories
-from bench.core import command_line
-from bench.core.command_line import open_stdout_console, parse_path_argument
+from bench.comparison import ComparisonSettings, build_histories
+from bench.core.command_line import (
+    build_parser,
+    open_stdout_console,
+    parse_path_argument,
+    report_usage_errors,
+    run_main,
+)
 from bench.core.errors import UsageError
 from bench.records import read_all_attempts
 from bench.reporting.builder import read_store
-from bench.reporting.drawing import style
-from bench.reporting.drawing.drawing import save_drawing
 from bench.reporting.drawing.labels import format_plural
-from bench.reporting.figures.regression import draw_histories
-from bench.reporting.regressions.data import format_history_json
-from bench.reporting.regressions.files import write_texts
+from bench.reporting.figures.history import write_history
 from bench.reporting.regressions.terminal import build_history_tables
 
 EPILOG = """\
@@ -34,48 +33,27 @@ exit code: 0, or 2 for bad input and where no configuration was run more than on
 WIDTH_WITHOUT_TERMINAL = 160
 
 
+@report_usage_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Find the changes, print them and draw them. Returns 0, or 2 where the user must change something."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.history",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = build_parser("history", __doc__, EPILOG)
     parser.add_argument(
         "stores", type=parse_path_argument, nargs="+", metavar="STORE", help="a store, or a folder of stores"
     )
     parser.add_argument("--output", type=parse_path_argument, metavar="DIR", help="folder for figures and history.json")
     options = parser.parse_args(arguments)
-    console = open_stdout_console(WIDTH_WITHOUT_TERMINAL)
-    try:
-        contents = [read_store(store, read_all_attempts) for store in options.stores]
-        all_series = build_histories(
-            [row for store_contents in contents for row in store_contents.records], ComparisonSettings()
-        )
-        if not all_series:
-            raise UsageError("No configuration was run with two commits, or on two days: there is no history to show.")
-        if options.output is not None:
-            print(f"{format_plural(_write_history(all_series, options.output), 'figure')} in {options.output}")
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
-    unreadable = [problem for store_contents in contents for problem in store_contents.unreadable]
+    contents = [read_store(store, read_all_attempts) for store in options.stores]
+    all_series = build_histories([row for store in contents for row in store.records], ComparisonSettings())
+    if not all_series:
+        raise UsageError("No configuration was run with two commits, or on two days: there is no history to show.")
+    if options.output is not None:
+        print(f"{format_plural(write_history(all_series, options.output), 'figure')} in {options.output}")
+    unreadable = [problem for store in contents for problem in store.unreadable]
     if unreadable:
         print(f"{format_plural(len(unreadable), 'file')} left out: {unreadable[0]}")
-    console.print(build_history_tables(all_series), highlight=False)
+    open_stdout_console(WIDTH_WITHOUT_TERMINAL).print(build_history_tables(all_series), highlight=False)
     return 0
 
 
-def _write_history(all_series: Sequence[HistorySeries], folder: Path) -> int:
-    """Write the figures and the data; how many figures there are."""
-    write_texts({folder / "history.json": format_history_json(all_series)})
-    with style.apply_report_style():
-        drawings = draw_histories(all_series)
-    for drawing in drawings:
-        save_drawing(drawing, folder)
-    return len(drawings)
-
-
 if __name__ == "__main__":
-    sys.exit(command_line.run_main(main))
+    sys.exit(run_main(main))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from bench.core import command_line
-from bench.core.command_line import parse_path_argument
-from bench.core.errors import UsageError, require_at_least
+from bench.core.command_line import build_parser, parse_path_argument, report_usage_errors, run_main
+from bench.core.errors import require_at_least
 from bench.reporting import read_store, write_report
 from bench.reporting.builder import MAX_FIGURES
 from bench.reporting.drawing.labels import format_plural
 
 
+@report_usage_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, or 2 where the user must change something."""
-    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
+    parser = build_parser("report", __doc__)
     parser.add_argument(
         "store", type=parse_path_argument, metavar="STORE", help="a store of rows, or a folder of stores"
     )
@@ -38,15 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     output = options.output or (options.store if options.store.is_dir() else options.store.parent) / "report"
-    try:
-        require_at_least("--figures", options.figures, 0)
-        contents = read_store(options.store)
-        page_path = write_report(
-            contents, str(options.store), output, interactive=options.interactive, max_figures=options.figures
-        )
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
+    require_at_least("--figures", options.figures, 0)
+    contents = read_store(options.store)
+    page_path = write_report(
+        contents, str(options.store), output, interactive=options.interactive, max_figures=options.figures
+    )
     left_out_note = f", {format_plural(len(contents.unreadable), 'file')} left out:" if contents.unreadable else ""
     print(page_path)
     print(format_plural(len(contents.records), "run") + left_out_note)
@@ -56,4 +51,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run_main(main))
+    sys.exit(run_main(main))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from bench import records
-from bench.core import command_line
-from bench.core.command_line import require_writable_store
+from bench.core.command_line import build_parser, report_usage_errors, require_writable_store, run_main
 from bench.core.errors import UsageError
 from bench.hardware import detect_device
 from bench.launch.local import LocalLauncher
@@ -20,27 +18,24 @@ from bench.records import RunClaimedError
 from bench.records.schema import FINISHED_STATUSES
 
 
+@report_usage_errors
 def main(arguments: list[str] | None = None) -> int:
     """Execute one configuration. Exit code 0 if it ended ok or oom, 1 if not, 2 on bad input."""
-    parser = argparse.ArgumentParser(prog="python -m bench.run", description="Execute one run in this terminal.")
+    parser = build_parser("run", __doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model=gpt_tiny gpus=2")
     options = parser.parse_args(arguments)
-    try:
-        device = detect_device()
-        request = parse_sweep_request([*options.overrides, "sweep=adhoc"], multirun=False, device=device)
-        if not request.executes_runs:
-            raise UsageError("mode=predict executes nothing: predict with python -m bench.sweep or bench.predict.")
-        sweep_plan = build_sweep_plan(
-            request.points, request.store, force=True, check_run=LocalLauncher(request.cluster, device).check
-        )
-        if sweep_plan.impossible:
-            raise UsageError(sweep_plan.impossible[0][1])
-        require_writable_store(request.store)
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
-    for remark in device.messages:
-        print(remark, file=sys.stderr)
+    device = detect_device()
+    request = parse_sweep_request([*options.overrides, "sweep=adhoc"], multirun=False, device=device)
+    if not request.executes_runs:
+        raise UsageError("mode=predict executes nothing: predict with python -m bench.sweep or bench.predict.")
+    sweep_plan = build_sweep_plan(
+        request.points, request.store, force=True, check_run=LocalLauncher(request.cluster, device).check
+    )
+    if sweep_plan.impossible:
+        raise UsageError(sweep_plan.impossible[0][1])
+    require_writable_store(request.store)
+    for message in device.messages:
+        print(message, file=sys.stderr)
     config = sweep_plan.to_run[0]
     try:
         record = execute_single_run(request, config)
@@ -58,4 +53,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run_main(main))
+    sys.exit(run_main(main))

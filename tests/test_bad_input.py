@@ -12,6 +12,7 @@ import pytest
 from bench import sweep
 from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
+from bench.sweeps import run_sweep
 
 MODELS = "t5_11b, t5_2b, t5_611m, t5_mini, t5_small, t5_tiny"
 WRITE_KEY_VALUE = "write key=value"
@@ -314,7 +315,7 @@ def nothing_begins(monkeypatch, tmp_path):
         pytest.fail("something was launched")
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
-    monkeypatch.setattr(sweep, "detect_device", lambda: DetectedDevice("cpu", "a processor", 0))
+    monkeypatch.setattr(run_sweep, "detect_device", lambda: DetectedDevice("cpu", "a processor", 0))
     monkeypatch.chdir(tmp_path)
 
 

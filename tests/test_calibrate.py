@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from bench import calibrate, predict
+from bench.calibration import arguments
 from bench.calibration.collectives import (
     REFERENCE_BYTES,
     _CollectiveTimer,
@@ -383,24 +384,27 @@ def test_mistakes_are_answered_in_a_sentence_and_nothing_is_started(typed, tmp_p
 
 def test_options_can_be_written_both_ways(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    own = dict.fromkeys(calibrate.OPTION_KEYS)
-    by_key = calibrate.parse_calibration_request(["output=a.yaml", "ranks=4", "quick=true"], own, CPU)
-    assert by_key == calibrate.parse_calibration_request(
+    own = dict.fromkeys(arguments.OPTION_KEYS)
+    by_key = arguments.parse_calibration_request(["output=a.yaml", "ranks=4", "quick=true"], own, CPU)
+    assert by_key == arguments.parse_calibration_request(
         [], own | {"output": "a.yaml", "ranks": "4", "quick": "true"}, CPU
     )
     assert (by_key.output_path, by_key.settings.local_ranks, by_key.settings.is_quick) == (Path("a.yaml"), 4, True)
-    assert calibrate.parse_calibration_request([], own, CPU).output_path == Path("hardware/cpu_calibrated.yaml")
-    assert calibrate.parse_calibration_request([], own, CPU).settings.local_ranks == max(
+    assert arguments.parse_calibration_request([], own, CPU).output_path == Path("hardware/cpu_calibrated.yaml")
+    assert arguments.parse_calibration_request([], own, CPU).settings.local_ranks == max(
         2, len(os.sched_getaffinity(0))
     )
 
 
 def test_a_gpu_that_nobody_has_described_needs_its_peaks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    unknown, own = DetectedDevice("cuda", "Tesla T4", 1, (7, 5), 16 * 2**30), dict.fromkeys(calibrate.OPTION_KEYS)
+    unknown, own = (
+        DetectedDevice("cuda", "Tesla T4", 1, (7, 5), 16 * 2**30),
+        dict.fromkeys(arguments.OPTION_KEYS),
+    )
     with pytest.raises(UsageError, match=r"hardware=gpu is not valid: .* \+hardware.peak_tflops"):
-        calibrate.parse_calibration_request([], own, unknown)
-    order = calibrate.parse_calibration_request(["+hardware.peak_tflops.fp32=8.1"], own, unknown)
+        arguments.parse_calibration_request([], own, unknown)
+    order = arguments.parse_calibration_request(["+hardware.peak_tflops.fp32=8.1"], own, unknown)
     assert order.baseline.name == "conf/hardware/h200.yaml", "where what was not measured comes from"
     assert (order.settings.local_ranks, order.output_path) == (1, Path("hardware/gpu_calibrated.yaml"))
 

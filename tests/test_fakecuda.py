@@ -393,9 +393,9 @@ result = [getattr(found, name) for name in names]
 def test_calibration_times_calls_between_events(machine: FakeCudaProcess) -> None:
     script = """
 import time, torch
-from bench.calibration.timer import timer_of
-timer = timer_of(torch.device("cuda", 0))
-result = [timer.stretch([lambda: time.sleep(0.01)] * 3), type(timer).__name__]
+from bench.calibration.timer import build_timer
+timer = build_timer(torch.device("cuda", 0))
+result = [timer.time_calls([lambda: time.sleep(0.01)] * 3), type(timer).__name__]
 """
     seconds, name = machine.evaluate(script)
     assert name == "CudaTimer"
@@ -407,7 +407,7 @@ def test_calibration_captures_kernels_once_and_replays_them(machine: FakeCudaPro
 import torch
 from bench.calibration.kernel_launch import measure_launch
 from tests.fakecuda import runtime
-(sample,) = measure_launch(torch.device("cuda", 0), progress=lambda text: None)
+(sample,) = measure_launch(torch.device("cuda", 0), on_progress=lambda text: None)
 calls = [call for call in runtime.CALLS if call.startswith("graph")]
 result = [calls[0], len(calls), set(calls[1:]) == {"graph replayed"}, list(sample.dims)]
 """
@@ -419,13 +419,13 @@ result = [calls[0], len(calls), set(calls[1:]) == {"graph replayed"}, list(sampl
 def test_calibration_times_collectives_between_gpus(machine: FakeCudaProcess) -> None:
     script = """
 from bench.calibration import collectives
-from bench.calibration.processes import Process
+from bench.calibration.processes import CalibrationProcess
 from tests.fakecuda import nccl, runtime
-collectives.LARGEST_BYTES["cuda"] = 2**14
-process = Process(rank, rank, 2, ("127.0.0.1", port))
-device = process.device("cuda")
-with process.communicating(device):
-    samples = collectives.measure_collectives(device, "here", quick=True, progress=lambda text: None)
+collectives.MAX_MESSAGE_BYTES["cuda"] = 2**14
+process = CalibrationProcess(rank, rank, 2, ("127.0.0.1", port))
+device = process.select_device("cuda")
+with process.init_process_group(device):
+    samples = collectives.measure_collectives(device, "here", quick=True, on_progress=lambda text: None)
 result = [[each.name for each in samples], min(min(each.seconds) for each in samples), nccl.GROUPS[0], runtime.CALLS[0]]
 """
     for rank, (names, shortest_s, group, first) in enumerate(machine.evaluate_ranks(script, 2)):

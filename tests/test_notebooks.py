@@ -20,7 +20,7 @@ from bench import notebooks
 from bench.core.errors import UsageError
 from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection, create_figure
 from bench.reporting.figures import sharding_factor, throughput
-from bench.reporting.notebook import execution
+from bench.reporting.notebook import execution, render
 from bench.reporting.notebook.notebook import Notebook
 from bench.reporting.page.interactive_figures import build_trade_off_figure
 from tests.conftest import ROOT, run_command
@@ -140,11 +140,11 @@ def check_in_browser(page: Path) -> None:
 RUN_ALL_SCRIPT = """
 import ast, json, sys
 import nbformat
-from bench.reporting.notebook.execution import with_parameters
-from bench.reporting.notebook.notebook import Shown
+from bench.reporting.notebook.execution import set_parameters
+from bench.reporting.notebook.notebook import CellOutput
 seen = {}
 for name in sys.argv[2:]:
-    notebook = with_parameters(nbformat.read(f"analysis/{name}.ipynb", as_version=4), {"STORE": sys.argv[1]})
+    notebook = set_parameters(nbformat.read(f"analysis/{name}.ipynb", as_version=4), {"STORE": sys.argv[1]})
     space, shown = {}, []
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -154,8 +154,8 @@ for name in sys.argv[2:]:
                 shown.append(eval(compile(ast.Expression(last.value), cell.id, "eval"), space))
             else:
                 exec(compile(ast.Module([last], []), cell.id, "exec"), space)
-    assert all(isinstance(each, Shown) for each in shown), name
-    seen[name] = ["".join(each.html for each in shown).count("<img"), "your store" in shown[0].html]
+    assert all(isinstance(output, CellOutput) for output in shown), name
+    seen[name] = ["".join(output.html for output in shown).count("<img"), "your store" in shown[0].html]
 print(json.dumps(seen))
 """
 
@@ -216,7 +216,7 @@ def test_every_notebook_can_be_given_a_store(file):
     ],
 )
 def test_what_is_mistyped_is_answered_in_a_sentence_and_nothing_runs(typed, sentence, capsys, monkeypatch):
-    monkeypatch.setattr(notebooks, "render_notebooks", lambda *_: pytest.fail("a notebook was carried out"))
+    monkeypatch.setattr(render, "render_notebooks", lambda *_: pytest.fail("a notebook was carried out"))
     assert notebooks.main(typed) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -225,7 +225,7 @@ def test_what_is_mistyped_is_answered_in_a_sentence_and_nothing_runs(typed, sent
 
 
 def test_without_the_extra_the_command_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr(notebooks, "REQUIRED_LIBRARIES", ("nbformat", "no_such_library"))
+    monkeypatch.setattr(render, "REQUIRED_LIBRARIES", ("nbformat", "no_such_library"))
     assert notebooks.main(["prefetch"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("Rendering notebooks needs no_such_library: install the extra")
@@ -233,9 +233,9 @@ def test_without_the_extra_the_command_says_what_to_install(capsys, monkeypatch)
 
 
 def test_all_are_rendered_where_none_is_named_and_each_once(tmp_path):
-    names, stores, output = notebooks.parse_arguments([f"output={tmp_path}"])
+    names, stores, output = render.parse_arguments([f"output={tmp_path}"])
     assert (set(names), stores, output) == (QUESTIONS, {}, tmp_path)
-    assert notebooks.parse_arguments(["scaling.ipynb", "memory", "scaling"])[0] == ["scaling", "memory"]
+    assert render.parse_arguments(["scaling.ipynb", "memory", "scaling"])[0] == ["scaling", "memory"]
 
 
 # ---- what cells call

@@ -82,7 +82,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(predict, "detect_device", lambda: CPU)
+    monkeypatch.setattr("bench.advice.arguments.detect_device", lambda: CPU)
     monkeypatch.chdir(tmp_path)
 
 
@@ -496,7 +496,7 @@ def test_what_the_readme_asks_can_be_asked(tmp_path, monkeypatch):
     for arguments in typed:
         if arguments != "validate":
             words = arguments.removeprefix("explain ").split()
-            question = read_question(words, dict.fromkeys(predict.OPTION_KEYS), CPU)
+            question = read_question(words, {}, CPU)
             assert all(build_candidates(settings, question.knobs).to_predict for settings in question.list_sections())
 
 

@@ -26,7 +26,7 @@ from bench.prediction.row import build_predicted_row
 from bench.records import Record
 from bench.records.reading import read_latest_attempts
 from bench.records.schema import validate_record
-from bench.sweeps import predict_sweep
+from bench.sweeps import predict_sweep, run_sweep
 from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 
@@ -42,7 +42,7 @@ def nothing_runs(monkeypatch, tmp_path_factory):
         pytest.fail("something was launched")
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
-    monkeypatch.setattr(sweep, "detect_device", lambda: CPU)
+    monkeypatch.setattr(run_sweep, "detect_device", lambda: CPU)
     monkeypatch.setenv("PATH", "/usr/bin-without-slurm")
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setattr(run_predictions, "_predictions_by_run_id", {})

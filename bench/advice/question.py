@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from bench.config.compose import compose_config, list_override_values, parse_overrides
 from bench.config.grid import RunSettings
-from bench.core.command_line import PlainConsole, require_path
+from bench.core.command_line import require_path
 from bench.core.errors import UsageError, invalid_value_error, require_choice
 from bench.hardware.detect import DetectedDevice
 from bench.planning.request import EXECUTION_KEYS, find_hardware_description
@@ -182,32 +180,3 @@ def _parse_max_rows(text: str | None) -> int | None:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise invalid_value_error("top", text or "''", "a whole number of at least 1, or all")
     return int(text)
-
-
-# --- What commands that answer questions do with the terminal.
-
-QuestionT = TypeVar("QuestionT")
-AnswerT = TypeVar("AnswerT")
-
-
-def build_question_parser(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
-    """Parser of a command that is asked in Hydra's overrides; the command adds options of its own."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {command}",
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model=t5_11b gpus=64")
-    return parser
-
-
-def answer_with_progress(
-    answer_question: Callable[[QuestionT, Callable[[str], None]], AnswerT], question: QuestionT
-) -> AnswerT:
-    """The answer, with a line on the terminal as long as it takes."""
-    error_console = PlainConsole(stderr=True)
-    if not error_console.is_terminal:
-        return answer_question(question, lambda message: None)
-    with error_console.status("predicting") as status:
-        return answer_question(question, status.update)

@@ -20,6 +20,7 @@ from bench.checks.memory import build_limited_runs, build_peak_runs, check_memor
 from bench.checks.result import CheckResult
 from bench.checks.runs import CheckRun, execute_runs
 from bench.checks.timing import build_profiled_run, check_clock, check_profile
+from bench.core.errors import UsageError, invalid_value_error
 from bench.hardware.detect import DetectedDevice
 from bench.launch.stop_signal import StopSignal
 
@@ -100,6 +101,29 @@ def _mark_processes(token: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[TOKEN_VARIABLE]
+
+
+def open_report_file(overrides: list[str]) -> Path:
+    """Make the file to write: the one asked for, or one named by host and time.
+
+    Raises
+    ------
+    UsageError
+        On anything but ``output=FILE``, or a file that is there already or cannot be written.
+    """
+    path_text = f"check-{socket.gethostname()}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key != "output" or not value:
+            raise UsageError(f"{override!r} is not valid: choose output=FILE.")
+        path_text = value
+    report_path = Path(path_text)
+    try:
+        with report_path.open("x"):
+            pass
+    except OSError as error:
+        raise invalid_value_error("output", path_text, f"a new file that can be written ({error.strerror})") from None
+    return report_path
 
 
 def write_report(report: CheckReport, path: Path) -> None:

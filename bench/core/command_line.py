@@ -1,8 +1,9 @@
-"""What every ``python -m bench.NAME`` does around its `main`: end quietly when it is interrupted."""
+"""What every command does around its `main`: its parser, the sentence for a mistake, a quiet end at Ctrl-C."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import sys
@@ -17,6 +18,9 @@ from rich.text import Text
 
 from bench.core.errors import UsageError, escape_unprintable, invalid_value_error
 
+CONSOLE_SCRIPT = "fsdp-bench"
+"""What pip installs beside ``python -m bench``."""
+
 INTERRUPTED_EXIT_CODE = 130
 """Exit code of what Ctrl-C ended, as shells have it."""
 
@@ -28,6 +32,31 @@ def end_silently_on_interrupt() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where whoever started it has it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def build_parser(name: str, description: str | None, epilog: str = "") -> argparse.ArgumentParser:
+    """The parser of the command `name`, whose help keeps the lines of `epilog` as they are."""
+    program = Path(sys.argv[0]).name
+    return argparse.ArgumentParser(
+        prog=f"{program} {name}" if program == CONSOLE_SCRIPT else f"python -m bench.{name}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def report_usage_errors(main: Callable[..., int]) -> Callable[..., int]:
+    """Have a command print the sentence of a `UsageError`, and end with exit code 2."""
+
+    @functools.wraps(main)
+    def main_with_errors(*arguments: Any) -> int:
+        try:
+            return main(*arguments)
+        except UsageError as error:
+            print(error, file=sys.stderr)
+            return 2
+
+    return main_with_errors
 
 
 def run_main(main: Callable[[], int]) -> int:

@@ -161,3 +161,11 @@ def read_store(
         left_out_note = f" ({format_plural(len(contents.unreadable), 'file')} left out)" if contents.unreadable else ""
         raise UsageError(f"{path} holds no rows{left_out_note}: choose a store, a folder of stores or a row file.")
     return contents
+
+
+def describe_unreadable(contents: StoreContents, name: str = "") -> list[str]:
+    """How many files of a store were left out, and the first reason; nothing if all could be read."""
+    if not contents.unreadable:
+        return []
+    of_store = f" of {name}" if name else ""
+    return [f"{format_plural(len(contents.unreadable), 'file')}{of_store} left out: {contents.unreadable[0]}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,9 +18,23 @@ from bench.comparison.nodes import (
     compare_matmul_times,
     compare_step_times,
 )
-from bench.records import Record
+from bench.core.errors import UsageError
+from bench.records import Record, read_all_attempts
 
 TOO_FEW_SAMPLES = f"too few samples: {MIN_SAMPLES} of the node and of the others are needed, and {MIN_HOSTS} nodes"
+
+
+def load_nodes_table(store: Path) -> RenderableType:
+    """`build_nodes_table` of every attempt of every run in a store.
+
+    Raises
+    ------
+    UsageError
+        If there is no store.
+    """
+    if not store.is_dir():
+        raise UsageError(f"store={store} is not valid: choose a folder that a sweep wrote to.")
+    return build_nodes_table(read_all_attempts(store).records)
 
 
 def build_nodes_table(rows: Sequence[Record]) -> RenderableType:

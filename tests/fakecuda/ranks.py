@@ -148,8 +148,8 @@ def _run_rank(
         store = str(Path(folder) / "store")
         outcome = run_rank(
             config,
-            RankCoordinates(rank, rank, config.processes),
-            lambda: dist.FileStore(store, config.processes),
+            RankCoordinates(rank, rank, config.active_processes),
+            lambda: dist.FileStore(store, config.active_processes),
             Path(folder) / "trace.json.gz",
             lambda phase: runtime.log_call(f"- {phase}"),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -14,9 +15,11 @@ from matplotlib.ticker import MaxNLocator
 from bench.comparison import ChangePoint, HistorySeries
 from bench.comparison.labels import ALLOCATED, QUANTITIES, RESERVED, STEP_TIME, TFLOPS, ComparedQuantity, format_percent
 from bench.reporting.drawing import labels, lanes, style
-from bench.reporting.drawing.drawing import Drawing, compute_header_height_in, create_figure, draw_header
+from bench.reporting.drawing.drawing import Drawing, compute_header_height_in, create_figure, draw_header, save_drawing
 from bench.reporting.drawing.labels import build_slug, format_plural
 from bench.reporting.figures.verdicts import VERDICT_STYLES
+from bench.reporting.regressions.data import format_history_json
+from bench.reporting.regressions.files import write_texts
 
 MAX_TICKS = 9
 MAX_LABEL_LINES = 5
@@ -251,3 +254,19 @@ def _build_legend(series: HistorySeries) -> list[tuple[Artist, str]]:
             (cross_handle, " or ".join("out of memory" if status == "oom" else status for status in failed_statuses))
         )
     return legend_entries
+
+
+def write_history(all_series: Sequence[HistorySeries], folder: Path) -> int:
+    """Write the figures and the data of histories; how many figures there are.
+
+    Raises
+    ------
+    UsageError
+        If the data cannot be written.
+    """
+    write_texts({folder / "history.json": format_history_json(all_series)})
+    with style.apply_report_style():
+        drawings = draw_histories(all_series)
+    for drawing in drawings:
+        save_drawing(drawing, folder)
+    return len(drawings)

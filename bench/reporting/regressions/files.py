@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench.comparison import RunComparison
 from bench.core.errors import UsageError
 from bench.records.store import ATTEMPT_FILE_PATTERN, RUN_ID_PATTERN
+from bench.reporting.regressions.data import format_comparison_json
+from bench.reporting.regressions.junit import format_junit_xml
+from bench.reporting.regressions.markdown import format_markdown
 
 
 def write_texts(texts: dict[Path, str]) -> None:
@@ -25,3 +29,28 @@ def write_texts(texts: dict[Path, str]) -> None:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror}): choose another file.") from None
+
+
+def write_comparison(
+    comparison: RunComparison,
+    base_name: str,
+    candidate_name: str,
+    *,
+    markdown_path: Path | None,
+    json_path: Path | None,
+    junit_path: Path | None,
+) -> None:
+    """Write a comparison in every form that a file was given for.
+
+    Raises
+    ------
+    UsageError
+        If a file cannot be written.
+    """
+    formatters = (
+        (markdown_path, format_markdown),
+        (json_path, format_comparison_json),
+        (junit_path, format_junit_xml),
+    )
+    texts = {path: format_text(comparison, base_name, candidate_name) for path, format_text in formatters if path}
+    write_texts(texts)

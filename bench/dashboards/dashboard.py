@@ -1,0 +1,159 @@
+"""The dashboard in wandb: asked for in settings, printed, saved; and alerts of a comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bench.comparison import compare_records
+from bench.core.errors import UsageError, invalid_value_error, require_choice
+from bench.planning.request import parse_tracker
+from bench.records.schema import EVIDENCE_KINDS
+from bench.reporting.builder import read_store
+from bench.tracking.tracked_run import MAX_TAG_CHARS
+from bench.tracking.wandb import WandbTracker
+from bench.tracking.wandb_session import find_connection_problem, find_login_problem, format_error
+
+if TYPE_CHECKING:
+    import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.workspaces as ws
+
+DEFAULT_SETTINGS = {"name": "FSDP against DDP", "baseline": "baseline", "evidence": "measured", "dry_run": "false"}
+SETTINGS_HELP = """\
+name: of the workspace and the report; baseline: tag of the runs that others are compared with; evidence: kind of rows
+shown; dry_run=true: print the complete specification as JSON, without a server; tracker.project, tracker.entity,
+tracker.base_url: where
+"""
+MAX_NAME_CHARS = 128
+
+
+@dataclass(frozen=True)
+class DashboardRequest:
+    """What was asked for."""
+
+    name: str
+    baseline: str
+    evidence: str
+    dry_run: bool
+    tracker: WandbTracker
+
+
+def parse_dashboard_request(settings: Sequence[str]) -> DashboardRequest:
+    """Read ``key=value`` settings.
+
+    Raises
+    ------
+    UsageError
+        On a setting that is none.
+    """
+    values, tracker_settings = dict(DEFAULT_SETTINGS), []
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key in values:
+            values[key] = value
+        elif key.partition(".")[0] == "tracker":
+            tracker_settings.append(setting)
+        else:
+            raise UsageError(
+                f"{key} is not a field here: choose {', '.join(DEFAULT_SETTINGS)}, or tracker.project and others."
+            )
+    if not 0 < len(values["name"].strip()) <= MAX_NAME_CHARS:
+        raise invalid_value_error("name", values["name"] or "(nothing)", f"1 to {MAX_NAME_CHARS} characters")
+    if not 0 < len(values["baseline"]) <= MAX_TAG_CHARS or set(values["baseline"]) & set("'\\"):
+        raise invalid_value_error(
+            "baseline", values["baseline"] or "(nothing)", f"a tag of 1 to {MAX_TAG_CHARS} characters"
+        )
+    require_choice("evidence", values["evidence"], [kind for kind in EVIDENCE_KINDS if kind != "published"])
+    require_choice("dry_run", values["dry_run"], ["true", "false"])
+    return DashboardRequest(
+        values["name"],
+        values["baseline"],
+        values["evidence"],
+        values["dry_run"] == "true",
+        _read_wandb_tracker(tracker_settings),
+    )
+
+
+def _read_wandb_tracker(settings: Sequence[str]) -> WandbTracker:
+    tracker = parse_tracker(settings)
+    if not isinstance(tracker, WandbTracker):
+        raise invalid_value_error("tracker", tracker.name, "wandb")
+    return tracker
+
+
+def _build_dashboard(request: DashboardRequest, entity: str, *, asks_server: bool) -> tuple[ws.Workspace, wr.Report]:
+    """Workspace and report; `asks_server` says whether a server may be asked where the runs are."""
+    from bench.dashboards.report import build_report
+    from bench.dashboards.workspace import build_workspace
+
+    project, selection = request.tracker.project_name, {"baseline": request.baseline, "evidence": request.evidence}
+    return (
+        build_workspace(entity, project, request.name, **selection),
+        build_report(
+            entity, project, request.name, **selection, runs_project=(entity, project) if asks_server else None
+        ),
+    )
+
+
+def print_dashboard(request: DashboardRequest) -> int:
+    """Print the complete specification as JSON, without a server."""
+    request.tracker.set_environment()
+    from bench.dashboards.server import build_specification
+
+    dashboard = _build_dashboard(request, request.tracker.entity_name or "", asks_server=False)
+    print(json.dumps(build_specification(*dashboard), indent=1))
+    return 0
+
+
+def save_dashboard(request: DashboardRequest) -> int:
+    """Send workspace and report to the server; 1 if there is none, or it does not take them."""
+    request.tracker.set_environment()
+    import wandb
+
+    url = str(wandb.setup().settings.base_url)
+    with contextlib.redirect_stderr(io.StringIO()):  # says whose login it takes
+        problem = find_login_problem(url) or find_connection_problem(url)
+    if problem is not None:
+        print(f"{problem}: the dashboard is not changed. dry_run=true shows it without a server.", file=sys.stderr)
+        return 1
+    from bench.dashboards.server import ensure_project, get_default_entity, save_report, save_workspace
+
+    try:
+        entity = request.tracker.entity_name or get_default_entity()
+        ensure_project(entity, request.tracker.project_name)
+        workspace, report = _build_dashboard(request, entity, asks_server=True)
+        print(f"Workspace: {save_workspace(workspace)}")
+        print(f"Report: {save_report(report)}")
+    except Exception as error:  # the library raises whatever the server's answer makes of it
+        print(f"{url} did not take the dashboard: {format_error(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def compare_and_alert(stores: Sequence[str], settings: Sequence[str]) -> int:
+    """Compare two stores, and send an alert of a regression; the exit code of bench.compare.
+
+    Raises
+    ------
+    UsageError
+        On anything but two stores and settings of a tracker.
+    """
+    if len(stores) != 2:
+        raise UsageError("alert needs two stores: choose python -m bench.dashboard alert BASE CANDIDATE.")
+    tracker = _read_wandb_tracker(settings)
+    base, candidate = (read_store(name).records for name in stores)
+    comparison = compare_records(base, candidate)
+    print(comparison.sentence)
+    if comparison.exit_code == 2:
+        return 2
+    from bench.dashboards.alerts import send_alert
+
+    send_alert(
+        comparison, stores[0], stores[1], [*base, *candidate], tracker, lambda line: print(line, file=sys.stderr)
+    )
+    return comparison.exit_code
