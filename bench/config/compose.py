@@ -20,10 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bench.core.errors import ImpossibleError, UsageError, invalid_value_error, shorten_text
+from bench.core.installation import DATA_FOLDER
 from bench.core.yaml_files import read_plain_yaml
 from bench.hardware.hardware_file import YAML_SUFFIX, hardware_to_dict, read_hardware_file, scale_device_memory
 
-CONF_FOLDER = Path(__file__).resolve().parents[2] / "conf"
+CONF_FOLDER = DATA_FOLDER / "conf"
 
 HARDWARE_GROUP = "hardware"
 """The group whose option may also be a file anywhere."""

@@ -38,7 +38,7 @@ def build_parser(name: str, description: str | None, epilog: str = "") -> argpar
     """The parser of the command `name`, whose help keeps the lines of `epilog` as they are."""
     program = Path(sys.argv[0]).name
     return argparse.ArgumentParser(
-        prog=f"{program} {name}" if program == CONSOLE_SCRIPT else f"python -m bench.{name}",
+        prog=f"{program} {name}".rstrip() if program == CONSOLE_SCRIPT else f"python -m bench.{name}".rstrip("."),
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,

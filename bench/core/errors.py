@@ -26,11 +26,6 @@ class ImpossibleError(UsageError):
     """Settings that are valid each but cannot go together, or not on this machine: a sweep leaves such a run out."""
 
 
-def format_install_command(*extras: str, options: str = "") -> str:
-    """What to type, in the folder of this project, for some of its optional extras."""
-    return f'pip install {options}-e ".[{",".join(extras)}]"'
-
-
 def invalid_value_error(
     field: str, value: object, choices: Iterable[object] | str, error_class: type[UsageError] = UsageError
 ) -> UsageError:

@@ -7,7 +7,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from bench.core.errors import ImpossibleError, format_install_command, invalid_value_error, require_choice
+from bench.core.errors import ImpossibleError, invalid_value_error, require_choice
+from bench.core.installation import format_install_command
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within
 from bench.core.units import MIB

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.core.errors import ImpossibleError, format_install_command
+from bench.core.errors import ImpossibleError
+from bench.core.installation import format_install_command
 from bench.core.precision import Precision
 from bench.models.base import Family
 

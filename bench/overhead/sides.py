@@ -14,11 +14,11 @@ from typing import Any
 
 from bench import records
 from bench.config.run_config import RunConfig
+from bench.core.installation import PACKAGE_FOLDER
 from bench.overhead.compare import OverheadRun
 from bench.rank.memory_probe import CpuMemoryProbe, CudaMemoryProbe
 from bench.rank.statistics import compute_slowest_rank_times
 
-REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 BARE_SCRIPT = Path(__file__).with_name("bare_ddp.py")
 MODEL_FAMILIES = ("t5", "gpt")
 
@@ -95,7 +95,7 @@ def count_observed_steps(config: RunConfig) -> int:
 def _run_timed(command: list[str], environment: dict[str, str]) -> tuple[str, float, float]:
     """Run a command to its end: what it printed, how long it took, and how many cores others used meanwhile."""
     start_s, machine_start_s, children_start_s = time.perf_counter(), _read_machine_busy_s(), _read_children_busy_s()
-    process = subprocess.run(command, cwd=REPOSITORY_ROOT, env=environment, capture_output=True, text=True)
+    process = subprocess.run(command, cwd=PACKAGE_FOLDER.parent, env=environment, capture_output=True, text=True)
     wall_s = time.perf_counter() - start_s
     others_s = (_read_machine_busy_s() - machine_start_s) - (_read_children_busy_s() - children_start_s)
     if process.returncode:

@@ -13,11 +13,11 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.core.installation import PACKAGE_FOLDER
 from bench.hardware.detect import read_processor_name
 from bench.rank.cpu_threads import format_ranges, list_usable_cpus
 from bench.rank.gpu_state import NvmlGpu
@@ -122,7 +122,7 @@ def _find_nccl_version() -> str | None:
 @functools.cache
 def find_commit() -> dict[str, Any]:
     """Commit of the code that runs, and whether code and configuration are as in it; None outside a git checkout."""
-    root = Path(__file__).resolve().parents[2]
+    root = PACKAGE_FOLDER.parent
     if (root / COMMIT_FILE).exists():
         commit_info: dict[str, Any] = json.loads((root / COMMIT_FILE).read_text())
         return commit_info

@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.core.installation import DATA_FOLDER
 from bench.records.schema import COLUMNS, FORMAT_VERSION, Record
 from bench.records.table import to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PUBLISHED_CSV = Path(__file__).resolve().parents[2] / "results" / "published" / "published.csv"
+PUBLISHED_CSV = DATA_FOLDER / "results" / "published" / "published.csv"
 
 PublishedLine = Mapping[str, str]
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
-from bench.core.errors import ImpossibleError, format_install_command, invalid_value_error
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.installation import format_install_command
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf
 from bench.strategies.base import Strategy, require_stored_reduce_dtype

@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from bench.core.installation import PACKAGE_FOLDER
 from bench.tracking.attempts import list_attempts
 from bench.tracking.base import Tracker
 from bench.tracking.tracked_run import TrackedRun
 
-IMPORT_ROOT = Path(__file__).resolve().parents[2]
 """The folder that `bench` is imported from."""
 
 POLL_INTERVAL_S = 0.2
@@ -225,7 +225,7 @@ def _open_request(request: dict[str, Any]) -> Iterator[IO[str]]:
 
 def _build_environment() -> dict[str, str]:
     """This process's environment, in which `bench` is found as here."""
-    python_path = os.pathsep.join(filter(None, [str(IMPORT_ROOT), os.environ.get("PYTHONPATH", "")]))
+    python_path = os.pathsep.join(filter(None, [str(PACKAGE_FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": python_path}
 
 

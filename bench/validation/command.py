@@ -11,6 +11,7 @@ from pathlib import Path
 from bench.config.run_config import RunConfig
 from bench.core.command_line import parse_path_argument
 from bench.core.errors import UsageError
+from bench.core.installation import DATA_FOLDER
 from bench.prediction.prediction import Prediction
 from bench.prediction.predictor import predict_runs
 from bench.validation.figure import draw_accuracy_figure
@@ -22,7 +23,7 @@ from bench.validation.statistics import CaseResult, build_result
 from bench.validation.strategies import compare_strategies
 from bench.validation.tuning import OVERRIDES_WITHOUT_SOURCE
 
-ACCURACY_PAGE = Path(__file__).resolve().parents[2] / "results" / "predicted" / "ACCURACY.md"
+ACCURACY_PAGE = DATA_FOLDER / "results" / "predicted" / "ACCURACY.md"
 FIGURE_FILE = "accuracy.png"
 
 

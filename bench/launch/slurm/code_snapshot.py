@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench.config.run_config import RunConfig
+from bench.core.installation import IS_CHECKOUT, PACKAGE_FOLDER
 from bench.rank import environment
 from bench.records import sharing
 
-REPOSITORY_ROOT = Path(__file__).resolve().parents[3]
-SUITE_PATHS = ("bench", "conf", "pyproject.toml", "constraints.txt")
+SUITE_PATHS = ("bench", *(("conf", "pyproject.toml", "constraints.txt") if IS_CHECKOUT else ()))
 EXCLUDED_NAMES = {"__pycache__", ".git"}
 MAX_FILES = 20_000
 
@@ -36,8 +36,9 @@ def take_snapshot(store: Path, configs: Iterable[RunConfig]) -> Path:
     Path
         The folder.
     """
+    code_folder = PACKAGE_FOLDER.parent
     path_by_relative_path = {
-        path.relative_to(REPOSITORY_ROOT): path for name in SUITE_PATHS for path in _list_files(REPOSITORY_ROOT / name)
+        path.relative_to(code_folder): path for name in SUITE_PATHS for path in _list_files(code_folder / name)
     }
     module_names = {type(plugin).__module__ for config in configs for plugin in (config.model, config.strategy)}
     for package in sorted({module.partition(".")[0] for module in module_names} - {"bench"}):

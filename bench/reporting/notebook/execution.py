@@ -19,7 +19,8 @@ from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
 from traitlets.config import Config
 
-REPOSITORY_ROOT = Path(__file__).resolve().parents[3]
+from bench.core.installation import PACKAGE_FOLDER
+
 PARAMETERS_TAG = "parameters"
 """Tag of the cell whose values are set from outside, as papermill calls it."""
 TEMPLATE_FILE = "notebook.html.j2"
@@ -57,7 +58,7 @@ def execute_notebook(notebook: nbformat.NotebookNode, folder: Path) -> None:
         Naming the cell, if one raises or writes to stderr.
     """
     with tempfile.TemporaryDirectory(prefix="bench-notebook-") as scratch_dir:
-        python_paths = [str(REPOSITORY_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        python_paths = [str(PACKAGE_FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(python_paths),

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.core.errors import UsageError, format_install_command, invalid_value_error, require_choice
+from bench.core.errors import UsageError, invalid_value_error, require_choice
+from bench.core.installation import DATA_FOLDER, format_install_command
 from bench.reporting.builder import read_store
 
-NOTEBOOKS_DIR = Path(__file__).resolve().parents[3] / "analysis"
+NOTEBOOKS_DIR = DATA_FOLDER / "analysis"
 DEFAULT_OUTPUT_DIR = Path("build/notebooks")
 STORE_OPTIONS = ("store", "base", "output")
 REQUIRED_LIBRARIES = ("nbformat", "nbclient", "nbconvert", "ipykernel")

@@ -7,16 +7,16 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from bench.config.run_id import ADDED_KNOB_DEFAULTS, DEFAULT_SETTLING_S
+from bench.core.installation import DATA_FOLDER
 from bench.records import Record
 from bench.records.matching import flatten_config
 
-CONF_DIR = Path(__file__).resolve().parents[3] / "conf"
+CONF_DIR = DATA_FOLDER / "conf"
 
 CONFIG_GROUPS = ("model", "strategy", "precision", "optimizer", "finetune", "hardware")
 """Sections of a configuration that are chosen by the name of a file under ``conf``."""

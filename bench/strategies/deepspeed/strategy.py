@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from bench.core.errors import ImpossibleError, format_install_command, invalid_value_error
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.installation import format_install_command
 from bench.core.precision import PARAMETER_MIXING, Precision
 from bench.core.typed_config import OneOf, Within
 from bench.strategies.base import (

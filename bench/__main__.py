@@ -1,0 +1,55 @@
+"""``python -m bench`` and ``fsdp-bench``: all commands, each with what it is for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from bench.core.command_line import build_parser, end_silently_on_interrupt, run_main
+
+COMMANDS = {
+    "sweep": "measure, rehearse or predict a sweep: here, or on a SLURM cluster",
+    "run": "one run in this terminal",
+    "jobs": "follow, collect or cancel what was submitted to a cluster",
+    "check": "a new machine: is everything right before a sweep?",
+    "predict": "will it fit, how fast will it be, which sharding? Without a GPU",
+    "advise": "which strategy? A decision tree, each step answered by a prediction",
+    "calibrate": "measure this machine, so that predictions know it",
+    "report": "figures and one page from rows",
+    "notebooks": "the notebooks of the paper's figures, rendered from rows",
+    "compare": "two stores: did the last upgrade make it slower?",
+    "history": "one store over time: which commit changed a level?",
+    "track": "send a store to Weights & Biases, later",
+    "dashboard": "workspace, report and alerts in Weights & Biases",
+    "overhead": "what the suite itself costs, against a bare script",
+    "records": "pack and unpack stores of rows",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that is named first; without one, list all."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in COMMANDS:
+        name, *rest = arguments
+        module = importlib.import_module(f"bench.{name}")
+        if hasattr(module, "__path__"):
+            module = importlib.import_module(f"bench.{name}.__main__")
+        return int(module.main(rest))
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:{width}}  {purpose}" for name, purpose in COMMANDS.items())
+    parser = build_parser("", __doc__, f"commands:\n{listing}\n\nEach explains itself: COMMAND --help.")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    if arguments:
+        parser.parse_args(arguments[:1])
+    parser.print_help()
+    return 0
+
+
+def run_console_script() -> int:
+    """What ``fsdp-bench`` runs."""
+    end_silently_on_interrupt()
+    return run_main(main)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
