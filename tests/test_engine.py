@@ -73,7 +73,7 @@ def rehearse_rank_0(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path
             alive.append("".join("." if reference.expired() else "L" for reference in logits))
             logits.clear()
 
-    monkeypatch.setattr(model_class, "loss", record_logits)
+    monkeypatch.setattr(model_class, "compute_loss", record_logits)
     run_rank_alone(config, tmp_path, note_phase)
     return len(computed), alive
 
