@@ -276,7 +276,7 @@ from tests.fake_model import FakeModel as Base
 from dataclasses import dataclass
 @dataclass(frozen=True)
 class Mine(Base):
-    def tokens_per_sequence(self, sequence_length):
+    def count_tokens_per_sequence(self, sequence_length):
         return {tokens}
 """
 
@@ -316,7 +316,7 @@ def test_equal_code_is_copied_once_and_knows_its_commit(idle_slurm, tmp_path):
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert commit["git_sha"] == head.strip()
     assert (code / "tests" / "fake_model.py").exists()
-    assert (code / "bench" / "rank.py").read_bytes() == (ROOT / "bench" / "rank.py").read_bytes()
+    assert (code / "bench" / "sweep.py").read_bytes() == (ROOT / "bench" / "sweep.py").read_bytes()
 
 
 # Plans
