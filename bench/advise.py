@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from bench.advice.arguments import answer_with_progress, parse_advise_arguments
+from bench.advice.question import answer_with_progress, parse_advise_arguments
 from bench.advice.tree.guidance import build_guidance
 from bench.advice.tree.json import format_guidance_json
 from bench.advice.tree.page import build_pages, build_terms_table

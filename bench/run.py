@@ -8,10 +8,9 @@ from bench import records
 from bench.core.command_line import build_parser, report_usage_errors, require_writable_store, run_main
 from bench.core.errors import UsageError
 from bench.hardware import detect_device
+from bench.launch.attempt import describe_outcome, describe_owner
 from bench.launch.local import LocalLauncher
-from bench.launch.process_owner import describe_owner
-from bench.launch.run_outcome import describe_outcome
-from bench.launch.single_run import execute_single_run
+from bench.launch.worker import execute_single_run
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
 from bench.records import RunClaimedError

@@ -18,7 +18,7 @@ from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
-from bench.launch.stop_signal import StopSignal
+from bench.launch.ranks import StopSignal
 from bench.launch.task import LaunchTask
 from bench.planning.request import parse_sweep_request
 from tests.extras import skip_tests_missing_extras

@@ -25,7 +25,7 @@ from bench.launch.slurm.profile import SlurmProfile
 from bench.models import load_family
 from bench.planning.request import DEVICE_HINT, REPEATS_HINT, ExecutionOptions
 from bench.strategies import load_strategy
-from bench.training.optimizer import OptimizerConfig
+from bench.training.engine import OptimizerConfig
 
 HOSTILE_VALUES = (
     *(

@@ -20,7 +20,7 @@ from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig
 from bench.core.errors import UsageError
 from bench.launch.local import LocalLauncher
-from bench.launch.stop_signal import StopSignal
+from bench.launch.ranks import StopSignal
 from bench.launch.task import LaunchTask
 from bench.prediction.predictor import predict_runs
 from tests.conftest import CPU, compose_run_config

@@ -108,7 +108,7 @@ DECISION_PATHS: dict[str, tuple[tuple[str, ...], dict[str, str], str]] = {
 
 @pytest.fixture(autouse=True)
 def on_a_machine_without_gpus(monkeypatch):
-    monkeypatch.setattr("bench.advice.arguments.detect_device", lambda: CPU)
+    monkeypatch.setattr("bench.advice.question.detect_device", lambda: CPU)
 
 
 def run_advise(capsys, *arguments: str) -> tuple[int, str, str]:

@@ -9,8 +9,8 @@ from matplotlib.collections import LineCollection
 
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import ReportSection
-from bench.reporting.figures import agreement as figure
 from bench.reporting.figures import paper
+from bench.reporting.figures.agreement import EMPTY_MESSAGE, assign_source_styles, build_section
 from bench.reporting.page.interactive_figures import build_deviation_figure, build_paper_figure
 from bench.reporting.tables import agreement
 from bench.reporting.tables.agreement import MEMORY, SPEED, build_pairs, summarize_pairs
@@ -23,7 +23,7 @@ from tests.test_report import overlaps, words
 def draw_section(rows) -> ReportSection:
     table = prepare_table(rows)
     with style.apply_report_style():
-        return figure.build_section(table, style.build_palette(table["variant_key"]))
+        return build_section(table, style.build_palette(table["variant_key"]))
 
 
 def make_row_pair(kind: str, memory_ratio: float = 1.1, **columns) -> list[dict]:
@@ -141,11 +141,11 @@ def test_every_pair_is_drawn_with_both_uncertainties():
 def test_nothing_to_compare_is_said():
     section = draw_section([make_record()])
     assert section.drawings == []
-    assert section.notice == figure.EMPTY_MESSAGE
+    assert section.notice == EMPTY_MESSAGE
 
 
 def test_sources_differ_in_colour_and_in_marker():
-    looks = figure.assign_source_styles(build_pairs(prepare_table(predicted("memory"))))
+    looks = assign_source_styles(build_pairs(prepare_table(predicted("memory"))))
     assert len({colour for colour, _ in looks.values()}) == len({marker for _, marker in looks.values()}) == len(looks)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from bench import records, run
 from bench.core import processes
-from bench.launch import local, process_owner, worker
+from bench.launch import attempt, local, worker
 from bench.rank.row import build_configured_columns, build_environment_columns
 from bench.records import RunClaimedError, claims
 from tests.conftest import CPU, compose_run_config
@@ -231,7 +231,7 @@ def test_a_run_that_waits_for_another_sweep_hears_signals(number, typed, tmp_pat
 
 
 def test_what_describes_no_process_is_none_that_lives():
-    alive = process_owner.describe_this_process()
-    assert process_owner.is_process_alive(alive)
-    assert not process_owner.is_process_alive({"host": alive["host"], "pid": 999999999})
-    assert not process_owner.is_process_alive({**alive, "started": None})
+    alive = attempt.describe_this_process()
+    assert attempt.is_process_alive(alive)
+    assert not attempt.is_process_alive({"host": alive["host"], "pid": 999999999})
+    assert not attempt.is_process_alive({**alive, "started": None})

@@ -17,7 +17,14 @@ from bench.comparison import (
     compute_detection_probability,
     power,
 )
-from bench.comparison import statistics as numbers
+from bench.comparison.statistics import (
+    LogShift,
+    compute_shift,
+    correct_p_values,
+    has_equal_spread,
+    moderate_shifts,
+    pool_shifts,
+)
 from bench.comparison.timing import StepTimes, judge_times
 
 SETTINGS = ComparisonSettings()
@@ -174,7 +181,7 @@ def test_a_shift_is_that_of_students_and_welchs_test():
     rng = np.random.default_rng(0)
     base, candidate = np.exp(rng.normal(0, 0.02, 4)), np.exp(rng.normal(0.01, 0.05, 7))
     for alike in (True, False):
-        shift = numbers.compute_shift(base, candidate, equal_spread=alike)
+        shift = compute_shift(base, candidate, equal_spread=alike)
         reference_test = stats.ttest_ind(np.log(candidate), np.log(base), equal_var=alike)
         assert shift.compute_p_value(1) + shift.compute_p_value(-1) == pytest.approx(1)
         assert 2 * min(shift.compute_p_value(1), shift.compute_p_value(-1)) == pytest.approx(reference_test.pvalue)
@@ -183,46 +190,46 @@ def test_a_shift_is_that_of_students_and_welchs_test():
 
 
 def test_one_run_shows_no_spread():
-    shift = numbers.compute_shift([1.0], [2.0, 2.1])
+    shift = compute_shift([1.0], [2.0, 2.1])
     assert not shift.has_spread
     assert shift.compute_p_value(1) == 1
     assert math.isnan(shift.compute_interval(0.95)[0])
 
 
 def test_runs_that_do_not_scatter_at_all_are_certain():
-    shift = numbers.compute_shift([1.0, 1.0], [1.1, 1.1])
+    shift = compute_shift([1.0, 1.0], [1.1, 1.1])
     assert (shift.compute_p_value(1), shift.compute_p_value(-1)) == (0, 1)
 
 
 def test_holms_correction():
-    assert numbers.correct_p_values([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert numbers.correct_p_values([]) == []
+    assert correct_p_values([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert correct_p_values([]) == []
 
 
 def test_all_together_is_the_configuration_itself_if_there_is_one():
     base, candidate = (1.0, 1.1, 0.9, 1.05), (1.2, 1.1, 1.3, 1.25)
-    alone, together = numbers.compute_shift(base, candidate), numbers.pool_shifts([(base, candidate)])
+    alone, together = compute_shift(base, candidate), pool_shifts([(base, candidate)])
     assert together.log_change == pytest.approx(alone.log_change)
     assert together.standard_error == pytest.approx(alone.standard_error)
     assert together.degrees == alone.degrees
 
 
 def test_spreads_that_are_alike_inform_each_other_and_an_outlier_keeps_its_own():
-    shifts = [numbers.LogShift(0.0, 0.01 * math.sqrt(2 / 3) * s, 4, 0.01 * s) for s in (0.8, 0.9, 1.0, 1.1, 1.2)]
-    shared = numbers.moderate_shifts(shifts)
+    shifts = [LogShift(0.0, 0.01 * math.sqrt(2 / 3) * s, 4, 0.01 * s) for s in (0.8, 0.9, 1.0, 1.1, 1.2)]
+    shared = moderate_shifts(shifts)
     assert all(shift.degrees > 4 for shift in shared)
     errors = [shift.standard_error for shift in shared]
     assert max(errors) / min(errors) < 1.2 / 0.8
-    wild = numbers.LogShift(0.0, 0.3 * math.sqrt(2 / 3), 4, 0.3)
-    assert numbers.moderate_shifts([*shifts * 4, wild])[-1] == wild
+    wild = LogShift(0.0, 0.3 * math.sqrt(2 / 3), 4, 0.3)
+    assert moderate_shifts([*shifts * 4, wild])[-1] == wild
 
 
 def test_a_side_that_scatters_more_gets_a_spread_of_its_own():
     rng = np.random.default_rng(1)
     alike = [(np.exp(rng.normal(0, 0.01, 5)), np.exp(rng.normal(0, 0.01, 5))) for _ in range(10)]
     unlike = [(base, candidate**5) for base, candidate in alike]
-    assert numbers.has_equal_spread(alike)
-    assert not numbers.has_equal_spread(unlike)
+    assert has_equal_spread(alike)
+    assert not has_equal_spread(unlike)
 
 
 def test_a_small_change_does_not_count_however_certain():

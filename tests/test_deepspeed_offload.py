@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench import predict as command
-from bench.advice.labels import format_strategy as words
+from bench.advice.sentence import format_strategy as words
 from bench.prediction.prediction import DOES_NOT_FIT, Prediction
 from bench.prediction.predictor import predict_run
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank

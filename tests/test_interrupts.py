@@ -16,7 +16,7 @@ import submitit
 from bench import records
 from bench.config.compose import compose_config
 from bench.launch.local import LocalLauncher
-from bench.launch.stop_signal import StopSignal
+from bench.launch.ranks import StopSignal
 from bench.launch.task import LaunchTask
 from tests.conftest import CPU, ROOT, compose_run_config
 from tests.fake_model import FAKE_MODEL_OVERRIDES, build_marked_environment, find_marked_processes, wait_until

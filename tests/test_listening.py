@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.launch import rendezvous
+from bench.launch import ranks
 from tests.fake_model import FAKE_MODEL_OVERRIDES, SweepProcess, find_marked_processes, wait_until
 from tests.test_interrupts import start_command
 
@@ -65,21 +65,19 @@ def test_a_calibration_listens_on_loopback_alone(tmp_path):
 
 
 def test_the_address_towards_others_is_on_the_network_that_leads_there():
-    assert rendezvous.find_address_towards([]) == "127.0.0.1"
-    assert rendezvous.find_address_towards(["localhost"]) == "127.0.0.1"
-    own = rendezvous.find_address_towards(["no-such-node.invalid"])
-    assert rendezvous.find_address_of("no-such-node.invalid", ["no-such-node.invalid"]) == own
-    assert (
-        rendezvous.find_address_of("localhost", ["no-such-node.invalid"]) == own
-    )  # not what only this machine calls it
-    assert rendezvous.find_address_of("localhost", []) == "127.0.0.1"
-    rendezvous.serve_tcp_store(own)
+    assert ranks.find_address_towards([]) == "127.0.0.1"
+    assert ranks.find_address_towards(["localhost"]) == "127.0.0.1"
+    own = ranks.find_address_towards(["no-such-node.invalid"])
+    assert ranks.find_address_of("no-such-node.invalid", ["no-such-node.invalid"]) == own
+    assert ranks.find_address_of("localhost", ["no-such-node.invalid"]) == own  # not what only this machine calls it
+    assert ranks.find_address_of("localhost", []) == "127.0.0.1"
+    ranks.serve_tcp_store(own)
 
 
 def test_a_store_listens_where_it_is_told_and_answers():
-    store = rendezvous.serve_tcp_store("127.0.0.1")
-    other = rendezvous.dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    store = ranks.serve_tcp_store("127.0.0.1")
+    other = ranks.dist.TCPStore("127.0.0.1", store.port, is_master=False)
     other.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(OSError, match="in use"):
-        rendezvous.serve_tcp_store("127.0.0.1", store.port)
+        ranks.serve_tcp_store("127.0.0.1", store.port)

@@ -31,11 +31,22 @@ from bench.launch.ranks import RankExit
 from bench.launch.slurm import coordination
 from bench.planning.sweep_plan import build_sweep_plan
 from bench.planning.time_limits import predict_duration_s
-from bench.rank import cpu_load as busyness
-from bench.rank import environment, gpu_state
-from bench.rank.cpu_load import CpuLoad, compute_others_cpu_share, find_cpu_degradations
-from bench.rank.cpu_threads import compute_thread_share, format_ranges, limit_cpu_threads, list_usable_cpus
-from bench.rank.gpu_state import GpuStateProbe, NvmlGpu, compute_taken_bytes, find_gpu_degradations
+from bench.rank import environment
+from bench.rank.machine_load import (
+    CpuLoad,
+    CpuLoadProbe,
+    GpuStateProbe,
+    NvmlGpu,
+    compute_others_cpu_share,
+    compute_taken_bytes,
+    compute_thread_share,
+    find_cpu_degradations,
+    find_gpu_degradations,
+    format_ranges,
+    limit_cpu_threads,
+    list_usable_cpus,
+    read_cpu_counters,
+)
 from bench.rank.memory_probe import MemoryPeaks
 from bench.rank.run_rank import RankOutcome, build_agreement, capture_nccl_network, choose_backend, parse_network
 from bench.rank.timed_loop import RankSamples, run_warm_up
@@ -81,14 +92,14 @@ def test_a_tenth_of_the_processors_makes_a_time_doubtful() -> None:
 def test_ticks_are_read_of_the_processors_this_process_may_use(tmp_path: Path) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 100 0 50 1000 7 0 10 40 0 0\ncpu1 900 0 0 0 0 0 0 0 0 0\nintr 5\n")
-    reading = busyness.read_cpu_counters([0], stat)
+    reading = read_cpu_counters([0], stat)
     assert reading is not None
     assert reading.busy_s == 200 / os.sysconf("SC_CLK_TCK")  # not idle, not waiting for a disk; what was stolen is
-    assert busyness.read_cpu_counters([0], tmp_path / "none") is None
+    assert read_cpu_counters([0], tmp_path / "none") is None
 
 
 def test_own_work_is_told_from_others() -> None:
-    watch = busyness.CpuLoadProbe()
+    watch = CpuLoadProbe()
     watch.start_timed_steps()
     end = time.perf_counter() + 0.6
     while time.perf_counter() < end:
@@ -204,7 +215,7 @@ def test_an_older_binding_calls_the_reasons_otherwise(nvml: Callable[..., FakeNv
         ({}, [], 0),
     ],
 )
-def test_when_a_gpus_time_is_doubtful(before: gpu_state.GpuInfo, states: list[gpu_state.GpuInfo], doubts: int) -> None:
+def test_when_a_gpus_time_is_doubtful(before: GpuInfo, states: list[GpuInfo], doubts: int) -> None:
     assert len(find_gpu_degradations(before, states)) == doubts
 
 

@@ -19,8 +19,7 @@ from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.records.schema import COLUMNS
 from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.uploading_optimizer import UploadingOptimizer
-from bench.training.engine import build_engine, build_micro_batches
-from bench.training.optimizer import OptimizerConfig
+from bench.training.engine import OptimizerConfig, build_engine, build_micro_batches
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.test_strategy_plans import Notebook, config, plan_of, step
 

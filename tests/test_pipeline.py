@@ -29,7 +29,7 @@ from bench.records.reading import read_latest_attempts
 from bench.reporting.drawing import style
 from bench.reporting.figures import idle
 from bench.reporting.tables.table import prepare_table
-from bench.strategies.pipeline import model as stopwatch
+from bench.strategies.pipeline import model as pipeline_model
 from bench.strategies.pipeline.model import PipelineStepper, TiedParameter, TimedPipelineStage
 from bench.strategies.pipeline.schedule import (
     BACKWARD,
@@ -180,7 +180,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(pipeline_model, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         monkeypatch.setattr(torch.cuda, "Event", self.event)
         for name in ("current_stream", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, lambda device: None)
@@ -206,7 +206,7 @@ def test_spans_are_those_of_timed_steps_from_the_first_ones_beginning(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     clock = Clock(monkeypatch)
-    watch = stopwatch.Stopwatch(torch.device(device))
+    watch = pipeline_model.Stopwatch(torch.device(device))
 
     def step(seconds: float) -> None:
         watch.begin_step()
@@ -231,14 +231,14 @@ def test_stages_loss_and_optimizer_are_computation_and_what_is_exchanged_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    watch = stopwatch.Stopwatch(torch.device("cpu"))
+    watch = pipeline_model.Stopwatch(torch.device("cpu"))
     monkeypatch.setattr(PipelineStage, "forward_one_chunk", clock.passes(1))
     monkeypatch.setattr(PipelineStage, "backward_one_chunk", clock.passes(2))
     monkeypatch.setattr(Stepper, "update", clock.passes(4))
     exchange = clock.passes(0.5)
     engine: Any = SimpleNamespace(enter_phase=lambda phase: None, autocast=nullcontext)
     stage, stepper = TimedPipelineStage.__new__(TimedPipelineStage), PipelineStepper.__new__(PipelineStepper)
-    stage.engine, stage.stopwatch, stepper._stopwatch = engine, watch, watch
+    stage.engine, stage.pipeline_model, stepper._stopwatch = engine, watch, watch
     stepper._model = SimpleNamespace(tied_parameters=[SimpleNamespace(sum_gradients=exchange)])  # type: ignore[assignment]
 
     def logits_loss(logits: Any, labels: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from bench.prediction.pipeline.time import TiedGradientAllReduce, add_tied_all_r
 from bench.prediction.prediction import TimePrediction
 from bench.prediction.predictor import build_trace_key, predict_run
 from bench.prediction.row import build_predicted_row
-from bench.prediction.simulation import device_memory
+from bench.prediction.simulation import step
 from tests.conftest import compose_run_config
 
 
@@ -93,7 +93,7 @@ def test_an_allocator_that_retries_takes_its_time(monkeypatch: pytest.MonkeyPatc
     sharded = pipelined(*run, "strategy.data_parallel=fsdp")
 
     def degraded(config: RunConfig, on: bool) -> TimePrediction:
-        monkeypatch.setattr(device_memory, "RETRY_CAPACITY_SHARE", 0.0 if on else 2.0)
+        monkeypatch.setattr(step, "RETRY_CAPACITY_SHARE", 0.0 if on else 2.0)
         found = predictor.predict_pipeline(config, build_trace_key(config), timeline=False).time
         assert found is not None
         assert found.degraded is on

@@ -82,7 +82,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr("bench.advice.arguments.detect_device", lambda: CPU)
+    monkeypatch.setattr("bench.advice.question.detect_device", lambda: CPU)
     monkeypatch.chdir(tmp_path)
 
 

@@ -20,10 +20,9 @@ import pytest
 from bench import records
 from bench.core import processes
 from bench.launch import ranks, run_on_host
-from bench.launch.ranks import RankExit
+from bench.launch.attempt import build_outcome_columns
+from bench.launch.ranks import RankExit, StopSignal
 from bench.launch.run_on_host import execute_run
-from bench.launch.run_outcome import build_outcome_columns
-from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask
 from bench.launch.worker import Worker
 from bench.prediction.predictor import predict_run
@@ -52,7 +51,7 @@ from pathlib import Path
 import tests.pretend_cuda as cuda
 from bench.core import processes
 from bench.launch.run_on_host import execute_run
-from bench.launch.stop_signal import StopSignal
+from bench.launch.ranks import StopSignal
 from tests.conftest import compose_run_config
 
 method, store = sys.argv[1], Path(sys.argv[2])

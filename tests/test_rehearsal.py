@@ -17,8 +17,8 @@ from bench import sweep as command
 from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.launch.local import LocalLauncher
+from bench.launch.ranks import StopSignal
 from bench.launch.slurm.launcher import compute_job_shape
-from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.training.engine import Engine, build_engine

@@ -15,10 +15,9 @@ from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.prediction.predictor import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
-from bench.prediction.trace.cuda_operators import use_device_operators
 from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
 from bench.prediction.trace.kernels import ATTENTION, MATMUL, MEMORY_BOUND
-from bench.prediction.trace.op_recorder import OpRecorder, _is_causal
+from bench.prediction.trace.op_recorder import OpRecorder, _is_causal, use_device_operators
 from bench.prediction.trace.scaled_trace import (
     SegmentAtBatch,
     build_chunks,

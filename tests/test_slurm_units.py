@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from bench.config.compose import compose_config, list_config_groups, parse_overrides
 from bench.core.errors import ImpossibleError, UsageError
 from bench.core.typed_config import build_dataclass
-from bench.launch import process_owner
+from bench.launch import attempt
+from bench.launch.attempt import build_outcome_columns
 from bench.launch.ranks import RankExit
-from bench.launch.run_outcome import build_outcome_columns
 from bench.launch.slurm import queue, submission_status, submissions
 from bench.launch.slurm.job import refuse_too_few_visible_gpus
 from bench.launch.slurm.job_environment import SlurmJobEnvironment
@@ -318,5 +318,5 @@ def test_a_local_sweep_keeps_the_run_that_was_never_submitted(tmp_path):
     """Neither has a job's id."""
     never = standing(tmp_path / "never", job_id=None)
     row = {**build_configured_columns(compose_run_config("gpus=1"))}
-    claims.take_claim(tmp_path, row, {"process": process_owner.describe_this_process()}, 4096)
+    claims.take_claim(tmp_path, row, {"process": attempt.describe_this_process()}, 4096)
     assert not submission_status._has_orphaned_claim(tmp_path, never)

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from bench import compare, history, records, report
 from bench.comparison import build_histories as history_of
 from bench.comparison import compare_records as compare_rows
-from bench.launch.process_owner import describe_this_process
+from bench.launch.attempt import describe_outcome, describe_this_process
 from bench.launch.run_on_host import write_dead_attempt_row
-from bench.launch.run_outcome import describe_outcome
 from bench.launch.slurm import submissions
 from bench.launch.slurm.submissions import JobArray, SubmittedRun
 from bench.rank.row import build_configured_columns, build_environment_columns

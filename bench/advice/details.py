@@ -9,7 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from bench.advice.labels import (
+from bench.advice.ranking import RankedCandidate
+from bench.advice.rules import RuleComparison
+from bench.advice.sentence import (
     MEMORY_PART_LABELS,
     describe_missing_time,
     format_gib,
@@ -17,8 +19,6 @@ from bench.advice.labels import (
     format_percent,
     format_strategy,
 )
-from bench.advice.ranking import RankedCandidate
-from bench.advice.rules import RuleComparison
 from bench.advice.tables import format_reshard
 from bench.prediction.prediction import MEMORY_PARTS as ALL_PARTS
 from bench.prediction.prediction import PredictedRange

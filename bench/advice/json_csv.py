@@ -14,10 +14,9 @@ import json
 from typing import Any
 
 from bench.advice.answer import AdviceAnswer, AdviceSection
-from bench.advice.labels import format_overrides
 from bench.advice.ranking import RankedCandidate
-from bench.advice.reasons import describe_misfit, list_notes
 from bench.advice.rules import RuleComparison
+from bench.advice.sentence import describe_misfit, format_overrides, list_notes
 from bench.config.run_config import RunConfig
 from bench.prediction.prediction import PredictedRange
 

@@ -9,9 +9,17 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.advice.answer import AdviceAnswer, AdviceSection
-from bench.advice.labels import NO_RESHARD_SUFFIX, format_gib, format_percent, format_strategy
 from bench.advice.ranking import CandidateRanking, RankedCandidate
-from bench.advice.reasons import count_state_bytes, describe_misfit, is_too_large_at_any_batch, list_notes
+from bench.advice.sentence import (
+    NO_RESHARD_SUFFIX,
+    count_state_bytes,
+    describe_misfit,
+    format_gib,
+    format_percent,
+    format_strategy,
+    is_too_large_at_any_batch,
+    list_notes,
+)
 from bench.config.run_config import RunConfig
 from bench.prediction.prediction import FITS, TOO_CLOSE
 from bench.reporting.drawing import labels

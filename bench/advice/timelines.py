@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bench.advice.labels import describe_missing_time, format_overrides, format_strategy
 from bench.advice.ranking import RankedCandidate
+from bench.advice.sentence import describe_missing_time, format_overrides, format_strategy
 from bench.core.errors import UsageError
-from bench.prediction import predictor as simulator
+from bench.prediction.predictor import predict_run
 from bench.reporting.drawing import labels, style
 from bench.reporting.timelines.timeline import draw_timeline
 from bench.reporting.timelines.trace_events import build_trace_events
@@ -23,7 +23,7 @@ def write_timeline(candidate: RankedCandidate, path: Path) -> None:
         If there is no step to draw, or the file cannot be written.
     """
     config = candidate.config
-    time = simulator.predict_run(config, timeline=True).time
+    time = predict_run(config, timeline=True).time
     if time is None or not time.timeline:
         raise UsageError(f"timeline={path} cannot be drawn: {describe_missing_time(config)}.")
     title = f"One step of {config.model.name}, {format_strategy(config)}: {labels.format_seconds(time.step_s.value)}"

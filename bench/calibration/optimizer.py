@@ -9,7 +9,7 @@ from torch import nn
 
 from bench.calibration.timer import CallTimer
 from bench.prediction.cost.rank_speed import build_updates_key, count_optimizer_passes
-from bench.training.optimizer import IMPLEMENTATIONS, OptimizerConfig
+from bench.training.engine import IMPLEMENTATIONS, OptimizerConfig
 
 SCRATCH_BYTES = 2**26
 """Memory that is written before each step: in training, parameters and states were last used a whole step ago."""

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from bench.core.errors import UsageError
 from bench.core.processes import block_signals
-from bench.launch.rendezvous import LOOPBACK, find_address_of, restrict_gloo_to_loopback, serve_tcp_store
+from bench.launch.ranks import LOOPBACK, find_address_of, restrict_gloo_to_loopback, serve_tcp_store
 
 FIRST_PORT, PORT_COUNT = 15000, 15000
 """Where a job step without MASTER_PORT meets: below the ports that Linux hands out itself."""

@@ -10,7 +10,7 @@ import torch
 from bench.checks.result import CheckResult
 from bench.core.units import MIB
 from bench.hardware.detect import DetectedDevice
-from bench.rank.gpu_state import NvmlGpu
+from bench.rank.machine_load import NvmlGpu
 
 TOKEN_VARIABLE = "BENCH_CHECK"
 """Environment variable by which the processes of a check are known: all that it starts inherit it."""

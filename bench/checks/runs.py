@@ -13,7 +13,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
-from bench.launch.stop_signal import StopSignal
+from bench.launch.ranks import StopSignal
 from bench.launch.task import LaunchTask
 from bench.launch.worker import WorkerEvent
 from bench.planning.request import parse_sweep_request

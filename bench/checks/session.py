@@ -22,7 +22,7 @@ from bench.checks.runs import CheckRun, execute_runs
 from bench.checks.timing import build_profiled_run, check_clock, check_profile
 from bench.core.errors import UsageError, invalid_value_error
 from bench.hardware.detect import DetectedDevice
-from bench.launch.stop_signal import StopSignal
+from bench.launch.ranks import StopSignal
 
 FORMAT_VERSION = 1
 """Of the file."""

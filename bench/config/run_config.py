@@ -10,17 +10,16 @@ import functools
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from bench.config import run_id as identity
+from bench.config.run_id import DEFAULT_SETTLING_S, compute_run_id, get_added_strategy_knobs, get_fields, to_plain_value
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within, build_dataclass, get_field_types, validate_value
 from bench.finetune import Finetune, FullFinetune, load_finetune
 from bench.hardware import Hardware
 from bench.models import Family, float8, load_family
-from bench.models.base import SEQUENCE_LENGTH_RANGE
-from bench.models.blocks import CHECKPOINTING_MODES
+from bench.models.base import CHECKPOINTING_MODES, SEQUENCE_LENGTH_RANGE
 from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
-from bench.training.optimizer import OptimizerConfig
+from bench.training.engine import OptimizerConfig
 
 EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
@@ -54,11 +53,9 @@ class Measurement:
 @functools.cache  # the same object for the same values, which `bench.config.run_id` relies on to be quick
 def fill_measurement_defaults(measurement: Measurement, device: str) -> Measurement:
     """The same with every null filled in for a kind of device."""
-    values = identity.get_fields(measurement)
-    unset_fields = [name for name in identity.DEFAULT_SETTLING_S if values[name] is None]
-    return Measurement(
-        **{**values, **{name: identity.DEFAULT_SETTLING_S[name].get(device, 0.0) for name in unset_fields}}
-    )
+    values = get_fields(measurement)
+    unset_fields = [name for name in DEFAULT_SETTLING_S if values[name] is None]
+    return Measurement(**{**values, **{name: DEFAULT_SETTLING_S[name].get(device, 0.0) for name in unset_fields}})
 
 
 @dataclass(frozen=True)
@@ -232,18 +229,12 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The complete resolved configuration as plain values."""
-        return {
-            name: identity.to_plain_value(value)
-            for name, value in identity.get_fields(self).items()
-            if name != "requested"
-        }
+        return {name: to_plain_value(value) for name, value in get_fields(self).items() if name != "requested"}
 
     @functools.cached_property
     def run_id(self) -> str:
         """Hash of the complete resolved configuration that can change the result: 16 hexadecimal digits."""
-        return identity.compute_run_id(
-            self, self.mode, self.precision.peak, uses_host=self.strategy.has_offloaded_state
-        )
+        return compute_run_id(self, self.mode, self.precision.peak, uses_host=self.strategy.has_offloaded_state)
 
 
 def build_run_config(raw: dict[str, Any]) -> RunConfig:
@@ -270,7 +261,7 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
         "finetune": load_finetune(str(raw["finetune"].get("name"))),
     }
     raw["strategy"] = {
-        **identity.get_added_strategy_knobs(raw["strategy"]),
+        **get_added_strategy_knobs(raw["strategy"]),
         **raw["strategy"],
     }  # nor how its knobs of later were
     built_sections = {key: _build_section(key, section_classes[key], raw[key]) for key in SECTION_NAMES}

@@ -164,3 +164,18 @@ def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 def needs_isolation() -> bool:
     """Whether what may start CUDA or autograd is to be done in a child: not in one already."""
     return can_reach_gpus() and multiprocessing.parent_process() is None
+
+
+# --- Python's garbage collector, kept from looking through thousands of objects that all stay.
+
+
+@contextlib.contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """Within, objects are released when nothing refers to them, and at no other time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from bench.core import processes
 from bench.models import Family, FlopCount
-from bench.models.blocks import checkpoint_blocks
+from bench.models.base import checkpoint_blocks
 
 FEWER_COUNTED_BLOCKS, MORE_COUNTED_BLOCKS = 2, 3
 """Blocks per list that are counted; all further ones cost as much as the third."""

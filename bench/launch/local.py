@@ -27,7 +27,7 @@ from bench.core.units import GIB
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import DetectedDevice
 from bench.launch.attempt import write_lost_row, write_unstarted_row
-from bench.launch.stop_signal import StopSignal
+from bench.launch.ranks import StopSignal
 from bench.launch.task import LaunchTask
 from bench.launch.worker import Worker, WorkerEvent, revoke_worker_lock
 from bench.rank.row import build_configured_columns

@@ -12,11 +12,17 @@ from pathlib import Path
 
 from bench.config.run_config import RunConfig
 from bench.core import processes
-from bench.launch.attempt import Attempt, write_lost_row
-from bench.launch.process_owner import describe_this_process
-from bench.launch.ranks import RankExit, RankProcess, kill_ranks, start_ranks, wait_for_ranks
-from bench.launch.rendezvous import RendezvousServer, connect_to_rendezvous
-from bench.launch.stop_signal import StopSignal
+from bench.launch.attempt import Attempt, describe_this_process, write_lost_row
+from bench.launch.ranks import (
+    RankExit,
+    RankProcess,
+    RendezvousServer,
+    StopSignal,
+    connect_to_rendezvous,
+    kill_ranks,
+    start_ranks,
+    wait_for_ranks,
+)
 from bench.rank.run_rank import RankCoordinates
 from bench.records import Record, claims
 

@@ -11,7 +11,7 @@ from bench import records
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
-from bench.core import garbage_collection
+from bench.core import processes
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.prediction.version import compute_predictor_version, find_user_packages
 from bench.rank.environment import list_changed_variables
@@ -123,7 +123,7 @@ def build_sweep_plan(
     """
     plan = SweepPlan()
     seen_run_ids: set[str] = set()
-    with garbage_collection.pause_garbage_collection():
+    with processes.pause_garbage_collection():
         for point in points:
             _add_point(plan, seen_run_ids, point, store, force=force, check_run=check_run)
     return plan

@@ -15,7 +15,7 @@ from bench.prediction.cost import host_transfers, rank_speed
 from bench.prediction.cost.collectives import CollectiveGroup
 from bench.prediction.pipeline import predictor, stages
 from bench.prediction.prediction import Prediction, prediction_from_plain, prediction_to_plain
-from bench.prediction.simulation import device_memory, one_process
+from bench.prediction.simulation import one_process, step
 from bench.prediction.simulation.parameter_layout import ParameterLayout, build_parameter_layout
 from bench.prediction.simulation.simulated_rank import SimulatedRank
 from bench.prediction.simulation.step import simulate_step
@@ -124,14 +124,14 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     if config.strategy.timetable is not None:
         return predictor.predict_pipeline(config, build_trace_key(config), timeline=timeline)
     simulated_rank, plan = _simulate_rank(config, rank_speed.build_rank_speed(config), timeline)
-    memory_prediction = device_memory.predict_memory(config, simulated_rank, plan.host_bytes)
+    memory_prediction = step.predict_memory(config, simulated_rank, plan.host_bytes)
     if config.devices_per_process > 1:
         memory_prediction = dataclasses.replace(
             memory_prediction, others_bytes=round(_simulate_other_device(config).peak.size)
         )
     if not host_transfers.is_host_speed_known(config):
         return Prediction(memory_prediction, None)
-    if device_memory.is_degraded(memory_prediction):
+    if step.is_degraded(memory_prediction):
         simulated_rank, _ = _simulate_rank(
             config, rank_speed.add_allocator_retries(rank_speed.build_rank_speed(config)), timeline
         )
@@ -144,7 +144,7 @@ def _simulate_rank(config: RunConfig, speed: rank_speed.RankSpeed, timeline: boo
     scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(config.sequences_per_device))
     plan = config.strategy.plan(_build_plan_inputs(config, scaled_trace))
     simulated_rank = SimulatedRank(host_transfers.add_host_transfers(config, speed), timeline=timeline)
-    simulated_rank.allocate("micro-batches", device_memory.compute_inputs_bytes(config, scaled_trace), "activations")
+    simulated_rank.allocate("micro-batches", step.compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
     tensor_group = _find_tensor_group(config)
     segments = _build_segments(key, config.sequences_per_device, HashableHardware(config.hardware), tensor_group)

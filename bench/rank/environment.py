@@ -19,8 +19,7 @@ import torch
 
 from bench.core.installation import PACKAGE_FOLDER
 from bench.hardware.detect import read_processor_name
-from bench.rank.cpu_threads import format_ranges, list_usable_cpus
-from bench.rank.gpu_state import NvmlGpu
+from bench.rank.machine_load import NvmlGpu, format_ranges, list_usable_cpus
 
 RECORDED_PACKAGES = (
     "torch",

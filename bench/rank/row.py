@@ -11,9 +11,15 @@ import torch
 from bench.config.run_config import RunConfig
 from bench.config.step_speed import compute_speed_columns
 from bench.rank import environment
-from bench.rank.cpu_load import CpuLoad, compute_others_cpu_share, find_cpu_degradations
-from bench.rank.cpu_threads import format_ranges
-from bench.rank.gpu_state import GpuInfo, count_other_processes, find_gpu_degradations
+from bench.rank.machine_load import (
+    CpuLoad,
+    GpuInfo,
+    compute_others_cpu_share,
+    count_other_processes,
+    find_cpu_degradations,
+    find_gpu_degradations,
+    format_ranges,
+)
 from bench.rank.node_health import build_health_columns
 from bench.rank.rehearsal_group import REHEARSAL_BACKEND as REHEARSAL
 from bench.rank.run_rank import RankOutcome, choose_backend

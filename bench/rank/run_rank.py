@@ -20,8 +20,8 @@ from bench.config.run_config import RunConfig
 from bench.core.units import GIB
 from bench.hardware import MemoryLimit
 from bench.models import Batch
-from bench.rank import environment, gpu_state, out_of_memory
-from bench.rank.cpu_threads import limit_cpu_threads
+from bench.rank import environment, machine_load, out_of_memory
+from bench.rank.machine_load import limit_cpu_threads
 from bench.rank.node_health import refuse_unhealthy_node
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.rank.timed_loop import RankSamples, measure_rank
@@ -140,7 +140,7 @@ def run_rank(
         devices = [device] if num_devices == 1 else [torch.device(device.type, index) for index in range(num_devices)]
         if on_gpu:
             outcome.device["before"] = [
-                gpu_state.NvmlGpu(driven_device).read_usage() for driven_device in devices
+                machine_load.NvmlGpu(driven_device).read_usage() for driven_device in devices
             ]  # by others: not yet by this process
             torch.cuda.set_device(device)
             get_failed_request = out_of_memory.observe_failed_cuda_allocations()
@@ -202,7 +202,7 @@ def run_rank(
         limit_bytes = None if memory_limit is None else memory_limit.limit_bytes
         taken_bytes = max(
             (
-                gpu_state.compute_taken_bytes(usage_before, limit_bytes)
+                machine_load.compute_taken_bytes(usage_before, limit_bytes)
                 for usage_before in outcome.device.get("before", ())
             ),
             default=0,

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from bench.models import Batch
 from bench.rank.collective_release import wait_for_gloo_threads
-from bench.rank.cpu_load import CpuLoad, CpuLoadProbe
-from bench.rank.gpu_state import GpuInfo, GpuStateProbe
+from bench.rank.machine_load import CpuLoad, CpuLoadProbe, GpuInfo, GpuStateProbe
 from bench.rank.memory_probe import MemoryPeaks, UnmeasuredWork, build_memory_probe
 from bench.rank.profiler import PROFILED_STEPS, profile_step
 from bench.strategies.stepper import TimeSpans

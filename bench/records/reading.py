@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from bench.core import garbage_collection
+from bench.core import processes
 from bench.records.index import StoreIndex
 from bench.records.schema import Record
 from bench.records.store import ATTEMPT_FILE_PATTERN, RUN_ID_PATTERN, read_row
@@ -99,7 +99,7 @@ def _read_rows(
     rows: list[RowT] = []
     problems: list[str] = []
     with (
-        garbage_collection.pause_garbage_collection()
+        processes.pause_garbage_collection()
     ):  # rows are trees without cycles, and thousands of them make it search them all again
         for files, foreign_files in _walk_folders(path):
             for file in files:

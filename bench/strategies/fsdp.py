@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from bench.core.errors import ImpossibleError
-from bench.models.blocks import group_blocks
+from bench.models.base import group_blocks
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy
 from bench.strategies.step_plan import (

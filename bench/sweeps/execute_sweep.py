@@ -10,7 +10,7 @@ from rich.console import Console
 from bench import records
 from bench.config.run_config import RunConfig
 from bench.launch.local import LocalLauncher
-from bench.launch.stop_signal import StopSignal
+from bench.launch.ranks import StopSignal
 from bench.launch.task import search_largest_batch
 from bench.launch.worker import WorkerEvent
 from bench.planning.planned_runs import write_skipped_rows

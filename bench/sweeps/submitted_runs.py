@@ -14,9 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.core.errors import UsageError
-from bench.launch.run_outcome import describe_outcome
+from bench.launch.attempt import describe_outcome
 from bench.launch.slurm import queue
-from bench.launch.slurm import submissions as submission_records
 from bench.launch.slurm.submission_status import (
     DONE,
     FAILED,
@@ -31,7 +30,7 @@ from bench.launch.slurm.submission_status import (
     describe_last_output,
     list_run_statuses,
 )
-from bench.launch.slurm.submissions import Submission
+from bench.launch.slurm.submissions import Submission, hold_submission_lock, list_submissions
 
 POLL_INTERVAL_S = 5.0
 SLURM_SILENCE_TIMEOUT_S = 600.0
@@ -60,7 +59,7 @@ def follow_submissions(
         _watch_submissions(store, submissions, console)
     elif action == "cancel":
         _cancel_submissions(store, submissions)
-    with submission_records.hold_submission_lock(store):  # jobs that are about to be submitted look lost
+    with hold_submission_lock(store):  # jobs that are about to be submitted look lost
         return collect_submissions(store, submissions)
 
 
@@ -74,7 +73,7 @@ def _select_submissions(store: Path, name: str | None) -> list[Submission]:
     """
     if not store.is_dir():
         raise UsageError(f"store={store} is not valid: choose a folder that a sweep wrote to.")
-    all_submissions = submission_records.list_submissions(store, include_closed=True)
+    all_submissions = list_submissions(store, include_closed=True)
     if name is None:
         return [submission for submission in all_submissions if not submission.is_closed]
     chosen_submissions = [submission for submission in all_submissions if submission.name == name]

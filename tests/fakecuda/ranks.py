@@ -82,7 +82,7 @@ def evaluate_script(script: str, *, ranks: int = 1) -> list[Any]:
     ranks: int
         Processes, in which the script finds its `rank`, the `port` of their store and torchrun's variables.
     """
-    from bench.launch.rendezvous import serve_tcp_store
+    from bench.launch.ranks import serve_tcp_store
 
     store = serve_tcp_store("127.0.0.1")
     fork = multiprocessing.get_context("fork")

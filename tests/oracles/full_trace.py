@@ -31,8 +31,8 @@ from bench.core.errors import ImpossibleError
 from bench.models import Batch
 from bench.prediction.prediction import MEMORY_PARTS
 from bench.prediction.trace.cpu_memory import InPlaceSumDetector, compute_working_memory, track_rng_states
-from bench.prediction.trace.cuda_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import join_fake_process_group
+from bench.prediction.trace.op_recorder import use_device_operators
 from bench.strategies import WrapContext
 from bench.strategies.sharding import ShardingStrategy
 from bench.training.engine import Engine, build_engine, build_micro_batches

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.advice.labels import join_items
 from bench.advice.ranking import RankedCandidate
 from bench.advice.sentence import (
     MIN_VISIBLE_DIFFERENCE,
@@ -12,6 +11,7 @@ from bench.advice.sentence import (
     describe_candidate,
     describe_speed_difference,
     has_overlapping_speeds,
+    join_items,
 )
 from bench.advice.tree.case import GuideCase
 from bench.advice.tree.options import TrainingOption

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from bench.advice.labels import (
+from bench.advice.ranking import RankedCandidate
+from bench.advice.sentence import (
     MEMORY_PART_LABELS,
     MODEL_STATE_PARTS,
     describe_missing_time,
@@ -14,7 +15,6 @@ from bench.advice.labels import (
     format_percent,
     join_items,
 )
-from bench.advice.ranking import RankedCandidate
 from bench.advice.tree.case import GuideCase, PredictedRun
 from bench.advice.tree.tree import (
     FAST,

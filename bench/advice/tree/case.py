@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.advice.labels import format_overrides
 from bench.advice.ranking import CandidateRanking, RankedCandidate
+from bench.advice.sentence import format_overrides
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
-from bench.models.blocks import CHECKPOINTING_MODES
+from bench.models.base import CHECKPOINTING_MODES
 from bench.planning.run_predictions import Unpredictable, predict_configs
 from bench.prediction.prediction import Prediction
 

@@ -17,7 +17,7 @@ from bench.advice.tree.tree import TreeLeaf
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
 from bench.core.errors import UsageError, invalid_value_error
-from bench.models.blocks import CHECKPOINTING_MODES
+from bench.models.base import CHECKPOINTING_MODES
 
 VARIED_KNOBS = ("activation_checkpointing", "batch_size_per_gpu")
 """Knobs that differ among the runs of a case, unless one value is asked for."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.advice.candidates import build_candidates
-from bench.advice.labels import format_overrides
 from bench.advice.ranking import RankedCandidate, rank_candidates
+from bench.advice.sentence import format_overrides
 from bench.advice.tree.case import GuideCase
 from bench.advice.tree.options import MICRO_BATCHES_PER_STAGE, TrainingOption
 from bench.advice.tree.tree import TreeLeaf

@@ -8,14 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bench.advice.labels import format_gib, format_overrides, join_items
-from bench.advice.reasons import describe_misfit
+from bench.advice.sentence import describe_misfit, format_gib, format_overrides, join_items
 from bench.advice.tree.case import GuideCase
 from bench.advice.tree.guidance import CaseGuidance
 from bench.advice.tree.names import TRAINING_TERMS
 from bench.advice.tree.options_predicted import RankedOption
 from bench.advice.tree.tree import TREE_SOURCE, adapt_to_device
-from bench.models.blocks import CHECKPOINTING_MODES
+from bench.models.base import CHECKPOINTING_MODES
 from bench.reporting.drawing import labels
 from bench.reporting.drawing.labels import MISSING, format_number
 

@@ -22,11 +22,17 @@ import torch.distributed as dist
 
 from bench.config.run_config import RunConfig
 from bench.core.atomic_write import replace_file
-from bench.launch.ranks import RankExit, kill_ranks, start_ranks, wait_for_ranks
-from bench.launch.rendezvous import LOOPBACK, connect_to_rendezvous
-from bench.launch.stop_signal import StopSignal
+from bench.launch.ranks import (
+    LOOPBACK,
+    RankExit,
+    StopSignal,
+    connect_to_rendezvous,
+    kill_ranks,
+    start_ranks,
+    wait_for_ranks,
+)
 from bench.rank import environment
-from bench.rank.cpu_load import CpuLoad
+from bench.rank.machine_load import CpuLoad
 from bench.rank.memory_probe import MemoryPeaks
 from bench.rank.run_rank import RankCoordinates, RankOutcome
 from bench.rank.timed_loop import RankSamples

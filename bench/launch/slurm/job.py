@@ -17,15 +17,19 @@ from bench.core import processes
 from bench.core.errors import ImpossibleError
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import detect_device
-from bench.launch.attempt import Attempt, print_safely, write_lost_row, write_with_retries
-from bench.launch.process_owner import get_user_name, is_process_alive
-from bench.launch.ranks import RankExit
-from bench.launch.rendezvous import RendezvousServer, find_address_towards
-from bench.launch.run_outcome import describe_outcome
+from bench.launch.attempt import (
+    Attempt,
+    describe_outcome,
+    get_user_name,
+    is_process_alive,
+    print_safely,
+    write_lost_row,
+    write_with_retries,
+)
+from bench.launch.ranks import RankExit, RendezvousServer, StopSignal, find_address_towards
 from bench.launch.slurm import job_end, queue
 from bench.launch.slurm.coordination import LeaderLostError, RankCoordinator, publish_address, wait_for_address
 from bench.launch.slurm.job_environment import SlurmJobEnvironment, SlurmStopSignal
-from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask, search_largest_batch
 from bench.records import Claim, Record, RunClaimedError
 from bench.records.schema import FINISHED_STATUSES

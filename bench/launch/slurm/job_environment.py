@@ -11,9 +11,9 @@ from typing import Any
 
 import submitit
 
-from bench.launch.process_owner import get_user_name
+from bench.launch.attempt import get_user_name
+from bench.launch.ranks import StopSignal
 from bench.launch.slurm import job_end
-from bench.launch.stop_signal import StopSignal
 from bench.rank.run_rank import RankCoordinates
 
 

@@ -20,11 +20,11 @@ from bench.core.errors import ImpossibleError, UsageError, invalid_value_error
 from bench.core.typed_config import build_dataclass
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import DetectedDevice
+from bench.launch.ranks import StopSignal
 from bench.launch.slurm import code_snapshot, queue, submissions
 from bench.launch.slurm.job import SlurmJob
 from bench.launch.slurm.profile import SlurmProfile, build_array_script, build_sbatch_script
 from bench.launch.slurm.submissions import JobArray, Submission, SubmittedRun
-from bench.launch.stop_signal import StopSignal
 from bench.launch.task import LaunchTask
 from bench.planning.time_limits import compute_time_limit_min, predict_duration_s
 from bench.rank.row import build_configured_columns

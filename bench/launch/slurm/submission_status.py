@@ -13,9 +13,8 @@ from bench import records
 from bench.core.errors import UsageError
 from bench.launch.attempt import print_safely, write_lost_row, write_unstarted_row
 from bench.launch.slurm import job_end, queue
-from bench.launch.slurm import submissions as ledger
 from bench.launch.slurm.queue import JobState
-from bench.launch.slurm.submissions import JobArray, Submission, SubmittedRun
+from bench.launch.slurm.submissions import JobArray, Submission, SubmittedRun, list_submissions
 from bench.records import Claim, Record, claims
 from bench.records.encoding import format_value
 from bench.records.schema import FINISHED_STATUSES
@@ -189,7 +188,7 @@ def find_unfinished_runs(store: Path) -> dict[tuple[str, bool], SubmittedRunStat
     SlurmError
         If there is a SLURM that does not answer.
     """
-    submissions = ledger.list_submissions(store)
+    submissions = list_submissions(store)
     if not submissions or not queue.is_slurm_installed():
         return {}
     statuses = list_run_statuses(store, submissions, with_accounting=False)

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from bench.core.atomic_write import replace_file
 from bench.core.errors import invalid_value_error
-from bench.launch.process_owner import get_user_name
+from bench.launch.attempt import get_user_name
 from bench.records import UnreadableRecordWarning, sharing
 from bench.records.encoding import encode_record, format_value, read_json
 from bench.records.store import RUN_ID_PATTERN

@@ -16,12 +16,11 @@ from bench.hardware.speeds import ProcessorOptimizerSpeed
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
 from bench.prediction.cost.gpu_kernels import compute_kernel_seconds
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, TimePrediction
-from bench.prediction.simulation.device_memory import is_degraded
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
-from bench.prediction.simulation.step import OptimizerUpdate
+from bench.prediction.simulation.step import OptimizerUpdate, is_degraded
 from bench.prediction.trace.kernels import FloatArray, KernelArrays, concatenate_kernels
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP
-from bench.training.optimizer import OptimizerConfig
+from bench.training.engine import OptimizerConfig
 
 TIME_INTERVAL_SHARE = 0.10
 """Interval of a step's time, as a share of it."""

@@ -10,7 +10,7 @@ from bench.prediction.cost import rank_speed
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipeline_stages
 from bench.prediction.pipeline.time import predict_pipeline_time
 from bench.prediction.prediction import Prediction
-from bench.prediction.simulation import device_memory
+from bench.prediction.simulation import step
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.trace.trace import TraceKey
 from bench.strategies.pipeline.schedule import FORWARD, ONE_F_ONE_B, PipelineAction, Timetable
@@ -34,10 +34,10 @@ def predict_pipeline(config: RunConfig, key: TraceKey, *, timeline: bool) -> Pre
         for rank in ranks
     ]
     simulated_ranks = [_simulate_rank(config, timetable, stages, plans[rank], rank) for rank in ranks]
-    memories = [device_memory.predict_memory(config, simulated_rank) for simulated_rank in simulated_ranks]
+    memories = [step.predict_memory(config, simulated_rank) for simulated_rank in simulated_ranks]
     stalled_seconds = [
         _compute_stalled_seconds(config, timetable, stages, plans[rank], rank)
-        if device_memory.is_degraded(memories[rank])
+        if step.is_degraded(memories[rank])
         else 0.0
         for rank in ranks
     ]

@@ -19,9 +19,8 @@ from bench.prediction.cost.collectives import (
 )
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, find_shared_parameters
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, TimelineSpan, TimePrediction
-from bench.prediction.simulation.device_memory import is_degraded
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
-from bench.prediction.simulation.step import OptimizerUpdate
+from bench.prediction.simulation.step import OptimizerUpdate, is_degraded
 from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, PipelineAction, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan
 from bench.strategies.step_plan import ParameterSpec

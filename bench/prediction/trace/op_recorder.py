@@ -6,6 +6,7 @@ that makes it until nothing holds it any longer, as in the allocator of a real r
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import weakref
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
-from bench.prediction.trace import quantised_products
+from bench.prediction.trace import kernels
 from bench.prediction.trace.cpu_memory import InPlaceSumDetector, compute_working_memory
 from bench.prediction.trace.kernels import (
     ATTENTION,
@@ -118,8 +120,8 @@ class OpRecorder(TorchDispatchMode):
             self.track_storage(tensor)
         working_bytes = compute_working_memory(func, args, kwargs, out) if self._on_cpu else 0
         name = func._overloadpacket.__name__
-        if quantised_products.is_quantised_matmul(name):
-            working_bytes = quantised_products.compute_working_memory(name, args)
+        if kernels.is_quantised_matmul(name):
+            working_bytes = kernels.compute_working_memory(name, args)
         if working_bytes:
             self._last_number += 1
             self._on_memory_change(working_bytes, self._last_number)
@@ -188,9 +190,9 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
     results = list(_iterate_tensors(out))
     bytes_moved = sum(map(_count_distinct_bytes, operands)) + sum(map(_count_distinct_bytes, results))
     format_ = min((FORMAT_BY_DTYPE.get(tensor.dtype, OTHER_FORMAT) for tensor in operands), default=OTHER_FORMAT)
-    if quantised_products.is_quantised_matmul(name):
-        shape = quantised_products.find_matmul_shape(name, args)
-        working_bytes = quantised_products.compute_working_memory(name, args)
+    if kernels.is_quantised_matmul(name):
+        shape = kernels.find_matmul_shape(name, args)
+        working_bytes = kernels.compute_working_memory(name, args)
         format_ = FORMAT_BY_DTYPE.get(out.dtype, OTHER_FORMAT)
         return name, MATMUL, format_, shape, 2 * math.prod(shape[:4]), bytes_moved + 2 * working_bytes
     if ATTENTION_NAME_PART in name:
@@ -247,3 +249,108 @@ def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _iterate_tensors(item)
+
+
+# --- Operators that CUDA devices have and CPUs lack, for traces made where there is no such device.
+
+# What they are called and what they return is all there is of these operators: fake tensors need no more.
+torch.library.define(
+    "bench::attention_forward",
+    "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool is_causal) -> (Tensor output, Tensor log_sum_exp)",
+)
+torch.library.define(
+    "bench::attention_backward",
+    "(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor output, Tensor log_sum_exp,"
+    " bool is_causal) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.register_fake("bench::attention_forward")
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output of the query's shape (batch, heads, queries, head dimension), and the log-sum-exp of every row."""
+    batch, heads, queries, _ = query.shape
+    # In memory heads come after positions, so that putting them side by side again copies nothing.
+    output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+    return output, query.new_empty(batch, heads, queries, dtype=torch.float32)
+
+
+@torch.library.register_fake("bench::attention_backward")
+def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
+    """Gradients of query, key and value."""
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _FakeFusedAttention(torch.autograd.Function):
+    """What a fused kernel keeps from forward to backward, and what backward needs for a while."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any, is_causal: bool) -> torch.Tensor:
+        output, log_sum_exp = torch.ops.bench.attention_forward(query, key, value, bias, is_causal)
+        ctx.save_for_backward(query, key, value, bias, output, log_sum_exp)
+        ctx.causal = is_causal
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+        query, key, value, bias, output, log_sum_exp = ctx.saved_tensors
+        needs_bias_gradient = bias is not None and ctx.needs_input_grad[3]
+        scores = query.new_empty(*query.shape[:3], key.shape[2]) if needs_bias_gradient else None
+        query_gradient_fp32 = torch.empty_like(
+            query, dtype=torch.float32
+        )  # both kernels add up the query's gradient in fp32
+        row_sums = torch.empty_like(log_sum_exp)
+        gradients = torch.ops.bench.attention_backward(
+            gradient, query, key, value, bias, output, log_sum_exp, ctx.causal
+        )
+        del query_gradient_fp32, row_sums
+        bias_gradient = None if scores is None else scores.sum_to_size(bias.shape)
+        return (*gradients, bias_gradient, None)
+
+
+def _run_fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    return _FakeFusedAttention.apply(query, key, value, attn_mask, is_causal)
+
+
+def _run_fused_dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """As `torch.nn.functional.dropout`."""
+    return torch.native_dropout(input, p, training)[0] if p and training else input
+
+
+def _run_int8_matmul(
+    tokens: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, state: Any = None
+) -> Any:
+    """As `bitsandbytes.matmul` on a GPU."""
+    from bitsandbytes.autograd._functions import MatMul8bitLt
+
+    return MatMul8bitLt.apply(tokens, weight, None, bias, state)
+
+
+@contextlib.contextmanager
+def use_device_operators(device: str) -> Iterator[None]:
+    """Within, attention and dropout allocate and compute as on `device`: cpu leaves them alone."""
+    original_attention, original_dropout = functional.scaled_dot_product_attention, functional.dropout
+    bitsandbytes: Any = sys.modules.get("bitsandbytes")
+    original_matmul = bitsandbytes and bitsandbytes.matmul
+    if device == "cuda":
+        functional.scaled_dot_product_attention, functional.dropout = _run_fused_attention, _run_fused_dropout
+        if bitsandbytes:
+            bitsandbytes.matmul = _run_int8_matmul
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention, functional.dropout = original_attention, original_dropout
+        if bitsandbytes:
+            bitsandbytes.matmul = original_matmul

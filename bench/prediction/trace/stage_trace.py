@@ -15,11 +15,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._backward import stage_backward
 
-from bench.core import garbage_collection
+from bench.core import processes
 from bench.models import Family
-from bench.models.blocks import checkpoint_blocks
+from bench.models.base import checkpoint_blocks
 from bench.models.stages import PipelineStageModule
-from bench.prediction.trace.cuda_operators import use_device_operators
+from bench.prediction.trace.op_recorder import use_device_operators
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
     TRACED_BLOCKS,
@@ -150,7 +150,7 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
 
     trace_recorder = TraceRecorder(on_cpu=trace_key.device == "cpu")
     with (
-        garbage_collection.pause_garbage_collection(),
+        processes.pause_garbage_collection(),
         FakeTensorMode(),
         use_device_operators(trace_key.device),
         trace_recorder.op_recorder,

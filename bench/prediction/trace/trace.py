@@ -17,17 +17,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.core import garbage_collection
+from bench.core import processes
 from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
-from bench.models.blocks import checkpoint_blocks
+from bench.models.base import checkpoint_blocks
 from bench.models.division import strip_checkpoint_wrappers
 from bench.models.materialize import fill_buffers
 from bench.prediction.trace.cpu_memory import track_rng_states
-from bench.prediction.trace.cuda_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
-from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, StorageAccesses
+from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, StorageAccesses, use_device_operators
 from bench.strategies import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape, wrap_like_dtensor
 from bench.training.engine import Engine, disable_autocast
@@ -172,7 +171,7 @@ def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_B
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
     with (
         split_model(key.split, family, model),
-        garbage_collection.pause_garbage_collection(),
+        processes.pause_garbage_collection(),
         FakeTensorMode(),
         use_device_operators(key.device),
         trace_recorder.op_recorder,

@@ -15,9 +15,9 @@ from bench.records import StoreContents
 from bench.reporting.drawing import labels
 from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.page import host_differences, run_table
-from bench.reporting.page import hosts as machines
 from bench.reporting.page.compression import compress_json
 from bench.reporting.page.failures import group_failures
+from bench.reporting.page.hosts import build_comparison_rows, find_host_systems
 from bench.reporting.page.interactive import InteractiveChart, compress_plotly_js, load_plotly_js
 from bench.reporting.page.run_details import build_details, deduplicate_blocks
 from bench.reporting.tables.cells import iterate_groups, sort_rows
@@ -75,7 +75,7 @@ def render_page(
     files = contents.files or [f"{record['run_id']}/{record.get('attempt', 0)}.json" for record in contents.records]
     places = [_describe_place(str(place), rows) for (place,), rows in iterate_groups(ordered_rows, "place")]
     places.sort(key=lambda place: -place["count"])
-    host_systems, other_count = machines.find_host_systems(table, contents.records)
+    host_systems, other_count = find_host_systems(table, contents.records)
     script = "(() => {\n" + "\n".join(read_source(file) for file in SCRIPT_FILES) + "})();\n"
     executed_scripts = [script, *([load_plotly_js()] if charts else [])]
     return environment.get_template("page.html.j2").render(
@@ -104,7 +104,7 @@ def render_page(
             _build_failure_row(row) for row in _list_rows(ordered_rows[~ordered_rows["status"].isin(["ok", "oom"])])
         ],
         machines=host_systems,
-        facts=machines.build_comparison_rows(host_systems),
+        facts=build_comparison_rows(host_systems),
         other_machines=other_count,
         pairs=host_differences.pair_host_systems(host_systems),
         change=host_differences.format_change,

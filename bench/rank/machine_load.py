@@ -1,19 +1,196 @@
-"""What NVML says of a rank's GPU: what it is, how it is set, and how it is under load.
+"""How busy processors and GPUs were while a rank was timed, and when that makes its time doubtful.
 
-Every question is asked by itself: what a driver, a virtual GPU or an older binding does not answer is left out, and all
-else is there.
+Of processors ``/proc/stat`` says what everybody together computed, in ticks of 10 ms. What a run's own ranks computed
+is taken away from that: what is left is others' (the kernel's work for them, and what a hypervisor gave to other
+virtual machines, included).
 """
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bench.hardware.facts import decode_text
+
+PROC_STAT = Path("/proc/stat")
+
+MIN_TIMED_WINDOW_S = 0.5
+"""A shorter time is too few ticks: then what others computed is counted from the beginning of warm-up."""
+
+MIN_WINDOW_S = 0.2
+"""Over still less time nothing is said."""
+
+MAX_OTHERS_CPU_SHARE = 0.10
+"""Share of the time of the processors a rank may use above which others' work makes its step times doubtful."""
+
+
+@dataclass(frozen=True)
+class CpuCounters:
+    """The processors' counters at one moment."""
+
+    read_at_s: float
+    busy_s: float
+    """Of all processors this process may use, since they were started."""
+    own_s: float
+    """Processor time of this process and the children it waited for."""
+
+
+@dataclass(frozen=True)
+class CpuLoad:
+    """What was computed on the processors of a rank, by whom, over a time."""
+
+    window_s: float
+    busy_s: float
+    own_s: float
+    cpus: tuple[int, ...]
+    """Numbers of the processors the rank may use."""
+    load_average: float
+    """Of the machine over the last minute, at the end: processes that compute or wait for a processor or a disk."""
+
+
+def read_cpu_counters(cpus: Iterable[int], stat_path: Path = PROC_STAT) -> CpuCounters | None:
+    """The counters now; None where the system has none."""
+    try:
+        lines = stat_path.read_text().splitlines()
+    except OSError:
+        return None
+    cpu_names = {f"cpu{cpu}" for cpu in cpus}
+    busy_ticks = 0
+    for line in lines:
+        name, *fields = line.split()
+        if name in cpu_names:
+            user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = (int(field) for field in fields)
+            busy_ticks += user + nice + system + irq + softirq + steal
+    times = os.times()
+    own_s = times.user + times.system + times.children_user + times.children_system
+    return CpuCounters(time.perf_counter(), busy_ticks / os.sysconf("SC_CLK_TCK"), own_s)
+
+
+class CpuLoadProbe:
+    """Reads the counters around a rank's steps."""
+
+    def __init__(self) -> None:
+        self._cpus = tuple(list_usable_cpus())
+        self._before_warmup = read_cpu_counters(self._cpus)
+        self._before_steps: CpuCounters | None = None
+
+    def start_timed_steps(self) -> None:
+        """Right before the timed steps."""
+        self._before_steps = read_cpu_counters(self._cpus)
+
+    def stop(self) -> CpuLoad | None:
+        """Right after the timed steps; None where the system says nothing."""
+        end, start = read_cpu_counters(self._cpus), self._before_steps
+        if end is None or start is None or self._before_warmup is None:
+            return None
+        if end.read_at_s - start.read_at_s < MIN_TIMED_WINDOW_S:
+            start = self._before_warmup
+        return CpuLoad(
+            end.read_at_s - start.read_at_s,
+            end.busy_s - start.busy_s,
+            end.own_s - start.own_s,
+            self._cpus,
+            os.getloadavg()[0],
+        )
+
+
+def compute_others_cpu_share(loads_by_host: Mapping[str, Sequence[CpuLoad]]) -> float | None:
+    """Share of the processors' time that processes outside the run used, of the machine where it was most.
+
+    Parameters
+    ----------
+    loads_by_host: mapping
+        Of the ranks, by host. Ranks that may use the same processors are counted together.
+
+    Returns
+    -------
+    float or None
+        0 to 1; None where no rank was watched for `MIN_WINDOW_S`.
+    """
+    shares = []
+    for host_loads in loads_by_host.values():
+        for cpus in {load.cpus for load in host_loads}:
+            shared_loads = [load for load in host_loads if load.cpus == cpus and load.window_s >= MIN_WINDOW_S]
+            if shared_loads:
+                busy_cpus = sum(load.busy_s / load.window_s for load in shared_loads) / len(shared_loads)
+                own_cpus = sum(load.own_s / load.window_s for load in shared_loads)
+                shares.append(min(1.0, max(0.0, busy_cpus - own_cpus) / len(cpus)))
+    return max(shares, default=None)
+
+
+def find_cpu_degradations(share: float | None) -> list[str]:
+    """Why others' work on the processors makes a time doubtful, if it does."""
+    if share is None or share <= MAX_OTHERS_CPU_SHARE:
+        return []
+    return [f"other processes used {share:.0%} of the processors"]
+
+
+# --- How many threads a rank computes with beside its GPU, and on which processors.
+
+
+def limit_cpu_threads(store: dist.Store | None, rank: int, node_ranks: Sequence[int]) -> None:
+    """Have this process compute with its share of the threads that torch would start for it alone.
+
+    Optimizers of offloaded parameters run on them: each of 8 ranks of a machine with all its processors would be many
+    times slower. Ranks that may use the same processors share them; ranks that were bound to their own do not.
+    Whoever sets ``OMP_NUM_THREADS`` has decided.
+
+    Parameters
+    ----------
+    store: Store or None
+        In which the ranks of the run find each other; None for a rank that is alone.
+    rank: int
+        This one.
+    node_ranks: sequence of int
+        All ranks of its machine, which call this together.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    own_affinity = {"host": socket.gethostname(), "cpus": list_usable_cpus()}
+    affinities = [own_affinity]
+    if store is not None:
+        store.set(f"processors/{rank}", json.dumps(own_affinity))
+        affinities = [json.loads(store.get(f"processors/{node_rank}")) for node_rank in node_ranks]
+    torch.set_num_threads(compute_thread_share(own_affinity, affinities, torch.get_num_threads()))
+
+
+def compute_thread_share(own_affinity: dict[str, Any], affinities: Sequence[dict[str, Any]], threads: int) -> int:
+    """Of `threads`, those of a rank: an equal part for each rank of its host that may use any of its processors."""
+    sharing_ranks = [
+        affinity
+        for affinity in affinities
+        if affinity["host"] == own_affinity["host"] and set(affinity["cpus"]) & set(own_affinity["cpus"])
+    ]
+    return max(1, threads // max(1, len(sharing_ranks)))
+
+
+def list_usable_cpus() -> list[int]:
+    """Numbers of the processors this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: ``0-3,8``."""
+    number_ranges: list[list[int]] = []
+    for number in numbers:
+        if number_ranges and number == number_ranges[-1][-1] + 1:
+            number_ranges[-1] = [number_ranges[-1][0], number]
+        else:
+            number_ranges.append([number])
+    return ",".join("-".join(map(str, number_range)) for number_range in number_ranges)
+
+
+# --- What NVML says of a rank's GPU: what it is, how it is set, and how it is under load.
 
 GpuInfo = dict[str, Any]
 
