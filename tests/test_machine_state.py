@@ -35,6 +35,7 @@ from bench.rank import environment
 from bench.rank.machine_load import (
     CpuLoad,
     CpuLoadProbe,
+    GpuInfo,
     GpuStateProbe,
     NvmlGpu,
     compute_others_cpu_share,

@@ -8,7 +8,6 @@ never NaN.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 from typing import Any
@@ -18,7 +17,7 @@ from bench.advice.ranking import RankedCandidate
 from bench.advice.rules import RuleComparison
 from bench.advice.sentence import describe_misfit, format_overrides, list_notes
 from bench.config.run_config import RunConfig
-from bench.prediction.prediction import PredictedRange
+from bench.prediction.prediction import MEMORY_RANGES, prediction_to_plain
 
 FORMAT_VERSION = 1
 
@@ -145,7 +144,8 @@ def _list_candidate_values(section: AdviceSection, tokens: float | None) -> list
 
 def build_candidate_values(candidate: RankedCandidate, rank: int | None, tokens: float | None) -> dict[str, Any]:
     """One candidate with its whole prediction."""
-    config, memory, time = candidate.config, candidate.prediction.memory, candidate.prediction.time
+    config, plain = candidate.config, prediction_to_plain(candidate.prediction)
+    memory, time = plain["memory"], plain["time"]
     return {
         "rank": rank,
         "status": candidate.prediction.status,
@@ -169,28 +169,16 @@ def build_candidate_values(candidate: RankedCandidate, rank: int | None, tokens:
         "tokens_per_second": candidate.tokens_per_second,
         "gpu_hours": candidate.compute_gpu_hours(tokens),
         "days": candidate.compute_days(tokens),
-        "step_time_s": None if time is None else _build_range_values(time.step_s),
+        "step_time_s": None if time is None else time["step_s"],
         "time": None
         if time is None
-        else {
-            **{name: getattr(time, name) for name in STEP_TIME_PARTS},
-            "communication_s": time.communication_s,
-            "limited_by": time.limited_by,
-            "degraded": time.degraded,
-        },
+        else {name: time[name] for name in (*STEP_TIME_PARTS, "communication_s", "limited_by", "degraded")},
         "memory": {
-            **{
-                name: _build_range_values(getattr(memory, name))
-                for name in ("allocated", "active", "reserved", "device_used")
-            },
-            "parts": memory.parts,
-            "phase": memory.phase,
-            "module": memory.module,
-            "phase_peaks": memory.phase_peaks,
-            "capacity_bytes": memory.capacity,
+            **{name: memory[name] for name in (*MEMORY_RANGES, "parts", "phase", "module", "phase_peaks")},
+            "capacity_bytes": memory["capacity"],
             "headroom_bytes": candidate.headroom_bytes,
-            "host_bytes": memory.host,
-            "verdict": memory.verdict,
+            "host_bytes": memory["host"],
+            "verdict": memory["verdict"],
         },
         "reason": None if candidate.can_fit else describe_misfit(candidate),
         "notes": list_notes(config),
@@ -224,10 +212,6 @@ def _flatten_for_csv(values: dict[str, Any]) -> dict[str, Any]:
 
 def _format_cell(value: Any) -> Any:
     return str(value).lower() if isinstance(value, bool) else value
-
-
-def _build_range_values(interval: PredictedRange) -> dict[str, float]:
-    return dataclasses.asdict(interval)
 
 
 def _build_rule_values(comparison: RuleComparison) -> dict[str, Any]:

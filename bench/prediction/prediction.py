@@ -8,6 +8,9 @@ from typing import Any
 
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too close to call", "does not fit"
 
+MEMORY_RANGES = ("allocated", "active", "reserved", "device_used")
+"""Peaks of memory that are predicted with an interval."""
+
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "reduced", "temporaries")
 """What memory is spent on. `gathered`: parameters gathered from other ranks and the buffers they arrive in; `reduced`:
 what gradients are reduced in (buckets, reduce-scatter buffers); `temporaries`: results freed within a block's pass."""
@@ -119,7 +122,7 @@ class Prediction:
 
 
 def prediction_to_plain(prediction: Prediction) -> dict[str, Any]:
-    """As plain values, without the timeline."""
+    """As nested dictionaries: what caches keep, and what rows and scripts are given, under names of their own."""
     plain = dataclasses.asdict(
         prediction
         if prediction.time is None
@@ -131,10 +134,9 @@ def prediction_to_plain(prediction: Prediction) -> dict[str, Any]:
 
 
 def prediction_from_plain(plain: dict[str, Any]) -> Prediction:
-    """The other way round."""
+    """The prediction that `prediction_to_plain` was given."""
     memory_values: dict[str, Any] = {
-        name: PredictedRange(**value) if name in ("allocated", "active", "reserved", "device_used") else value
-        for name, value in plain["memory"].items()
+        name: PredictedRange(**value) if name in MEMORY_RANGES else value for name, value in plain["memory"].items()
     }
     time_prediction = plain["time"] and TimePrediction(
         **{**plain["time"], "step_s": PredictedRange(**plain["time"]["step_s"])}

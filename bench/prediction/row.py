@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from bench.config.run_config import RunConfig
 from bench.config.step_speed import compute_speed_columns
 from bench.core.units import GIB
-from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction, TimePrediction
+from bench.prediction.prediction import MEMORY_RANGES, MemoryPrediction, Prediction, TimePrediction, prediction_to_plain
 from bench.records import Record
 
 
@@ -17,6 +15,7 @@ def build_predicted_row(config: RunConfig, prediction: Prediction) -> Record:
     A run that does not fit has no speed; its memory is what it would need.
     """
     memory, does_fit = prediction.memory, prediction.status == "ok"
+    plain = prediction_to_plain(prediction)
     return {
         "status": prediction.status,
         "fit": memory.verdict,
@@ -24,7 +23,7 @@ def build_predicted_row(config: RunConfig, prediction: Prediction) -> Record:
         **(_build_speed_columns(config, prediction.time) if does_fit and prediction.time else {}),
         **(_build_bubble_column(prediction.time) if does_fit and prediction.time else {}),
         **_build_peak_columns(memory),
-        "prediction": {"memory": _build_memory_section(memory), "time": _build_time_section(prediction.time)},
+        "prediction": {"memory": _build_memory_section(plain["memory"]), "time": _build_time_section(plain["time"])},
     }
 
 
@@ -72,30 +71,22 @@ def _build_peak_columns(memory: MemoryPrediction) -> Record:
     }
 
 
-def _build_memory_section(memory: MemoryPrediction) -> Record:
-    ranges_by_name = {name: getattr(memory, name) for name in ("allocated", "active", "reserved", "device_used")}
+def _build_memory_section(memory: Record) -> Record:
     return {
-        **{f"{name}_bytes": _round_range(value) for name, value in ranges_by_name.items()},
-        "parts_bytes": memory.parts,
-        "phase": memory.phase,
-        "module": memory.module,
-        "phase_peaks_bytes": memory.phase_peaks,
-        "capacity_bytes": memory.capacity,
-        **({"host_bytes": memory.host, "host_capacity_bytes": memory.host_capacity} if memory.host else {}),
-        "verdict": memory.verdict,
-        **({} if memory.others_bytes is None else {"others_bytes": memory.others_bytes}),
+        **{f"{name}_bytes": {end: round(value) for end, value in memory[name].items()} for name in MEMORY_RANGES},
+        "parts_bytes": memory["parts"],
+        "phase": memory["phase"],
+        "module": memory["module"],
+        "phase_peaks_bytes": memory["phase_peaks"],
+        "capacity_bytes": memory["capacity"],
+        **({"host_bytes": memory["host"], "host_capacity_bytes": memory["host_capacity"]} if memory["host"] else {}),
+        "verdict": memory["verdict"],
+        **({} if memory["others_bytes"] is None else {"others_bytes": memory["others_bytes"]}),
     }
 
 
-def _round_range(value: PredictedRange) -> dict[str, int]:
-    return {name: round(number) for name, number in asdict(value).items()}
-
-
-def _build_time_section(time: TimePrediction | None) -> Record | None:
-    if time is None:
-        return None
-    parts = {name: value for name, value in vars(time).items() if name not in ("timeline", "idle_share")}
-    return {**parts, "step_s": asdict(time.step_s)}
+def _build_time_section(time: Record | None) -> Record | None:
+    return None if time is None else {name: value for name, value in time.items() if name != "idle_share"}
 
 
 def _find_oom_phase(memory: MemoryPrediction) -> str:

@@ -89,8 +89,19 @@ def read_published_records(path: str | Path = PUBLISHED_CSV) -> list[Record]:
     FileNotFoundError
         If there is no such file.
     """
+    return [_build_record(line) for line in read_published_lines(path)]
+
+
+def read_published_lines(path: str | Path = PUBLISHED_CSV) -> list[PublishedLine]:
+    """The lines of the file as they were printed: column to text, empty where the source says nothing.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    """
     with Path(path).open(newline="", encoding="utf-8") as file:
-        return [_build_record(line) for line in csv.DictReader(file)]
+        return list(csv.DictReader(file))
 
 
 def load_published(path: str | Path = PUBLISHED_CSV) -> pd.DataFrame:

@@ -5,17 +5,14 @@ Every assumption is written down here, and `EXCLUSION_REASONS` says of every oth
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.config.compose import compose_config
+from bench.config.grid import parse_grids
 from bench.config.run_config import RunConfig, build_run_config
-from bench.records.published import GB, PUBLISHED_CSV
-
-PublishedRow = Mapping[str, str]
+from bench.records.published import GB, PUBLISHED_CSV, PublishedLine, read_published_lines
 
 SPEED, ALLOCATED, ACTIVE, RESERVED = "TFLOPS", "allocated", "active", "reserved"
 """What is compared: TFLOPS per GPU counting recomputation, or peaks of memory in GB (10^9 bytes)."""
@@ -37,27 +34,27 @@ MPT_SHAPES = {
 """Width, layers and heads. With 50,368 tokens, learned positions and biases these have exactly the parameters that the
 table prints."""
 
-FSDP_PAPER_OVERRIDES = {
-    "hardware": "a100_80gb",
-    "precision": "bf16",
-    "precision.reduce": "bf16",
-    "strategy": "fsdp1",
-    "gpus_per_node": "8",
-    "optimizer.implementation": "foreach",
-    "optimizer.keep_gradients": "true",
-    "activation_checkpointing": "full",
-    "model.attention": "eager",
-}
-"""The paper's large runs (section 5.4), and what it leaves open: gradients reduced in the format of the parameters, as
-`MixedPrecision(param_dtype=bfloat16)` does; Adam's default implementation; gradients that `zero_grad` kept and filled
-with zeros, as before PyTorch 2.0; attention that materialises its scores, as minGPT and the T5 of transformers did."""
 
-PAPER_MODEL_OVERRIDES = {
-    "minGPT-175B": {"model": "gpt_175b", "model.family": "mingpt", "model.activation": "gelu", "model.dropout": "0.1"},
-    "T5-11B": {"model": "t5_11b"},
-}
-"""minGPT drops out one element of ten (its default), T5 is taken without dropout, as no formula for its TFLOPS is given
+def _read_sweep_settings(sweep: str) -> dict[str, str]:
+    """What all runs of a file under ``conf/sweep`` have in common, without how they are timed."""
+    (grid,) = parse_grids(sweep, compose_config({"sweep": sweep})["sweep"])
+    return {key: value for key, value in grid.fixed.items() if not key.startswith("measurement.")}
+
+
+PAPER_SWEEPS = {"minGPT-175B": "gpt_175b_scale", "T5-11B": "t5_11b_scale"}
+"""The sweeps of the paper's large runs (section 5.4): their files state what the paper says, and what it leaves open.
+minGPT drops out one element of ten (its default), T5 is taken without dropout, as no formula for its TFLOPS is given
 that could tell."""
+
+PAPER_OVERRIDES = {
+    model: {"hardware": "a100_80gb", "gpus_per_node": "8", **_read_sweep_settings(sweep)}
+    for model, sweep in PAPER_SWEEPS.items()
+}
+
+FSDP_PAPER_OVERRIDES = {
+    key: value for key, value in PAPER_OVERRIDES["T5-11B"].items() if PAPER_OVERRIDES["minGPT-175B"].get(key) == value
+}
+"""What its GPT and its T5 have in common."""
 
 LLM_FOUNDRY_OVERRIDES = {
     "model": "mpt_7b",
@@ -166,25 +163,20 @@ def build_published_config(settings: tuple[tuple[str, str], ...]) -> RunConfig:
 
 def load_cases(path: str | Path = PUBLISHED_CSV) -> list[PublishedCase]:
     """Every usable number, in the order of the file."""
-    parsed_cases = [_parse_case(row) for row in _read_csv(path)]
+    parsed_cases = [_parse_case(row) for row in read_published_lines(path)]
     return [case for case in parsed_cases if case is not None]
 
 
-def load_published_rows(source: str, metric: str, figure_or_table: str = "") -> list[PublishedRow]:
+def load_published_rows(source: str, metric: str, figure_or_table: str = "") -> list[PublishedLine]:
     """What a source says, in one of its figures or tables, or in all of them."""
     return [
         row
-        for row in _read_csv(PUBLISHED_CSV)
+        for row in read_published_lines()
         if (row["source_key"], row["metric"]) == (source, metric) and row["figure_or_table"].startswith(figure_or_table)
     ]
 
 
-def _read_csv(path: str | Path) -> list[PublishedRow]:
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def _parse_case(row: PublishedRow) -> PublishedCase | None:
+def _parse_case(row: PublishedLine) -> PublishedCase | None:
     parse_row = {
         "fsdp_paper": _parse_fsdp_paper,
         "llm_foundry": _parse_llm_foundry,
@@ -193,11 +185,11 @@ def _parse_case(row: PublishedRow) -> PublishedCase | None:
     return parse_row(row) if parse_row else None
 
 
-def _parse_fsdp_paper(row: PublishedRow) -> PublishedCase | None:
+def _parse_fsdp_paper(row: PublishedLine) -> PublishedCase | None:
     figure = row["figure_or_table"]
     if figure not in ("Figure 6(a)", "Figure 6(b)", "Figure 7(b)", "Figure 7(c)", "Figure 8(b)", "Figure 8(c)"):
         return None
-    if row["model"] not in PAPER_MODEL_OVERRIDES or (figure == "Figure 6(b)" and "prefetch on" in row["sharding"]):
+    if row["model"] not in PAPER_OVERRIDES or (figure == "Figure 6(b)" and "prefetch on" in row["sharding"]):
         return None
     quantities = {
         "tflops_per_gpu": SPEED,
@@ -207,9 +199,7 @@ def _parse_fsdp_paper(row: PublishedRow) -> PublishedCase | None:
     }
     is_gpt = "GPT" in row["model"]
     settings = {
-        **FSDP_PAPER_OVERRIDES,
-        **PAPER_MODEL_OVERRIDES[row["model"]],
-        "sequence_length": "2048" if is_gpt else "512",
+        **PAPER_OVERRIDES[row["model"]],
         # Of Figure 6(a) neither is stated: 64 GPUs and batch 8 are where Figure 7(c) has the same number.
         "gpus": row["gpu_count"] or "64",
         "batch_size_per_gpu": row["batch_size_per_gpu"] or ("1" if is_gpt else "8"),
@@ -223,7 +213,7 @@ def _parse_fsdp_paper(row: PublishedRow) -> PublishedCase | None:
     return _build_case(row, settings, quantities[row["metric"]], float(row["value"]), is_counted=is_counted)
 
 
-def _parse_llm_foundry(row: PublishedRow) -> PublishedCase | None:
+def _parse_llm_foundry(row: PublishedLine) -> PublishedCase | None:
     if row["metric"] != "tokens_per_second_per_gpu" or row["precision"] == "amp_fp8":
         return None
     width, layers, heads = MPT_SHAPES[row["model"].removeprefix("MPT-")]
@@ -253,7 +243,7 @@ def _parse_llm_foundry(row: PublishedRow) -> PublishedCase | None:
     return _build_case(row, settings, SPEED, float(row["value"]))
 
 
-def _parse_megatron_zero_3(row: PublishedRow) -> PublishedCase | None:
+def _parse_megatron_zero_3(row: PublishedLine) -> PublishedCase | None:
     if "ZeRO-3" not in row["sharding"]:
         return None
     model_shapes = {"GPT-174.6B": ("12288", "96", "96"), "GPT-529.6B": ("20480", "105", "128")}
@@ -280,7 +270,7 @@ def _parse_megatron_zero_3(row: PublishedRow) -> PublishedCase | None:
 
 
 def _build_case(
-    row: PublishedRow, settings: dict[str, str], quantity: str, value: float, *, is_counted: bool = True
+    row: PublishedLine, settings: dict[str, str], quantity: str, value: float, *, is_counted: bool = True
 ) -> PublishedCase:
     ordered_settings = tuple(settings.items())
     if row["metric"] == "tokens_per_second_per_gpu":
