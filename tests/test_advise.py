@@ -448,12 +448,6 @@ def test_every_strategy_has_its_line():
         compose_config(dict(word.split("=", 1) for word in line.replace("=N", "=1").split()))
 
 
-def test_the_reason_for_what_is_not_offered_is_that_of_the_readme():
-    (int8,) = (name for name in TRAINING_TERMS if name.name == "INT8 training")
-    (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| INT8 training |"))
-    assert f"| {int8.settings_text or int8.missing_reason}. " in row
-
-
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_page(width, capsys, monkeypatch):
     monkeypatch.setattr(advise, "open_stdout_console", lambda _: Console(width=width))

@@ -488,18 +488,6 @@ def test_help_documents_the_keys(capsys):
         assert name in out
 
 
-def test_what_the_readme_asks_can_be_asked(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(ROOT / "conf" / "hardware" / "h100_80gb.yaml", "mine.yaml")
-    typed = re.findall(r"^python -m bench\.predict (.*?)(?: +#.*)?$", Path(ROOT, "README.md").read_text(), re.MULTILINE)
-    assert typed
-    for arguments in typed:
-        if arguments != "validate":
-            words = arguments.removeprefix("explain ").split()
-            question = read_question(words, dict.fromkeys(predict.OPTION_KEYS), CPU)
-            assert all(build_candidates(settings, question.knobs).to_predict for settings in question.list_sections())
-
-
 def test_overrides_of_a_row_ask_for_that_row(small, capsys):
     for row in (small["sections"][0]["ranked"][0], small["sections"][0]["ranked"][-1]):
         (section,) = data(capsys, *row["overrides"])["sections"]

@@ -31,11 +31,13 @@ from sphinx.util.docutils import SphinxDirective
 ROOT = Path(__file__).resolve().parents[2]
 CACHE_FOLDER = ROOT / "build" / "docs" / "commands"
 NUM_PROCESSES = 2
-TIME_LIMIT_S = 170
+TIME_LIMIT_S = 600
 NOT_EXECUTED = "not executed:"
 """In the info string of a code block, with the reason: its commands are not run by any test."""
 
-BLOCK_PATTERN = re.compile(r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE)
+BLOCK_PATTERN = re.compile(
+    r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE
+)
 COMMAND_PATTERN = re.compile(r"^(?:\$ )?((?:python -m bench(?:\.|\s|$)|fsdp-bench\b|make\b|python -m tests\.).*)$")
 
 logger = logging.getLogger(__name__)

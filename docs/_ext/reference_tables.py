@@ -57,7 +57,11 @@ def list_command_modules() -> list[str]:
     """Modules of ``bench`` that are commands: those with a `main` that is run as ``python -m bench.NAME``."""
     names = []
     for info in pkgutil.iter_modules(bench.__path__):
-        path = Path(bench.__path__[0], info.name, "__main__.py") if info.ispkg else Path(bench.__path__[0], f"{info.name}.py")
+        path = (
+            Path(bench.__path__[0], info.name, "__main__.py")
+            if info.ispkg
+            else Path(bench.__path__[0], f"{info.name}.py")
+        )
         if not info.name.startswith("_") and path.is_file() and 'if __name__ == "__main__"' in path.read_text():
             names.append(f"bench.{info.name}")
     return names
@@ -98,7 +102,9 @@ def _read_attribute_docs(cls: type) -> dict[str, str]:
             analyzer = ModuleAnalyzer.for_module(base.__module__)
             analyzer.analyze()
             docs |= {
-                name: " ".join(lines).strip() for (owner, name), lines in analyzer.attr_docs.items() if owner == base.__qualname__
+                name: " ".join(lines).strip()
+                for (owner, name), lines in analyzer.attr_docs.items()
+                if owner == base.__qualname__
             }
     return docs
 
@@ -306,7 +312,9 @@ def write_sweeps() -> str:
     for option in list_config_groups()["sweep"]:
         head = _read_head_comment(CONF_FOLDER / "sweep" / f"{option}.yaml").split("\n\n")[0]
         sentence = re.split(r"(?<=[^.\d][.:])\s", " ".join(head.split()))[0].rstrip(":.")
-        sweep_device = yaml.safe_load((CONF_FOLDER / "sweep" / f"{option}.yaml").read_text(encoding="utf-8")).get("device")
+        sweep_device = yaml.safe_load((CONF_FOLDER / "sweep" / f"{option}.yaml").read_text(encoding="utf-8")).get(
+            "device"
+        )
         hardware = "cpu" if sweep_device == "cpu" else "a100_80gb"
         arguments = [f"sweep={option}", "mode=predict", f"hardware={hardware}"]
         request = parse_sweep_request(arguments, multirun=False, device=device)

@@ -39,7 +39,11 @@ def read_rows(store: str) -> list[Record]:
 @functools.cache
 def _read_accuracy() -> dict[str, list[str]]:
     section = ACCURACY_PAGE.read_text(encoding="utf-8").partition("## In short")[2].partition("\n## ")[0]
-    lines = [[cell.strip().strip("*") for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    lines = [
+        [cell.strip().strip("*") for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("|")
+    ]
     return {cells[0]: cells[1:] for cells in lines[2:]}
 
 
@@ -97,7 +101,7 @@ def rehearsed_peaks() -> str:
 def predicted_peaks() -> str:
     """How predicted peaks of memory compare with measured ones, as a sentence's part."""
     errors = [abs(error) for error in _compare_peaks("predicted", "predicted/cpu_memory")]
-    mean = _format_percent(statistics.mean(errors), 2)
+    mean = _format_percent(statistics.mean(errors), 3)
     return f"{len(errors)} compared, {mean} off on average, {_format_percent(max(errors), 2)} at worst"
 
 
@@ -136,7 +140,9 @@ def write_pipelines() -> str:
         formula = (stages - 1) / (stages - 1 + micro_batches * chunks)
         bubble = statistics.median(row["bubble"] for row in group)
         peak_mib = statistics.median(row["peak_allocated_bytes"] for row in group) / 2**20
-        rows.append([schedule, str(micro_batches), f"{bubble:.2f}", f"{formula:.2f}", f"{peak_mib:.1f}", str(len(group))])
+        rows.append(
+            [schedule, str(micro_batches), f"{bubble:.2f}", f"{formula:.2f}", f"{peak_mib:.1f}", str(len(group))]
+        )
     heads = ("schedule", "micro-batches", "measured bubble", "formula, equal stages", "peak, MiB", "runs")
     return _format_table(heads, rows)
 
@@ -151,7 +157,15 @@ def write_frameworks() -> str:
         times_ms = [1000 * row["step_time_median_s"] for row in group]
         spread = statistics.stdev(times_ms) / statistics.mean(times_ms)
         peak = max(row["peak_allocated_bytes"] for row in group)
-        rows.append([f"`{strategy}`", str(len(group)), f"{statistics.median(times_ms):.1f}", _format_percent(spread, 1), f"{peak:,}"])
+        rows.append(
+            [
+                f"`{strategy}`",
+                str(len(group)),
+                f"{statistics.median(times_ms):.1f}",
+                _format_percent(spread, 1),
+                f"{peak:,}",
+            ]
+        )
     return _format_table(("strategy", "runs", "median step, ms", "spread of runs", "peak, bytes"), rows)
 
 
@@ -189,9 +203,7 @@ def _takes_offload(config: Record) -> bool:
 VARIANT_LINES = (
     EvidenceLine("CPU offload", "strategy=fsdp strategy.cpu_offload=true", _takes_offload),
     EvidenceLine("LoRA", "strategy=fsdp finetune=lora", _knob("finetune.name", "lora"), ("peft",)),
-    EvidenceLine(
-        "QLoRA", "strategy=ddp finetune=qlora", _knob("finetune.name", "qlora"), ("peft", "bitsandbytes")
-    ),
+    EvidenceLine("QLoRA", "strategy=ddp finetune=qlora", _knob("finetune.name", "qlora"), ("peft", "bitsandbytes")),
     EvidenceLine(
         "compressed gradients",
         "strategy=ddp strategy.communication_hook=powersgd",
@@ -257,3 +269,39 @@ def is_predictable(typed: str) -> bool:
         return False
     return not isinstance(prediction, Unpredictable)
 
+
+# --- What README.md shows of the default sweep.
+
+SHOWN_RUNS = (("t5_tiny", None), ("t5_mini", 0.27))
+"""Of the default sweep: models, and the memory limit in GiB of the runs that are shown."""
+
+
+def write_default_sweep() -> str:
+    """Lines of the default sweep's table as the terminal shows them, from the committed rows of it."""
+    lines = [("model", "strategy", "ranks x batch", "limit", "status", "ms/step", "peak MiB")]
+    for model, limit_gib in SHOWN_RUNS:
+        rows = [
+            row
+            for row in read_rows("measured/cpu_2core")
+            if (row["model"], row["precision"], row["world_size"]) == (model, "fp32", 4)
+            and (round((row["memory_limit_bytes"] or 0) / 2**30, 2) or None) == limit_gib
+        ]
+        for row in sorted(rows, key=lambda row: (row["strategy"] != "ddp", row["sharding_factor"])):
+            factor = f" F={row['sharding_factor']}" if "hybrid" in row["effective_strategy"] else ""
+            out_of_memory = row["status"] == "oom"
+            lines.append(
+                (
+                    model,
+                    row["effective_strategy"] + factor,
+                    f"{row['world_size']}x{row['batch_size_per_gpu']}",
+                    f"{limit_gib} GiB" if limit_gib else "",
+                    row["status"],
+                    f"in {row['oom_phase']}" if out_of_memory else f"{1000 * row['step_time_median_s']:.1f}",
+                    f"+{row['oom_bytes'] / 2**20:.1f}"
+                    if out_of_memory
+                    else f"{row['peak_allocated_bytes'] / 2**20:.1f}",
+                )
+            )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(line.rstrip() for line in aligned) + "\n"
