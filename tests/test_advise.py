@@ -25,7 +25,7 @@ from bench.config.run_config import build_run_config
 from bench.finetune.base import LoRA, QLoRA
 from bench.planning.request import parse_sweep_request
 from bench.prediction.prediction import PredictedRange
-from tests.conftest import CPU, ROOT
+from tests.conftest import CPU
 from tests.extras import needs
 
 MODEL_OVERRIDES = (

@@ -8,21 +8,17 @@ import itertools
 import json
 import math
 import re
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import predict
-from bench.advice.candidates import build_candidates
 from bench.advice.json_csv import CSV_COLUMNS
-from bench.advice.question import read_question
 from bench.config.compose import compose_config
 from bench.planning import run_predictions
 from bench.planning.request import parse_sweep_request
 from bench.prediction.prediction import MEMORY_PARTS
-from tests.conftest import CPU, ROOT, SMALL_GPT, run_command
+from tests.conftest import CPU, SMALL_GPT, run_command
 
 GPT = ("model=gpt_tiny", "hardware=a100_80gb", "sequence_length=64")
 AT_LEAST_1 = "a whole number of at least 1"

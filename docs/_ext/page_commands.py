@@ -1,8 +1,8 @@
 """Commands on pages: which there are, and the directive ``command``, which runs them and shows what they print.
 
-A page's ``command`` blocks are executed in the order of the page, in a folder of their own with nothing but ``results`` in
-it, while the site is built; one that ends with another exit code than its block says stops the build. Outputs are kept under
-``build/docs/commands`` until the commands of the page or the code change.
+A page's ``command`` blocks are executed in the order of the page, in a folder of their own with nothing but
+``results`` in it, while the site is built; one that ends with another exit code than its block says stops the build.
+Outputs are kept under ``build/docs/commands`` until the commands of the page or the code change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reference pages as Markdown, from the code alone: commands, configuration, columns, sweeps, strategies, Python API."""
+"""Reference pages as Markdown, from the code: commands, configuration, columns, sweeps, strategies, Python API."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-
 from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
 from bench.core.errors import UsageError

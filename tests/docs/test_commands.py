@@ -1,7 +1,8 @@
-"""Every command on a page is executed: here, or by the build of the site (``{command}`` blocks), or on the test cluster.
+"""Every command on a page is executed: here, on the test cluster, or by the build of the site (``{command}`` blocks).
 
 A page's commands run in its order, in a folder of their own, in this process, which has torch imported. ``make`` only
-says what it would do: the targets are those that run these tests. A block that says ``not executed: REASON`` is left out.
+says what it would do: the targets are those that run these tests. A block that says ``not executed: REASON`` is left
+out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""README.md: short, its numbers those of committed rows. `python -m tests.docs.test_readme` rewrites what is generated."""
+"""README.md: short, its numbers those of rows. `python -m tests.docs.test_readme` rewrites what is generated."""
 
 from __future__ import annotations
 
