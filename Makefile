@@ -108,7 +108,7 @@ notebooks: $(VENV)/.installed
 	$(BIN)/python -m bench.notebooks
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs/html
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/docs/html
 
 docs-serve: docs
 	$(BIN)/python -m http.server --directory build/docs/html --bind 127.0.0.1 8000

@@ -364,7 +364,7 @@ def write_strategies() -> str:
 def describe_missing_term(name: str) -> str:
     """Why something that the field has a name for is not offered."""
     (term,) = (term for term in TRAINING_TERMS if term.name == name)
-    return term.missing_reason or term.settings_text
+    return (term.missing_reason or term.settings_text).removeprefix("not offered: ")
 
 
 # --- Python API.
