@@ -67,7 +67,7 @@ class CodeBlock:
         """Its command lines of this suite, continued lines joined, without comments."""
         lines = self.body.replace("\\\n", " ").splitlines()
         matches = [COMMAND_PATTERN.match(line.strip()) for line in lines]
-        return [" ".join(match[1].partition("  #")[0].split()) for match in matches if match]
+        return [" ".join(match[1].partition(" # ")[0].split()) for match in matches if match]
 
 
 def read_code_blocks(path: Path) -> list[CodeBlock]:
