@@ -13,6 +13,8 @@
 # make kills   100 kills at random moments of sweeps, here and on a SLURM of its own: nothing measured may be lost
 # make test-slurm      the tests that need SLURM, and fail without
 # make predictions     predict the sweeps of results/predicted anew, and their figures
+# make docs            build the site of docs/ to build/docs/html: warnings are errors, commands on pages are executed
+# make docs-serve      show it on http://localhost:8000
 # make notebooks       execute the notebooks of analysis/ and render them to build/notebooks/*.html
 # make cluster         bring up a SLURM of two emulated nodes on this machine, see slurm/README.md
 # make cluster-down    take it down and forget it
@@ -25,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PREDICTED := results/predicted
 PAPER  := model_scale prefetch rate_limiter gpt_175b_scale t5_11b_scale memory sharding_factor
 
-.PHONY: install sweep test quick fuzz scale kills test-slurm timing predictions notebooks cluster cluster-down lint types clean
+.PHONY: install sweep test quick fuzz scale kills test-slurm timing predictions docs docs-serve notebooks cluster cluster-down lint types clean
 
 install: $(VENV)/.installed
 
@@ -104,6 +106,12 @@ predictions: $(VENV)/.installed
 
 notebooks: $(VENV)/.installed
 	$(BIN)/python -m bench.notebooks
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/docs/html
+
+docs-serve: docs
+	$(BIN)/python -m http.server --directory build/docs/html --bind 127.0.0.1 8000
 
 cluster:
 	@slurm/test-cluster start

@@ -25,7 +25,7 @@ from bench.config.run_config import build_run_config
 from bench.finetune.base import LoRA, QLoRA
 from bench.planning.request import parse_sweep_request
 from bench.prediction.prediction import PredictedRange
-from tests.conftest import CPU, ROOT
+from tests.conftest import CPU
 from tests.extras import needs
 
 MODEL_OVERRIDES = (
@@ -445,12 +445,6 @@ def test_every_strategy_has_its_line():
     assert all(name.settings_text or name.missing_reason for name in TRAINING_TERMS)
     for line in (line for name in TRAINING_TERMS for line in name.typed_settings):
         compose_config(dict(word.split("=", 1) for word in line.replace("=N", "=1").split()))
-
-
-def test_the_reason_for_what_is_not_offered_is_that_of_the_readme():
-    (int8,) = (name for name in TRAINING_TERMS if name.name == "INT8 training")
-    (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| INT8 training |"))
-    assert f"| {int8.settings_text or int8.missing_reason}. " in row
 
 
 @pytest.mark.parametrize("width", [80, 120])

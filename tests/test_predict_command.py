@@ -8,21 +8,17 @@ import itertools
 import json
 import math
 import re
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import predict
-from bench.advice.candidates import build_candidates
 from bench.advice.json_csv import CSV_COLUMNS
-from bench.advice.question import read_question
 from bench.config.compose import compose_config
 from bench.planning import run_predictions
 from bench.planning.request import parse_sweep_request
 from bench.prediction.prediction import MEMORY_PARTS
-from tests.conftest import CPU, ROOT, SMALL_GPT, run_command
+from tests.conftest import CPU, SMALL_GPT, run_command
 
 GPT = ("model=gpt_tiny", "hardware=a100_80gb", "sequence_length=64")
 AT_LEAST_1 = "a whole number of at least 1"
@@ -486,18 +482,6 @@ def test_help_documents_the_keys(capsys):
     assert code == 0
     for name in ("tokens", "details", "timeline", "format", "top", "validate", "exit code", "sections[]"):
         assert name in out
-
-
-def test_what_the_readme_asks_can_be_asked(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(ROOT / "conf" / "hardware" / "h100_80gb.yaml", "mine.yaml")
-    typed = re.findall(r"^python -m bench\.predict (.*?)(?: +#.*)?$", Path(ROOT, "README.md").read_text(), re.MULTILINE)
-    assert typed
-    for arguments in typed:
-        if arguments != "validate":
-            words = arguments.removeprefix("explain ").split()
-            question = read_question(words, {}, CPU)
-            assert all(build_candidates(settings, question.knobs).to_predict for settings in question.list_sections())
 
 
 def test_overrides_of_a_row_ask_for_that_row(small, capsys):

@@ -31,7 +31,7 @@ PAGE_HEAD = """# Step times on a calibrated machine
 
 Measured rows beside predictions for the calibrated description of the same machine: {calibration}
 
-```
+```bash not executed: takes an hour of a quiet machine
 python -m bench.calibrate hardware=cpu output=FILE                        # this machine
 python -m bench.sweep sweep=cpu_times store=STORE                          # the runs below
 python -m bench.predict validate --measured STORE --hardware FILE          # this page; --output writes it

@@ -1,0 +1,107 @@
+"""README.md: short, its numbers those of rows. `python -m tests.docs.test_readme` rewrites what is generated."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import textwrap
+
+import pytest
+import row_numbers
+
+from bench import predict
+from tests.conftest import ROOT
+
+README = ROOT / "README.md"
+MAX_LINES, MAX_LINE_LENGTH = 150, 120
+PREDICT_COMMAND = re.compile(r"^python -m bench\.predict (.*)$", re.MULTILINE)
+
+
+def write_sweep() -> str:
+    return f"```text\n{row_numbers.write_default_sweep()}```\n"
+
+
+def write_predict() -> str:
+    """What the page's command prints: sentences wrapped anew, the table as it is, without what does not fit."""
+    match = PREDICT_COMMAND.search(README.read_text(encoding="utf-8"))
+    assert match
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert predict.main(match[1].split()) == 0
+    advice, table, *_ = (part.splitlines() for part in re.split(r"\n\s*\n", output.getvalue()))
+    first_line, *sentences = advice
+    lines = [first_line, *textwrap.wrap(" ".join(" ".join(sentences).split()), MAX_LINE_LENGTH - 4), "", *table]
+    return "```text\n" + "\n".join(line.rstrip() for line in lines) + "\n```\n"
+
+
+def write_accuracy() -> str:
+    left_out, other_source = "speed, left out", "speed, llm_foundry on H100"
+    lines = [
+        f"Speed, {row_numbers.accuracy(left_out, 'count')} published numbers that were left out of tuning: "
+        f"{row_numbers.accuracy(left_out, 'mean')} off on average, {row_numbers.accuracy(left_out, 'worst')} at worst.",
+        f"Memory on GPUs, {row_numbers.accuracy('memory, allocated', 'count')} published numbers: "
+        f"{row_numbers.accuracy('memory, allocated', 'mean')} off on average, "
+        f"{row_numbers.accuracy('memory, allocated', 'worst')} at worst.",
+        f"Memory on CPU processes, against measured runs: {row_numbers.predicted_peaks()}.",
+        f"Memory on CPU processes, rehearsed against measured: {row_numbers.rehearsed_peaks()}.",
+        f"Step times on a calibrated CPU: {row_numbers.calibrated_step_times()}.",
+        "Speed on a GPU that was not tuned on (H100, with the constants of A100): "
+        f"{row_numbers.accuracy(other_source, 'mean')} off on average, "
+        f"{row_numbers.accuracy(other_source, 'worst')} at worst.",
+    ]
+    return "".join(
+        textwrap.fill(line, MAX_LINE_LENGTH, initial_indent="* ", subsequent_indent="  ") + "\n" for line in lines
+    )
+
+
+GENERATED = {
+    "sweep": write_sweep,
+    "predict": write_predict,
+    "accuracy": write_accuracy,
+    "evidence": row_numbers.write_evidence,
+}
+
+
+def read_section(name: str) -> str:
+    """What lies between the marks of a generated part."""
+    match = re.search(rf"<!-- {name}:.*?-->\n(.*?)<!-- end -->", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert match, f"README.md has lost the marks of its part {name}"
+    return match[1]
+
+
+def rewrite() -> None:
+    for name, write in GENERATED.items():
+        text = README.read_text(encoding="utf-8")
+        start = text.index("-->\n", text.index(f"<!-- {name}:")) + len("-->\n")
+        README.write_text(text[:start] + write() + text[text.index("<!-- end -->", start) :], encoding="utf-8")
+
+
+def test_it_is_short() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_LINES
+    assert [line for line in lines if len(line) > MAX_LINE_LENGTH] == []
+
+
+@pytest.mark.parametrize("name", ["sweep", "predict", "accuracy"])
+def test_its_numbers_are_those_of_rows(name: str) -> None:
+    assert read_section(name) == GENERATED[name]()
+
+
+def test_strategies_have_the_evidence_that_rows_give_them() -> None:
+    shown = read_section("evidence").splitlines()
+    generated = row_numbers.write_evidence().splitlines()
+    with_rows = [line for line in generated if "on demand | ✗" not in line or line in shown]
+    assert shown == with_rows  # a strategy without any row may be left out
+
+
+def test_its_links_lead_somewhere() -> None:
+    text = README.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text) + re.findall(r'src="([^"]+)"', text)
+    local_targets = [target for target in targets if "://" not in target]
+    assert len(local_targets) > 10
+    assert [target for target in local_targets if not (ROOT / target).exists()] == []
+
+
+if __name__ == "__main__":
+    rewrite()
