@@ -29,18 +29,18 @@ def encode_record(record: Mapping[str, Any]) -> str:
     return _encode_json(record, indent=1)
 
 
-def encode_line(record: Mapping[str, Any]) -> str:
-    """The same in one line, without spaces."""
-    return _encode_json(record, separators=(",", ":"))
+def encode_line(value: Any) -> str:
+    """A row, or a value of one, in one line without spaces, as `encode_record` writes values."""
+    return _encode_json(value, separators=(",", ":"))
 
 
-def _encode_json(record: Mapping[str, Any], **options: Any) -> str:
+def _encode_json(value: Any, **options: Any) -> str:
     try:
-        text = json.dumps(record, allow_nan=False, **options)
+        text = json.dumps(value, allow_nan=False, **options)
     except (ValueError, TypeError):
-        text = json.dumps(_to_json_value(record), allow_nan=False, **options)
+        text = json.dumps(_to_json_value(value), allow_nan=False, **options)
     if "\\ud" in text and not _is_unicode(json.loads(text)):
-        text = json.dumps(_to_json_value(record), allow_nan=False, **options)
+        text = json.dumps(_to_json_value(value), allow_nan=False, **options)
     return text
 
 

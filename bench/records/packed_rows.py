@@ -117,7 +117,7 @@ def open_packed_rows(store: str | os.PathLike[str]) -> PackedRows:
     path = os.path.join(store, ROWS_FILE)  # noqa: PTH118 (a path as text)
     try:
         status = os.stat(path)  # noqa: PTH116
-        return _read_packed_rows(path, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        return _read_packed_rows_once(path, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     except (FileNotFoundError, NotADirectoryError):
         return PackedRows(path)
     except PermissionError:
@@ -138,8 +138,21 @@ def find_packed_attempts(store: str | os.PathLike[str], run_id: str) -> dict[int
 
 
 @functools.lru_cache(maxsize=MAX_CACHED_FILES)
-def _read_packed_rows(path: str, file_stamp: tuple[int, ...]) -> PackedRows:
+def _read_packed_rows_once(path: str, file_stamp: tuple[int, ...]) -> PackedRows:
     """Read a file; `file_stamp` tells it from what was there before it was replaced."""
+    return read_packed_rows(path)
+
+
+def read_packed_rows(path: str) -> PackedRows:
+    """Read a file of packed rows, of whatever name.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If it is not a regular file.
+    """
     packed = PackedRows(path)
     with open_data_file(path) as file:
         lines = enumerate(iter(lambda: file.readline(MAX_FILE_BYTES), b""), start=1)
