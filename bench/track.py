@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
+    except PermissionError as error:
+        print(f"{error.filename} cannot be read ({error.strerror}).", file=sys.stderr)
+        return 2
     return _send_store(store, rows, tracker)
 
 

@@ -75,7 +75,7 @@ def open_data_file(path: str | os.PathLike[str]) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError("not a regular file")
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return os.fdopen(descriptor, "rb")
 
 
 def parse_json(data: bytes) -> Any:

@@ -35,6 +35,8 @@ MAX_ATTEMPT = 10**15 - 1
 MAX_CACHED_FILES = 4
 """Files kept in memory as they are, for look-ups of single rows."""
 
+FileStamp = tuple[int, int, int, int]
+
 KeyOrder = dict[str, list[str]]
 """Keys of nested parts in their order, by the path of the part."""
 
@@ -47,13 +49,15 @@ class PackedHeader:
     key_order: KeyOrder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PackedRow:
     """One line: a row of an attempt."""
 
     file: PackedRows
     line_number: int
     line: bytes
+    values: Record | None = None
+    """What the line holds, until it is decoded for the first time: who reads a whole file need not parse it twice."""
 
     @property
     def location(self) -> str:
@@ -71,7 +75,7 @@ class PackedRow:
         if self.file.header is None:
             raise ValueError("the first line of its file is damaged")
         try:
-            section = parse_json(self.line)
+            section, self.values = self.values if self.values is not None else parse_json(self.line), None
             key_order = {**self.file.header.key_order, **_check_key_order(section.pop(KEY_ORDER, {}))}
             return _merge_shared(section, self.file.header.shared, "", key_order)
         except RecursionError:
@@ -93,6 +97,8 @@ class PackedRows:
     """A file of packed rows."""
 
     path: str
+    stamp: FileStamp | None = None
+    """Of the file when it was read."""
     header: PackedHeader | None = None
     """None where there is no file, or its first line is damaged: then no row can be read."""
     rows: dict[str, dict[int, PackedRow]] = field(default_factory=dict)
@@ -100,14 +106,28 @@ class PackedRows:
     problems: list[str] = field(default_factory=list)
     """A sentence on each line that names no attempt, or one that an earlier line has; or on the whole file."""
 
+    @property
+    def readable_rows(self) -> dict[str, dict[int, PackedRow]]:
+        """`rows`, none of them if the first line is damaged."""
+        return {} if self.header is None else self.rows
+
+    def is_current(self) -> bool:
+        """Whether the file is the one that was read."""
+        return self.stamp == _get_file_stamp(self.path)
+
     def list_rows(self) -> Iterator[PackedRow]:
         """Every row, by run_id and attempt."""
         for _, attempts in sorted(self.rows.items()):
             yield from (row for _, row in sorted(attempts.items()))
 
 
-def open_packed_rows(store: str | os.PathLike[str]) -> PackedRows:
+def open_packed_rows(store: str | os.PathLike[str], *, reads_all: bool = False) -> PackedRows:
     """The packed rows of a store; none where it has no such file.
+
+    Parameters
+    ----------
+    reads_all: bool
+        Every row will be decoded once: nothing is kept for later look-ups.
 
     Raises
     ------
@@ -115,15 +135,17 @@ def open_packed_rows(store: str | os.PathLike[str]) -> PackedRows:
         If this account may not read the file.
     """
     path = os.path.join(store, ROWS_FILE)  # noqa: PTH118 (a path as text)
+    stamp = _get_file_stamp(path)
+    if stamp is None:
+        return PackedRows(path)
     try:
-        status = os.stat(path)  # noqa: PTH116
-        return _read_packed_rows_once(path, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    except (FileNotFoundError, NotADirectoryError):
+        return read_packed_rows(path, stamp, keeps_values=True) if reads_all else _read_packed_rows_once(path, stamp)
+    except FileNotFoundError:
         return PackedRows(path)
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
-        return PackedRows(path, problems=[f"{path}: {getattr(error, 'strerror', None) or error}"])
+        return PackedRows(path, stamp, problems=[f"{path}: {getattr(error, 'strerror', None) or error}"])
 
 
 def find_packed_attempts(store: str | os.PathLike[str], run_id: str) -> dict[int, PackedRow]:
@@ -137,13 +159,23 @@ def find_packed_attempts(store: str | os.PathLike[str], run_id: str) -> dict[int
     return open_packed_rows(store).rows.get(run_id, {})
 
 
+def _get_file_stamp(path: str) -> FileStamp | None:
+    """What tells a file from the one that was there before it was replaced; None where there is none."""
+    try:
+        status = os.stat(path)  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:  # a link to itself
+        return (0, 0, 0, 0)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 @functools.lru_cache(maxsize=MAX_CACHED_FILES)
-def _read_packed_rows_once(path: str, file_stamp: tuple[int, ...]) -> PackedRows:
-    """Read a file; `file_stamp` tells it from what was there before it was replaced."""
-    return read_packed_rows(path)
+def _read_packed_rows_once(path: str, stamp: FileStamp) -> PackedRows:
+    return read_packed_rows(path, stamp)
 
 
-def read_packed_rows(path: str) -> PackedRows:
+def read_packed_rows(path: str, stamp: FileStamp | None = None, *, keeps_values: bool = False) -> PackedRows:
     """Read a file of packed rows, of whatever name.
 
     Raises
@@ -153,7 +185,7 @@ def read_packed_rows(path: str) -> PackedRows:
     ValueError
         If it is not a regular file.
     """
-    packed = PackedRows(path)
+    packed = PackedRows(path, stamp)
     with open_data_file(path) as file:
         lines = enumerate(iter(lambda: file.readline(MAX_FILE_BYTES), b""), start=1)
         _, first_line = next(lines, (1, b""))
@@ -163,12 +195,13 @@ def read_packed_rows(path: str) -> PackedRows:
             packed.problems.append(f"{path}:1: {error}; none of its rows can be read")
         for line_number, line in lines:
             try:
-                run_id, attempt = _parse_row_key(line)
+                values = parse_json(line)
+                run_id, attempt = _get_attempt_key(values)
             except ValueError as error:
                 if packed.header is not None:
                     packed.problems.append(f"{path}:{line_number}: {error}")
                 continue
-            row = PackedRow(packed, line_number, line)
+            row = PackedRow(packed, line_number, line, values if keeps_values else None)
             earlier_row = packed.rows.setdefault(run_id, {}).setdefault(attempt, row)
             if earlier_row is not row and packed.header is not None:
                 packed.problems.append(
@@ -200,9 +233,8 @@ def _check_key_order(value: Any) -> KeyOrder:
     return value  # type: ignore[no-any-return]
 
 
-def _parse_row_key(line: bytes) -> tuple[str, int]:
+def _get_attempt_key(content: Any) -> tuple[str, int]:
     """Run and attempt of a line."""
-    content = parse_json(line)
     run_id, attempt = (content.get("run_id"), content.get("attempt")) if isinstance(content, dict) else (None, None)
     if run_id.__class__ is not str or not RUN_ID_PATTERN.match(run_id):
         raise ValueError(f"run_id={format_value(run_id)} is not a run's id (16 hexadecimal digits)")

@@ -19,28 +19,15 @@ from typing import Any
 
 from bench.core.errors import UsageError, invalid_value_error
 from bench.records import sharing
-from bench.records.checking import RUN_ID_PATTERN, check_record
+from bench.records.checking import check_record
 from bench.records.claims import list_claimed_runs
 from bench.records.encoding import encode_line, encode_record, parse_json, read_json
-from bench.records.packed_rows import (
-    KEY_ORDER,
-    PACKED_FORMAT,
-    PACKED_FORMAT_VERSION,
-    ROWS_FILE,
-    KeyOrder,
-    PackedHeader,
-    PackedRows,
-    join_path,
-    open_packed_rows,
-    read_packed_rows,
-)
+from bench.records.packed_encoding import encode_rows
+from bench.records.packed_rows import KEY_ORDER, ROWS_FILE, PackedHeader, PackedRows, open_packed_rows, read_packed_rows
 from bench.records.schema import PREDICTION_ORIGIN, Record, upgrade_record
-from bench.records.store import get_row_path, list_attempts
+from bench.records.store import get_row_path, list_attempts, list_runs
 
 LOCK_FILE = ".pack.lock"
-
-UNSHARED_COLUMNS = ("attempt", "run_id")
-"""Columns that every line has, so that it says which row it is whatever became of the first one."""
 
 REPLACE_OPTION = "--replace-predictions"
 
@@ -129,7 +116,7 @@ def unpack_store(store: Path, output: Path) -> tuple[int, list[str]]:
             raise UsageError(f"The store {store} holds no rows to unpack.{_format_first(unreadable)}")
         texts = {get_row_path(output, *key): encode_record(row) + "\n" for key, row in rows.items()}
         for path, text in texts.items():
-            if path.exists() and path.read_text() != text:
+            if path.exists() and path.read_bytes() != text.encode():
                 raise invalid_value_error("--output", output, f"a folder that has no other row at {path}")
         for path, text in texts.items():
             sharing.make_folder(path.parent)
@@ -163,17 +150,16 @@ def _read_store_rows(store: Path) -> tuple[dict[AttemptKey, Record], list[str]]:
     packed = open_packed_rows(store)
     rows: dict[AttemptKey, Record] = {}
     unreadable = list(packed.problems)
-    run_ids = {name for name in os.listdir(store) if RUN_ID_PATTERN.match(name)} | packed.rows.keys()
-    for run_id in sorted(run_ids):
+    for run_id in list_runs(store):
         for attempt in list_attempts(store, run_id):
             path = get_row_path(store, run_id, attempt)
             try:
-                try:
-                    row = read_json(path)
-                except (FileNotFoundError, NotADirectoryError):
-                    row = packed.rows[run_id][attempt].decode()
+                packed_row = packed.rows.get(run_id, {}).get(attempt)
+                row = packed_row.decode() if packed_row is not None and not path.exists() else read_json(path)
                 _check_packable(row, run_id, attempt)
                 rows[run_id, attempt] = row
+            except FileNotFoundError:
+                unreadable.append(f"{path.parent}: attempt {attempt} is in a file of another name")
             except ValueError as error:
                 unreadable.append(f"{path}: {error}")
     return rows, unreadable
@@ -195,7 +181,15 @@ def _combine_rows(
     *,
     replace_predictions: bool,
 ) -> dict[AttemptKey, Record]:
-    """The rows that are packed afterwards; those that are packed already are the same objects."""
+    """The rows that are packed afterwards; those that are packed already are the same objects.
+
+    Predictions of a run are kept as they are packed if the latest ones say the same.
+
+    Raises
+    ------
+    UsageError
+        If a packed row would be lost, or replaced without being asked to.
+    """
     rows = dict(packed_rows)
     packed_runs: dict[str, dict[int, Record]] = {}
     for (run_id, attempt), row in packed_rows.items():
@@ -205,22 +199,34 @@ def _combine_rows(
             for attempt, row in packed_runs[run_id].items():
                 _require_replaceable(row, store, folder, replace_predictions=replace_predictions)
                 del rows[run_id, attempt]
+    predictions: dict[str, dict[int, Record]] = {}
     for (run_id, attempt), row in store_rows.items():
-        packed_attempts = packed_runs.get(run_id, {})
-        if row["evidence"] == "predicted":
-            if any(_has_same_results(row, packed_row) for packed_row in packed_attempts.values()):
-                continue
-            if replace_predictions:
-                for packed_attempt, packed_row in packed_attempts.items():
-                    if _is_prediction(packed_row) and rows.get((run_id, packed_attempt)) is packed_row:
-                        del rows[run_id, packed_attempt]
-        present_row = rows.setdefault((run_id, attempt), row)
-        if present_row is not row and _encode_sorted(present_row) != _encode_sorted(row):
-            raise UsageError(
-                f"Attempt {attempt} of run {run_id} is packed in {folder} with other values than {store} has: choose "
-                "another folder" + (f", or replace it with {REPLACE_OPTION}." if _is_prediction(present_row) else ".")
-            )
+        if _is_prediction(row):
+            predictions.setdefault(run_id, {})[attempt] = row
+        else:
+            _add_row(rows, row, store, folder)
+    for run_id, attempts in predictions.items():
+        packed_attempts = {attempt: row for attempt, row in packed_runs.get(run_id, {}).items() if _is_prediction(row)}
+        latest_row = attempts[max(attempts)]
+        if packed_attempts and _has_same_results(latest_row, packed_attempts[max(packed_attempts)]):
+            continue
+        if replace_predictions:
+            for attempt in packed_attempts:
+                del rows[run_id, attempt]
+            attempts = {latest_row["attempt"]: latest_row}
+        for row in attempts.values():
+            _add_row(rows, row, store, folder)
     return rows
+
+
+def _add_row(rows: dict[AttemptKey, Record], row: Record, store: Path, folder: Path) -> None:
+    """Add a row of the store to those of the folder, which may have the same one."""
+    present_row = rows.setdefault((row["run_id"], row["attempt"]), row)
+    if present_row is not row and _encode_sorted(present_row) != _encode_sorted(row):
+        raise UsageError(
+            f"Attempt {row['attempt']} of run {row['run_id']} is packed in {folder} with other values than {store} has: "
+            "choose another folder" + (f", or replace it with {REPLACE_OPTION}." if _is_prediction(row) else ".")
+        )
 
 
 def _require_replaceable(row: Record, store: Path, folder: Path, *, replace_predictions: bool) -> None:
@@ -252,123 +258,6 @@ def _has_same_results(row: Record, other_row: Record) -> bool:
 
 def _encode_sorted(row: Record) -> str:
     return json.dumps(json.loads(encode_line(row)), sort_keys=True)
-
-
-# ---- as lines
-
-
-def encode_rows(rows: Sequence[Record], header: PackedHeader | None = None) -> Iterator[str]:
-    """The lines of some rows, the first line before them.
-
-    Parameters
-    ----------
-    rows: sequence of Record
-        As they were written, by run_id and attempt.
-    header: PackedHeader, optional
-        Of these rows' file so far: what it shares stays shared where every row has such a value, if another one, so
-        that lines of rows that are in the file already stay as they are.
-    """
-    sections = [{name: value for name, value in row.items() if name not in UNSHARED_COLUMNS} for row in rows]
-    shared = _collect_shared(sections) if header is None else _keep_shared(header.shared, sections)
-    key_order = {} if header is None else {path: list(keys) for path, keys in header.key_order.items()}
-    for row in rows:
-        _add_key_order(row, "", key_order)
-    yield encode_line(
-        {
-            "format": PACKED_FORMAT,
-            "format_version": PACKED_FORMAT_VERSION,
-            KEY_ORDER: dict(sorted(key_order.items())),
-            "shared": _sort_keys(shared),
-        }
-    )
-    for row in rows:
-        line = _drop_shared(row, shared)
-        other_order: KeyOrder = {}
-        _find_other_order(row, "", key_order, other_order)
-        yield encode_line(_sort_keys({**line, KEY_ORDER: other_order}) if other_order else line)
-
-
-def _collect_shared(sections: Sequence[Record]) -> Record:
-    """Values that all sections have."""
-    shared: Record = {}
-    first_section, *other_sections = sections
-    for key, value in first_section.items():
-        if not all(key in section for section in other_sections):
-            continue
-        values = [value, *(section[key] for section in other_sections)]
-        if all(isinstance(inner, dict) for inner in values):
-            inner_shared = _collect_shared(values)
-            if inner_shared or not any(values):
-                shared[key] = inner_shared
-        elif all(_is_same(value, other) for other in values):
-            shared[key] = value
-    return shared
-
-
-def _keep_shared(shared: Record, sections: Sequence[Record]) -> Record:
-    """What of shared values every section has, if with another value: a line can give one, but not take a key away."""
-    kept: Record = {}
-    for key, value in shared.items():
-        if not all(key in section for section in sections):
-            continue
-        if not isinstance(value, dict):
-            kept[key] = value
-        elif all(isinstance(section[key], dict) for section in sections):
-            inner_shared = _keep_shared(value, [section[key] for section in sections])
-            if inner_shared or not value:
-                kept[key] = inner_shared
-    return kept
-
-
-def _drop_shared(section: Record, shared: Record) -> Record:
-    """A section, keys sorted, without values that it shares."""
-    remaining: Record = {}
-    for key, value in sorted(section.items()):
-        if key not in shared:
-            remaining[key] = _sort_keys(value)
-        elif isinstance(value, dict) and isinstance(shared[key], dict):
-            if inner_remaining := _drop_shared(value, shared[key]):
-                remaining[key] = inner_remaining
-        elif not _is_same(value, shared[key]):
-            remaining[key] = _sort_keys(value)
-    return remaining
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values are one in JSON: 1, 1.0 and true are three."""
-    if value.__class__ is not other.__class__:
-        return False
-    return encode_line(value) == encode_line(other) if isinstance(value, float | list | dict) else bool(value == other)
-
-
-def _sort_keys(value: Any) -> Any:
-    """Sections with their keys sorted. Lists are values, and stay as they are."""
-    return {key: _sort_keys(inner) for key, inner in sorted(value.items())} if isinstance(value, dict) else value
-
-
-def _add_key_order(section: Record, path: str, key_order: KeyOrder) -> None:
-    """Put the keys of a section that are new where it has them: behind the key before."""
-    keys = key_order.setdefault(path, [])
-    known_keys = set(keys)
-    position = 0
-    for key, value in section.items():
-        if key in known_keys:
-            position = keys.index(key) + 1
-        else:
-            keys.insert(position, key)
-            known_keys.add(key)
-            position += 1
-        if isinstance(value, dict):
-            _add_key_order(value, join_path(path, key), key_order)
-
-
-def _find_other_order(section: Record, path: str, key_order: KeyOrder, other_order: KeyOrder) -> None:
-    """Add the keys of parts of a section that are in another order than in `key_order`."""
-    if [key for key in key_order[path] if key in section] != list(section):
-        other_order[path] = list(section)
-    for key, value in section.items():
-        if isinstance(value, dict):
-            _find_other_order(value, join_path(path, key), key_order, other_order)
 
 
 # ---- files

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from bench.core import garbage_collection
 from bench.records.index import StoreIndex
-from bench.records.packed_rows import ROWS_FILE, PackedRow, find_packed_attempts, open_packed_rows
+from bench.records.packed_rows import ROWS_FILE, PackedRow, PackedRows, find_packed_attempts, open_packed_rows
 from bench.records.schema import Record
 from bench.records.store import ATTEMPT_FILE_PATTERN, RUN_ID_PATTERN, find_packed_row, read_row
 
@@ -143,9 +143,9 @@ def _walk_folders(path: Path) -> Iterator[tuple[Sequence[RowSource], list[str]]]
             raise FileNotFoundError(f"no such store: {path}")
         yield [path], []
         return
-    pending_folders = [os.fspath(path)]
+    pending_folders: list[tuple[str, PackedRows | None]] = [(os.fspath(path), None)]
     while pending_folders:
-        folder = pending_folders.pop()
+        folder, store_rows = pending_folders.pop()
         folder_entries: list[os.DirEntry[str]] = []
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             folder_entries += entries
@@ -154,44 +154,49 @@ def _walk_folders(path: Path) -> Iterator[tuple[Sequence[RowSource], list[str]]]
         }
         files = [entry for entry in folder_entries if not _is_folder(entry)]
         sources: dict[int, RowSource] = {}
-        problems = []
+        problems: list[str] = []
+        packed_rows: PackedRows | None = None
         store, folder_name = os.path.split(folder)
         if RUN_ID_PATTERN.match(folder_name):
-            with contextlib.suppress(PermissionError):  # said of the store
-                sources |= find_packed_attempts(
-                    store, folder_name
-                )  # after its files were listed, as packing deletes them
+            sources |= _find_packed_sources(store, folder_name, store_rows)
             foreign_files = sorted(file.path for file in files if not _is_run_file(file.name))
             problems += [f"{format_path(file)}: not a file of this suite" for file in foreign_files]
         else:
             try:
-                packed_rows = open_packed_rows(folder)
-                problems += map(format_path, packed_rows.problems)
-                if packed_rows.header is not None:
-                    subfolders |= {f"{folder}/{run_id}" for run_id in packed_rows.rows}
+                packed_rows = open_packed_rows(folder, reads_all=True)
             except PermissionError as error:
                 problems.append(f"{format_path(str(error.filename))}: {error.strerror}")
-        pending_folders += sorted(subfolders, reverse=True)
+            else:
+                problems += map(format_path, packed_rows.problems)
+                subfolders |= {os.path.join(folder, run_id) for run_id in packed_rows.readable_rows}  # noqa: PTH118
+        pending_folders += [(subfolder, packed_rows) for subfolder in sorted(subfolders, reverse=True)]
         sources |= {int(match[1]): file for file in files if (match := ATTEMPT_FILE_PATTERN.match(file.name))}
         yield [sources[attempt] for attempt in sorted(sources, reverse=True)], problems
 
 
-def _find_readable_attempts(store: str, run_id: str) -> dict[int, PackedRow]:
-    """The packed rows of a run; what is wrong with their file is said of its store."""
-    with contextlib.suppress(PermissionError):
-        packed_rows = open_packed_rows(store)
-        if packed_rows.header is not None:
-            return packed_rows.rows.get(run_id, {})
+def _find_packed_sources(store: str, run_id: str, store_rows: PackedRows | None) -> dict[int, PackedRow]:
+    """The packed rows of a run whose folder has just been listed.
+
+    Packing replaces the packed file before it deletes row files: whatever the list lacks is in the file as it is now.
+
+    Parameters
+    ----------
+    store_rows: PackedRows, optional
+        Those of the store as they were read before.
+    """
+    with contextlib.suppress(PermissionError):  # which is said of the store
+        if store_rows is None or not store_rows.is_current():
+            store_rows = open_packed_rows(store)
+        return store_rows.readable_rows.get(run_id, {})
     return {}
 
 
 def _walk_packed_runs(store: Path) -> Iterator[tuple[Sequence[RowSource], list[str]]]:
     """The packed rows of a store alone."""
-    packed_rows = open_packed_rows(store)
+    packed_rows = open_packed_rows(store, reads_all=True)
     yield [], packed_rows.problems
-    if packed_rows.header is not None:
-        for _, attempts in sorted(packed_rows.rows.items()):
-            yield [attempts[attempt] for attempt in sorted(attempts, reverse=True)], []
+    for _, attempts in sorted(packed_rows.readable_rows.items()):
+        yield [attempts[attempt] for attempt in sorted(attempts, reverse=True)], []
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -24,10 +24,22 @@ from pathlib import Path
 from bench.records import sharing
 from bench.records.checking import RUN_ID_PATTERN, check_record
 from bench.records.encoding import encode_record, read_json
-from bench.records.packed_rows import PackedRow, find_packed_attempts
+from bench.records.packed_rows import PackedRow, find_packed_attempts, open_packed_rows
 from bench.records.schema import FORMAT_VERSION, Record, upgrade_record, validate_record
 
 ATTEMPT_FILE_PATTERN = re.compile(r"^([0-9]{1,15})\.json\Z")
+
+
+def list_runs(store: str | Path) -> list[str]:
+    """The run_id of every run that has a folder or a packed row in a store, sorted.
+
+    Raises
+    ------
+    OSError
+        If there is no such folder, or this account may not read it.
+    """
+    folders = {entry.name for entry in Path(store).iterdir() if RUN_ID_PATTERN.match(entry.name)}
+    return sorted(folders | open_packed_rows(store).rows.keys())
 
 
 def list_attempts(store: str | Path, run_id: str) -> list[int]:
@@ -151,6 +163,25 @@ def read_row(path: str | os.PathLike[str]) -> Record:
     return check_record(upgrade_record(content))
 
 
+def read_row_text(path: str | os.PathLike[str]) -> str:
+    """The text of the file of a row, also if the row is packed and no longer has one.
+
+    Raises
+    ------
+    OSError
+        If there is no such row, or it cannot be read.
+    ValueError
+        If it is packed in a file that is damaged.
+    """
+    try:
+        return Path(path).read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        packed_row = find_packed_row(path)
+        if packed_row is None:
+            raise
+        return encode_record(packed_row.decode()) + "\n"
+
+
 def find_packed_row(path: str | os.PathLike[str]) -> PackedRow | None:
     """The packed row of the attempt whose own file would be `path`, ``<store>/<run_id>/<attempt>.json``.
 
@@ -179,8 +210,10 @@ __all__ = [
     "find_packed_row",
     "get_row_path",
     "list_attempts",
+    "list_runs",
     "lock_run",
     "read_latest_row",
     "read_row",
+    "read_row_text",
     "write_row",
 ]
