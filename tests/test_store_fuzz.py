@@ -28,6 +28,7 @@ from bench.launch.slurm.submissions import JobArray, SubmittedRun
 from bench.rank.row import build_configured_columns, build_environment_columns
 from bench.records import claims
 from bench.records.encoding import encode_record
+from bench.records.packed_rows import ROWS_FILE, open_packed_rows
 from bench.reporting.page.run_details import build_details
 from bench.reporting.tables.table import prepare_table
 from bench.tracking.tracked_run import build_tracked_run
@@ -44,10 +45,10 @@ def examples(count: int) -> settings:
 
 
 def shortest(folder: str, **values: object) -> dict[str, Any]:
-    """The shortest committed row of a folder with some values."""
-    rows = sorted((ROOT / "results" / folder).rglob("0.json"), key=lambda path: (path.stat().st_size, path))
-    found = (json.loads(path.read_text()) for path in rows)
-    return next(row for row in found if values.items() <= row.items())
+    """The shortest committed row of a folder with some values, as it was written."""
+    packed = [open_packed_rows(path.parent) for path in (ROOT / "results" / folder).rglob(ROWS_FILE)]
+    found = (row.decode() for rows in packed for row in rows.list_rows())
+    return min((row for row in found if values.items() <= row.items()), key=lambda row: (len(str(row)), row["run_id"]))
 
 
 REAL = [

@@ -224,8 +224,8 @@ def _add_row(rows: dict[AttemptKey, Record], row: Record, store: Path, folder: P
     present_row = rows.setdefault((row["run_id"], row["attempt"]), row)
     if present_row is not row and _encode_sorted(present_row) != _encode_sorted(row):
         raise UsageError(
-            f"Attempt {row['attempt']} of run {row['run_id']} is packed in {folder} with other values than {store} has: "
-            "choose another folder" + (f", or replace it with {REPLACE_OPTION}." if _is_prediction(row) else ".")
+            f"Attempt {row['attempt']} of run {row['run_id']} is packed in {folder} with other values than {store} has:"
+            " choose another folder" + (f", or replace it with {REPLACE_OPTION}." if _is_prediction(row) else ".")
         )
 
 
