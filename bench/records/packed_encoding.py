@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from bench.records.encoding import encode_line
 from bench.records.packed_rows import (
+    ABSENT,
     KEY_ORDER,
     PACKED_FORMAT,
     PACKED_FORMAT_VERSION,
@@ -28,11 +29,10 @@ def encode_rows(rows: Sequence[Record], header: PackedHeader | None = None) -> I
     rows: sequence of Record
         As they were written, by run_id and attempt.
     header: PackedHeader, optional
-        Of these rows' file so far: what it shares stays shared where every row has such a value, if another one, so
-        that lines of rows that are in the file already stay as they are.
+        Of these rows' file so far: what it shares stays shared, so that lines of rows that are in the file already stay
+        as they are.
     """
-    sections = [{name: value for name, value in row.items() if name not in UNSHARED_COLUMNS} for row in rows]
-    shared = _collect_shared(sections) if header is None else _keep_shared(header.shared, sections)
+    shared = _collect_shared(rows) if header is None else header.shared
     key_order = {} if header is None else {path: list(keys) for path, keys in header.key_order.items()}
     for row in rows:
         _add_key_order(row, "", key_order)
@@ -45,22 +45,24 @@ def encode_rows(rows: Sequence[Record], header: PackedHeader | None = None) -> I
         }
     )
     for row in rows:
-        line = _drop_shared(row, shared)
         other_order: KeyOrder = {}
         _find_other_order(row, "", key_order, other_order)
-        yield encode_line(_sort_keys({**line, KEY_ORDER: other_order}) if other_order else line)
+        absent = sorted(_find_absent(row, shared, ""))
+        line = _drop_shared(row, shared)
+        line |= ({KEY_ORDER: other_order} if other_order else {}) | ({ABSENT: absent} if absent else {})
+        yield encode_line(_sort_keys(line))
 
 
-def _collect_shared(sections: Sequence[Record]) -> Record:
+def _collect_shared(sections: Sequence[Record], unshared: Collection[str] = UNSHARED_COLUMNS) -> Record:
     """Values that all sections have."""
     shared: Record = {}
     first_section, *other_sections = sections
     for key, value in first_section.items():
-        if not all(key in section for section in other_sections):
+        if key in unshared or not all(key in section for section in other_sections):
             continue
         values = [value, *(section[key] for section in other_sections)]
         if all(isinstance(inner, dict) for inner in values):
-            inner_shared = _collect_shared(values)
+            inner_shared = _collect_shared(values, ())
             if inner_shared or not any(values):
                 shared[key] = inner_shared
         elif all(_is_same(value, other) for other in values):
@@ -68,19 +70,13 @@ def _collect_shared(sections: Sequence[Record]) -> Record:
     return shared
 
 
-def _keep_shared(shared: Record, sections: Sequence[Record]) -> Record:
-    """What of shared values every section has, if with another value: a line can give one, but not take a key away."""
-    kept: Record = {}
+def _find_absent(section: Record, shared: Record, path: str) -> Iterator[str]:
+    """Paths of what is shared and a section does not have."""
     for key, value in shared.items():
-        if not all(key in section for section in sections):
-            continue
-        if not isinstance(value, dict):
-            kept[key] = value
-        elif all(isinstance(section[key], dict) for section in sections):
-            inner_shared = _keep_shared(value, [section[key] for section in sections])
-            if inner_shared or not value:
-                kept[key] = inner_shared
-    return kept
+        if key not in section:
+            yield join_path(path, key)
+        elif isinstance(value, dict) and isinstance(section[key], dict):
+            yield from _find_absent(section[key], value, join_path(path, key))
 
 
 def _drop_shared(section: Record, shared: Record) -> Record:

@@ -4,8 +4,8 @@
 
 The first line holds the format, its version, ``shared`` (values that every row has unless its line says otherwise, as
 nested as in the rows) and ``key_order`` (the order of the keys of every nested part, by its path as a JSON Pointer).
-Each further line is a row without its shared values, keys sorted; it has a ``key_order`` of its own for the parts whose
-keys are in another order.
+Each further line is a row without its shared values, keys sorted; ``absent`` names the shared values that it does not
+have, and ``key_order`` the parts whose keys are in another order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ PACKED_FORMAT = "fsdp-bench rows"
 PACKED_FORMAT_VERSION = 1
 
 KEY_ORDER = "key_order"
-"""Field of the first line and of lines of rows; no column of a row may have this name."""
+"""Field of the first line and of lines of rows: keys of nested parts in their order."""
+ABSENT = "absent"
+"""Field of lines of rows: paths of shared values that the row does not have."""
+RESERVED_FIELDS = (ABSENT, KEY_ORDER)
+"""No column of a row may have these names."""
 
 MAX_ATTEMPT = 10**15 - 1
 
@@ -77,7 +81,8 @@ class PackedRow:
         try:
             section, self.values = self.values if self.values is not None else parse_json(self.line), None
             key_order = {**self.file.header.key_order, **_check_key_order(section.pop(KEY_ORDER, {}))}
-            return _merge_shared(section, self.file.header.shared, "", key_order)
+            absent = _check_absent(section.pop(ABSENT, []))
+            return _merge_shared(section, self.file.header.shared, "", key_order, absent)
         except RecursionError:
             raise ValueError("nested too deeply") from None
 
@@ -243,7 +248,13 @@ def _get_attempt_key(content: Any) -> tuple[str, int]:
     return run_id, attempt
 
 
-def _merge_shared(section: Record, shared: Record, path: str, key_order: KeyOrder) -> Record:
+def _check_absent(value: Any) -> frozenset[str]:
+    if value.__class__ is not list or not all(path.__class__ is str for path in value):
+        raise ValueError(f"{ABSENT}={format_value(value)} is not a list of paths")
+    return frozenset(value)
+
+
+def _merge_shared(section: Record, shared: Record, path: str, key_order: KeyOrder, absent: frozenset[str]) -> Record:
     """A part of a row with the values it shares, its keys in their order. What is shared is copied."""
     merged: Record = {}
     for key in chain(key_order.get(path, ()), section, shared):
@@ -254,11 +265,11 @@ def _merge_shared(section: Record, shared: Record, path: str, key_order: KeyOrde
             if value.__class__ is dict:
                 inner_shared = shared.get(key)
                 inner_shared = inner_shared if inner_shared.__class__ is dict else {}
-                value = _merge_shared(value, inner_shared, join_path(path, key), key_order)
-        elif key in shared:
+                value = _merge_shared(value, inner_shared, join_path(path, key), key_order, absent)
+        elif key in shared and not (absent and join_path(path, key) in absent):
             value = shared[key]
             if value.__class__ is dict:
-                value = _merge_shared({}, value, join_path(path, key), key_order)
+                value = _merge_shared({}, value, join_path(path, key), key_order, absent)
             elif value.__class__ is list:
                 value = copy.deepcopy(value)
         else:

@@ -23,7 +23,14 @@ from bench.records.checking import check_record
 from bench.records.claims import list_claimed_runs
 from bench.records.encoding import encode_line, encode_record, parse_json, read_json
 from bench.records.packed_encoding import encode_rows
-from bench.records.packed_rows import KEY_ORDER, ROWS_FILE, PackedHeader, PackedRows, open_packed_rows, read_packed_rows
+from bench.records.packed_rows import (
+    RESERVED_FIELDS,
+    ROWS_FILE,
+    PackedHeader,
+    PackedRows,
+    open_packed_rows,
+    read_packed_rows,
+)
 from bench.records.schema import PREDICTION_ORIGIN, Record, upgrade_record
 from bench.records.store import get_row_path, list_attempts, list_runs
 
@@ -169,8 +176,8 @@ def _check_packable(row: Any, run_id: str, attempt: int) -> None:
     record = check_record(upgrade_record(parse_json(encode_record(row).encode()) if isinstance(row, dict) else row))
     if (record["run_id"], record["attempt"]) != (run_id, attempt):
         raise ValueError(f"it is the row of run {record['run_id']}, attempt {record['attempt']}")
-    if KEY_ORDER in row:
-        raise ValueError(f"it has a column {KEY_ORDER}, which packed rows use otherwise")
+    if reserved := [name for name in RESERVED_FIELDS if name in row]:
+        raise ValueError(f"it has a column {reserved[0]}, which packed rows use otherwise")
 
 
 def _combine_rows(
