@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from hypothesis import strategies as st
 
 from bench import compare, history, records, report
 from bench.core.errors import UsageError
-from bench.records import UnreadableRecordWarning, claims, packed_rows
+from bench.records import UnreadableRecordWarning, claims
 from bench.records.__main__ import main
-from bench.records.encoding import encode_line, encode_record
+from bench.records.encoding import encode_record
 from bench.records.packed_encoding import encode_rows
 from bench.records.packed_rows import ROWS_FILE, read_packed_rows
 from bench.records.packing import pack_store, unpack_store
@@ -608,48 +607,3 @@ def test_a_changed_file_is_read_anew(packed):
     assert records.read_latest_row(packed, run_id) is None
     with pytest.raises(FileNotFoundError):
         records.read_row(records.get_row_path(packed, run_id, 0))
-
-
-# ---- whatever a line or the first one holds
-
-
-@pytest.fixture(scope="module")
-def committed_lines() -> list[bytes]:
-    return (ROOT / "results" / "measured" / "strategies" / ROWS_FILE).read_bytes().splitlines()[:12]
-
-
-@settings(max_examples=150)
-@given(data=st.data())
-def test_whatever_happens_to_the_file_its_rows_are_read_or_left_out(data, committed_lines, tmp_path_factory):
-    folder = tmp_path_factory.getbasetemp() / "fuzzed"
-    folder.mkdir(exist_ok=True)
-    lines = [*committed_lines]
-    for _ in range(data.draw(st.integers(1, 3))):
-        number = data.draw(st.sampled_from([0, 0, *range(len(lines))]))
-        content = lines[number]
-        at = data.draw(st.integers(0, len(content)))
-        if data.draw(st.booleans()):
-            lines[number] = (
-                content[:at] + data.draw(st.binary(max_size=6)) + content[at + data.draw(st.integers(0, 9)) :]
-            )
-            continue
-        try:
-            value = json.loads(content)
-        except ValueError:
-            continue
-        section = value.get("shared", value) if isinstance(value, dict) else None
-        if isinstance(section, dict) and section:
-            key = data.draw(st.sampled_from(sorted(section)))
-            section[key] = data.draw(st.one_of(LEAVES, SECTIONS, st.just(json.loads("[" * 400 + "]" * 400))))
-        lines[number] = encode_line(value).encode()
-    (folder / ROWS_FILE).write_bytes(b"\n".join(lines))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnreadableRecordWarning)
-        frame = records.load(folder)
-    contents = records.read_all_attempts(folder)
-    assert len(frame) <= len(contents.records) <= len(lines)
-    for row in contents.records:
-        assert json.loads(encode_record(row))
-        assert row["run_id"] in records.list_runs(folder)
-        records.read_latest_row(folder, row["run_id"])
-    packed_rows._read_packed_rows_once.cache_clear()
