@@ -12,7 +12,7 @@
 # make test-extras     the tests that need them
 # make kills   100 kills at random moments of sweeps, here and on a SLURM of its own: nothing measured may be lost
 # make test-slurm      the tests that need SLURM, and fail without
-# make predictions     predict the sweeps of results/predicted anew, and their figures
+# make predictions     predict the sweeps of results/predicted anew, and their figures; equal numbers change no row
 # make docs            build the site of docs/ to build/docs/html: warnings are errors, commands on pages are executed
 # make docs-serve      show it on http://localhost:8000
 # make notebooks       execute the notebooks of analysis/ and render them to build/notebooks/*.html
@@ -85,24 +85,30 @@ timing: $(VENV)/.installed
 	$(BIN)/python -m pytest $(TIMING)
 
 predictions: $(VENV)/.installed
-	rm -rf $(PREDICTED)/*/ build/predictions
+	rm -rf build/predictions
 	for sweep in $(PAPER) "sharding_factor model=t5_11b"; do \
 	  $(BIN)/python -m bench.sweep sweep=$$sweep mode=predict hardware=a100_80gb \
-	    store=$(PREDICTED)/a100_80gb report=false || exit; \
+	    store=build/predictions/a100_80gb report=false || exit; \
 	done
 	$(BIN)/python -m bench.sweep sweep=oom_frontier mode=predict hardware=a100_80gb \
-	  store=$(PREDICTED)/oom_frontier report=false
-	$(BIN)/python -m bench.sweep sweep=oom_frontier_cpu mode=predict store=$(PREDICTED)/cpu_frontier report=false
+	  store=build/predictions/oom_frontier report=false
+	$(BIN)/python -m bench.sweep sweep=oom_frontier_cpu mode=predict store=build/predictions/cpu_frontier report=false
 	for model in t5_mini "gpt_mini model.activation=gelu_new"; do \
 	  $(BIN)/python -m bench.sweep sweep=memory_cpu model=$$model mode=predict \
-	    store=$(PREDICTED)/cpu_memory report=false || exit; \
+	    store=build/predictions/cpu_memory report=false || exit; \
 	done
-	$(BIN)/python -m bench.report $(PREDICTED)/a100_80gb --output build/predictions
-	$(BIN)/python -m bench.report $(PREDICTED)/oom_frontier --output build/predictions/frontier
+	for store in a100_80gb oom_frontier cpu_frontier cpu_memory; do \
+	  $(BIN)/python -m bench.records pack build/predictions/$$store --output $(PREDICTED)/$$store \
+	    --replace-predictions || exit; \
+	done
+	$(BIN)/python -m bench.report $(PREDICTED)/a100_80gb --output build/predictions/report
+	$(BIN)/python -m bench.report $(PREDICTED)/oom_frontier --output build/predictions/report/frontier
 	mkdir -p $(PREDICTED)/figures
-	cp build/predictions/figures/paper-*.png build/predictions/figures/sharding-factor-t5-2b-bf16-parameters-64.png \
-	  build/predictions/figures/sharding-factor-t5-11b-bf16-parameters-64.png \
-	  build/predictions/frontier/figures/frontier-*.png $(PREDICTED)/figures/
+	rm -f $(PREDICTED)/figures/*
+	cp build/predictions/report/figures/paper-*.png \
+	  build/predictions/report/figures/sharding-factor-t5-2b-bf16-parameters-64.png \
+	  build/predictions/report/figures/sharding-factor-t5-11b-bf16-parameters-64.png \
+	  build/predictions/report/frontier/figures/frontier-*.png $(PREDICTED)/figures/
 
 notebooks: $(VENV)/.installed
 	$(BIN)/python -m bench.notebooks

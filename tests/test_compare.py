@@ -462,6 +462,7 @@ def test_thresholds_are_percentages(stores, tmp_path):
         (["{a}", "{b}", "--margin", "1"], "--margin=1 is not valid: choose a percentage of at least --threshold=1.5."),
         (["{a}", "{b}", "--false-alarms", "0"], "--false-alarms=0 is not valid"),
         (["{a}", "{b}", "--json", "{row}"], "choose a file that is not the row of a run"),
+        (["{a}", "{b}", "--json", "{a}/rows.jsonl"], "choose a file that is not the row of a run"),
         (["{a}", "{b}", "--markdown", "{a}"], "cannot be written"),
     ],
 )

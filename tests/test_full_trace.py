@@ -29,9 +29,8 @@ TRACE_EVERY_NTH = 9
 
 def iterate_traceable_rows(folder: str) -> Iterator[dict[str, Any]]:
     """Rows that can be traced, in an order that mixes everything."""
-    for run in sorted((MEASURED / folder).iterdir()):
-        row = records.read_latest_row(run.parent, run.name) if run.is_dir() and not run.name.startswith(".") else None
-        if row and row.get("status") == "ok" and row["strategy"] in TRACEABLE_STRATEGIES:
+    for row in records.read_latest_attempts(MEASURED / folder).records:
+        if row["status"] == "ok" and row["strategy"] in TRACEABLE_STRATEGIES:
             yield row
 
 

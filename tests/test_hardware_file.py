@@ -20,6 +20,7 @@ from bench.hardware.detect import DetectedDevice
 from bench.hardware.hardware_file import format_hardware_yaml, read_hardware_file
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
+from bench.records import read_latest_attempts
 from tests.conftest import CPU, ROOT, compose_run_config
 
 H200_FILE = CONF_FOLDER / "hardware" / "h200.yaml"
@@ -73,9 +74,9 @@ def test_identity_is_the_whole_content(described, change):
 
 
 def test_numbers_that_came_later_leave_earlier_predictions_their_identity():
-    rows = sorted((ROOT / "results" / "predicted" / "a100_80gb").glob("*/0.json"))[:5]
+    rows = read_latest_attempts(ROOT / "results" / "predicted" / "a100_80gb").records[:5]
     assert rows
-    for row in map(json.loads, (path.read_text() for path in rows)):
+    for row in rows:
         before = row["config"]["hardware"]["speeds"]["links"]
         row["config"]["hardware"]["speeds"]["links"] = {**before, "gpu_latency": 1.0, "gloo": None}
         assert build_run_config(row["config"]).run_id == row["run_id"]

@@ -22,6 +22,7 @@ from bench.rank.node_health import (
     compute_expected_tflops,
     refuse_unhealthy_node,
 )
+from bench.records import read_latest_attempts
 from tests.conftest import ROOT, compose_run_config
 
 HOSTS = [f"n{number}" for number in range(6)]
@@ -176,8 +177,7 @@ def test_the_check_notes_what_it_found_before_it_refuses() -> None:
 
 
 def test_the_command_shows_slow_nodes_and_says_nothing_of_too_few(tmp_path: Path, capsys: Any) -> None:
-    (row_file,) = list((ROOT / "results/measured/cpu_2core").glob("*/0.json"))[:1]
-    base = json.loads(row_file.read_text())
+    base = read_latest_attempts(ROOT / "results/measured/cpu_2core").records[0]
     for number, host_row in enumerate(make_rows(6, "n3", 0.1)):
         run = f"{number:016x}"
         host_columns = {name: host_row[name] for name in ("step_time_median_s", "hosts")}

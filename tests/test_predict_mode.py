@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable
@@ -251,9 +250,8 @@ def test_the_measured_run_is_another_run(store, monkeypatch, capsys):
     assert "nothing ran" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", sorted(MEASURED.glob("*/0.json")), ids=lambda path: path.parent.name)
-def test_measured_runs_keep_their_names(path):
-    row = json.loads(path.read_text())
+@pytest.mark.parametrize("row", read_latest_attempts(MEASURED).records, ids=lambda row: row["run_id"])
+def test_measured_runs_keep_their_names(row):
     assert build_run_config(row["config"]).run_id == row["run_id"]
 
 

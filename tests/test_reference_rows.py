@@ -57,9 +57,11 @@ def test_a_store_holds_every_run_of_its_sweeps_and_nothing_else(store):
 def test_there_are_no_other_stores_and_one_command_makes_all():
     assert {path.name for path in PREDICTED.iterdir() if path.is_dir()} == {*SWEEPS, "figures"}
     recipe = MAKEFILE.partition("\npredictions:")[2].partition("\n\n")[0]
+    packed = re.findall(r"for store in (.+); do .*\n.*pack build/predictions/\$\$store --output", recipe)[0].split()
     paper = re.findall(r"^PAPER +:= (.+)$", MAKEFILE, re.M)[0].split()
     for store, several in SWEEPS.items():
-        assert f"store=$(PREDICTED)/{store} " in recipe
+        assert f"store=build/predictions/{store} " in recipe
+        assert store in packed
         for typed in several:
             name = typed[0].removeprefix("sweep=")
             assert name in paper or f"sweep={name} " in recipe

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench import records
 from tests.conftest import FULL_SCALE, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -49,8 +50,8 @@ def measured(work: str) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Path:
     """Rows made of one real row: repeats of runs of many numbers of ranks, batches and lengths."""
-    real = sorted((ROOT / "results" / "measured" / "cpu_2core").rglob("0.json"))
-    row: dict[str, Any] = next(row for row in map(json.loads, map(Path.read_text, real)) if row["status"] == "ok")
+    real = records.read_latest_attempts(ROOT / "results" / "measured" / "cpu_2core").records
+    row: dict[str, Any] = next(row for row in real if row["status"] == "ok")
     root, drawn = tmp_path_factory.mktemp("scale"), random.Random(0)
     for number in range(NUM_ROWS):
         varied = {

@@ -27,6 +27,8 @@ from bench.launch.slurm.submissions import JobArray, SubmittedRun
 from bench.rank.row import build_configured_columns, build_environment_columns
 from bench.records import claims
 from bench.records.encoding import encode_record
+from bench.records.packed_encoding import encode_rows
+from bench.records.packed_rows import ROWS_FILE, open_packed_rows
 from bench.reporting.page.run_details import build_details
 from bench.reporting.tables.table import prepare_table
 from bench.tracking.tracked_run import build_tracked_run
@@ -43,10 +45,10 @@ def examples(count: int) -> settings:
 
 
 def shortest(folder: str, **values: object) -> dict[str, Any]:
-    """The shortest committed row of a folder with some values."""
-    rows = sorted((ROOT / "results" / folder).rglob("0.json"), key=lambda path: (path.stat().st_size, path))
-    found = (json.loads(path.read_text()) for path in rows)
-    return next(row for row in found if values.items() <= row.items())
+    """The shortest committed row of a folder with some values, as it was written."""
+    packed = [open_packed_rows(path.parent) for path in (ROOT / "results" / folder).rglob(ROWS_FILE)]
+    found = (row.decode() for rows in packed for row in rows.list_rows())
+    return min((row for row in found if values.items() <= row.items()), key=lambda row: (len(str(row)), row["run_id"]))
 
 
 REAL = [
@@ -190,6 +192,31 @@ def test_commands_read_a_store_with_damaged_rows(contents, most, tmp_path_factor
     page = root / "page"
     assert report.main([str(root), "--output", str(page), "--figures", str(most), "--no-interactive"]) == 0
     capsys.readouterr()
+
+
+PACKED = [*map(json.loads, encode_rows(sorted(REAL, key=lambda row: (row["run_id"], row["attempt"]))))]
+
+
+@examples(150)
+@given(data=st.data())
+def test_damaged_lines_of_packed_rows_are_left_out_or_harmless(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    contents = [as_text(line) for line in PACKED]
+    for number in data.draw(st.lists(st.sampled_from([0, *range(len(PACKED))]), min_size=1, max_size=2)):
+        contents[number] = data.draw(damaged(PACKED[number]))
+    put(folder / ROWS_FILE, b"\n".join(contents))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", records.UnreadableRecordWarning)
+        frame = records.load(folder)
+    rows = records.read_all_attempts(folder).records
+    assert len(frame) <= len(rows) <= b"\n".join(contents).count(b"\n")
+    for row in rows:
+        assert json.loads(encode_record(row))
+        assert row["attempt"] in records.list_attempts(folder, row["run_id"])
+        assert records.read_latest_row(folder, row["run_id"]) is not None
+    if contents[0] == as_text(PACKED[0]):
+        whole = sum(content == as_text(line) for content, line in zip(contents[1:], PACKED[1:], strict=True))
+        assert len(rows) >= whole
 
 
 CLAIM = {"attempt": 0, "owner": {"process": describe_this_process()}, "row": {**ROW, "attempt": 0}}

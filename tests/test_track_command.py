@@ -12,6 +12,7 @@ import pytest
 
 from bench import records, track
 from bench.records import COLUMN_NAMES
+from bench.records.packing import pack_store
 from bench.tracking.attempts import list_all_attempts
 from bench.tracking.tracked_run import build_attempt_id
 from tests.conftest import ROOT
@@ -114,11 +115,18 @@ def test_a_server_gets_every_attempt_once_however_often_it_is_sent(store, monkey
         assert capfd.readouterr().out.startswith("0 sent, 6 there already\n")
         assert set(server.operations[before:]) <= {"Viewer"}
 
+        pack_store(store)
+        assert not list(store.glob("*/0.json"))
+        assert track.main([str(store), "tracker.project=ours"]) == 0
+        assert capfd.readouterr().out.startswith("0 sent, 6 there already\n")
+
         history = {number: dict(run.history) for number, run in server.runs.items()}
         shutil.rmtree(store / ".tracking" / "sent")  # as if every note had been lost
         assert track.main([str(store), "tracker.project=ours"]) == 0
         assert server.runs.keys() == rows.keys()
         assert {number: run.history for number, run in server.runs.items()} == history
+        kept = {artifact.run: artifact for artifact in server.artifacts.values() if artifact.type == "record"}
+        assert {number: artifact.files["record.json"] for number, artifact in kept.items()} == written
         assert server.unknown_requests == []
 
 

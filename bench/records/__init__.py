@@ -8,9 +8,11 @@ from bench.records.store import (
     find_next_attempt,
     get_row_path,
     list_attempts,
+    list_runs,
     lock_run,
     read_latest_row,
     read_row,
+    read_row_text,
     write_row,
 )
 from bench.records.table import to_frame
@@ -29,6 +31,7 @@ __all__ = [
     "find_next_attempt",
     "get_row_path",
     "list_attempts",
+    "list_runs",
     "load",
     "load_published",
     "lock_run",
@@ -37,6 +40,7 @@ __all__ = [
     "read_latest_row",
     "read_published_records",
     "read_row",
+    "read_row_text",
     "to_frame",
     "write_row",
 ]

@@ -86,7 +86,7 @@ class Claim:
                 break
             except FileExistsError:
                 path = get_row_path(self.store, self.run_id, row["attempt"])
-                if path.read_text() == encode_record({"format": FORMAT_VERSION, **row}) + "\n":
+                if path.exists() and path.read_text() == encode_record({"format": FORMAT_VERSION, **row}) + "\n":
                     break  # it was written by an earlier try, which could not say so
                 row["attempt"] = find_next_attempt(self.store, self.run_id)
         self.release()

@@ -12,7 +12,7 @@ import math
 import os
 import stat
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 NON_FINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Texts that stand for numbers."""
@@ -26,12 +26,21 @@ MAX_SHOWN_LENGTH = 60
 
 def encode_record(record: Mapping[str, Any]) -> str:
     """The row as JSON text, ASCII only. Never raises because of a value: what JSON cannot hold is written as text."""
+    return _encode_json(record, indent=1)
+
+
+def encode_line(value: Any) -> str:
+    """A row, or a value of one, in one line without spaces, as `encode_record` writes values."""
+    return _encode_json(value, separators=(",", ":"))
+
+
+def _encode_json(value: Any, **options: Any) -> str:
     try:
-        text = json.dumps(record, indent=1, allow_nan=False)
+        text = json.dumps(value, allow_nan=False, **options)
     except (ValueError, TypeError):
-        text = json.dumps(_to_json_value(record), indent=1, allow_nan=False)
+        text = json.dumps(_to_json_value(value), allow_nan=False, **options)
     if "\\ud" in text and not _is_unicode(json.loads(text)):
-        text = json.dumps(_to_json_value(record), indent=1, allow_nan=False)
+        text = json.dumps(_to_json_value(value), allow_nan=False, **options)
     return text
 
 
@@ -45,16 +54,38 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     ValueError
         If it is not a regular file, too large, not text, not whole JSON, or nested too deeply.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would be waited for
-    try:
-        file_status = os.fstat(descriptor)
-        if not stat.S_ISREG(file_status.st_mode):
-            raise ValueError("not a regular file")
-        if file_status.st_size > MAX_FILE_BYTES:
+    with open_data_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_FILE_BYTES:
             raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MiB")
-        data = b"".join(iter(lambda: os.read(descriptor, file_status.st_size + 1), b""))
-    finally:
+        return parse_json(file.read())
+
+
+def open_data_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file to read it whole.
+
+    Raises
+    ------
+    OSError
+        If it cannot be opened.
+    ValueError
+        If it is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would be waited for
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
+        raise ValueError("not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def parse_json(data: bytes) -> Any:
+    """The value that a JSON text stands for.
+
+    Raises
+    ------
+    ValueError
+        If it is not text, not whole JSON, or nested too deeply.
+    """
     try:
         content = json.loads(data.decode())
     except UnicodeDecodeError as error:

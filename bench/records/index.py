@@ -14,16 +14,18 @@ import hashlib
 import io
 import json
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.records import sharing
-from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION
+from bench.records.packed_rows import PackedRow
+from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION, Record
 from bench.records.store import read_row
 from bench.records.table import build_frame, pack_frame, pack_texts, unpack_frame, unpack_texts
 
@@ -38,6 +40,9 @@ MAX_STALE_SHARE = 0.05
 
 MIN_FILE_AGE_NS = 2_000_000_000
 """A file changed less than this ago may change again without its times showing it, so its row is not indexed yet."""
+
+NEVER_SETTLED = (0, 0, sys.maxsize)
+"""Size and times of what is not indexed."""
 
 
 class StoreIndex:
@@ -57,25 +62,32 @@ class StoreIndex:
         self._row_numbers = {file: number for number, file in enumerate(self._files)}
         self._new_rows: list[list[Any]] = []
 
-    def find_row_number(self, file: os.DirEntry[str] | Path) -> int:
-        """Number of a file's row, which is read unless the index knows it as it is.
+    def find_row_number(self, file: os.DirEntry[str] | Path | PackedRow) -> int:
+        """Number of a file's row, which is read unless the index knows it as it is. Packed rows are not indexed.
 
         Raises
         ------
         ValueError, OSError
             As `bench.records.read_row` does.
         """
-        file_status = file.stat()
+        if isinstance(file, PackedRow):
+            return self._add_row(file.read())
+        try:
+            file_status = file.stat()
+        except FileNotFoundError:
+            return self._add_row(read_row(file))  # it may have been packed since its folder was listed
         file_stamp = [file_status.st_size, file_status.st_mtime_ns, file_status.st_ctime_ns]
         name = os.fspath(file).removeprefix(self._prefix)
         number = self._row_numbers.get(name)
         if number is None or self._file_stamps[number] != file_stamp:
-            record = read_row(file)
-            number = len(self._files)
-            self._files.append(name)
-            self._file_stamps.append(file_stamp)
-            self._new_rows.append([record.get(column) for column in COLUMN_NAMES])
+            number = self._add_row(read_row(file), name, file_stamp)
         return number
+
+    def _add_row(self, record: Record, name: str = "", file_stamp: Sequence[int] = NEVER_SETTLED) -> int:
+        self._files.append(name)
+        self._file_stamps.append(list(file_stamp))
+        self._new_rows.append([record.get(column) for column in COLUMN_NAMES])
+        return len(self._files) - 1
 
     def build_table(self, numbers: list[int]) -> pd.DataFrame:
         """The table of some rows, in their order. Keeps it, where it is long and says much that the index does not."""

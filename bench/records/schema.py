@@ -265,6 +265,28 @@ NESTED_PARTS: dict[str, str] = {
     "source": "published rows: source, figure, provenance, uncertainty, note and the quantity as it was printed",
 }
 
+PREDICTION_ORIGIN = frozenset(
+    {
+        "attempt",  # which try it was
+        "started_at",  # when it was made
+        "finished_at",
+        "setup_s",
+        "git_sha",  # by which code
+        "git_clean",
+        "predictor",
+        "torch_version",  # with which libraries, on which machine
+        "environment",
+        "hosts",
+        "launcher",  # started by what, beside what else
+        "job_id",
+        "concurrent",
+        "concurrent_runs",
+        "load_average",
+    }
+)
+"""What differs between two predictions of one run that are equal: when, where and by what each was made. All other
+columns and parts are the question (`config` and what follows from it, the sweep that asked) or its answer."""
+
 # Version n -> n + 1. A reader of a later version applies these in order, so old rows stay readable.
 UPGRADES: dict[int, Callable[[Record], Record]] = {}
 

@@ -1,5 +1,6 @@
 """The store: one folder per run, one file per attempt, nothing ever overwritten.
 
+    <store>/rows.jsonl                    rows that were packed (`bench.records.packing`); new ones are files beside it
     <store>/<run_id>/<attempt>.json       the row
     <store>/<run_id>/<attempt>.log        what the ranks printed
     <store>/<run_id>/<attempt>.trace.json.gz    profiler trace, where one was asked for
@@ -12,6 +13,7 @@ if the name is taken.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -22,17 +24,31 @@ from pathlib import Path
 from bench.records import sharing
 from bench.records.checking import RUN_ID_PATTERN, check_record
 from bench.records.encoding import encode_record, read_json
+from bench.records.packed_rows import PackedRow, find_packed_attempts, open_packed_rows
 from bench.records.schema import FORMAT_VERSION, Record, upgrade_record, validate_record
 
 ATTEMPT_FILE_PATTERN = re.compile(r"^([0-9]{1,15})\.json\Z")
 
 
+def list_runs(store: str | Path) -> list[str]:
+    """The run_id of every run that has a folder or a packed row in a store, sorted.
+
+    Raises
+    ------
+    OSError
+        If there is no such folder, or this account may not read it.
+    """
+    folders = {entry.name for entry in Path(store).iterdir() if RUN_ID_PATTERN.match(entry.name)}
+    return sorted(folders | open_packed_rows(store).rows.keys())
+
+
 def list_attempts(store: str | Path, run_id: str) -> list[int]:
     """Numbers of the attempts recorded for a run, ascending."""
+    names: list[str] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(Path(store) / run_id)
-        return sorted(int(match[1]) for name in names if (match := ATTEMPT_FILE_PATTERN.match(name)))
-    return []
+    attempts = {int(match[1]) for name in names if (match := ATTEMPT_FILE_PATTERN.match(name))}
+    return sorted(attempts | find_packed_attempts(store, run_id).keys())
 
 
 def find_next_attempt(store: str | Path, run_id: str) -> int:
@@ -41,7 +57,7 @@ def find_next_attempt(store: str | Path, run_id: str) -> int:
 
 
 def get_row_path(store: str | Path, run_id: str, attempt: int) -> Path:
-    """Where the row of one attempt lies."""
+    """Where the row of one attempt lies, unless it is packed; `read_row` of this path reads both."""
     return Path(store) / run_id / f"{attempt}.json"
 
 
@@ -71,6 +87,8 @@ def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | 
     record = {"format": FORMAT_VERSION, **record}
     validate_record(record)
     target_path = get_row_path(store, record["run_id"], record["attempt"])
+    if record["attempt"] in find_packed_attempts(store, record["run_id"]):
+        raise FileExistsError(errno.EEXIST, "this attempt is packed", str(target_path))
     sharing.make_folder(target_path.parent)
     text = encode_record(record) + "\n"
     if reserved_file is None or Path(reserved_file).is_symlink():
@@ -121,7 +139,12 @@ def lock_run(store: str | Path, run_id: str, *, blocking: bool = True) -> Iterat
 
 
 def read_row(path: str | os.PathLike[str]) -> Record:
-    """Read one row file, bring it to the current format and check it.
+    """Read the row of one attempt, from its file or packed, bring it to the current format and check it.
+
+    Parameters
+    ----------
+    path: path
+        ``<store>/<run_id>/<attempt>.json``, or a file of whatever name that holds a row.
 
     Raises
     ------
@@ -130,7 +153,46 @@ def read_row(path: str | os.PathLike[str]) -> Record:
     ValueError
         If it is not a record: torn, foreign, of a later format, or with a value that no row has.
     """
-    return check_record(upgrade_record(read_json(path)))
+    try:
+        content = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        packed_row = find_packed_row(path)
+        if packed_row is None:
+            raise
+        return packed_row.read()
+    return check_record(upgrade_record(content))
+
+
+def read_row_text(path: str | os.PathLike[str]) -> str:
+    """The text of the file of a row, also if the row is packed and no longer has one.
+
+    Raises
+    ------
+    OSError
+        If there is no such row, or it cannot be read.
+    ValueError
+        If it is packed in a file that is damaged.
+    """
+    try:
+        return Path(path).read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        packed_row = find_packed_row(path)
+        if packed_row is None:
+            raise
+        return encode_record(packed_row.decode()) + "\n"
+
+
+def find_packed_row(path: str | os.PathLike[str]) -> PackedRow | None:
+    """The packed row of the attempt whose own file would be `path`, ``<store>/<run_id>/<attempt>.json``.
+
+    Raises
+    ------
+    PermissionError
+        If this account may not read the packed rows.
+    """
+    path = Path(path)
+    match = ATTEMPT_FILE_PATTERN.match(path.name)
+    return find_packed_attempts(path.parent.parent, path.parent.name).get(int(match[1])) if match else None
 
 
 def read_latest_row(store: str | Path, run_id: str) -> Record | None:
@@ -145,10 +207,13 @@ __all__ = [
     "ATTEMPT_FILE_PATTERN",
     "RUN_ID_PATTERN",
     "find_next_attempt",
+    "find_packed_row",
     "get_row_path",
     "list_attempts",
+    "list_runs",
     "lock_run",
     "read_latest_row",
     "read_row",
+    "read_row_text",
     "write_row",
 ]

@@ -16,7 +16,7 @@ PAGE_FILE = "index.html"
 
 
 def list_attempts(store: Path, run_ids: Iterable[str]) -> list[Path]:
-    """The row files of some runs of a store, every attempt."""
+    """The row files of some runs of a store, every attempt. Rows that are packed have none: `read_row` reads both."""
     return [
         records.get_row_path(store, run_id, attempt)
         for run_id in run_ids
@@ -35,7 +35,7 @@ def _find_runs(path: Path) -> Iterator[tuple[Path, str]]:
         yield path.parent, path.name
         return
     for folder, folders, _ in os.walk(path):
-        run_names = sorted(name for name in folders if RUN_ID_PATTERN.match(name))
+        run_names = records.list_runs(folder)
         yield from ((Path(folder), name) for name in run_names)
         folders[:] = sorted(name for name in folders if name not in run_names and not name.startswith("."))
 

@@ -29,7 +29,10 @@ def send_store(store: Path, tracker: Tracker) -> int:
     """
     if not store.is_dir():
         raise UsageError(f"STORE={store} is not valid: choose a folder that a sweep wrote to.")
-    rows = list_all_attempts(store)
+    try:
+        rows = list_all_attempts(store)
+    except PermissionError as error:
+        raise UsageError(f"{error.filename} cannot be read ({error.strerror}).") from None
     if not rows:
         raise UsageError(f"The store {store} holds no rows to send.")
     if not tracker.is_active:

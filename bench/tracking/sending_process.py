@@ -7,6 +7,7 @@ For every run ``{"begin": id}``, then ``{"sent": id, "where": …}`` or ``{"unse
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,12 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import records
+from bench.core.atomic_write import replace_file
 from bench.core.processes import die_with_parent
+from bench.records import sharing
 from bench.tracking.base import TrackerSession, load_tracker
 from bench.tracking.sent_log import log_sent_run, was_sent
 from bench.tracking.tracked_run import TrackedRun, build_tracked_run
 
 MessageWriter = Callable[..., None]
+
+PACKED_ROWS_FOLDER = "rows"
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """Signals that SLURM sends to all processes of a job: whoever ordered decides what they mean."""
@@ -61,13 +66,13 @@ def _handle_request(request: dict[str, Any], write_message: MessageWriter) -> No
 
     with tracker.open_session(folder, offline_reason=request["offline"], fall_back=request["fall_back"]) as session:
         write_once(remark=session.message, offline=session.offline_reason)
-        for run in _load_runs(request, write_message):
+        for run in _load_runs(request, folder, write_message):
             _send_run(run, session, folder, write_message)
             write_once(offline=session.offline_reason)
         write_message(over=True, whereabouts=session.location)
 
 
-def _load_runs(request: dict[str, Any], write_message: MessageWriter) -> Iterator[TrackedRun]:
+def _load_runs(request: dict[str, Any], folder: Path, write_message: MessageWriter) -> Iterator[TrackedRun]:
     for path in map(Path, request["rows"]):
         try:
             record = records.read_row(path)
@@ -77,9 +82,18 @@ def _load_runs(request: dict[str, Any], write_message: MessageWriter) -> Iterato
         if record["evidence"] == "published":
             write_message(unreadable=f"{path}: quoted, not a run")
             continue
-        yield build_tracked_run(record, path)
+        run = build_tracked_run(record, path)
+        yield run if path.exists() else _write_packed_row(run, path, folder)
     for values in request["runs"]:
         yield TrackedRun(**values)
+
+
+def _write_packed_row(run: TrackedRun, path: Path, folder: Path) -> TrackedRun:
+    """The same run with a file of its packed row, in the tracker's folder."""
+    row_path = folder / PACKED_ROWS_FOLDER / f"{run.id}.json"
+    sharing.make_folder(row_path.parent)
+    replace_file(row_path, records.read_row_text(path))
+    return dataclasses.replace(run, files={**run.files, "record.json": str(row_path)})
 
 
 def _send_run(run: TrackedRun, session: TrackerSession, folder: Path, write_message: MessageWriter) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from bench.comparison import RunComparison
 from bench.core.errors import UsageError
+from bench.records.packed_rows import ROWS_FILE
 from bench.records.store import ATTEMPT_FILE_PATTERN, RUN_ID_PATTERN
 from bench.reporting.regressions.data import format_comparison_json
 from bench.reporting.regressions.junit import format_junit_xml
@@ -21,7 +22,8 @@ def write_texts(texts: dict[Path, str]) -> None:
         If a file would replace a row, or cannot be written.
     """
     for path in texts:
-        if ATTEMPT_FILE_PATTERN.match(path.name) and RUN_ID_PATTERN.match(path.absolute().parent.name):
+        is_row = ATTEMPT_FILE_PATTERN.match(path.name) and RUN_ID_PATTERN.match(path.absolute().parent.name)
+        if is_row or path.name == ROWS_FILE:
             raise UsageError(f"{path} is not valid: choose a file that is not the row of a run.")
     for path, text in texts.items():
         try:
