@@ -49,13 +49,12 @@ COLUMNS: tuple[RecordColumn, ...] = (
         "string",
         status="ok, oom, error, timeout, preempted or skipped",
         model="name of the model configuration",
-        family="model family (t5, gpt, mingpt, mpt)",
+        family="model family: the name of its file or installed module, or its module path",
     ),
     *_build_columns("Int64", parameters="number of parameters of the whole model, counted before sharding"),
     *_build_columns(
         "string",
-        strategy="strategy asked for (single, ddp, zero1, fsdp, fsdp1, data_parallel, deepspeed, accelerate, "
-        "lightning, tensor_parallel, pipeline, naive_pipeline)",
+        strategy="strategy asked for: the name of its file or installed module, or its module path",
         effective_strategy="strategy the run really used, with how it shards and, where only adapters are trained, "
         "lora or qlora: fsdp/full_shard_lora",
     ),

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
+from bench.core.presentation import FactorLine, Presentation
+from bench.core.training_guide import TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.strategies import powersgd
 from bench.strategies.base import Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
@@ -50,6 +52,27 @@ COMPRESSION_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class DDPStrategy(Strategy):
     """DDP with the settings of a fair baseline."""
+
+    presentation = Presentation(
+        label="DDP", position=20, colour="#d55e00", factor_line=FactorLine("D", offset_log2=-0.12)
+    )
+    training_terms: ClassVar[tuple[TrainingTerm, ...]] = (
+        TrainingTerm("DDP", ("strategy=ddp",), "a whole copy fits on each GPU"),
+        TrainingTerm(
+            "gradient compression", ("strategy=ddp strategy.communication_hook=bf16",), "DDP waits for the network"
+        ),
+    )
+    training_options: ClassVar[tuple[TrainingOption, ...]] = (
+        TrainingOption(
+            "DDP", {"strategy": "ddp"}, leaves={"DDP": 1, "DDP across nodes": 1, "fewer bytes between nodes": 2}
+        ),
+        TrainingOption(
+            "DDP with gradients compressed to bf16",
+            {"strategy": "ddp", "strategy.communication_hook": "bf16"},
+            "half the bytes; gradients are rounded",
+            leaves={"fewer bytes between nodes": 3},
+        ),
+    )
 
     takes_float8 = True
     single_mixing_reason = (

@@ -12,7 +12,7 @@ from bench.advice.labels import format_gib, format_overrides, join_items
 from bench.advice.reasons import describe_misfit
 from bench.advice.tree.case import GuideCase
 from bench.advice.tree.guidance import CaseGuidance
-from bench.advice.tree.names import TRAINING_TERMS
+from bench.advice.tree.names import list_training_terms
 from bench.advice.tree.options_predicted import RankedOption
 from bench.advice.tree.tree import TREE_SOURCE, adapt_to_device
 from bench.models.blocks import CHECKPOINTING_MODES
@@ -56,10 +56,15 @@ def build_page(guidance: CaseGuidance) -> list[RenderableType]:
 def build_terms_table() -> RenderableType:
     """Every name of the field, and what it is here."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("name", "here", "when"):
+    for heading in ("name", "here", "divides", "when"):
         table.add_column(heading, overflow="fold")
-    for term in TRAINING_TERMS:
-        table.add_row(Text(term.name, style="bold"), term.settings_text or term.missing_reason, term.when_to_use)
+    for term in list_training_terms():
+        table.add_row(
+            Text(term.name, style="bold"),
+            term.settings_text or term.missing_reason,
+            ", ".join(term.divides),
+            term.when_to_use,
+        )
     return table
 
 
