@@ -123,8 +123,11 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
     if config.strategy.timetable is not None:
         return predictor.predict_pipeline(config, build_trace_key(config), timeline=timeline)
-    simulated_rank, plan = _simulate_rank(config, rank_speed.build_rank_speed(config), timeline)
-    memory_prediction = device_memory.predict_memory(config, simulated_rank, plan.host_bytes)
+    simulated_steps = _simulate_period(config, rank_speed.build_rank_speed(config), timeline)
+    largest_step = max(simulated_steps, key=lambda step: step.simulated_rank.peak.size)
+    memory_prediction = device_memory.predict_memory(
+        config, largest_step.simulated_rank, max(step.plan.host_bytes for step in simulated_steps)
+    )
     if config.devices_per_process > 1:
         memory_prediction = dataclasses.replace(
             memory_prediction, others_bytes=round(_simulate_other_device(config).peak.size)
@@ -132,17 +135,40 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     if not host_transfers.is_host_speed_known(config):
         return Prediction(memory_prediction, None)
     if device_memory.is_degraded(memory_prediction):
-        simulated_rank, _ = _simulate_rank(
+        simulated_steps = _simulate_period(
             config, rank_speed.add_allocator_retries(rank_speed.build_rank_speed(config)), timeline
         )
-    return Prediction(memory_prediction, rank_speed.predict_time(config, simulated_rank, memory_prediction))
+    counted_ranks = [(step.count, step.simulated_rank) for step in simulated_steps]
+    return Prediction(memory_prediction, rank_speed.predict_time(config, counted_ranks, memory_prediction))
 
 
-def _simulate_rank(config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool) -> tuple[SimulatedRank, StepPlan]:
-    """The machine after a step, and the plan that was followed."""
+@dataclasses.dataclass(frozen=True)
+class SimulatedStep:
+    """A step that was simulated, for all steps of a period that are like it."""
+
+    count: int
+    simulated_rank: SimulatedRank
+    """After the step."""
+    plan: StepPlan
+    """That was followed."""
+
+
+def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool) -> list[SimulatedStep]:
+    """The different steps of a period, each by itself."""
+    scaled_trace = load_scaled_trace(build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device))
+    counted_plans = config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))
+    return [
+        SimulatedStep(count, _simulate_rank(config, speed, timeline, scaled_trace, plan), plan)
+        for count, plan in counted_plans
+        if count
+    ]
+
+
+def _simulate_rank(
+    config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool, scaled_trace: ScaledTrace, plan: StepPlan
+) -> SimulatedRank:
+    """The rank after a step that follows a plan."""
     key = build_trace_key(config)
-    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(config.sequences_per_device))
-    plan = config.strategy.plan(_build_plan_inputs(config, scaled_trace))
     simulated_rank = SimulatedRank(host_transfers.add_host_transfers(config, speed), timeline=timeline)
     simulated_rank.allocate("micro-batches", device_memory.compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
@@ -154,7 +180,7 @@ def _simulate_rank(config: RunConfig, speed: rank_speed.RankSpeed, timeline: boo
         )
         segments = one_process.build_first_device_segments(segments, batch_segments, config.devices_per_process)
     _simulate_planned_step(config, simulated_rank, plan, segments)
-    return simulated_rank, plan
+    return simulated_rank
 
 
 def _simulate_other_device(config: RunConfig) -> SimulatedRank:

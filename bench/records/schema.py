@@ -82,8 +82,10 @@ COLUMNS: tuple[RecordColumn, ...] = (
         mfu="tflops_per_gpu / dense peak of the precision used; empty where the peak is unknown",
         hfu="hardware_tflops_per_gpu / the same peak",
         tokens_per_second_per_gpu="tokens read per rank and second (T5: encoder and decoder tokens together)",
-        step_time_median_s="median over the timed steps of the slowest rank's time, in seconds",
-        step_time_p95_s="95th percentile of the same, in seconds; from 20 timed steps on",
+        step_time_median_s="median over the timed steps of the slowest rank's time, in seconds; of a strategy whose "
+        "steps are not alike (every k-th averages parameters, say) median over periods of k steps of their mean, as "
+        "predictions are the mean over a period",
+        step_time_p95_s="95th percentile of the same, in seconds; from 20 timed steps (or periods) on",
         step_time_ci_low_s="lower end of the 95 % interval: of the median (order statistics; from 6 timed "
         "steps on), or of the prediction",
         step_time_ci_high_s="upper end of the same interval",

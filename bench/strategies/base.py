@@ -215,6 +215,12 @@ class Strategy(ABC):
         before memory counts, however few warm-up steps are asked for."""
         return self.first_steady_step - 1
 
+    @property
+    def step_period(self) -> int:
+        """Steps of the resolved strategy that repeat: 1 where all are alike. Speed is measured over whole periods, and
+        predicted as the mean over one."""
+        return 1
+
     def count_devices_per_process(self, world_size: int) -> int:
         """Devices that one process of the resolved strategy drives: 1, unless a single process drives them all."""
         return 1
@@ -293,6 +299,16 @@ class Strategy(ABC):
         raise ImpossibleError(
             f"strategy={self.name} states no plan, so it cannot be predicted: choose mode=measure, or give it a `plan`."
         )
+
+    def plan_period(self, inputs: PlanInputs) -> Sequence[tuple[int, StepPlan]]:
+        """The different steps of one period, each with how many of the period's steps are like it.
+
+        Raises
+        ------
+        ImpossibleError
+            If nobody has stated it.
+        """
+        return [(1, self.plan(inputs))]
 
     def plan_stages(self, stages: Sequence[StageUnits], inputs: PlanInputs) -> StagePlan:
         """What a rank of a pipeline holds and reduces for its stages: the plan of strategies that have a timetable.

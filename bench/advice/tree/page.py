@@ -56,14 +56,13 @@ def build_page(guidance: CaseGuidance) -> list[RenderableType]:
 def build_terms_table() -> RenderableType:
     """Every name of the field, and what it is here."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("name", "here", "divides", "when"):
+    for heading in ("name", "here", "when"):
         table.add_column(heading, overflow="fold")
     for term in list_training_terms():
         table.add_row(
             Text(term.name, style="bold"),
             term.settings_text or term.missing_reason,
-            ", ".join(term.divides),
-            term.when_to_use,
+            term.when_to_use + (f"; divides {join_items(list(term.divides))}" if term.divides else ""),
         )
     return table
 

@@ -74,7 +74,6 @@ class DeepSpeedStrategy(Strategy):
             "DeepSpeed ZeRO 0 to 3",
             ("strategy=deepspeed strategy.stage=N",),
             "DeepSpeed's own library is wanted",
-            divides=("what the stage says",),
         ),
         TrainingTerm(
             "CPU offload",
