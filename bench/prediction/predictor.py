@@ -71,7 +71,10 @@ def predict_runs(configs: Sequence[RunConfig]) -> list[Prediction]:
     ImpossibleError
         If a strategy states no plan.
     """
-    keys = [build_cache_key(compute_prediction_id(config), config.model, config.strategy) for config in configs]
+    keys = [
+        build_cache_key(compute_prediction_id(config), config.model, config.strategy, config.finetune)
+        for config in configs
+    ]
     predictions = {
         key: prediction_from_plain(value)
         for key, value in cache.read_entries("prediction", dict.fromkeys(keys)).items()

@@ -189,7 +189,11 @@ COLUMNS: tuple[RecordColumn, ...] = (
         torch_version="version of torch",
     ),
     *_build_columns("boolean", git_clean="code and configuration were as in that commit"),
-    *_build_columns("string", predictor="predicted: version of the predictor, a hash of its code"),
+    *_build_columns(
+        "string",
+        predictor="predicted: version of the predictor: its number, a hyphen, and a hash of the libraries it traces "
+        "and of code that is not the suite's (older rows: a hash of all code)",
+    ),
     *_build_columns(
         "string",
         started_at="UTC time the run started, ISO 8601",
