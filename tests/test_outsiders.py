@@ -1,5 +1,7 @@
-"""A strategy and a model family of outside packages. Installed, they run, are rehearsed, predicted, advised and reported
-under their own names, and no test of something else knows of them."""
+"""A strategy and a model family of outside packages: installed, they run, are rehearsed, predicted, advised, reported.
+
+They do so under their own names, and no test of something else knows of them.
+"""
 
 from __future__ import annotations
 
@@ -120,14 +122,12 @@ def test_memory_is_as_rehearsed_and_as_predicted(
 
 
 @pytest.mark.parametrize("model", ["gpt_tiny", "llama_tiny"])
-def test_averaging_is_part_of_the_peak(model: str, rows: dict[tuple[str, str, str], Record]) -> None:
-    """A buffer of all parameters, beside them: it is there in one step of three."""
-    averaging, plain = (rows[model, strategy, "measured"] for strategy in ("local_sgd", "ddp"))
-    peaks = (row["prediction"]["memory"]["phase_peaks_bytes"]["optimizer"] for row in (
-        rows[model, strategy, "predicted"] for strategy in ("local_sgd", "ddp")))  # fmt: skip
-    more = next(peaks) - next(peaks)
-    assert more == pytest.approx(4 * averaging["parameters"], rel=0.02)
-    assert averaging["peak_allocated_bytes"] >= plain["peak_allocated_bytes"]
+def test_averaging_is_part_of_the_predicted_peaks(model: str, rows: dict[tuple[str, str, str], Record]) -> None:
+    """A buffer of all parameters, beside them, in one step of three: where the optimizer steps."""
+    averaging, plain = (rows[model, strategy, "predicted"] for strategy in ("local_sgd", "ddp"))
+    peaks = [row["prediction"]["memory"]["phase_peaks_bytes"] for row in (averaging, plain)]
+    assert peaks[0]["optimizer"] - peaks[1]["optimizer"] == pytest.approx(4 * averaging["parameters"], rel=0.01)
+    assert peaks[0]["forward"] == peaks[1]["forward"]
 
 
 def train_by_hand(config: RunConfig, num_steps: int) -> list[float]:

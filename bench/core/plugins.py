@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import pkgutil
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,6 @@ from bench.core.errors import invalid_value_error
 ENTRY_POINT_GROUPS = {
     "bench.strategies": "fsdp_bench.strategies",
     "bench.models": "fsdp_bench.families",
-    "bench.finetune": "fsdp_bench.finetunes",
     "bench.tracking": "fsdp_bench.trackers",
 }
 """Groups of entry points in which installed packages name further modules of the suite's packages."""
@@ -30,6 +30,8 @@ ENTRY_POINT_GROUPS = {
 @functools.cache
 def list_entry_points(package_name: str) -> dict[str, str]:
     """Module paths that installed packages offer beside those of a package of the suite, by name."""
+    if package_name not in ENTRY_POINT_GROUPS:
+        return {}
     entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUPS[package_name])
     return {entry_point.name: entry_point.module for entry_point in sorted(entry_points, key=lambda point: point.value)}
 
@@ -119,9 +121,10 @@ def find_module_path(name: str, package: ModuleType) -> str:
     """The path of the module that a name stands for, whether or not there is one."""
     if "." in name:
         return name.lstrip(".")
-    own_names = {info.name for info in pkgutil.iter_modules(package.__path__)}
-    installed_modules = {} if name in own_names else list_entry_points(package.__name__)
-    return installed_modules.get(name, f"{package.__name__}.{name}")
+    own_path = f"{package.__name__}.{name}"
+    installed_path = list_entry_points(package.__name__).get(name, own_path)
+    has_own_module = own_path in sys.modules or (installed_path != own_path and importlib.util.find_spec(own_path))
+    return own_path if has_own_module else installed_path
 
 
 def _defines_subclass(module_path: str, base_class: Any) -> bool:

@@ -70,7 +70,8 @@ def load_finetune(name: str) -> type[Finetune]:
         If there is none of this name.
     """
     package = sys.modules[__package__]
-    require_choice("finetune.name", name, plugins.list_plugin_names(package, Finetune))
+    if "." in name:
+        require_choice("finetune.name", name, plugins.list_plugin_names(package, Finetune))
     finetune_class: type[Finetune] = plugins.find_plugin_class("finetune.name", name, package, Finetune)
     return finetune_class
 

@@ -17,7 +17,7 @@ from bench.prediction.pipeline import predictor, stages
 from bench.prediction.prediction import Prediction, prediction_from_plain, prediction_to_plain
 from bench.prediction.simulation import device_memory, one_process
 from bench.prediction.simulation.parameter_layout import ParameterLayout, build_parameter_layout
-from bench.prediction.simulation.simulated_rank import SimulatedRank
+from bench.prediction.simulation.simulated_rank import SimulatedRank, round_parts
 from bench.prediction.simulation.step import simulate_step
 from bench.prediction.trace.scaled_trace import (
     ScaledTrace,
@@ -130,6 +130,11 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     largest_step = max(simulated_steps, key=lambda step: step.simulated_rank.peak.size)
     memory_prediction = device_memory.predict_memory(
         config, largest_step.simulated_rank, max(step.plan.host_bytes for step in simulated_steps)
+    )
+    phase_peaks = [round_parts(step.simulated_rank.phase_peaks) for step in simulated_steps]
+    memory_prediction = dataclasses.replace(
+        memory_prediction,
+        phase_peaks={phase: max(peaks[phase] for peaks in phase_peaks) for phase in memory_prediction.phase_peaks},
     )
     if config.devices_per_process > 1:
         memory_prediction = dataclasses.replace(
