@@ -17,14 +17,16 @@ from bench.advice.ranking import CandidateRanking
 from bench.advice.tree.agreement import describe_agreement
 from bench.advice.tree.answers import ANSWER_FUNCTIONS
 from bench.advice.tree.guidance import build_guidance
-from bench.advice.tree.names import TRAINING_TERMS
-from bench.advice.tree.options import PIPELINE
+from bench.advice.tree.names import list_training_terms
+from bench.advice.tree.options import list_training_options
 from bench.advice.tree.tree import ANY_ANSWER, DECISION_TREE, TreeLeaf, TreeNode
-from bench.config.compose import compose_config, list_config_groups
+from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
-from bench.finetune.base import LoRA, QLoRA
+from bench.finetune.lora import LoRA
+from bench.finetune.qlora import QLoRA
 from bench.planning.request import parse_sweep_request
 from bench.prediction.prediction import PredictedRange
+from bench.strategies import list_strategies
 from tests.conftest import CPU
 from tests.extras import needs
 
@@ -433,17 +435,18 @@ def test_the_tree_is_complete():
 )
 def test_a_pipeline_is_filled_by_what_divides_its_sequences(batch, micro_batches):
     """About four micro-batches a stage, whatever the batch."""
-    settings = PIPELINE.fill_settings(gpus=8, gpus_per_node=8, requested_batch=batch)
+    (pipeline,) = (option for option in list_training_options() if option.name == "pipeline parallelism")
+    settings = pipeline.fill_settings(gpus=8, gpus_per_node=8, requested_batch=batch)
     assert settings["strategy.micro_batches"] == str(micro_batches)
     typed = {**settings, "gpus": "8", "model": "gpt_125m", "hardware": "a100_80gb", "mode": "predict"}
     build_run_config(compose_config({**typed, "batch_size_per_gpu": str(batch or 4)}))
 
 
 def test_every_strategy_has_its_line():
-    typed = {word for name in TRAINING_TERMS for line in name.typed_settings for word in line.split()}
-    assert {f"strategy={name}" for name in list_config_groups()["strategy"]} <= typed
-    assert all(name.settings_text or name.missing_reason for name in TRAINING_TERMS)
-    for line in (line for name in TRAINING_TERMS for line in name.typed_settings):
+    typed = {word for name in list_training_terms() for line in name.typed_settings for word in line.split()}
+    assert {f"strategy={name}" for name in list_strategies()} <= typed
+    assert all(name.settings_text or name.missing_reason for name in list_training_terms())
+    for line in (line for name in list_training_terms() for line in name.typed_settings):
         compose_config(dict(word.split("=", 1) for word in line.replace("=N", "=1").split()))
 
 
@@ -521,5 +524,5 @@ def test_a_mistake_earns_one_sentence(typed, capsys):
 def test_names(capsys):
     code, out, _ = run_advise(capsys, "names")
     assert code == 0
-    for name in TRAINING_TERMS:
+    for name in list_training_terms():
         assert name.name.split(",")[0] in out

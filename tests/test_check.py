@@ -22,7 +22,6 @@ from bench.checks.result import FAILED, NOT_RUN, PASSED, CheckResult, build_resu
 from bench.checks.runs import CheckRun
 from bench.checks.session import CheckReport
 from bench.checks.timing import check_profile, time_loop
-from bench.config.compose import list_config_groups
 from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
 from tests.conftest import CPU, compose_run_config, run_command
@@ -40,7 +39,7 @@ def test_a_cpu_passes(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["passed"] is True
     by_name = {result["name"]: result for result in report["checks"]}
-    for strategy in list_config_groups()["strategy"]:
+    for strategy in losses.list_comparable_strategies():
         expected = {NOT_RUN, PASSED} if strategy in (*LIBRARIES, "data_parallel") else {PASSED}
         assert by_name[f"losses: {strategy} gpt"]["status"] in expected, strategy
     ran = [name for name in by_name if not name.startswith("losses")]
@@ -78,7 +77,7 @@ def test_losses_that_differ_fail() -> None:
 
 def test_every_strategy_is_asked_on_as_many_gpus_as_there_are() -> None:
     runs = losses.build_loss_runs(GPU_DEVICE)
-    assert {name.partition(" ")[0] for name in runs} == set(list_config_groups()["strategy"])
+    assert {name.partition(" ")[0] for name in runs} == set(losses.list_comparable_strategies())
     assert "gpus=4" in runs["ddp t5"]
     assert {name for name in runs if name.endswith("t5")} == {f"{name} t5" for name in losses.T5_STRATEGIES}
     assert "gpus=1" in runs["single t5"]

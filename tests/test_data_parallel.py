@@ -24,7 +24,7 @@ from bench.models.base import checkpoint_blocks
 from bench.models.materialize import Materializer
 from bench.prediction.cost import rank_speed
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
-from bench.prediction.predictor import _simulate_rank, predict_run
+from bench.prediction.predictor import _simulate_period, predict_run
 from bench.rank.memory_probe import CpuMemoryProbe
 from bench.strategies.data_parallel import AutocastModule
 from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
@@ -180,7 +180,8 @@ def test_a_step_leaves_what_it_found(micro_batches: int, batch: int) -> None:
         *("gpus=4", f"gradient_accumulation={micro_batches}", "gradient_accumulation_sync=true", "mode=predict"),
         f"batch_size_per_gpu={batch}",
     )
-    simulated_rank, plan = _simulate_rank(config, rank_speed.build_rank_speed(config), False)
+    (simulated_step,) = _simulate_period(config, rank_speed.build_rank_speed(config), False)
+    simulated_rank, plan = simulated_step.simulated_rank, simulated_step.plan
     kept_bytes = sum(
         size
         for size, part in simulated_rank._allocations.values()

@@ -209,12 +209,17 @@ def test_a_trace_that_cannot_be_written_loses_no_measurement(
 
 
 @pytest.mark.parametrize(
-    ("observed", "requested_warmup_steps", "steady", "untimed"),
-    [(2, 2, 4, 4), (2, 5, 4, 7), (0, 2, None, 3), (0, 5, None, 5)],
-    ids=["cpu", "cpu, longer", "gpu", "gpu, longer"],
+    ("observed", "requested_warmup_steps", "period", "steady", "untimed"),
+    [(2, 2, 1, 4, 4), (2, 5, 1, 4, 7), (0, 2, 1, None, 3), (0, 5, 1, None, 5), (2, 2, 3, 4, 6), (0, 2, 3, None, 3)],
+    ids=["cpu", "cpu, longer", "gpu", "gpu, longer", "cpu, every third step unlike", "gpu, every third step unlike"],
 )
 def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
-    observed: int, requested_warmup_steps: int, steady: int | None, untimed: int, monkeypatch: pytest.MonkeyPatch
+    observed: int,
+    requested_warmup_steps: int,
+    period: int,
+    steady: int | None,
+    untimed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps: list[torch.Tensor] = []
     seen: dict[str, int] = {}
@@ -227,7 +232,7 @@ def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
     )
     engine: Any = types.SimpleNamespace(
         step=lambda micro_batches: steps.append(torch.zeros(())) or steps[-1],
-        strategy=types.SimpleNamespace(steps_before_steady=3),
+        strategy=types.SimpleNamespace(steps_before_steady=3, step_period=period),
         scaler=types.SimpleNamespace(get_scale=lambda: 1.0),
         stepper=types.SimpleNamespace(start_timed_steps=lambda: None, collect_busy_spans=lambda: None),
         count_skipped_steps=lambda before: 0,
@@ -235,7 +240,7 @@ def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
     waits: list[int] = []
     monkeypatch.setattr(timed_loop, "build_memory_probe", lambda devices, unmeasured_work: probe)
     monkeypatch.setattr(timed_loop, "wait_for_gloo_threads", lambda: waits.append(len(steps)))
-    timed_loop.measure_rank(
+    samples = timed_loop.measure_rank(
         lambda: (engine, []),
         [torch.device("cpu")],
         started_at=time.perf_counter(),
@@ -249,7 +254,10 @@ def test_steps_unlike_the_later_ones_neither_count_for_memory_nor_are_timed(
         agree_on_steps=lambda number: number,
     )
     assert seen == ({} if steady is None else {"steady": steady}) | {"untimed": untimed}
-    assert waits == list(range(steady or 0)), "each step that is observed begins when gloo's threads have nothing to do"
+    assert len(samples.step_times_s) == (2 if period == 1 else 3), "whole periods"
+    assert waits == list(range((steady or 1 - period) + period - 1)), (
+        "each step that is observed begins when gloo's threads have nothing to do"
+    )
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -279,7 +287,7 @@ def test_a_step_that_is_skipped_under_the_profiler_is_no_timed_one(
     scales = [2.0**16]
     engine: Any = types.SimpleNamespace(
         step=lambda micro_batches: torch.zeros(()),
-        strategy=types.SimpleNamespace(steps_before_steady=0),
+        strategy=types.SimpleNamespace(steps_before_steady=0, step_period=1),
         scaler=types.SimpleNamespace(get_scale=lambda: scales[-1]),
         stepper=types.SimpleNamespace(start_timed_steps=lambda: None, collect_busy_spans=lambda: None),
         count_skipped_steps=lambda before: Engine.count_skipped_steps(engine, before),

@@ -53,11 +53,21 @@ LARGE = [
 MINGPT = ("model=gpt_tiny", "model.family=mingpt", "model.num_layers=3", "sequence_length=20")
 NARROW_T5 = ("model=t5_tiny", "model.d_model=64", "model.d_ff=2001", "model.vocabulary_size=500", "sequence_length=30")
 LLAMA = (
-    *("model=gpt_tiny", "model.family=tests.llama_family", "model.activation=silu", "model.intermediate_size=256"),
+    *(
+        "model=gpt_tiny",
+        "model.family=tests.outsiders.llama.llama_family.family",
+        "model.activation=silu",
+        "model.intermediate_size=256",
+    ),
     *("model.vocabulary_size=3001", "model.hidden_size=96", "model.num_layers=5", "sequence_length=33"),
 )
 MISTRAL = (
-    *("model=gpt_tiny", "model.family=tests.llama_family", "model.activation=silu", "model.intermediate_size=14336"),
+    *(
+        "model=gpt_tiny",
+        "model.family=tests.outsiders.llama.llama_family.family",
+        "model.activation=silu",
+        "model.intermediate_size=14336",
+    ),
     *("model.vocabulary_size=32000", "model.hidden_size=4096", "model.num_layers=32", "model.num_heads=32"),
     *("+model.num_key_value_heads=8", "model.block_size=4096", "sequence_length=4096"),
     *("precision=bf16_pure", "activation_checkpointing=full", "optimizer.implementation=foreach"),

@@ -78,7 +78,7 @@ def test_a_prediction_is_made_once(empty_cache, monkeypatch):
 def test_a_change_of_the_predictor_forgets_everything(empty_cache, monkeypatch):
     run = config()
     predict_run(run)
-    monkeypatch.setattr(cache, "compute_predictor_version", lambda *_: "another")
+    monkeypatch.setattr(cache, "compute_code_hash", lambda: "another")
     assert cache.read_entries("prediction", [predictor.compute_prediction_id(run)]) == {}
     cache.write_entries("prediction", {"x": 1})
     monkeypatch.undo()
@@ -96,13 +96,15 @@ def test_another_version_of_a_library_is_another_predictor_of_runs_that_need_it(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == "peft" else installed(name))
     plain, before = (
         version.compute_predictor_version(),
-        cache.compute_predictor_version(version.OPTIONAL_TRACED_PACKAGES),
+        version.compute_code_hash(),
     )
     version.compute_predictor_version.cache_clear()
     assert version.compute_predictor_version() == plain
-    assert cache.compute_predictor_version(version.OPTIONAL_TRACED_PACKAGES) != before
+    version.compute_code_hash.cache_clear()
+    assert version.compute_code_hash() != before
     assert not is_current_result(row, dataclasses.replace(adapted, mode="predict"))
     version.compute_predictor_version.cache_clear()
+    version.compute_code_hash.cache_clear()
 
 
 @needs("torchao")

@@ -453,7 +453,7 @@ def lab(colour: str, matrix) -> np.ndarray:
 def test_colours_of_the_variants_differ_for_everyone(blindness):
     main_kinds = ("ddp", "fsdp/full_replication", "fsdp/hybrid_shard", "fsdp/full_shard", "fsdp/unsharded")
     for one, two in itertools.combinations(main_kinds, 2):
-        seen = [lab(style.STRATEGY_COLOURS[kind], BLINDNESS[blindness]) for kind in (one, two)]
+        seen = [lab(style.find_strategy_colour(kind), BLINDNESS[blindness]) for kind in (one, two)]
         assert np.linalg.norm(seen[0] - seen[1]) > 10, (one, two)
 
 

@@ -67,7 +67,7 @@ def test_points_of_the_committed_strategies_can_be_told_apart(committed: pd.Data
     ],
 )
 def test_adapters_are_a_shade_of_their_strategy(committed: pd.DataFrame, adapters: str, kind: str) -> None:
-    colour, base = style.build_palette(committed["variant_key"])[adapters].colour, style.STRATEGY_COLOURS[kind]
+    colour, base = style.build_palette(committed["variant_key"])[adapters].colour, style.find_strategy_colour(kind)
     added = [(own - one) / (1 - one) for own, one in zip(to_rgb(colour), to_rgb(base), strict=True)]
     assert added == pytest.approx([added[0]] * 3, abs=0.01)
     assert added[0] > 0.1

@@ -8,8 +8,9 @@ from importlib import resources
 
 from bench.checks.result import NOT_RUN, CheckResult
 from bench.checks.runs import SHORT_RUN_SETTINGS, CheckRun
-from bench.config.compose import list_config_groups
+from bench.config.compose import compose_config, list_config_groups
 from bench.hardware.detect import DetectedDevice
+from bench.strategies import load_strategy
 
 GLOBAL_BATCH = 8
 """Sequences per step, however many ranks share them: what a loss depends on."""
@@ -40,7 +41,7 @@ def build_loss_runs(device: DetectedDevice) -> dict[str, tuple[str, ...]]:
     )
     runs: dict[str, tuple[str, ...]] = {}
     for family, model in MODEL_BY_FAMILY.items():
-        for strategy in T5_STRATEGIES if family == "t5" else list_config_groups()["strategy"]:
+        for strategy in T5_STRATEGIES if family == "t5" else list_comparable_strategies():
             gpus = 1 if strategy == "single" else world_size
             runs[f"{strategy} {family}"] = (
                 f"model={model}",
@@ -50,6 +51,14 @@ def build_loss_runs(device: DetectedDevice) -> dict[str, tuple[str, ...]]:
                 *LOSS_RUN_SETTINGS,
             )
     return runs
+
+
+def list_comparable_strategies() -> list[str]:
+    """The options whose losses are those of one process."""
+    names = {
+        option: compose_config({"strategy": option})["strategy"]["name"] for option in list_config_groups()["strategy"]
+    }
+    return [option for option, name in names.items() if load_strategy(name).trains_as_one_process]
 
 
 def load_reference_losses() -> dict[str, list[float]]:

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from bench.core.errors import ImpossibleError, UsageError, invalid_value_error, shorten_text
 from bench.core.installation import DATA_FOLDER
+from bench.core.plugins import list_installed_conf_folders
 from bench.core.yaml_files import read_plain_yaml
 from bench.hardware.hardware_file import YAML_SUFFIX, hardware_to_dict, read_hardware_file, scale_device_memory
 
@@ -63,12 +64,24 @@ ANY_KEY = "*"
 
 @functools.cache
 def list_config_groups() -> dict[str, list[str]]:
-    """The configuration groups and their options, as the folders under ``conf`` say."""
+    """The configuration groups and their options, as the folders under ``conf`` say: the suite's, and for the same
+    groups those that installed packages bring."""
     return {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        folder.name: sorted({file.stem for conf in _list_conf_folders() for file in conf.glob(f"{folder.name}/*.yaml")})
         for folder in sorted(CONF_FOLDER.iterdir())
         if folder.is_dir()
     }
+
+
+def _list_conf_folders() -> tuple[Path, ...]:
+    """Where options are, the suite's own before those of installed packages."""
+    return (CONF_FOLDER, *list_installed_conf_folders())
+
+
+def find_option_file(group: str, option: str) -> Path:
+    """The file of an option: the suite's, or else that of an installed package."""
+    files = [folder / group / f"{option}.yaml" for folder in _list_conf_folders()]
+    return next((file for file in files if file.is_file()), files[0])
 
 
 def parse_overrides(arguments: list[str]) -> list[Override]:
@@ -157,7 +170,7 @@ def _require_group_option(group: str, value: str) -> None:
     if hardware_path is not None:
         read_hardware_file(hardware_path)
     elif value in list_config_groups()[group]:
-        read_plain_yaml(group, CONF_FOLDER / group / f"{value}.yaml")
+        read_plain_yaml(group, find_option_file(group, value))
     else:
         if (group, value) in UNSUPPORTED_OPTIONS:
             raise UsageError(f"{UNSUPPORTED_OPTIONS[group, value]}: choose {', '.join(list_config_groups()[group])}.")
@@ -254,9 +267,15 @@ def _compose_choices(choices: tuple[str, ...]) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
-            return _to_plain_dict(compose("config", overrides=list(choices)))
+            return _to_plain_dict(compose("config", overrides=[*choices, *_build_search_path_overrides()]))
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(f"{_format_first_line(error)}.") from None
+
+
+def _build_search_path_overrides() -> list[str]:
+    """What has Hydra look for options in installed packages, too, after the suite's."""
+    folders = [json.dumps(f"file://{folder}") for folder in list_installed_conf_folders()]
+    return [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
 
 
 _composed_values: dict[ConfigPart, Any] = {}
@@ -353,7 +372,7 @@ def _unknown_field_error(values: dict[str, Any], key: str) -> UsageError:
     parent = _get_nested_value(values, section)
     field_names = [f"{section}.{field!s}" for field in parent]
     if any(
-        name in read_plain_yaml(section, CONF_FOLDER / section / f"{option}.yaml")
+        name in read_plain_yaml(section, find_option_file(section, option))
         for option in list_config_groups().get(section, [])
     ):
         return ImpossibleError(

@@ -98,7 +98,15 @@ class RunConfig:
                 f"at least {unsteady_steps}, since so many steps of strategy={self.strategy.name} are not like the "
                 "later"
             )
-            raise invalid_value_error("measurement.warmup_steps", self.measurement.warmup_steps, valid_values)
+            raise invalid_value_error(
+                "measurement.warmup_steps", self.measurement.warmup_steps, valid_values, ImpossibleError
+            )
+        if not self.is_predicted and self.measurement.steps < self.strategy.step_period:
+            valid_values = (
+                f"at least {self.strategy.step_period}, since so many steps of strategy={self.strategy.name} are one "
+                "period"
+            )
+            raise invalid_value_error("measurement.steps", self.measurement.steps, valid_values, ImpossibleError)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             valid_values = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
             raise invalid_value_error("gpus", self.gpus, valid_values, ImpossibleError)

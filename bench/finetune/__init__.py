@@ -1,5 +1,6 @@
-"""What of a model is trained: all of it, or adapters beside frozen weights, which may be quantised."""
+"""What of a model is trained: all of it, or adapters beside frozen weights, which may be quantised. One file each."""
 
-from bench.finetune.base import Finetune, FullFinetune, LoRA, QLoRA, load_finetune
+from bench.finetune.base import Finetune, list_finetunes, load_finetune
+from bench.finetune.full import FullFinetune
 
-__all__ = ["Finetune", "FullFinetune", "LoRA", "QLoRA", "load_finetune"]
+__all__ = ["Finetune", "FullFinetune", "list_finetunes", "load_finetune"]

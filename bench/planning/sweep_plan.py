@@ -98,7 +98,7 @@ def is_current_result(record: Record | None, config: RunConfig) -> bool:
     if record is None or record["status"] not in FINISHED_STATUSES:
         return False
     return not config.is_predicted or record.get("predictor") == compute_predictor_version(
-        config.operator_libraries, find_user_packages(config.model, config.strategy)
+        config.operator_libraries, find_user_packages(config.model, config.strategy, config.finetune)
     )
 
 

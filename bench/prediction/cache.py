@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.prediction.version import OPTIONAL_TRACED_PACKAGES, compute_predictor_version
+from bench.prediction.version import compute_code_hash
 
 CACHE_DIR_VARIABLE = "BENCH_CACHE"
 """Environment variable that names another folder; empty for none at all."""
@@ -43,9 +43,7 @@ def read_entries(kind: str, keys: Iterable[str]) -> dict[str, Any]:
             placeholders = ",".join("?" * len(key_batch))
             query = f"SELECT key, value FROM entries WHERE kind = ? AND version = ? AND key IN ({placeholders})"
             assert database is not None
-            for key, value in database.execute(
-                query, (kind, compute_predictor_version(OPTIONAL_TRACED_PACKAGES), *key_batch)
-            ):
+            for key, value in database.execute(query, (kind, compute_code_hash(), *key_batch)):
                 values_by_key[key] = json.loads(zlib.decompress(value))
     return values_by_key
 
@@ -55,7 +53,7 @@ def write_entries(kind: str, values: Mapping[str, Any]) -> None:
     with contextlib.suppress(sqlite3.Error, OSError), _open_database() as database:
         if database is None or not values:
             return
-        version = compute_predictor_version(OPTIONAL_TRACED_PACKAGES)
+        version = compute_code_hash()
         rows = [
             (kind, version, key, zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1))
             for key, value in values.items()

@@ -15,10 +15,10 @@ from bench.prediction.cost import host_transfers, rank_speed
 from bench.prediction.cost.collectives import CollectiveGroup
 from bench.prediction.pipeline import predictor, stages
 from bench.prediction.prediction import Prediction, prediction_from_plain, prediction_to_plain
-from bench.prediction.simulation import one_process, step
+from bench.prediction.simulation import one_process
 from bench.prediction.simulation.parameter_layout import ParameterLayout, build_parameter_layout
-from bench.prediction.simulation.simulated_rank import SimulatedRank
-from bench.prediction.simulation.step import simulate_step
+from bench.prediction.simulation.simulated_rank import SimulatedRank, round_parts
+from bench.prediction.simulation.step import compute_inputs_bytes, is_degraded, predict_memory, simulate_step
 from bench.prediction.trace.scaled_trace import (
     ScaledTrace,
     SegmentAtBatch,
@@ -71,7 +71,10 @@ def predict_runs(configs: Sequence[RunConfig]) -> list[Prediction]:
     ImpossibleError
         If a strategy states no plan.
     """
-    keys = [build_cache_key(compute_prediction_id(config), config.model, config.strategy) for config in configs]
+    keys = [
+        build_cache_key(compute_prediction_id(config), config.model, config.strategy, config.finetune)
+        for config in configs
+    ]
     predictions = {
         key: prediction_from_plain(value)
         for key, value in cache.read_entries("prediction", dict.fromkeys(keys)).items()
@@ -123,28 +126,59 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
     if config.strategy.timetable is not None:
         return predictor.predict_pipeline(config, build_trace_key(config), timeline=timeline)
-    simulated_rank, plan = _simulate_rank(config, rank_speed.build_rank_speed(config), timeline)
-    memory_prediction = step.predict_memory(config, simulated_rank, plan.host_bytes)
+    simulated_steps = _simulate_period(config, rank_speed.build_rank_speed(config), timeline)
+    largest_step = max(simulated_steps, key=lambda step: step.simulated_rank.peak.size)
+    memory_prediction = predict_memory(
+        config, largest_step.simulated_rank, max(step.plan.host_bytes for step in simulated_steps)
+    )
+    phase_peaks = [round_parts(step.simulated_rank.phase_peaks) for step in simulated_steps]
+    memory_prediction = dataclasses.replace(
+        memory_prediction,
+        phase_peaks={phase: max(peaks[phase] for peaks in phase_peaks) for phase in memory_prediction.phase_peaks},
+    )
     if config.devices_per_process > 1:
         memory_prediction = dataclasses.replace(
             memory_prediction, others_bytes=round(_simulate_other_device(config).peak.size)
         )
     if not host_transfers.is_host_speed_known(config):
         return Prediction(memory_prediction, None)
-    if step.is_degraded(memory_prediction):
-        simulated_rank, _ = _simulate_rank(
+    if is_degraded(memory_prediction):
+        simulated_steps = _simulate_period(
             config, rank_speed.add_allocator_retries(rank_speed.build_rank_speed(config)), timeline
         )
-    return Prediction(memory_prediction, rank_speed.predict_time(config, simulated_rank, memory_prediction))
+    counted_ranks = [(step.count, step.simulated_rank) for step in simulated_steps]
+    return Prediction(memory_prediction, rank_speed.predict_time(config, counted_ranks, memory_prediction))
 
 
-def _simulate_rank(config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool) -> tuple[SimulatedRank, StepPlan]:
-    """The machine after a step, and the plan that was followed."""
+@dataclasses.dataclass(frozen=True)
+class SimulatedStep:
+    """A step that was simulated, for all steps of a period that are like it."""
+
+    count: int
+    simulated_rank: SimulatedRank
+    """After the step."""
+    plan: StepPlan
+    """That was followed."""
+
+
+def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool) -> list[SimulatedStep]:
+    """The different steps of a period, each by itself."""
+    scaled_trace = load_scaled_trace(build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device))
+    counted_plans = config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))
+    return [
+        SimulatedStep(count, _simulate_rank(config, speed, timeline, scaled_trace, plan), plan)
+        for count, plan in counted_plans
+        if count
+    ]
+
+
+def _simulate_rank(
+    config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool, scaled_trace: ScaledTrace, plan: StepPlan
+) -> SimulatedRank:
+    """The rank after a step that follows a plan."""
     key = build_trace_key(config)
-    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(config.sequences_per_device))
-    plan = config.strategy.plan(_build_plan_inputs(config, scaled_trace))
     simulated_rank = SimulatedRank(host_transfers.add_host_transfers(config, speed), timeline=timeline)
-    simulated_rank.allocate("micro-batches", step.compute_inputs_bytes(config, scaled_trace), "activations")
+    simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
     tensor_group = _find_tensor_group(config)
     segments = _build_segments(key, config.sequences_per_device, HashableHardware(config.hardware), tensor_group)
@@ -154,7 +188,7 @@ def _simulate_rank(config: RunConfig, speed: rank_speed.RankSpeed, timeline: boo
         )
         segments = one_process.build_first_device_segments(segments, batch_segments, config.devices_per_process)
     _simulate_planned_step(config, simulated_rank, plan, segments)
-    return simulated_rank, plan
+    return simulated_rank
 
 
 def _simulate_other_device(config: RunConfig) -> SimulatedRank:

@@ -7,9 +7,12 @@ import functools
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+PREDICTOR_VERSION = 1
+"""Raised by hand when predicted numbers move, and only then: `tests/test_predictor_version.py` says when that is."""
 
 BENCH_DIR = Path(__file__).resolve().parents[1]
 
@@ -25,7 +28,8 @@ OPTIONAL_TRACED_PACKAGES = ("bitsandbytes", "peft", "torchao")
 
 @functools.cache
 def compute_predictor_version(libraries: tuple[str, ...] = (), user_packages: tuple[str, ...] = ()) -> str:
-    """Hash of the code that predicts and the versions of what it traces: 12 hexadecimal digits.
+    """`PREDICTOR_VERSION`, a hyphen, and 12 hexadecimal digits: a hash of the versions of what is traced and of code
+    that is not the suite's. Rows of before there was such a number have a hash of all code instead.
 
     Parameters
     ----------
@@ -34,16 +38,35 @@ def compute_predictor_version(libraries: tuple[str, ...] = (), user_packages: tu
     user_packages: tuple of str
         Packages and modules of the user's that the run's family or strategy is from (`find_user_packages`).
     """
-    digest = hashlib.sha256()
-    for name in PREDICTING_SOURCES:
-        for file in sorted((BENCH_DIR / name).rglob("*.py")) or [BENCH_DIR / name]:
-            digest.update(f"{file.relative_to(BENCH_DIR)}\n".encode() + file.read_bytes())
-    for package in (*TRACED_PACKAGES, *libraries):
-        digest.update(f"{package} {_find_package_version(package)}\n".encode())
+    parts = [*_describe_libraries(libraries)]
     for name in user_packages:
-        for file in _list_package_files(name):
-            digest.update(f"{name} {file.name}\n".encode() + file.read_bytes())
+        parts += [f"{name} {file.name}\n".encode() + file.read_bytes() for file in _list_package_files(name)]
+    return f"{PREDICTOR_VERSION}-{_compute_digest(parts)}"
+
+
+@functools.cache
+def compute_code_hash() -> str:
+    """Hash of all code that predicts, and of the versions of all that may be traced.
+
+    What is remembered on this machine alone is kept under it (`bench.prediction.cache`): whoever changes the predictor
+    is never shown what it said before, and a change that moves no number costs no more than predicting once more.
+    """
+    parts = [*_describe_libraries(OPTIONAL_TRACED_PACKAGES)]
+    for name in PREDICTING_SOURCES:
+        files = sorted((BENCH_DIR / name).rglob("*.py")) or [BENCH_DIR / name]
+        parts += [f"{file.relative_to(BENCH_DIR)}\n".encode() + file.read_bytes() for file in files]
+    return _compute_digest(parts)
+
+
+def _compute_digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()[:12]
+
+
+def _describe_libraries(libraries: Iterable[str]) -> list[bytes]:
+    return [f"{package} {find_package_version(package)}\n".encode() for package in (*TRACED_PACKAGES, *libraries)]
 
 
 def build_cache_key(name: str, *parts: Any) -> str:
@@ -76,7 +99,8 @@ def _list_package_files(name: str) -> list[Path]:
     return sorted(Path(str(module.__file__)).parent.glob("*.py"))
 
 
-def _find_package_version(package: str) -> str | None:
+def find_package_version(package: str) -> str | None:
+    """The version of an installed package; None if there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

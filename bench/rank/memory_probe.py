@@ -51,14 +51,15 @@ class MemoryProbe(ABC):
     """Follows a rank's memory from before the model is built to after the timed steps."""
 
     observed_steps: int
-    """Steps after construction that must run under `observe` at least; the last of them counts as steady."""
+    """Steps after construction that must run under `observe` at least; the last of them counts as steady, or the last
+    period of a strategy whose steps are not alike."""
 
     @abstractmethod
     def observe(self) -> contextlib.AbstractContextManager[None]:
         """Around construction and the first `observed_steps` steps."""
 
     def start_steady_step(self) -> None:
-        """Right before the last of the observed steps."""
+        """Right before the last of the observed steps, or the last period."""
 
     @abstractmethod
     def start_timed_steps(self) -> None:

@@ -27,6 +27,7 @@ from bench.rank.statistics import (
     compute_median,
     compute_median_interval,
     compute_percentile,
+    compute_period_means,
     compute_slowest_rank_times,
 )
 from bench.rank.timed_loop import RankSamples
@@ -50,14 +51,16 @@ def build_measured_columns(config: RunConfig, outcomes: list[RankOutcome]) -> Re
     """The columns that come from what the ranks measured, or rank 0 alone rehearsed, all of them having ended well.
 
     Memory is the maximum over ranks, a step's time that of its slowest rank, the loss the mean over ranks that know
-    it (each has an equal share of the batch).
+    it (each has an equal share of the batch). Where a strategy's steps are not alike, the mean step of each period
+    stands for a step.
     """
     rank_samples = [
         outcome.samples for outcome in sorted(outcomes, key=lambda outcome: outcome.rank) if outcome.samples
     ]
     step_times_s = compute_slowest_rank_times([sample.step_times_s for sample in rank_samples])
-    step_time_s = compute_median(step_times_s)
-    low, high = compute_median_interval(step_times_s) or (None, None)
+    period_times_s = compute_period_means(step_times_s, config.strategy.step_period)
+    step_time_s = compute_median(period_times_s)
+    low, high = compute_median_interval(period_times_s) or (None, None)
     known_losses = [
         sample.losses for sample in rank_samples if sample.losses
     ]  # of a pipeline, the ranks of the last stage
@@ -81,7 +84,9 @@ def build_measured_columns(config: RunConfig, outcomes: list[RankOutcome]) -> Re
         exposed_shares = []
     return {
         **compute_speed_columns(config, step_time_s),
-        "step_time_p95_s": compute_percentile(step_times_s, 0.95) if len(step_times_s) >= MIN_STEPS_FOR_P95 else None,
+        "step_time_p95_s": compute_percentile(period_times_s, 0.95)
+        if len(period_times_s) >= MIN_STEPS_FOR_P95
+        else None,
         "step_time_ci_low_s": low,
         "step_time_ci_high_s": high,
         "peak_allocated_bytes": max(sample.peaks.allocated for sample in rank_samples),

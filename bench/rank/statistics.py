@@ -18,6 +18,19 @@ def compute_slowest_rank_times(step_times_by_rank: Sequence[Sequence[float]]) ->
     return [max(times) for times in zip(*step_times_by_rank, strict=True)]
 
 
+def compute_period_means(step_times_s: Sequence[float], period: int) -> list[float]:
+    """Mean step time of each period of so many consecutive steps: with 1 the step times as they are.
+
+    Raises
+    ------
+    ValueError
+        If the steps are not whole periods.
+    """
+    if len(step_times_s) % period:
+        raise ValueError(f"{len(step_times_s)} steps are not whole periods of {period}")
+    return [statistics.fmean(step_times_s[start : start + period]) for start in range(0, len(step_times_s), period)]
+
+
 def compute_percentile(values: Sequence[float], fraction: float) -> float:
     """The value below which `fraction` (0 to 1) of the values lie, linear between neighbours."""
     ordered = sorted(values)

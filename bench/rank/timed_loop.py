@@ -30,7 +30,7 @@ class RankSamples:
     """What one rank measured."""
 
     step_times_s: list[float]
-    """One per timed step."""
+    """One per timed step: whole periods of the strategy's steps."""
     losses: list[float]
     """One per step from the very first, this rank's share of the batch; none on a rank that does not know it."""
     setup_s: float
@@ -99,14 +99,16 @@ def measure_rank(
             losses.append(engine.step(micro_batches))
 
         # A strategy that has to be observed for longer warms up for as many steps less: all take the same number.
-        unsteady_steps = engine.strategy.steps_before_steady
-        observed_steps = max(memory_probe.observed_steps, unsteady_steps + 1) if memory_probe.observed_steps else 0
+        unsteady_steps, period = engine.strategy.steps_before_steady, engine.strategy.step_period
+        observed_steps = (
+            max(memory_probe.observed_steps - 1, unsteady_steps) + period if memory_probe.observed_steps else 0
+        )
         warmup_steps = max(
-            warmup_steps - (observed_steps - memory_probe.observed_steps), unsteady_steps - observed_steps
+            0, warmup_steps - (observed_steps - memory_probe.observed_steps), unsteady_steps - observed_steps
         )
         for step_index in range(observed_steps):
             wait_for_gloo_threads()
-            if step_index == observed_steps - 1:
+            if step_index == observed_steps - period:
                 memory_probe.start_steady_step()
             step()
     cpu_load_probe = CpuLoadProbe()
@@ -132,10 +134,11 @@ def measure_rank(
 
     clock = build_step_clock(device)
     clock.tick()
-    for step_index in range(warm_up_result.timed_steps):
+    timed_steps = -(-warm_up_result.timed_steps // period) * period
+    for step_index in range(timed_steps):
         step()
         clock.tick()
-        if step_index == warm_up_result.timed_steps // 2:
+        if step_index == timed_steps // 2:
             gpu_state_probe.start_midpoint_read()
     gpu_states = gpu_state_probe.read_at_end()
     step_times_s = clock.read_step_times_s()

@@ -49,13 +49,12 @@ COLUMNS: tuple[RecordColumn, ...] = (
         "string",
         status="ok, oom, error, timeout, preempted or skipped",
         model="name of the model configuration",
-        family="model family (t5, gpt, mingpt, mpt)",
+        family="model family: the name of its file or installed module, or its module path",
     ),
     *_build_columns("Int64", parameters="number of parameters of the whole model, counted before sharding"),
     *_build_columns(
         "string",
-        strategy="strategy asked for (single, ddp, zero1, fsdp, fsdp1, data_parallel, deepspeed, accelerate, "
-        "lightning, tensor_parallel, pipeline, naive_pipeline)",
+        strategy="strategy asked for: the name of its file or installed module, or its module path",
         effective_strategy="strategy the run really used, with how it shards and, where only adapters are trained, "
         "lora or qlora: fsdp/full_shard_lora",
     ),
@@ -83,8 +82,10 @@ COLUMNS: tuple[RecordColumn, ...] = (
         mfu="tflops_per_gpu / dense peak of the precision used; empty where the peak is unknown",
         hfu="hardware_tflops_per_gpu / the same peak",
         tokens_per_second_per_gpu="tokens read per rank and second (T5: encoder and decoder tokens together)",
-        step_time_median_s="median over the timed steps of the slowest rank's time, in seconds",
-        step_time_p95_s="95th percentile of the same, in seconds; from 20 timed steps on",
+        step_time_median_s="median over the timed steps of the slowest rank's time, in seconds; of a strategy whose "
+        "steps are not alike (every k-th averages parameters, say) median over periods of k steps of their mean, as "
+        "predictions are the mean over a period",
+        step_time_p95_s="95th percentile of the same, in seconds; from 20 timed steps (or periods) on",
         step_time_ci_low_s="lower end of the 95 % interval: of the median (order statistics; from 6 timed "
         "steps on), or of the prediction",
         step_time_ci_high_s="upper end of the same interval",
@@ -188,7 +189,11 @@ COLUMNS: tuple[RecordColumn, ...] = (
         torch_version="version of torch",
     ),
     *_build_columns("boolean", git_clean="code and configuration were as in that commit"),
-    *_build_columns("string", predictor="predicted: version of the predictor, a hash of its code"),
+    *_build_columns(
+        "string",
+        predictor="predicted: version of the predictor: its number, a hyphen, and a hash of the libraries it traces "
+        "and of code that is not the suite's (older rows: a hash of all code)",
+    ),
     *_build_columns(
         "string",
         started_at="UTC time the run started, ISO 8601",

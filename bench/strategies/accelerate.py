@@ -16,6 +16,8 @@ from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
+from bench.core.presentation import Presentation
+from bench.core.training_guide import TrainingTerm
 from bench.models.base import group_blocks
 from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStrategy, PreparedModules, isolate_environment
@@ -31,6 +33,31 @@ _prepared_modules = PreparedModules()
 @dataclass(frozen=True)
 class AccelerateStrategy(FrameworkStrategy):
     """`Accelerator.prepare`, `Accelerator.backward`, and the optimizer that it prepared."""
+
+    presentation = Presentation(
+        label="Accelerate",
+        position=70,
+        kinds={  # colours of what it wraps, lighter
+            "ddp": ("DDP", "#e8915c"),
+            "no_shard": ("no shard", ""),
+            "full_replication": ("full replication", ""),
+            "hybrid_shard": ("hybrid", ""),
+            "hybrid_shard_grad_op": ("hybrid shard grad op", ""),
+            "shard_grad_op": ("shard grad op", ""),
+            "full_shard": ("full shard", "#5b9fc9"),
+            "unsharded": ("unsharded", ""),
+            "fsdp1_no_shard": ("FSDP1 no shard", ""),
+            "fsdp1_hybrid_shard": ("FSDP1 hybrid", ""),
+            "fsdp1_shard_grad_op": ("FSDP1 shard grad op", ""),
+            "fsdp1_hybrid_shard_grad_op": ("FSDP1 hybrid shard grad op", ""),
+            "fsdp1_full_shard": ("FSDP1 full shard", "#dfabc8"),
+        },
+    )
+    training_terms = (
+        TrainingTerm(
+            "Accelerate, Trainer", ("strategy=accelerate",), "its loop is used: shows what the framework costs"
+        ),
+    )
 
     library = "accelerate"
 

@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from bench.core import plugins
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, Precision
+from bench.core.presentation import Presentation, remember_presentation
+from bench.core.training_guide import TrainingOption, TrainingTerm
 from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.strategies.pipeline.schedule import Timetable
@@ -72,6 +74,18 @@ class Strategy(ABC):
     sharding_factor: int | str
     """Ranks one copy of the model is spread over: a divisor of the world size, `node` for the ranks of one machine,
     or `full` for the world size."""
+
+    presentation: ClassVar[Presentation] = Presentation()
+    """How reports call and colour it: written with literals alone (`bench.core.presentation`)."""
+
+    training_terms: ClassVar[tuple[TrainingTerm, ...]] = ()
+    """Its names in the field, as ``bench.advise names`` lists them."""
+
+    training_options: ClassVar[tuple[TrainingOption, ...]] = ()
+    """Ways to train with it, each with the leaves of the decision tree that name it."""
+
+    trains_as_one_process: ClassVar[bool] = True
+    """Whether its losses are those of one process with the whole batch, but for rounding."""
 
     supported_finetunes: ClassVar[tuple[str, ...]] = ("full",)
     """What of a model the strategy can train: full, lora (frozen weights beside others), qlora (quantised ones)."""
@@ -201,6 +215,12 @@ class Strategy(ABC):
         before memory counts, however few warm-up steps are asked for."""
         return self.first_steady_step - 1
 
+    @property
+    def step_period(self) -> int:
+        """Steps of the resolved strategy that repeat: 1 where all are alike. Speed is measured over whole periods, and
+        predicted as the mean over one."""
+        return 1
+
     def count_devices_per_process(self, world_size: int) -> int:
         """Devices that one process of the resolved strategy drives: 1, unless a single process drives them all."""
         return 1
@@ -279,6 +299,16 @@ class Strategy(ABC):
         raise ImpossibleError(
             f"strategy={self.name} states no plan, so it cannot be predicted: choose mode=measure, or give it a `plan`."
         )
+
+    def plan_period(self, inputs: PlanInputs) -> Sequence[tuple[int, StepPlan]]:
+        """The different steps of one period, each with how many of the period's steps are like it.
+
+        Raises
+        ------
+        ImpossibleError
+            If nobody has stated it.
+        """
+        return [(1, self.plan(inputs))]
 
     def plan_stages(self, stages: Sequence[StageUnits], inputs: PlanInputs) -> StagePlan:
         """What a rank of a pipeline holds and reduces for its stages: the plan of strategies that have a timetable.
@@ -396,7 +426,20 @@ def require_stored_reduce_dtype(subject: str, precision: Precision, alternative:
 
 def load_strategy(name: str) -> type[Strategy]:
     """The strategy class that ``bench/strategies/<name>.py``, or the module with that path, defines."""
-    return plugins.find_plugin_class("strategy.name", name, sys.modules[__package__], Strategy)
+    strategy_class: type[Strategy] = plugins.find_plugin_class(
+        "strategy.name", name, sys.modules[__package__], Strategy
+    )
+    if "." in name:
+        remember_presentation(name.lstrip("."), strategy_class.presentation)
+    return strategy_class
+
+
+@functools.cache
+def list_strategies() -> dict[str, type[Strategy]]:
+    """The suite's strategies and those of installed packages, from whole models on every rank to the most divided."""
+    names = plugins.list_plugin_names(sys.modules[__package__], Strategy)
+    strategy_classes = {name: load_strategy(name) for name in names}
+    return dict(sorted(strategy_classes.items(), key=lambda item: item[1].presentation.position))
 
 
 def format_strategies_for_finetune(finetune: str) -> str:

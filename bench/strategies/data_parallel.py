@@ -14,6 +14,8 @@ from torch import nn
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
+from bench.core.presentation import Presentation
+from bench.core.training_guide import TrainingTerm
 from bench.core.units import MIB
 from bench.strategies.base import StepSettings, Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
 from bench.strategies.step_plan import (
@@ -42,6 +44,15 @@ torch/nn/parallel/comm.py), of whole tensors each."""
 @dataclass(frozen=True)
 class DataParallelStrategy(Strategy):
     """One process scatters the batch, copies the model to every GPU and gathers the outputs on the first: each step."""
+
+    presentation = Presentation(label="DataParallel", position=10, colour="#7f4f24")
+    training_terms = (
+        TrainingTerm(
+            "DataParallel",
+            ("strategy=data_parallel",),
+            "never for speed: one process feeds all GPUs, and the first holds more than the others",
+        ),
+    )
 
     def check(self, world_size: int) -> None:
         """At least two GPUs, for with one nothing is copied."""

@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
+from bench.core.presentation import FactorLine, Presentation
+from bench.core.training_guide import TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.core.units import MIB
 from bench.strategies import powersgd
@@ -47,14 +49,9 @@ COMPRESSION_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class DDPStrategy(Strategy):
-    """DDP with the settings of a fair baseline."""
-
-    takes_float8 = True
-    single_mixing_reason = (
-        "since torch 2.13's DistributedDataParallel(mixed_precision=...) computes wrong gradients: its first steps "
-        "reduce buckets that no gradient was put into (fsdp with strategy.sharding_factor=1 replicates as DDP does)"
-    )
+class BucketingStrategy(Strategy):
+    """DistributedDataParallel, whatever becomes of a bucket of gradients that is full: subclasses say how it is reduced
+    (`register_bucket_hook`), and their plan how long that takes (`DDPPlan.reduce_bucket`)."""
 
     bucket_cap_mb: Annotated[int | None, BUCKET_MB_RANGE]
     """Size of a gradient bucket in MiB: smaller overlaps earlier, larger sends more at once. null: torch's default, 25
@@ -64,6 +61,102 @@ class DDPStrategy(Strategy):
     static_graph: bool | None
     """Promise that every step uses the same parameters in the same order. null: yes, unless micro-batches
     accumulate without communication, which DDP cannot combine with it."""
+
+    def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
+        """As every strategy, and `static_graph` as a value."""
+        static_graph = not accumulates if self.static_graph is None else self.static_graph
+        if static_graph and accumulates:
+            raise ImpossibleError(
+                "strategy.static_graph=true is not valid with gradient accumulation that does not communicate: "
+                "choose false or null, or gradient_accumulation_sync=true."
+            )
+        strategy = dataclasses.replace(self, static_graph=static_graph)
+        return super(BucketingStrategy, strategy).resolve(world_size, ranks_per_node, accumulates=accumulates)
+
+    def check(self, world_size: int) -> None:
+        """Any world size; nothing is sharded."""
+        require_unsharded(self)
+
+    @property
+    def first_steady_step(self) -> int:
+        """When the buckets are those of all later steps."""
+        return DDP_FIRST_STEADY_STEP
+
+    @property
+    def steps_before_steady(self) -> int:
+        """One more where the graph is static: DDP counts gradients in the first step, sees their order in the second,
+        and makes its buckets again in the third."""
+        return max(super().steps_before_steady, DDP_FIRST_STEADY_STEP if self.static_graph else 0)
+
+    def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
+        """Give the model its weights and wrap it."""
+        context.materializer.fill_model(model)
+        wrapped = DistributedDataParallel(
+            model,
+            process_group=None if context.mesh is None else context.mesh.get_group(),
+            device_ids=[context.device.index] if context.device.type == "cuda" else None,
+            bucket_cap_mb=self.bucket_cap_mb,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+            init_sync=False,  # every rank has filled its copy with the same values
+        )
+        self.register_bucket_hook(wrapped, context)
+        return wrapped
+
+    def register_bucket_hook(self, wrapped: DistributedDataParallel, context: WrapContext) -> None:
+        """Have DDP reduce a full bucket in another way than by an all-reduce of what is in it."""
+
+    def find_communication_dtype(self, precision: Precision) -> torch.dtype:
+        """The format that gradients are all-reduced in."""
+        return precision.reduce_dtype
+
+    def build_powersgd_plan(self, inputs: PlanInputs) -> PowerSGDPlan | None:
+        """What compressing buckets to narrow factors keeps, sends and takes; None where they are not."""
+        return None
+
+    @contextlib.contextmanager
+    def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
+        """Without synchronisation the gradients stay local until the next synchronised backward."""
+        assert isinstance(wrapped, DistributedDataParallel)
+        with contextlib.nullcontext() if synchronize else wrapped.no_sync():
+            yield
+
+    def plan(self, inputs: PlanInputs) -> StepPlan:
+        """Buckets of gradients, all-reduced as they fill."""
+        return DDPPlan(self, inputs)
+
+
+@dataclass(frozen=True)
+class DDPStrategy(BucketingStrategy):
+    """DDP with the settings of a fair baseline."""
+
+    presentation = Presentation(
+        label="DDP", position=20, colour="#d55e00", factor_line=FactorLine("D", offset_log2=-0.12)
+    )
+    training_terms: ClassVar[tuple[TrainingTerm, ...]] = (
+        TrainingTerm("DDP", ("strategy=ddp",), "a whole copy fits on each GPU"),
+        TrainingTerm(
+            "gradient compression", ("strategy=ddp strategy.communication_hook=bf16",), "DDP waits for the network"
+        ),
+    )
+    training_options: ClassVar[tuple[TrainingOption, ...]] = (
+        TrainingOption(
+            "DDP", {"strategy": "ddp"}, leaves={"DDP": 1, "DDP across nodes": 1, "fewer bytes between nodes": 2}
+        ),
+        TrainingOption(
+            "DDP with gradients compressed to bf16",
+            {"strategy": "ddp", "strategy.communication_hook": "bf16"},
+            "half the bytes; gradients are rounded",
+            leaves={"fewer bytes between nodes": 3},
+        ),
+    )
+
+    takes_float8 = True
+    single_mixing_reason = (
+        "since torch 2.13's DistributedDataParallel(mixed_precision=...) computes wrong gradients: its first steps "
+        "reduce buckets that no gradient was put into (fsdp with strategy.sharding_factor=1 replicates as DDP does)"
+    )
+
     communication_hook: Annotated[str, OneOf("none", *COMPRESSION_DTYPES, POWERSGD_HOOK)] = "none"
     """fp16 or bf16: gradients are compressed to half their size for the all-reduce. powersgd: matrices go as two narrow
     factors, which loses more, and keeps for the next step what it lost. none: they go in the precision's format of
@@ -76,20 +169,9 @@ class DDPStrategy(Strategy):
 
     supported_finetunes = ("full", "lora", "qlora")
 
-    def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
-        """As every strategy, and `static_graph` as a value."""
-        static_graph = not accumulates if self.static_graph is None else self.static_graph
-        if static_graph and accumulates:
-            raise ImpossibleError(
-                "strategy.static_graph=true is not valid with gradient accumulation that does not communicate: "
-                "choose false or null, or gradient_accumulation_sync=true."
-            )
-        strategy = dataclasses.replace(self, static_graph=static_graph)
-        return super(DDPStrategy, strategy).resolve(world_size, ranks_per_node, accumulates=accumulates)
-
     def check(self, world_size: int) -> None:
-        """Any world size; nothing is sharded."""
-        require_unsharded(self)
+        """As every bucketing strategy; knobs of a hook need that hook."""
+        super().check(world_size)
         for name, default in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", MIN_POWERSGD_START_ITER)):
             if self.communication_hook != POWERSGD_HOOK and getattr(self, name) != default:
                 raise ImpossibleError(
@@ -105,13 +187,7 @@ class DDPStrategy(Strategy):
         buckets."""
         if self.communication_hook == POWERSGD_HOOK:
             return self.start_powerSGD_iter + 2
-        return DDP_FIRST_STEADY_STEP
-
-    @property
-    def steps_before_steady(self) -> int:
-        """One more where the graph is static: DDP counts gradients in the first step, sees their order in the second,
-        and makes its buckets again in the third."""
-        return max(super().steps_before_steady, DDP_FIRST_STEADY_STEP if self.static_graph else 0)
+        return super().first_steady_step
 
     def check_precision(self, precision: Precision) -> None:
         """What is in 16 bits already is not compressed to as many."""
@@ -132,39 +208,23 @@ class DDPStrategy(Strategy):
         """Always the same."""
         return "ddp"
 
-    def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
-        """Give the model its weights and wrap it."""
-        context.materializer.fill_model(model)
-        wrapped = DistributedDataParallel(
-            model,
-            process_group=None if context.mesh is None else context.mesh.get_group(),
-            device_ids=[context.device.index] if context.device.type == "cuda" else None,
-            bucket_cap_mb=self.bucket_cap_mb,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            static_graph=self.static_graph,
-            init_sync=False,  # every rank has filled its copy with the same values
-        )
+    def register_bucket_hook(self, wrapped: DistributedDataParallel, context: WrapContext) -> None:
+        """The hook that was asked for, or what converts gradients to the precision's format of reductions."""
         communication_dtype = self.find_communication_dtype(context.precision)
         if communication_dtype != context.precision.parameter_dtype:
             wrapped.register_comm_hook(communication_dtype, all_reduce_in_dtype)
         elif self.communication_hook == POWERSGD_HOOK:
             powersgd.register_powersgd_hook(wrapped, self.matrix_approximation_rank, self.start_powerSGD_iter)
-        return wrapped
 
     def find_communication_dtype(self, precision: Precision) -> torch.dtype:
         """The format that gradients are all-reduced in."""
-        return COMPRESSION_DTYPES.get(self.communication_hook, precision.reduce_dtype)
+        return COMPRESSION_DTYPES.get(self.communication_hook, super().find_communication_dtype(precision))
 
-    @contextlib.contextmanager
-    def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
-        """Without synchronisation the gradients stay local until the next synchronised backward."""
-        assert isinstance(wrapped, DistributedDataParallel)
-        with contextlib.nullcontext() if synchronize else wrapped.no_sync():
-            yield
-
-    def plan(self, inputs: PlanInputs) -> StepPlan:
-        """Buckets of gradients, all-reduced as they fill."""
-        return DDPPlan(self, inputs)
+    def build_powersgd_plan(self, inputs: PlanInputs) -> PowerSGDPlan | None:
+        """With that hook."""
+        if self.communication_hook != POWERSGD_HOOK:
+            return None
+        return PowerSGDPlan(self.matrix_approximation_rank, inputs.parameter_itemsize)
 
 
 class DDPPlan(ReplicatedPlan):
@@ -175,7 +235,7 @@ class DDPPlan(ReplicatedPlan):
     torch/nn/parallel/distributed.py of torch 2.13).
     """
 
-    def __init__(self, strategy: DDPStrategy, inputs: PlanInputs) -> None:
+    def __init__(self, strategy: BucketingStrategy, inputs: PlanInputs) -> None:
         super().__init__(inputs)
         self._first_bucket_bytes, self._bucket_bytes = find_bucket_capacities(strategy.bucket_cap_mb)
         self._has_bucket_views = strategy.gradient_as_bucket_view
@@ -183,14 +243,11 @@ class DDPPlan(ReplicatedPlan):
         self._casts_for_reduction = communication_dtype != inputs.precision.parameter_dtype
         self._communication_itemsize = communication_dtype.itemsize
         self._synchronize = True
+        self._bucket_count = 0
         self._bucket_filled_bytes = 0.0
         self._pending_events: list[str] = []
         self._bucket_parameters: list[ParameterSpec] = []
-        self._powersgd_plan = (
-            PowerSGDPlan(strategy.matrix_approximation_rank, inputs.parameter_itemsize)
-            if strategy.communication_hook == POWERSGD_HOOK
-            else None
-        )
+        self._powersgd_plan = strategy.build_powersgd_plan(inputs)
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Parameters, optimizer state and buckets."""
@@ -211,12 +268,8 @@ class DDPPlan(ReplicatedPlan):
     def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
         """Buckets fill from the start."""
         super().begin_micro_batch(device, synchronize=synchronize)
-        self._synchronize, self._bucket_filled_bytes, self._pending_events, self._bucket_parameters = (
-            synchronize,
-            0.0,
-            [],
-            [],
-        )
+        self._synchronize, self._bucket_count = synchronize, 0
+        self._bucket_filled_bytes, self._pending_events, self._bucket_parameters = 0.0, [], []
 
     def choose_gradient_handling(self, unit: ShardingUnit) -> str:
         """Each is copied as soon as it is complete."""
@@ -234,8 +287,8 @@ class DDPPlan(ReplicatedPlan):
                 device.free(gradient_name)
             self._bucket_filled_bytes += size
             self._bucket_parameters.append(parameter)
-            if self._bucket_filled_bytes >= (self._bucket_bytes if self._pending_events else self._first_bucket_bytes):
-                self._all_reduce_bucket(device)
+            if self._bucket_filled_bytes >= (self._bucket_bytes if self._bucket_count else self._first_bucket_bytes):
+                self._end_bucket(device)
         if not self.inputs.keep_gradients and not (self._has_bucket_views and self._synchronize):
             device.allocate(gradient_name, size, GRADIENT_MEMORY)
 
@@ -250,7 +303,7 @@ class DDPPlan(ReplicatedPlan):
                 device.allocate(
                     "last gradient", self.compute_gradient_bytes(self._bucket_parameters[-1]), GRADIENT_MEMORY
                 )
-            self._all_reduce_bucket(device)
+            self._end_bucket(device)
             device.free("last gradient")
         for name in self._pending_events:
             device.wait_for_event(name)
@@ -262,24 +315,38 @@ class DDPPlan(ReplicatedPlan):
             for parameter in unit.parameters:
                 device.free(f"{name_unit_gradients(unit)} {parameter.name}")
 
-    def _all_reduce_bucket(self, device: PlanDevice) -> None:
-        name = f"bucket {len(self._pending_events)}"
-        size = self._bucket_filled_bytes
-        if self._powersgd_plan is not None:
-            self._pending_events.append(self._powersgd_plan.all_reduce_bucket(device, name, self._bucket_parameters))
-            self._bucket_parameters, self._bucket_filled_bytes = [], 0.0
-            return
-        if self._casts_for_reduction:
-            size = size / self.inputs.parameter_itemsize * self._communication_itemsize
-            device.allocate(name, size, REDUCTION_MEMORY)
-            device.copy_within_device(
-                name, 2 * (size + self._bucket_filled_bytes)
-            )  # to the format it is sent in, and back
-        device.run_hooks()
-        device.run_collective(name, "all-reduce", size, WORLD_GROUP, REDUCE_STREAM, after="compute")
-        device.free(name, after=REDUCE_STREAM)
-        self._pending_events.append(name)
+    def _end_bucket(self, device: PlanDevice) -> None:
+        name, size, parameters = f"bucket {self._bucket_count}", self._bucket_filled_bytes, self._bucket_parameters
+        self._pending_events += self.reduce_bucket(device, name, size, parameters)
+        self._bucket_count += 1
         self._bucket_parameters, self._bucket_filled_bytes = [], 0.0
+
+    def reduce_bucket(
+        self, device: PlanDevice, name: str, size: float, parameters: Sequence[ParameterSpec]
+    ) -> Sequence[str]:
+        """A bucket is full: an all-reduce, in the format that is sent.
+
+        Parameters
+        ----------
+        size: float
+            Bytes of the gradients in it.
+
+        Returns
+        -------
+        sequence of str
+            Names of the events that the optimizer waits for.
+        """
+        if self._powersgd_plan is not None:
+            return [self._powersgd_plan.all_reduce_bucket(device, name, parameters)]
+        sent_bytes = size
+        if self._casts_for_reduction:
+            sent_bytes = size / self.inputs.parameter_itemsize * self._communication_itemsize
+            device.allocate(name, sent_bytes, REDUCTION_MEMORY)
+            device.copy_within_device(name, 2 * (sent_bytes + size))  # to the format it is sent in, and back
+        device.run_hooks()
+        device.run_collective(name, "all-reduce", sent_bytes, WORLD_GROUP, REDUCE_STREAM, after="compute")
+        device.free(name, after=REDUCE_STREAM)
+        return [name]
 
 
 def find_bucket_capacities(bucket_cap_mb: int | None) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from bench.core.errors import ImpossibleError
+from bench.core.presentation import FactorLine, Presentation
+from bench.core.training_guide import TrainingOption, TrainingTerm
 from bench.models.base import group_blocks
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy
@@ -40,6 +42,85 @@ from bench.strategies.uploading_optimizer import UploadingOptimizer
 @dataclass(frozen=True)
 class FSDP2Strategy(ShardingStrategy):
     """FSDP2. It has no all-gather rate limiter: memory is bounded by the order of its streams instead."""
+
+    presentation = Presentation(
+        label="FSDP2",
+        position=50,
+        kinds={
+            "no_shard": ("no shard", ""),
+            "full_replication": ("full replication", "#e69f00"),
+            "hybrid_shard": ("hybrid", "#009e73"),
+            "hybrid_shard_grad_op": ("hybrid shard grad op", "#8a7a00"),
+            "shard_grad_op": ("shard grad op", "#56b4e9"),
+            "full_shard": ("full shard", "#0072b2"),
+            "unsharded": ("unsharded", "#6b6b6b"),
+        },
+        is_sharded_by_factor=True,
+        factor_line=FactorLine("o", kind="full_shard", offset_log2=-0.04),
+    )
+    training_terms = (
+        TrainingTerm(
+            "ZeRO-2, sharded DDP, SHARD_GRAD_OP",
+            ("strategy=zero2",),
+            "gradients are to be divided too, and whole parameters fit",
+            divides=("gradients", "optimizer state"),
+        ),
+        TrainingTerm(
+            "ZeRO-3, FSDP FULL_SHARD",
+            ("strategy=fsdp",),
+            "a copy does not fit, the largest layer does",
+            divides=("parameters", "gradients", "optimizer state"),
+        ),
+        TrainingTerm(
+            "hybrid sharding",
+            ("strategy=fsdp strategy.sharding_factor=node",),
+            "a copy fits on the GPUs of a node",
+            divides=("parameters", "gradients", "optimizer state"),
+        ),
+        TrainingTerm(
+            "CPU offload",
+            ("strategy=fsdp strategy.cpu_offload=true",),
+            "the GPUs together are too small, and time matters less",
+            divides=("parameters", "gradients", "optimizer state"),
+        ),
+    )
+    training_options = (
+        TrainingOption(
+            "hybrid sharding: FSDP within each node",
+            {"strategy": "fsdp", "strategy.sharding_factor": "node"},
+            "only gradients cross the network between nodes",
+            leaves={
+                "DDP across nodes": 3,
+                "fewer bytes between nodes": 1,
+                "shard over all nodes": 3,
+                "keep traffic within nodes": 1,
+            },
+        ),
+        TrainingOption(
+            "ZeRO-2",
+            {"strategy": "fsdp", "strategy.sharding_factor": "full", "strategy.reshard_after_forward": "false"},
+            "FSDP that keeps gathered parameters from forward to backward",
+            leaves={"DDP": 3, "shard within the node": 2, "pipeline within the node": 2, "shard over all nodes": 2},
+        ),
+        TrainingOption(
+            "ZeRO-3, which is FSDP full shard",
+            {"strategy": "fsdp", "strategy.sharding_factor": "full", "strategy.reshard_after_forward": "true"},
+            "the model's code stays as it is",
+            leaves={
+                "DDP": 4,
+                "DDP across nodes": 4,
+                "shard within the node": 1,
+                "pipeline within the node": 3,
+                "shard over all nodes": 1,
+            },
+        ),
+        TrainingOption(
+            "ZeRO-3 (FSDP) with parameters and optimizer on the CPU",
+            {"strategy": "fsdp", "strategy.sharding_factor": "full", "strategy.cpu_offload": "true"},
+            "as fast as the link to the CPU and its optimizer step allow",
+            leaves={"too few GPUs": 1, "offload": 1},
+        ),
+    )
 
     backward_prefetch: bool
     """Issue the next unit's all-gather before the current unit's backward."""

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from bench.core.errors import ImpossibleError
+from bench.core.presentation import FactorLine, Presentation
+from bench.core.training_guide import TrainingTerm
 from bench.core.typed_config import OneOf
 from bench.models.base import group_blocks
 from bench.strategies.base import StepSettings, WrapContext, format_strategies_for_finetune
@@ -49,6 +51,36 @@ BACKWARD_PREFETCH_MODES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": Backwar
 @dataclass(frozen=True)
 class FSDP1Strategy(ShardingStrategy):
     """FSDP1. At factor 1 it is NO_SHARD, the paper's full replication."""
+
+    presentation = Presentation(
+        label="FSDP1",
+        position=40,
+        kinds={
+            "no_shard": ("no shard", "#f0c05a"),
+            "full_replication": ("full replication", ""),
+            "hybrid_shard": ("hybrid", "#6cc5a8"),
+            "hybrid_shard_grad_op": ("hybrid shard grad op", "#a9c76c"),
+            "shard_grad_op": ("shard grad op", "#e3a6c6"),
+            "full_shard": ("full shard", "#cc79a7"),
+            "unsharded": ("unsharded", ""),
+        },
+        is_sharded_by_factor=True,
+        factor_line=FactorLine("s", kind="full_shard", offset_log2=0.06),
+    )
+    training_terms = (
+        TrainingTerm(
+            "ZeRO-2, sharded DDP, SHARD_GRAD_OP",
+            ("strategy=zero2_fsdp1",),
+            "gradients are to be divided too, and whole parameters fit",
+            divides=("gradients", "optimizer state"),
+        ),
+        TrainingTerm(
+            "ZeRO-3, FSDP FULL_SHARD",
+            ("strategy=fsdp1",),
+            "a copy does not fit, the largest layer does",
+            divides=("parameters", "gradients", "optimizer state"),
+        ),
+    )
 
     backward_prefetch: Annotated[str, OneOf(*BACKWARD_PREFETCH_MODES)]
     """When to gather the next unit in backward: pre (before the current unit's computation), post or none."""

@@ -14,6 +14,8 @@ from torch import nn
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
+from bench.core.presentation import Presentation
+from bench.core.training_guide import TrainingTerm
 from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.framework import FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.stepper import FrameworkStepper, Stepper
@@ -27,6 +29,29 @@ _prepared_modules = PreparedModules()
 @dataclass(frozen=True)
 class LightningStrategy(FrameworkStrategy):
     """`Fabric.setup_module`, `Fabric.setup_optimizers`, `Fabric.backward`."""
+
+    presentation = Presentation(
+        label="Lightning",
+        position=80,
+        kinds={  # colours of what it wraps, darker
+            "ddp": ("DDP", "#8f3f00"),
+            "no_shard": ("no shard", ""),
+            "full_replication": ("full replication", ""),
+            "hybrid_shard": ("hybrid", ""),
+            "hybrid_shard_grad_op": ("hybrid shard grad op", ""),
+            "shard_grad_op": ("shard grad op", ""),
+            "full_shard": ("full shard", "#004a75"),
+            "unsharded": ("unsharded", ""),
+            "fsdp1_no_shard": ("FSDP1 no shard", ""),
+            "fsdp1_hybrid_shard": ("FSDP1 hybrid", ""),
+            "fsdp1_shard_grad_op": ("FSDP1 shard grad op", ""),
+            "fsdp1_hybrid_shard_grad_op": ("FSDP1 hybrid shard grad op", ""),
+            "fsdp1_full_shard": ("FSDP1 full shard", "#8c5273"),
+        },
+    )
+    training_terms = (
+        TrainingTerm("Lightning", ("strategy=lightning",), "its loop is used: shows what the framework costs"),
+    )
 
     library = "lightning"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bench.core.presentation import Presentation
+from bench.core.training_guide import TrainingTerm
 from bench.strategies.pipeline.schedule import GPIPE, Timetable
 from bench.strategies.pipeline.staged import PipelinedStrategy, format_data_parallel_suffix
 
@@ -12,6 +14,21 @@ from bench.strategies.pipeline.staged import PipelinedStrategy, format_data_para
 class NaivePipelineStrategy(PipelinedStrategy):
     """A pipeline whose share of the batch goes through the stages in one piece: P stages are idle (P - 1) / P of the
     step."""
+
+    presentation = Presentation(
+        label="Naive pipeline",
+        position=110,
+        colour="#878787",
+        kinds={"+ddp": ("+ DDP", "#b5b5b5"), "+fsdp": ("+ FSDP2", "#545454")},
+    )
+    training_terms = (
+        TrainingTerm(
+            "naive (vertical) model parallelism",
+            ("strategy=naive_pipeline",),
+            "to see idle GPUs; a pipeline is faster",
+            divides=("layers",),
+        ),
+    )
 
     @property
     def timetable(self) -> Timetable:

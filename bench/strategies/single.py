@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from bench.core.errors import ImpossibleError
+from bench.core.presentation import Presentation
+from bench.core.training_guide import TrainingOption, TrainingTerm
 from bench.strategies.base import Strategy, WrapContext, require_unsharded
 from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
 
@@ -14,6 +16,10 @@ from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
 @dataclass(frozen=True)
 class SingleProcessStrategy(Strategy):
     """Plain training on one device."""
+
+    presentation = Presentation(label="Single", position=0, colour="#000000")
+    training_terms = (TrainingTerm("one GPU", ("strategy=single",), "the model fits, and one is fast enough"),)
+    training_options = (TrainingOption("one process", {"strategy": "single"}, leaves={"plain training": 1}),)
 
     supported_finetunes = ("full", "lora", "qlora")
     takes_float8 = True

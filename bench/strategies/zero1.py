@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from bench.core.precision import Precision
+from bench.core.presentation import Presentation
+from bench.core.training_guide import TrainingOption, TrainingTerm
 from bench.strategies.base import BuildOptimizer
 from bench.strategies.ddp import DDPPlan, DDPStrategy
 from bench.strategies.step_plan import ALL_GATHER_STREAM, WORLD_GROUP, ParameterSpec, PlanDevice, PlanInputs, StepPlan
@@ -21,6 +23,24 @@ class ZeRO1Strategy(DDPStrategy):
 
     Whole parameters are given to ranks, the largest first, always to the rank that has least so far.
     """
+
+    presentation = Presentation(label="ZeRO-1", position=30, colour="#332288")
+    training_terms = (
+        TrainingTerm(
+            "ZeRO-1",
+            ("strategy=zero1",),
+            "a copy fits once its optimizer state is divided",
+            divides=("optimizer state",),
+        ),
+    )
+    training_options = (
+        TrainingOption(
+            "ZeRO-1",
+            {"strategy": "zero1"},
+            "a whole copy of the model, optimizer state divided among the GPUs",
+            leaves={"DDP": 2, "DDP across nodes": 2},
+        ),
+    )
 
     parameters_as_bucket_view: bool = False
     """Parameters of a rank's part lie one behind the other and are sent as one."""

@@ -118,7 +118,7 @@ class SweepPredictor:
         common_columns = {
             **self._common_columns,
             "predictor": compute_predictor_version(
-                config.operator_libraries, find_user_packages(config.model, config.strategy)
+                config.operator_libraries, find_user_packages(config.model, config.strategy, config.finetune)
             ),
         }
         return {

@@ -14,16 +14,14 @@ from bench.advice.sentence import (
     join_items,
 )
 from bench.advice.tree.case import GuideCase
-from bench.advice.tree.options import TrainingOption
 from bench.advice.tree.options_predicted import RankedOption
 from bench.advice.tree.path import DecisionStep
 from bench.advice.tree.tree import TreeNode
+from bench.core.training_guide import TrainingOption
 from bench.reporting.drawing import labels
 from bench.reporting.drawing.labels import format_plural
 
 OVER_ALL_GPUS, WITHIN_NODE, ACROSS_NODES = "over all GPUs", "within a node", "across nodes"
-SHARDING_STRATEGIES = ("fsdp", "fsdp1")
-"""Strategies whose sharding factor is one of these."""
 
 ShardingKind = tuple[str, str]
 """Strategy, and how far it shards where that is a choice."""
@@ -165,7 +163,7 @@ def find_sharding_kind(candidate: RankedCandidate) -> ShardingKind:
     """What sort of sharding a candidate is; a whole copy per GPU is DDP, whoever keeps it."""
     config = candidate.config
     name, factor = config.strategy.name, config.strategy.resolved_sharding_factor
-    if name not in SHARDING_STRATEGIES:
+    if not labels.get_strategy_presentation(name).is_sharded_by_factor:
         return name, ""
     if factor == 1 and config.gpus > 1:
         return "ddp", ""
@@ -178,7 +176,7 @@ def find_sharding_kind(candidate: RankedCandidate) -> ShardingKind:
 def find_option_kind(option: TrainingOption, case: GuideCase) -> ShardingKind:
     """The same of a way."""
     name, factor = option.settings.get("strategy", ""), option.settings.get("strategy.sharding_factor")
-    if name not in SHARDING_STRATEGIES:
+    if not labels.get_strategy_presentation(name).is_sharded_by_factor:
         return name, ""
     return name, WITHIN_NODE if factor == "node" and case.config.nodes > 1 else OVER_ALL_GPUS
 

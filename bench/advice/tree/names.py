@@ -2,67 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import functools
+from collections.abc import Sequence
 
+from bench.core.training_guide import TrainingTerm
+from bench.finetune import list_finetunes
+from bench.strategies import Strategy, list_strategies
 
-@dataclass(frozen=True)
-class TrainingTerm:
-    """One name of the field."""
-
-    name: str
-    typed_settings: tuple[str, ...]
-    """What is typed for it here: alternatives, each one or more settings. Empty where the suite does not offer it."""
-    when_to_use: str
-    """When to take it."""
-    missing_reason: str = ""
-    """Why it is not offered."""
-
-    @property
-    def settings_text(self) -> str:
-        """What is typed."""
-        return ", or ".join(self.typed_settings)
-
-
-TRAINING_TERMS = (
-    TrainingTerm("one GPU", ("strategy=single",), "the model fits, and one is fast enough"),
-    TrainingTerm(
-        "DataParallel",
-        ("strategy=data_parallel",),
-        "never for speed: one process feeds all GPUs, and the first holds more than the others",
-    ),
-    TrainingTerm("DDP", ("strategy=ddp",), "a whole copy fits on each GPU"),
-    TrainingTerm("ZeRO-1", ("strategy=zero1",), "a copy fits once its optimizer state is divided"),
-    TrainingTerm(
-        "ZeRO-2, sharded DDP, SHARD_GRAD_OP",
-        ("strategy=zero2", "strategy=zero2_fsdp1"),
-        "gradients are to be divided too, and whole parameters fit",
-    ),
-    TrainingTerm(
-        "ZeRO-3, FSDP FULL_SHARD", ("strategy=fsdp", "strategy=fsdp1"), "a copy does not fit, the largest layer does"
-    ),
-    TrainingTerm(
-        "hybrid sharding", ("strategy=fsdp strategy.sharding_factor=node",), "a copy fits on the GPUs of a node"
-    ),
-    TrainingTerm(
-        "DeepSpeed ZeRO 0 to 3", ("strategy=deepspeed strategy.stage=N",), "DeepSpeed's own library is wanted"
-    ),
-    TrainingTerm(
-        "CPU offload",
-        ("strategy=fsdp strategy.cpu_offload=true", "strategy=deepspeed strategy.offload_optimizer=cpu"),
-        "the GPUs together are too small, and time matters less",
-    ),
-    TrainingTerm("Accelerate, Trainer", ("strategy=accelerate",), "its loop is used: shows what the framework costs"),
-    TrainingTerm("Lightning", ("strategy=lightning",), "its loop is used: shows what the framework costs"),
-    TrainingTerm(
-        "tensor parallelism", ("strategy=tensor_parallel",), "the largest layer does not fit; fast links in the node"
-    ),
-    TrainingTerm(
-        "pipeline parallelism", ("strategy=pipeline",), "a copy does not fit, links are slow, every layer fits"
-    ),
-    TrainingTerm(
-        "naive (vertical) model parallelism", ("strategy=naive_pipeline",), "to see idle GPUs; a pipeline is faster"
-    ),
-    TrainingTerm("LoRA, QLoRA", ("finetune=lora", "finetune=qlora"), "fine-tuning in a fraction of the memory"),
+GENERAL_TERMS = (
     TrainingTerm("FP16, BF16, FP8", ("precision=fp16", "precision=bf16", "precision=fp8"), "BF16 where the GPU has it"),
     TrainingTerm(
         "INT8 training",
@@ -80,7 +28,37 @@ TRAINING_TERMS = (
         "activation checkpointing", ("activation_checkpointing=full",), "activations do not fit; a third more FLOPs"
     ),
     TrainingTerm("gradient accumulation", ("gradient_accumulation=N",), "a larger batch than fits, or fewer exchanges"),
-    TrainingTerm(
-        "gradient compression", ("strategy=ddp strategy.communication_hook=bf16",), "DDP waits for the network"
-    ),
 )
+"""Names that belong to no strategy and no way to fine-tune."""
+
+
+TERMS_FIELD = "training_terms"
+
+
+@functools.cache
+def list_training_terms() -> tuple[TrainingTerm, ...]:
+    """What the strategies and the ways to fine-tune state, in their order, and `GENERAL_TERMS`.
+
+    A name that several state is one line, with the settings of all: the shortest first.
+    """
+    stated_terms = [
+        term
+        for name, strategy_class in list_strategies().items()
+        for term in _list_strategy_terms(name, strategy_class)
+    ]
+    stated_terms += [term for finetune_class in list_finetunes() for term in vars(finetune_class).get(TERMS_FIELD, ())]
+    terms: dict[str, TrainingTerm] = {}
+    for term in stated_terms:
+        known_term = terms.get(term.name, term)
+        settings = {*known_term.typed_settings, *term.typed_settings}
+        typed_settings = tuple(sorted(settings, key=lambda text: (len(text), text)))
+        terms[term.name] = dataclasses.replace(known_term, typed_settings=typed_settings)
+    return (*terms.values(), *GENERAL_TERMS)
+
+
+def _list_strategy_terms(name: str, strategy_class: type[Strategy]) -> Sequence[TrainingTerm]:
+    """What a strategy states itself, not a class that it extends; else its label and the first line about it."""
+    summary = (strategy_class.__doc__ or "").strip().partition("\n")[0]
+    default_term = TrainingTerm(strategy_class.presentation.label or name, (f"strategy={name}",), summary)
+    terms: Sequence[TrainingTerm] = vars(strategy_class).get(TERMS_FIELD, (default_term,))
+    return terms

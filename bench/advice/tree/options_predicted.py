@@ -9,12 +9,12 @@ from bench.advice.candidates import build_candidates
 from bench.advice.ranking import RankedCandidate, rank_candidates
 from bench.advice.sentence import format_overrides
 from bench.advice.tree.case import GuideCase
-from bench.advice.tree.options import MICRO_BATCHES_PER_STAGE, TrainingOption
 from bench.advice.tree.tree import TreeLeaf
 from bench.config.compose import compose_config, list_config_groups
 from bench.config.grid import RunSettings
 from bench.config.run_config import build_run_config
 from bench.core.errors import UsageError
+from bench.core.training_guide import MICRO_BATCHES_PER_STAGE, TrainingOption
 
 
 @dataclass(frozen=True)

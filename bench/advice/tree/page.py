@@ -11,7 +11,7 @@ from rich.text import Text
 from bench.advice.sentence import describe_misfit, format_gib, format_overrides, join_items
 from bench.advice.tree.case import GuideCase
 from bench.advice.tree.guidance import CaseGuidance
-from bench.advice.tree.names import TRAINING_TERMS
+from bench.advice.tree.names import list_training_terms
 from bench.advice.tree.options_predicted import RankedOption
 from bench.advice.tree.tree import TREE_SOURCE, adapt_to_device
 from bench.models.base import CHECKPOINTING_MODES
@@ -57,8 +57,12 @@ def build_terms_table() -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for heading in ("name", "here", "when"):
         table.add_column(heading, overflow="fold")
-    for term in TRAINING_TERMS:
-        table.add_row(Text(term.name, style="bold"), term.settings_text or term.missing_reason, term.when_to_use)
+    for term in list_training_terms():
+        table.add_row(
+            Text(term.name, style="bold"),
+            term.settings_text or term.missing_reason,
+            term.when_to_use + (f"; divides {join_items(list(term.divides))}" if term.divides else ""),
+        )
     return table
 
 

@@ -1,4 +1,4 @@
-"""The decision tree as data: what is asked, where each answer leads, and the ways to train it ends at.
+"""The decision tree as data: what is asked, and where each answer leads. Which ways to train a leaf names, these say.
 
 It is the tree that course notes quote: "Efficient Training on Multiple GPUs", section "Scalability strategy", and its
 companion for one GPU, in Hugging Face's documentation of transformers (``docs/source/en/perf_train_gpu_many.md`` in
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.advice.tree import options as ways
-from bench.advice.tree.options import TrainingOption
+from bench.advice.tree.options import list_leaf_options
+from bench.core.training_guide import TrainingOption
 
 TREE_SOURCE = "https://huggingface.co/docs/transformers/v4.49.0/perf_train_gpu_many#scalability-strategy"
 
@@ -35,8 +35,11 @@ class TreeLeaf:
     key: str
     advice: str
     """In general: what follows from the answers."""
-    options: tuple[TrainingOption, ...]
-    """What it names, the first before the others."""
+
+    @property
+    def options(self) -> tuple[TrainingOption, ...]:
+        """What it names, the first before the others: ways to train that state this leaf (`TrainingOption.leaves`)."""
+        return list_leaf_options(self.key)
 
 
 @dataclass(frozen=True)
@@ -85,18 +88,16 @@ TOO_FEW_GPUS_LEAF = TreeLeaf(
     "The GPUs together do not hold the model at this batch. If the batch is what is large: a smaller one with "
     "gradient_accumulation. Else more GPUs or larger ones, what is trained kept in the CPU's memory (offload), or "
     "fine-tuning of a small part of the model.",
-    (ways.OFFLOAD_FSDP, ways.OFFLOAD_DEEPSPEED, ways.LORA, ways.QLORA),
 )
 
 ONE_GPU_TREE = _build_copy_node(
-    yes=TreeLeaf("plain training", "Train as usual: there is nothing to spread.", (ways.SINGLE_PROCESS,)),
+    yes=TreeLeaf("plain training", "Train as usual: there is nothing to spread."),
     no=_build_layer_node(
         yes=_build_host_node(
             TreeLeaf(
                 "offload",
                 "One layer at a time fits, so the rest can wait in the CPU's memory: ZeRO-3 or FSDP with offload. For "
                 "fine-tuning, adapters need far less.",
-                (ways.OFFLOAD_FSDP, ways.OFFLOAD_DEEPSPEED, ways.LORA, ways.QLORA),
             )
         ),
         no=TreeLeaf(
@@ -104,7 +105,6 @@ ONE_GPU_TREE = _build_copy_node(
             "Not even one layer fits, so offload does not help either unless layers are cut into tiles "
             "(memory-centric tiling, which this suite does not have). Tensor parallelism cuts layers, over several "
             "GPUs.",
-            (ways.QLORA,),
         ),
     ),
 )
@@ -114,14 +114,12 @@ TENSOR_PARALLEL_LEAF = TreeLeaf(
     "The largest layer must be cut: tensor parallelism, within a node. ZeRO-3 gathers whole layers, so it helps only "
     "where layers are cut into tiles (memory-centric tiling, which this suite does not have); stages of a pipeline "
     "hold whole layers too.",
-    (ways.TENSOR_PARALLEL,),
 )
 
 ONE_NODE_TREE = _build_copy_node(
     yes=TreeLeaf(
         "DDP",
         "A copy per GPU and DDP, the simplest; ZeRO frees memory for larger batches and may or may not be faster.",
-        (ways.DDP, ways.ZERO_1, ways.ZERO_2, ways.ZERO_3),
     ),
     no=_build_layer_node(
         yes=_build_shards_node(
@@ -133,12 +131,10 @@ ONE_NODE_TREE = _build_copy_node(
                         "shard within the node",
                         "With fast links ZeRO-3, tensor and pipeline parallelism are about as fast as each other; "
                         "ZeRO-3 (FSDP) asks least of the code.",
-                        (ways.ZERO_3, ways.ZERO_2, ways.TENSOR_PARALLEL, ways.PIPELINE),
                     ),
                     SLOW: TreeLeaf(
                         "pipeline within the node",
                         "With slow links a pipeline, which sends least, is faster than ZeRO-3 and tensor parallelism.",
-                        (ways.PIPELINE, ways.ZERO_2, ways.ZERO_3),
                     ),
                 },
             )
@@ -155,13 +151,11 @@ SEVERAL_NODES_TREE = _build_copy_node(
             FAST: TreeLeaf(
                 "DDP across nodes",
                 "A copy per GPU and DDP; ZeRO frees memory for larger batches and may or may not be faster.",
-                (ways.DDP, ways.ZERO_1, ways.HYBRID_SHARDING, ways.ZERO_3),
             ),
             SLOW: TreeLeaf(
                 "fewer bytes between nodes",
                 "Send less between the nodes: larger batches or gradient_accumulation, compressed gradients, or "
                 "shards within each node, whose gradients cross the network once per node.",
-                (ways.HYBRID_SHARDING, ways.DDP, ways.COMPRESSED_DDP),
             ),
         },
     ),
@@ -175,13 +169,11 @@ SEVERAL_NODES_TREE = _build_copy_node(
                         "shard over all nodes",
                         "ZeRO-3 (FSDP) over all GPUs, which asks least of the code; tensor parallelism within nodes "
                         "and a pipeline between them send less, and ask more.",
-                        (ways.ZERO_3, ways.ZERO_2, ways.HYBRID_SHARDING, ways.TENSOR_PARALLEL, ways.PIPELINE_OF_NODES),
                     ),
                     SLOW: TreeLeaf(
                         "keep traffic within nodes",
                         "Keep what is sent often within a node: hybrid sharding, or tensor parallelism inside nodes "
                         "and a pipeline between them, with data parallelism (ZeRO-1) over the rest.",
-                        (ways.HYBRID_SHARDING, ways.PIPELINE_OF_NODES, ways.TENSOR_PARALLEL),
                     ),
                 },
             )

@@ -182,11 +182,25 @@ def _compute_cpu_update_seconds(
     )
 
 
-def predict_time(config: RunConfig, simulated_rank: SimulatedRank, memory: MemoryPrediction) -> TimePrediction | None:
-    """The time of a played step with its parts, None where speeds are unknown."""
+def predict_time(
+    config: RunConfig, counted_ranks: Sequence[tuple[int, SimulatedRank]], memory: MemoryPrediction
+) -> TimePrediction | None:
+    """The mean time of the simulated steps of a period with its parts, None where speeds are unknown.
+
+    Parameters
+    ----------
+    counted_ranks: sequence of (int, SimulatedRank)
+        How many steps of the period are alike, and the rank after one of them; the last one's timeline is kept.
+    """
     if not is_speed_known(config.hardware, config.precision):
         return None
-    elapsed_s, spent_seconds = simulated_rank.elapsed_s, simulated_rank.spent_seconds
+    period = sum(count for count, _ in counted_ranks)
+    elapsed_s = sum(count * rank.elapsed_s for count, rank in counted_ranks) / period
+    simulated_rank = counted_ranks[-1][1]
+    spent_seconds = {
+        part: sum(count * rank.spent_seconds[part] for count, rank in counted_ranks) / period
+        for part in simulated_rank.spent_seconds
+    }
     degraded = is_degraded(memory)
     is_host_link_bound = spent_seconds["transfer"] > 0.5 * spent_seconds["communication"]
     seconds_by_limit = {

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.core.precision import AUTOCAST_MIXING
+from bench.core.presentation import Presentation, get_presentation, read_presentations
 from bench.core.units import GIB, KIB, MIB
 
 MISSING = "–"
@@ -15,51 +17,11 @@ CPU_NOTE = "CPU processes: functional evidence, not scaling evidence"
 TOO_CLOSE = "too close to call"
 """What `fit` says of a prediction that may go either way."""
 
-FAMILY_LABELS = {
-    "single": "Single",
-    "data_parallel": "DataParallel",
-    "ddp": "DDP",
-    "zero1": "ZeRO-1",
-    "fsdp1": "FSDP1",
-    "fsdp": "FSDP2",
-    "deepspeed": "DeepSpeed",
-    "accelerate": "Accelerate",
-    "lightning": "Lightning",
-    "tensor_parallel": "Tensor parallel",
-    "pipeline": "Pipeline",
-    "naive_pipeline": "Naive pipeline",
-}
-SHARDING_LABELS = {
-    "ddp": "DDP",
-    "no_shard": "no shard",
-    "full_replication": "full replication",
-    "hybrid_shard": "hybrid",
-    "hybrid_shard_grad_op": "hybrid shard grad op",
-    "shard_grad_op": "shard grad op",
-    "full_shard": "full shard",
-    "unsharded": "unsharded",
-    "fsdp1_no_shard": "FSDP1 no shard",
-    "fsdp1_hybrid_shard": "FSDP1 hybrid",
-    "fsdp1_shard_grad_op": "FSDP1 shard grad op",
-    "fsdp1_hybrid_shard_grad_op": "FSDP1 hybrid shard grad op",
-    "fsdp1_full_shard": "FSDP1 full shard",
-    "gpipe": "GPipe",
-    "gpipe+ddp": "GPipe + DDP",
-    "gpipe+fsdp": "GPipe + FSDP2",
-    "1f1b": "1F1B",
-    "1f1b+ddp": "1F1B + DDP",
-    "1f1b+fsdp": "1F1B + FSDP2",
-    "interleaved_1f1b": "interleaved 1F1B",
-    "interleaved_1f1b+ddp": "interleaved 1F1B + DDP",
-    "interleaved_1f1b+fsdp": "interleaved 1F1B + FSDP2",
-    "+ddp": "+ DDP",
-    "+fsdp": "+ FSDP2",
-}
+STRATEGIES, FINETUNES = "bench.strategies", "bench.finetune"
+"""Packages whose files state how they are presented."""
 
-MIXED_PRECISION_LABELS = {"autocast": "autocast", "fsdp policy": "parameters", "deepspeed bf16": "parameters"}
-"""Ways of mixed precision, by what rows call them."""
-
-FINETUNE_LABELS = {"lora": "LoRA", "qlora": "QLoRA"}
+MIXING_LABELS = {AUTOCAST_MIXING: "autocast", "fsdp policy": "parameters"}
+"""Ways of mixed precision that several strategies have, by what rows call them."""
 
 
 @dataclass(frozen=True, order=True)
@@ -83,34 +45,50 @@ def build_variant(
     family, _, sharding = kind.partition("/")
     is_hybrid = sharding_factor is not None and world_size is not None and 1 < sharding_factor < world_size
     sharding, finetune = split_finetune(sharding)
-    label_parts = [
-        FAMILY_LABELS.get(family, family),
-        SHARDING_LABELS.get(sharding, sharding.replace("_", " ")),
-        FINETUNE_LABELS.get(finetune, ""),
-    ]
+    presentation = get_strategy_presentation(family)
+    kind_label, _ = presentation.kinds.get(sharding, (sharding.replace("_", " "), ""))
+    label_parts = [get_strategy_label(family), kind_label, get_finetune_labels().get(finetune, "")]
     label_parts += [f"(F={sharding_factor})"] if is_hybrid and sharding else []
     sort_order = (
-        _find_position(family, FAMILY_LABELS),
-        _find_position(sharding, SHARDING_LABELS),
+        presentation.position,
+        _find_position(sharding, list(presentation.kinds)),
         (sharding_factor or 0) if is_hybrid else 0,
         kind,
     )
     return Variant(sort_order, " ".join(part for part in label_parts if part), kind)
 
 
+def get_strategy_presentation(name: str) -> Presentation:
+    """How a strategy is shown, by its name or by what stands before the slash of an effective strategy."""
+    return get_presentation(STRATEGIES, name)
+
+
+def get_strategy_label(name: str) -> str:
+    """What figures and tables call a strategy."""
+    return get_strategy_presentation(name).label or name
+
+
+def get_finetune_labels() -> dict[str, str]:
+    """What figures and tables call ways to train a part of a model, by the ends of effective strategies."""
+    return {name: presentation.label for name, presentation in read_presentations(FINETUNES).items()}
+
+
 def format_precision(precision_name: str, mixed_precision: str | None) -> str:
     """A precision with its way of mixing, where something is mixed: ``bf16 autocast``."""
-    return f"{precision_name} {MIXED_PRECISION_LABELS.get(mixed_precision or '', '')}".strip()
+    label_by_mixing = dict(MIXING_LABELS)
+    for presentation in read_presentations(STRATEGIES).values():
+        label_by_mixing |= presentation.mixed_precision
+    return f"{precision_name} {label_by_mixing.get(mixed_precision or '', '')}".strip()
 
 
 def split_finetune(sharding: str) -> tuple[str, str]:
     """What of a kind says how a model is spread, and what says which part of it is trained."""
     base, _, suffix = sharding.rpartition("_")
-    return (base, suffix) if suffix in FINETUNE_LABELS else (sharding, "")
+    return (base, suffix) if suffix in get_finetune_labels() else (sharding, "")
 
 
 def _infer_kind(strategy: str | None, sharding_factor: int | None, world_size: int | None) -> str:
-    if strategy not in ("fsdp", "fsdp1"):
+    if strategy is None or not get_strategy_presentation(strategy).is_sharded_by_factor:
         return strategy or "strategy not stated"
     if world_size == 1:
         return f"{strategy}/unsharded"
@@ -119,8 +97,8 @@ def _infer_kind(strategy: str | None, sharding_factor: int | None, world_size: i
     return f"{strategy}/full_replication" if sharding_factor == 1 else f"{strategy}/hybrid_shard"
 
 
-def _find_position(name: str, ordered_labels: dict[str, str]) -> int:
-    return list(ordered_labels).index(name) if name in ordered_labels else len(ordered_labels)
+def _find_position(name: str, ordered_names: list[str]) -> int:
+    return ordered_names.index(name) if name in ordered_names else len(ordered_names)
 
 
 def format_number(value: float | None, digits: int = 3) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import matplotlib as mpl
 from matplotlib.colors import to_hex, to_rgb
 
-from bench.reporting.drawing.labels import Variant, split_finetune
+from bench.reporting.drawing.labels import Variant, get_strategy_presentation, split_finetune
 
 FIGURE_WIDTH_IN = 4.7
 """Width of a figure: one column on a phone, half a page on a desk."""
@@ -70,49 +70,8 @@ def apply_report_style() -> Iterator[None]:
         yield
 
 
-# Okabe & Ito (2008), "Color Universal Design": distinct under protanopia, deuteranopia and tritanopia.
-STRATEGY_COLOURS = {
-    "single": "#000000",
-    "data_parallel": "#7f4f24",
-    "ddp": "#d55e00",
-    "zero1": "#332288",
-    "fsdp/full_replication": "#e69f00",
-    "fsdp/hybrid_shard": "#009e73",
-    "fsdp/full_shard": "#0072b2",
-    "fsdp/shard_grad_op": "#56b4e9",
-    "fsdp/unsharded": "#6b6b6b",
-    "fsdp/hybrid_shard_grad_op": "#8a7a00",
-    "fsdp1/no_shard": "#f0c05a",
-    "fsdp1/hybrid_shard": "#6cc5a8",
-    "fsdp1/full_shard": "#cc79a7",
-    "fsdp1/shard_grad_op": "#e3a6c6",
-    "fsdp1/hybrid_shard_grad_op": "#a9c76c",
-    "deepspeed/stage_0": "#9a5b2e",
-    "deepspeed/stage_1": "#b0a000",
-    "deepspeed/stage_2": "#4b8f6b",
-    "deepspeed/stage_3": "#3b4fa8",
-    # Pipelines: a hue per schedule, lighter with DDP among the copies, darker with FSDP.
-    "pipeline/gpipe": "#7b3294",
-    "pipeline/gpipe+ddp": "#b07cc6",
-    "pipeline/gpipe+fsdp": "#4d1a60",
-    "pipeline/1f1b": "#a6004f",
-    "pipeline/1f1b+ddp": "#d96a9e",
-    "pipeline/1f1b+fsdp": "#6b0033",
-    "pipeline/interleaved_1f1b": "#1b7837",
-    "pipeline/interleaved_1f1b+ddp": "#76b58a",
-    "pipeline/interleaved_1f1b+fsdp": "#0d4620",
-    "naive_pipeline": "#878787",
-    "naive_pipeline/+ddp": "#b5b5b5",
-    "naive_pipeline/+fsdp": "#545454",
-    # Frameworks: the colour of what they wrap, Accelerate lighter, Lightning darker.
-    "accelerate/ddp": "#e8915c",
-    "accelerate/full_shard": "#5b9fc9",
-    "accelerate/fsdp1_full_shard": "#dfabc8",
-    "lightning/ddp": "#8f3f00",
-    "lightning/full_shard": "#004a75",
-    "lightning/fsdp1_full_shard": "#8c5273",
-    "tensor_parallel": "#7f4fc9",  # at every degree
-}
+# Strategies state their colours (`presentation`): those of the usual ones are Okabe & Ito's (2008), "Color Universal
+# Design": distinct under protanopia, deuteranopia and tritanopia.
 SPARE_COLOURS = ("#a63c7d", "#2f8fa3", "#6f7a12", "#7a5c8c")
 SHADE_STEP, MAX_SHADE = 0.25, 0.6
 """White mixed into a colour for each further variant that has it, and for the last of many."""
@@ -160,10 +119,11 @@ def build_palette(variants: Iterable[Variant]) -> dict[str, VariantStyle]:
     used_shades: Counter[str] = Counter()
     spare_colours: dict[str, str] = {}
     for position, (variant, hue) in enumerate(hues.items()):
-        if hue not in STRATEGY_COLOURS:
+        own_colour = find_strategy_colour(hue)
+        if own_colour is None:
             spare_colours.setdefault(hue, SPARE_COLOURS[len(spare_colours) % len(SPARE_COLOURS)])
         shade_step = min(SHADE_STEP, MAX_SHADE / max(variants_per_hue[hue] - 1, 1))
-        colour = lighten_colour(STRATEGY_COLOURS.get(hue) or spare_colours[hue], shade_step * used_shades[hue])
+        colour = lighten_colour(own_colour or spare_colours[hue], shade_step * used_shades[hue])
         used_shades[hue] += 1
         styles[variant.label] = VariantStyle(colour, MARKERS[position % len(MARKERS)])
     return styles
@@ -175,8 +135,17 @@ def _find_hue(kind: str) -> str:
     A kind that neither has a colour is its own, and gets a spare one.
     """
     family, _, sharding = kind.partition("/")
-    kind = "/".join(part for part in (family, split_finetune(sharding)[0]) if part)
-    return family if family in STRATEGY_COLOURS and kind not in STRATEGY_COLOURS else kind
+    sharding = split_finetune(sharding)[0]
+    presentation = get_strategy_presentation(family)
+    has_own_colour = bool(presentation.kinds.get(sharding, ("", ""))[1])
+    return family if not sharding or (presentation.colour and not has_own_colour) else f"{family}/{sharding}"
+
+
+def find_strategy_colour(kind: str) -> str | None:
+    """The colour that a strategy states for a kind, or for all its kinds; None where it states none."""
+    family, _, sharding = kind.partition("/")
+    presentation = get_strategy_presentation(family)
+    return presentation.kinds.get(sharding, ("", ""))[1] or (presentation.colour if not sharding else "") or None
 
 
 def is_similar_colour(first: str, second: str) -> bool:

@@ -24,6 +24,7 @@ from bench.reporting.drawing.labels import format_list, format_percent, format_p
 from bench.reporting.tables import agreement
 from bench.reporting.tables.agreement import MEMORY, QUANTITY_UNITS, SPEED, compute_log_limits
 
+PAGE_POSITION = 120
 TITLE = "Predicted against measured and published"
 HOW_TO_READ = (
     "Every mark is one number that somebody measured or published (across) and what was predicted or rehearsed for the "

@@ -26,6 +26,7 @@ from bench.reporting.drawing.labels import (
 )
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 
+PAGE_POSITION = 80
 TITLE = "Exposed communication"
 HOW_TO_READ = (
     "A rehearsal is one real rank of the job whose collectives move nothing, so what a measured step takes beyond the "

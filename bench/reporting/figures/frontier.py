@@ -33,6 +33,8 @@ from bench.reporting.tables.fits import (
 )
 from bench.reporting.tables.frontier import build_frontier_cells
 
+PAGE_POSITION = 50
+SHOWS_ALL_TRIALS = True
 TITLE = "The OOM frontier"
 HOW_TO_READ = (
     "Each block is one strategy: models grow downwards, the number of ranks grows to the right, and the frontier runs "

@@ -9,6 +9,7 @@ from bench.reporting.drawing.drawing import Drawing, ReportSection, compute_head
 from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_number
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 
+PAGE_POSITION = 90
 TITLE = "Idle ranks of pipelines"
 HOW_TO_READ = (
     "One block of lanes is one run, one lane one rank, from the first stage at the top to the last one. Filled: the "

@@ -13,6 +13,7 @@ from bench.reporting.drawing.drawing import Drawing, ReportSection
 from bench.reporting.drawing.labels import build_slug, choose_memory_unit, format_number, get_rank_noun
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 
+PAGE_POSITION = 30
 TITLE = "Memory"
 HOW_TO_READ = (
     "Shorter fits on a smaller device. The solid bar is the peak of allocated tensor memory in a training step after "

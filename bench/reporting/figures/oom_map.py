@@ -32,6 +32,8 @@ from bench.reporting.tables.fits import CLOSE_CALL, FAILED, FITS, MIXED_REPEATS,
 from bench.reporting.tables.fits import FIT_COLUMNS as FIT_COLUMNS
 from bench.reporting.tables.frontier import find_frontier_rows
 
+PAGE_POSITION = 60
+SHOWS_ALL_TRIALS = True
 TITLE = "What fits: the OOM map"
 HOW_TO_READ = (
     "Read a row from left to right: the models (and batches) grow, until the strategy of that row runs out of memory. "

@@ -22,6 +22,7 @@ from bench.reporting.paper.paper import (
     compute_ratios,
 )
 
+PAGE_POSITION = 10
 TITLE = "The paper's figures"
 HOW_TO_READ = (
     "Hollow diamonds are what the paper printed or, with a bar of their uncertainty, what was read off its plots; "

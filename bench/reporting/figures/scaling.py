@@ -12,6 +12,7 @@ from bench.reporting.drawing.drawing import Drawing, ReportSection, create_figur
 from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_list, get_rank_noun, get_rank_nouns
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 
+PAGE_POSITION = 110
 TITLE = "Scaling"
 HOW_TO_READ = (
     "Each rank keeps the same batch while ranks are added (weak scaling), so a strategy that scales perfectly is a "

@@ -10,6 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from bench.core.presentation import FactorLine
 from bench.core.units import GIB
 from bench.reporting.drawing import glyphs, lanes, style
 from bench.reporting.drawing.drawing import (
@@ -22,7 +23,6 @@ from bench.reporting.drawing.drawing import (
 )
 from bench.reporting.drawing.labels import (
     CPU_NOTE,
-    FAMILY_LABELS,
     MISSING,
     build_slug,
     choose_memory_unit,
@@ -30,6 +30,8 @@ from bench.reporting.drawing.labels import (
     format_number,
     format_ranks,
     get_rank_noun,
+    get_strategy_label,
+    get_strategy_presentation,
 )
 from bench.reporting.tables.cells import (
     compute_median,
@@ -40,6 +42,7 @@ from bench.reporting.tables.cells import (
 )
 from bench.reporting.tables.table import CELL_COLUMNS
 
+PAGE_POSITION = 70
 TITLE = "The sharding factor"
 HOW_TO_READ = (
     "A copy of the model's parameters, gradients and optimizer state is spread over F ranks: to the left everybody "
@@ -53,11 +56,6 @@ EMPTY_MESSAGE = "No configuration in this store was run at three sharding factor
 FACET_COLUMNS = ["place", "model", "parameters", "precision", "workload", "limit", "settings", "world_size"]
 """Columns that all points of one figure share."""
 
-STRATEGY_COLOURS = {strategy: style.STRATEGY_COLOURS[style_name] for strategy, style_name in
-           {"ddp": "ddp", "fsdp": "fsdp/full_shard", "fsdp1": "fsdp1/full_shard"}.items()}  # fmt: skip
-STRATEGY_MARKERS = {"ddp": "D", "fsdp": "o", "fsdp1": "s"}
-X_OFFSETS_LOG2 = {"ddp": -0.12, "fsdp": -0.04, "fsdp1": 0.06}
-"""How far, in powers of two, the points of a strategy stand beside their factor, so that equal ones are all seen."""
 ADAM_BYTES_PER_PARAMETER = 16
 """Per parameter with Adam in FP32: 4 for it, 4 for its gradient and 8 for two moments. ZeRO counts as many with 16-bit
 weights (arXiv:1910.02054, section 3.1)."""
@@ -88,7 +86,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
         ``states``, the bytes of one copy's parameters, gradients and Adam state where they follow; ``capacity``, the
         bytes of the device. What is unknown is NaN.
     """
-    is_usable = table["status"].isin(["ok", "oom"]) & table["strategy"].isin(list(STRATEGY_COLOURS))
+    is_usable = table["status"].isin(["ok", "oom"]) & table["strategy"].map(_has_factor_line).astype(bool)
     rows = table[is_usable & table["sharding_factor"].notna() & table["world_size"].notna()]
     key_columns = [*CELL_COLUMNS, "strategy", "sharding_factor"]
     needed_columns = [
@@ -112,6 +110,18 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(kept_facets).sort_values(sort_columns, kind="stable").reset_index(drop=True)
 
 
+def _has_factor_line(strategy: Any) -> bool:
+    return isinstance(strategy, str) and get_strategy_presentation(strategy).factor_line is not None
+
+
+def find_line_style(strategy: str) -> tuple[str, FactorLine]:
+    """Colour and line of a strategy that is compared over the sharding factor."""
+    factor_line = get_strategy_presentation(strategy).factor_line
+    assert factor_line is not None
+    kind = f"{strategy}/{factor_line.kind}" if factor_line.kind else strategy
+    return style.find_strategy_colour(kind) or style.MUTED_COLOUR, factor_line
+
+
 def _count_factors(facet: pd.DataFrame) -> int:
     return int(facet.groupby(["series", "evidence"])["sharding_factor"].nunique().max())
 
@@ -133,7 +143,7 @@ def _build_point(rows: list[dict[str, Any]]) -> dict[str, Any]:
         memory_bytes = (memory_bytes[0], float(row["peak_reserved_low_bytes"]), float(row["peak_reserved_high_bytes"]))
     return {
         **{name: row[name] for name in (*FACET_COLUMNS, "device", "evidence", "strategy")},
-        "series": FAMILY_LABELS[row["strategy"]]
+        "series": get_strategy_label(row["strategy"])
         + row["variant"].partition(" · ")[1]
         + row["variant"].partition(" · ")[2],
         "sharding_factor": int(row["sharding_factor"]),
@@ -243,26 +253,26 @@ def _find_highest_point(axes: Axes) -> float:
 def _draw_line(axes: Axes, line_points: pd.DataFrame, panel: str, scale: float, strategy: str, evidence: str) -> None:
     """One strategy's points of one kind of evidence, and its runs out of memory."""
     line_points = line_points.sort_values("sharding_factor")
-    evidence_style, colour = style.EVIDENCE_STYLES[evidence], STRATEGY_COLOURS[strategy]
-    x = line_points["sharding_factor"].astype(float) * 2 ** X_OFFSETS_LOG2[strategy]
+    evidence_style = style.EVIDENCE_STYLES[evidence]
+    colour, factor_line = find_line_style(strategy)
+    x_scale = 2**factor_line.offset_log2
+    x = line_points["sharding_factor"].astype(float) * x_scale
     if f"{panel}_low" in line_points:
         axes.vlines(x, line_points[f"{panel}_low"] * scale, line_points[f"{panel}_high"] * scale,
         color=style.lighten_colour(colour, 0.35),
                     linewidth=1, zorder=2)  # fmt: skip
     axes.plot(
         x, line_points[panel] * scale, color=colour, linestyle=evidence_style.linestyle,
-        marker=STRATEGY_MARKERS[strategy], linewidth=1.3, markersize=5,
+        marker=factor_line.marker, linewidth=1.3, markersize=5,
         markerfacecolor=colour if evidence_style.is_filled else "white", zorder=3,
     )  # fmt: skip
     oom_points = line_points[line_points["out_of_memory"] & (panel != "exposed")]
-    for oom_x, oom_value in zip(
-        oom_points["sharding_factor"] * 2 ** X_OFFSETS_LOG2[strategy], oom_points[panel] * scale, strict=True
-    ):
+    for oom_x, oom_value in zip(oom_points["sharding_factor"] * x_scale, oom_points[panel] * scale, strict=True):
         for oom_y in {0.0} | ({float(oom_value)} if panel == "memory" and np.isfinite(oom_value) else set()):
             glyphs.draw_oom_cross(axes, oom_x, oom_y, colour, evidence)
     if panel == "tflops":
         degraded_points = line_points[line_points["degraded"]]
-        axes.plot(degraded_points["sharding_factor"] * 2 ** X_OFFSETS_LOG2[strategy], degraded_points[panel], "<",
+        axes.plot(degraded_points["sharding_factor"] * x_scale, degraded_points[panel], "<",
         markersize=10,
                   markerfacecolor="none", markeredgecolor=style.INK_COLOUR, zorder=4)  # fmt: skip
 
@@ -314,10 +324,8 @@ def _build_legend(facet: pd.DataFrame) -> list[tuple[Artist, str]]:
     evidence_kinds = style.sort_evidence(facet["evidence"])
     legend_entries: list[tuple[Artist, str]] = []
     for (strategy, series), _ in facet.groupby(["strategy", "series"], sort=False):
-        colour = STRATEGY_COLOURS[str(strategy)]
-        legend_entries.append(
-            (Line2D([], [], color=colour, marker=STRATEGY_MARKERS[str(strategy)], markersize=5), str(series))
-        )
+        colour, factor_line = find_line_style(str(strategy))
+        legend_entries.append((Line2D([], [], color=colour, marker=factor_line.marker, markersize=5), str(series)))
     for evidence in evidence_kinds:
         evidence_style = style.EVIDENCE_STYLES[evidence]
         handle = Line2D(

@@ -24,6 +24,7 @@ from bench.reporting.drawing.labels import (
 )
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 
+PAGE_POSITION = 100
 TITLE = "Step-time spread"
 HOW_TO_READ = (
     "One lane is one run, one dot one timed step: how much longer or shorter it took than the run's median, which is "

@@ -9,6 +9,7 @@ from bench.reporting.drawing.drawing import Drawing, ReportSection
 from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_number, get_rank_noun
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 
+PAGE_POSITION = 20
 TITLE = "Throughput"
 HOW_TO_READ = (
     "Longer is faster. A bar is the model FLOPs of one training step (forward and backward, nothing counted twice "

@@ -25,6 +25,7 @@ from bench.reporting.drawing.labels import (
 )
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 
+PAGE_POSITION = 40
 TITLE = "Memory against throughput"
 HOW_TO_READ = (
     "One point per strategy, all with the same model, batch and number of ranks: further up is faster, further to the "

@@ -62,7 +62,7 @@ class RunTableRow:
 
 def _format_requested_strategy(row: RowValues) -> str:
     strategy = str(row["strategy"] or labels.MISSING)
-    has_factor = row["sharding_factor"] is not None and strategy in ("fsdp", "fsdp1")
+    has_factor = row["sharding_factor"] is not None and labels.get_strategy_presentation(strategy).is_sharded_by_factor
     return f"{strategy}, F={row['sharding_factor']}" if has_factor else strategy
 
 

@@ -16,13 +16,13 @@ import pandas as pd
 from bench.records import Record
 from bench.records.published import load_published
 from bench.reporting.drawing.labels import (
-    FAMILY_LABELS,
     GIB,
     MISSING,
     Variant,
     build_variant,
     format_count,
     format_number,
+    get_strategy_label,
 )
 from bench.reporting.drawing.style import sort_evidence
 from bench.reporting.paper.paper import (
@@ -344,7 +344,7 @@ def build_time_parts_table(records: Sequence[Record]) -> pd.DataFrame:
         rows.append(
             {
                 "Model": record["model"],
-                "Strategy": FAMILY_LABELS[record["strategy"]],
+                "Strategy": get_strategy_label(record["strategy"]),
                 "F": str(record["sharding_factor"]),
                 "GPUs": str(record["world_size"]),
                 "Step": format_number(1e3 * time["step_s"]["value"]),

@@ -144,7 +144,8 @@ def _build_cell(rows: list[dict[str, Any]]) -> dict[str, Any]:
     first_row = rows[0]
     question = first_row["fit_question"]
     strategy_values = [first_row[name] for name in ("strategy", "effective_strategy", "sharding_factor", "world_size")]
-    if first_row["world_size"] == 1 and first_row["strategy"] in ("fsdp", "fsdp1"):  # where what shards fully begins
+    presentation = labels.get_strategy_presentation(str(first_row["strategy"]))
+    if first_row["world_size"] == 1 and presentation.is_sharded_by_factor:  # where what shards fully begins
         strategy_values = [first_row["strategy"], f"{first_row['strategy']}/full_shard", None, None]
     parameters = list_known_values(rows, "parameters")
     return {

@@ -17,6 +17,8 @@ from torch import nn
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.installation import format_install_command
 from bench.core.precision import PARAMETER_MIXING, Precision
+from bench.core.presentation import Presentation
+from bench.core.training_guide import TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.strategies.base import (
     BuildOptimizer,
@@ -56,6 +58,44 @@ class DeepSpeedStrategy(Strategy):
     the weights first and makes its fp32 copies from that, so training starts from rounded weights. When a rank is
     rehearsed, the partitions that stages 1 and 2 gather after the update repeat the first rank's.
     """
+
+    presentation = Presentation(
+        label="DeepSpeed",
+        position=60,
+        kinds={
+            "stage_0": ("stage 0", "#9a5b2e"),
+            "stage_1": ("stage 1", "#b0a000"),
+            "stage_2": ("stage 2", "#4b8f6b"),
+            "stage_3": ("stage 3", "#3b4fa8"),
+        },
+        mixed_precision={"deepspeed bf16": "parameters"},
+    )
+    training_terms = (
+        TrainingTerm(
+            "DeepSpeed ZeRO 0 to 3",
+            ("strategy=deepspeed strategy.stage=N",),
+            "DeepSpeed's own library is wanted",
+        ),
+        TrainingTerm(
+            "CPU offload",
+            ("strategy=deepspeed strategy.offload_optimizer=cpu",),
+            "the GPUs together are too small, and time matters less",
+        ),
+    )
+    training_options = (
+        TrainingOption(
+            "DeepSpeed ZeRO-3 with parameters and optimizer on the CPU",
+            {
+                "strategy": "deepspeed",
+                "strategy.sharding_factor": "stage",
+                "strategy.stage": "3",
+                "strategy.offload_parameters": "cpu",
+                "strategy.offload_optimizer": "cpu",
+            },
+            "offload_parameters=nvme and strategy.nvme_path=FOLDER where the CPU's memory is too small as well",
+            leaves={"too few GPUs": 2, "offload": 2},
+        ),
+    )
 
     stage: Annotated[int, OneOf(*STAGES)]
     """0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too."""

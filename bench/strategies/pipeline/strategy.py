@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.presentation import Presentation
+from bench.core.training_guide import (
+    GPU_MICRO_BATCHES_PLACEHOLDER,
+    GPUS_PLACEHOLDER,
+    NODE_MICRO_BATCHES_PLACEHOLDER,
+    NODES_PLACEHOLDER,
+    TrainingOption,
+    TrainingTerm,
+)
 from bench.core.typed_config import OneOf, Within
 from bench.strategies.base import Strategy
 from bench.strategies.pipeline.schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, Timetable
@@ -19,6 +28,52 @@ class PipelineStrategy(PipelinedStrategy):
 
     An idle share of a step remains, the bubble: the more micro-batches, the smaller.
     """
+
+    presentation = Presentation(
+        label="Pipeline",
+        position=100,
+        kinds={  # a hue per schedule, lighter with DDP among the copies, darker with FSDP
+            "gpipe": ("GPipe", "#7b3294"),
+            "gpipe+ddp": ("GPipe + DDP", "#b07cc6"),
+            "gpipe+fsdp": ("GPipe + FSDP2", "#4d1a60"),
+            "1f1b": ("1F1B", "#a6004f"),
+            "1f1b+ddp": ("1F1B + DDP", "#d96a9e"),
+            "1f1b+fsdp": ("1F1B + FSDP2", "#6b0033"),
+            "interleaved_1f1b": ("interleaved 1F1B", "#1b7837"),
+            "interleaved_1f1b+ddp": ("interleaved 1F1B + DDP", "#76b58a"),
+            "interleaved_1f1b+fsdp": ("interleaved 1F1B + FSDP2", "#0d4620"),
+        },
+    )
+    training_terms = (
+        TrainingTerm(
+            "pipeline parallelism",
+            ("strategy=pipeline",),
+            "a copy does not fit, links are slow, every layer fits",
+            divides=("layers",),
+        ),
+    )
+    training_options = (
+        TrainingOption(
+            "pipeline parallelism",
+            {
+                "strategy": "pipeline",
+                "strategy.stages": GPUS_PLACEHOLDER,
+                "strategy.micro_batches": GPU_MICRO_BATCHES_PLACEHOLDER,
+            },
+            "sends activations only; idle at the start and end of a step; a layer must fit on one GPU",
+            leaves={"shard within the node": 4, "pipeline within the node": 1},
+        ),
+        TrainingOption(
+            "pipeline parallelism, a stage per node",
+            {
+                "strategy": "pipeline",
+                "strategy.stages": NODES_PLACEHOLDER,
+                "strategy.micro_batches": NODE_MICRO_BATCHES_PLACEHOLDER,
+            },
+            "sends activations only between nodes; idle at the start and end of a step",
+            leaves={"shard over all nodes": 5, "keep traffic within nodes": 2},
+        ),
+    )
 
     micro_batches: Annotated[int | None, Within(1, 1024)]
     """Parts that a pipeline's share of the batch (stages x batch_size_per_gpu sequences) is split into. null: as many

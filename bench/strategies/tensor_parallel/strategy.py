@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
+from bench.core.presentation import Presentation
+from bench.core.training_guide import NODE_GPUS_PLACEHOLDER, TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf
 from bench.models import Family
 from bench.models.base import list_dividing_families
@@ -49,6 +51,29 @@ class TensorParallelStrategy(Strategy):
     Ranks whose numbers are neighbours share layers and sequences. The vocabulary is divided, too: each rank computes
     its part of the logits, and the loss is computed without ever putting them together.
     """
+
+    presentation = Presentation(label="Tensor parallel", position=90, colour="#7f4fc9")
+    training_terms = (
+        TrainingTerm(
+            "tensor parallelism",
+            ("strategy=tensor_parallel",),
+            "the largest layer does not fit; fast links in the node",
+            divides=("every layer", "activations"),
+        ),
+    )
+    training_options = (
+        TrainingOption(
+            "tensor parallelism within the node",
+            {"strategy": "tensor_parallel", "strategy.degree": NODE_GPUS_PLACEHOLDER},
+            "every layer is cut, so the largest may be larger than a GPU; needs fast links and changes to the model",
+            leaves={
+                "tensor parallelism": 1,
+                "shard within the node": 3,
+                "shard over all nodes": 4,
+                "keep traffic within nodes": 3,
+            },
+        ),
+    )
 
     degree: int | str
     """Ranks a layer is split over: a whole number, `node` for the ranks of one machine, `full` for all."""

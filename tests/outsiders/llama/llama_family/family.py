@@ -91,9 +91,10 @@ class Llama(Family):
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Of the products with weights, and of attention's."""
         length, hidden = sequence_length, self.hidden_size
+        key_value_width = hidden // self.num_heads * (self.num_key_value_heads or self.num_heads)
         final = 2 * length * hidden * self.intermediate_size
         return FlopCount(
-            blocks_linear=self.num_layers * (8 * length * hidden**2 + 3 * final),
+            blocks_linear=self.num_layers * (4 * length * hidden * (hidden + key_value_width) + 3 * final),
             blocks_attention=self.num_layers * 4 * length**2 * hidden,
             blocks_last_linear=self.num_layers * final,
             outside_blocks=2 * length * hidden * self.vocabulary_size,

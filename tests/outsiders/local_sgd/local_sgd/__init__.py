@@ -1,0 +1,1 @@
+"""Post-local SGD for fsdp-bench."""
