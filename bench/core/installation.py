@@ -11,7 +11,7 @@ DISTRIBUTION = "fsdp-bench"
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
-IS_CHECKOUT = (PACKAGE_FOLDER.parent / "pyproject.toml").is_file()
+IS_CHECKOUT = (PACKAGE_FOLDER.parent / "conf" / "config.yaml").is_file()
 """Or a copy of one, which jobs run in."""
 
 DATA_FOLDER = PACKAGE_FOLDER.parent if IS_CHECKOUT else PACKAGE_FOLDER
