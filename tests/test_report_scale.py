@@ -90,7 +90,7 @@ def test_ten_thousand_rows_are_loaded_in_about_a_second(store):
 def test_a_report_takes_a_minute_and_a_gigabyte_for_ten_thousand_rows(store):
     """The time of a tenth of the rows, less that of the figures, of which there are no more however many rows."""
     page = store / "page"
-    options = f"interactive=True, max_max_figures={60 if FULL_SCALE else 0}"
+    options = f"interactive=True, max_figures={60 if FULL_SCALE else 0}"
     work = f"found = read_store({str(store / 'part')!r}); rows = len(found.records)\n"
     found = measured(work + f"write_report(found, 'a large store', {str(page)!r}, {options})")
     assert found["rows"] == REPORTED

@@ -61,7 +61,7 @@ def list_overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> l
         The strategy's knobs as they were asked for, which stand instead of what they were resolved to.
     """
     overrides = []
-    sections = {**config, **({"strategy": {**config.get("strategy", {}), **requested}} if requested else {})}
+    sections = {**config, **({"strategy": {**(config.get("strategy") or {}), **requested}} if requested else {})}
     for group in CONFIG_GROUPS:
         section = sections.get(group) or {}
         if section.get("name") and section["name"] != ADDED_KNOB_DEFAULTS.get(group, {}).get("name"):
@@ -77,10 +77,11 @@ def list_overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> l
         if key in CONFIG_GROUPS:
             overrides += _list_section_overrides(key, json.dumps(value or {}))
         elif isinstance(value, Mapping):
+            section_defaults = dict(defaults[key]) if isinstance(defaults.get(key), dict) else {}
             overrides += [
                 f"{key}.{name}={format_override_value(field_value)}"
                 for name, field_value in value.items()
-                if field_value != defaults.get(key, {}).get(name)
+                if field_value != section_defaults.get(name)
             ]
         elif key not in defaults or value != defaults[key]:
             overrides.append(f"{key}={format_override_value(value)}")
