@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from bench.calibration.arguments import COLLECTIVES, COMPUTE, parse_calibrate_arguments
 from bench.calibration.noise import find_disturbances
 from bench.calibration.processes import find_launched_process
-from bench.calibration.results import print_disturbances, write_results
-from bench.calibration.session import run_calibration
+from bench.calibration.session import (
+    COLLECTIVES,
+    COMPUTE,
+    parse_calibrate_arguments,
+    print_disturbances,
+    run_calibration,
+    write_results,
+)
 from bench.core.command_line import open_stdout_console, report_usage_errors, run_main
 from bench.core.errors import invalid_value_error
 

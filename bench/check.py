@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from bench.checks.before_sweep import show_check
 from bench.checks.session import open_report_file, write_report
-from bench.checks.terminal import show_check
 from bench.core.command_line import build_parser, report_usage_errors, run_main
 from bench.hardware import detect_device
 

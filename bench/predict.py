@@ -7,10 +7,9 @@ import sys
 from rich.console import Group
 
 from bench.advice.answer import AdviceAnswer, answer_question
-from bench.advice.details import build_candidate_details
 from bench.advice.json_csv import format_answer_csv, format_answer_json
 from bench.advice.question import AdviceQuestion, answer_with_progress, parse_predict_arguments
-from bench.advice.tables import build_answer_tables
+from bench.advice.tables import build_answer_tables, build_candidate_details
 from bench.core.command_line import open_stdout_console, report_usage_errors, run_main
 
 WIDTH_WITHOUT_TERMINAL = 160

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from bench.core.command_line import build_parser, parse_path_argument, report_usage_errors, run_main
 from bench.planning.request import parse_tracker
-from bench.tracking.send_store import send_store
+from bench.tracking.client import send_store
 
 
 @report_usage_errors

@@ -1,7 +1,7 @@
 """Predictions whose numbers are committed with the version of the predictor: `golden_predictions.json`, beside this.
 
 ``python -m tests.golden_predictions`` writes them anew: where numbers have moved only once `PREDICTOR_VERSION` of
-`bench.prediction.version` is raised. `tests/test_predictor_version.py` compares them.
+`bench.prediction.cache` is raised. `tests/test_predictor_version.py` compares them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.prediction import version
+from bench.prediction import cache
 from bench.prediction.prediction import prediction_to_plain
 from bench.prediction.predictor import predict_runs
 from tests.conftest import compose_run_config
@@ -108,7 +108,7 @@ def _is_same(known: Any, current: Any) -> bool:
 
 def describe_libraries() -> dict[str, str | None]:
     """Versions of what every trace is made with: with others the numbers may be others."""
-    return {package: version.find_package_version(package) for package in version.TRACED_PACKAGES}
+    return {package: cache.find_package_version(package) for package in cache.TRACED_PACKAGES}
 
 
 def read_golden() -> dict[str, Any]:
@@ -121,17 +121,17 @@ def find_fault(golden: Mapping[str, Any], current: Mapping[str, Mapping[str, Any
     """What is wrong with the version, in a sentence; None if nothing is."""
     moved = list_moved(golden["predictions"], current)
     listed = "".join(f"\n  {line}" for line in moved[:20])
-    is_raised = golden["version"] != version.PREDICTOR_VERSION
+    is_raised = golden["version"] != cache.PREDICTOR_VERSION
     if moved and not is_raised:
         return (
-            f"{len(moved)} predicted numbers moved: raise PREDICTOR_VERSION in bench/prediction/version.py and run "
+            f"{len(moved)} predicted numbers moved: raise PREDICTOR_VERSION in bench/prediction/cache.py and run "
             f"`{COMMAND}`, then `make predictions`.{listed}"
         )
     if moved:
         return f"{len(moved)} predicted numbers moved and PREDICTOR_VERSION is raised: run `{COMMAND}`.{listed}"
     if is_raised:
         return (
-            f"PREDICTOR_VERSION is {version.PREDICTOR_VERSION} and no number moved since {golden['version']}: put it "
+            f"PREDICTOR_VERSION is {cache.PREDICTOR_VERSION} and no number moved since {golden['version']}: put it "
             f"back, or add a case whose number moved to tests/golden_predictions.py and run `{COMMAND}`."
         )
     if golden["predictions"].keys() != current.keys():
@@ -152,11 +152,11 @@ def main() -> int:
         golden = read_golden()
         moved = list_moved(golden["predictions"], current)
         same_libraries = golden["libraries"] == describe_libraries()
-        if moved and same_libraries and golden["version"] == version.PREDICTOR_VERSION:
+        if moved and same_libraries and golden["version"] == cache.PREDICTOR_VERSION:
             print(find_fault(golden, current), file=sys.stderr)
             return 1
         print(f"{len(moved)} numbers moved.")
-    values = {"version": version.PREDICTOR_VERSION, "libraries": describe_libraries(), "predictions": current}
+    values = {"version": cache.PREDICTOR_VERSION, "libraries": describe_libraries(), "predictions": current}
     FILE.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
     return 0
 

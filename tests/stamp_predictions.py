@@ -11,9 +11,8 @@ from pathlib import Path
 
 from bench import records
 from bench.config.run_config import RunConfig, build_run_config
-from bench.prediction.predictor import predict_runs
-from bench.prediction.row import build_predicted_row
-from bench.prediction.version import compute_predictor_version, find_user_packages
+from bench.prediction.cache import compute_predictor_version, find_user_packages
+from bench.prediction.predictor import build_predicted_row, predict_runs
 from bench.records import Record
 from bench.records.schema import COLUMNS
 

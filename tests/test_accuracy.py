@@ -16,9 +16,9 @@ from bench.prediction.predictor import predict_runs
 from bench.records.published import PUBLISHED_CSV
 from bench.validation import runs
 from bench.validation.command import ACCURACY_PAGE, build_accuracy_page, predict_cases
+from bench.validation.page import CaseResult, group_results, summarize_errors
 from bench.validation.runs import EXCLUSION_REASONS, SPEED, TUNED_GPU_COUNTS, PublishedCase, load_cases
 from bench.validation.shapes import QualitativeComparison
-from bench.validation.statistics import CaseResult, group_results, summarize_errors
 from bench.validation.strategies import compare_strategies
 
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from bench import calibrate, predict
-from bench.calibration import arguments
+from bench.calibration import session
 from bench.calibration.collectives import (
     REFERENCE_BYTES,
     _CollectiveTimer,
@@ -26,10 +26,14 @@ from bench.calibration.collectives import (
     measure_collectives,
 )
 from bench.calibration.fit_links import count_bus_bytes, fit_links, predict_collective_seconds
-from bench.calibration.hardware_file import MEASURED_SOURCE, BaselineHardware, build_calibrated_hardware
+from bench.calibration.hardware_file import (
+    MEASURED_SOURCE,
+    BaselineHardware,
+    CalibrationProvenance,
+    build_calibrated_hardware,
+)
 from bench.calibration.noise import REFERENCE_NAME, find_disturbances
 from bench.calibration.processes import CalibrationProcess, run_local_processes
-from bench.calibration.provenance import CalibrationProvenance
 from bench.calibration.sample import COLLECTIVE, LAUNCH, MATMUL, CalibrationSample
 from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
@@ -384,27 +388,25 @@ def test_mistakes_are_answered_in_a_sentence_and_nothing_is_started(typed, tmp_p
 
 def test_options_can_be_written_both_ways(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    own = dict.fromkeys(arguments.OPTION_KEYS)
-    by_key = arguments.parse_calibration_request(["output=a.yaml", "ranks=4", "quick=true"], own, CPU)
-    assert by_key == arguments.parse_calibration_request(
+    own = dict.fromkeys(session.OPTION_KEYS)
+    by_key = session.parse_calibration_request(["output=a.yaml", "ranks=4", "quick=true"], own, CPU)
+    assert by_key == session.parse_calibration_request(
         [], own | {"output": "a.yaml", "ranks": "4", "quick": "true"}, CPU
     )
     assert (by_key.output_path, by_key.settings.local_ranks, by_key.settings.is_quick) == (Path("a.yaml"), 4, True)
-    assert arguments.parse_calibration_request([], own, CPU).output_path == Path("hardware/cpu_calibrated.yaml")
-    assert arguments.parse_calibration_request([], own, CPU).settings.local_ranks == max(
-        2, len(os.sched_getaffinity(0))
-    )
+    assert session.parse_calibration_request([], own, CPU).output_path == Path("hardware/cpu_calibrated.yaml")
+    assert session.parse_calibration_request([], own, CPU).settings.local_ranks == max(2, len(os.sched_getaffinity(0)))
 
 
 def test_a_gpu_that_nobody_has_described_needs_its_peaks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     unknown, own = (
         DetectedDevice("cuda", "Tesla T4", 1, (7, 5), 16 * 2**30),
-        dict.fromkeys(arguments.OPTION_KEYS),
+        dict.fromkeys(session.OPTION_KEYS),
     )
     with pytest.raises(UsageError, match=r"hardware=gpu is not valid: .* \+hardware.peak_tflops"):
-        arguments.parse_calibration_request([], own, unknown)
-    order = arguments.parse_calibration_request(["+hardware.peak_tflops.fp32=8.1"], own, unknown)
+        session.parse_calibration_request([], own, unknown)
+    order = session.parse_calibration_request(["+hardware.peak_tflops.fp32=8.1"], own, unknown)
     assert order.baseline.name == "conf/hardware/h200.yaml", "where what was not measured comes from"
     assert (order.settings.local_ranks, order.output_path) == (1, Path("hardware/gpu_calibrated.yaml"))
 
@@ -553,7 +555,7 @@ def keep_processors_busy(folder: Path, processes: int) -> Iterator[None]:
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, *session],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from bench.calibration.attention import ATTENTION_SHAPES as ATTENTION_SHAPES
-from bench.calibration.compute import measure_compute
 from bench.calibration.fit_compute import ComputeFit, fit_compute
-from bench.calibration.kernel_launch import KERNEL_SAMPLE
-from bench.calibration.least_squares import fit_seconds_per_unit
-from bench.calibration.matmul import MATMUL_SHAPES as MATMUL_SHAPES
-from bench.calibration.memory import ELEMENTWISE_OPERATOR
+from bench.calibration.fit_processor import fit_seconds_per_unit
+from bench.calibration.kernels import ATTENTION_SHAPES as ATTENTION_SHAPES
+from bench.calibration.kernels import ELEMENTWISE_OPERATOR, KERNEL_SAMPLE
+from bench.calibration.kernels import MATMUL_SHAPES as MATMUL_SHAPES
 from bench.calibration.parts import SINGLE_DEVICE_PLACEHOLDERS, predict_kernel_seconds
 from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, OPTIMIZER, CalibrationSample
+from bench.calibration.session import measure_compute
 from bench.calibration.steps import CALL_SAMPLE, STEP_SAMPLE
 from bench.core.errors import UsageError
 from bench.hardware import Hardware

@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 
 from bench import check
-from bench.checks import host, losses, memory, timing
+from bench.checks import host, losses, measurements
 from bench.checks.before_sweep import check_machine_once
-from bench.checks.memory import check_memory
-from bench.checks.result import FAILED, NOT_RUN, PASSED, CheckResult, build_results_table
-from bench.checks.runs import CheckRun
+from bench.checks.measurements import check_memory, check_profile, time_loop
+from bench.checks.runs import FAILED, NOT_RUN, PASSED, CheckResult, CheckRun, build_results_table
 from bench.checks.session import CheckReport
-from bench.checks.timing import check_profile, time_loop
 from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
 from tests.conftest import CPU, compose_run_config, run_command
@@ -95,14 +93,13 @@ def make_peak_runs(**values: Any) -> dict[str, CheckRun]:
 
 
 def test_limits_are_chosen_from_the_peaks() -> None:
-    runs = memory.build_limited_runs(CPU, make_peak_runs())
+    runs = measurements.build_limited_runs(CPU, make_peak_runs())
     limits = {name: float(settings[-1].partition("=")[2]) * 2**10 for name, settings in runs.items()}
     assert limits == pytest.approx({"fits": 165, "exhausted": 55, "one of two": 100}, abs=0.1)
     small = dataclasses.replace(GPU_DEVICE, memory_bytes=150 * 2**20)
-    assert (
-        memory.build_limited_runs(small, make_peak_runs())["fits"][-1] == f"hardware.memory_limit_gib={150 / 2**10:.4f}"
-    )
-    assert memory.build_limited_runs(CPU, {name: CheckRun(None, "no") for name in make_peak_runs()}) == {}
+    limit = f"hardware.memory_limit_gib={150 / 2**10:.4f}"
+    assert measurements.build_limited_runs(small, make_peak_runs())["fits"][-1] == limit
+    assert measurements.build_limited_runs(CPU, {name: CheckRun(None, "no") for name in make_peak_runs()}) == {}
 
 
 def test_memory_that_is_not_as_it_should_be_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +108,7 @@ def test_memory_that_is_not_as_it_should_be_fails(monkeypatch: pytest.MonkeyPatc
             class allocated:  # noqa: N801
                 value = 100 * 2**20
 
-    monkeypatch.setattr(memory, "predict_run", lambda config: ExactPrediction)
+    monkeypatch.setattr(measurements, "predict_run", lambda config: ExactPrediction)
     oom = {"status": "oom", "error": "rank 0: out of memory", "oom_phase": "forward"}
     too_small = check_memory(
         CPU, make_peak_runs(), {"fits": CheckRun(None, "hardware.memory_limit_gib=90 is more than it has")}
@@ -150,8 +147,8 @@ def interrupted_loop(kind: str) -> tuple[float, float]:
 
 
 def test_the_process_of_the_clock_leaves_ctrl_c_to_its_starter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "time_loop", interrupted_loop)
-    assert timing.check_clock(CPU).status == PASSED
+    monkeypatch.setattr(measurements, "time_loop", interrupted_loop)
+    assert measurements.check_clock(CPU).status == PASSED
 
 
 def test_a_process_that_is_left_is_found() -> None:

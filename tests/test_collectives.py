@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.rank import collective_release
-from bench.rank.collective_release import count_references, wait_for_tensor_release
+from bench.rank import memory_probe
+from bench.rank.memory_probe import count_references, wait_for_tensor_release
 
 REPETITIONS = 2000
 """The backend's thread lets go late in one of some hundred collectives."""
@@ -63,7 +63,7 @@ def test_a_caller_that_holds_on_to_what_is_gathered_is_not_waited_for_every_time
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As DeepSpeed does, of a hundred tensors in a step."""
-    monkeypatch.setattr(collective_release, "RELEASE_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(memory_probe, "RELEASE_TIMEOUT_S", 0.4)
     tensor, views = torch.ones(8), []
     begun = time.monotonic()
     with wait_for_tensor_release():
@@ -83,7 +83,7 @@ def test_while_the_backend_may_hold_tensors_python_is_never_left_alone_with_them
     the last look at who holds a tensor, someone else must."""
     seen: list[int] = []
     monkeypatch.setattr(
-        collective_release, "count_references", lambda tensor: seen.append(count_references(tensor)) or seen[-1]
+        memory_probe, "count_references", lambda tensor: seen.append(count_references(tensor)) or seen[-1]
     )
     tensor = torch.ones(8)
     with wait_for_tensor_release():
@@ -116,19 +116,19 @@ def test_functional_collectives_are_done_when_they_return_and_stay_operators(
 
 def test_threads_of_gloo_are_waited_for_until_they_have_nothing_to_do(monkeypatch) -> None:
     looks = [["S", "R"], ["S", "S"], ["R"], ["S"], ["S"], ["R"]]
-    monkeypatch.setattr(collective_release, "_gloo_thread_states", lambda: looks.pop(0))
-    collective_release.wait_for_gloo_threads()
+    monkeypatch.setattr(memory_probe, "_gloo_thread_states", lambda: looks.pop(0))
+    memory_probe.wait_for_gloo_threads()
     assert looks == [["R"]]
 
 
 def test_the_threads_of_a_group_are_found_by_their_name() -> None:
     script = """
 import torch, torch.distributed as dist
-from bench.rank import collective_release
-assert list(collective_release._gloo_thread_states()) == []
+from bench.rank import memory_probe
+assert list(memory_probe._gloo_thread_states()) == []
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.zeros(3))
-collective_release.wait_for_gloo_threads()
-assert set(collective_release._gloo_thread_states()) == {"S"}
+memory_probe.wait_for_gloo_threads()
+assert set(memory_probe._gloo_thread_states()) == {"S"}
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(__file__).parents[1])

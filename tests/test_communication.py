@@ -51,7 +51,7 @@ def test_the_difference_of_two_medians_has_the_interval_of_both():
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says():
-    from bench.rank.statistics import compute_median, compute_median_interval
+    from bench.rank.row import compute_median, compute_median_interval
 
     random = np.random.default_rng(0)
     num_covering = 0

@@ -15,7 +15,7 @@ from bench.comparison import (
     ComparisonSettings,
     compute_detectable_change,
     compute_detection_probability,
-    power,
+    statistics,
 )
 from bench.comparison.statistics import (
     LogShift,
@@ -168,10 +168,10 @@ def test_the_curve_falls_with_repeats_and_rises_with_spread():
 
 
 def test_without_a_threshold_the_power_is_that_of_the_noncentral_t_distribution():
-    test = power.RegressionCriterion(0.0, 0.01, 0.01)
+    test = statistics.RegressionCriterion(0.0, 0.01, 0.01)
     shift, factor = math.log1p(0.03), math.sqrt(2 / 5)
     exact = stats.nct.sf(stats.t.isf(0.01, 8), 8, shift / (0.01 * factor))
-    assert power.compute_regression_probability(0.03, 0.01, 5, 5, test) == pytest.approx(exact, abs=1e-3)
+    assert statistics.compute_regression_probability(0.03, 0.01, 5, 5, test) == pytest.approx(exact, abs=1e-3)
 
 
 # The parts

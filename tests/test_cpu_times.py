@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.calibration.compute import measure_compute
 from bench.calibration.fit_compute import fit_compute
 from bench.calibration.noise import ProcessorWait, find_disturbances, time_reference
 from bench.calibration.sample import CalibrationSample
+from bench.calibration.session import measure_compute
 from bench.prediction.predictor import predict_run
 from tests.conftest import compose_run_config
 

@@ -15,6 +15,7 @@ from bench.core.errors import ImpossibleError
 from bench.hardware import detect_device, facts, refuse_unsupported
 from bench.hardware.detect import DetectedDevice, choose_device
 from bench.hardware.facts import CudaSetup, GpuUsage, VisibleGpu
+from bench.sweeps import run_sweep
 from tests.conftest import compose_run_config
 
 GIB = 2**30
@@ -325,7 +326,7 @@ def test_gpus_of_which_nvml_says_nothing_are_gpus_all_the_same(shown, monkeypatc
 
 
 def set_detected_device(monkeypatch: pytest.MonkeyPatch, device: DetectedDevice) -> None:
-    for module in (sweep, run):
+    for module in (run_sweep, run):
         monkeypatch.setattr(module, "detect_device", lambda: device)
 
 

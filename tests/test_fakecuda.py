@@ -393,7 +393,7 @@ result = [getattr(found, name) for name in names]
 def test_calibration_times_calls_between_events(machine: FakeCudaProcess) -> None:
     script = """
 import time, torch
-from bench.calibration.timer import build_timer
+from bench.calibration.sample import build_timer
 timer = build_timer(torch.device("cuda", 0))
 result = [timer.time_calls([lambda: time.sleep(0.01)] * 3), type(timer).__name__]
 """
@@ -405,7 +405,7 @@ result = [timer.time_calls([lambda: time.sleep(0.01)] * 3), type(timer).__name__
 def test_calibration_captures_kernels_once_and_replays_them(machine: FakeCudaProcess) -> None:
     script = """
 import torch
-from bench.calibration.kernel_launch import measure_launch
+from bench.calibration.kernels import measure_launch
 from tests.fakecuda import runtime
 (sample,) = measure_launch(torch.device("cuda", 0), on_progress=lambda text: None)
 calls = [call for call in runtime.CALLS if call.startswith("graph")]

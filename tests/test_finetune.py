@@ -15,13 +15,13 @@ from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
 from bench.core import processes
 from bench.core.errors import UsageError
-from bench.finetune import flops
+from bench.finetune import family
 from bench.finetune.quantised import count_scale_bytes
 from bench.models.materialize import Materializer
 from bench.predict import main
 from bench.prediction.predictor import predict_run
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
-from bench.reporting.page.rerun_command import list_overrides
+from bench.reporting.page.run_details import list_overrides
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
 
@@ -260,7 +260,7 @@ def test_frozen_weights_have_no_gradients_in_the_flops(monkeypatch: pytest.Monke
     whole = config.model.count_flops_per_sequence(length)
     assert whole.model_flops == 3 * (forward - blocks * adapter)
     monkeypatch.setattr(processes, "can_reach_gpus", lambda: True)
-    flops.count_training_flops.cache_clear()
+    family.count_training_flops.cache_clear()
     assert count.model_flops == forward + backward  # counted in another process
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from bench import history as command
 from bench.comparison import CANNOT_TELL, IMPROVEMENT, REGRESSION, build_histories
-from bench.comparison.change_points import find_exact_level_changes, find_level_changes
-from bench.comparison.labels import ALLOCATED, STEP_TIME, TFLOPS
+from bench.comparison.history import find_exact_level_changes, find_level_changes
+from bench.comparison.result import ALLOCATED, STEP_TIME, TFLOPS
 from bench.records import read_all_attempts, read_latest_attempts
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import save_drawing

@@ -21,12 +21,15 @@ from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 from bench import advise, calibrate, compare, dashboard, history, jobs, predict, report, run, sweep, track
+from bench.advice import question
+from bench.calibration import session
 from bench.config import compose
-from bench.core.yaml_files import read_plain_yaml
+from bench.core.typed_config import read_plain_yaml
 from bench.hardware.detect import DetectedDevice
 from bench.hardware.hardware_file import read_hardware_file
 from bench.launch.local import LocalLauncher
 from bench.planning import run_predictions
+from bench.sweeps import run_sweep
 from tests import hostile
 from tests.conftest import compose_run_config
 
@@ -57,12 +60,12 @@ def nothing_is_executed(tmp_path_factory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PATH", str(folder))
-        for module in (sweep, predict, advise, run, calibrate):
+        for module in (run_sweep, question, run, session):
             patch.setattr(module, "detect_device", lambda: CPU)
         patch.setattr(LocalLauncher, "launch", raise_execution_reached)
         patch.setattr(run, "execute_single_run", raise_execution_reached)
         patch.setattr(calibrate, "run_calibration", raise_execution_reached)
-        patch.setattr(track, "_send_store", raise_execution_reached)
+        patch.setattr(track, "send_store", raise_execution_reached)
         patch.setattr(report, "write_report", raise_execution_reached)
         if not FUZZING:
             (prediction,) = run_predictions.predict_configs(

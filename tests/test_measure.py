@@ -22,7 +22,7 @@ from bench.rank import profiler, timed_loop
 from bench.rank.environment import describe_software, list_changed_variables, select_recorded_variables
 from bench.rank.memory_probe import CpuMemoryProbe, MemoryChange, _find_matmul_temporaries, compute_memory_peaks
 from bench.rank.profiler import compute_covered_length, compute_exposed_communication, compute_overlap, merge_intervals
-from bench.rank.statistics import compute_median_interval, compute_percentile, compute_slowest_rank_times
+from bench.rank.row import compute_median_interval, compute_percentile, compute_slowest_rank_times
 from bench.rank.timed_loop import CpuStepClock
 from bench.training.engine import Engine
 from tests.conftest import ROOT, compose_run_config

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import jobs
-from bench.comparison.nodes import compare_matmul_times, compare_step_times
+from bench.comparison.hosts import compare_matmul_times, compare_step_times
 from bench.launch.slurm.launcher import find_bad_nodes, format_exclude_list
 from bench.rank.node_health import (
     NodeHealth,

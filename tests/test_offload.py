@@ -13,8 +13,7 @@ from torch import nn
 
 from bench.core.errors import UsageError
 from bench.prediction.prediction import DOES_NOT_FIT, Prediction
-from bench.prediction.predictor import predict_run
-from bench.prediction.row import build_predicted_row
+from bench.prediction.predictor import build_predicted_row, predict_run
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.records.schema import COLUMNS
 from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit

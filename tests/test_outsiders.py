@@ -278,7 +278,7 @@ def test_a_name_in_a_store_is_never_imported(site: Path, store: Path, tmp_path: 
 PRINT_VERSION = """
 from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
-from bench.prediction.version import compute_predictor_version, find_user_packages
+from bench.prediction.cache import compute_predictor_version, find_user_packages
 for strategy, model in (("local_sgd", "gpt_tiny"), ("ddp", "llama_tiny"), ("ddp", "gpt_tiny")):
     values = compose_config({"strategy": strategy, "model": model, "gpus": "2", "mode": "predict", "hardware": "cpu"})
     config = build_run_config(values)

@@ -15,15 +15,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.overhead import bare_ddp
 from bench.overhead.__main__ import main, read_config
 from bench.overhead.compare import (
+    BARE_SCRIPT,
     MAX_FIXED_RATIO,
     MAX_STEP_RATIO,
     OverheadPair,
     OverheadRun,
+    build_model_config,
+    count_observed_steps,
     is_ours_first,
+    run_bare,
+    run_ours,
     select_quiet_pairs,
     summarize_ratios,
 )
-from bench.overhead.sides import BARE_SCRIPT, build_model_config, count_observed_steps, run_bare, run_ours
 
 SMALL = ["strategy=ddp", "gpus=1", "precision=fp32", "batch_size_per_gpu=2", "sequence_length=16"]
 

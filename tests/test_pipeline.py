@@ -238,7 +238,7 @@ def test_stages_loss_and_optimizer_are_computation_and_what_is_exchanged_is_not(
     exchange = clock.passes(0.5)
     engine: Any = SimpleNamespace(enter_phase=lambda phase: None, autocast=nullcontext)
     stage, stepper = TimedPipelineStage.__new__(TimedPipelineStage), PipelineStepper.__new__(PipelineStepper)
-    stage.engine, stage.pipeline_model, stepper._stopwatch = engine, watch, watch
+    stage.engine, stage.stopwatch, stepper._stopwatch = engine, watch, watch
     stepper._model = SimpleNamespace(tied_parameters=[SimpleNamespace(sum_gradients=exchange)])  # type: ignore[assignment]
 
     def logits_loss(logits: Any, labels: Any) -> torch.Tensor:

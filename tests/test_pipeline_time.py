@@ -12,8 +12,7 @@ from bench.prediction.pipeline import predictor
 from bench.prediction.pipeline.stages import find_shared_parameters
 from bench.prediction.pipeline.time import TiedGradientAllReduce, add_tied_all_reduces, list_tied_all_reduces
 from bench.prediction.prediction import TimePrediction
-from bench.prediction.predictor import build_trace_key, predict_run
-from bench.prediction.row import build_predicted_row
+from bench.prediction.predictor import build_predicted_row, build_trace_key, predict_run
 from bench.prediction.simulation import step
 from tests.conftest import compose_run_config
 

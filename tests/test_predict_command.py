@@ -411,7 +411,7 @@ def test_rules_of_thumb_are_arithmetic_and_compared(small):
 
 def test_zero_paper_table_1():
     """7.5B parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB (ZeRO paper, figure 1 and table 1)."""
-    from bench.advice.rules import MEMORY_RULES
+    from bench.advice.answer import MEMORY_RULES
 
     says = {rule.name: rule.bytes_per_parameter(64) * 7.5 for rule in MEMORY_RULES}
     assert says["16 bytes per parameter"] == 120

@@ -20,8 +20,7 @@ from bench.planning import run_predictions, sweep_plan, time_limits
 from bench.planning.run_predictions import predict_configs
 from bench.planning.time_limits import compute_rough_step_s, predict_duration_s
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
-from bench.prediction.predictor import predict_runs
-from bench.prediction.row import build_predicted_row
+from bench.prediction.predictor import build_predicted_row, predict_runs
 from bench.records import Record
 from bench.records.reading import read_latest_attempts
 from bench.records.schema import validate_record

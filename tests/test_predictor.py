@@ -19,7 +19,7 @@ from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.planning.sweep_plan import is_current_result
-from bench.prediction import cache, predictor, version
+from bench.prediction import cache, predictor
 from bench.prediction.prediction import (
     DOES_NOT_FIT,
     FITS,
@@ -90,21 +90,21 @@ def test_a_change_of_the_predictor_forgets_everything(empty_cache, monkeypatch):
 def test_another_version_of_a_library_is_another_predictor_of_runs_that_need_it(monkeypatch):
     adapted = config(finetune="lora")
     assert (config().operator_libraries, adapted.operator_libraries) == ((), ("peft",))
-    row = {"status": "ok", "predictor": version.compute_predictor_version(adapted.operator_libraries)}
+    row = {"status": "ok", "predictor": cache.compute_predictor_version(adapted.operator_libraries)}
     assert is_current_result(row, dataclasses.replace(adapted, mode="predict"))
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == "peft" else installed(name))
     plain, before = (
-        version.compute_predictor_version(),
-        version.compute_code_hash(),
+        cache.compute_predictor_version(),
+        cache.compute_code_hash(),
     )
-    version.compute_predictor_version.cache_clear()
-    assert version.compute_predictor_version() == plain
-    version.compute_code_hash.cache_clear()
-    assert version.compute_code_hash() != before
+    cache.compute_predictor_version.cache_clear()
+    assert cache.compute_predictor_version() == plain
+    cache.compute_code_hash.cache_clear()
+    assert cache.compute_code_hash() != before
     assert not is_current_result(row, dataclasses.replace(adapted, mode="predict"))
-    version.compute_predictor_version.cache_clear()
-    version.compute_code_hash.cache_clear()
+    cache.compute_predictor_version.cache_clear()
+    cache.compute_code_hash.cache_clear()
 
 
 @needs("torchao")
@@ -351,12 +351,10 @@ def test_changed_code_of_somebodys_own_family_is_another_predictor(empty_cache, 
             del sys.modules[name]
         importlib.invalidate_caches()
         shutil.rmtree(tmp_path / package / "__pycache__", ignore_errors=True)
-        version.compute_predictor_version.cache_clear()
+        cache.compute_predictor_version.cache_clear()
         own = config(model="gpt_tiny", **{"model.family": f"{package}.family", "mode": "predict"})
         versions.append(
-            version.compute_predictor_version(
-                own.operator_libraries, version.find_user_packages(own.model, own.strategy)
-            )
+            cache.compute_predictor_version(own.operator_libraries, cache.find_user_packages(own.model, own.strategy))
         )
         row = {"status": "ok", "predictor": versions[-1]}
         assert is_current_result(row, own)
@@ -365,7 +363,7 @@ def test_changed_code_of_somebodys_own_family_is_another_predictor(empty_cache, 
     assert peaks[1] > 2 * peaks[0]
     assert (peaks[2], versions[2]) == (peaks[0], versions[0])
     assert versions[1] != versions[0]
-    assert version.find_user_packages(config().model, config().strategy) == ()
+    assert cache.find_user_packages(config().model, config().strategy) == ()
 
 
 def test_gradients_that_fsdp1_replaces_where_it_made_them_can_be_used_again_at_once():

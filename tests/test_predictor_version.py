@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from bench.prediction import version
+from bench.prediction import cache
 from tests import golden_predictions
 from tests.conftest import ROOT
 from tests.golden_predictions import find_fault, list_moved, predict_cases, read_golden
 
-PRINT_VERSIONS = "from bench.prediction.version import *; print(compute_predictor_version(), compute_code_hash())"
+PRINT_VERSIONS = "from bench.prediction.cache import *; print(compute_predictor_version(), compute_code_hash())"
 
 
 def test_no_number_moves_without_a_new_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_noise_of_additions_is_no_move(golden: dict[str, Any]) -> None:
 
 
 def test_a_new_version_without_a_move_is_no_version(golden: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "PREDICTOR_VERSION", golden["version"] + 1)
+    monkeypatch.setattr(cache, "PREDICTOR_VERSION", golden["version"] + 1)
     fault = find_fault(golden, golden["predictions"])
     assert fault is not None
     assert "no number moved" in fault
@@ -71,7 +71,7 @@ def test_the_file_is_not_written_anew_under_the_same_version(
     assert golden_predictions.main() == 1
     assert "raise PREDICTOR_VERSION" in capsys.readouterr().err
     assert read_golden() == golden
-    monkeypatch.setattr(version, "PREDICTOR_VERSION", golden["version"] + 1)
+    monkeypatch.setattr(cache, "PREDICTOR_VERSION", golden["version"] + 1)
     assert golden_predictions.main() == 0
     assert read_golden() == {**golden, "version": golden["version"] + 1, "predictions": moved}
 
@@ -90,7 +90,7 @@ def test_a_comment_and_a_new_strategy_leave_the_version_as_it_is(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     shutil.copytree(ROOT / "bench", tmp_path / "bench", ignore=shutil.ignore_patterns("__pycache__"))
     before = run_copy(tmp_path)
-    assert before[0] == version.compute_predictor_version()
+    assert before[0] == cache.compute_predictor_version()
     with (tmp_path / "bench/prediction/predictor.py").open("a") as file:
         file.write("# A remark.\n")
     after_remark = run_copy(tmp_path)

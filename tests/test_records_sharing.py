@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.records import sharing
+from bench.core import files
 from tests.conftest import ROOT
 from tests.records_fixture import make_record
 
@@ -37,7 +37,8 @@ def shared_store() -> Iterator[Path]:
 def act(account: int, umask: int, code: str, *arguments: object, groups: tuple[int, ...] = (GROUP,)) -> str:
     """Output of a piece of Python as an account, whose primary group is its own; it may not reach the interpreter."""
     become = f"os.umask({umask}); os.setgroups({list(groups)}); os.setgid({account}); os.setuid({account})"
-    program = f"from bench.records import claims, sharing, store\nimport json, os, sys\n{become}\n{code}"
+    imports = "from bench.core import files as sharing\nfrom bench.records import claims, store\nimport json, os, sys"
+    program = f"{imports}\n{become}\n{code}"
     done = subprocess.run(
         [sys.executable, "-c", program, *(str(argument) for argument in arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -99,7 +100,7 @@ def test_a_private_store_stays_private(tmp_path):
     tmp_path.chmod(0o700)
     previous = os.umask(0o077)
     try:
-        sharing.make_folder(tmp_path / "a" / "b")
+        files.make_folder(tmp_path / "a" / "b")
     finally:
         os.umask(previous)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a", tmp_path / "a" / "b")] == [0o700, 0o700]

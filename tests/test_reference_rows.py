@@ -9,9 +9,8 @@ import pytest
 from bench.config.run_config import build_run_config
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
-from bench.prediction.predictor import predict_runs
-from bench.prediction.row import build_predicted_row
-from bench.prediction.version import compute_predictor_version
+from bench.prediction.cache import compute_predictor_version
+from bench.prediction.predictor import build_predicted_row, predict_runs
 from bench.records import Record, read_latest_attempts
 from bench.records.schema import COLUMNS, validate_record
 from tests.conftest import CPU, ROOT

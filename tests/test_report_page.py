@@ -19,18 +19,16 @@ from bench.report import main
 from bench.reporting import write_report
 from bench.reporting.drawing import style
 from bench.reporting.figures import frontier, memory, oom_map, scaling, spread, throughput
-from bench.reporting.page.compression import compress_json
-from bench.reporting.page.failures import group_failures
-from bench.reporting.page.host_differences import format_change, pair_host_systems
-from bench.reporting.page.hosts import MAX_HOST_SYSTEMS, find_host_systems
+from bench.reporting.page.hosts import MAX_HOST_SYSTEMS, find_host_systems, format_change, pair_host_systems
 from bench.reporting.page.interactive import (
     InteractiveChart,
     build_explorer_charts,
     build_scaling_charts,
+    compress_json,
     load_plotly_js,
 )
-from bench.reporting.page.rerun_command import build_rerun_command
-from bench.reporting.page.run_details import MAX_LISTED_RANKS, build_details, deduplicate_blocks
+from bench.reporting.page.page import group_failures
+from bench.reporting.page.run_details import MAX_LISTED_RANKS, build_details, build_rerun_command, deduplicate_blocks
 from bench.reporting.tables.table import prepare_table
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.records_fixture import GIB, make_default_sweep, make_record, write_store

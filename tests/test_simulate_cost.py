@@ -16,7 +16,7 @@ from bench.prediction.cost.collectives import (
     compute_bus_bandwidth,
     compute_collective_seconds,
 )
-from bench.prediction.cost.gpu_kernels import compute_kernel_seconds
+from bench.prediction.cost.kernels import compute_kernel_seconds
 from bench.prediction.trace.kernels import ATTENTION, MATMUL, MEMORY_BOUND, OPERAND_FORMATS, KernelArrays
 from tests.conftest import compose_run_config
 

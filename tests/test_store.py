@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from bench import records
-from bench.records import index, reading
+from bench.records import reading
 from tests.conftest import ROOT
 from tests.records_fixture import make_record, write_store
 from tests.store_writers import PADDING, WRITER_COUNTS
@@ -35,7 +35,7 @@ records.write_row(sys.argv[1], make_record())
 @pytest.mark.slow
 def test_hundreds_of_writers_at_once_lose_and_tear_nothing(tmp_path, monkeypatch):
     for setting in ("MIN_INDEXED_ROWS", "MAX_STALE_SHARE", "MIN_FILE_AGE_NS"):
-        monkeypatch.setattr(index, setting, 0)  # every load writes the index anew, beside the writers
+        monkeypatch.setattr(reading, setting, 0)  # every load writes the index anew, beside the writers
     writing = subprocess.Popen(
         [sys.executable, "-m", "tests.store_writers", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -100,7 +100,7 @@ def assert_same(frame: pd.DataFrame, expected: pd.DataFrame) -> None:
 def indexed(tmp_path, monkeypatch):
     """A store of 40 runs with an index, where one more row is enough for another index."""
     for setting in ("MIN_INDEXED_ROWS", "MAX_STALE_SHARE", "MIN_FILE_AGE_NS"):
-        monkeypatch.setattr(index, setting, 0)
+        monkeypatch.setattr(reading, setting, 0)
     odd = {"mfu": None, "error": "ünïcode \x00 line\nbreak", "parameters": 2**62, "hfu": 1e-300}
     store = write_store(tmp_path / "store", [make_record(repeat=n) | (odd if n % 3 else {}) for n in range(40)])
     assert_same(records.load(store), unindexed(store))
@@ -112,8 +112,8 @@ def indexed(tmp_path, monkeypatch):
 def parsed(monkeypatch):
     """The files that `load` has to parse."""
     files: list[str] = []
-    read = index.read_row
-    monkeypatch.setattr(index, "read_row", lambda path: files.append(os.fspath(path)) or read(path))
+    read = reading.read_row
+    monkeypatch.setattr(reading, "read_row", lambda path: files.append(os.fspath(path)) or read(path))
     return files
 
 
@@ -210,7 +210,7 @@ class Trap:
 
 
 def forged(body: bytes) -> bytes:
-    return index._build_header(body) + body
+    return reading._build_header(body) + body
 
 
 def trapped_arrays(trap: Path) -> bytes:
@@ -273,11 +273,11 @@ def test_a_moved_store_keeps_its_index(indexed, parsed, monkeypatch, tmp_path_fa
 
 def test_small_and_unsettled_stores_have_no_index(tmp_path, monkeypatch):
     few = write_store(tmp_path, [make_record(repeat=n) for n in range(3)])
-    monkeypatch.setattr(index, "MIN_FILE_AGE_NS", 0)
+    monkeypatch.setattr(reading, "MIN_FILE_AGE_NS", 0)
     records.load(few)
     assert not (few / ".index").exists()
-    monkeypatch.setattr(index, "MIN_INDEXED_ROWS", 0)
-    monkeypatch.setattr(index, "MIN_FILE_AGE_NS", 10**12)
+    monkeypatch.setattr(reading, "MIN_INDEXED_ROWS", 0)
+    monkeypatch.setattr(reading, "MIN_FILE_AGE_NS", 10**12)
     records.load(few)
     assert not (few / ".index").exists()
 

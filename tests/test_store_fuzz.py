@@ -27,8 +27,7 @@ from bench.launch.slurm.submissions import JobArray, SubmittedRun
 from bench.rank.row import build_configured_columns, build_environment_columns
 from bench.records import claims
 from bench.records.encoding import encode_record
-from bench.records.packed_encoding import encode_rows
-from bench.records.packed_rows import ROWS_FILE, open_packed_rows
+from bench.records.packed_rows import ROWS_FILE, encode_rows, open_packed_rows
 from bench.reporting.page.run_details import build_details
 from bench.reporting.tables.table import prepare_table
 from bench.tracking.tracked_run import build_tracked_run

@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 
 from bench import records
-from bench.records import index
+from bench.records import reading
 from bench.records.schema import FORMAT_VERSION
 from tests.records_fixture import make_record
 
@@ -63,7 +63,7 @@ def test_looking_up_thousands_of_runs_takes_a_second(store):
 
 
 def test_loading_again_parses_only_what_is_new(store, monkeypatch):
-    monkeypatch.setattr(index, "MIN_FILE_AGE_NS", 0)
+    monkeypatch.setattr(reading, "MIN_FILE_AGE_NS", 0)
     with at_most(15):  # 3
         first = records.load(store)
     assert first["run_id"].nunique() == NUM_RUNS

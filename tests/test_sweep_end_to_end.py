@@ -208,7 +208,7 @@ def no_launch(monkeypatch) -> None:
         pytest.fail("something was launched")
 
     monkeypatch.setattr(LocalLauncher, "launch", launch)
-    monkeypatch.setattr(command, "detect_device", lambda: CPU)
+    monkeypatch.setattr("bench.sweeps.run_sweep.detect_device", lambda: CPU)
 
 
 @pytest.mark.usefixtures("no_launch")

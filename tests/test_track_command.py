@@ -13,8 +13,7 @@ import pytest
 from bench import records, track
 from bench.records import COLUMN_NAMES
 from bench.records.packing import pack_store
-from bench.tracking.attempts import list_all_attempts
-from bench.tracking.tracked_run import build_attempt_id
+from bench.tracking.tracked_run import build_attempt_id, list_all_attempts
 from tests.conftest import ROOT
 from tests.fake_model import wait_until
 from tests.fake_wandb import fake_wandb

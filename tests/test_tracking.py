@@ -18,8 +18,14 @@ from bench.hardware.detect import DetectedDevice
 from bench.planning.request import parse_sweep_request
 from bench.records import COLUMN_NAMES
 from bench.tracking import TrackerClient, load_tracker
-from bench.tracking.attempts import build_report_run, list_all_attempts
-from bench.tracking.tracked_run import build_attempt_id, build_tracked_run, format_configuration, format_scaling_series
+from bench.tracking.tracked_run import (
+    build_attempt_id,
+    build_report_run,
+    build_tracked_run,
+    format_configuration,
+    format_scaling_series,
+    list_all_attempts,
+)
 from tests.fake_model import FAKE_MODEL_OVERRIDES, OOM_REQUEST_BYTES, SweepProcess, read_attempts_by_run, run_sweep
 from tests.fake_wandb import fake_wandb
 from tests.records_fixture import make_record, write_store

@@ -12,9 +12,8 @@ import io
 import json
 from typing import Any
 
-from bench.advice.answer import AdviceAnswer, AdviceSection
+from bench.advice.answer import AdviceAnswer, AdviceSection, RuleComparison
 from bench.advice.ranking import RankedCandidate
-from bench.advice.rules import RuleComparison
 from bench.advice.sentence import describe_misfit, format_overrides, list_notes
 from bench.config.run_config import RunConfig
 from bench.prediction.prediction import MEMORY_RANGES, prediction_to_plain

@@ -10,8 +10,7 @@ from bench.advice.sentence import describe_missing_time, format_overrides, forma
 from bench.core.errors import UsageError
 from bench.prediction.predictor import predict_run
 from bench.reporting.drawing import labels, style
-from bench.reporting.timelines.timeline import draw_timeline
-from bench.reporting.timelines.trace_events import build_trace_events
+from bench.reporting.timelines.timeline import build_trace_events, draw_timeline
 
 
 def write_timeline(candidate: RankedCandidate, path: Path) -> None:

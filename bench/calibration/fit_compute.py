@@ -50,7 +50,7 @@ def fit_compute(samples: Sequence[CalibrationSample], base: Hardware) -> Compute
     Parameters
     ----------
     samples: sequence of Sample
-        As `bench.calibration.compute.measure_compute` makes them; collectives among them are passed over.
+        As `bench.calibration.session.measure_compute` makes them; collectives among them are passed over.
     base: Hardware
         What is known of the device on paper: peaks where a vendor gives them, ``conf/hardware/cpu.yaml`` for a CPU.
 

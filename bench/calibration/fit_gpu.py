@@ -1,4 +1,4 @@
-"""Fit a GPU's speeds: shares of the peaks on paper, by the model of `bench.prediction.cost.gpu_kernels`."""
+"""Fit a GPU's speeds: shares of the peaks on paper, by the model of `bench.prediction.cost.kernels`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.calibration.kernel_launch import KERNEL_SAMPLE
-from bench.calibration.least_squares import fit_least_squares
-from bench.calibration.memory import ELEMENTWISE_OPERATOR
+from bench.calibration.fit_processor import fit_least_squares
+from bench.calibration.kernels import ELEMENTWISE_OPERATOR, KERNEL_SAMPLE
 from bench.calibration.parts import SingleDeviceSpeeds, predict_kernel_seconds
 from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, CalibrationSample
 from bench.calibration.steps import STEP_SAMPLE
 from bench.core.errors import UsageError
 from bench.hardware import Hardware
 from bench.hardware.speeds import AttentionSpeed, LaunchOverhead, MatmulSpeed
-from bench.prediction.cost.gpu_kernels import OPERATOR_BANDWIDTH_SHARES, build_operator_key
+from bench.prediction.cost.kernels import OPERATOR_BANDWIDTH_SHARES, build_operator_key
 
 INITIAL_PEAK_SHARE, INITIAL_HALF_SPEED_SIZE = 0.6, 64.0
 """Where fits begin: shares of a peak, and the sizes at which half the speed is reached."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bench.calibration.fit_compute import FitResidual
-from bench.calibration.least_squares import FloatArray, fit_least_squares
+from bench.calibration.fit_processor import FloatArray, fit_least_squares
 from bench.calibration.sample import COLLECTIVE, CalibrationSample
 from bench.hardware.speeds import GlooSpeed, LinkSpeeds
 from bench.prediction.cost.collectives import ALL_GATHER, ALL_REDUCE, CollectiveGroup, compute_collective_seconds

@@ -3,17 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from bench.calibration.fit_compute import ComputeFit, FitResidual
 from bench.calibration.fit_links import LinksFit
-from bench.calibration.provenance import CalibrationProvenance
 from bench.core.units import GIB
 from bench.hardware import Hardware, HardwareSpeeds
 from bench.hardware.speeds import LinkSpeeds, MemoryOutsideAllocator
+from bench.rank import environment
+
+
+@dataclass(frozen=True)
+class CalibrationProvenance:
+    """What a reader must know to trust a calibration, or to repeat it. No part of any run's identity."""
+
+    date: str
+    host: str
+    device: str
+    """As it calls itself."""
+    processes: str
+    """Who communicated, in words."""
+    versions: dict[str, str]
+    commit: str
+
+    @classmethod
+    def from_environment(cls, device: torch.device, processes: str) -> CalibrationProvenance:
+        """Of this process, here and now."""
+        software, commit, device_report = (
+            environment.describe_software(),
+            environment.find_commit(),
+            environment.describe_devices([device]),
+        )
+        versions = {
+            "torch": software["torch"],
+            "transformers": software["packages"]["transformers"],
+            "CUDA": software["cuda"],
+            "NCCL": software["nccl"],
+            "driver": device_report.get("driver"),
+            "Python": software["python"],
+        }
+        changed_suffix = ", changed since" if commit["git_clean"] is False else ""
+        return cls(
+            date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            host=environment.get_host_name(),
+            device=str(device_report["name"]),
+            processes=processes,
+            versions={name: str(version) for name, version in versions.items() if version},
+            commit=f"{commit['git_sha'] or 'unknown'}{changed_suffix}",
+        )
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{self.date} on host {self.host} ({self.device}), {self.processes}; {versions}; commit {self.commit}"
+
+
+# --- What was fitted as a description of hardware: every number with where it comes from.
 
 CALIBRATION_KEY = "calibration"
 """Key of `Hardware.sources` for when, where and with what it was made."""

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from bench.calibration.sample import COLLECTIVE, LAUNCH, MATMUL, SAMPLE_KINDS, CalibrationSample
-from bench.calibration.timer import build_timer
+from bench.calibration.sample import COLLECTIVE, LAUNCH, MATMUL, SAMPLE_KINDS, CalibrationSample, build_timer
 
 MAX_SPREAD_BY_KIND = {COLLECTIVE: 0.35, LAUNCH: 0.20}
 MAX_OTHER_SPREAD = 0.15

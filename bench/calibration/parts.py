@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.calibration.formats import build_precision
+from bench.calibration.kernels import build_precision
 from bench.calibration.sample import ATTENTION, MATMUL, CalibrationSample
 from bench.hardware import Hardware
 from bench.hardware.speeds import (
@@ -20,7 +20,7 @@ from bench.hardware.speeds import (
     MemoryOutsideAllocator,
     ProcessorSpeed,
 )
-from bench.prediction.cost.gpu_kernels import compute_kernel_seconds
+from bench.prediction.cost.kernels import compute_kernel_seconds
 from bench.prediction.trace import kernels
 from bench.prediction.trace.kernels import OPERAND_FORMATS, FloatArray, KernelArrays
 

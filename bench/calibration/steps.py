@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.calibration.formats import build_precision
-from bench.calibration.optimizer import TimedOptimizers
+from bench.calibration.kernels import TimedOptimizers, build_precision
 from bench.calibration.sample import ATTENTION as ATTENTION_SAMPLE
-from bench.calibration.sample import LAUNCH, OPERATOR, OPTIMIZER, CalibrationSample
+from bench.calibration.sample import LAUNCH, OPERATOR, OPTIMIZER, CalibrationSample, CallTimer, build_timer
 from bench.calibration.sample import MATMUL as MATMUL_SAMPLE
-from bench.calibration.timer import CallTimer, build_timer
 from bench.models import Batch, Family
 from bench.models.gpt import GPTFamily
 from bench.models.t5 import T5Family

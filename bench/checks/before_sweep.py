@@ -6,12 +6,15 @@ import contextlib
 import hashlib
 import json
 import socket
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
+from rich.console import Console
 
 from bench.checks.host import read_driver_version
-from bench.checks.session import CheckReport
+from bench.checks.runs import build_results_table
+from bench.checks.session import CheckReport, check_machine
 from bench.config.run_config import RunConfig
 from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
@@ -66,3 +69,25 @@ def _compute_machine_key(device: DetectedDevice) -> str:
     """What a check holds for: another GPU, driver or torch wants another one."""
     parts = (socket.gethostname(), device.name, device.count, read_driver_version(), torch.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+# --- A check as a person sees it.
+
+WIDTH_WITHOUT_TERMINAL = 160
+
+
+def show_check(device: DetectedDevice) -> CheckReport:
+    """Check this machine, saying what is being done, and print the table."""
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_WITHOUT_TERMINAL)
+    report = check_machine(device, lambda message: console.print(f"checking: {message}", markup=False))
+    console.print(build_results_table(report.results))
+    failed_count = sum(result.has_failed for result in report.results)
+    outcome_text = (
+        f"stopped by {report.stop_signal_name}"
+        if report.stop_signal_name
+        else f"{failed_count} failed"
+        if failed_count
+        else "all passed"
+    )
+    console.print(f"{len(report.results)} checks in {report.duration_s:.0f} s: {outcome_text}.", markup=False)
+    return report

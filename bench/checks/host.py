@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bench.checks.result import CheckResult
+from bench.checks.runs import CheckResult
 from bench.core.units import MIB
 from bench.hardware.detect import DetectedDevice
 from bench.rank.machine_load import NvmlGpu

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from importlib import resources
 
-from bench.checks.result import NOT_RUN, CheckResult
-from bench.checks.runs import SHORT_RUN_SETTINGS, CheckRun
+from bench.checks.runs import NOT_RUN, SHORT_RUN_SETTINGS, CheckResult, CheckRun
 from bench.config.compose import compose_config, list_config_groups
 from bench.hardware.detect import DetectedDevice
 from bench.strategies import load_strategy

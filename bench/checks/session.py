@@ -16,10 +16,15 @@ from typing import Any
 
 from bench.checks.host import TOKEN_VARIABLE, check_device_free, describe_machine, read_used_bytes
 from bench.checks.losses import build_loss_runs, compare_losses
-from bench.checks.memory import build_limited_runs, build_peak_runs, check_memory
-from bench.checks.result import CheckResult
-from bench.checks.runs import CheckRun, execute_runs
-from bench.checks.timing import build_profiled_run, check_clock, check_profile
+from bench.checks.measurements import (
+    build_limited_runs,
+    build_peak_runs,
+    build_profiled_run,
+    check_clock,
+    check_memory,
+    check_profile,
+)
+from bench.checks.runs import CheckResult, CheckRun, execute_runs
 from bench.core.errors import UsageError, invalid_value_error
 from bench.hardware.detect import DetectedDevice
 from bench.launch.ranks import StopSignal

@@ -4,18 +4,21 @@ Pure functions on records, whatever reads or shows them.
 """
 
 from bench.comparison.comparing import compare_records
-from bench.comparison.detectable import compute_detectable_change, compute_detection_probability
 from bench.comparison.history import ChangePoint, HistoryPoint, HistorySeries, build_histories
 from bench.comparison.hosts import EnvironmentDifference
-from bench.comparison.labels import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
 from bench.comparison.result import (
+    CANNOT_TELL,
+    IMPROVEMENT,
+    NO_CHANGE,
+    REGRESSION,
     ComparedConfiguration,
+    ComparisonSettings,
     OverallComparison,
     QuantityChange,
     RunComparison,
     UnmatchedConfiguration,
 )
-from bench.comparison.settings import ComparisonSettings
+from bench.comparison.timing import compute_detectable_change, compute_detection_probability
 
 __all__ = [
     "CANNOT_TELL",

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
+from scipy import stats
 
 from bench.comparison import statistics
-from bench.comparison.labels import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION, STEP_TIME, TFLOPS, format_percent
-from bench.comparison.power import RegressionCriterion, compute_detectable_slowdown
-from bench.comparison.result import QuantityChange
-from bench.comparison.settings import ComparisonSettings
-from bench.comparison.statistics import LogShift
+from bench.comparison.result import (
+    CANNOT_TELL,
+    IMPROVEMENT,
+    NO_CHANGE,
+    REGRESSION,
+    STEP_TIME,
+    TFLOPS,
+    ComparedQuantity,
+    ComparisonSettings,
+    QuantityChange,
+    format_percent,
+)
+from bench.comparison.statistics import (
+    LogShift,
+    RegressionCriterion,
+    compute_detectable_slowdown,
+    compute_regression_probability,
+)
+from bench.records import Record
 
 DETECTION_POWER = 0.95
 """How often a detectable slowdown is found."""
@@ -243,4 +260,163 @@ def compare_throughput(
         low=low,
         high=high,
         detectable=None,
+    )
+
+
+# --- Verdicts on one configuration's status and memory; those on its times are in `timing`. Pure functions.
+
+NO_RESULT_STATUSES = ("preempted", "skipped")
+"""Statuses that say nothing of the run: it was taken away, or never started."""
+
+FLAKY_SIGNIFICANCE_LEVEL = 0.05
+"""Significance of a difference between runs of which some end well and some do not (Fisher's exact test)."""
+
+
+def select_results(records: Sequence[Record]) -> list[Record]:
+    """The rows that are results."""
+    return [record for record in records if record["status"] not in NO_RESULT_STATUSES]
+
+
+def compare_statuses(base: Sequence[Record], candidate: Sequence[Record]) -> QuantityChange:
+    """What became of the runs: all of them ending otherwise than before is a change, whatever their number.
+
+    Where some runs of one side end well and some do not (flaky), only a difference that is significant counts.
+    """
+    side_statuses = [[record["status"] for record in side] for side in (base, candidate)]
+    status_texts = [_format_statuses(statuses) for statuses in side_statuses]
+    ok_counts = [statuses.count("ok") for statuses in side_statuses]
+    failed_counts = [len(statuses) - ok_count for statuses, ok_count in zip(side_statuses, ok_counts, strict=True)]
+    verdict, reason = NO_CHANGE, ""
+    if not side_statuses[0] or not side_statuses[1]:
+        verdict, reason = CANNOT_TELL, f"no run of the {'candidate' if side_statuses[0] else 'base'} came to a result"
+    elif not failed_counts[0] and not ok_counts[1]:
+        verdict, reason = REGRESSION, f"ended ok, now {status_texts[1]}{_describe_failure(candidate)}"
+    elif not ok_counts[0] and not failed_counts[1]:
+        verdict, reason = IMPROVEMENT, f"was {status_texts[0]}, now ok"
+    elif not ok_counts[0] and not ok_counts[1]:
+        if set(side_statuses[0]) != set(side_statuses[1]):
+            verdict, reason = (
+                CANNOT_TELL,
+                f"failed in both: {status_texts[0]}, now {status_texts[1]}{_describe_failure(candidate)}",
+            )
+        elif set(side_statuses[0]) != {"oom"}:
+            verdict, reason = CANNOT_TELL, f"failed in both: {status_texts[1]}{_describe_failure(candidate)}"
+        else:
+            reason = "out of memory in both"
+    elif failed_counts[0] or failed_counts[1]:
+        verdict, reason = _judge_flaky(ok_counts, failed_counts)
+        reason = f"flaky: {status_texts[0]}, now {status_texts[1]}{_describe_failure(candidate)}; {reason}"
+    return QuantityChange(
+        "status", verdict, reason, status_texts[0], status_texts[1], len(side_statuses[0]), len(side_statuses[1])
+    )
+
+
+def _judge_flaky(ok_counts: Sequence[int], failed_counts: Sequence[int]) -> tuple[str, str]:
+    table = [[ok_counts[0], failed_counts[0]], [ok_counts[1], failed_counts[1]]]
+    if stats.fisher_exact(table, "greater").pvalue <= FLAKY_SIGNIFICANCE_LEVEL:
+        return REGRESSION, "too many more to be chance"
+    if stats.fisher_exact(table, "less").pvalue <= FLAKY_SIGNIFICANCE_LEVEL:
+        return IMPROVEMENT, "too many fewer to be chance"
+    return CANNOT_TELL, "may be chance"
+
+
+def _format_statuses(statuses: Sequence[str]) -> str:
+    """``oom``, or ``2 ok, 1 oom`` where they differ."""
+    status_counts = Counter(statuses)
+    if len(status_counts) == 1:
+        return statuses[0]
+    return ", ".join(f"{count} {status}" for status, count in status_counts.most_common()) or "no result"
+
+
+def _describe_failure(records: Sequence[Record]) -> str:
+    """In brackets, what the first run that did not end well says of it."""
+    for record in records:
+        if record["status"] == "oom" and record.get("oom_phase"):
+            return f" (in {record['oom_phase']})"
+        if record["status"] not in ("ok", "oom") and record.get("error"):
+            return f" ({str(record['error'])[:120]})"
+    return ""
+
+
+def compare_memory(
+    quantity: ComparedQuantity, base: Sequence[float], candidate: Sequence[float], threshold: float
+) -> QuantityChange:
+    """The peak of memory: equal code takes the same, so a single run of each side says it.
+
+    A change counts if the median changed by at least `threshold`, and no run of one side lies within the range of
+    the other.
+    """
+    base_median, candidate_median = median(base), median(candidate)
+    change = candidate_median / base_median - 1 if base_median else 0.0
+    is_separate = min(candidate) > max(base) if change > 0 else max(candidate) < min(base)
+    verdict, reason = NO_CHANGE, ""
+    if abs(change) >= threshold and change != 0:
+        if is_separate:
+            verdict = REGRESSION if change * quantity.worse_direction > 0 else IMPROVEMENT
+            reason = f"{quantity.title} {format_percent(change)}"
+        else:
+            verdict, reason = (
+                CANNOT_TELL,
+                f"{quantity.title} {format_percent(change)}, but the runs of both sides overlap",
+            )
+    return QuantityChange(
+        quantity.column, verdict, reason, base_median, candidate_median, len(base), len(candidate), change
+    )
+
+
+# --- How small a slowdown can be found with so many runs at such a spread. Pure functions.
+
+
+def compute_detectable_change(
+    repeats: int,
+    spread: float,
+    *,
+    candidate_repeats: int | None = None,
+    configurations: int = 1,
+    power: float = DETECTION_POWER,
+    settings: ComparisonSettings | None = None,
+) -> float:
+    """The smallest true slowdown of one configuration that `compare_records` calls a regression with probability
+    `power`.
+
+    Parameters
+    ----------
+    repeats: int
+        Runs of the base; of the candidate, too, unless `candidate_repeats` is given.
+    spread: float
+        Standard deviation of a run's step time from run to run, as a fraction: 0.01 is 1 %.
+    configurations: int
+        How many are compared, all with that spread: with more of them each has to be clearer, so that false alarms
+        stay as rare, but the spread is known better.
+
+    Returns
+    -------
+    float
+        A fraction; NaN with fewer than two runs on a side, which show no spread.
+    """
+    settings = settings or ComparisonSettings()
+    candidate_runs = repeats if candidate_repeats is None else candidate_repeats
+    degrees = configurations * (repeats + candidate_runs - 2)
+    return compute_detectable_slowdown(
+        spread, repeats, candidate_runs, build_criterion(configurations, settings), power, degrees
+    )
+
+
+def compute_detection_probability(
+    slowdown: float,
+    repeats: int,
+    spread: float,
+    *,
+    candidate_repeats: int | None = None,
+    configurations: int = 1,
+    settings: ComparisonSettings | None = None,
+) -> float:
+    """How often `compare` finds a true slowdown of one configuration; parameters as in `detectable_change`."""
+    settings = settings or ComparisonSettings()
+    candidate_runs = repeats if candidate_repeats is None else candidate_repeats
+    if min(repeats, candidate_runs) < 2:
+        return 0.0
+    degrees = configurations * (repeats + candidate_runs - 2)
+    return compute_regression_probability(
+        slowdown, spread, repeats, candidate_runs, build_criterion(configurations, settings), degrees
     )

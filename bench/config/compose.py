@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from bench.core.errors import ImpossibleError, UsageError, invalid_value_error, shorten_text
 from bench.core.installation import DATA_FOLDER
 from bench.core.plugins import list_installed_conf_folders
-from bench.core.yaml_files import read_plain_yaml
+from bench.core.typed_config import read_plain_yaml
 from bench.hardware.hardware_file import YAML_SUFFIX, hardware_to_dict, read_hardware_file, scale_device_memory
 
 CONF_FOLDER = DATA_FOLDER / "conf"

@@ -88,8 +88,7 @@ def _read_wandb_tracker(settings: Sequence[str]) -> WandbTracker:
 
 def _build_dashboard(request: DashboardRequest, entity: str, *, asks_server: bool) -> tuple[ws.Workspace, wr.Report]:
     """Workspace and report; `asks_server` says whether a server may be asked where the runs are."""
-    from bench.dashboards.report import build_report
-    from bench.dashboards.workspace import build_workspace
+    from bench.dashboards.panels import build_report, build_workspace
 
     project, selection = request.tracker.project_name, {"baseline": request.baseline, "evidence": request.evidence}
     return (

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import wandb_workspaces.reports.v2 as wr
+import wandb_workspaces.workspaces as ws
+from wandb_workspaces import expr
 
 from bench.tracking.tracked_run import OOM_TABLE
 
@@ -197,3 +199,130 @@ def _build_baseline_bars(title: str, column: str, unit: str, separate_baseline: 
         max_runs_to_show=MAX_RUNS,
         layout=wr.Layout(w=8, h=8),
     )
+
+
+# --- The report: the same figures with the text that explains them, for those who do not open a workspace.
+
+ABOUT_TEXT = (
+    "Written by python -m bench.dashboard, which updates it: text that is changed here is lost. One run is one attempt "
+    "of one configuration, as its row in the store says; the row itself is the run's artifact. TFLOP/s count the "
+    "model's own matrix products, without what activation checkpointing computes again."
+)
+
+
+def build_report(
+    entity: str, project: str, title: str, *, baseline: str, evidence: str, runs_project: tuple[str, str] | None
+) -> wr.Report:
+    """The report, complete.
+
+    Parameters
+    ----------
+    baseline: str
+        Tag of the runs that others are compared with.
+    evidence: str
+        Kind of rows shown.
+    runs_project: (entity, project), optional
+        Where runs are looked up, for which a server is asked; None for wherever the report lies.
+    """
+    panel_groups = assign_panel_ids(build_panel_groups(baseline, separate_baseline=True), "report")
+    return wr.Report(
+        entity=entity,
+        project=project,
+        title=title,
+        description="Speed, memory, scaling and runs out of memory, commit by commit.",
+        width="fluid",
+        blocks=[
+            wr.P(ABOUT_TEXT),
+            wr.TableOfContents(),
+            *(
+                block
+                for panel_group in panel_groups
+                for block in _build_blocks(panel_group, baseline, evidence, runs_project)
+            ),
+        ],
+    )
+
+
+def _build_blocks(
+    panel_group: PanelGroup, baseline: str, evidence: str, runs_project: tuple[str, str] | None
+) -> list[Any]:
+    return [
+        wr.H2(panel_group.title),
+        wr.P(panel_group.text),
+        wr.PanelGrid(runsets=_build_runsets(panel_group, baseline, evidence, runs_project), panels=panel_group.panels),
+    ]
+
+
+def _build_runsets(
+    panel_group: PanelGroup, baseline: str, evidence: str, runs_project: tuple[str, str] | None
+) -> list[wr.Runset]:
+    """Whose runs the panels show: all, those out of memory, or the baseline's and the others'."""
+    evidence_filter = f"Metric('JobType') == '{evidence}'"
+    filters = {evidence: evidence_filter}
+    if panel_group.title == OOM_TITLE:
+        filters = {"out of memory": f"{evidence_filter} and SummaryMetric('status') == 'oom'"}
+    elif panel_group.title == format_baseline_title(baseline):
+        filters = {
+            baseline: f"{evidence_filter} and Tags() in ['{baseline}']",
+            "all others": f"{evidence_filter} and Tags() not in ['{baseline}']",
+        }
+    entity, project = runs_project or ("", "")
+    runsets = []
+    for name, filter_text in filters.items():
+        group_keys = [] if panel_group.title == STEPS_TITLE else ["config.configuration"]
+        runset = wr.Runset(entity=entity, project=project, name=name, filters=filter_text, groupby=group_keys)
+        runset._id = build_short_id("report", panel_group.title, name)
+        runsets.append(runset)
+    return runsets
+
+
+# --- The workspace: what a team opens to see whether the last commits were slower or fatter.
+
+RUN_TABLE_COLUMNS = (
+    "status",
+    "git_sha",
+    "tflops_per_gpu",
+    "step_time_median_s",
+    "peak_allocated_bytes",
+    "world_size",
+    "oom_phase",
+)
+"""Columns of the record that the table of runs shows."""
+
+
+def build_workspace(entity: str, project: str, name: str, *, baseline: str, evidence: str) -> ws.Workspace:
+    """The workspace, complete, as yet known to no server.
+
+    Parameters
+    ----------
+    name: str
+        Of the saved view. Its internal name follows from it, so that there is one view of a name.
+    baseline: str
+        Tag of the runs that others are compared with.
+    evidence: str
+        Kind of rows shown: kinds are never mixed.
+    """
+    workspace = ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=[
+            ws.Section(
+                name=panel_group.title,
+                panels=panel_group.panels,
+                is_open=panel_group.title != STEPS_TITLE,
+                layout_settings=ws.SectionLayoutSettings(columns=min(3, len(panel_group.panels)), rows=1),
+            )
+            for panel_group in assign_panel_ids(build_panel_groups(baseline, separate_baseline=False), "workspace")
+        ],
+        settings=ws.WorkspaceSettings(max_runs=MAX_RUNS, tooltip_number_of_runs="all_runs"),
+        runset_settings=ws.RunsetSettings(
+            filters=f"Metric('JobType') == '{evidence}'",
+            groupby=[expr.Config("configuration"), expr.Config("labels")],
+            order=[expr.Ordering(expr.Metric("CreatedTimestamp"), ascending=False)],
+            pinned_columns=[f"summary:{column}" for column in RUN_TABLE_COLUMNS],
+        ),
+    )
+    workspace._internal_name = f"nw-{build_short_id(entity, project, name)}-v"
+    workspace._internal_runset_id = build_short_id("workspace", "runs")
+    return workspace

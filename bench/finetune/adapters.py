@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from bench.finetune.shape import ALL_LINEAR, AdapterSpec
 from bench.models import Family
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer of the blocks; peft's word."""
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """How a model is changed: hashable, as traces are remembered by it."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    bits: int | None = None
+    """None: weights stay as they are."""
+    double_quantisation: bool = True
+
+
+# --- Linear layers of a model's blocks, and adapters beside them: peft's, made on meta.
 
 ADAPTER_NAME_PARTS = (".lora_A.", ".lora_B.")
 """In the names of their parameters."""

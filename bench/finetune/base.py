@@ -14,8 +14,7 @@ from bench.core import plugins
 from bench.core.errors import ImpossibleError, require_choice
 from bench.core.installation import format_install_command
 from bench.core.precision import Precision
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingOption, TrainingTerm
+from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.models import Family
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns that it could be faster

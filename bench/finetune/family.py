@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
+from bench.core import processes
 from bench.core.precision import Precision
-from bench.finetune.adapters import ADAPTER_NAME_PARTS, BASE_LAYER_SUFFIX, add_adapters, find_adapter_init_std
-from bench.finetune.flops import AdapterFlopCount
+from bench.finetune.adapters import (
+    ADAPTER_NAME_PARTS,
+    BASE_LAYER_SUFFIX,
+    AdapterSpec,
+    add_adapters,
+    find_adapter_init_std,
+)
 from bench.finetune.quantised import find_quantised_bytes, prepare_drawn_weights, quantise_drawn_weight, quantise_layers
-from bench.finetune.shape import AdapterSpec
 from bench.models import Batch, Family, FlopCount
+from bench.models.base import checkpoint_blocks
 
 
 @dataclass(frozen=True)
@@ -92,3 +102,103 @@ class AdaptedFamily(Family):
         """What is really computed: no gradients of frozen weights, but adapters."""
         unquantised_family = dataclasses.replace(self, adapter_spec=dataclasses.replace(self.adapter_spec, bits=None))
         return AdapterFlopCount.from_family(unquantised_family, sequence_length)
+
+
+# --- FLOPs of training adapters: counted, since a backward pass that skips frozen weights follows no simple rule.
+
+FEWER_COUNTED_BLOCKS, MORE_COUNTED_BLOCKS = 2, 3
+"""Blocks per list that are counted; all further ones cost as much as the third."""
+
+
+@dataclass(frozen=True)
+class AdapterFlopCount(FlopCount):
+    """FLOPs of a step of one sequence, with frozen weights.
+
+    Forward computes every product and the adapters' two. Backward computes the gradient of every product's input and of
+    adapters, but of no frozen weight: 4 of the 6 FLOPs per weight and token of full training, and the adapters' 6. In
+    the first block autograd goes back no further than the first adapter, and what lies before it has no backward. What
+    dequantisation takes is no matrix product, and not counted.
+    """
+
+    family: Family
+    sequence_length: int
+
+    @staticmethod
+    def from_family(family: Family, sequence_length: int) -> AdapterFlopCount:
+        """Of a family with adapters. The forward products of the base are told apart as the base tells them."""
+        base = family.base.count_flops_per_sequence(sequence_length)  # type: ignore[attr-defined]
+        return AdapterFlopCount(**vars(base), family=family, sequence_length=sequence_length)
+
+    @property
+    def model_flops(self) -> int:
+        """Forward and backward without recomputation."""
+        return self.compute_hardware_flops("none")
+
+    def compute_hardware_flops(self, activation_checkpointing: str) -> int:
+        """What the device executes."""
+        return count_training_flops(self.family, self.sequence_length, activation_checkpointing)
+
+
+@functools.lru_cache(maxsize=256)
+def count_training_flops(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
+    """FLOPs of the matrix products of one sequence's forward and backward pass, from a step of the model on meta.
+
+    Apart where there may be GPUs: there is a backward pass, and peft imports bitsandbytes, which starts CUDA.
+    """
+    return processes.call_isolated(_count_training_flops, family, sequence_length, activation_checkpointing)
+
+
+def _count_training_flops(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
+    lengths = {len(blocks) for blocks in family.find_block_lists(family.base.build_model())}  # type: ignore[attr-defined]
+    shorter_family, longer_family = family.limit_blocks(FEWER_COUNTED_BLOCKS), family.limit_blocks(MORE_COUNTED_BLOCKS)
+    if shorter_family is None or longer_family is None or len(lengths) > 1 or min(lengths) <= MORE_COUNTED_BLOCKS:
+        return _count_step_flops(family, sequence_length, activation_checkpointing)
+    shorter_flops, longer_flops = (
+        _count_step_flops(short_family, sequence_length, activation_checkpointing)
+        for short_family in (shorter_family, longer_family)
+    )
+    return shorter_flops + (min(lengths) - FEWER_COUNTED_BLOCKS) * (longer_flops - shorter_flops)
+
+
+def _count_step_flops(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
+    """Counted with attention as separate products over the full square of scores, as `FlopCount` says."""
+    sdpa_family = dataclasses.replace(family, base=dataclasses.replace(family.base, attention="sdpa"))  # type: ignore
+    model = sdpa_family.build_model()
+    model.train()
+    checkpoint_blocks(sdpa_family, model, activation_checkpointing)
+    batch = sdpa_family.build_batch(1, sequence_length, torch.Generator())
+    inputs = {name: tensor.to("meta") for name, tensor in batch.inputs.items()}
+    flop_counter = _MatmulFlopCounter()
+    original_attention, functional.scaled_dot_product_attention = (
+        functional.scaled_dot_product_attention,
+        _compute_unfused_attention,
+    )
+    try:
+        with flop_counter:
+            model(**inputs)["logits"].sum().backward()
+    finally:
+        functional.scaled_dot_product_attention = original_attention
+    return flop_counter.total_flops
+
+
+def _compute_unfused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    """The two matrix products of attention."""
+    return torch.softmax(query @ key.transpose(-2, -1), dim=-1) @ value
+
+
+class _MatmulFlopCounter(TorchDispatchMode):
+    """Adds up the FLOPs of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total_flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then count it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func._overloadpacket in flop_registry:
+            self.total_flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+        return result

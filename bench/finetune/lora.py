@@ -7,11 +7,10 @@ from typing import Annotated, ClassVar
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingOption, TrainingTerm
+from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import Within
+from bench.finetune.adapters import ALL_LINEAR, AdapterSpec
 from bench.finetune.base import Finetune
-from bench.finetune.shape import ALL_LINEAR, AdapterSpec
 from bench.models import Family
 
 

@@ -7,11 +7,10 @@ from typing import Annotated, ClassVar
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingOption, TrainingTerm
+from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf
+from bench.finetune.adapters import AdapterSpec
 from bench.finetune.lora import LoRA
-from bench.finetune.shape import AdapterSpec
 from bench.models import Family
 
 SUPPORTED_BITS = (4, 8)

@@ -20,8 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from bench.core.precision import Precision
-from bench.finetune.adapters import find_layer_dimensions, is_transposed, iterate_linear_layers
-from bench.finetune.shape import AdapterSpec
+from bench.finetune.adapters import AdapterSpec, find_layer_dimensions, is_transposed, iterate_linear_layers
 from bench.models import Family
 
 WEIGHTS_PER_SCALE, SCALES_PER_OUTER_SCALE = 64, 256

@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from bench.core.errors import UsageError
-from bench.core.typed_config import build_dataclass
-from bench.core.yaml_files import read_plain_yaml
+from bench.core.typed_config import build_dataclass, read_plain_yaml
 from bench.hardware.description import Hardware
 
 YAML_SUFFIX = ".yaml"

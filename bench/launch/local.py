@@ -20,7 +20,7 @@ import submitit
 
 from bench import records
 from bench.config.run_config import RunConfig
-from bench.core import processes
+from bench.core import files, processes
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import Within, build_dataclass
 from bench.core.units import GIB
@@ -31,7 +31,7 @@ from bench.launch.ranks import StopSignal
 from bench.launch.task import LaunchTask
 from bench.launch.worker import Worker, WorkerEvent, revoke_worker_lock
 from bench.rank.row import build_configured_columns
-from bench.records import claims, sharing
+from bench.records import claims
 from bench.tracking import NO_TRACKER, Tracker
 
 POLL_INTERVAL_S = 0.1
@@ -148,7 +148,7 @@ class LocalLauncher:
             How many tasks are over; None if the time does not suffice for the next one.
         """
         job_folder = store / ".jobs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{len(tasks)}"
-        sharing.make_folder(job_folder)
+        files.make_folder(job_folder)
         events_path = job_folder / "events.jsonl"
         events_path.touch()
         executor = submitit.LocalExecutor(job_folder)
@@ -168,7 +168,7 @@ class LocalLauncher:
         with (
             _hold_lock(worker.sweep_lock_path),
             events_path.open() as events_file,
-            sharing.open_lock(worker.worker_lock_path) as worker_lock_file,
+            files.open_lock(worker.worker_lock_path) as worker_lock_file,
         ):
             with processes.block_signals(signal.SIGINT):
                 job = executor.submit(worker)
@@ -258,7 +258,7 @@ def _send_stop_signal(job: submitit.Job[Any], worker_lock_path: Path) -> None:
 @contextlib.contextmanager
 def _hold_lock(path: Path) -> Iterator[None]:
     """Hold a file's lock, which is gone when this process is."""
-    with sharing.open_lock(path) as file:
+    with files.open_lock(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -16,12 +16,13 @@ from typing import Any, TextIO
 
 from bench import records
 from bench.config.run_config import RunConfig
+from bench.core import files
 from bench.launch.attempt import describe_outcome
 from bench.launch.ranks import StopSignal
 from bench.launch.run_on_host import UnkillableRankError, execute_run
 from bench.launch.task import LaunchTask, search_largest_batch
 from bench.planning.request import SweepRequest
-from bench.records import Record, RunClaimedError, sharing
+from bench.records import Record, RunClaimedError
 from bench.records.schema import FINISHED_STATUSES
 from bench.tracking import NO_TRACKER, Tracker, TrackerClient
 
@@ -63,7 +64,7 @@ class Worker:
 
         Does nothing if the sweep has given this job up already.
         """
-        with sharing.open_lock(self.worker_lock_path) as lock_file:
+        with files.open_lock(self.worker_lock_path) as lock_file:
             if acquire_worker_lock(lock_file):
                 try:
                     self._execute_tasks()

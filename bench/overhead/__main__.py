@@ -21,15 +21,18 @@ from bench.launch.local import LocalLauncher
 from bench.overhead.compare import (
     MAX_FIXED_RATIO,
     MAX_STEP_RATIO,
+    MODEL_FAMILIES,
     OverheadPair,
+    SideFailedError,
     is_ours_first,
+    run_bare,
+    run_ours,
     select_quiet_pairs,
     summarize_ratios,
 )
-from bench.overhead.sides import MODEL_FAMILIES, SideFailedError, run_bare, run_ours
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
-from bench.rank.statistics import compute_median
+from bench.rank.row import compute_median
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from bench.planning.run_predictions import RunPrediction, Unpredictable, predict
 from bench.planning.sweep_plan import SweepPlan
 from bench.planning.time_limits import predict_duration_s
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction
-from bench.prediction.row import describe_shortage
+from bench.prediction.predictor import describe_shortage
 from bench.rank.row import build_configured_columns
 
 SKIP_OPTION = "skip_oom=true"

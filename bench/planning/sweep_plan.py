@@ -13,7 +13,7 @@ from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core import processes
 from bench.core.errors import ImpossibleError, invalid_value_error
-from bench.prediction.version import compute_predictor_version, find_user_packages
+from bench.prediction.cache import compute_predictor_version, find_user_packages
 from bench.rank.environment import list_changed_variables
 from bench.records import Record
 from bench.records.schema import FINISHED_STATUSES

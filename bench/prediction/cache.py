@@ -3,15 +3,116 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
 import json
 import os
 import sqlite3
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.prediction.version import compute_code_hash
+PREDICTOR_VERSION = 1
+"""Raised by hand when predicted numbers move, and only then: `tests/test_predictor_version.py` says when that is."""
+
+BENCH_DIR = Path(__file__).resolve().parents[1]
+
+PREDICTING_SOURCES = ("prediction", "strategies", "models", "finetune", "training", "hardware", "core/precision.py")
+"""Code below ``bench`` that a prediction follows from. What it reads of ``conf`` is on the row."""
+
+TRACED_PACKAGES = ("torch", "transformers")
+"""Whose operators are in every trace."""
+
+OPTIONAL_TRACED_PACKAGES = ("bitsandbytes", "peft", "torchao")
+"""Whose operators are in the traces of runs that need them."""
+
+
+@functools.cache
+def compute_predictor_version(libraries: tuple[str, ...] = (), user_packages: tuple[str, ...] = ()) -> str:
+    """`PREDICTOR_VERSION`, a hyphen, and 12 hexadecimal digits: a hash of the versions of what is traced and of code
+    that is not the suite's. Rows of before there was such a number have a hash of all code instead.
+
+    Parameters
+    ----------
+    libraries: tuple of str
+        Those of `OPTIONAL_TRACED_PACKAGES` that the run needs; one that is not installed has a version, too.
+    user_packages: tuple of str
+        Packages and modules of the user's that the run's family or strategy is from (`find_user_packages`).
+    """
+    parts = [*_describe_libraries(libraries)]
+    for name in user_packages:
+        parts += [f"{name} {file.name}\n".encode() + file.read_bytes() for file in _list_package_files(name)]
+    return f"{PREDICTOR_VERSION}-{_compute_digest(parts)}"
+
+
+@functools.cache
+def compute_code_hash() -> str:
+    """Hash of all code that predicts, and of the versions of all that may be traced.
+
+    What is remembered on this machine alone is kept under it (`bench.prediction.cache`): whoever changes the predictor
+    is never shown what it said before, and a change that moves no number costs no more than predicting once more.
+    """
+    parts = [*_describe_libraries(OPTIONAL_TRACED_PACKAGES)]
+    for name in PREDICTING_SOURCES:
+        files = sorted((BENCH_DIR / name).rglob("*.py")) or [BENCH_DIR / name]
+        parts += [f"{file.relative_to(BENCH_DIR)}\n".encode() + file.read_bytes() for file in files]
+    return _compute_digest(parts)
+
+
+def _compute_digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:12]
+
+
+def _describe_libraries(libraries: Iterable[str]) -> list[bytes]:
+    return [f"{package} {find_package_version(package)}\n".encode() for package in (*TRACED_PACKAGES, *libraries)]
+
+
+def build_cache_key(name: str, *parts: Any) -> str:
+    """A name under which to remember what follows from dataclasses: another one when code of the user's has changed."""
+    user_packages = find_user_packages(*parts)
+    return f"{name} {compute_predictor_version((), user_packages)}" if user_packages else name
+
+
+def find_user_packages(*parts: Any) -> tuple[str, ...]:
+    """Top-level packages and modules beside this one that define classes of dataclasses and of what they hold."""
+    return tuple(sorted({name for part in parts for name in _iterate_user_packages(part)}))
+
+
+def _iterate_user_packages(part: Any) -> Iterator[str]:
+    for base_class in type(part).__mro__:
+        package = base_class.__module__.partition(".")[0]
+        if package != __package__.partition(".")[0] and package not in sys.stdlib_module_names:
+            yield package
+    if dataclasses.is_dataclass(part):
+        for value in vars(part).values():
+            if dataclasses.is_dataclass(value):
+                yield from _iterate_user_packages(value)
+
+
+def _list_package_files(name: str) -> list[Path]:
+    """Code of a package; of a module that is in none, whatever lies beside it."""
+    module = sys.modules[name]
+    if hasattr(module, "__path__"):
+        return sorted(file for folder in module.__path__ for file in Path(folder).rglob("*.py"))
+    return sorted(Path(str(module.__file__)).parent.glob("*.py"))
+
+
+def find_package_version(package: str) -> str | None:
+    """The version of an installed package; None if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# --- What was traced and predicted before, in a file of the user's: a prediction is made once, by any process.
 
 CACHE_DIR_VARIABLE = "BENCH_CACHE"
 """Environment variable that names another folder; empty for none at all."""

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from bench.models import Batch
-from bench.rank.collective_release import wait_for_gloo_threads
 from bench.rank.machine_load import CpuLoad, CpuLoadProbe, GpuInfo, GpuStateProbe
-from bench.rank.memory_probe import MemoryPeaks, UnmeasuredWork, build_memory_probe
+from bench.rank.memory_probe import MemoryPeaks, UnmeasuredWork, build_memory_probe, wait_for_gloo_threads
 from bench.rank.profiler import PROFILED_STEPS, profile_step
 from bench.strategies.stepper import TimeSpans
 from bench.training.engine import Engine

@@ -2,7 +2,14 @@
 
 from bench.records.claims import Claim, RunClaimedError
 from bench.records.published import load_published, read_published_records
-from bench.records.reading import StoreContents, UnreadableRecordWarning, load, read_all_attempts, read_latest_attempts
+from bench.records.reading import (
+    StoreContents,
+    UnreadableRecordWarning,
+    load,
+    read_all_attempts,
+    read_latest_attempts,
+    to_frame,
+)
 from bench.records.schema import COLUMN_NAMES, COLUMNS, FORMAT_VERSION, NESTED_PARTS, Record, RecordColumn
 from bench.records.store import (
     find_next_attempt,
@@ -15,7 +22,6 @@ from bench.records.store import (
     read_row_text,
     write_row,
 )
-from bench.records.table import to_frame
 
 __all__ = [
     "COLUMNS",

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.core.atomic_write import write_temporary_file
-from bench.records import sharing
+from bench.core import files
+from bench.core.files import write_temporary_file
 from bench.records.encoding import encode_record, read_json
 from bench.records.schema import FORMAT_VERSION, Record
 from bench.records.store import RUN_ID_PATTERN, find_next_attempt, get_row_path, write_row
@@ -125,7 +125,7 @@ class Claim:
             self._restore_file(broken_path)
             return False
         reserved_file = (
-            self.reserved_file if sharing.is_own_file(self.reserved_file) else None
+            self.reserved_file if files.is_own_file(self.reserved_file) else None
         )  # another account's cannot be written to
         try:
             with contextlib.suppress(FileExistsError):  # it had written its row, and died before giving the claim back
@@ -170,8 +170,8 @@ def take_claim(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: i
         If the store cannot be written or has no space left for the row.
     """
     run_id = row["run_id"]
-    sharing.make_folder(store / CLAIMS_FOLDER)
-    sharing.make_folder(store / run_id)
+    files.make_folder(store / CLAIMS_FOLDER)
+    files.make_folder(store / run_id)
     while True:
         attempt = find_next_attempt(store, run_id)
         claim = Claim(store, run_id, attempt, owner, {**row, "attempt": attempt})

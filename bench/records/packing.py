@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.core import files
 from bench.core.errors import UsageError, invalid_value_error
-from bench.records import sharing
 from bench.records.checking import check_record
 from bench.records.claims import list_claimed_runs
 from bench.records.encoding import encode_line, encode_record, parse_json, read_json
-from bench.records.packed_encoding import encode_rows
 from bench.records.packed_rows import (
     RESERVED_FIELDS,
     ROWS_FILE,
     PackedHeader,
     PackedRows,
+    encode_rows,
     open_packed_rows,
     read_packed_rows,
 )
@@ -83,7 +83,7 @@ def pack_store(store: Path, output: Path | None = None, *, replace_predictions: 
             if not store_rows:
                 raise UsageError(f"The store {store} holds no rows to pack.{_format_first(unreadable)}")
             if not is_in_place:
-                sharing.make_folder(folder)
+                files.make_folder(folder)
                 stack.enter_context(_lock_folder(folder))
             packed_file = open_packed_rows(folder)
             packed_rows = _decode_rows(packed_file)
@@ -126,7 +126,7 @@ def unpack_store(store: Path, output: Path) -> tuple[int, list[str]]:
             if path.exists() and path.read_bytes() != text.encode():
                 raise invalid_value_error("--output", output, f"a folder that has no other row at {path}")
         for path, text in texts.items():
-            sharing.make_folder(path.parent)
+            files.make_folder(path.parent)
             _write_file(path, text)
     except OSError as error:
         raise UsageError(f"{error.filename or output} cannot be read or written ({error.strerror or error}).") from None
@@ -273,7 +273,7 @@ def _encode_sorted(row: Record) -> str:
 @contextlib.contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
     """Hold a folder's packed rows: whoever packs beside this waits, and then sees what was packed."""
-    with sharing.open_lock(folder / LOCK_FILE) as file:
+    with files.open_lock(folder / LOCK_FILE) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -300,7 +300,7 @@ def _write_file(path: Path, text: str, check: Callable[[str], None] = lambda tem
     descriptor, temporary_path = tempfile.mkstemp(dir=path.parent, prefix=".rows-")
     try:
         with os.fdopen(descriptor, "w") as file:
-            sharing.make_readable(file.fileno())
+            files.make_readable(file.fileno())
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

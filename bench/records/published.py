@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.core.installation import DATA_FOLDER
+from bench.records.reading import to_frame
 from bench.records.schema import COLUMNS, FORMAT_VERSION, Record
-from bench.records.table import to_frame
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.records import sharing
+from bench.core import files
 from bench.records.checking import RUN_ID_PATTERN, check_record
 from bench.records.encoding import encode_record, read_json
 from bench.records.packed_rows import PackedRow, find_packed_attempts, open_packed_rows
@@ -89,7 +89,7 @@ def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | 
     target_path = get_row_path(store, record["run_id"], record["attempt"])
     if record["attempt"] in find_packed_attempts(store, record["run_id"]):
         raise FileExistsError(errno.EEXIST, "this attempt is packed", str(target_path))
-    sharing.make_folder(target_path.parent)
+    files.make_folder(target_path.parent)
     text = encode_record(record) + "\n"
     if reserved_file is None or Path(reserved_file).is_symlink():
         reserved_file = None
@@ -101,7 +101,7 @@ def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | 
         )
     try:
         with os.fdopen(descriptor, "w") as file:
-            sharing.make_readable(file.fileno())
+            files.make_readable(file.fileno())
             file.write(text)
             file.truncate()
             file.flush()
@@ -128,8 +128,8 @@ def lock_run(store: str | Path, run_id: str, *, blocking: bool = True) -> Iterat
     always true when `blocking`.
     """
     folder = Path(store) / run_id
-    sharing.make_folder(folder)
-    with sharing.open_lock(folder / ".lock") as file:
+    files.make_folder(folder)
+    with files.open_lock(folder / ".lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
         except BlockingIOError:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.core.atomic_write import replace_file
 from bench.core.errors import UsageError
+from bench.core.files import replace_file
 from bench.records import StoreContents, read_latest_attempts
 from bench.reporting.drawing import labels, style
 from bench.reporting.drawing.drawing import ReportSection, save_drawing

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bench.comparison.nodes import (
+from bench.comparison.hosts import (
     MIN_HOSTS,
     MIN_SAMPLES,
     MIN_SLOWDOWN,

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingTerm
+from bench.core.presentation import Presentation, TrainingTerm
 from bench.models.base import group_blocks
 from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStrategy, PreparedModules, isolate_environment

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bench.core import plugins
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, Precision
-from bench.core.presentation import Presentation, remember_presentation
-from bench.core.training_guide import TrainingOption, TrainingTerm
+from bench.core.presentation import Presentation, TrainingOption, TrainingTerm, remember_presentation
 from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.strategies.pipeline.schedule import Timetable

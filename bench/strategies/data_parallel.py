@@ -14,8 +14,7 @@ from torch import nn
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingTerm
+from bench.core.presentation import Presentation, TrainingTerm
 from bench.core.units import MIB
 from bench.strategies.base import StepSettings, Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
 from bench.strategies.step_plan import (
@@ -164,7 +163,7 @@ class FirstDevicePlan(ReplicatedPlan):
     * the parameters are broadcast, in chunks; nothing runs meanwhile. A chunk of several is copied into one tensor
       first, one that is a single parameter goes as it is;
     * every GPU runs forward; one Python thread each starts their kernels, and they take turns (see
-      `bench.prediction.simulation.one_process`);
+      `bench.prediction.simulation.step`);
     * the outputs of all GPUs are copied into one tensor here; the own ones go when all are there;
     * the loss of the whole batch and the gradient of all outputs are computed here alone; the others get their parts of
       it while they wait, and the step cannot end sooner than they, so the wait is counted here as well;

@@ -14,8 +14,7 @@ from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
-from bench.core.presentation import FactorLine, Presentation
-from bench.core.training_guide import TrainingOption, TrainingTerm
+from bench.core.presentation import FactorLine, Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.core.units import MIB
 from bench.strategies import powersgd

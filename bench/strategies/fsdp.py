@@ -15,8 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from bench.core.errors import ImpossibleError
-from bench.core.presentation import FactorLine, Presentation
-from bench.core.training_guide import TrainingOption, TrainingTerm
+from bench.core.presentation import FactorLine, Presentation, TrainingOption, TrainingTerm
 from bench.models.base import group_blocks
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy

@@ -22,8 +22,7 @@ from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from bench.core.errors import ImpossibleError
-from bench.core.presentation import FactorLine, Presentation
-from bench.core.training_guide import TrainingTerm
+from bench.core.presentation import FactorLine, Presentation, TrainingTerm
 from bench.core.typed_config import OneOf
 from bench.models.base import group_blocks
 from bench.strategies.base import StepSettings, WrapContext, format_strategies_for_finetune

@@ -14,8 +14,7 @@ from torch import nn
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingTerm
+from bench.core.presentation import Presentation, TrainingTerm
 from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.framework import FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.stepper import FrameworkStepper, Stepper

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingTerm
+from bench.core.presentation import Presentation, TrainingTerm
 from bench.strategies.pipeline.schedule import GPIPE, Timetable
 from bench.strategies.pipeline.staged import PipelinedStrategy, format_data_parallel_suffix
 

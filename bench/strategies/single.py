@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from bench.core.errors import ImpossibleError
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingOption, TrainingTerm
+from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.strategies.base import Strategy, WrapContext, require_unsharded
 from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
 

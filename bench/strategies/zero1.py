@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from bench.core.precision import Precision
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingOption, TrainingTerm
+from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.strategies.base import BuildOptimizer
 from bench.strategies.ddp import DDPPlan, DDPStrategy
 from bench.strategies.step_plan import ALL_GATHER_STREAM, WORLD_GROUP, ParameterSpec, PlanDevice, PlanInputs, StepPlan

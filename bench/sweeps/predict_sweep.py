@@ -16,9 +16,9 @@ from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs
 from bench.planning.sweep_plan import is_current_result
 from bench.planning.time_limits import count_weight_bytes
+from bench.prediction.cache import compute_predictor_version, find_user_packages
 from bench.prediction.prediction import FITS
-from bench.prediction.row import build_predicted_row
-from bench.prediction.version import compute_predictor_version, find_user_packages
+from bench.prediction.predictor import build_predicted_row
 from bench.rank.row import build_configured_columns, build_environment_columns
 from bench.records import Record
 

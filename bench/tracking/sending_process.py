@@ -8,6 +8,7 @@ For every run ``{"begin": id}``, then ``{"sent": id, "where": …}`` or ``{"unse
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -17,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import records
-from bench.core.atomic_write import replace_file
+from bench.core import files
+from bench.core.files import replace_file
 from bench.core.processes import die_with_parent
-from bench.records import sharing
 from bench.tracking.base import TrackerSession, load_tracker
-from bench.tracking.sent_log import log_sent_run, was_sent
 from bench.tracking.tracked_run import TrackedRun, build_tracked_run
 
 MessageWriter = Callable[..., None]
@@ -91,7 +91,7 @@ def _load_runs(request: dict[str, Any], folder: Path, write_message: MessageWrit
 def _write_packed_row(run: TrackedRun, path: Path, folder: Path) -> TrackedRun:
     """The same run with a file of its packed row, in the tracker's folder."""
     row_path = folder / PACKED_ROWS_FOLDER / f"{run.id}.json"
-    sharing.make_folder(row_path.parent)
+    files.make_folder(row_path.parent)
     replace_file(row_path, records.read_row_text(path))
     return dataclasses.replace(run, files={**run.files, "record.json": str(row_path)})
 
@@ -115,3 +115,43 @@ def _send_run(run: TrackedRun, session: TrackerSession, folder: Path, write_mess
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# --- Notes of what was sent where, so that it is not sent again.
+
+SENT_FOLDER = "sent"
+
+
+def was_sent(folder: Path, session: TrackerSession, run: TrackedRun) -> bool:
+    """Whether a run is where a session sends, as it is now."""
+    try:
+        log_entry = json.loads(_build_log_path(folder, session.destination, run).read_text())
+        return bool(log_entry["content"] == _hash_files(run) and session.has_run(log_entry["where"]))
+    except (OSError, ValueError, KeyError, TypeError):  # none, or one that says nothing
+        return False
+
+
+def log_sent_run(folder: Path, session: TrackerSession, run: TrackedRun, run_location: str) -> None:
+    """Note that a run has arrived.
+
+    Raises
+    ------
+    OSError
+        If the note cannot be written.
+    """
+    path = _build_log_path(folder, session.destination, run)
+    files.make_folder(path.parent)
+    log_entry = {"destination": session.destination, "where": run_location, "content": _hash_files(run)}
+    replace_file(path, json.dumps(log_entry) + "\n")
+
+
+def _build_log_path(folder: Path, destination: str, run: TrackedRun) -> Path:
+    return folder / SENT_FOLDER / hashlib.sha256(destination.encode()).hexdigest()[:12] / f"{run.id}.json"
+
+
+def _hash_files(run: TrackedRun) -> str:
+    """Hash of a run's files: a row never changes, a report does."""
+    digest = hashlib.sha256()
+    for name in sorted(run.files):
+        digest.update(f"\0{name}\0".encode() + Path(run.files[name]).read_bytes())
+    return digest.hexdigest()

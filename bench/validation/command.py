@@ -16,12 +16,10 @@ from bench.prediction.prediction import Prediction
 from bench.prediction.predictor import predict_runs
 from bench.validation.figure import draw_accuracy_figure
 from bench.validation.measured import render_step_times
-from bench.validation.page import render_accuracy_page
-from bench.validation.runs import SPEED, PublishedCase, build_published_config, load_cases
+from bench.validation.page import CaseResult, build_result, render_accuracy_page
+from bench.validation.runs import OVERRIDES_WITHOUT_SOURCE, SPEED, PublishedCase, build_published_config, load_cases
 from bench.validation.shapes import compare_fsdp_paper
-from bench.validation.statistics import CaseResult, build_result
 from bench.validation.strategies import compare_strategies
-from bench.validation.tuning import OVERRIDES_WITHOUT_SOURCE
 
 ACCURACY_PAGE = DATA_FOLDER / "results" / "predicted" / "ACCURACY.md"
 FIGURE_FILE = "accuracy.png"

@@ -12,8 +12,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from bench.reporting.drawing import style
+from bench.validation.page import CaseResult
 from bench.validation.runs import SPEED
-from bench.validation.statistics import CaseResult
 
 SOURCE_COLOURS = {"fsdp_paper": "#0072b2", "llm_foundry": "#d55e00"}  # Okabe & Ito, as everywhere
 HARDWARE_MARKERS = {"a100_40gb": "^", "a100_80gb": "o", "h100_80gb": "s"}

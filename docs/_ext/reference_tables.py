@@ -22,7 +22,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 import bench
 from bench import finetune, models, strategies, tracking
-from bench.advice.tree.names import TRAINING_TERMS
+from bench.advice.tree.page import TRAINING_TERMS
 from bench.config.compose import CONF_FOLDER, compose_config, list_config_groups
 from bench.config.run_config import SECTION_NAMES, RunConfig, build_run_config
 from bench.core import plugins

@@ -20,8 +20,7 @@ from bench.core.errors import UsageError
 from bench.records import UnreadableRecordWarning, claims
 from bench.records.__main__ import main
 from bench.records.encoding import encode_record
-from bench.records.packed_encoding import encode_rows
-from bench.records.packed_rows import ROWS_FILE, read_packed_rows
+from bench.records.packed_rows import ROWS_FILE, encode_rows, read_packed_rows
 from bench.records.packing import pack_store, unpack_store
 from bench.records.schema import COLUMN_NAMES, FORMAT_VERSION, NESTED_PARTS, PREDICTION_ORIGIN
 from tests.conftest import ROOT, run_command

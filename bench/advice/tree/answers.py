@@ -15,8 +15,9 @@ from bench.advice.sentence import (
     format_percent,
     join_items,
 )
-from bench.advice.tree.case import GuideCase, PredictedRun
+from bench.advice.tree.options import GuideCase, PredictedRun
 from bench.advice.tree.tree import (
+    DECISION_TREE,
     FAST,
     NO,
     ONE_GPU,
@@ -26,6 +27,8 @@ from bench.advice.tree.tree import (
     UNKNOWN,
     YES,
     YES_WITH_CHECKPOINTING,
+    TreeLeaf,
+    TreeNode,
 )
 from bench.core.units import GIB
 from bench.planning.run_predictions import Unpredictable
@@ -386,3 +389,31 @@ def _assume_answer(answer: str, predictions: Iterable[object]) -> NodeAnswer:
     """No prediction: the answer that leaves most open, and why it is only assumed."""
     reasons = [prediction.reason for prediction in predictions if isinstance(prediction, Unpredictable)]
     return NodeAnswer(answer, f"Assumed: {reasons[0].rstrip('.')}", (), None, "not predicted", is_assumed=True)
+
+
+# --- A walk down the tree.
+
+
+@dataclass(frozen=True)
+class DecisionStep:
+    """A step that was answered."""
+
+    number: int
+    """From 1."""
+    node: TreeNode
+    answer: NodeAnswer
+
+    @property
+    def next_node(self) -> TreeNode | TreeLeaf:
+        """Where the answer leads."""
+        return self.node.find_branch(self.answer.text)
+
+
+def walk_tree(case: GuideCase) -> tuple[list[DecisionStep], TreeLeaf]:
+    """Answer one step after the other, down to a leaf."""
+    node: TreeNode | TreeLeaf = DECISION_TREE
+    decision_path: list[DecisionStep] = []
+    while isinstance(node, TreeNode):
+        decision_path.append(DecisionStep(len(decision_path) + 1, node, ANSWER_FUNCTIONS[node.key](case)))
+        node = decision_path[-1].next_node
+    return decision_path, node

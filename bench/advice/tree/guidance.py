@@ -9,10 +9,9 @@ from bench.advice.candidates import CandidateSet, build_candidates, choose_defau
 from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import rank_with_last_resort
 from bench.advice.sentence import describe_advice
-from bench.advice.tree.agreement import describe_agreement
-from bench.advice.tree.case import GuideCase
-from bench.advice.tree.options_predicted import RankedOption, rank_options
-from bench.advice.tree.path import DecisionStep, walk_tree
+from bench.advice.tree.agreement import RankedOption, describe_agreement, rank_options
+from bench.advice.tree.answers import DecisionStep, walk_tree
+from bench.advice.tree.options import GuideCase
 from bench.advice.tree.tree import TreeLeaf
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings

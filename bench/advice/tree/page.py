@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bench.advice.json_csv import build_candidate_values, build_subject_values
 from bench.advice.sentence import describe_misfit, format_gib, format_overrides, join_items
-from bench.advice.tree.case import GuideCase
+from bench.advice.tree.agreement import RankedOption
+from bench.advice.tree.answers import DecisionStep
 from bench.advice.tree.guidance import CaseGuidance
-from bench.advice.tree.names import list_training_terms
-from bench.advice.tree.options_predicted import RankedOption
+from bench.advice.tree.options import GuideCase
 from bench.advice.tree.tree import TREE_SOURCE, adapt_to_device
+from bench.core.presentation import TrainingTerm
+from bench.finetune import list_finetunes
 from bench.models.base import CHECKPOINTING_MODES
 from bench.reporting.drawing import labels
 from bench.reporting.drawing.labels import MISSING, format_number
+from bench.strategies import Strategy, list_strategies
 
 
 def build_pages(guidances: Sequence[CaseGuidance]) -> RenderableType:
@@ -171,3 +179,130 @@ def _format_batch(case: GuideCase) -> str:
     if top_candidate.prediction.memory.capacity is None:
         return f"batch {top_candidate.config.batch_size_per_gpu} per GPU, since nobody knows how much memory there is"
     return "the largest batch that fits"
+
+
+# --- The guide's answer for scripts. Keys are only ever added; what is unknown is null, never NaN.
+
+FORMAT_VERSION = 1
+
+
+def format_guidance_json(guidances: Sequence[CaseGuidance]) -> str:
+    """Everything: ``format``, ``source`` of the tree, and ``cases``."""
+    values = {
+        "format": FORMAT_VERSION,
+        "source": TREE_SOURCE,
+        "cases": [_build_case_values(guidance) for guidance in guidances],
+    }
+    return json.dumps(values, indent=2, allow_nan=False)
+
+
+def _build_case_values(guidance: CaseGuidance) -> dict[str, Any]:
+    config, ranking = guidance.case.config, guidance.case.ranking
+    return {
+        "question": {
+            "settings": guidance.case.settings,
+            **build_subject_values(config),
+            "precision": config.precision.name,
+            "sequence_length": config.sequence_length,
+            "batch_size_per_gpu": guidance.case.requested_batch,
+        },
+        "steps": [_build_step_values(step) for step in guidance.decision_path],
+        "leaf": {
+            "name": guidance.leaf.key,
+            "advice": guidance.leaf.advice,
+            "ways": [_build_option_values(option, guidance) for option in guidance.ranked_options],
+        },
+        "ranking": {
+            "advice": guidance.ranking_advice,
+            "best": build_candidate_values(ranking.possible[0], 1, None) if ranking.possible else None,
+            "possible": len(ranking.possible),
+            "infeasible": len(ranking.infeasible),
+        },
+        "agrees": guidance.does_agree,
+        "agreement": guidance.agreement_text,
+        "may_fit": guidance.can_fit,
+    }
+
+
+def _build_step_values(step: DecisionStep) -> dict[str, Any]:
+    answer = step.answer
+    return {
+        "number": step.number,
+        "key": step.node.key,
+        "question": step.node.question,
+        "answer": answer.text,
+        "because": answer.reason,
+        "numbers": [dataclasses.asdict(quantity) for quantity in answer.numbers],
+        "threshold": None if answer.threshold is None else dataclasses.asdict(answer.threshold),
+        "source": answer.source,
+        "assumed": answer.is_assumed,
+    }
+
+
+def _build_option_values(option: RankedOption, guidance: CaseGuidance) -> dict[str, Any]:
+    return {
+        "name": option.training_option.name,
+        "remark": option.training_option.note,
+        "settings": option.settings,
+        "fits": None if option.candidate is None else option.does_fit,
+        "why_not_predicted": option.missing_reason or None,
+        "run": option.format_sweep_command(guidance.case),
+        "predict": option.format_predict_command(guidance.case),
+        "best": None if option.candidate is None else build_candidate_values(option.candidate, None, None),
+    }
+
+
+# --- The names that readers of course notes meet, each in a line: what it is called here, and when to take it.
+
+GENERAL_TERMS = (
+    TrainingTerm("FP16, BF16, FP8", ("precision=fp16", "precision=bf16", "precision=fp8"), "BF16 where the GPU has it"),
+    TrainingTerm(
+        "INT8 training",
+        (),
+        "FP8 is the 8-bit format for training; INT8 is for frozen weights (finetune=qlora finetune.bits=8)",
+        "not offered: 256 evenly spaced values do not span the range of gradients, and FP8 is as fast where both exist",
+    ),
+    TrainingTerm(
+        "SyncBatchNorm",
+        (),
+        "batch normalisation (vision models) with few samples per rank: takes statistics over all ranks",
+        "does not matter here: T5 and GPT normalise every token by itself, so ranks share no statistics",
+    ),
+    TrainingTerm(
+        "activation checkpointing", ("activation_checkpointing=full",), "activations do not fit; a third more FLOPs"
+    ),
+    TrainingTerm("gradient accumulation", ("gradient_accumulation=N",), "a larger batch than fits, or fewer exchanges"),
+)
+"""Names that belong to no strategy and no way to fine-tune."""
+
+
+TERMS_FIELD = "training_terms"
+
+
+@functools.cache
+def list_training_terms() -> tuple[TrainingTerm, ...]:
+    """What the strategies and the ways to fine-tune state, in their order, and `GENERAL_TERMS`.
+
+    A name that several state is one line, with the settings of all: the shortest first.
+    """
+    stated_terms = [
+        term
+        for name, strategy_class in list_strategies().items()
+        for term in _list_strategy_terms(name, strategy_class)
+    ]
+    stated_terms += [term for finetune_class in list_finetunes() for term in vars(finetune_class).get(TERMS_FIELD, ())]
+    terms: dict[str, TrainingTerm] = {}
+    for term in stated_terms:
+        known_term = terms.get(term.name, term)
+        settings = {*known_term.typed_settings, *term.typed_settings}
+        typed_settings = tuple(sorted(settings, key=lambda text: (len(text), text)))
+        terms[term.name] = dataclasses.replace(known_term, typed_settings=typed_settings)
+    return (*terms.values(), *GENERAL_TERMS)
+
+
+def _list_strategy_terms(name: str, strategy_class: type[Strategy]) -> Sequence[TrainingTerm]:
+    """What a strategy states itself, not a class that it extends; else its label and the first line about it."""
+    summary = (strategy_class.__doc__ or "").strip().partition("\n")[0]
+    default_term = TrainingTerm(strategy_class.presentation.label or name, (f"strategy={name}",), summary)
+    terms: Sequence[TrainingTerm] = vars(strategy_class).get(TERMS_FIELD, (default_term,))
+    return terms

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.advice.tree.options import list_leaf_options
-from bench.core.training_guide import TrainingOption
+from bench.core.presentation import TrainingOption
 
 TREE_SOURCE = "https://huggingface.co/docs/transformers/v4.49.0/perf_train_gpu_many#scalability-strategy"
 

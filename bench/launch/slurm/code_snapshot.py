@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench.config.run_config import RunConfig
+from bench.core.files import READABLE_MODE, make_folder
 from bench.core.installation import IS_CHECKOUT, PACKAGE_FOLDER
 from bench.rank import environment
-from bench.records import sharing
 
 SUITE_PATHS = ("bench", *(("conf", "pyproject.toml", "constraints.txt") if IS_CHECKOUT else ()))
 EXCLUDED_NAMES = {"__pycache__", ".git"}
@@ -50,7 +50,7 @@ def take_snapshot(store: Path, configs: Iterable[RunConfig]) -> Path:
     snapshot_folder = store / ".code" / digest.hexdigest()[:16]
     if snapshot_folder.exists():
         return snapshot_folder
-    sharing.make_folder(snapshot_folder.parent)
+    make_folder(snapshot_folder.parent)
     temporary_folder = Path(tempfile.mkdtemp(dir=snapshot_folder.parent, prefix=".new-"))
     try:
         for relative, path in path_by_relative_path.items():
@@ -58,7 +58,7 @@ def take_snapshot(store: Path, configs: Iterable[RunConfig]) -> Path:
             shutil.copyfile(path, temporary_folder / relative)
         (temporary_folder / environment.COMMIT_FILE).write_text(commit)
         for path in (temporary_folder, *temporary_folder.rglob("*")):  # another account submits equal code by this copy
-            path.chmod(0o755 if path.is_dir() else sharing.READABLE_MODE)
+            path.chmod(0o755 if path.is_dir() else READABLE_MODE)
         try:
             temporary_folder.rename(snapshot_folder)
         except OSError:

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bench.config.run_config import RunConfig
-from bench.core.atomic_write import replace_file
+from bench.core.files import replace_file
 from bench.launch.ranks import (
     LOOPBACK,
     RankExit,

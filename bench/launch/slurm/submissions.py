@@ -24,10 +24,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.core.atomic_write import replace_file
+from bench.core import files
 from bench.core.errors import invalid_value_error
+from bench.core.files import replace_file
 from bench.launch.attempt import get_user_name
-from bench.records import UnreadableRecordWarning, sharing
+from bench.records import UnreadableRecordWarning
 from bench.records.encoding import encode_record, format_value, read_json
 from bench.records.store import RUN_ID_PATTERN
 
@@ -155,7 +156,7 @@ def write_submission(
     """Write down a submission that is about to happen."""
     folder = store / JOBS_FOLDER / name
     for array in arrays:
-        sharing.make_folder(folder / array.name)
+        files.make_folder(folder / array.name)
     submitted_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     submission = Submission(folder, sweep, submitted_at, cluster, code, arrays, tracker, get_user_name())
     values = dataclasses.asdict(submission)
@@ -256,8 +257,8 @@ def hold_submission_lock(store: Path) -> Iterator[None]:
     """
     path = store / JOBS_FOLDER / ".lock"
     try:
-        sharing.make_folder(path.parent)
-        opened_lock = sharing.open_lock(path)
+        files.make_folder(path.parent)
+        opened_lock = files.open_lock(path)
     except OSError as error:
         raise invalid_value_error(
             "store", store, f"a folder that can be written to ({path}: {error.strerror})"

@@ -10,10 +10,10 @@ from types import TracebackType
 from bench.core import processes
 from bench.hardware import Hardware
 from bench.prediction import cache
+from bench.prediction.cache import build_cache_key
 from bench.prediction.trace.scaled_trace import ScaledTrace, build_scaled_trace
 from bench.prediction.trace.stage_trace import StageTraceKey, trace_stage
 from bench.prediction.trace.trace import Trace, TraceKey, trace_from_plain, trace_step, trace_to_plain
-from bench.prediction.version import build_cache_key
 
 MIN_TRACES_FOR_PROCESSES = 4
 """Traces from which on it pays to share the work among processes."""

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from bench.calibration.fit_compute import FitResidual
-from bench.calibration.provenance import CalibrationProvenance
+from bench.calibration.hardware_file import CalibrationProvenance
 from bench.calibration.sample import CalibrationSample
 from bench.hardware import Hardware
 from bench.hardware.hardware_file import format_hardware_yaml

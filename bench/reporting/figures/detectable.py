@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.comparison import ComparisonSettings, compute_detectable_change
-from bench.comparison.labels import format_percent
+from bench.comparison.result import format_percent
 from bench.reporting.drawing import labels, style
 from bench.reporting.drawing.drawing import Drawing, compute_header_height_in, create_figure, draw_header
 from bench.reporting.drawing.labels import build_slug, format_plural

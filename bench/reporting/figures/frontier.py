@@ -10,7 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting.drawing import glyphs, labels, lanes, style
+from bench.reporting.drawing import labels, lanes, style
 from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection
 from bench.reporting.drawing.labels import (
     MISSING,
@@ -21,8 +21,7 @@ from bench.reporting.drawing.labels import (
     get_rank_noun,
     get_rank_nouns,
 )
-from bench.reporting.tables.cells import iterate_groups
-from bench.reporting.tables.fits import (
+from bench.reporting.tables.cells import (
     CLOSE_CALL,
     FITS,
     MIXED_REPEATS,
@@ -30,6 +29,7 @@ from bench.reporting.tables.fits import (
     FitAnswer,
     describe_agreement,
     describe_disagreement,
+    iterate_groups,
 )
 from bench.reporting.tables.frontier import build_frontier_cells
 
@@ -312,7 +312,7 @@ def _build_legend(
                 patch_style["hatch"] = "..."
             legend_entries.append((Patch(**patch_style), label))
     if any(answer.is_degraded for answer in answers):
-        legend_entries.append(glyphs.DEGRADED_LEGEND_ENTRY)
+        legend_entries.append(lanes.DEGRADED_LEGEND_ENTRY)
     if any(describe_disagreement(cell_answers) for cell_answers in shown_cells["answers"]):
         legend_entries.append(
             (Patch(fill=False, edgecolor=style.INK_COLOUR, linewidth=1.8), "≠ kinds of evidence disagree")

@@ -13,13 +13,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from bench.comparison import ChangePoint, HistorySeries
-from bench.comparison.labels import ALLOCATED, QUANTITIES, RESERVED, STEP_TIME, TFLOPS, ComparedQuantity, format_percent
+from bench.comparison.result import ALLOCATED, QUANTITIES, RESERVED, STEP_TIME, TFLOPS, ComparedQuantity, format_percent
 from bench.reporting.drawing import labels, lanes, style
 from bench.reporting.drawing.drawing import Drawing, compute_header_height_in, create_figure, draw_header, save_drawing
 from bench.reporting.drawing.labels import build_slug, format_plural
 from bench.reporting.figures.verdicts import VERDICT_STYLES
-from bench.reporting.regressions.data import format_history_json
-from bench.reporting.regressions.files import write_texts
+from bench.reporting.regressions.files import format_history_json, write_texts
 
 MAX_TICKS = 9
 MAX_LABEL_LINES = 5

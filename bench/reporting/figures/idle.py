@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from bench.reporting.drawing import glyphs, style
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportSection, compute_header_height_in, create_figure, draw_header
 from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_number
 from bench.reporting.tables.cells import iterate_groups, sort_rows
@@ -55,7 +55,7 @@ def _draw_idle_ranks(
     idle_texts = []
     for axes, (_, row) in zip(subplots, shown_runs.iterrows(), strict=True):
         rank_activity = row["busy"][:MAX_RANKS_PER_RUN]
-        run_label = f"{glyphs.format_lane_label(row)}, {row['heading']}"
+        run_label = f"{lanes.format_lane_label(row)}, {row['heading']}"
         axes.set_title(run_label, loc="left", fontsize=8)
         longest_step_s = max(step_s for _, step_s in rank_activity)
         idle_shares = []

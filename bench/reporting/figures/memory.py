@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportSection
 from bench.reporting.drawing.labels import build_slug, choose_memory_unit, format_number, get_rank_noun
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
@@ -52,7 +52,7 @@ def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
         for _, limit_cells in iterate_groups(place_cells, "limit"):
             largest_value = limit_cells[["high", "peak_reserved_bytes", "memory_limit_bytes"]].max().max()
             largest_bytes = 0.0 if pd.isna(largest_value) else float(largest_value)
-            for subject, groups in lanes.paginate_by_precision(limit_cells, glyphs.format_lane_label):
+            for subject, groups in lanes.paginate_by_precision(limit_cells, lanes.format_lane_label):
                 section.plan_figure(_draw_memory, groups, str(place), subject, largest_bytes, palette)
     return section
 
@@ -70,7 +70,7 @@ def _draw_memory(
     unit, unit_bytes = choose_memory_unit(largest_bytes)
     title = f"Peak memory per {noun}, {subject}"
     figure, axes = lanes.build_lane_axes(
-        groups, title, place, glyphs.build_legend_entries(shown_cells, _build_legend(shown_cells))
+        groups, title, place, lanes.build_legend_entries(shown_cells, _build_legend(shown_cells))
     )
     axes.set_xlim(0, largest_bytes / unit_bytes * 1.25 or 1.0)
     for group in groups:
@@ -99,7 +99,7 @@ def _draw_memory(
 def _draw_lane(axes: Axes, lane: lanes.Lane, mark: style.VariantStyle, unit_bytes: int) -> None:
     row = lane.row
     if pd.isna(row["median"]):
-        glyphs.draw_oom_lane(axes, lane, show_requested=True)
+        lanes.draw_oom_lane(axes, lane, show_requested=True)
         return
     allocated, reserved = row["median"] / unit_bytes, row["peak_reserved_bytes"] / unit_bytes
     bar_end, note_text = row["high"] / unit_bytes, format_number(allocated)
@@ -110,23 +110,23 @@ def _draw_lane(axes: Axes, lane: lanes.Lane, mark: style.VariantStyle, unit_byte
             "hatch": "....",
             "linewidth": 0.8,
         }
-        axes.barh(lane.y, reserved - allocated, glyphs.BAR_HEIGHT_IN, left=allocated, zorder=2, **reserved_style)
+        axes.barh(lane.y, reserved - allocated, lanes.BAR_HEIGHT_IN, left=allocated, zorder=2, **reserved_style)
         bar_end, note_text = max(bar_end, reserved), f"{note_text}, {format_number(reserved)} reserved"
-    glyphs.draw_bar(axes, lane, allocated, mark)
+    lanes.draw_bar(axes, lane, allocated, mark)
     active = row["peak_active_bytes"] / unit_bytes
     if active > allocated * 1.001:
         axes.plot(
             [active] * 2,
-            [lane.y - glyphs.BAR_HEIGHT_IN * 0.75, lane.y + glyphs.BAR_HEIGHT_IN * 0.75],
+            [lane.y - lanes.BAR_HEIGHT_IN * 0.75, lane.y + lanes.BAR_HEIGHT_IN * 0.75],
             color=style.INK_COLOUR,
             zorder=3,
         )
-    glyphs.draw_repeats(axes, lane, unit_bytes)
-    note_text += glyphs.format_partial_oom(row)
+    lanes.draw_repeats(axes, lane, unit_bytes)
+    note_text += lanes.format_partial_oom(row)
     if row["degraded"]:
-        glyphs.draw_degraded_marker(axes, lane, bar_end)
+        lanes.draw_degraded_marker(axes, lane, bar_end)
         note_text = f" {note_text} degraded"
-    glyphs.draw_note(axes, lane, bar_end, note_text)
+    lanes.draw_note(axes, lane, bar_end, note_text)
 
 
 def _build_legend(shown_cells: pd.DataFrame) -> list[tuple[Artist, str]]:

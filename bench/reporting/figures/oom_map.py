@@ -11,7 +11,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportSection
 from bench.reporting.drawing.labels import (
     build_slug,
@@ -22,14 +22,20 @@ from bench.reporting.drawing.labels import (
     get_rank_noun,
 )
 from bench.reporting.tables.cells import (
+    CLOSE_CALL,
+    FAILED,
+    FITS,
+    MIXED_REPEATS,
+    OOM,
+    SKIPPED,
+    classify_outcome,
     group_rows,
     iterate_groups,
     list_first_known_values,
     list_known_values,
     sort_rows,
 )
-from bench.reporting.tables.fits import CLOSE_CALL, FAILED, FITS, MIXED_REPEATS, OOM, SKIPPED, classify_outcome
-from bench.reporting.tables.fits import FIT_COLUMNS as FIT_COLUMNS
+from bench.reporting.tables.cells import FIT_COLUMNS as FIT_COLUMNS
 from bench.reporting.tables.frontier import find_frontier_rows
 
 PAGE_POSITION = 60
@@ -230,4 +236,4 @@ def _build_legend(shown_cells: pd.DataFrame, unit: str, noun: str) -> list[tuple
         for outcome, patch_style in CELL_STYLES.items()
         if outcome in present_outcomes
     ]
-    return [*legend_entries, glyphs.DEGRADED_LEGEND_ENTRY] if shown_cells["degraded"].any() else legend_entries
+    return [*legend_entries, lanes.DEGRADED_LEGEND_ENTRY] if shown_cells["degraded"].any() else legend_entries

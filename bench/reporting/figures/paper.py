@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportSection, compute_header_height_in, create_figure, draw_header
 from bench.reporting.drawing.labels import build_slug, format_list, format_number
 from bench.reporting.paper.paper import (
@@ -232,7 +232,7 @@ def _draw_line(axes: Axes, line_points: pd.DataFrame, colour: str, evidence: str
                 zorder=4,
             )
     for world_size in line_points.loc[line_points["out_of_memory"], "world_size"].dropna().astype(float):
-        glyphs.draw_oom_cross(axes, world_size * x_factor, 0, colour, evidence)
+        lanes.draw_oom_cross(axes, world_size * x_factor, 0, colour, evidence)
 
 
 def _label_lines(

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bench.comparison import ComparisonSettings, RunComparison
-from bench.comparison.labels import (
+from bench.comparison.result import (
     ALLOCATED,
     CANNOT_TELL,
     IMPROVEMENT,
@@ -24,9 +24,9 @@ from bench.comparison.labels import (
     STEP_TIME,
     TFLOPS,
     ComparedQuantity,
+    QuantityChange,
     format_percent,
 )
-from bench.comparison.result import QuantityChange
 from bench.reporting.drawing import labels, lanes, style
 from bench.reporting.drawing.drawing import Drawing
 from bench.reporting.drawing.labels import build_slug

@@ -7,7 +7,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportSection, create_figure, draw_header
 from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_list, get_rank_noun, get_rank_nouns
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
@@ -84,7 +84,7 @@ def _draw_scaling(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
     title = f"Scaling: {first_row['model']}, {first_row['precision']}"
     detail = " · ".join(part for part in (first_row["workload"], first_row["limit"], first_row["settings"]) if part)
     series_lines = list(iterate_groups(facet, "series", "evidence"))
-    legend_entries = [*_build_legend(facet, palette), *glyphs.build_legend_entries(facet.assign(evidence="measured"))]
+    legend_entries = [*_build_legend(facet, palette), *lanes.build_legend_entries(facet.assign(evidence="measured"))]
     figure = create_figure(style.FIGURE_WIDTH_IN, 3.1 + lanes.compute_legend_height_in(legend_entries))
     axes = figure.add_subplot()
     world_sizes = sorted(int(world_size) for world_size in facet["world_size"].unique())
@@ -168,4 +168,4 @@ def _draw_line(
             )
     oom_points = points[points["out_of_memory"] > 0]
     for world_size in oom_points["world_size"].astype(float):
-        glyphs.draw_oom_cross(axes, world_size * x_factor, 0, mark.colour, evidence)
+        lanes.draw_oom_cross(axes, world_size * x_factor, 0, mark.colour, evidence)

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from bench.core.presentation import FactorLine
 from bench.core.units import GIB
-from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import (
     Drawing,
     FigureTable,
@@ -269,7 +269,7 @@ def _draw_line(axes: Axes, line_points: pd.DataFrame, panel: str, scale: float, 
     oom_points = line_points[line_points["out_of_memory"] & (panel != "exposed")]
     for oom_x, oom_value in zip(oom_points["sharding_factor"] * x_scale, oom_points[panel] * scale, strict=True):
         for oom_y in {0.0} | ({float(oom_value)} if panel == "memory" and np.isfinite(oom_value) else set()):
-            glyphs.draw_oom_cross(axes, oom_x, oom_y, colour, evidence)
+            lanes.draw_oom_cross(axes, oom_x, oom_y, colour, evidence)
     if panel == "tflops":
         degraded_points = line_points[line_points["degraded"]]
         axes.plot(degraded_points["sharding_factor"] * x_scale, degraded_points[panel], "<",

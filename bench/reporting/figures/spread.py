@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportSection
 from bench.reporting.drawing.labels import (
     CPU_NOTE,
@@ -98,7 +98,7 @@ def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
 
 def _format_label(row: Mapping[Any, Any] | pd.Series) -> str:
     is_numbered = row["repeats"] > 1 and not pd.isna(row["repeat"])
-    return glyphs.format_lane_label(row) + (f" #{row['repeat']}" if is_numbered else "")
+    return lanes.format_lane_label(row) + (f" #{row['repeat']}" if is_numbered else "")
 
 
 def _draw_spread(
@@ -124,7 +124,7 @@ def _draw_spread(
     widest_run = shown_runs.iloc[int(np.argmax(shown_runs["high"] - shown_runs["low"]))]
     alt_text = (
         f"Dots and boxes of the step times of {len(shown_runs)} runs in {subject} on {place}, in percent of each run's "
-        f"median. Widest middle half: {glyphs.format_lane_label(widest_run)}, {widest_run['heading']}, "
+        f"median. Widest middle half: {lanes.format_lane_label(widest_run)}, {widest_run['heading']}, "
         f"{widest_run['low']:+.1f} to "
         f"{widest_run['high']:+.1f} percent."
     )
@@ -133,14 +133,14 @@ def _draw_spread(
 
 
 def _build_legend(shown_runs: pd.DataFrame) -> list[tuple[Artist, str]]:
-    has_degraded = any(glyphs.is_degraded(row) for row in shown_runs.to_dict("records"))
-    return [*LEGEND_ENTRIES, glyphs.DEGRADED_LEGEND_ENTRY] if has_degraded else LEGEND_ENTRIES
+    has_degraded = any(lanes.is_degraded(row) for row in shown_runs.to_dict("records"))
+    return [*LEGEND_ENTRIES, lanes.DEGRADED_LEGEND_ENTRY] if has_degraded else LEGEND_ENTRIES
 
 
 def _draw_lane(axes: Axes, lane: lanes.Lane, colour: str, x_limits: tuple[float, float]) -> None:
     row, deviations = lane.row, lane.row["deviations"]
     box_style = {**style.build_bar_style(colour, row["evidence"]), "alpha": 0.45}
-    axes.barh(lane.y, row["high"] - row["low"], glyphs.BAR_HEIGHT_IN, left=row["low"], zorder=2, **box_style)
+    axes.barh(lane.y, row["high"] - row["low"], lanes.BAR_HEIGHT_IN, left=row["low"], zorder=2, **box_style)
     shown_deviations = deviations[(deviations >= x_limits[0]) & (deviations <= x_limits[1])]
     jittered_y = lane.y + 0.035 * np.sin(
         2.4 * np.arange(len(shown_deviations))
@@ -149,8 +149,8 @@ def _draw_lane(axes: Axes, lane: lanes.Lane, colour: str, x_limits: tuple[float,
         shown_deviations, jittered_y, "o", markersize=2.4, color=colour, markeredgewidth=0, zorder=3, rasterized=True
     )
     note_text = format_seconds(row["median_s"])
-    if glyphs.is_degraded(row):
-        glyphs.draw_degraded_marker(axes, lane, row["high"])
+    if lanes.is_degraded(row):
+        lanes.draw_degraded_marker(axes, lane, row["high"])
         note_text += " degraded"
     deviations_beyond = deviations[deviations > x_limits[1]]
     if len(deviations_beyond):

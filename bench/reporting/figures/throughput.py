@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportSection
 from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_number, get_rank_noun
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
@@ -36,7 +36,7 @@ def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
         section.notice = "No run in this store has a throughput."
     for (place,), place_cells in iterate_groups(all_cells, "place"):
         x_limit = max(place_cells["high"].max() * 1.3, 0) if place_cells["high"].notna().any() else 1.0
-        for subject, groups in lanes.paginate_by_precision(place_cells, glyphs.format_lane_label):
+        for subject, groups in lanes.paginate_by_precision(place_cells, lanes.format_lane_label):
             section.plan_figure(_draw_throughput, groups, str(place), subject, x_limit, palette)
     return section
 
@@ -49,9 +49,7 @@ def _draw_throughput(
     noun = get_rank_noun(device)
     cpu_note = CPU_NOTE if device == "cpu" else ""
     title = f"TFLOP/s per {noun}, {subject}"
-    figure, axes = lanes.build_lane_axes(
-        groups, title, f"{place}\n{cpu_note}", glyphs.build_legend_entries(shown_cells)
-    )
+    figure, axes = lanes.build_lane_axes(groups, title, f"{place}\n{cpu_note}", lanes.build_legend_entries(shown_cells))
     axes.set_xlim(0, x_limit)
     for group in groups:
         for lane in group.lanes:
@@ -63,7 +61,7 @@ def _draw_throughput(
     alt_text = f"Bar chart of model TFLOP/s per {noun} for {len(shown_cells)} configurations in {subject} on {place}."
     if fastest_cell is not None:
         alt_text += (
-            f" Highest: {glyphs.format_lane_label(fastest_cell)}, {fastest_cell['heading']}, "
+            f" Highest: {lanes.format_lane_label(fastest_cell)}, {fastest_cell['heading']}, "
             f"{format_number(fastest_cell['median'])} TFLOP/s."
         )
     alt_text += f" Out of memory: {int((shown_cells['out_of_memory'] > 0).sum())}."
@@ -71,15 +69,15 @@ def _draw_throughput(
     return Drawing(build_slug("throughput", subject, place), title, figure, caption.strip(), alt_text)
 
 
-def _draw_lane(axes: glyphs.Axes, lane: lanes.Lane, mark: style.VariantStyle) -> None:
+def _draw_lane(axes: lanes.Axes, lane: lanes.Lane, mark: style.VariantStyle) -> None:
     row = lane.row
     if pd.isna(row["median"]):
-        glyphs.draw_oom_lane(axes, lane)
+        lanes.draw_oom_lane(axes, lane)
         return
-    glyphs.draw_bar(axes, lane, row["median"], mark)
-    glyphs.draw_repeats(axes, lane)
-    note_text = format_number(row["median"]) + glyphs.format_partial_oom(row)
+    lanes.draw_bar(axes, lane, row["median"], mark)
+    lanes.draw_repeats(axes, lane)
+    note_text = format_number(row["median"]) + lanes.format_partial_oom(row)
     if row["degraded"]:
-        glyphs.draw_degraded_marker(axes, lane, row["high"])
+        lanes.draw_degraded_marker(axes, lane, row["high"])
         note_text = f" {note_text} degraded"
-    glyphs.draw_note(axes, lane, row["high"], note_text)
+    lanes.draw_note(axes, lane, row["high"], note_text)

@@ -12,7 +12,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.reporting.drawing import glyphs, lanes, style
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportSection, create_figure, draw_header
 from bench.reporting.drawing.labels import (
     CPU_NOTE,
@@ -129,7 +129,7 @@ def _draw_trade_off(facet: pd.DataFrame, palette: dict[str, style.VariantStyle])
         if pd.notna(row["median"]):
             _draw_point(axes, row, marks_by_choice[row["choice"]], unit_bytes)
         else:
-            glyphs.draw_oom_cross(
+            lanes.draw_oom_cross(
                 axes, right_edge * (1 - 0.04 * num_oom), 0, marks_by_choice[row["choice"]].colour, row["evidence"]
             )
             num_oom += 1
@@ -209,7 +209,7 @@ def _build_legend(facet: pd.DataFrame, marks_by_choice: dict[str, style.VariantS
             (_build_legend_handle(style.VariantStyle(style.MUTED_COLOUR, "o"), evidence), evidence)
             for evidence in evidence_kinds
         ]
-    return legend_entries + glyphs.build_legend_entries(facet.assign(evidence="measured"))
+    return legend_entries + lanes.build_legend_entries(facet.assign(evidence="measured"))
 
 
 def _build_legend_handle(mark: style.VariantStyle, evidence: str) -> Line2D:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.comparison.labels import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
+from bench.comparison.result import CANNOT_TELL, IMPROVEMENT, NO_CHANGE, REGRESSION
 from bench.reporting.drawing import style
 
 VERDICT_STYLES: dict[str, dict[str, Any]] = {

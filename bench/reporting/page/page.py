@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas as pd
@@ -14,14 +15,134 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from bench.records import StoreContents
 from bench.reporting.drawing import labels
 from bench.reporting.drawing.drawing import ReportSection
-from bench.reporting.page import host_differences, run_table
-from bench.reporting.page.compression import compress_json
-from bench.reporting.page.failures import group_failures
-from bench.reporting.page.hosts import build_comparison_rows, find_host_systems
-from bench.reporting.page.interactive import InteractiveChart, compress_plotly_js, load_plotly_js
+from bench.reporting.page import run_table
+from bench.reporting.page.hosts import build_comparison_rows, find_host_systems, format_change, pair_host_systems
+from bench.reporting.page.interactive import InteractiveChart, compress_json, compress_plotly_js, load_plotly_js
 from bench.reporting.page.run_details import build_details, deduplicate_blocks
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 from bench.reporting.tables.table import NESTED_COLUMNS, SETTING_FORMATTERS
+
+NUMBER_PATTERN = re.compile(r"0x[0-9a-f]+|\d[\d.,]*")
+"""What differs between two messages of one cause: addresses, sizes, ranks, ports."""
+
+STATUS_LABELS = {
+    "oom": "ran out of memory",
+    "error": "failed",
+    "timeout": "took longer than allowed",
+    "preempted": "taken off its machine",
+    "skipped": "not started",
+}
+PREDICTED_OOM_LABEL = "predicted not to fit"
+
+
+@dataclass(frozen=True)
+class FailureGroup:
+    """Runs that did not end well, for one reason."""
+
+    status: str
+    outcome: str
+    """What became of them, in words."""
+    reason: str
+    configurations: str
+    """Strategies, models and ranks, in words."""
+    place: str
+    runs: tuple[tuple[str, str], ...]
+    """Their ids, and the page's anchors of them."""
+
+    @property
+    def count(self) -> int:
+        """Number of runs."""
+        return len(self.runs)
+
+
+def group_failures(table: pd.DataFrame) -> list[FailureGroup]:
+    """The causes, out of memory first, then by the number of runs.
+
+    Runs that ran out of memory are together if they did so in one phase and under one limit; others if their messages
+    differ in nothing but numbers.
+    """
+    failed_rows = sort_rows(table[table["status"] != "ok"])
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for position, row in enumerate(failed_rows.to_dict("records")):
+        groups.setdefault(_build_group_key(row), []).append(position)
+    failure_groups = [_build_failure_group(failed_rows.iloc[positions]) for positions in groups.values()]
+    status_order = list(STATUS_LABELS)
+    return sorted(
+        failure_groups, key=lambda failure_group: (status_order.index(failure_group.status), -failure_group.count)
+    )
+
+
+def _build_group_key(row: dict[Any, Any]) -> tuple[Any, ...]:
+    if row["status"] == "oom":
+        return "oom", row["evidence"], row["place"], _format_or_empty(row["oom_phase"]), row["limit"]
+    return row["status"], row["evidence"], row["place"], NUMBER_PATTERN.sub("#", _format_or_empty(row["error"]))
+
+
+def _format_or_empty(value: Any) -> str:
+    return "" if pd.isna(value) else str(value)
+
+
+def _build_failure_group(rows: pd.DataFrame) -> FailureGroup:
+    first_row = rows.iloc[0]
+    status, is_predicted = str(first_row["status"]), first_row["evidence"] == "predicted"
+    outcome = PREDICTED_OOM_LABEL if status == "oom" and is_predicted else STATUS_LABELS[status]
+    if first_row["evidence"] in ("rehearsed", "published"):
+        outcome += f" ({first_row['evidence']})"
+    return FailureGroup(
+        status=status,
+        outcome=outcome,
+        reason=_describe_oom(rows) if status == "oom" else _describe_error(rows),
+        configurations=_describe_configurations(rows),
+        place=str(first_row["place"]),
+        runs=tuple(zip(rows["run_id"].astype(str), rows["link"], strict=True)),
+    )
+
+
+def _describe_oom(rows: pd.DataFrame) -> str:
+    first_row = rows.iloc[0]
+    phase = f"in {first_row['oom_phase']}" if pd.notna(first_row["oom_phase"]) else "in a phase not recorded"
+    limit = first_row["limit"].replace("limit ", "limit of ") or "no limit set: the device's own memory"
+    requested_bytes = rows["oom_bytes"].dropna()
+    requested_text = (
+        ""
+        if requested_bytes.empty
+        else f"; asked for {_format_range(labels.format_memory(float(size)) for size in sorted(requested_bytes))} more"
+    )
+    return f"{phase}, {limit}{requested_text}"
+
+
+def _format_range(texts: Iterable[str]) -> str:
+    """The first and the last of some texts, or the one they all are."""
+    distinct_texts = list(dict.fromkeys(texts))
+    return distinct_texts[0] if len(distinct_texts) == 1 else f"{distinct_texts[0]} to {distinct_texts[-1]}"
+
+
+def _describe_error(rows: pd.DataFrame) -> str:
+    messages = list(dict.fromkeys(_format_or_empty(error) for error in rows["error"]))
+    others_note = (
+        f" (and {labels.format_plural(len(messages) - 1, 'message')} that differ only in numbers)"
+        if messages[1:]
+        else ""
+    )
+    return (messages[0] or "no cause recorded") + others_note
+
+
+def _describe_configurations(rows: pd.DataFrame) -> str:
+    """Strategies with how many runs each, and of which models on how many ranks."""
+    variants = rows["variant"].value_counts(sort=False)
+    variant_texts = [str(name) if count == 1 else f"{name} × {count}" for name, count in variants.items()]
+    models = labels.format_list(list(dict.fromkeys(rows["model"].astype(str))), 4)
+    world_sizes = sorted({int(size) for size in rows["world_size"].dropna()})
+    device = rows["device"].iloc[0]
+    ranks_text = (
+        f", {labels.format_list([str(size) for size in world_sizes], 6)} {labels.get_rank_nouns(device)}"
+        if world_sizes
+        else ""
+    )
+    return f"{labels.format_list(variant_texts, 6)}; {models}{ranks_text}"
+
+
+# --- The page: what the figures do not say (what was run, where, what failed, every row, every machine) and its HTML.
 
 STATUS_MEANINGS = {
     "ok": "ran to its end, or is predicted to",
@@ -106,8 +227,8 @@ def render_page(
         machines=host_systems,
         facts=build_comparison_rows(host_systems),
         other_machines=other_count,
-        pairs=host_differences.pair_host_systems(host_systems),
-        change=host_differences.format_change,
+        pairs=pair_host_systems(host_systems),
+        change=format_change,
         labels=labels,
         unreadable=contents.unreadable,
         cpu_note=labels.CPU_NOTE,

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from bench.comparison.labels import ALLOCATED, RESERVED, STEP_TIME, TFLOPS, format_percent
-from bench.comparison.result import ComparedConfiguration, QuantityChange, RunComparison
+from bench.comparison.result import (
+    ALLOCATED,
+    RESERVED,
+    STEP_TIME,
+    TFLOPS,
+    ComparedConfiguration,
+    QuantityChange,
+    RunComparison,
+    format_percent,
+)
 from bench.reporting.drawing import labels
 from bench.reporting.drawing.labels import MISSING, format_plural
 

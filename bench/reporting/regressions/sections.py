@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.comparison import ComparisonSettings, QuantityChange, RunComparison, build_histories, compare_records
-from bench.comparison.labels import ALLOCATED, STEP_TIME, format_percent
+from bench.comparison.result import ALLOCATED, STEP_TIME, format_percent
 from bench.records import Record, read_all_attempts
 from bench.reporting.builder import read_store
 from bench.reporting.drawing import style

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.comparison.history import ChangePoint, HistorySeries
-from bench.comparison.labels import (
+from bench.comparison.result import (
     ALLOCATED,
     CANNOT_TELL,
     IMPROVEMENT,
@@ -19,9 +19,11 @@ from bench.comparison.labels import (
     STEP_TIME,
     TFLOPS,
     VERDICTS,
+    ComparedConfiguration,
+    OverallComparison,
+    RunComparison,
     format_percent,
 )
-from bench.comparison.result import ComparedConfiguration, OverallComparison, RunComparison
 from bench.reporting.drawing.labels import MISSING, format_plural
 from bench.reporting.regressions import cells
 

@@ -10,9 +10,8 @@ import pandas as pd
 from bench.records.matching import encode_config_key
 from bench.reporting.drawing import labels
 from bench.reporting.drawing.style import sort_evidence
-from bench.reporting.tables.cells import group_rows, list_known_values
-from bench.reporting.tables.fits import FIT_COLUMNS as FIT_COLUMNS
-from bench.reporting.tables.fits import build_fit_answer
+from bench.reporting.tables.cells import FIT_COLUMNS as FIT_COLUMNS
+from bench.reporting.tables.cells import build_fit_answer, group_rows, list_known_values
 from bench.reporting.tables.table import SETTING_FORMATTERS
 
 BATCH_FIELD, GPUS_FIELD = "batch_size_per_gpu", "gpus"

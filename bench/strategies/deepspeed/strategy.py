@@ -17,8 +17,7 @@ from torch import nn
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.installation import format_install_command
 from bench.core.precision import PARAMETER_MIXING, Precision
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingOption, TrainingTerm
+from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.strategies.base import (
     BuildOptimizer,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from bench.core.errors import ImpossibleError, invalid_value_error
-from bench.core.presentation import Presentation
-from bench.core.training_guide import (
+from bench.core.presentation import (
     GPU_MICRO_BATCHES_PLACEHOLDER,
     GPUS_PLACEHOLDER,
     NODE_MICRO_BATCHES_PLACEHOLDER,
     NODES_PLACEHOLDER,
+    Presentation,
     TrainingOption,
     TrainingTerm,
 )

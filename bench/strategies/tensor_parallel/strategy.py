@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
-from bench.core.presentation import Presentation
-from bench.core.training_guide import NODE_GPUS_PLACEHOLDER, TrainingOption, TrainingTerm
+from bench.core.presentation import NODE_GPUS_PLACEHOLDER, Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf
 from bench.models import Family
 from bench.models.base import list_dividing_families

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
-from bench.core.presentation import Presentation
-from bench.core.training_guide import TrainingOption, TrainingTerm
+from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import Within
 from bench.strategies import Strategy, WrapContext
 from bench.strategies.base import BuildOptimizer, require_stored_reduce_dtype
