@@ -12,7 +12,7 @@
 # make test-extras     the tests that need them
 # make kills   100 kills at random moments of sweeps, here and on a SLURM of its own: nothing measured may be lost
 # make test-slurm      the tests that need SLURM, and fail without
-# make predictions     predict the sweeps of results/predicted anew, and their figures; equal numbers change no row
+# make predictions     predict the sweeps of results/predicted anew, and Figure 7(c); equal numbers change no row
 # make docs            build the site of docs/ to build/docs/html: warnings are errors, commands on pages are executed
 # make docs-serve      show it on http://localhost:8000
 # make notebooks       execute the notebooks of analysis/ and render them to build/notebooks/*.html
@@ -102,13 +102,7 @@ predictions: $(VENV)/.installed
 	    --replace-predictions || exit; \
 	done
 	$(BIN)/python -m bench.report $(PREDICTED)/a100_80gb --output build/predictions/report
-	$(BIN)/python -m bench.report $(PREDICTED)/oom_frontier --output build/predictions/report/frontier
-	mkdir -p $(PREDICTED)/figures
-	rm -f $(PREDICTED)/figures/*
-	cp build/predictions/report/figures/paper-*.png \
-	  build/predictions/report/figures/sharding-factor-t5-2b-bf16-parameters-64.png \
-	  build/predictions/report/figures/sharding-factor-t5-11b-bf16-parameters-64.png \
-	  build/predictions/report/frontier/figures/frontier-*.png $(PREDICTED)/figures/
+	cp build/predictions/report/figures/paper-figure-7-c.png results/pictures/
 
 notebooks: $(VENV)/.installed
 	$(BIN)/python -m bench.notebooks

@@ -9,39 +9,30 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench.core import command_line
-from bench.core.command_line import parse_path_argument
-from bench.core.errors import UsageError
+from bench.core.command_line import build_parser, parse_path_argument, report_usage_errors, run_main
 from bench.records.packing import REPLACE_OPTION, pack_store, unpack_store
 
 
+@report_usage_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, or 2 where the user must change something."""
     options = _build_parser().parse_args(arguments)
-    try:
-        if options.command == "pack":
-            result = pack_store(options.store, options.output, replace_predictions=options.replace_predictions)
-            unreadable = result.unreadable
-            print(result.path)
-            print(
-                f"{result.num_rows} rows: {result.num_added} new, {result.num_removed} predictions replaced or dropped"
-            )
-        else:
-            num_rows, unreadable = unpack_store(options.store, options.output)
-            print(options.output)
-            print(f"{num_rows} rows")
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if options.command == "pack":
+        result = pack_store(options.store, options.output, replace_predictions=options.replace_predictions)
+        unreadable = result.unreadable
+        print(result.path)
+        print(f"{result.num_rows} rows: {result.num_added} new, {result.num_removed} predictions replaced or dropped")
+    else:
+        num_rows, unreadable = unpack_store(options.store, options.output)
+        print(options.output)
+        print(f"{num_rows} rows")
     for problem in unreadable:
         print(f"left out: {problem}")
     return 0
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.records", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = build_parser("records", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="pack | unpack")
     pack = commands.add_parser("pack", help="write all rows of a store to one file, rows.jsonl")
     unpack = commands.add_parser("unpack", help="write every row of a store to a file of its own")
@@ -66,4 +57,4 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run_main(main))
+    sys.exit(run_main(main))
