@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from bench.advice.question import answer_with_progress, parse_advise_arguments
-from bench.advice.tree.guidance import build_guidance
-from bench.advice.tree.page import build_pages, build_terms_table, format_guidance_json
+from bench.advice.tree.page import build_guidance, build_pages, build_terms_table, format_guidance_json
 from bench.core.command_line import open_stdout_console, report_usage_errors, run_main
 
 WIDTH_WITHOUT_TERMINAL = 120

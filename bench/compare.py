@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tables = build_comparison_tables(comparison, show_all=request.shows_all)
     open_stdout_console(WIDTH_WITHOUT_TERMINAL).print(tables, highlight=False, soft_wrap=not comparison.rows)
     if request.tracker is not None and comparison.comparable:
-        from bench.dashboards.alerts import send_alert
+        from bench.dashboards.dashboard import send_alert
 
         all_records = [*base.records, *candidate.records]
         send_alert(comparison, *store_names, all_records, request.tracker, lambda line: print(line, file=sys.stderr))

@@ -16,9 +16,8 @@ from bench.advice.question import read_question
 from bench.advice.ranking import CandidateRanking
 from bench.advice.tree.agreement import describe_agreement
 from bench.advice.tree.answers import ANSWER_FUNCTIONS
-from bench.advice.tree.guidance import build_guidance
 from bench.advice.tree.options import list_training_options
-from bench.advice.tree.page import list_training_terms
+from bench.advice.tree.page import build_guidance, list_training_terms
 from bench.advice.tree.tree import ANY_ANSWER, DECISION_TREE, TreeLeaf, TreeNode
 from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config

@@ -15,10 +15,21 @@ from typing import Any
 import pytest
 
 from bench import check
-from bench.checks import host, losses, measurements
+from bench.checks import losses, measurements
 from bench.checks.before_sweep import check_machine_once
 from bench.checks.measurements import check_memory, check_profile, time_loop
-from bench.checks.runs import FAILED, NOT_RUN, PASSED, CheckResult, CheckRun, build_results_table
+from bench.checks.runs import (
+    FAILED,
+    NOT_RUN,
+    PASSED,
+    TOKEN_VARIABLE,
+    CheckResult,
+    CheckRun,
+    build_results_table,
+    check_device_free,
+    find_leftover_processes,
+    read_used_bytes,
+)
 from bench.checks.session import CheckReport
 from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
@@ -153,21 +164,21 @@ def test_the_process_of_the_clock_leaves_ctrl_c_to_its_starter(monkeypatch: pyte
 
 def test_a_process_that_is_left_is_found() -> None:
     token = "left by a test"
-    assert host.find_leftover_processes(token) == []
+    assert find_leftover_processes(token) == []
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, host.TOKEN_VARIABLE: token},
+        env={**os.environ, TOKEN_VARIABLE: token},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert host.find_leftover_processes(token) == [process.pid]
-        assert host.check_device_free(CPU, token, {}).status == FAILED
+        assert find_leftover_processes(token) == [process.pid]
+        assert check_device_free(CPU, token, {}).status == FAILED
         assert process.stdin is not None
         process.stdin.close()
-    assert host.check_device_free(CPU, token, {}).status == PASSED
+    assert check_device_free(CPU, token, {}).status == PASSED
 
 
 def test_a_machine_whose_gpus_cannot_be_used_fails_at_once(
@@ -191,15 +202,15 @@ def test_memory_of_gpus_is_asked_of_those_that_are_visible(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     two = dataclasses.replace(GPU_DEVICE, count=2)
-    before = host.read_used_bytes(two)
+    before = read_used_bytes(two)
     assert before == {0: 2**20, 1: 2**20}
     used[0] += 2**30  # of another user's GPU
-    assert host.check_device_free(two, "no such token", before).status == PASSED
+    assert check_device_free(two, "no such token", before).status == PASSED
     used[2] += 2**30
-    assert host.check_device_free(two, "no such token", before).status == FAILED
+    assert check_device_free(two, "no such token", before).status == FAILED
     del nvml.nvmlDeviceGetMemoryInfo
-    assert host.read_used_bytes(two) == {}
-    assert host.check_device_free(two, "no such token", before).status == PASSED
+    assert read_used_bytes(two) == {}
+    assert check_device_free(two, "no such token", before).status == PASSED
 
 
 def test_a_sweep_on_gpus_checks_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from bench import compare as compare_command
 from bench import dashboard
-from bench.dashboards.alerts import build_comparison_run, send_alert
+from bench.dashboards.dashboard import build_comparison_run, send_alert
 from bench.tracking.tracked_run import OOM_TABLE, build_tracked_run
 from bench.tracking.wandb import WandbTracker
 from tests.conftest import ROOT, run_command

@@ -9,7 +9,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.hardware.detect import DetectedDevice
 from bench.planning.request import parse_sweep_request
-from bench.planning.time_limits import predict_duration_s
+from bench.planning.run_predictions import predict_duration_s
 from bench.prediction.predictor import predict_runs
 from tests.conftest import CPU
 

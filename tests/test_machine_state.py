@@ -29,8 +29,8 @@ from bench.hardware import MemoryLimit
 from bench.hardware.detect import DetectedDevice, refuse_unsupported
 from bench.launch.ranks import RankExit
 from bench.launch.slurm import coordination
+from bench.planning.run_predictions import predict_duration_s
 from bench.planning.sweep_plan import build_sweep_plan
-from bench.planning.time_limits import predict_duration_s
 from bench.rank import environment
 from bench.rank.machine_load import (
     CpuLoad,

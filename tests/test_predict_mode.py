@@ -16,9 +16,8 @@ from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.launch.local import LocalLauncher
-from bench.planning import run_predictions, sweep_plan, time_limits
-from bench.planning.run_predictions import predict_configs
-from bench.planning.time_limits import compute_rough_step_s, predict_duration_s
+from bench.planning import run_predictions, sweep_plan
+from bench.planning.run_predictions import compute_rough_step_s, predict_configs, predict_duration_s
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
 from bench.prediction.predictor import build_predicted_row, predict_runs
 from bench.records import Record
@@ -433,7 +432,7 @@ def test_time_is_asked_for_as_predicted_or_roughly(monkeypatch):
     undescribed = compose_run_config(*SMALL_GPT, "hardware=gpu")
     step_s = compute_rough_step_s(undescribed)
     assert predict_duration_s(undescribed) == pytest.approx(60 + 5 + 3 + 6 * step_s + max(20 * step_s, 5), rel=0.01)
-    assert time_limits.compute_time_limit_min(600.0) == 35  # three times as long, five minutes more
+    assert run_predictions.compute_time_limit_min(600.0) == 35  # three times as long, five minutes more
 
 
 # ---- thousands

@@ -525,7 +525,7 @@ def test_bench_jobs_has_nothing_to_do_where_nothing_was_submitted(tmp_path):
 
 
 def test_estimates_grow_with_the_work():
-    from bench.planning.time_limits import compute_time_limit_min, predict_duration_s
+    from bench.planning.run_predictions import compute_time_limit_min, predict_duration_s
     from tests.conftest import compose_run_config
 
     small, large = compose_run_config("model=gpt_tiny"), compose_run_config("model=gpt_tiny", "measurement.steps=2000")

@@ -11,7 +11,7 @@ import torch
 from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
-from bench.models.stages import split_blocks_into_stages
+from bench.models.division import split_blocks_into_stages
 from bench.prediction.pipeline.stages import arrange_stage
 from bench.prediction.predictor import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout

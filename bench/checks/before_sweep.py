@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from rich.console import Console
 
-from bench.checks.host import read_driver_version
-from bench.checks.runs import build_results_table
+from bench.checks.runs import build_results_table, read_driver_version
 from bench.checks.session import CheckReport, check_machine
 from bench.config.run_config import RunConfig
 from bench.core.errors import UsageError

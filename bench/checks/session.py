@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.checks.host import TOKEN_VARIABLE, check_device_free, describe_machine, read_used_bytes
 from bench.checks.losses import build_loss_runs, compare_losses
 from bench.checks.measurements import (
     build_limited_runs,
@@ -24,7 +23,15 @@ from bench.checks.measurements import (
     check_memory,
     check_profile,
 )
-from bench.checks.runs import CheckResult, CheckRun, execute_runs
+from bench.checks.runs import (
+    TOKEN_VARIABLE,
+    CheckResult,
+    CheckRun,
+    check_device_free,
+    describe_machine,
+    execute_runs,
+    read_used_bytes,
+)
 from bench.core.errors import UsageError, invalid_value_error
 from bench.hardware.detect import DetectedDevice
 from bench.launch.ranks import StopSignal

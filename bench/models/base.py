@@ -18,8 +18,7 @@ from bench.core import plugins
 from bench.core.errors import ImpossibleError
 from bench.core.typed_config import OneOf, Within
 from bench.core.units import MIB
-from bench.models.division import LayerDivision
-from bench.models.stages import PipelineStageModule
+from bench.models.division import LayerDivision, PipelineStageModule
 
 
 @dataclass(frozen=True)

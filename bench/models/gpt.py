@@ -29,11 +29,11 @@ from bench.models.division import (
     SEQUENCE_SHARD,
     ColwiseConv1D,
     LayerDivision,
+    PipelineStageModule,
     RowwiseConv1D,
     build_sequence_split,
     strip_checkpoint_wrappers,
 )
-from bench.models.stages import PipelineStageModule
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 

@@ -29,8 +29,13 @@ from bench.models.base import (
     LayerWidth,
     TokenCount,
 )
-from bench.models.division import SEQUENCE_SHARD, LayerDivision, build_sequence_split
-from bench.models.stages import PipelineStageModule, copy_sharing_parameters
+from bench.models.division import (
+    SEQUENCE_SHARD,
+    LayerDivision,
+    PipelineStageModule,
+    build_sequence_split,
+    copy_sharing_parameters,
+)
 
 DECODER_START_TOKEN = 0
 """T5 starts its decoder with the padding token."""

@@ -13,9 +13,8 @@ from bench.hardware import refuse_unsupported
 from bench.hardware.detect import DetectedDevice
 from bench.launch.attempt import format_current_time
 from bench.planning.batch_search import BatchTrial, search_largest_batches
-from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs
+from bench.planning.run_predictions import RunPrediction, Unpredictable, count_weight_bytes, predict_configs
 from bench.planning.sweep_plan import is_current_result
-from bench.planning.time_limits import count_weight_bytes
 from bench.prediction.cache import compute_predictor_version, find_user_packages
 from bench.prediction.prediction import FITS
 from bench.prediction.predictor import build_predicted_row

@@ -29,9 +29,8 @@ from bench.launch.task import LaunchTask, search_largest_batch
 from bench.launch.worker import WorkerEvent
 from bench.planning.planned_runs import PlannedRunPrediction, predict_planned_runs, write_skipped_rows
 from bench.planning.request import SweepRequest, parse_sweep_request
-from bench.planning.run_predictions import Unpredictable, predict_configs
+from bench.planning.run_predictions import Unpredictable, predict_configs, predict_duration_s
 from bench.planning.sweep_plan import SweepPlan, build_sweep_plan
-from bench.planning.time_limits import predict_duration_s
 from bench.records import Record
 from bench.records.schema import FINISHED_STATUSES
 from bench.sweeps.predict_sweep import SweepPredictor, find_largest_batches, refuse_unpredictable

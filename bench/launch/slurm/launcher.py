@@ -26,7 +26,7 @@ from bench.launch.slurm.job import SlurmJob
 from bench.launch.slurm.profile import SlurmProfile, build_array_script, build_sbatch_script
 from bench.launch.slurm.submissions import JobArray, Submission, SubmittedRun
 from bench.launch.task import LaunchTask
-from bench.planning.time_limits import compute_time_limit_min, predict_duration_s
+from bench.planning.run_predictions import compute_time_limit_min, predict_duration_s
 from bench.rank.row import build_configured_columns
 from bench.records import Record, claims
 from bench.tracking import NO_TRACKER, Tracker

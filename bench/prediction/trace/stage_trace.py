@@ -18,7 +18,7 @@ from torch.distributed.pipelining._backward import stage_backward
 from bench.core import processes
 from bench.models import Family
 from bench.models.base import checkpoint_blocks
-from bench.models.stages import PipelineStageModule
+from bench.models.division import PipelineStageModule
 from bench.prediction.trace.op_recorder import use_device_operators
 from bench.prediction.trace.trace import (
     LOSS_PLACE,

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.core.precision import Precision
 from bench.models import Batch, Family
-from bench.models.stages import PipelineStageModule, split_blocks_into_stages
+from bench.models.division import PipelineStageModule, split_blocks_into_stages
 from bench.strategies.base import WrapContext
 from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, GPIPE, INTERLEAVED, ONE_F_ONE_B, Timetable
 from bench.strategies.pipeline.step_plans import find_tied_parameters
