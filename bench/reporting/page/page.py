@@ -158,8 +158,6 @@ EVIDENCE_MEANINGS = {
     "predicted": "nothing ran: traced and simulated",
     "published": "quoted from a paper",
 }
-SCRIPT_FILES = ("page_table.js", "page_run.js", "page_machines.js", "page_charts.js", "page_figures.js")
-"""In this order: later ones use what earlier ones define."""
 
 
 def render_page(
@@ -197,7 +195,7 @@ def render_page(
     places = [_describe_place(str(place), rows) for (place,), rows in iterate_groups(ordered_rows, "place")]
     places.sort(key=lambda place: -place["count"])
     host_systems, other_count = find_host_systems(table, contents.records)
-    script = "(() => {\n" + "\n".join(read_source(file) for file in SCRIPT_FILES) + "})();\n"
+    script = "(() => {\n" + read_source("page.js") + "})();\n"
     executed_scripts = [script, *([load_plotly_js()] if charts else [])]
     return environment.get_template("page.html.j2").render(
         name=store_name,
