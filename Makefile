@@ -35,10 +35,10 @@ sweep: $(VENV)/.installed
 	$(BIN)/python -m bench.sweep store=$(STORE)
 
 # Tests with SLURM mostly wait, which others can do beside them. Each process has a SLURM of its own.
-APART := $(filter-out tests/test_slurm_units.py tests/test_slurm_profiles.py,$(wildcard tests/test_slurm_*.py))
+APART := $(filter-out tests/launch/test_slurm_units.py tests/launch/test_slurm_profiles.py,$(wildcard tests/launch/test_slurm_*.py))
 
 # Tests that compare times need a machine on which nothing else runs, and say so if it is not.
-TIMING := tests/test_cpu_times.py
+TIMING := tests/calibration/test_cpu_times.py
 
 test: lint types
 	@log=$$(mktemp); status=0; \
@@ -54,7 +54,7 @@ quick: $(VENV)/.installed
 
 MINUTES ?= 10
 SECONDS ?= $(shell expr 60 \* $(MINUTES))
-FUZZED  := tests/test_hostile_input.py tests/test_store_fuzz.py
+FUZZED  := tests/config/test_hostile_input.py tests/records/test_store_fuzz.py
 
 fuzz: $(VENV)/.installed
 	@end=$$(expr $$(date +%s) + $(SECONDS)); \

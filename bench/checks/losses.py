@@ -28,7 +28,7 @@ COMPARED_STEPS = 5
 """Losses that are compared, from the first step on: of warm-up and timing together."""
 
 REFERENCE_FILE = "losses.json"
-"""Beside this file: the losses of one CPU process, by model (``tests/test_check.py`` makes them anew and compares)."""
+"""Beside this file: the losses of one CPU process, by model (a test makes them anew and compares)."""
 
 
 def build_loss_runs(device: DetectedDevice) -> dict[str, tuple[str, ...]]:

@@ -72,7 +72,7 @@ There the threshold rules out false alarms by itself, so that fewer than `Settin
 1.2 % (at the default threshold and five runs); 1.3 times as many are the most, near 1.8 %. Without it a slowdown of 3 %
 at a spread of 1 % would be found 93 times in 100 instead of 95: no test of five against five runs that knows nothing of
 their spread finds more than 94 and raises no more than 1 % of false alarms at every spread.
-`tests/test_comparison_statistics.py` measures these rates.
+`tests/comparison/test_comparison_statistics.py` measures these rates.
 """
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PREDICTOR_VERSION = 1
-"""Raised by hand when predicted numbers move, and only then: `tests/test_predictor_version.py` says when that is."""
+"""Raised by hand when predicted numbers move, and only then: a test of golden predictions says when that is."""
 
 BENCH_DIR = Path(__file__).resolve().parents[1]
 

@@ -224,7 +224,7 @@ class RatioRange:
 
 
 CPU_ALLOCATED_RATIO = RatioRange(0.97, 1.0, 1.03)
-"""Allocated memory on a CPU, where every byte can be measured (tests/test_predicted_memory.py)."""
+"""Allocated memory on a CPU, where every byte can be measured (tests/prediction/test_predicted_memory.py)."""
 
 CUDA_ALLOCATED_RATIO = RatioRange(0.95, 1.0, 1.07)
 """The same on a GPU. The published peaks of Figure 8(b) are within 2.5 % (results/predicted/ACCURACY.md); nothing was

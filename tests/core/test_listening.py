@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench.launch import ranks
+from tests.core.test_interrupts import start_command
 from tests.fake_model import FAKE_MODEL_OVERRIDES, SweepProcess, find_marked_processes, wait_until
-from tests.test_interrupts import start_command
 
 
 def list_listening_addresses(pid: int) -> set[str]:

@@ -16,8 +16,8 @@ from bench.reporting.tables import agreement
 from bench.reporting.tables.agreement import MEMORY, SPEED, build_pairs, summarize_pairs
 from bench.reporting.tables.table import prepare_table
 from tests.records_fixture import make_record
-from tests.test_paper_figures import predicted
-from tests.test_report import overlaps, words
+from tests.reporting.test_paper_figures import predicted
+from tests.reporting.test_report import overlaps, words
 
 
 def draw_section(rows) -> ReportSection:

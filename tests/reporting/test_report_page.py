@@ -32,7 +32,7 @@ from bench.reporting.page.run_details import MAX_LISTED_RANKS, build_details, bu
 from bench.reporting.tables.table import prepare_table
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.records_fixture import GIB, make_default_sweep, make_record, write_store
-from tests.test_report import CUDA, Page, draw, words
+from tests.reporting.test_report import CUDA, Page, draw, words
 
 ENVIRONMENT = {"python": "3.11.7", "packages": {"torch": "2.13.0", "numpy": "2.4.6"}, "kernel": "6.1"}
 

@@ -47,8 +47,8 @@ from tests.fake_model import (
     read_row_files,
     run_sweep,
 )
+from tests.finetune.test_finetune import needs_both, needs_peft
 from tests.records_fixture import make_record
-from tests.test_finetune import needs_both, needs_peft
 
 # Harness truth
 

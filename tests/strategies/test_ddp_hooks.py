@@ -10,7 +10,7 @@ import pytest
 from bench.core.errors import ImpossibleError, UsageError
 from bench.prediction.predictor import predict_run
 from tests.conftest import SMALL_T5, compose_run_config
-from tests.test_strategy_plans import Notebook, config, plan_of, step
+from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 
 STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
 

@@ -13,7 +13,7 @@ import pytest
 from bench import __main__ as listing
 from bench.core import installation
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from bench.reporting.figures import sharding_factor
 from bench.reporting.page.interactive_figures import build_trade_off_figure
 from bench.reporting.tables.table import prepare_table
 from tests.records_fixture import make_record
-from tests.test_report import CUDA, overlaps, words
+from tests.reporting.test_report import CUDA, overlaps, words
 
 GIB = 2**30
 

@@ -19,8 +19,8 @@ from bench.prediction.predictor import predict_run
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit, StepPlan
 from tests.conftest import ROOT
-from tests.test_deepspeed import needs_library
-from tests.test_strategy_plans import Notebook, config, plan_of, step
+from tests.strategies.test_deepspeed import needs_library
+from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 
 OPTIMIZER_KNOB, PARAMETERS_KNOB = "strategy.offload_optimizer", "strategy.offload_parameters"
 LARGE = {"model": "gpt_1b3", "strategy": "deepspeed", "gpus": 8, "hardware": "a100_80gb", "precision": "bf16"}

@@ -20,7 +20,7 @@ from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.uploading_optimizer import UploadingOptimizer
 from bench.training.engine import OptimizerConfig, build_engine, build_micro_batches
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
-from tests.test_strategy_plans import Notebook, config, plan_of, step
+from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 
 OFFLOAD_PARAMETERS = {"strategy.cpu_offload": True, "strategy.optimizer_on_device": True}
 OFFLOAD_BOTH = {"strategy.cpu_offload": True}

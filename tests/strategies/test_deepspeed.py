@@ -19,7 +19,7 @@ from bench.strategies.deepspeed.stages_0_to_2 import find_ranks_of_parameters
 from bench.strategies.step_plan import ParameterSpec
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.extras import needs
-from tests.test_strategy_plans import Notebook, config, plan_of, step
+from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 
 Execute = Callable[..., list[dict[str, Any]]]
 

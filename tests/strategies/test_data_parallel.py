@@ -29,7 +29,7 @@ from bench.rank.memory_probe import CpuMemoryProbe
 from bench.strategies.data_parallel import AutocastModule
 from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
-from tests.test_strategy_plans import Notebook
+from tests.strategies.test_strategy_plans import Notebook
 
 CPU = torch.device("cpu")
 A100 = ("hardware=a100_80gb", "strategy=data_parallel")

@@ -244,7 +244,7 @@ def test_a_small_change_does_not_count_however_certain():
 
 
 def main() -> None:
-    """Print the error rates with many more trials: ``python -m tests.test_comparison_statistics``, some minutes."""
+    """Print the error rates with many more trials: ``python -m tests.comparison.test_comparison_statistics``."""
     print("comparisons of equal code with a false alarm, spread 3 %:")
     for configurations, count in ((1, 20000), (10, 4000), (50, 800)):
         for repeats in (3, 5, 10):

@@ -21,8 +21,8 @@ from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import paper
 from bench.reporting.paper.paper import compute_deviations
 from bench.reporting.tables.table import prepare_table
-from tests.test_report import overlaps, words
-from tests.test_sweeps import runs
+from tests.config.test_sweeps import runs
+from tests.reporting.test_report import overlaps, words
 
 FIGURES = {
     "model_scale": {"Figure 6(a)"},

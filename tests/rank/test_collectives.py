@@ -131,4 +131,4 @@ dist.all_reduce(torch.zeros(3))
 memory_probe.wait_for_gloo_threads()
 assert set(memory_probe._gloo_thread_states()) == {"S"}
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(__file__).parents[2])

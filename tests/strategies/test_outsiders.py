@@ -31,7 +31,7 @@ from bench.reporting.drawing import labels, style
 from bench.training.engine import build_engine, build_micro_batches
 from tests.conftest import ROOT
 
-SOURCES = Path(__file__).parent / "outsiders"
+SOURCES = Path(__file__).parents[1] / "outsiders"
 
 LABEL, COLOUR = "Local SGD", "#117733"
 
@@ -303,11 +303,24 @@ def test_without_the_package_its_name_is_refused_in_a_sentence() -> None:
 
 
 TESTS_OF_SOMETHING_ELSE = (
-    *("tests/test_results_readme.py", "tests/test_check.py", "tests/test_trade.py", "tests/test_models.py"),
-    *("tests/test_hardware.py", "tests/test_sweeps.py", "tests/test_strategies_figure.py", "tests/test_slurm_units.py"),
-    *("tests/test_advise.py::test_names", "tests/test_advise.py::test_the_tree_is_complete"),
-    *("tests/test_advise.py::test_every_strategy_has_its_line", "tests/test_strategy_plans.py"),
-    *("tests/test_bad_input.py", "tests/test_predicted_memory.py::test_cublas_has_a_workspace_of_each_of_two_threads"),
+    *(
+        "tests/records/test_results_readme.py",
+        "tests/checks/test_check.py",
+        "tests/reporting/test_trade.py",
+        "tests/models/test_models.py",
+    ),
+    *(
+        "tests/hardware/test_hardware.py",
+        "tests/config/test_sweeps.py",
+        "tests/reporting/test_strategies_figure.py",
+        "tests/launch/test_slurm_units.py",
+    ),
+    *("tests/advice/test_advise.py::test_names", "tests/advice/test_advise.py::test_the_tree_is_complete"),
+    *("tests/advice/test_advise.py::test_every_strategy_has_its_line", "tests/strategies/test_strategy_plans.py"),
+    *(
+        "tests/config/test_bad_input.py",
+        "tests/prediction/test_predicted_memory.py::test_cublas_has_a_workspace_of_each_of_two_threads",
+    ),
 )
 """What lists strategies, families, options or columns."""
 

@@ -22,7 +22,7 @@ from bench.records.matching import build_run_key
 from bench.strategies.step_plan import SHARD_GROUP
 from bench.sweeps.tables import _describe_differing_settings
 from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
-from tests.test_strategy_plans import config, sent
+from tests.strategies.test_strategy_plans import config, sent
 
 Execute = Callable[..., list[dict[str, Any]]]
 

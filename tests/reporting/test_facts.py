@@ -8,7 +8,7 @@ from bench.reporting.notebook.notebook import Notebook
 from bench.reporting.paper import paper_tables
 from bench.reporting.tables.table import prepare_table
 from tests.records_fixture import make_record
-from tests.test_paper_figures import predicted
+from tests.reporting.test_paper_figures import predicted
 
 
 @pytest.fixture(scope="module")

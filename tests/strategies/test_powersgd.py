@@ -18,8 +18,8 @@ from bench.strategies import powersgd
 from bench.strategies.powersgd import PowerSGDPlan
 from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
-from tests.test_finetune import needs_peft
-from tests.test_strategy_plans import Notebook, config, plan_of, step
+from tests.finetune.test_finetune import needs_peft
+from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 
 HOOK = "strategy.communication_hook=powersgd"
 STEPS = ("sequence_length=16", "measurement.warmup_steps=4", "measurement.steps=4", "optimizer.learning_rate=1e-3")

@@ -35,7 +35,7 @@ STEPS = 5
 LARGE_BYTES = 2**26
 TOTAL_BYTES = 85_029_158_912
 """Of a GPU's memory."""
-CALLS_FILE = Path(__file__).parent / "fakecuda" / "calls.json"
+CALLS_FILE = Path(__file__).parents[1] / "fakecuda" / "calls.json"
 UPDATE_VARIABLE = "UPDATE_FAKECUDA_CALLS"
 
 Ranks = list[dict[str, Any]]

@@ -25,7 +25,7 @@ from bench.reporting.notebook.notebook import Notebook
 from bench.reporting.page.interactive_figures import build_trade_off_figure
 from tests.conftest import ROOT, run_command
 from tests.records_fixture import make_default_sweep, make_record, write_store
-from tests.test_report_browser import ARGUMENTS, CHROMIUM
+from tests.reporting.test_report_browser import ARGUMENTS, CHROMIUM
 
 NOTEBOOK_FILES = sorted((ROOT / "analysis").glob("*.ipynb"))
 QUESTIONS = {

@@ -1,4 +1,4 @@
-"""`results/README.md` says what the schema says. `python -m tests.test_results_readme` rewrites its tables."""
+"""`results/README.md` says what the schema says. `python -m tests.records.test_results_readme` rewrites its tables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from bench.config.compose import list_config_groups
 from bench.records.schema import COLUMNS, FORMAT_VERSION, NESTED_PARTS, STATUSES, upgrade_record, validate_record
 from tests.conftest import compose_run_config
-from tests.test_finetune import needs_peft
+from tests.finetune.test_finetune import needs_peft
 
-README = Path(__file__).resolve().parents[1] / "results" / "README.md"
+README = Path(__file__).resolve().parents[2] / "results" / "README.md"
 
 
 def section(text: str, name: str) -> str:
