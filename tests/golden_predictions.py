@@ -1,7 +1,7 @@
 """Predictions whose numbers are committed with the version of the predictor: `golden_predictions.json`, beside this.
 
 ``python -m tests.golden_predictions`` writes them anew: where numbers have moved only once `PREDICTOR_VERSION` of
-`bench.prediction.cache` is raised. `tests/prediction/test_predictor_version.py` compares them.
+`bench.prediction.cache` is raised. `tests/prediction/test_predictor.py` compares them.
 """
 
 from __future__ import annotations

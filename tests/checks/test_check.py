@@ -17,6 +17,7 @@ import pytest
 from bench import check
 from bench.checks import losses, measurements
 from bench.checks.before_sweep import check_machine_once
+from bench.checks.losses import load_reference_losses
 from bench.checks.measurements import check_memory, check_profile, time_loop
 from bench.checks.runs import (
     FAILED,
@@ -31,9 +32,12 @@ from bench.checks.runs import (
     read_used_bytes,
 )
 from bench.checks.session import CheckReport
+from bench.config.compose import compose_config
+from bench.config.run_config import build_run_config
 from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
-from tests.conftest import CPU, compose_run_config, run_command
+from bench.prediction.predictor import predict_runs
+from tests.conftest import CPU, ROOT, compose_run_config, run_command
 
 GPU_DEVICE = DetectedDevice("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80 * 2**30)
 
@@ -263,3 +267,44 @@ def test_what_is_mistyped_is_said(argument: str, capsys: pytest.CaptureFixture[s
 def test_a_stopped_check_has_not_passed() -> None:
     assert not CheckReport([], {}, 1.0, "SIGINT").has_passed
     assert build_results_table([CheckResult("a", PASSED, "b")]).row_count == 1
+
+
+# --- What was measured on a GPU, against a CPU's losses and predicted memory: ``results/checks/h100.json``.
+
+
+H100_CHECK = json.loads((ROOT / "results/checks/h100.json").read_text())
+
+LARGE_RUN = "measured"
+"""GPT-350M; all others are of a million parameters."""
+
+
+def predict_allocated_bytes() -> dict[str, float]:
+    hardware = compose_config({"hardware": "h100_80gb"})["hardware"]
+    runs: list[dict[str, Any]] = H100_CHECK["runs"]
+    configs = [build_run_config({**run["config"], "mode": "predict", "hardware": hardware}) for run in runs]
+    return {
+        run["run"]: prediction.memory.allocated.value
+        for run, prediction in zip(runs, predict_runs(configs), strict=True)
+    }
+
+
+def test_losses_on_a_gpu_are_those_of_a_cpu() -> None:
+    reference = load_reference_losses()
+    compared = [run for run in H100_CHECK["runs"] if run["run"] != LARGE_RUN]
+    assert len(compared) == 18
+    assert len({run["run"].partition(" ")[0] for run in compared}) == 9
+    for run in compared:
+        expected = reference[run["run"].rpartition(" ")[2]]
+        assert run["losses"] == pytest.approx(expected, rel=2.4e-7), run["run"]
+
+
+def test_predicted_memory_is_what_the_allocator_of_a_gpu_had() -> None:
+    predicted_bytes = predict_allocated_bytes()
+    for run in H100_CHECK["runs"]:
+        too_large = predicted_bytes[run["run"]] - run["peak_allocated_bytes"]
+        if "accelerate" in run["run"]:  # which leaves DDP out where there is one process
+            assert 0 < too_large < 4.2e6, run["run"]
+        else:
+            assert -1.8e6 < too_large < 0, run["run"]
+    large = next(run for run in H100_CHECK["runs"] if run["run"] == LARGE_RUN)
+    assert predicted_bytes[LARGE_RUN] == pytest.approx(large["peak_allocated_bytes"], rel=0.0003)

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import random
 import re
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from bench.config.compose import CONF_FOLDER
-from bench.config.grid import parse_grids
-from bench.config.run_config import RunConfig
-from bench.core.errors import UsageError
+from bench.config import compose
+from bench.config.compose import CONF_FOLDER, compose_config, list_config_groups
+from bench.config.grid import RunSettings, parse_grids
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import ImpossibleError, UsageError
 from bench.hardware.detect import DetectedDevice
 from bench.planning.request import SweepRequest, parse_sweep_request
+from bench.planning.run_predictions import predict_duration_s
 from bench.planning.sweep_plan import SweepPlan, build_sweep_plan
+from bench.prediction.predictor import predict_runs
 from bench.rank.row import build_configured_columns
+from tests.conftest import CPU
 
 CLUSTER = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 512)
 README = CONF_FOLDER / "sweep" / "README.md"
@@ -237,3 +250,248 @@ def test_node_follows_the_cluster() -> None:
 def test_a_sweep_file_sets_nothing_but_what_runs_have(where: str) -> None:
     with pytest.raises(UsageError, match="sweep=adhoc sets store, which is no setting of a run"):
         runs("sweep=adhoc", f"sweep.grids=[{{{where}}}]")
+
+
+# --- The sweep that runs on a machine with GPUs if none is named: what it comes to, as predicted.
+
+
+GPUS = {
+    "a100_80gb": DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 2**30),
+    "h100_80gb": DetectedDevice("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80 * 2**30),
+    "rtx_4090": DetectedDevice("cuda", "NVIDIA GeForce RTX 4090", 8, (8, 9), 24 * 2**30),
+}
+
+TEN_MINUTES_S = 600
+
+
+def list_possible_configs(points: list[dict[str, str]]) -> list[RunConfig]:
+    configs: dict[str, RunConfig] = {}
+    for point in points:
+        try:
+            config = build_run_config(compose_config(point))
+        except ImpossibleError:
+            continue
+        configs[config.run_id] = config
+    return list(configs.values())
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.parametrize("hardware", GPUS)
+def test_it_fills_the_gpus_runs_out_of_memory_with_ddp_and_takes_ten_minutes(hardware: str, count: int) -> None:
+    device = DetectedDevice(*[count if name == "count" else value for name, value in vars(GPUS[hardware]).items()])
+    request = parse_sweep_request([], multirun=False, device=device)
+    assert request.sweep == "default_gpu"
+    configs = list_possible_configs(request.points)
+    assert {config.gpus for config in configs} == {1, count}
+    assert {config.hardware.name for config in configs} == {hardware}
+    fit_by_kind = {}
+    for config, prediction in zip(configs, predict_runs(configs), strict=True):
+        kind = (config.model.name, config.strategy.name, config.strategy.resolved_sharding_factor, config.gpus)
+        fit_by_kind[*kind, config.activation_checkpointing] = prediction.memory.verdict
+    compared_fits = [fit for (model, *_), fit in fit_by_kind.items() if model in ("gpt_350m", "t5_611m", "t5_2b")]
+    assert compared_fits.count("fits") >= len(compared_fits) - 1
+    large = [config for config in configs if config.batch_size_per_gpu == 1]
+    assert large, "models that are too large for DDP"
+    for config in large:
+        kind = (config.model.name, config.strategy.name, config.strategy.resolved_sharding_factor, config.gpus, "full")
+        sharded = config.strategy.resolved_sharding_factor == count > 1
+        assert fit_by_kind[kind] == ("fits" if sharded else "does not fit"), kind
+    if count > 1:
+        assert any(config.strategy.resolved_sharding_factor == count for config in large)
+    assert sum(predict_duration_s(config, launcher="local") for config in configs) < TEN_MINUTES_S
+
+
+def test_a_sweep_by_default_is_that_of_the_hardware_it_is_for() -> None:
+    def find_default_sweep(*arguments: str, device: DetectedDevice = CPU) -> str:
+        return parse_sweep_request(list(arguments), multirun=False, device=device).sweep
+
+    assert find_default_sweep() == "default"
+    assert find_default_sweep("hardware=a100_80gb", "mode=predict") == "default_gpu"
+    assert find_default_sweep("sweep=default", device=GPUS["rtx_4090"]) == "default_gpu"
+    assert find_default_sweep("hardware=cpu", device=GPUS["rtx_4090"]) == "default"
+    points = parse_sweep_request(
+        ["mode=predict", "hardware=a100_80gb", "cluster.gpus_per_node=4"], multirun=False, device=CPU
+    )
+    assert {point["gpus"] for point in points.points} == {"1", "4"}
+
+
+def test_the_memory_that_is_set_decides_what_the_default_sweep_holds() -> None:
+    def list_models(*arguments: str) -> set[str]:
+        overrides = ["sweep=default", "mode=predict", *arguments]
+        return {point["model"] for point in parse_sweep_request(overrides, multirun=False, device=CPU).points}
+
+    assert (
+        list_models("hardware=h200", "hardware.memory_gb=24")
+        == list_models("hardware=rtx_4090")
+        != list_models("hardware=h200")
+    )
+
+
+# --- Planning thousands of runs: what is put together from parts is what Hydra composes whole, and it takes seconds.
+
+
+GRID = {
+    "model": "t5_tiny,t5_mini,t5_small,t5_611m,t5_2b,gpt_tiny,gpt_mini,gpt_125m,gpt_350m,gpt_1b3",
+    "strategy": "ddp,fsdp,fsdp1,single",
+    "precision": "fp32,tf32,bf16,fp16,bf16_pure",
+    "gpus": "1,2,4,8",
+    "batch_size_per_gpu": "1,2,4,8,16",
+}
+
+# Typed after the key of any field: Hydra takes them all, whatever they then are to a run.
+VALUES = (
+    *("0", "7", "-1", "2.5", "1e-3", "1_000", "inf", "nan", "true", "No", "null", "none", "full", "a-b", "???"),
+    *("'8'", "'a, b'", '"x"', "[]", "[1,2]", "[a,{b:c}]"),
+    *("${gpus}", "${cluster.gpus_per_node}", "${cluster}", "${batch_size_per_gpu}", "x${seed}y", "[${gpus}]"),
+    *("${oc.env:HOME}", "${oc.env:NOT_SET,3}", "${.name}", "${..seed}", "${nothing}", "\\${seed}"),
+    *("${${nothing}}", "${model.${strategy.name}}", "${oc.select:nothing,4}", "${model.dropout}"),
+)
+ADDED = ("+model.mine", "+model.mine.too", "+strategy.mine", "+hardware.peak_tflops.fp8", "+hardware.sources.mine")
+DICTIONARIES = {
+    "measurement": "{steps: 7, profile: true}",
+    "hardware.peak_tflops": "{fp32: 1, bf16: '${gpus}'}",
+}
+
+
+def by_hydra(settings: RunSettings) -> dict[str, Any]:
+    """The whole configuration as Hydra composes it."""
+    with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
+        config = compose.compose("config", overrides=[f"{key}={value}" for key, value in settings.items()])
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    return values
+
+
+def fields_of(values: dict[str, Any], prefix: str = "") -> list[str]:
+    """Keys of everything in a configuration that is no section."""
+    keys = []
+    for name, value in values.items():
+        keys += fields_of(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+    return keys
+
+
+def drawn(dice: random.Random) -> RunSettings:
+    """Some options, some additions to them, some fields of all there are."""
+    settings = {
+        group: dice.choice(list_config_groups()[group])
+        for group in dice.sample(sorted(list_config_groups()), dice.randint(0, 5))
+    }
+    fields = [*fields_of(compose_config(settings)), *DICTIONARIES]
+    settings |= {key: dice.choice(VALUES) for key in dice.sample(ADDED, dice.choice((0, 0, 1, 2)))}
+    return settings | {
+        key: DICTIONARIES.get(key, dice.choice(VALUES)) for key in dice.sample(fields, dice.randint(0, 6))
+    }
+
+
+def outcome(compose_one: Callable[[RunSettings], dict[str, Any]], settings: RunSettings) -> str:
+    try:
+        return json.dumps(compose_one(settings))
+    except (UsageError, HydraException, OmegaConfBaseException):
+        return "refused"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_put_together_are_what_hydra_composes_whole(seed):
+    dice = random.Random(seed)
+    accepted = 0
+    for _ in range(20):
+        settings = drawn(dice)
+        expected = outcome(by_hydra, settings)
+        if any(key.endswith(".name") and value == "???" for key, value in settings.items()):
+            expected = "refused"  # it names the option in messages, where Hydra would have it be missing
+        assert outcome(compose_config, settings) == expected, settings
+        accepted += expected != "refused"
+    assert accepted > 3
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        {"cluster.gpus_per_node": "4"},
+        {"cluster.gpus_per_node": "4", "gpus_per_node": "2"},
+        {"cluster": "local", "gpus": "${gpus_per_node}", "sequence_length": "${gpus}"},
+        {"gpus": "${.gpus_per_node}"},
+        {"model": "gpt_tiny", "model.block_size": "${sequence_length}", "sequence_length": "${oc.env:HOME}"},
+        {"hardware": "a100_80gb", "hardware.peak_tflops": "{fp32: 1}"},
+        {"hardware": "a100_80gb", "hardware.peak_tflops": "{fp32: 1}", "hardware.peak_tflops.bf16": "${gpus}"},
+        {"hardware": "cpu", "+hardware.peak_tflops.fp32": "0.5", "hardware.peak_tflops.fp32": "null"},
+        {"+model.mine": "{a: [1, ${seed}]}", "model.mine.a": "[2]", "seed": "3"},
+        {"+model.mine.deeper": "abc", "strategy": "ddp", "model": "gpt_tiny"},
+        {"measurement": "{steps: 7}", "measurement.profile": "true", "compile": "yes"},
+        {"sweep": "model_scale", "sweep.repeats": "${seed}"},
+    ],
+    ids=lambda typed: " ".join(f"{key}={value}" for key, value in typed.items()),
+)
+def test_settings_that_depend_on_each_other_are_what_hydra_composes(typed):
+    assert json.dumps(compose_config(typed)) == json.dumps(by_hydra(typed))
+
+
+def test_options_choose_nothing_elsewhere():
+    for file in CONF_FOLDER.glob("*/*.yaml"):
+        text = file.read_text()
+        assert not re.search(r"^defaults:|^# *@package", text, re.MULTILINE), f"{file}: parts are composed one by one"
+
+
+def test_nobody_can_change_what_others_are_given():
+    settings = {"hardware": "a100_80gb", "hardware.memory_gb": "40", "+model.mine": "[{a: ${gpus}}]"}
+    before = json.dumps(compose_config(settings))
+
+    def spoil(value: Any) -> None:
+        for below in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            spoil(below)
+        if isinstance(value, dict | list):
+            value.clear()
+
+    given = [compose_config(settings), compose_config({}), compose_config({"hardware": "a100_80gb"})]
+    for values in given:
+        spoil(values)
+    assert json.dumps(compose_config(settings)) == before
+    assert compose_config({})["model"]["name"] == "t5_tiny"
+
+
+def test_the_environment_is_read_every_time(monkeypatch):
+    settings = {"store": "${oc.env:WHERE}/runs"}
+    for where in ("here", "there"):
+        monkeypatch.setenv("WHERE", where)
+        assert compose_config(settings)["store"] == f"{where}/runs"
+
+
+def test_of_several_mistakes_the_first_is_told():
+    first, second = {"strategy.nothing": "1"}, {"model.nothing": "1"}
+    for settings in ({**first, **second}, {**second, **first}):
+        with pytest.raises(UsageError, match=rf"^{next(iter(settings))} is not a field"):
+            compose_config(settings)
+
+
+def planned(**axes: str) -> SweepPlan:
+    arguments = [f"{key}={values}" for key, values in axes.items()]
+    request = parse_sweep_request([*arguments, "hardware=a100_80gb"], multirun=True, device=CLUSTER)
+    return build_sweep_plan(request.points, Path("/no/such/store"), force=False, check_run=lambda config: None)
+
+
+@pytest.mark.alone
+def test_four_thousand_runs_are_planned_in_seconds(monkeypatch):
+    composing: list[str] = []
+    hydra = compose.compose
+    monkeypatch.setattr(compose, "compose", lambda *args, **options: composing.append("") or hydra(*args, **options))
+    started = time.process_time()
+    plan = planned(**GRID)
+    assert time.process_time() - started < 8  # 2 s on two cores of 2024, of which Hydra takes 1.2
+    assert len(plan.to_run) + len(plan.impossible) == 4000
+    assert len({config.run_id for config in plan.to_run}) == len(plan.to_run) == 3250
+    assert len(composing) <= sum(len(values.split(",")) for values in GRID.values()), (
+        "options, not combinations of them"
+    )
+
+
+@pytest.mark.alone
+def test_four_thousand_shapes_of_a_model_are_planned_in_seconds():
+    started = time.process_time()
+    plan = planned(**{
+        "model": "gpt_tiny",
+        "model.hidden_size": "range(64,1344,64)",
+        "model.num_layers": "range(1,21)",
+        "model.intermediate_size": "range(256,2816,256)",
+    })  # fmt: skip
+    assert time.process_time() - started < 8
+    assert len({config.run_id for config in plan.to_run}) == 4000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import multiprocessing
 import os
@@ -16,9 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
-from bench import records
+from bench import records, sweep
 from bench.core import processes
+from bench.core.command_line import PlainConsole
+from bench.core.errors import UsageError
 from bench.launch import ranks, run_on_host
 from bench.launch.attempt import build_outcome_columns
 from bench.launch.ranks import RankExit, StopSignal
@@ -264,3 +268,30 @@ def test_a_killed_ranks_message_keeps_what_failed_first():
         "status": "error",
         "error": "rank 0 was killed by SIGABRT; rank 1, forward: RuntimeError: NCCL error",
     }
+
+
+# --- Text that users typed and rows brought along is shown as it is.
+
+
+def shown(thing: object) -> str:
+    file = io.StringIO()
+    PlainConsole(file=file, width=100).print(thing)
+    return file.getvalue()
+
+
+def test_markup_emoji_codes_and_control_characters_are_plain_text():
+    assert shown("[/a] [red]x[/red] :smile:") == "[/a] [red]x[/red] :smile:\n"
+    assert shown("a\x1b[31mb\udcffc\nd") == "a\\x1b[31mb\\udcffc\nd\n"
+    table = Table()
+    table.add_row("[/b]\x1b]0;title\a")
+    assert "[/b]\\x1b]0;title\\x07" in shown(table)
+
+
+def test_a_refusal_is_one_line_whatever_was_typed():
+    assert str(UsageError("model=\x1b[2J\nx is not valid.")) == r"model=\x1b[2J\nx is not valid."
+
+
+def test_a_name_that_looks_like_markup_is_planned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert sweep.main(["model=t5_tiny", "model.name='[/a]'", "hardware=a100_80gb", "mode=predict", "dry_run=true"]) == 0
+    assert "[/a]" in capsys.readouterr().out

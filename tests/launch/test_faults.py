@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.records import Record
+from tests import kills
 from tests.fake_model import (
     FAKE_MODEL_OVERRIDES,
     OOM_REQUEST_BYTES,
@@ -316,3 +317,14 @@ def test_the_same_command_completes_what_was_interrupted(interrupted):
     after = read_row_files(interrupted.store)
     assert {path: after[path] for path in finished} == finished
     assert not list(ROOT.glob("core*"))
+
+
+# --- A few of the kills of ``make kills``, the same ones each time.
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_lose_nothing(capsys):
+    assert kills.main(["--on", "local", "--kills", "2", "--runs", "2", "--seed", "12"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("This machine: 2 kills")
+    assert "0 rows lost, 0 measured twice, 0 processes left" in output

@@ -312,7 +312,7 @@ TESTS_OF_SOMETHING_ELSE = (
     *(
         "tests/hardware/test_hardware.py",
         "tests/config/test_sweeps.py",
-        "tests/reporting/test_strategies_figure.py",
+        "tests/reporting/test_trade.py",
         "tests/launch/test_slurm_units.py",
     ),
     *("tests/advice/test_advise.py::test_names", "tests/advice/test_advise.py::test_the_tree_is_complete"),
