@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import subprocess
@@ -21,7 +22,6 @@ from bench.launch.local import LocalLauncher
 from bench.launch.ranks import StopSignal
 from bench.launch.task import LaunchTask
 from bench.planning.request import parse_sweep_request
-from tests.extras import skip_tests_missing_extras
 from tests.fakecuda.library import fake_cuda  # noqa: F401
 from tests.slurm_cluster import idle_slurm, slurm  # noqa: F401
 
@@ -108,3 +108,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         files = Counter(report.nodeid.partition("::")[0] for report in skipped if report.longrepr[2] == reason)
         skip_counts = ", ".join(f"{count} of {file}" for file, count in sorted(files.items()))
         terminal.write_line(f"NOT RUN: {skip_counts}: {reason.removeprefix('Skipped: ')}", yellow=True)
+
+
+# --- Tests that need an optional extra of the package.
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip a test where one of its packages is missing; with ``REQUIRE_EXTRAS=1`` it runs all the same, and fails."""
+    return pytest.mark.needs(*packages)
+
+
+def skip_tests_missing_extras(items: list[pytest.Item]) -> None:
+    """Have collected tests skipped that need a package which is not installed."""
+    if os.environ.get("REQUIRE_EXTRAS") == "1":
+        return
+    for item in items:
+        packages = [package for mark in item.iter_markers("needs") for package in mark.args]
+        missing = [package for package in dict.fromkeys(packages) if importlib.util.find_spec(package) is None]
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import threading
@@ -14,7 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 API_KEY = "0123456789abcdef0123456789abcdef01234567"
 ENTITY = "team"
@@ -413,3 +417,20 @@ def upsert_view(state: FakeWandb, variables: Variables) -> dict[str, Any]:
         "project": {"id": "project", "name": variables["projectName"], "entityName": variables["entityName"]},
     }
     return {"upsertView": {"view": state.views[view_id], "inserted": inserted}}
+
+
+# --- A machine on which nobody is logged in to wandb, or somebody is to the fake server.
+
+
+def remove_wandb_login(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """A home without a login, and none of wandb's variables."""
+    for name in list(os.environ):
+        if name.startswith("WANDB_") or name == "NETRC":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+
+
+def add_wandb_login(monkeypatch: pytest.MonkeyPatch, server: FakeWandb | str) -> None:
+    """A login at a server, given by its address if it is not there."""
+    monkeypatch.setenv("WANDB_BASE_URL", server if isinstance(server, str) else server.url)
+    monkeypatch.setenv("WANDB_API_KEY", API_KEY)

@@ -18,7 +18,7 @@ from bench.core.errors import ImpossibleError
 from bench.core.presentation import FactorLine, Presentation, TrainingOption, TrainingTerm
 from bench.models.base import group_blocks
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
-from bench.strategies.sharding import ShardedPlan, ShardingStrategy
+from bench.strategies.sharding import ShardedPlan, ShardingStrategy, UploadingOptimizer
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
@@ -35,7 +35,6 @@ from bench.strategies.step_plan import (
     allocate_copy_in_briefly,
     name_unit_gradients,
 )
-from bench.strategies.uploading_optimizer import UploadingOptimizer
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from bench.finetune.qlora import QLoRA
 from bench.planning.request import parse_sweep_request
 from bench.prediction.prediction import PredictedRange
 from bench.strategies import list_strategies
-from tests.conftest import CPU
-from tests.extras import needs
+from tests.conftest import CPU, needs
 
 MODEL_OVERRIDES = (
     "model=gpt_tiny",

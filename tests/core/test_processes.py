@@ -32,8 +32,7 @@ from bench.launch.worker import Worker
 from bench.prediction.predictor import predict_run
 from bench.prediction.trace import trace_cache
 from bench.rank.run_rank import RankOutcome
-from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
-from tests.extras import needs
+from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config, needs
 from tests.fake_model import build_marked_environment, find_marked_processes, wait_until
 from tests.fakecuda.library import build_environment
 

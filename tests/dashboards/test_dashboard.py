@@ -16,11 +16,10 @@ from bench.dashboards.dashboard import build_comparison_run, send_alert
 from bench.tracking.tracked_run import OOM_TABLE, build_tracked_run
 from bench.tracking.wandb import WandbTracker
 from tests.conftest import ROOT, run_command
-from tests.fake_wandb import fake_wandb
+from tests.fake_wandb import add_wandb_login, fake_wandb, remove_wandb_login
 from tests.records_fixture import make_record, write_store
 from tests.repeated_runs import draw_step_times, make_runs
 from tests.wandb_files import read_offline_runs
-from tests.wandb_login import add_wandb_login, remove_wandb_login
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,7 @@ from bench.predict import main
 from bench.prediction.predictor import predict_run
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.reporting.page.run_details import list_overrides
-from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
-from tests.extras import needs
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config, needs
 
 Execute = Callable[..., list[dict[str, Any]]]
 

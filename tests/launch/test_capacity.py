@@ -16,8 +16,7 @@ from bench.launch.ranks import RankExit, RankProcess
 from bench.prediction.predictor import predict_run
 from bench.records.schema import OOM_PHASES
 from bench.sweep import main as sweep_main
-from tests.conftest import compose_run_config
-from tests.extras import needs
+from tests.conftest import compose_run_config, needs
 
 GIB = 2**30
 

@@ -27,10 +27,9 @@ from tests.cluster_sweeps import (
 )
 from tests.conftest import ROOT
 from tests.fake_model import read_attempts_by_run
-from tests.fake_wandb import fake_wandb
+from tests.fake_wandb import add_wandb_login, fake_wandb, remove_wandb_login
 from tests.slurm_cluster import SlurmTestCluster, list_descendants, remove_slurm_variables, running_cluster
 from tests.wandb_files import read_offline_runs
-from tests.wandb_login import add_wandb_login, remove_wandb_login
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -21,8 +21,7 @@ from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
 from bench.prediction.trace.kernels import MEMORY_BOUND
 from bench.prediction.trace.trace import TraceKey, trace_step
 from bench.sweeps.predict_sweep import refuse_unpredictable
-from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
-from tests.extras import needs
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config, needs
 
 Execute = Callable[..., list[dict[str, Any]]]
 

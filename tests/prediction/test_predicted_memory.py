@@ -23,8 +23,7 @@ from bench.prediction.predictor import predict_run, predict_runs
 from bench.prediction.simulation.step import compute_workspace_bytes
 from bench.rank.memory_probe import CpuMemoryProbe
 from bench.records.reading import read_latest_attempts
-from tests.conftest import ROOT, compose_run_config
-from tests.extras import needs
+from tests.conftest import ROOT, compose_run_config, needs
 from tests.oracles.full_trace import trace_training_peaks
 from tests.random_runs import STRATEGIES, compute_memory_errors, draw_overrides, measure_runs
 

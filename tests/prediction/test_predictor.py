@@ -33,8 +33,7 @@ from bench.prediction.prediction import (
 from bench.prediction.predictor import predict_run, predict_runs
 from bench.prediction.trace import trace_cache
 from tests import golden_predictions
-from tests.conftest import FULL_SCALE, ROOT, measure_cpu_time_s
-from tests.extras import needs
+from tests.conftest import FULL_SCALE, ROOT, measure_cpu_time_s, needs
 from tests.golden_predictions import find_fault, list_moved, predict_cases, read_golden
 
 PAPER_GPT = {

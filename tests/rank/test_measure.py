@@ -29,8 +29,7 @@ from bench.rank.row import compute_median_interval, compute_percentile, compute_
 from bench.rank.run_rank import RankCoordinates, run_rank
 from bench.rank.timed_loop import CpuStepClock
 from bench.training.engine import Engine, EnterPhase, build_engine, build_micro_batches
-from tests.conftest import ROOT, SMALL_GPT, compose_run_config
-from tests.extras import needs
+from tests.conftest import ROOT, SMALL_GPT, compose_run_config, needs
 
 MIB = 2**20
 

@@ -24,8 +24,7 @@ from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.run import main
 from bench.strategies.deepspeed.stages_0_to_2 import find_ranks_of_parameters
 from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit, StepPlan
-from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
-from tests.extras import needs
+from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config, needs
 from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 
 Execute = Callable[..., list[dict[str, Any]]]

@@ -21,8 +21,7 @@ from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.strategies.accelerate import ENVIRONMENT_PREFIXES, _build_rank_environment, require_supported_driver
 from bench.strategies.framework import BACKEND_KNOB_DEFAULTS as OFFERED
 from bench.strategies.framework import FIXED_BACKEND_KNOBS, PLAIN_STRATEGIES, isolate_environment
-from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
-from tests.extras import needs
+from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config, needs
 
 Execute = Callable[..., list[dict[str, Any]]]
 

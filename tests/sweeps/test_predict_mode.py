@@ -24,8 +24,7 @@ from bench.records import Record
 from bench.records.reading import read_latest_attempts
 from bench.records.schema import validate_record
 from bench.sweeps import predict_sweep, run_sweep
-from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, compose_run_config
-from tests.extras import needs
+from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, compose_run_config, needs
 
 MEASURED = ROOT / "results" / "measured" / "cpu_2core"
 A100 = "hardware=a100_80gb"

@@ -16,10 +16,9 @@ from bench.records.packing import pack_store
 from bench.tracking.tracked_run import build_attempt_id, list_all_attempts
 from tests.conftest import ROOT
 from tests.fake_model import wait_until
-from tests.fake_wandb import fake_wandb
+from tests.fake_wandb import add_wandb_login, fake_wandb, remove_wandb_login
 from tests.records_fixture import make_record, write_store
 from tests.wandb_files import read_offline_runs
-from tests.wandb_login import add_wandb_login, remove_wandb_login
 
 
 @pytest.fixture(autouse=True)

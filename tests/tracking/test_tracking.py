@@ -27,11 +27,10 @@ from bench.tracking.tracked_run import (
     list_all_attempts,
 )
 from tests.fake_model import FAKE_MODEL_OVERRIDES, OOM_REQUEST_BYTES, SweepProcess, read_attempts_by_run, run_sweep
-from tests.fake_wandb import fake_wandb
+from tests.fake_wandb import add_wandb_login, fake_wandb, remove_wandb_login
 from tests.records_fixture import make_record, write_store
 from tests.slow_tracker import SlowTracker
 from tests.wandb_files import OfflineRun, read_offline_runs, read_run
-from tests.wandb_login import add_wandb_login, remove_wandb_login
 
 CPU = DetectedDevice("cpu", "a processor", 0)
 FAULTS = ("none", "oom:forward:1", "raise:forward:1")

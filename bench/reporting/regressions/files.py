@@ -12,23 +12,128 @@ from xml.etree import ElementTree
 
 from bench.comparison.history import HistoryPoint, HistorySeries
 from bench.comparison.result import (
+    ALLOCATED,
     CANNOT_TELL,
     FORMAT_VERSION,
     IMPROVEMENT,
     NO_CHANGE,
     REGRESSION,
+    RESERVED,
     STEP_TIME,
+    TFLOPS,
     VERDICTS,
     ComparedConfiguration,
     OverallComparison,
+    QuantityChange,
     RunComparison,
     format_percent,
 )
 from bench.core.errors import UsageError
 from bench.records.packed_rows import ROWS_FILE
 from bench.records.store import ATTEMPT_FILE_PATTERN, RUN_ID_PATTERN
-from bench.reporting.drawing.labels import format_plural
-from bench.reporting.regressions import cells
+from bench.reporting.drawing import labels
+from bench.reporting.drawing.labels import MISSING, format_plural
+
+MEMORY_COLUMNS = (ALLOCATED.column, RESERVED.column)
+COLUMN_HEADINGS = {
+    STEP_TIME.column: "step time",
+    TFLOPS.column: "TFLOPS/GPU",
+    ALLOCATED.column: "allocated",
+    RESERVED.column: "reserved",
+}
+"""Headings of the quantities."""
+
+
+def format_change(change: QuantityChange | None) -> str:
+    """``+3.1 %``, or a dash where either side has no value."""
+    return MISSING if change is None or change.change is None else format_percent(change.change)
+
+
+def format_interval(change: QuantityChange | None) -> str:
+    """``+2.8 to +3.4 %``."""
+    if change is None or change.low is None or change.high is None:
+        return MISSING
+    return f"{format_percent(change.low).removesuffix(' %')} to {format_percent(change.high)}"
+
+
+def format_value(quantity: str, number: float | str | None) -> str:
+    """A quantity with its unit."""
+    if number is None or isinstance(number, str):
+        return number or MISSING
+    if quantity == STEP_TIME.column:
+        return labels.format_seconds(number)
+    if quantity in MEMORY_COLUMNS:
+        return labels.format_memory(number)
+    return f"{labels.format_number(number)} TFLOP/s" if number >= 1 else f"{labels.format_number(number * 1e3)} GFLOP/s"
+
+
+def format_run_counts(row: ComparedConfiguration) -> str:
+    """Runs of base and candidate: ``5/5``."""
+    status_change = row["status"]
+    return f"{status_change.base_runs}/{status_change.candidate_runs}"
+
+
+def format_status(row: ComparedConfiguration) -> str:
+    """``ok``, or ``ok → oom``."""
+    status_change = row["status"]
+    return (
+        str(status_change.base)
+        if status_change.base == status_change.candidate
+        else f"{status_change.base} → {status_change.candidate}"
+    )
+
+
+def list_shown_quantities(comparison: RunComparison) -> list[str]:
+    """Quantities with a column: reserved memory only where it is not the same as allocated, as it is on a CPU."""
+    shown_quantities = []
+    for quantity in COLUMN_HEADINGS:
+        rows_and_changes = [(row, row.get(quantity)) for row in comparison.rows if row.get(quantity)]
+        if quantity == RESERVED.column and all(_has_equal_memory(row) for row, _ in rows_and_changes):
+            continue
+        if rows_and_changes:
+            shown_quantities.append(quantity)
+    return shown_quantities
+
+
+def _has_equal_memory(row: ComparedConfiguration) -> bool:
+    allocated, reserved = (row.get(quantity) for quantity in MEMORY_COLUMNS)
+    sides = [None if change is None else (change.base, change.candidate) for change in (allocated, reserved)]
+    return sides[0] == sides[1]
+
+
+def format_reasons(row: ComparedConfiguration) -> str:
+    """The reasons of a verdict and what did not count, in one line."""
+    return "; ".join((*row.reasons, *row.notes))
+
+
+def format_settings(comparison: RunComparison) -> str:
+    """What counts as a change, in words."""
+    settings = comparison.settings
+    return (
+        f"A change of the step time counts from {format_percent(settings.threshold, signed=False)} on, if it is "
+        "significant: "
+        "equal code raises any false alarm in no more than about "
+        f"{format_percent(settings.false_alarms, signed=False)} of "
+        f"comparisons. "
+        f"Allocated memory counts from {format_percent(settings.memory_threshold, signed=False)} on, reserved from "
+        f"{format_percent(settings.reserved_threshold, signed=False)}. Runs are the unit, not steps."
+    )
+
+
+def list_unmatched(comparison: RunComparison) -> list[str]:
+    """What only one side has: a heading and a line per configuration."""
+    lines = []
+    for side, configurations in (("base", comparison.only_base), ("candidate", comparison.only_candidate)):
+        if configurations:
+            lines.append(f"Only in {side}: {format_plural(len(configurations), 'configuration')}")
+            lines += [
+                f"  {configuration.name} ({configuration.evidence}, {format_plural(configuration.runs, 'run')})"
+                for configuration in configurations
+            ]
+    return lines
+
+
+# --- Writing what comes of a comparison, over nothing that was measured.
 
 
 def format_comparison_json(comparison: RunComparison, base: str, candidate: str) -> str:
@@ -111,7 +216,7 @@ def _add_suite(
             _add_case(suite, "all configurations together", evidence, overall, "")
     for row in comparison.rows:
         if row.evidence == evidence:
-            _add_case(suite, row.name, evidence, row, cells.format_reasons(row))
+            _add_case(suite, row.name, evidence, row, format_reasons(row))
     if not comparison.comparable:
         case = ElementTree.SubElement(suite, "testcase", classname=evidence, name="comparable", time="0")
         ElementTree.SubElement(
@@ -122,7 +227,7 @@ def _add_suite(
     suite.set("tests", str(len(suite.findall("testcase"))))
     suite.set("time", "0")
     output = ElementTree.SubElement(suite, "system-out")
-    output.text = _replace_forbidden("\n".join([comparison.sentence, *cells.list_unmatched(comparison)]))
+    output.text = _replace_forbidden("\n".join([comparison.sentence, *list_unmatched(comparison)]))
 
 
 def _add_case(
@@ -136,8 +241,8 @@ def _add_case(
         time="0",
     )
     change_texts = [
-        f"{cells.COLUMN_HEADINGS[quantity]} {cells.format_change(row.get(quantity))}"
-        for quantity in cells.COLUMN_HEADINGS
+        f"{COLUMN_HEADINGS[quantity]} {format_change(row.get(quantity))}"
+        for quantity in COLUMN_HEADINGS
         if row.get(quantity)
     ]
     message = "; ".join(part for part in (row.verdict, reasons, ", ".join(change_texts)) if part)
@@ -154,12 +259,9 @@ def _format_change_lines(row: ComparedConfiguration | OverallComparison) -> list
     """A line per quantity."""
     lines = []
     for change in row.changes:
-        values_text = " → ".join(
-            cells.format_value(change.quantity, value) for value in (change.base, change.candidate)
-        )
+        values_text = " → ".join(format_value(change.quantity, value) for value in (change.base, change.candidate))
         lines.append(
-            f"{change.quantity}: {values_text}, {cells.format_change(change)} ({cells.format_interval(change)}): "
-            f"{change.verdict}"
+            f"{change.quantity}: {values_text}, {format_change(change)} ({format_interval(change)}): {change.verdict}"
         )
     return lines
 
@@ -188,25 +290,23 @@ def format_markdown(comparison: RunComparison, base: str, candidate: str) -> str
         lines += ["What changed:", "", *_format_bullets(comparison.software), ""]
     if comparison.rows:
         lines += [*_format_table(comparison), ""]
-        reason_lines = [
-            f"{row.name}: {cells.format_reasons(row)}" for row in comparison.rows if cells.format_reasons(row)
-        ]
+        reason_lines = [f"{row.name}: {format_reasons(row)}" for row in comparison.rows if format_reasons(row)]
         lines += _format_details("Reasons and what was left out", reason_lines)
-    unmatched_lines = [line.strip() for line in cells.list_unmatched(comparison)]
+    unmatched_lines = [line.strip() for line in list_unmatched(comparison)]
     num_unmatched = len(comparison.only_base) + len(comparison.only_candidate)
     lines += _format_details(f"{format_plural(num_unmatched, 'configuration')} on one side only", unmatched_lines)
     lines += [
         *(f"Note: {_escape_markdown(note)}.\n" for note in comparison.notes),
-        f"<sub>{cells.format_settings(comparison)}</sub>",
+        f"<sub>{format_settings(comparison)}</sub>",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _format_table(comparison: RunComparison) -> list[str]:
-    shown_quantities = cells.list_shown_quantities(comparison)
+    shown_quantities = list_shown_quantities(comparison)
     headings = ["", "configuration", "evidence", "runs", "status"]
     for quantity in shown_quantities:
-        headings += [cells.COLUMN_HEADINGS[quantity]]
+        headings += [COLUMN_HEADINGS[quantity]]
         headings += (
             [f"{format_percent(comparison.settings.confidence, signed=False)} interval"]
             if quantity == STEP_TIME.column
@@ -232,8 +332,8 @@ def _format_table(comparison: RunComparison) -> list[str]:
             VERDICT_EMOJI[row.verdict],
             row.name,
             row.evidence,
-            cells.format_run_counts(row),
-            cells.format_status(row),
+            format_run_counts(row),
+            format_status(row),
         ]
         lines.append(_format_table_line([*first_cells, *_format_changes(row, shown_quantities), row.verdict]))
     if len(rows) > MAX_ROWS:
@@ -245,9 +345,7 @@ def _format_changes(row: ComparedConfiguration | OverallComparison, quantities: 
     cell_texts = []
     for quantity in quantities:
         change = row.get(quantity)
-        cell_texts += [cells.format_change(change)] + (
-            [cells.format_interval(change)] if quantity == STEP_TIME.column else []
-        )
+        cell_texts += [format_change(change)] + ([format_interval(change)] if quantity == STEP_TIME.column else [])
     return cell_texts
 
 

@@ -25,7 +25,7 @@ from bench.comparison.result import (
     format_percent,
 )
 from bench.reporting.drawing.labels import MISSING, format_plural
-from bench.reporting.regressions import cells
+from bench.reporting.regressions import files
 
 VERDICT_STYLES = {REGRESSION: "bold red", IMPROVEMENT: "green", NO_CHANGE: "", CANNOT_TELL: "yellow"}
 MAX_UNMATCHED_LINES = 12
@@ -45,20 +45,20 @@ def build_comparison_tables(comparison: RunComparison, *, show_all: bool = False
     if comparison.rows:
         parts += [Text(), _build_table(comparison), Text()]
         parts += _list_reasons(comparison)
-    unmatched_lines = cells.list_unmatched(comparison)
+    unmatched_lines = files.list_unmatched(comparison)
     parts += [Text(line) for line in (unmatched_lines if show_all else unmatched_lines[:MAX_UNMATCHED_LINES])]
     if len(unmatched_lines) > MAX_UNMATCHED_LINES and not show_all:
         parts.append(Text(f"  and {len(unmatched_lines) - MAX_UNMATCHED_LINES} more: --all shows them", style="dim"))
     parts += [Text(f"Note: {note}.") for note in comparison.notes]
     if comparison.rows:
-        parts.append(Text(cells.format_settings(comparison), style="dim"))
+        parts.append(Text(files.format_settings(comparison), style="dim"))
     parts.append(Text(comparison.sentence, style=f"bold {VERDICT_STYLES[comparison.verdict]}".strip()))
     return Group(*parts)
 
 
 def _build_table(comparison: RunComparison) -> Table:
     table = Table(box=None, pad_edge=False)
-    shown_quantities = cells.list_shown_quantities(comparison)
+    shown_quantities = files.list_shown_quantities(comparison)
     evidence_kinds = {row.evidence for row in comparison.rows}
     table.add_column("configuration", overflow="fold")
     if len(evidence_kinds) > 1:
@@ -66,7 +66,7 @@ def _build_table(comparison: RunComparison) -> Table:
     table.add_column("runs", justify="right")
     table.add_column("status")
     for quantity in shown_quantities:
-        table.add_column(cells.COLUMN_HEADINGS[quantity], justify="right", no_wrap=True)
+        table.add_column(files.COLUMN_HEADINGS[quantity], justify="right", no_wrap=True)
         if quantity == STEP_TIME.column:
             table.add_column(
                 f"{format_percent(comparison.settings.confidence, signed=False)} interval",
@@ -79,8 +79,8 @@ def _build_table(comparison: RunComparison) -> Table:
         first_cells = [
             row.name,
             *([row.evidence] if len(evidence_kinds) > 1 else []),
-            cells.format_run_counts(row),
-            cells.format_status(row),
+            files.format_run_counts(row),
+            files.format_status(row),
         ]
         table.add_row(
             *first_cells, *_format_changes(row, shown_quantities), row.verdict, style=VERDICT_STYLES[row.verdict]
@@ -106,9 +106,9 @@ def _format_changes(row: ComparedConfiguration | OverallComparison, quantities: 
     cell_texts = []
     for quantity in quantities:
         change = row.get(quantity)
-        cell_texts.append(cells.format_change(change))
+        cell_texts.append(files.format_change(change))
         if quantity == STEP_TIME.column:
-            cell_texts.append(cells.format_interval(change))
+            cell_texts.append(files.format_interval(change))
     return cell_texts
 
 
@@ -116,8 +116,8 @@ def _list_reasons(comparison: RunComparison) -> list[RenderableType]:
     """Why a verdict is what it is; one that many configurations share is told once."""
     members_by_reason: dict[str, list[str]] = {}
     for row in comparison.rows:
-        if cells.format_reasons(row):
-            members_by_reason.setdefault(cells.format_reasons(row), []).append(row.name)
+        if files.format_reasons(row):
+            members_by_reason.setdefault(files.format_reasons(row), []).append(row.name)
     lines: list[RenderableType] = []
     for reason, members in members_by_reason.items():
         members_text = members[0] if len(members) == 1 else format_plural(len(members), "configuration")
@@ -174,7 +174,7 @@ def _format_change_cells(series: HistorySeries, change: ChangePoint) -> list[str
     is_status = change.change is None
     quantity = series.quantity.column
     levels = [
-        str(level) if is_status else cells.format_value(quantity, level) for level in (change.before, change.after)
+        str(level) if is_status else files.format_value(quantity, level) for level in (change.before, change.after)
     ]
     change_text = MISSING if change.change is None else format_percent(change.change)
     title = "status" if is_status else series.quantity.title

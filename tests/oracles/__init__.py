@@ -1,1 +1,0 @@
-"""Slow, independent implementations that tests compare the product with."""
