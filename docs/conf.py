@@ -22,7 +22,6 @@ extensions = [
     "page_commands",
     "report_figures",
     "generated_pages",
-    "sequence_diagrams",
 ]
 exclude_patterns = ["_ext", "_static"]
 default_role = "code"  # docstrings write `name`

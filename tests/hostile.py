@@ -24,8 +24,8 @@ from bench.launch.local import LocalProfile
 from bench.launch.slurm.profile import SlurmProfile
 from bench.models import load_family
 from bench.planning.request import DEVICE_HINT, REPEATS_HINT, ExecutionOptions
+from bench.rank.engine import OptimizerConfig
 from bench.strategies import load_strategy
-from bench.training.engine import OptimizerConfig
 
 HOSTILE_VALUES = (
     *(

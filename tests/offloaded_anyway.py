@@ -12,10 +12,10 @@ import sys
 import torch
 
 from bench.prediction.predictor import predict_run
+from bench.rank.engine import build_engine, build_micro_batches
 from bench.rank.memory_probe import CpuMemoryProbe
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.strategies.deepspeed.strategy import DeepSpeedStrategy
-from bench.training.engine import build_engine, build_micro_batches
 from tests.conftest import compose_run_config
 
 

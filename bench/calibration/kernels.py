@@ -15,7 +15,7 @@ from bench.core.precision import TORCH_DTYPE_NAMES, Precision, get_torch_dtype
 from bench.core.units import MIB
 from bench.prediction.cost.rank_speed import build_updates_key, count_optimizer_passes
 from bench.prediction.trace.kernels import ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS
-from bench.training.engine import IMPLEMENTATIONS, OptimizerConfig
+from bench.rank.engine import IMPLEMENTATIONS, OptimizerConfig
 
 
 def list_formats(device: torch.device) -> tuple[str, ...]:

@@ -25,8 +25,8 @@ from bench.models.gpt import GPTFamily
 from bench.models.t5 import T5Family
 from bench.prediction.trace.kernels import ATTENTION, MATMUL, OPERAND_FORMATS
 from bench.prediction.trace.op_recorder import describe_kernel, is_kernel
+from bench.rank.engine import Engine, OptimizerConfig, build_engine, build_micro_batches
 from bench.strategies.single import SingleProcessStrategy
-from bench.training.engine import Engine, OptimizerConfig, build_engine, build_micro_batches
 
 STEP_SAMPLE = "step"
 """Name of the samples of whole forward and backward passes, of so little work that starting it is all."""

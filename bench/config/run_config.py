@@ -18,8 +18,8 @@ from bench.finetune import Finetune, FullFinetune, load_finetune
 from bench.hardware import Hardware
 from bench.models import Family, float8, load_family
 from bench.models.base import CHECKPOINTING_MODES, SEQUENCE_LENGTH_RANGE
+from bench.rank.engine import OptimizerConfig
 from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
-from bench.training.engine import OptimizerConfig
 
 EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
 """Modes and the evidence their rows carry."""

@@ -110,7 +110,7 @@ def _build_dashboard(request: DashboardRequest, entity: str, *, asks_server: boo
 def print_dashboard(request: DashboardRequest) -> int:
     """Print the complete specification as JSON, without a server."""
     request.tracker.set_environment()
-    from bench.dashboards.server import build_specification
+    from bench.dashboards.panels import build_specification
 
     dashboard = _build_dashboard(request, request.tracker.entity_name or "", asks_server=False)
     print(json.dumps(build_specification(*dashboard), indent=1))
@@ -128,7 +128,7 @@ def save_dashboard(request: DashboardRequest) -> int:
     if problem is not None:
         print(f"{problem}: the dashboard is not changed. dry_run=true shows it without a server.", file=sys.stderr)
         return 1
-    from bench.dashboards.server import ensure_project, get_default_entity, save_report, save_workspace
+    from bench.dashboards.panels import ensure_project, get_default_entity, save_report, save_workspace
 
     try:
         entity = request.tracker.entity_name or get_default_entity()

@@ -21,11 +21,11 @@ from bench.core.units import GIB
 from bench.hardware import MemoryLimit
 from bench.models import Batch
 from bench.rank import environment, machine_load, out_of_memory
+from bench.rank.engine import Engine, build_engine, build_micro_batches
 from bench.rank.machine_load import limit_cpu_threads
 from bench.rank.node_health import refuse_unhealthy_node
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.rank.timed_loop import RankSamples, measure_rank
-from bench.training.engine import Engine, build_engine, build_micro_batches
 
 PROCESS_GROUP_TIMEOUT_S = 3600
 """Beyond any run's own time limit, which whoever started the ranks watches."""

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from bench.models import Batch
+from bench.rank.engine import Engine
 from bench.rank.machine_load import CpuLoad, CpuLoadProbe, GpuInfo, GpuStateProbe
 from bench.rank.memory_probe import MemoryPeaks, UnmeasuredWork, build_memory_probe, wait_for_gloo_threads
 from bench.rank.profiler import PROFILED_STEPS, profile_step
 from bench.strategies.stepper import TimeSpans
-from bench.training.engine import Engine
 
 BuildEngine = Callable[[], tuple[Engine, Sequence[Batch]]]
 """Builds the engine and the micro-batches."""

@@ -22,10 +22,11 @@ from sphinx.pycode import ModuleAnalyzer
 
 import bench
 from bench import finetune, models, strategies, tracking
-from bench.advice.tree.page import TRAINING_TERMS
+from bench.advice.tree.page import list_training_terms
 from bench.config.compose import CONF_FOLDER, compose_config, list_config_groups
 from bench.config.run_config import SECTION_NAMES, RunConfig, build_run_config
 from bench.core import plugins
+from bench.core.presentation import get_presentation
 from bench.core.typed_config import get_field_types, parse_type_hint
 from bench.finetune import Finetune
 from bench.models import Family
@@ -341,10 +342,11 @@ def write_nested_parts() -> str:
 
 def list_strategy_labels() -> dict[str, str]:
     """Names of strategy classes' files, and what reports call them, in the order of reports."""
-    from bench.reporting.drawing.labels import FAMILY_LABELS
-
-    names = plugins.list_plugin_names(strategies, Strategy)
-    return {name: FAMILY_LABELS.get(name, name) for name in sorted(names, key=[*FAMILY_LABELS, *names].index)}
+    presentations = {
+        name: get_presentation("bench.strategies", name) for name in plugins.list_plugin_names(strategies, Strategy)
+    }
+    ordered = sorted(presentations.items(), key=lambda item: (item[1].position, item[0]))
+    return {name: presentation.label or name for name, presentation in ordered}
 
 
 def write_strategies() -> str:
@@ -363,7 +365,7 @@ def write_strategies() -> str:
 
 def describe_missing_term(name: str) -> str:
     """Why something that the field has a name for is not offered."""
-    (term,) = (term for term in TRAINING_TERMS if term.name == name)
+    (term,) = (term for term in list_training_terms() if term.name == name)
     return (term.missing_reason or term.settings_text).removeprefix("not offered: ")
 
 

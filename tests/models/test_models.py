@@ -177,7 +177,7 @@ def test_grouped_blocks_compute_the_same(option: str) -> None:
 
 @pytest.mark.parametrize("option", ["t5_tiny", "gpt_tiny"])
 def test_ranks_share_the_batch_that_one_process_sees_whole(option: str) -> None:
-    from bench.training.engine import build_micro_batches
+    from bench.rank.engine import build_micro_batches
 
     config = compose_run_config(f"model={option}")
 

@@ -1,6 +1,6 @@
 """The slow, faithful prediction of memory: trace the real engine, step by step, with fake tensors.
 
-Nothing is composed and no strategy's plan is believed: `bench.training.engine` builds and trains the model as in a
+Nothing is composed and no strategy's plan is believed: `bench.rank.engine` builds and trains the model as in a
 real run, as rank 0 of a process group of the true size that exchanges nothing, and every storage is followed from
 allocation to release. It takes seconds to minutes, so it is not for planning. It is what the fast prediction is
 tested against where nobody can measure.
@@ -33,9 +33,9 @@ from bench.prediction.prediction import MEMORY_PARTS
 from bench.prediction.trace.cpu_memory import InPlaceSumDetector, compute_working_memory, track_rng_states
 from bench.prediction.trace.fake_process_group import join_fake_process_group
 from bench.prediction.trace.op_recorder import use_device_operators
+from bench.rank.engine import Engine, build_engine, build_micro_batches
 from bench.strategies import WrapContext
 from bench.strategies.sharding import ShardingStrategy
-from bench.training.engine import Engine, build_engine, build_micro_batches
 
 TRACED_STEPS = 2
 """Optimizer state first appears in step 1, so step 2 is the first like all others."""

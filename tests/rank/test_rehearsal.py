@@ -20,8 +20,8 @@ from bench.launch.local import LocalLauncher
 from bench.launch.ranks import StopSignal
 from bench.launch.slurm.launcher import compute_job_shape
 from bench.launch.task import LaunchTask
+from bench.rank.engine import Engine, build_engine
 from bench.rank.rehearsal_group import init_rehearsal_group
-from bench.training.engine import Engine, build_engine
 from tests.conftest import CPU, ROOT, SMALL_GPT, compose_run_config
 
 MEASURED = ROOT / "results" / "measured" / "cpu_memory"

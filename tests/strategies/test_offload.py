@@ -14,11 +14,11 @@ from torch import nn
 from bench.core.errors import UsageError
 from bench.prediction.prediction import DOES_NOT_FIT, Prediction
 from bench.prediction.predictor import build_predicted_row, predict_run
+from bench.rank.engine import OptimizerConfig, build_engine, build_micro_batches
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.records.schema import COLUMNS
 from bench.strategies.sharding import UploadingOptimizer
 from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
-from bench.training.engine import OptimizerConfig, build_engine, build_micro_batches
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 

@@ -26,9 +26,9 @@ from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core import plugins
 from bench.core.presentation import read_presentations
+from bench.rank.engine import build_engine, build_micro_batches
 from bench.records import Record
 from bench.reporting.drawing import labels, style
-from bench.training.engine import build_engine, build_micro_batches
 from tests.conftest import ROOT
 
 SOURCES = Path(__file__).parents[1] / "outsiders"

@@ -19,8 +19,8 @@ from bench.prediction.prediction import MemoryPrediction, PredictedRange, TimePr
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.simulation.step import OptimizerUpdate, is_degraded
 from bench.prediction.trace.kernels import FloatArray, KernelArrays, concatenate_kernels
+from bench.rank.engine import OptimizerConfig
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP, StepPlan
-from bench.training.engine import OptimizerConfig
 
 TIME_INTERVAL_SHARE = 0.10
 """Interval of a step's time, as a share of it."""

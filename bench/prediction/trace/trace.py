@@ -1,6 +1,6 @@
 """The tape of one training step: what the model itself computes and allocates, whatever strategy wraps it.
 
-A tape is made by running the real step (`bench.training.engine.Engine.step`) of the real model on fake tensors, on one
+A tape is made by running the real step (`bench.rank.engine.Engine.step`) of the real model on fake tensors, on one
 device and without an optimizer. It is cut where blocks begin, so that a strategy's actions can be put in between.
 Blocks repeat: the model is traced with few of them, and the inner ones stand for all the others.
 """
@@ -27,9 +27,9 @@ from bench.prediction.trace.cpu_memory import track_rng_states
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
 from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, StorageAccesses, use_device_operators
+from bench.rank.engine import Engine, disable_autocast
 from bench.strategies import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape, wrap_like_dtensor
-from bench.training.engine import Engine, disable_autocast
 
 TRACED_BLOCKS = 4
 """Blocks per list that are traced: the first, two inner ones, which must be alike, and the last."""

@@ -1,1 +1,0 @@
-"""One optimizer step: optimizer, engine and the phases of a step."""
