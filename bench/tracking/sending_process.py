@@ -113,10 +113,6 @@ def _send_run(run: TrackedRun, session: TrackerSession, folder: Path, write_mess
         write_message(sent=run.id, where=run_location)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # --- Notes of what was sent where, so that it is not sent again.
 
 SENT_FOLDER = "sent"
@@ -155,3 +151,7 @@ def _hash_files(run: TrackedRun) -> str:
     for name in sorted(run.files):
         digest.update(f"\0{name}\0".encode() + Path(run.files[name]).read_bytes())
     return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
