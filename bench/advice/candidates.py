@@ -100,7 +100,6 @@ def list_last_resort_candidates(section_settings: RunSettings, knobs: Mapping[st
 
 
 def _list_combinations(section_settings: RunSettings, knobs: Mapping[str, Sequence[str]]) -> Iterator[RunSettings]:
-    """Settings of every combination."""
     section_values = compose_config(section_settings)
     gpus, gpus_per_node = (
         validate_value(key, get_field_types(RunConfig)[key], section_values[key]) for key in ("gpus", "gpus_per_node")

@@ -72,7 +72,6 @@ CSV_COLUMNS = (
 
 
 def format_answer_json(answer: AdviceAnswer, tokens: float | None) -> str:
-    """Everything that was predicted."""
     values = {
         "format": FORMAT_VERSION,
         "tokens": tokens,

@@ -61,7 +61,6 @@ class RankedCandidate:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks together."""
         return None if self.tokens_per_second_per_gpu is None else self.tokens_per_second_per_gpu * self.config.gpus
 
     @property

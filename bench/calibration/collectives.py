@@ -56,7 +56,6 @@ class GroupLayout:
 
     @property
     def ranks(self) -> int:
-        """Of each group."""
         return len(self.groups[0])
 
 

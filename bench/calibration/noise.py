@@ -57,7 +57,6 @@ class ProcessorWait:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Count what happens within."""
         waited_before_s, start_s = _read_run_queue_s(), time.perf_counter()
         try:
             yield

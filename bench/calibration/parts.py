@@ -42,7 +42,6 @@ class SingleDeviceSpeeds:
     processor: ProcessorSpeed | None
 
     def build_speeds(self, links: LinkSpeeds, outside: MemoryOutsideAllocator) -> HardwareSpeeds:
-        """Together with the rest."""
         return HardwareSpeeds(
             matmul=self.matmul,
             attention=self.attention,
@@ -56,7 +55,6 @@ class SingleDeviceSpeeds:
         )
 
     def build_hardware(self, base: Hardware) -> Hardware:
-        """The device they describe."""
         return dataclasses.replace(
             base,
             memory_bandwidth_gb_s=self.memory_bandwidth_gb_s,

@@ -108,7 +108,6 @@ class CpuTimer(CallTimer):
     min_timed_s = 0.5e-3
 
     def time_calls(self, calls: Sequence[TimedCall]) -> float:
-        """As `CallTimer` says."""
         start_s = time.perf_counter()
         for call in calls:
             call()
@@ -124,7 +123,6 @@ class CudaTimer(CallTimer):
         self._device = device
 
     def time_calls(self, calls: Sequence[TimedCall]) -> float:
-        """As `CallTimer` says."""
         stream = torch.cuda.current_stream(self._device)
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start_event.record(stream)

@@ -84,8 +84,6 @@ class CalibrationSettings:
 
 @dataclass
 class CalibrationMeasurements:
-    """What was timed."""
-
     device: torch.device
     processes_text: str = "1 process"
     """Who communicated, in words."""
@@ -98,7 +96,6 @@ class CalibrationMeasurements:
 
     @property
     def samples(self) -> list[CalibrationSample]:
-        """All of it."""
         return [*self.reference_samples, *self.compute_samples, *self.collective_samples]
 
 
@@ -207,8 +204,6 @@ MAX_CPU_PROCESSES = 64
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """A command line, read."""
-
     baseline: BaselineHardware
     settings: CalibrationSettings
     output_path: Path

@@ -45,7 +45,6 @@ class CheckResult:
 
     @classmethod
     def from_outcome(cls, name: str, passed: bool, found: str, expected: str) -> CheckResult:
-        """A check that ran."""
         return cls(name, PASSED if passed else FAILED, found, expected)
 
     @property
@@ -54,7 +53,6 @@ class CheckResult:
         return self.status == FAILED
 
     def to_dict(self) -> dict[str, str]:
-        """As plain values."""
         return dataclasses.asdict(self)
 
 

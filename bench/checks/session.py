@@ -42,8 +42,6 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a check found."""
-
     results: list[CheckResult]
     rows_by_run: dict[str, Any]
     """The row of every run, by the run's name."""

@@ -200,7 +200,6 @@ def compare_times(
 def _build_change(
     times: StepTimes, judgement: TimeJudgement, criterion: RegressionCriterion, settings: ComparisonSettings
 ) -> QuantityChange:
-    """All numbers."""
     shift, is_tested = judgement.shift, judgement.shift.has_spread and not times.is_exact
     low, high = shift.compute_interval(settings.confidence) if is_tested else (None, None)
     detectable = None

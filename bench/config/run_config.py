@@ -60,8 +60,6 @@ def fill_measurement_defaults(measurement: Measurement, device: str) -> Measurem
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run, completely."""
-
     mode: Annotated[str, OneOf(*EVIDENCE_BY_MODE)]
     model: Family
     strategy: Strategy
@@ -186,7 +184,6 @@ class RunConfig:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether nothing runs."""
         return self.mode == "predict"
 
     @property
@@ -211,7 +208,6 @@ class RunConfig:
 
     @property
     def active_devices(self) -> int:
-        """Devices that really work."""
         return self.active_processes * self.devices_per_process
 
     @property

@@ -147,7 +147,6 @@ class TrainingTerm:
 
     @property
     def settings_text(self) -> str:
-        """What is typed."""
         return ", or ".join(self.typed_settings)
 
 

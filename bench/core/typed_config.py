@@ -191,7 +191,6 @@ TYPE_DESCRIPTIONS = {bool: "true or false", int: "a whole number", float: "a num
 
 @functools.cache
 def parse_type_hint(hint: Any) -> FieldType:
-    """A type hint, read."""
     declarations = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
     bare_hint = typing.get_args(hint)[0] if declarations else hint
     parts = (

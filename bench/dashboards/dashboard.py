@@ -42,8 +42,6 @@ MAX_NAME_CHARS = 128
 
 @dataclass(frozen=True)
 class DashboardRequest:
-    """What was asked for."""
-
     name: str
     baseline: str
     evidence: str

@@ -62,40 +62,31 @@ class AdaptedFamily(Family):
             quantise_drawn_weight(module)
 
     def find_stored_bytes(self, model: nn.Module) -> dict[int, int]:
-        """Of quantised weights."""
         return find_quantised_bytes(model) if self.adapter_spec.bits is not None else {}
 
     def limit_blocks(self, max_blocks: int) -> AdaptedFamily | None:
-        """With fewer blocks."""
         base = self.base.limit_blocks(max_blocks)
         return None if base is None else dataclasses.replace(self, base=base)
 
     def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
-        """The base's."""
         return self.base.build_batch(num_sequences, sequence_length, generator)
 
     def compute_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The base's."""
         return self.base.compute_loss(logits, labels)
 
     def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
-        """The base's."""
         return self.base.find_block_lists(model)
 
     def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        """The base's."""
         return self.base.run_blocks(blocks, *args, **kwargs)
 
     def count_tokens_per_sequence(self, sequence_length: int) -> int:
-        """The base's."""
         return self.base.count_tokens_per_sequence(sequence_length)
 
     def check_sequence_length(self, sequence_length: int) -> None:
-        """The base's."""
         self.base.check_sequence_length(sequence_length)
 
     def find_fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The base's."""
         return self.base.find_fp32_modules(model)
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
@@ -135,7 +126,6 @@ class AdapterFlopCount(FlopCount):
         return self.compute_hardware_flops("none")
 
     def compute_hardware_flops(self, activation_checkpointing: str) -> int:
-        """What the device executes."""
         return count_training_flops(self.family, self.sequence_length, activation_checkpointing)
 
 

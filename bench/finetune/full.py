@@ -11,8 +11,5 @@ from bench.models import Family
 
 @dataclass(frozen=True)
 class FullFinetune(Finetune):
-    """Every parameter is trained."""
-
     def adapt_family(self, family: Family, precision: Precision) -> Family:
-        """As it is."""
         return family

@@ -39,7 +39,6 @@ class LoRA(Finetune):
     required_packages: ClassVar[tuple[str, ...]] = ("peft",)
 
     def adapt_family(self, family: Family, precision: Precision) -> Family:
-        """With adapters."""
         from bench.finetune.family import AdaptedFamily
 
         return AdaptedFamily(family.name, family.family, family.attention, family, self.adapter_spec, precision)

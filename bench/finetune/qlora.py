@@ -44,7 +44,6 @@ class QLoRA(LoRA):
 
     @property
     def adapter_spec(self) -> AdapterSpec:
-        """With quantised weights."""
         return AdapterSpec(self.rank, self.alpha, tuple(self.target_modules), self.bits, self.double_quantisation)
 
     def check(self, family: Family, precision: Precision, device: str) -> None:

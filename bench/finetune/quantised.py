@@ -163,7 +163,6 @@ def count_scale_bytes(num_weights: int, *, has_double_quantisation: bool) -> int
 
 
 def _import_bitsandbytes() -> Any:
-    """bitsandbytes, an optional extra."""
     return importlib.import_module("bitsandbytes")
 
 

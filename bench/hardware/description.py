@@ -17,8 +17,6 @@ MEMORY_SLACK_SHARE = 0.02
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device."""
-
     name: str
     device: Annotated[str, OneOf("cpu", "cuda")]
     gpu_names: list[str] = field(default_factory=list)

@@ -13,8 +13,6 @@ from bench.records.schema import FINISHED_STATUSES
 
 @dataclass(frozen=True)
 class LaunchTask:
-    """One thing to do."""
-
     config: RunConfig
     force: bool = False
     """Execute even what is recorded already."""

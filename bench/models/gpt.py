@@ -40,8 +40,6 @@ ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 
 @dataclass(frozen=True)
 class GPTFamily(Family):
-    """Shape of a GPT."""
-
     vocabulary_size: TokenCount
     block_size: TokenCount
     """Longest sequence: number of learned positions."""
@@ -107,7 +105,6 @@ class GPTFamily(Family):
         return Batch({"input_ids": tokens}, labels=next_tokens)
 
     def limit_blocks(self, max_blocks: int) -> GPTFamily:
-        """Fewer layers."""
         return dataclasses.replace(self, num_layers=min(max_blocks, self.num_layers))
 
     def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
@@ -123,7 +120,6 @@ class GPTFamily(Family):
 
     @property
     def num_blocks(self) -> int:
-        """As many as layers."""
         return self.num_layers
 
     def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
@@ -131,7 +127,6 @@ class GPTFamily(Family):
         return GPTPipelineStage(model, blocks)
 
     def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
-        """Hidden states."""
         return ((sequence_length, self.hidden_size),)
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
@@ -218,7 +213,6 @@ class GPTPipelineStage(PipelineStageModule):
         self.block_lists = (self.h,)
 
     def forward(self, *stage_inputs: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Hidden states, or logits."""
         from transformers.masking_utils import create_causal_mask
 
         tokens = inputs["input_ids"]

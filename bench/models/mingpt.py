@@ -18,8 +18,6 @@ from bench.models.gpt import ACTIVATIONS, GPTFamily
 
 @dataclass(frozen=True)
 class MinGPTFamily(GPTFamily):
-    """Shape of a minGPT."""
-
     activation: Annotated[str, OneOf(*ACTIVATIONS)] = "gelu"
 
     def build_model(self) -> nn.Module:

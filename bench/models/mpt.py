@@ -18,8 +18,6 @@ from bench.models.gpt import ACTIVATIONS, GPTFamily
 
 @dataclass(frozen=True)
 class MPTFamily(GPTFamily):
-    """Shape of an MPT."""
-
     activation: Annotated[str, OneOf(*ACTIVATIONS)] = "gelu"
 
     can_divide_layers: ClassVar[bool] = False  # its cross entropy takes whole logits

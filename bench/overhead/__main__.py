@@ -36,7 +36,6 @@ from bench.rank.row import compute_median
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and judge."""
     options = _build_parser().parse_args(arguments)
     try:
         require_at_least("--pairs", options.pairs, 1)

@@ -39,7 +39,6 @@ def build_model(family: str, config: dict[str, Any]) -> nn.Module:
 def build_synthetic_batch(
     family: str, vocabulary_size: int, batch_size: int, sequence_length: int, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Inputs and labels."""
     tokens = torch.randint(1, vocabulary_size, (batch_size, sequence_length), device=device)
     if family == "t5":
         labels = torch.randint(1, vocabulary_size, (batch_size, sequence_length), device=device)
@@ -55,7 +54,6 @@ def compute_loss(model: nn.Module, inputs: dict[str, torch.Tensor], labels: torc
 
 
 def main() -> None:
-    """Train and print."""
     parser = argparse.ArgumentParser(description="Time the steps of a bare DDP loop.")
     parser.add_argument("--family", choices=("t5", "gpt"), required=True)
     parser.add_argument("--config", type=json.loads, required=True, help="JSON for T5Config or GPT2Config")

@@ -153,7 +153,6 @@ class OverheadRun:
 
     @property
     def step_s(self) -> float:
-        """Median step time."""
         return compute_median(self.step_times_s)
 
     @property

@@ -44,12 +44,10 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What updates the parameters."""
         return self.stepper.optimizer
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """What scales the loss."""
         return self.stepper.scaler
 
     def step(self, micro_batches: Sequence[Batch]) -> torch.Tensor | None:

@@ -139,7 +139,6 @@ def find_commit() -> dict[str, Any]:
 
 
 def get_host_name() -> str:
-    """Name of this machine."""
     return socket.gethostname()
 
 

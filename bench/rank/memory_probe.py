@@ -84,7 +84,6 @@ class CudaMemoryProbe(MemoryProbe):
 
     @contextlib.contextmanager
     def observe(self) -> Iterator[None]:
-        """The allocator observes itself."""
         yield
 
     def start_timed_steps(self) -> None:
@@ -97,7 +96,6 @@ class CudaMemoryProbe(MemoryProbe):
             torch.cuda.reset_peak_memory_stats(device)
 
     def read_peaks(self) -> MemoryPeaks:
-        """Peaks since the reset."""
         allocated = self._read_largest("allocated_bytes.all.peak")
         return MemoryPeaks(
             allocated=allocated,

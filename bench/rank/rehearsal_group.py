@@ -39,7 +39,6 @@ class CompletedWork(dist._Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Always."""
         return True
 
 
@@ -61,7 +60,6 @@ class RehearsalGroup(dist.ProcessGroup):
         self._size = size
 
     def rank(self) -> int:
-        """Of this process."""
         return 0
 
     def size(self) -> int:
@@ -79,11 +77,9 @@ class RehearsalGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """The same."""
         return self.pg_name
 
     def barrier(self, opts: Any = None) -> CompletedWork:  # type: ignore[override]
-        """Nobody to wait for."""
         return CompletedWork([], None)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> CompletedWork:  # type: ignore[override]
@@ -140,7 +136,6 @@ class RehearsalGroup(dist.ProcessGroup):
         return _build_completed_work(outputs)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> CompletedWork:  # type: ignore[override]
-        """Nobody takes it."""
         return _build_completed_work(tensors)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> CompletedWork:  # type: ignore[override]

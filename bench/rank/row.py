@@ -88,7 +88,6 @@ def compute_median_interval(values: Sequence[float], confidence: float = 0.95) -
 
 
 def compute_median(values: Sequence[float]) -> float:
-    """The median."""
     return statistics.median(values)
 
 

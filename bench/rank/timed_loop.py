@@ -26,8 +26,6 @@ BuildEngine = Callable[[], tuple[Engine, Sequence[Batch]]]
 
 @dataclass(frozen=True)
 class RankSamples:
-    """What one rank measured."""
-
     step_times_s: list[float]
     """One per timed step: whole periods of the strategy's steps."""
     losses: list[float]
@@ -198,11 +196,9 @@ class CpuStepClock(StepClock):
         self._boundaries_s: list[float] = []
 
     def tick(self) -> None:
-        """Read the clock."""
         self._boundaries_s.append(time.perf_counter())
 
     def read_step_times_s(self) -> list[float]:
-        """Differences of consecutive readings."""
         return [after - before for before, after in zip(self._boundaries_s, self._boundaries_s[1:], strict=False)]
 
 
@@ -214,7 +210,6 @@ class CudaStepClock(StepClock):
         self._events: list[torch.cuda.Event] = []
 
     def tick(self) -> None:
-        """Record an event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._events.append(event)

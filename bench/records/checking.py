@@ -133,7 +133,6 @@ def _check_integer(name: str, value: Any) -> Any:
 
 
 def _check_any_number(name: str, value: Any) -> Any:
-    """NaN and infinity included."""
     value = NON_FINITE_NUMBERS.get(value, value) if value.__class__ is str else value
     if value.__class__ is not float and (value.__class__ is not int or abs(value) > MAX_NUMBER):
         raise _wrong_value_error(name, value, "a number")

@@ -61,7 +61,6 @@ class Claim:
 
     @property
     def path(self) -> Path:
-        """The claim's file."""
         return self.store / CLAIMS_FOLDER / f"{self.run_id}.claim"
 
     @property

@@ -180,7 +180,6 @@ class PackedRow:
 
     @property
     def location(self) -> str:
-        """File and line."""
         return f"{self.file.path}:{self.line_number}"
 
     def decode(self) -> Record:

@@ -44,8 +44,6 @@ AttemptKey = tuple[str, int]
 
 @dataclass
 class PackResult:
-    """What packing came to."""
-
     path: Path
     num_rows: int
     num_added: int

@@ -75,7 +75,6 @@ class AccelerateStrategy(FrameworkStrategy):
         )
 
     def casts_outputs_to_fp32(self, precision: Precision) -> bool:
-        """Those of autocast."""
         return precision.is_mixed and self.backend == "ddp"
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:

@@ -174,7 +174,6 @@ class Strategy(ABC):
 
     @property
     def has_offloaded_state(self) -> bool:
-        """Whether something is."""
         return bool(self.offloaded_state)
 
     @property

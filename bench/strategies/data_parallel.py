@@ -72,7 +72,6 @@ class DataParallelStrategy(Strategy):
         return super().resolve(world_size, ranks_per_node, accumulates=accumulates)
 
     def check_device(self, device: str) -> None:
-        """GPUs only."""
         if device == "cpu":
             raise ImpossibleError(
                 "strategy=data_parallel is not valid on a CPU, where torch.nn.DataParallel copies nothing anywhere: "
@@ -103,11 +102,9 @@ class DataParallelStrategy(Strategy):
             )
 
     def describe_effective_strategy(self, world_size: int) -> str:
-        """Always the same."""
         return "data_parallel"
 
     def count_devices_per_process(self, world_size: int) -> int:
-        """All of them."""
         return world_size
 
     def find_batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
@@ -141,7 +138,6 @@ class AutocastModule(nn.Module):
         self._device, self._dtype = device, dtype
 
     def forward(self, **inputs: torch.Tensor) -> object:
-        """The model's outputs."""
         with torch.autocast(self._device, self._dtype):
             return self.model(**inputs)
 
@@ -287,7 +283,6 @@ class OtherDevicePlan(StepPlan):
 
     @property
     def updated_numels(self) -> Sequence[int]:
-        """Nothing is updated here."""
         return ()
 
     def after_optimizer_step(self, device: PlanDevice) -> None:

@@ -204,7 +204,6 @@ class DDPStrategy(BucketingStrategy):
             require_stored_reduce_dtype("strategy.communication_hook=powersgd", precision)
 
     def describe_effective_strategy(self, world_size: int) -> str:
-        """Always the same."""
         return "ddp"
 
     def register_bucket_hook(self, wrapped: DistributedDataParallel, context: WrapContext) -> None:
@@ -220,7 +219,6 @@ class DDPStrategy(BucketingStrategy):
         return COMPRESSION_DTYPES.get(self.communication_hook, super().find_communication_dtype(precision))
 
     def build_powersgd_plan(self, inputs: PlanInputs) -> PowerSGDPlan | None:
-        """With that hook."""
         if self.communication_hook != POWERSGD_HOOK:
             return None
         return PowerSGDPlan(self.matrix_approximation_rank, inputs.parameter_itemsize)

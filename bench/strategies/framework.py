@@ -139,17 +139,14 @@ class FrameworkStrategy(Strategy):
             )
 
     def check_optimizer(self, name: str, implementation: str) -> None:
-        """As the plain strategy."""
         self.plain_strategy.check_optimizer(name, implementation)
 
     @property
     def first_steady_step(self) -> int:
-        """As the plain strategy's."""
         return int(self.plain_strategy.first_steady_step)
 
     @property
     def steps_before_steady(self) -> int:
-        """As the plain strategy's."""
         return int(self.plain_strategy.steps_before_steady)
 
     def check_installed(self) -> None:
@@ -217,5 +214,4 @@ class PreparedModules:
         return module
 
     def find_framework(self, module: nn.Module) -> Any:
-        """What prepared the module."""
         return self._framework_of_module[module]

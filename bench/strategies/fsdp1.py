@@ -232,7 +232,6 @@ class FSDP1Plan(ShardedPlan):
         return self._flat_numel[unit.index] // self._sharding_factor
 
     def compute_gradient_shard_numel(self, unit: ShardingUnit) -> int:
-        """Of its flat parameter."""
         return self.compute_shard_numel(unit)
 
     @property

@@ -27,8 +27,6 @@ _prepared_modules = PreparedModules()
 
 @dataclass(frozen=True)
 class LightningStrategy(FrameworkStrategy):
-    """`Fabric.setup_module`, `Fabric.setup_optimizers`, `Fabric.backward`."""
-
     presentation = Presentation(
         label="Lightning",
         position=80,
@@ -69,7 +67,6 @@ class LightningStrategy(FrameworkStrategy):
         return dataclasses.replace(resolved, mesh_2d=resolved.plain_strategy.has_replicas(world_size))
 
     def check_step(self, settings: StepSettings) -> None:
-        """As the plain strategy."""
         dataclasses.replace(self.plain_strategy, name=f"{self.name} with strategy.backend={self.backend}").check_step(
             settings
         )

@@ -31,7 +31,6 @@ class NaivePipelineStrategy(PipelinedStrategy):
 
     @property
     def timetable(self) -> Timetable:
-        """One micro-batch."""
         return Timetable(GPIPE, self.ranks_per_copy, 1, 1)
 
     def describe_effective_strategy(self, world_size: int) -> str:

@@ -69,7 +69,6 @@ class SynchronousProcessGroup(dist.ProcessGroup):
         self._group = group
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> FinishedCollectiveWork:  # type: ignore[override]
-        """Reduce, and wait."""
         for tensor in tensors:
             dist.all_reduce(tensor, op=opts.reduceOp, group=self._group)
         return FinishedCollectiveWork(tensors)
@@ -84,7 +83,6 @@ class FinishedCollectiveWork(dist._Work):
         self._future.set_result(result)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Its value is there."""
         return self._future
 
 

@@ -24,7 +24,6 @@ class SingleProcessStrategy(Strategy):
     takes_float8 = True
 
     def check(self, world_size: int) -> None:
-        """One rank only."""
         require_unsharded(self)
         if world_size != 1:
             raise ImpossibleError(
@@ -32,7 +31,6 @@ class SingleProcessStrategy(Strategy):
             )
 
     def describe_effective_strategy(self, world_size: int) -> str:
-        """Always the same."""
         return "single"
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:

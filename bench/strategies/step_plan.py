@@ -59,7 +59,6 @@ class ParameterSpec:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def compute_first_shard_numel(self, num_ranks: int) -> int:
@@ -86,7 +85,6 @@ class ShardingUnit:
 
     @functools.cached_property
     def trained_parameters(self) -> tuple[ParameterSpec, ...]:
-        """Those that have gradients."""
         return tuple(parameter for parameter in self.parameters if parameter.is_trained)
 
     @property
@@ -127,7 +125,6 @@ class PlanInputs:
 
     @functools.cached_property
     def parameter_order(self) -> tuple[tuple[int, int], ...]:
-        """As `explicit_parameter_order`, never empty."""
         numbered_units = enumerate(self.units)
         return self.explicit_parameter_order or tuple(
             (unit_index, position) for unit_index, unit in numbered_units for position in range(len(unit.parameters))
@@ -141,11 +138,9 @@ class PlanInputs:
 
     @property
     def parameter_itemsize(self) -> int:
-        """Of one stored element."""
         return self.precision.parameter_dtype.itemsize
 
     def compute_stored_bytes(self, parameter: ParameterSpec) -> int:
-        """Of a whole parameter."""
         fixed_bytes = parameter.fixed_bytes
         return parameter.numel * self.parameter_itemsize if fixed_bytes is None else fixed_bytes
 
@@ -298,7 +293,6 @@ class ReplicatedPlan(StepPlan):
 
     @property
     def total_gradient_numel(self) -> int:
-        """Elements of all gradients."""
         return sum(parameter.numel for unit in self.inputs.units for parameter in unit.trained_parameters)
 
     @property
@@ -311,7 +305,6 @@ class ReplicatedPlan(StepPlan):
         return parameter.numel * self.inputs.parameter_itemsize
 
     def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
-        """Count them."""
         self._micro_batch_count += 1
 
     def choose_gradient_handling(self, unit: ShardingUnit) -> str:

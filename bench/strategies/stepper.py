@@ -95,7 +95,6 @@ class FrameworkStepper(Stepper):
         self._framework = framework
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The framework's."""
         self._framework.backward(loss)
 
     def update(self) -> None:

@@ -45,7 +45,6 @@ class ZeRO1Strategy(DDPStrategy):
     """Parameters of a rank's part lie one behind the other and are sent as one."""
 
     def describe_effective_strategy(self, world_size: int) -> str:
-        """Always the same."""
         return "zero1"
 
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:

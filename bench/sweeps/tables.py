@@ -138,7 +138,6 @@ class CompactTable:
         self._rows.append((*cells, *[""] * (len(self._columns) - len(cells))))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What rich prints."""
         self._drop_empty_columns()
         use_rich = console.is_terminal and len(self._rows) <= MAX_RICH_ROWS
         yield self._build_rich_table() if use_rich else Text(self._format_plain_text(), no_wrap=True, overflow="ignore")

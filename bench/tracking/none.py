@@ -11,19 +11,14 @@ from bench.tracking.tracked_run import TrackedRun
 
 
 class NoTrackerSession(TrackerSession):
-    """Sends nothing."""
-
     destination = "nowhere"
 
     def send(self, run: TrackedRun) -> str:
-        """Do nothing."""
         return self.destination
 
 
 @dataclass(frozen=True)
 class NoTracker(Tracker):
-    """Keeps nothing."""
-
     @property
     def is_active(self) -> bool:
         """False: there is nothing to send to."""
@@ -36,7 +31,6 @@ class NoTracker(Tracker):
     def open_session(
         self, folder: Path, *, offline_reason: str | None, fall_back: bool
     ) -> AbstractContextManager[TrackerSession]:
-        """Begin to do nothing."""
         return nullcontext(NoTrackerSession())
 
 

@@ -249,7 +249,6 @@ def _compute_predicted_value(case: PublishedCase, prediction: Prediction) -> flo
 
 
 def compute_tflops(config: RunConfig, prediction: Prediction) -> float:
-    """Per GPU, counting recomputation."""
     assert prediction.time is not None, f"{config.hardware.name} has no speeds"
     return float(compute_speed_columns(config, prediction.time.step_s.value)["hardware_tflops_per_gpu"])
 

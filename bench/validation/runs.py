@@ -152,7 +152,6 @@ class PublishedCase:
 
     @property
     def config(self) -> RunConfig:
-        """The run."""
         return build_published_config(self.settings)
 
 

@@ -23,7 +23,6 @@ class QualitativeComparison:
 
 
 def compare_fsdp_paper(predict: PredictFunction) -> list[QualitativeComparison]:
-    """All of them."""
     return [
         *_compare_strategy_order(predict),
         _compare_prefetch(predict),

@@ -86,7 +86,6 @@ GPU's, and does not fit the 40 GB then: the speed is predicted on GPUs of 80 GB.
 
 
 def compare_strategies(predict: PredictFunction) -> list[QualitativeComparison]:
-    """All of them."""
     return [
         _compare_tensor_parallel(predict),
         _compare_megatron_zero_3(predict),
@@ -239,7 +238,6 @@ CANDIDATE_LAYERS = range(4, 49)
 
 
 def compare_zero_paper(predict: PredictFunction) -> list[QualitativeComparison]:
-    """All of them."""
     return [_compare_largest_models(predict), *_compare_section_10_4(predict)]
 
 

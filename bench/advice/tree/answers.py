@@ -405,7 +405,6 @@ class DecisionStep:
 
     @property
     def next_node(self) -> TreeNode | TreeLeaf:
-        """Where the answer leads."""
         return self.node.find_branch(self.answer.text)
 
 

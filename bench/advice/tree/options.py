@@ -102,7 +102,6 @@ class GuideCase:
         )
 
     def convert_candidate(self, candidate: RankedCandidate) -> PredictedRun:
-        """A ranked candidate."""
         return self._build_predicted_run(candidate.settings, candidate.config, candidate.prediction)
 
     def _build_predicted_run(

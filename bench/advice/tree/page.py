@@ -336,7 +336,6 @@ class CaseGuidance:
 
     @property
     def can_fit(self) -> bool:
-        """Whether anything may."""
         return bool(self.case.ranking.possible) or any(
             option.candidate is not None and option.candidate.can_fit for option in self.ranked_options
         )

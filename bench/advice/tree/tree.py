@@ -30,8 +30,6 @@ def adapt_to_device(text: str, device: str) -> str:
 
 @dataclass(frozen=True)
 class TreeLeaf:
-    """Where the tree ends."""
-
     key: str
     advice: str
     """In general: what follows from the answers."""
@@ -52,7 +50,6 @@ class TreeNode:
     branches: dict[str, TreeNode | TreeLeaf]
 
     def find_branch(self, answer: str) -> TreeNode | TreeLeaf:
-        """Where an answer leads."""
         return self.branches.get(answer) or self.branches[ANY_ANSWER]
 
     def list_leaves(self) -> list[TreeLeaf]:

@@ -68,7 +68,6 @@ class JobArray:
 
     @property
     def gpus(self) -> int:
-        """GPUs of each run."""
         return self.nodes * self.tasks_per_node * self.gpus_per_task
 
     @property
@@ -88,8 +87,6 @@ class JobArray:
 
 @dataclass(frozen=True)
 class Submission:
-    """Everything one command submitted."""
-
     folder: Path
     sweep: str
     submitted_at: str
@@ -118,7 +115,6 @@ class Submission:
         return (self.folder / "closed").exists()
 
     def close(self) -> None:
-        """Mark as over."""
         (self.folder / "closed").touch()
 
     def read_job_id(self, array: JobArray) -> str | None:

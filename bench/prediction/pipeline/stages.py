@@ -116,7 +116,6 @@ def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey |
 
 
 def _count_sequences(config: RunConfig, timetable: Timetable) -> int:
-    """Of a micro-batch."""
     return timetable.ranks * config.batch_size_per_gpu // timetable.micro_batches
 
 

@@ -311,8 +311,6 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """What one rank does."""
-
     actions: tuple[PipelineAction, ...]
     action_spans: tuple[tuple[float, float], ...]
     """When it does each."""

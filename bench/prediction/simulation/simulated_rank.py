@@ -133,7 +133,6 @@ class SimulatedRank:
             self._timeline.append(TimelineSpan(COMPUTE_STREAM, f"allocator {self.module}", "wait", start, end))
 
     def free(self, name: str, *, after: str | None = None) -> None:
-        """As `PlanDevice` says."""
         allocation = self._allocations.pop(name, None)
         if allocation is None:
             return
@@ -205,7 +204,6 @@ class SimulatedRank:
             self._timeline.append(TimelineSpan(COMPUTE_STREAM, f"exchange {self.module}", "exchange", start, end))
 
     def copy_within_device(self, name: str, size: float) -> None:
-        """As `PlanDevice` says."""
         self._run_kernels(name, size * self._speed.copy_s_per_byte + self._speed.min_kernel_s, 1, records_span=False)
 
     def simulate_optimizer_step(self, seconds: float, num_kernels: int, transfer_s: float = 0.0) -> None:
@@ -253,7 +251,6 @@ class SimulatedRank:
     def run_collective(
         self, name: str, kind: str, size: float, group: str, stream: str, *, after: str | None = None
     ) -> None:
-        """As `PlanDevice` says."""
         self.processor_time += self._speed.launch_s
         seconds = self._speed.collective_seconds(kind, size, group)
         # Collectives of one communicator run one after the other, on whatever streams.
@@ -300,7 +297,6 @@ class SimulatedRank:
             self.spent_seconds["exposed"] += overlapped_seconds * self._speed.overlap_loss
 
     def wait_for_event(self, name: str) -> None:
-        """As `PlanDevice` says."""
         event_time = self._event_times.get(name, 0.0)
         previous_end = self.stream_times[COMPUTE_STREAM]
         if event_time > previous_end:
@@ -313,24 +309,19 @@ class SimulatedRank:
             self.stream_times[COMPUTE_STREAM] = event_time
 
     def record_event(self, name: str) -> None:
-        """As `PlanDevice` says."""
         self._event_times[name] = self.stream_times[COMPUTE_STREAM]
 
     def follow_stream(self, stream: str, name: str) -> None:
-        """As `PlanDevice` says."""
         self.stream_times[stream] = max(self.stream_times[stream], self._event_times.get(name, 0.0))
 
     def note_late_free(self, *, after: str | None = None) -> None:
-        """As `PlanDevice` says."""
         self._late_free_times.append(self.stream_times[after or COMPUTE_STREAM])
 
     def limit_all_gathers(self, max_unfinished: int) -> None:
-        """As `PlanDevice` says."""
         if len(self._late_free_times) >= max_unfinished:
             self.processor_time = max(self.processor_time, self._late_free_times.popleft())
 
     def run_hooks(self, count: float = 1.0) -> None:
-        """As `PlanDevice` says."""
         self.processor_time += count * self._speed.unit_hooks_s
 
     def synchronize(self) -> None:

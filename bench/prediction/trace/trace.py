@@ -237,12 +237,10 @@ def sort_simultaneous_frees(segment: TraceSegment) -> None:
 
 
 def trace_to_plain(trace: Trace) -> dict[str, Any]:
-    """As lists and numbers."""
     return dataclasses.asdict(trace)
 
 
 def trace_from_plain(plain: dict[str, Any]) -> Trace:
-    """The other way round."""
     segments = [
         TraceSegment(
             phase=segment["phase"],
@@ -300,7 +298,6 @@ class TraceRecorder:
         return batches
 
     def enter_phase(self, phase: str) -> None:
-        """Told by the engine."""
         if phase == "forward":
             self._micro_batch += 1
         self.start_segment(phase, LOSS_PLACE if phase == "backward" else None)
@@ -378,7 +375,6 @@ class TraceRecorder:
         return note_gradient
 
     def start_segment(self, phase: str, place: BlockPlace) -> None:
-        """Begin a new segment."""
         self.segments.append(TraceSegment(phase, self._micro_batch, place))
         self._accesses.append([])
 
@@ -489,7 +485,6 @@ class _StubStrategy:
     has_autocast_cache: bool
 
     def uses_autocast(self, _precision: Precision) -> bool:
-        """As the strategy does."""
         return self.autocast
 
     @contextlib.contextmanager
@@ -506,7 +501,6 @@ class _TracingStepper(Stepper):
         self._trace_recorder = trace_recorder
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of a micro-batch."""
         super().backward(loss)
         self._trace_recorder.start_segment(END_PHASE, None)
 

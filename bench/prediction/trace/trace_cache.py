@@ -82,7 +82,6 @@ def _record_or_note_failure(
 
 
 def get_loaded_traces() -> dict[tuple[TraceKey | StageTraceKey, int], Trace]:
-    """All of them."""
     return _loaded_traces
 
 

@@ -167,7 +167,6 @@ def get_rank_noun(device: str | None) -> str:
 
 
 def get_rank_nouns(device: str | None) -> str:
-    """`get_rank_noun` in the plural."""
     return {"cuda": "GPUs", "cpu": "processes"}.get(device or "", "ranks")
 
 

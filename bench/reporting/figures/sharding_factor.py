@@ -167,7 +167,6 @@ def _build_point(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _compute_median_and_range(values: list[Any]) -> tuple[float, float, float]:
-    """Median, least and most."""
     if not values:
         return (float("nan"),) * 3
     return compute_median(values), float(min(values)), float(max(values))

@@ -41,7 +41,6 @@ class CellOutput:
     text: str
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """What Jupyter asks for."""
         return {"text/html": self.html, "text/plain": self.text}
 
 
@@ -185,8 +184,6 @@ def _find_numeric_columns(columns: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def _format_html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], numeric_columns: frozenset[str]) -> str:
-    """A plain HTML table."""
-
     def format_line(tag: str, values: Sequence[str]) -> str:
         cells = zip(columns, values, strict=True)
         return "".join(

@@ -36,8 +36,6 @@ PlotlyTrace = dict[str, Any]
 
 @dataclass(frozen=True)
 class InteractiveChart:
-    """One interactive figure."""
-
     title: str
     group: str
     """Charts of one group stand in one frame of the page, where a list chooses among them."""
@@ -49,13 +47,11 @@ class InteractiveChart:
 
 @functools.cache
 def load_plotly_js() -> str:
-    """The text of plotly.js."""
     return (importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
 @functools.cache
 def compress_plotly_js() -> str:
-    """plotly.js, compressed."""
     return compress_text(load_plotly_js())
 
 

@@ -51,7 +51,6 @@ class FailureGroup:
 
     @property
     def count(self) -> int:
-        """Number of runs."""
         return len(self.runs)
 
 

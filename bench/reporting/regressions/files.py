@@ -256,7 +256,6 @@ def _add_case(
 
 
 def _format_change_lines(row: ComparedConfiguration | OverallComparison) -> list[str]:
-    """A line per quantity."""
     lines = []
     for change in row.changes:
         values_text = " → ".join(format_value(change.quantity, value) for value in (change.base, change.candidate))

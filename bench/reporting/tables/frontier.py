@@ -226,7 +226,6 @@ def _has_several_values(cells: list[dict[str, Any]], path: str) -> bool:
 
 
 def _format_setting(path: str, value: Any) -> str:
-    """A setting in words."""
     name = path.rpartition(".")[2]
     input_phrases = {BATCH_FIELD: f"batch {value}", "sequence_length": f"× {value}"}
     return input_phrases.get(path) or (

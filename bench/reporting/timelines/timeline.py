@@ -320,5 +320,4 @@ def build_trace_events(spans: Sequence[TimelineSpan], title: str, metadata: Mapp
 
 
 def _build_metadata_event(event_name: str, thread_id: int, event_arguments: dict[str, Any]) -> dict[str, Any]:
-    """A metadata event."""
     return {"name": event_name, "ph": "M", "pid": SIMULATED_RANK_ID, "tid": thread_id, "args": event_arguments}

@@ -157,7 +157,6 @@ class DeepSpeedOffloadBf16Stage1Plan(DeepSpeedOffloadStage1And2Plan):
         self._casts_gradients = False
 
     def choose_gradient_handling(self, unit: ShardingUnit) -> str:
-        """Converted one by one."""
         return GRADIENTS_HANDLED_ONE_BY_ONE
 
     def after_gradient(self, device: PlanDevice, unit: ShardingUnit, parameter: ParameterSpec) -> None:

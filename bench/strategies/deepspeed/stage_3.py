@@ -136,7 +136,6 @@ class DeepSpeedStage3Plan(StepPlan):
             self._free_used_parameters(device)
 
     def before_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
-        """As in forward."""
         self._fetch_parameters(device)
 
     def after_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:

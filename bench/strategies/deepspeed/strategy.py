@@ -370,7 +370,6 @@ class DeepSpeedStrategy(Strategy):
     def build_stepper(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
     ) -> Stepper:
-        """By the engine."""
         return DeepSpeedStepper(module, optimizer, scaler)
 
 

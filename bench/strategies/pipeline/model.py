@@ -223,12 +223,10 @@ class PipelineStepper(Stepper):
         return torch.stack(losses).sum() if losses else None
 
     def update(self) -> None:
-        """As everywhere."""
         with self._stopwatch.record_span():
             super().update()
 
     def start_timed_steps(self) -> None:
-        """Start the stopwatch."""
         self._stopwatch.start()
 
     def collect_busy_spans(self) -> list[TimeSpans]:
@@ -306,14 +304,12 @@ class Stopwatch:
         self._is_running = True
 
     def begin_step(self) -> None:
-        """A step begins."""
         if self._is_running:
             self._step_starts.append(self._record_time())
             self._step_spans.append([])
 
     @contextlib.contextmanager
     def record_span(self) -> Iterator[None]:
-        """Something is computed within."""
         if not self._is_running:
             yield
             return

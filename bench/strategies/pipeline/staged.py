@@ -72,7 +72,6 @@ class PipelinedStrategy(Strategy):
 
     @property
     def supported_mixings(self) -> tuple[str, ...]:  # type: ignore[override]
-        """FSDP casts parameters itself."""
         return (PARAMETER_MIXING,) if self.data_parallel == "fsdp" else (AUTOCAST_MIXING,)
 
     @property

@@ -37,7 +37,6 @@ class StageUnits:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return sum(parameter.numel for parameter in self.parameters)
 
 
@@ -65,7 +64,6 @@ class StagePlan(ABC):
         """Elements of each tensor that the optimizer updates."""
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
-        """Parameters and optimizer state."""
         updated_numel = sum(self.updated_numels)
         device.allocate("parameters", updated_numel * self.parameter_itemsize, PARAMETER_MEMORY)
         allocate_optimizer_state(device, self.inputs, self.updated_numels)
@@ -150,7 +148,6 @@ class ReplicatedStagePlan(SingleCopyStagePlan):
             device.allocate(f"buckets {stage.index}", stage.numel * self.parameter_itemsize, GRADIENT_MEMORY)
 
     def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
-        """In the last backward."""
         return is_last_backward
 
     def after_gradient(
@@ -229,7 +226,6 @@ class ShardedStagePlan(StagePlan):
         device.allocate(f"whole {stage.index} {unit.index}", unsharded_bytes, ALL_GATHER_MEMORY)
 
     def after_stage_first_forward(self, device: PlanDevice, stage: StageUnits) -> None:
-        """The last buffer goes."""
         device.free(f"buffer {stage.index}")
 
     def compute_accumulation_bytes(self, unit: ShardingUnit) -> float:

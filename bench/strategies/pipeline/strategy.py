@@ -95,7 +95,6 @@ class PipelineStrategy(PipelinedStrategy):
 
     @property
     def timetable(self) -> Timetable:
-        """As the knobs say."""
         assert self.micro_batches is not None
         assert self.virtual_stages is not None
         return Timetable(self.schedule, self.ranks_per_copy, self.virtual_stages, self.micro_batches)

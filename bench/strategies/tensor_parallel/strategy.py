@@ -185,7 +185,6 @@ class TensorParallelStrategy(Strategy):
 
     @property
     def first_steady_step(self) -> int:
-        """As the data parallelism's."""
         return (
             self._build_ddp_strategy().first_steady_step
             if self.data_parallel == DDP_KIND
@@ -206,7 +205,6 @@ class TensorParallelStrategy(Strategy):
         return TensorParallelSplit(self.degree, self.sequence_parallel, keeps_dtensors=self.data_parallel == FSDP_KIND)
 
     def find_batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
-        """One share per group."""
         return (
             rank // self.build_tensor_parallel_split().degree,
             world_size // self.build_tensor_parallel_split().degree,
