@@ -239,11 +239,11 @@ def execute_single_run(request: SweepRequest, config: RunConfig) -> Record | Non
             except UnkillableRankError as error:
                 print(error, file=sys.stderr)
                 record = error.record
-        tracker_client = TrackerClient(
-            request.tracker,
-            request.store,
-            lambda line: print(line, file=sys.stderr),
-            is_stopping=lambda: stop.received is not None,
-        )
-        tracker_client.send_runs([config.run_id])
+        if request.tracker.is_active:
+            TrackerClient(
+                request.tracker,
+                request.store,
+                lambda line: print(line, file=sys.stderr),
+                is_stopping=lambda: stop.received is not None,
+            ).send_runs([config.run_id])
         return record
