@@ -336,7 +336,7 @@ class RendezvousServer:
         mp_context = processes.get_mp_context()
         receiver, sender = mp_context.Pipe(duplex=False)
         self._process = mp_context.Process(
-            target=_serve_store, args=(self.host, sender), name="meeting point", daemon=True
+            target=_serve_store, args=(self.host, sender), name="rendezvous server", daemon=True
         )
         self._process.start()
         sender.close()
@@ -367,7 +367,7 @@ def _serve_store(host: str, port_pipe: connection.Connection) -> None:
 
 
 def connect_to_rendezvous(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A client of a meeting point.
+    """A client of a rendezvous server.
 
     Raises
     ------

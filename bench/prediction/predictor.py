@@ -138,7 +138,7 @@ def _list_traces(config: RunConfig) -> list[tuple[TraceKey | StageTraceKey, int]
 
 
 def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
-    """Predict a run by playing its step; once more if memory is so short that the allocator has to retry."""
+    """Predict a run by simulating its step; once more if memory is so short that the allocator has to retry."""
     if config.strategy.timetable is not None:
         return predictor.predict_pipeline(config, build_trace_key(config), timeline=timeline)
     simulated_steps = _simulate_period(config, rank_speed.build_rank_speed(config), timeline)
@@ -266,7 +266,7 @@ def _simulate_planned_step(
 
 
 def build_trace_key(config: RunConfig) -> TraceKey:
-    """What of a run its tape depends on."""
+    """What of a run its trace depends on."""
     return TraceKey(
         family=config.trained_model,
         sequence_length=config.sequence_length,
@@ -298,7 +298,7 @@ def _find_tensor_group(config: RunConfig) -> CollectiveGroup | None:
 def _build_segments(
     key: TraceKey, batch_size: int, hashable_hardware: HashableHardware, tensor_group: CollectiveGroup | None
 ) -> tuple[SegmentAtBatch, ...]:
-    """The reel's scenes at a batch size, with the time of everything on some hardware.
+    """The scaled trace's segments at a batch size, with the time of everything on some hardware.
 
     Parameters
     ----------

@@ -2,7 +2,7 @@
 
 A plan is told of every event of a step, in the order the processor meets them, and answers by acting on a `PlanDevice`:
 memory is held and released, collectives are sent and waited for. Whoever simulates a step implements `PlanDevice` and
-plays the model's own computation in between; it knows no strategy by name.
+simulates the model's own computation in between; it knows no strategy by name.
 """
 
 from __future__ import annotations
@@ -251,11 +251,11 @@ class StepPlan(ABC):
         """Size of a parameter's gradient as autograd leaves it."""
 
     def choose_gradient_handling(self, unit: ShardingUnit) -> str:
-        """What becomes of a unit's gradients as they are completed: STAY, ADDED or TOLD."""
+        """What becomes of a unit's gradients as they are completed: `GRADIENTS_KEPT` or one of its like."""
         return GRADIENTS_HANDLED_ONE_BY_ONE
 
     def after_gradient(self, device: PlanDevice, unit: ShardingUnit, parameter: ParameterSpec) -> None:
-        """Where they are TOLD: one is complete. The tape releases it as it goes on; what is to stay must be held."""
+        """Where they are handled one by one: one is complete. The trace frees it next; what is to stay must be held."""
 
     def after_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """A unit has run backward, all its gradients are complete."""

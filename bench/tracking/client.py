@@ -60,7 +60,7 @@ class TrackerClient:
         Whose attempts.
     print_line: callable
         Takes a line for the user.
-    hurry: callable
+    is_stopping: callable
         Tells whether the time has come to end.
     fall_back: bool
         Keep on this machine what the server does not take, rather than leave it for another time.
@@ -117,7 +117,7 @@ class TrackerClient:
             self._record_failure(str(error))
 
     def merge_report(self, line: str, *, offline_reason: str | None, failure: str | None) -> None:
-        """Take what another courier of the same runs had to say: what failed there is not tried again."""
+        """Take what another client that sent the same runs had to say: what failed there is not tried again."""
         self.offline_reason, self.failure = self.offline_reason or offline_reason, self.failure or failure
         self._print_once(line)
 

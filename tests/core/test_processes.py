@@ -203,7 +203,7 @@ def test_a_run_whose_store_is_killed_is_an_error_at_once(tmp_path):
 
     def kill_store() -> None:
         def found() -> list[multiprocessing.process.BaseProcess]:
-            return [each for each in multiprocessing.active_children() if each.name == "meeting point"]
+            return [each for each in multiprocessing.active_children() if each.name == "rendezvous server"]
 
         assert wait_until(lambda: any("fault" in log.read_text() for log in tmp_path.glob("*/*.log")), 60)
         found()[0].kill()

@@ -219,7 +219,7 @@ def test_spans_are_those_of_timed_steps_from_the_first_ones_beginning(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     clock = Clock(monkeypatch)
-    watch = pipeline_model.Stopwatch(torch.device(device))
+    watch = pipeline_model.StageTimer(torch.device(device))
 
     def step(seconds: float) -> None:
         watch.begin_step()
@@ -244,14 +244,14 @@ def test_stages_loss_and_optimizer_are_computation_and_what_is_exchanged_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    watch = pipeline_model.Stopwatch(torch.device("cpu"))
+    watch = pipeline_model.StageTimer(torch.device("cpu"))
     monkeypatch.setattr(PipelineStage, "forward_one_chunk", clock.passes(1))
     monkeypatch.setattr(PipelineStage, "backward_one_chunk", clock.passes(2))
     monkeypatch.setattr(Stepper, "update", clock.passes(4))
     exchange = clock.passes(0.5)
     engine: Any = SimpleNamespace(enter_phase=lambda phase: None, autocast=nullcontext)
     stage, stepper = TimedPipelineStage.__new__(TimedPipelineStage), PipelineStepper.__new__(PipelineStepper)
-    stage.engine, stage.stopwatch, stepper._stopwatch = engine, watch, watch
+    stage.engine, stage.stage_timer, stepper._stage_timer = engine, watch, watch
     stepper._model = SimpleNamespace(tied_parameters=[SimpleNamespace(sum_gradients=exchange)])  # type: ignore[assignment]
 
     def logits_loss(logits: Any, labels: Any) -> torch.Tensor:
@@ -661,7 +661,7 @@ def test_an_allocator_that_retries_takes_its_time(monkeypatch: pytest.MonkeyPatc
     assert slow.step_s.value - fast.step_s.value > 0.5 * stage * rank_speed.ALLOCATOR_RETRY_S_PER_BYTE
     assert slow.bubble_s - fast.bubble_s == pytest.approx(slow.step_s.value - fast.step_s.value)
     assert slow.limited_by == "allocator" != fast.limited_by
-    # A rank that stands still in its stage is no bubble to the stopwatch, but those that wait for it are.
+    # A rank that stands still in its stage is no bubble to the stage_timer, but those that wait for it are.
     assert slow.idle_share is not None
     assert fast.idle_share is not None
     assert 0 < slow.idle_share < fast.idle_share

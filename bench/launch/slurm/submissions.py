@@ -1,4 +1,4 @@
-"""The ledger: what was submitted from a store, so that any shell can follow it later.
+"""Submission records: what was submitted from a store, so that any shell can follow it later.
 
 <store>/.jobs/<submission>/submission.json     what was asked for; written before anything is submitted
 <store>/.jobs/<submission>/cancelled           ids of the jobs that were cancelled from here
@@ -106,7 +106,7 @@ class Submission:
 
     @property
     def name(self) -> str:
-        """Its name in the ledger."""
+        """Its name among the store's submissions."""
         return self.folder.name
 
     @property
@@ -249,7 +249,7 @@ def hold_submission_lock(store: Path) -> Iterator[None]:
     Raises
     ------
     UsageError
-        If this account may not write to the store's ledger.
+        If this account may not write to the store's submission records.
     """
     path = store / JOBS_FOLDER / ".lock"
     try:

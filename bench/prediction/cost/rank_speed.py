@@ -1,4 +1,4 @@
-"""From shapes and sizes to seconds: what the machine that plays a step is told about the hardware's speed."""
+"""From shapes and sizes to seconds: what a simulated rank knows about the hardware's speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of a run as they are played: parameters, scenes, and what each exchanges with its neighbours."""
+"""The stages of a run as they are simulated: parameters, segments, and what each exchanges with its neighbours."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from bench.strategies.step_plan import ParameterSpec, ShardingUnit
 
 @dataclass(frozen=True)
 class SimulatedPipelineStage:
-    """One stage as it is played: its parameters, its scenes and what it exchanges with its neighbours."""
+    """One stage as it is simulated: its parameters, its segments and what it exchanges with its neighbours."""
 
     units: StageUnits
     segments: tuple[tuple[SegmentAtBatch, ShardingUnit, dict[str, ParameterSpec]], ...]

@@ -141,7 +141,7 @@ def _simulate_stage_pass(
     speed: RankSpeed,
     pass_cache: dict[tuple[tuple[int, ...], str], StagePassSeconds],
 ) -> StagePassSeconds:
-    """Stages that share their scenes take equally long."""
+    """Stages that share their segments take equally long."""
     segments = [segment for segment, _, _ in stage.segments if (segment.phase == FORWARD) == (phase == FORWARD)]
     cache_key = (tuple(map(id, segments)), phase)
     if cache_key not in pass_cache:

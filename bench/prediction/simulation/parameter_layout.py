@@ -27,7 +27,7 @@ class ParameterLayout:
     unit_by_place: dict[BlockPlace, ShardingUnit]
     """Per block."""
     parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]]
-    """Per block (None: outside), by the name the tape gives them."""
+    """Per block (None: outside), by the name the trace gives them."""
     block_counts: tuple[int, ...]
     """Blocks per list."""
     place_labels: dict[BlockPlace, str]

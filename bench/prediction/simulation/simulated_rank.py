@@ -1,4 +1,4 @@
-"""One rank on which a step is played: its memory, its streams and the processor that feeds them.
+"""One rank on which a step is simulated: its memory, its streams and the processor that feeds them.
 
 Memory changes when the processor says so, in its order, as in PyTorch's caching allocator: what another stream still
 uses when it is freed stays out of use for a while (*active*, not *allocated*). Time passes on every stream by itself.
@@ -72,7 +72,7 @@ class MemoryPeak:
 
 
 class SimulatedRank:
-    """Implements `(module).PlanDevice`, and plays the model's own pieces in between."""
+    """Implements `bench.strategies.step_plan.PlanDevice`, and simulates the model's own segments in between."""
 
     def __init__(self, speed: RankSpeed, *, timeline: bool = False) -> None:
         self._speed = speed
@@ -84,7 +84,7 @@ class SimulatedRank:
         self.peak = MemoryPeak()
         self.phase_peaks: dict[str, float] = {}
         self.initial_bytes = 0.0
-        """Allocated before the first step, which is not the one that is played."""
+        """Allocated before the first step, which is not the one that is simulated."""
         self.peak_active_bytes = 0.0
         self.phase, self.module = "forward", ""
         self.processor_time = 0.0

@@ -1,4 +1,4 @@
-"""Play one optimizer step: the model's scenes in order, the strategy's plan at every cut."""
+"""Simulate one optimizer step: the model's segments in order, the strategy's plan at every cut."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def simulate_step(
 
     Parameters
     ----------
-    segments: sequence of Scene
+    segments: sequence of SegmentAtBatch
         Of one micro-batch, or of two, of which the second stands for all later ones.
     """
     segments_by_micro_batch = [
@@ -166,7 +166,7 @@ def _simulate_segment(
     unit: ShardingUnit,
     layer_units: dict[str, ShardingUnit],
 ) -> None:
-    """A scene of a unit, in which layers may have units of their own."""
+    """A segment of a unit, in which layers may have units of their own."""
     current_unit = unit
     for chunks in _split_at_layer_passes(segment.chunks):
         gradient_handling = plan.choose_gradient_handling(current_unit)
@@ -266,7 +266,7 @@ def compute_inputs_bytes(config: RunConfig, scaled_trace: ScaledTrace) -> float:
 
 
 def predict_memory(config: RunConfig, simulated_rank: SimulatedRank, host_bytes: float = 0.0) -> MemoryPrediction:
-    """What the peaks of a played step come to on the device; `host_bytes` are kept outside of it."""
+    """What the peaks of a simulated step come to on the device; `host_bytes` are kept outside of it."""
     outside_bytes = 0.0
     if config.hardware.device == "cpu":
         allocated = active = reserved = CPU_ALLOCATED_RATIO.apply_to(simulated_rank.peak.size)
@@ -380,7 +380,7 @@ def build_first_device_segments(
 
     Parameters
     ----------
-    device_segments, batch_segments: sequence of Scene
+    device_segments, batch_segments: sequence of SegmentAtBatch
         Of a device's part of the batch, and of the whole batch: the loss is taken from these.
     """
     first_device_segments = []

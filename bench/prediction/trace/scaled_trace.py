@@ -1,6 +1,6 @@
-"""A tape made ready to be played: at any batch size, at the model's true depth, in pieces between gradients.
+"""A trace made ready to be simulated: at any batch size, at the model's true depth, in pieces between gradients.
 
-What a tape counts grows linearly with the batch, so two traces foretell all others. A batch of one is traced itself:
+What a trace counts grows linearly with the batch, so two traces give all others. A batch of one is traced itself:
 where a dimension is 1, operators leave out copies that they make otherwise.
 """
 
@@ -23,7 +23,7 @@ from bench.prediction.trace.trace import (
 )
 
 TRACED_BATCH_SIZES = (2, 3)
-"""Batch sizes that are traced to foretell all but 1."""
+"""Batch sizes that are traced, from which all but 1 follow."""
 
 INNER_POSITION = 2
 """The block that stands for the inner ones. The one before it is different: in backward it is the last of those that
@@ -32,7 +32,7 @@ hold what all blocks share, and releases it."""
 
 @dataclass(frozen=True)
 class ScaledSegment:
-    """One segment of a tape at several batch sizes: what changes with the batch has a base and a slope."""
+    """One segment of a trace at several batch sizes: what changes with the batch has a base and a slope."""
 
     phase: str
     micro_batch: int
@@ -105,7 +105,7 @@ class SegmentAtBatch:
 
 @dataclass(frozen=True)
 class ScaledTrace:
-    """A tape that can be played at any batch size."""
+    """A trace that can be simulated at any batch size."""
 
     segments: tuple[ScaledSegment, ...]
     inputs_bytes: tuple[float, float]
@@ -348,7 +348,7 @@ def merge_chunks(chunks: Sequence[Chunk], gradient_sizes: Sequence[float]) -> Ch
                 lasting_level + chunk.lasting_bytes_at_peak,
                 kept_gradient_bytes,
             )
-        # What stays is on the tape until its next change, too: there is no looking in between.
+        # What stays is on the trace until its next change, too: there is no looking in between.
         level, lasting_level, kept_gradient_bytes = (
             level + chunk.net_bytes,
             lasting_level + chunk.lasting_net_bytes,
@@ -371,11 +371,11 @@ def merge_chunks(chunks: Sequence[Chunk], gradient_sizes: Sequence[float]) -> Ch
 def expand_to_full_depth(
     segments: tuple[SegmentAtBatch, ...], block_counts: tuple[int, ...]
 ) -> Iterator[tuple[SegmentAtBatch, BlockPlace]]:
-    """Every scene of the whole model in order, with the place it has there.
+    """Every segment of the whole model in order, with the place it has there.
 
     Parameters
     ----------
-    segments: tuple of Scene
+    segments: tuple of SegmentAtBatch
         Of the shortened model.
     block_counts: tuple of int
         Blocks per list of the whole model.

@@ -1,6 +1,6 @@
-"""The tape of one stage of a pipeline: one micro-batch forward and backward, as the schedules of torch run it.
+"""The trace of one stage of a pipeline: one micro-batch forward and backward, as the schedules of torch run it.
 
-What a stage receives, activations and gradients, lies in buffers that are there all the time, and is not on the tape.
+What a stage receives, activations and gradients, lies in buffers that are there all the time, and is not on the trace.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class StageBlocks:
     list_index: int
     """Of the list."""
     num_blocks: int
-    """Number of blocks: no more than are traced, where it stands for a tape."""
+    """Number of blocks: no more than are traced, where it stands for a trace."""
     has_first_block: bool
     has_last_block: bool
 
 
 @dataclass(frozen=True)
 class StageTraceKey:
-    """Everything the tape of a stage depends on but the size of a micro-batch."""
+    """Everything the trace of a stage depends on but the size of a micro-batch."""
 
     trace_key: TraceKey
     stage_blocks: tuple[StageBlocks, ...]
@@ -194,7 +194,7 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
 
 
 def _move_past_free(segment: TraceSegment, event: GradientEvent, size: int) -> GradientEvent:
-    """A gradient leaves the tape a moment after it is complete: no sooner is it the strategy's."""
+    """A gradient leaves the trace a moment after it is complete: no sooner is it the strategy's."""
     next_change = segment.changes[event.position : event.position + 1]
     if next_change and next_change[0][0] == -size:
         return dataclasses.replace(event, position=event.position + 1)

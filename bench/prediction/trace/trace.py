@@ -1,6 +1,6 @@
-"""The tape of one training step: what the model itself computes and allocates, whatever strategy wraps it.
+"""The trace of one training step: what the model itself computes and allocates, whatever strategy wraps it.
 
-A tape is made by running the real step (`bench.rank.engine.Engine.step`) of the real model on fake tensors, on one
+A trace is made by running the real step (`bench.rank.engine.Engine.step`) of the real model on fake tensors, on one
 device and without an optimizer. It is cut where blocks begin, so that a strategy's actions can be put in between.
 Blocks repeat: the model is traced with few of them, and the inner ones stand for all the others.
 """
@@ -47,7 +47,7 @@ END_PHASE = "end"
 
 @dataclass(frozen=True)
 class TraceKey:
-    """Everything a tape depends on but the batch size."""
+    """Everything a trace depends on but the batch size."""
 
     family: Family
     sequence_length: int
@@ -85,7 +85,7 @@ class CollectiveEvent:
 
 @dataclass(frozen=True)
 class GradientEvent:
-    """A parameter's gradient is complete and leaves the tape: the strategy decides what becomes of it."""
+    """A parameter's gradient is complete and leaves the trace: the strategy decides what becomes of it."""
 
     position: int
     """Changes of the segment before it happens."""
@@ -113,7 +113,7 @@ class LayerPassEvent:
 
 @dataclass
 class TraceSegment:
-    """What happens from one cut of the tape to the next."""
+    """What happens from one cut of the trace to the next."""
 
     phase: str
     """forward, backward, end (of a micro-batch) or optimizer."""
@@ -138,7 +138,7 @@ class TraceSegment:
 
 @dataclass(frozen=True)
 class Trace:
-    """A tape as it was recorded, at one batch size."""
+    """A trace as it was recorded, at one batch size."""
 
     segments: list[TraceSegment]
     inputs_bytes: int
@@ -363,7 +363,7 @@ class TraceRecorder:
         output["logits"].register_hook(lambda _gradient: self.start_segment("backward", None))
 
     def build_gradient_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        """A hook that notes a complete gradient, which then leaves the tape."""
+        """A hook that notes a complete gradient, which then leaves the trace."""
 
         def note_gradient(parameter: torch.Tensor) -> None:
             segment = self.segments[-1]
@@ -395,7 +395,7 @@ class TraceRecorder:
             segment.collectives.append(CollectiveEvent(len(segment.kernels), kind, size))
 
     def free_gradients_at_events(self) -> None:
-        """Let every gradient leave the tape right behind the event that completes it.
+        """Let every gradient leave the trace right behind the event that completes it.
 
         Autograd lets go of it a moment later, when the next block's backward may have begun. By then it is the
         strategy's, which would count it a second time.
@@ -489,7 +489,7 @@ class _StubStrategy:
 
     @contextlib.contextmanager
     def control_gradient_sync(self, _module: nn.Module, synchronize: bool) -> Iterator[None]:
-        """Gradients leave the tape as soon as they are complete."""
+        """Gradients leave the trace as soon as they are complete."""
         yield
 
 

@@ -92,7 +92,7 @@ def add_loaded_traces(traces: dict[tuple[TraceKey | StageTraceKey, int], Trace])
 
 @functools.lru_cache(maxsize=256)
 def load_scaled_trace(key: TraceKey | StageTraceKey, batch_sizes: tuple[int, int]) -> ScaledTrace:
-    """What two traces (or one) foretell."""
+    """The trace at any batch size, from two traces (or one)."""
     load_traces([(key, size) for size in dict.fromkeys(batch_sizes)])
     return build_scaled_trace(_loaded_traces[key, batch_sizes[0]], _loaded_traces[key, batch_sizes[1]], batch_sizes)
 

@@ -176,18 +176,18 @@ class TimedPipelineStage(PipelineStage):
     """A stage that says when it computes."""
 
     engine: StepEngine
-    stopwatch: Stopwatch
+    stage_timer: StageTimer
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch forward, its input being there."""
         self.engine.enter_phase(FORWARD)
-        with self.stopwatch.record_span(), self.engine.autocast():
+        with self.stage_timer.record_span(), self.engine.autocast():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch backward, its gradients being there."""
         self.engine.enter_phase(BACKWARD)
-        with self.stopwatch.record_span():
+        with self.stage_timer.record_span():
             return super().backward_one_chunk(*args, **kwargs)
 
 
@@ -204,7 +204,7 @@ class PipelineStepper(Stepper):
         super().__init__(optimizer, scaler, keep_gradients)
         self._model = model
         self._schedule: Any = None
-        self._stopwatch = Stopwatch(model.device)
+        self._stage_timer = StageTimer(model.device)
 
     def step(self, engine: StepEngine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
         """The schedule over the share of the batch, the sums of tied gradients, and the update."""
@@ -212,7 +212,7 @@ class PipelineStepper(Stepper):
         if self._schedule is None:
             self._schedule = self._build_schedule(engine, batch)
         engine.enter_phase(FORWARD)
-        self._stopwatch.begin_step()
+        self._stage_timer.begin_step()
         losses: list[torch.Tensor] = []
         self._schedule.step(target=batch.labels, losses=losses, return_outputs=False, **batch.inputs)
         for tied_parameter in self._model.tied_parameters:
@@ -223,15 +223,15 @@ class PipelineStepper(Stepper):
         return torch.stack(losses).sum() if losses else None
 
     def update(self) -> None:
-        with self._stopwatch.record_span():
+        with self._stage_timer.record_span():
             super().update()
 
     def start_timed_steps(self) -> None:
-        self._stopwatch.start()
+        self._stage_timer.start()
 
     def collect_busy_spans(self) -> list[TimeSpans]:
         """Of each stage's computation, and of the optimizer."""
-        return self._stopwatch.stop()
+        return self._stage_timer.stop()
 
     def _build_schedule(self, engine: StepEngine, batch: Batch) -> Any:
         model, timetable = self._model, self._model.timetable
@@ -264,7 +264,7 @@ class PipelineStepper(Stepper):
                 output_args=example_logits if is_last else build_example_tensors(index + 1),
                 group=model.group,
             )
-            stage.engine, stage.stopwatch = engine, self._stopwatch
+            stage.engine, stage.stage_timer = engine, self._stage_timer
             stages.append(stage)
         schedule_class = SCHEDULE_CLASSES[timetable.schedule]
         return schedule_class(
@@ -278,7 +278,7 @@ class PipelineStepper(Stepper):
         self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], micro_batches: int
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def compute_loss_share(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            with self._stopwatch.record_span():
+            with self._stage_timer.record_span():
                 return loss(logits, labels) / micro_batches
 
         return compute_loss_share
@@ -287,7 +287,7 @@ class PipelineStepper(Stepper):
 # --- When a rank computes within a step, and when it waits.
 
 
-class Stopwatch:
+class StageTimer:
     """Notes spans of time per step, once it is started: on the host's clock, or as events of the current CUDA stream.
 
     A receive that was waited for on the stream lies before a span that begins after it, so that spans hold computation.
