@@ -21,7 +21,18 @@ PREDICTOR_VERSION = 1
 
 BENCH_DIR = Path(__file__).resolve().parents[1]
 
-PREDICTING_SOURCES = ("prediction", "strategies", "models", "finetune", "rank/engine.py", "hardware", "core/precision.py")
+PREDICTING_SOURCES = (
+    *("prediction", "strategies", "models", "finetune", "hardware"),
+    *("rank/engine.py", "core/precision.py"),
+)
+    "prediction",
+    "strategies",
+    "models",
+    "finetune",
+    "rank/engine.py",
+    "hardware",
+    "core/precision.py",
+)
 """Code below ``bench`` that a prediction follows from. What it reads of ``conf`` is on the row."""
 
 TRACED_PACKAGES = ("torch", "transformers")

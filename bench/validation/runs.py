@@ -52,9 +52,11 @@ PAPER_OVERRIDES = {
 }
 
 FSDP_PAPER_OVERRIDES = {
-    key: value for key, value in PAPER_OVERRIDES["T5-11B"].items() if PAPER_OVERRIDES["minGPT-175B"].get(key) == value
+    key: value
+    for key, value in PAPER_OVERRIDES["T5-11B"].items()
+    if PAPER_OVERRIDES["minGPT-175B"].get(key) == value and key != "precision.mixing"
 }
-"""What its GPT and its T5 have in common."""
+"""What its GPT and its T5 have in common; FSDP1 casts parameters unless asked otherwise, and DDP cannot."""
 
 LLM_FOUNDRY_OVERRIDES = {
     "model": "mpt_7b",
@@ -170,7 +172,7 @@ def load_published_rows(source: str, metric: str, figure_or_table: str = "") -> 
     """What a source says, in one of its figures or tables, or in all of them."""
     return [
         row
-        for row in read_published_lines()
+        for row in read_published_lines(PUBLISHED_CSV)
         if (row["source_key"], row["metric"]) == (source, metric) and row["figure_or_table"].startswith(figure_or_table)
     ]
 
