@@ -22,9 +22,6 @@ PREDICTOR_VERSION = 1
 BENCH_DIR = Path(__file__).resolve().parents[1]
 
 PREDICTING_SOURCES = (
-    *("prediction", "strategies", "models", "finetune", "hardware"),
-    *("rank/engine.py", "core/precision.py"),
-)
     "prediction",
     "strategies",
     "models",
