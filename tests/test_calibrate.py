@@ -372,6 +372,7 @@ def timed_by(process: Process) -> tuple[list[Sample], list[float]]:
         return timed, _Bench(device, 2**12, quick=True)._slowest([1.0, 5.0] if process.rank == 0 else [3.0, 2.0])
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_collectives_of_real_processes_are_timed_and_fitted():
     timed, slowest = on_this_machine(4, timed_by)
