@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from bench.launch.local import LocalLauncher
 from bench.launch.stop import StopSignal
 from bench.launch.task import Task
 from bench.planning.compose import composed
+from bench.processes import signals_held
 from tests.conftest import CPU, ROOT, configuration
 from tests.fake_model import OVERRIDES, marked_environment, marked_processes, wait_until
 
@@ -93,6 +96,28 @@ def test_a_command_at_work_in_several_processes_ends(tmp_path, name, module):
     assert wait_until(lambda: process.poll() is not None or has_children(), 120)
     assert interrupt(process, tmp_path.name).endswith("Interrupted.\n")
     assert process.returncode == 130
+
+
+def test_an_interrupt_that_another_thread_receives_is_held_back_too():
+    end, went_on = threading.Event(), []
+
+    def interrupted_while_held() -> None:
+        with signals_held(signal.SIGINT):
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(10):  # an interrupt that is heard ends this
+                time.sleep(0.01)
+            went_on.append(True)
+
+    other = threading.Thread(target=end.wait)
+    other.start()  # it does not hold anything back
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_while_held()
+    finally:
+        end.set()
+        other.join()
+    assert went_on
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.slow
