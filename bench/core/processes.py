@@ -17,8 +17,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
@@ -77,12 +78,25 @@ def block_signals(*signals: signal.Signals) -> Iterator[None]:
 
     Ctrl-C goes to every process of a terminal: each would print a traceback, and submitit's controller would kill its
     job within a second.
+
+    The mask is of this thread, and is what children inherit. What another thread of this process receives meanwhile
+    would be handled by the main one, so there its handlers wait as well.
     """
+    received: list[int] = []
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in signals:
+            if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                handlers[number] = signal.signal(number, lambda number, _: received.append(number))
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)  # what waited is heard here
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for received_number in dict.fromkeys(received):
+            signal.raise_signal(received_number)
 
 
 def preload_if_forking(modules: Sequence[str]) -> None:
@@ -129,15 +143,22 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+class _Pool(ProcessPoolExecutor):
+    """Starts its processes with SIGINT held back, whenever it starts one: a forkserver's as calls come in."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        with block_signals(signal.SIGINT):
+            return super().submit(fn, *args, **kwargs)
+
+
 @contextlib.contextmanager
 def open_worker_pool(
     workers: int, initializer: Callable[..., object] | None = None, initargs: tuple[Any, ...] = ()
 ) -> Iterator[ProcessPoolExecutor]:
     """Children that work through calls; gone at once when it is left by an exception, Ctrl-C included."""
-    pool = ProcessPoolExecutor(workers, get_mp_context(), _initialize_worker, (initializer, initargs))
+    pool = _Pool(workers, get_mp_context(), _initialize_worker, (initializer, initargs))
     try:
-        with block_signals(signal.SIGINT):
-            pool.submit(int)  # starts the processes
+        pool.submit(int)  # starts the processes, or the first of them
         yield pool
     except BaseException:
         for process in list((pool._processes or {}).values()):

@@ -460,6 +460,7 @@ def time_collectives(process: CalibrationProcess) -> tuple[list[CalibrationSampl
         )
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_collectives_of_real_processes_are_timed_and_fitted():
     timed, slowest = run_local_processes(4, time_collectives)

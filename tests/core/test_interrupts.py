@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import submitit
 
 from bench import records
 from bench.config.compose import compose_config
+from bench.core.processes import block_signals
 from bench.launch import ranks
 from bench.launch.local import LocalLauncher
 from bench.launch.ranks import StopSignal
@@ -103,6 +106,28 @@ def test_a_command_at_work_in_several_processes_ends(tmp_path, name, module):
     assert wait_until(lambda: process.poll() is not None or has_children(), 120)
     assert interrupt_command(process, tmp_path.name).endswith("Interrupted.\n")
     assert process.returncode == 130
+
+
+def test_an_interrupt_that_another_thread_receives_is_held_back_too():
+    end, went_on = threading.Event(), []
+
+    def interrupted_while_held() -> None:
+        with block_signals(signal.SIGINT):
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(10):  # an interrupt that is heard ends this
+                time.sleep(0.01)
+            went_on.append(True)
+
+    other = threading.Thread(target=end.wait)
+    other.start()  # it does not hold anything back
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_while_held()
+    finally:
+        end.set()
+        other.join()
+    assert went_on
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import dataclasses
 import fcntl
 import os
 import re
-import time
 import types
 import typing
 import warnings
@@ -153,7 +152,7 @@ def write_submission(
     folder = store / JOBS_FOLDER / name
     for array in arrays:
         files.make_folder(folder / array.name)
-    submitted_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    submitted_at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     submission = Submission(folder, sweep, submitted_at, cluster, code, arrays, tracker, get_user_name())
     values = dataclasses.asdict(submission)
     del values["folder"]
