@@ -126,7 +126,7 @@ def _predict_uncached(configs: list[RunConfig]) -> list[Prediction]:
 
 
 def _list_traces(config: RunConfig) -> list[tuple[TraceKey | StageTraceKey, int]]:
-    """Tapes and batch sizes that a run's prediction is made from."""
+    """Traces and batch sizes that a run's prediction is made from."""
     if config.strategy.timetable is not None:
         return stages.list_stage_traces(config, build_trace_key(config))
     batch_sizes = {config.sequences_per_device, config.sequences_per_rank}

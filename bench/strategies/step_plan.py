@@ -206,14 +206,31 @@ class PlanDevice(Protocol):
         """The processor is busy with a unit's hooks."""
 
 
-class StepPlan(ABC):
-    """One rank's part in a step. Called in the order of the step."""
-
-    updates_on_host = False
-    """Whether the processors of the machine carry out the optimizer's step."""
+class RankPlan(ABC):
+    """What one rank stores from one step to the next, whether the model or a few stages of it are its part."""
 
     def __init__(self, inputs: PlanInputs) -> None:
         self.inputs = inputs
+
+    @property
+    @abstractmethod
+    def updated_numels(self) -> Sequence[int]:
+        """Elements of each tensor that this rank's optimizer updates, in its order."""
+
+    @abstractmethod
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
+        """What is held from one step to the next: parameters, optimizer state, buckets."""
+
+    @abstractmethod
+    def after_optimizer_step(self, device: PlanDevice) -> None:
+        """Gradients are no longer needed."""
+
+
+class StepPlan(RankPlan):
+    """One rank's part in a step, unit by unit. Called in the order of the step."""
+
+    updates_on_host = False
+    """Whether the processors of the machine carry out the optimizer's step."""
 
     @property
     def host_bytes(self) -> float:
@@ -229,10 +246,6 @@ class StepPlan(ABC):
     def host_copy_bytes(self) -> float:
         """Bytes read and written in the machine's memory once a step, beside what the optimizer does there."""
         return 0.0
-
-    @abstractmethod
-    def allocate_persistent_state(self, device: PlanDevice) -> None:
-        """What is held from one step to the next: parameters, optimizer state, buckets."""
 
     def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
         """A micro-batch starts; `synchronize` says whether its gradients are reduced."""
@@ -262,15 +275,6 @@ class StepPlan(ABC):
 
     def after_micro_batch_backward(self, device: PlanDevice) -> None:
         """The micro-batch's backward is over, the root's included."""
-
-    @property
-    @abstractmethod
-    def updated_numels(self) -> Sequence[int]:
-        """Elements of each tensor that this rank's optimizer updates, in its order."""
-
-    @abstractmethod
-    def after_optimizer_step(self, device: PlanDevice) -> None:
-        """Gradients are no longer needed."""
 
 
 class ReplicatedPlan(StepPlan):

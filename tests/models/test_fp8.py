@@ -19,7 +19,8 @@ from bench.models import float8
 from bench.prediction.predictor import predict_run
 from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
 from bench.prediction.trace.kernels import MEMORY_BOUND
-from bench.prediction.trace.trace import TraceKey, trace_step
+from bench.prediction.trace.trace import TraceKey
+from bench.prediction.trace.trace_recorder import trace_step
 from bench.sweeps.predict_sweep import refuse_unpredictable
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config, needs
 

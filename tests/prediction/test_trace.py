@@ -1,4 +1,4 @@
-"""The tape: what repeats is the same when traced whole, what grows with the batch grows linearly, memory adds up."""
+"""The trace: what repeats is the same when traced whole, what grows with the batch grows linearly, memory adds up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ from bench.prediction.trace.scaled_trace import (
     merge_chunks,
     scale_kernels,
 )
-from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace, Trace, trace_from_plain, trace_step, trace_to_plain
+from bench.prediction.trace.trace import (
+    LOSS_PLACE,
+    BlockPlace,
+    Trace,
+    trace_from_plain,
+    trace_to_plain,
+)
+from bench.prediction.trace.trace_recorder import trace_step
 
 MODELS = ("t5_tiny", "gpt_tiny")
 DEEP = {
@@ -71,16 +78,16 @@ def deep(model: str, **settings: Any) -> RunConfig:
 def scenes(
     trace: Trace, other: Trace, batches: tuple[int, int], batch_size: int, lengths: tuple[int, ...] = ()
 ) -> tuple[SegmentAtBatch, ...]:
-    reel = build_scaled_trace(trace, other, batches)
-    weight = reel.compute_batch_weight(batch_size)
+    scaled_trace = build_scaled_trace(trace, other, batches)
+    weight = scaled_trace.compute_batch_weight(batch_size)
     return tuple(
         SegmentAtBatch(
-            strip.phase,
-            strip.micro_batch,
-            strip.place,
-            build_chunks(strip, weight, scale_kernels(strip, weight).flops, lengths),
+            segment.phase,
+            segment.micro_batch,
+            segment.place,
+            build_chunks(segment, weight, scale_kernels(segment, weight).flops, lengths),
         )
-        for strip in reel.segments
+        for segment in scaled_trace.segments
     )
 
 

@@ -17,7 +17,8 @@ from bench.prediction.cost.collectives import CollectiveGroup, compute_collectiv
 from bench.prediction.cost.rank_speed import build_collective_group
 from bench.prediction.predictor import build_trace_key, predict_run
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
-from bench.prediction.trace.trace import TraceKey, trace_step
+from bench.prediction.trace.trace import TraceKey
+from bench.prediction.trace.trace_recorder import trace_step
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config

@@ -177,10 +177,10 @@ def test_a_server_that_never_answers_costs_the_time_limit_once(monkeypatch, tmp_
     with fake_wandb() as server:
         add_wandb_login(monkeypatch, server)
         server.is_silent = True
-        courier = TrackerClient(wandb_tracker(time_limit_s=10), store, said.append)
+        client = TrackerClient(wandb_tracker(time_limit_s=10), store, said.append)
         started = time.monotonic()
-        courier.send(list_all_attempts(store))
-        courier.send(list_all_attempts(store))  # as after the next run
+        client.send(list_all_attempts(store))
+        client.send(list_all_attempts(store))  # as after the next run
         assert time.monotonic() - started < 30
     assert len(said) == 1
     assert "runs are kept offline" in said[0]
@@ -191,12 +191,12 @@ def test_a_server_that_never_answers_costs_the_time_limit_once(monkeypatch, tmp_
 def test_a_tracker_that_hangs_is_killed_at_its_time_limit(tmp_path):
     store = write_store(tmp_path / "store", [make_record(repeat=repeat) for repeat in range(3)])
     said: list[str] = []
-    courier = TrackerClient(SlowTracker("tests.slow_tracker"), store, said.append)
+    client = TrackerClient(SlowTracker("tests.slow_tracker"), store, said.append)
     started = time.monotonic()
-    courier.send(list_all_attempts(store))
-    courier.send(list_all_attempts(store))
+    client.send(list_all_attempts(store))
+    client.send(list_all_attempts(store))
     assert 5 <= time.monotonic() - started < 20
-    assert courier.counts["sent"] == 1
+    assert client.counts["sent"] == 1
     assert len(said) == 1
     assert "not sent within 5 s" in said[0]
     assert "python -m bench.track" in said[0]
@@ -287,13 +287,13 @@ def test_a_report_in_the_store_is_a_run_with_its_figures(tmp_path):
         figure.Figure().savefig(tmp_path / "report" / "figures" / f"speed.{ending}")
     page = tmp_path / "report" / "index.html"
     said: list[str] = []
-    courier = TrackerClient(wandb_tracker(), tmp_path, said.append)
+    client = TrackerClient(wandb_tracker(), tmp_path, said.append)
     for text in ("first", "first", "second"):
         page.write_text(text)
         run = build_report_run(tmp_path, "default")
         assert run is not None
-        courier.send(runs=[run])
-    assert (courier.counts["sent"], courier.counts["known"]) == (2, 1)
+        client.send(runs=[run])
+    assert (client.counts["sent"], client.counts["known"]) == (2, 1)
     written = sorted((tmp_path / ".tracking").glob("wandb/offline-run-*"))
     assert all(folder.name.endswith(run.id) for folder in written)
     sent = [read_run(next(folder.glob("*.wandb"))) for folder in written]

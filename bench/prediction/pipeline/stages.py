@@ -38,8 +38,9 @@ from bench.prediction.trace.stage_trace import (
     locate_stage_parameters,
     shorten_stage_blocks,
 )
-from bench.prediction.trace.trace import TRACED_BLOCKS, BlockPlace, TraceKey
+from bench.prediction.trace.trace import BlockPlace, TraceKey
 from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_trace
+from bench.prediction.trace.trace_recorder import TRACED_BLOCKS
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
@@ -101,7 +102,7 @@ class SimulatedPipelineStage:
 
 
 def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey | StageTraceKey, int]]:
-    """Tapes of stages, and the sizes of micro-batches at which they are needed."""
+    """Traces of stages, and the sizes of micro-batches at which they are needed."""
     timetable = config.strategy.timetable
     assert timetable is not None
     stage_keys = {

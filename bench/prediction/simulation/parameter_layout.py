@@ -11,7 +11,8 @@ from torch import nn
 from bench.models import Family
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.scaled_trace import INNER_POSITION
-from bench.prediction.trace.trace import LOSS_PLACE, TRACED_BLOCKS, BlockPlace, locate_parameters
+from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
+from bench.prediction.trace.trace_recorder import TRACED_BLOCKS, locate_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape
 

@@ -14,13 +14,13 @@ import numpy as np
 from bench.prediction.trace.kernels import FloatArray, IntArray, KernelArrays
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
-    TRACED_BLOCKS,
     BlockPlace,
     GradientEvent,
     LayerPassEvent,
     Trace,
     TraceSegment,
 )
+from bench.prediction.trace.trace_recorder import TRACED_BLOCKS
 
 TRACED_BATCH_SIZES = (2, 3)
 """Batch sizes that are traced, from which all but 1 follow."""
@@ -266,7 +266,7 @@ def build_kernel_arrays(segment: TraceSegment) -> KernelArrays:
 
 
 def scale_kernels(segment: ScaledSegment, batch_weight: float) -> KernelArrays:
-    """A strip's kernels at a batch size (see `ScaledTrace.compute_batch_weight`)."""
+    """A segment's kernels at a batch size (see `ScaledTrace.compute_batch_weight`)."""
     first, second = segment.kernels
     if batch_weight == 0.0:
         return first
@@ -287,7 +287,7 @@ def build_chunks(
     block_counts: tuple[int, ...] = (),
     time_collective: Callable[[str, float], float] = lambda kind, size: 0.0,
 ) -> tuple[Chunk, ...]:
-    """The pieces of a strip at a batch size.
+    """The chunks of a segment at a batch size.
 
     Parameters
     ----------

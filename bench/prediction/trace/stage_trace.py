@@ -22,16 +22,14 @@ from bench.models.division import PipelineStageModule
 from bench.prediction.trace.op_recorder import use_device_operators
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
-    TRACED_BLOCKS,
     BlockPlace,
     GradientEvent,
     Trace,
     TraceKey,
-    TraceRecorder,
     TraceSegment,
-    fill_with_fake_tensors,
     sort_simultaneous_frees,
 )
+from bench.prediction.trace.trace_recorder import TRACED_BLOCKS, TraceRecorder, fill_with_fake_tensors
 
 SPARE_TRACED_BLOCKS = 2
 """Beyond those that are traced: an inner stage needs a block before it and one behind."""

@@ -1,4 +1,4 @@
-"""Traces, made once and remembered, and the reels that are made from them."""
+"""Traces, recorded once and remembered, and the scaled traces that are made from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
 from bench.prediction.trace.scaled_trace import ScaledTrace, build_scaled_trace
 from bench.prediction.trace.stage_trace import StageTraceKey, trace_stage
-from bench.prediction.trace.trace import Trace, TraceKey, trace_from_plain, trace_step, trace_to_plain
+from bench.prediction.trace.trace import (
+    Trace,
+    TraceKey,
+    trace_from_plain,
+    trace_to_plain,
+)
+from bench.prediction.trace.trace_recorder import trace_step
 
 MIN_TRACES_FOR_PROCESSES = 4
 """Traces from which on it pays to share the work among processes."""

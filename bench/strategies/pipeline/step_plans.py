@@ -8,7 +8,6 @@ blocks first.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from bench.strategies.step_plan import (
     ParameterSpec,
     PlanDevice,
     PlanInputs,
+    RankPlan,
     ShardingUnit,
     allocate_copy_in_briefly,
     allocate_optimizer_state,
@@ -49,19 +49,14 @@ def find_tied_parameters(names: Sequence[Sequence[str]]) -> dict[str, list[int]]
     return {name: stages for name, stages in stages_by_name.items() if len(stages) > 1}
 
 
-class StagePlan(ABC):
-    """What the rank holds for its stages. Called in the order of a step."""
+class StagePlan(RankPlan):
+    """One rank's part in a step of a pipeline, stage by stage. Called in the order of the step."""
 
     def __init__(self, stages: Sequence[StageUnits], inputs: PlanInputs) -> None:
+        super().__init__(inputs)
         self.stages = stages
-        self.inputs = inputs
         self.keeps_gradients = inputs.keep_gradients
         self.parameter_itemsize = inputs.parameter_itemsize
-
-    @property
-    @abstractmethod
-    def updated_numels(self) -> list[int]:
-        """Elements of each tensor that the optimizer updates."""
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         updated_numel = sum(self.updated_numels)

@@ -1,0 +1,371 @@
+"""Records the trace of one step: the real step (`bench.rank.engine.Engine.step`) of the real model, on fake tensors.
+
+On one device and without an optimizer. Blocks repeat: the model is traced with few of them, and the inner ones stand
+for all the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bench.core import processes
+from bench.core.precision import Precision
+from bench.models import Batch, Family, float8
+from bench.models.base import checkpoint_blocks
+from bench.models.division import strip_checkpoint_wrappers
+from bench.models.materialize import fill_buffers
+from bench.prediction.trace.cpu_memory import track_rng_states
+from bench.prediction.trace.fake_process_group import split_model
+from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
+from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, StorageAccesses, use_device_operators
+from bench.prediction.trace.trace import (
+    END_PHASE,
+    LOSS_PLACE,
+    BlockPlace,
+    CollectiveEvent,
+    GradientEvent,
+    LayerPassEvent,
+    Trace,
+    TraceKey,
+    TraceSegment,
+    sort_simultaneous_frees,
+)
+from bench.rank.engine import Engine, disable_autocast
+from bench.strategies import Stepper
+from bench.strategies.tensor_parallel.split import find_local_shape, wrap_like_dtensor
+
+TRACED_BLOCKS = 4
+"""Blocks per list that are traced: the first, two inner ones, which must be alike, and the last."""
+
+
+def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_BLOCKS) -> Trace:
+    """Trace one step on fake tensors.
+
+    Parameters
+    ----------
+    key: TraceKey
+        What to trace.
+    batch_size: int
+        Sequences per micro-batch.
+    max_blocks: int or None
+        Blocks per list at most, None for all of them.
+    """
+    family = (None if max_blocks is None else key.family.limit_blocks(max_blocks)) or key.family
+    model = family.build_model()
+    model.train()
+    float8.convert_to_float8(family, model, key.precision)
+    if key.precision.scales_loss and key.autocast:
+        disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
+    checkpoint_blocks(family, model, key.activation_checkpointing)
+    trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
+    with (
+        split_model(key.split, family, model),
+        processes.pause_garbage_collection(),
+        FakeTensorMode(),
+        use_device_operators(key.device),
+        trace_recorder.op_recorder,
+        trace_recorder.track_rng_states(),
+    ):
+        fill_with_fake_tensors(model, family, key)
+        locations = locate_parameters(family, model)
+        trace_recorder.watch_model(family, model, locations)
+        if key.shards_fp32_separately:
+            trace_recorder.watch_fp32_layers(family, model)
+        if key.widens_outputs:
+            model.register_forward_hook(_convert_logits_to_fp32)
+        engine = Engine(
+            module=model,
+            stepper=_TracingStepper(trace_recorder),
+            strategy=_StubStrategy(key.autocast, key.autocast_caches),  # type: ignore[arg-type]
+            precision=key.precision,
+            device=torch.device("cpu"),
+            synchronize_every_micro_batch=False,
+            enter_phase=trace_recorder.enter_phase,
+            loss=family.compute_loss,
+        )
+        batch_factories = [
+            lambda: family.build_batch(batch_size, key.sequence_length, torch.Generator())
+        ] * key.micro_batches
+        micro_batches = trace_recorder.make_inputs(batch_factories)
+        with _enter_gpu_autocast(key):
+            loss = engine.step(micro_batches)
+        trace_recorder.op_recorder.close()
+        del loss
+    if key.compile:
+        trace_recorder.fuse_segments()
+    for segment in trace_recorder.segments:
+        sort_simultaneous_frees(segment)
+    trace_recorder.free_gradients_at_events()
+    return Trace(
+        trace_recorder.segments, trace_recorder.inputs_bytes, trace_recorder.outputs_bytes, trace_recorder.logits_bytes
+    )
+
+
+def _enter_gpu_autocast(key: TraceKey) -> contextlib.AbstractContextManager[None]:
+    """What torchao's layers look at."""
+    if key.precision.uses_float8 and key.autocast and key.device != "cpu":
+        return float8.enable_cuda_autocast(key.precision.compute_dtype)
+    return contextlib.nullcontext()
+
+
+def locate_parameters(family: Family, model: nn.Module) -> dict[int, tuple[BlockPlace, str]]:
+    """Per parameter, by its identity: the block it belongs to and its name there (outside blocks: in the model)."""
+    locations: dict[int, tuple[BlockPlace, str]] = {}
+    for index, blocks in enumerate(family.find_block_lists(model)):
+        for position, block in enumerate(blocks):
+            for name, parameter in block.named_parameters():
+                locations[id(parameter)] = ((index, position), name)
+    for name, parameter in model.named_parameters():
+        locations.setdefault(id(parameter), (None, name))
+    return locations
+
+
+class TraceRecorder:
+    """Sorts what the recorder sees into segments."""
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        self.segments: list[TraceSegment] = []
+        self._accesses: list[list[KernelAccesses]] = []
+        self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
+        self._on_cpu = on_cpu
+        self.op_recorder = OpRecorder(self._note_memory_change, self._note_kernel, self._note_collective, on_cpu=on_cpu)
+        self._micro_batch = -1
+        self._counting_inputs = False
+        self._gradient_storages: dict[tuple[int, str], int] = {}
+        """Number of each complete gradient's storage, by the segment and the parameter."""
+
+    def track_rng_states(self) -> contextlib.AbstractContextManager[None]:
+        """Around what is recorded: on a CPU, what keeps the state of random numbers does so in the same memory."""
+        return track_rng_states(self.op_recorder.track_storage) if self._on_cpu else contextlib.nullcontext()
+
+    def make_inputs(self, batch_factories: list[Callable[[], Batch]]) -> list[Batch]:
+        """Make the micro-batches, counting what they take."""
+        self._counting_inputs = True
+        batches = [make_batch() for make_batch in batch_factories]
+        self._counting_inputs = False
+        return batches
+
+    def enter_phase(self, phase: str) -> None:
+        if phase == "forward":
+            self._micro_batch += 1
+        self.start_segment(phase, LOSS_PLACE if phase == "backward" else None)
+
+    def watch_model(self, family: Family, model: nn.Module, locations: dict[int, tuple[BlockPlace, str]]) -> None:
+        """Cut where a block's forward and backward begin and a list of blocks ends; note complete gradients."""
+        for index, blocks in enumerate(family.find_block_lists(model)):
+            for position, block in enumerate(blocks):
+                self.watch_block(block, (index, position), is_last=position == len(blocks) - 1)
+        model.register_forward_hook(self._note_outputs)
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+            parameter.register_post_accumulate_grad_hook(self.build_gradient_hook(locations[id(parameter)][1]))
+
+    def watch_block(self, block: nn.Module, place: tuple[int, int], *, is_last: bool) -> None:
+        """Cut where its forward and its backward begin, behind the last block of a list, and before the first."""
+
+        def start_forward(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self.start_segment("forward", place)
+            if place[1] == 0 and inputs[0].requires_grad and not inputs[0].is_leaf:  # no backward above what is frozen
+                inputs[0].register_hook(lambda _gradient: self.start_segment("backward", None))
+
+        def end_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if is_last:
+                self.start_segment("forward", None)
+            hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _gradient: self.start_segment("backward", place))
+
+        block.register_forward_pre_hook(start_forward)
+        block.register_forward_hook(end_forward)
+
+    def watch_fp32_layers(self, family: Family, model: nn.Module) -> None:
+        """Note where the passes of layers that are sharded by themselves begin and end."""
+        fp32_modules = set(family.find_fp32_modules(model))
+        for block in (block for blocks in family.find_block_lists(model) for block in blocks):
+            for name, layer in block.named_modules():
+                if layer in fp32_modules:
+                    self._watch_layer(layer, strip_checkpoint_wrappers(name))
+
+    def _watch_layer(self, layer: nn.Module, name: str) -> None:
+        def note_pass(kind: str) -> None:
+            segment = self.segments[-1]
+            counts = len(segment.changes), len(segment.kernels), len(segment.gradients)
+            segment.visits.append(LayerPassEvent(*counts, name, kind))
+
+        def start_forward(_layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            note_pass("before_forward")
+            if inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _gradient: note_pass("after_backward"))
+
+        def end_forward(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            note_pass("after_forward")
+            if output.requires_grad:
+                output.register_hook(lambda _gradient: note_pass("before_backward"))
+
+        layer.register_forward_pre_hook(start_forward)
+        layer.register_forward_hook(end_forward)
+
+    def _note_outputs(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self.start_segment("forward", LOSS_PLACE)
+        self.outputs_bytes = sum(tensor.nbytes for tensor in output.values() if isinstance(tensor, torch.Tensor))
+        self.logits_bytes = output["logits"].nbytes
+        output["logits"].register_hook(lambda _gradient: self.start_segment("backward", None))
+
+    def build_gradient_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        """A hook that notes a complete gradient, which then leaves the trace."""
+
+        def note_gradient(parameter: torch.Tensor) -> None:
+            segment = self.segments[-1]
+            segment.gradients.append(GradientEvent(len(segment.changes), len(segment.kernels), name))
+            if parameter.grad is not None:
+                self._gradient_storages[id(segment), name] = self.op_recorder.find_storage_number(parameter.grad)
+            parameter.grad = None
+
+        return note_gradient
+
+    def start_segment(self, phase: str, place: BlockPlace) -> None:
+        self.segments.append(TraceSegment(phase, self._micro_batch, place))
+        self._accesses.append([])
+
+    def _note_memory_change(self, size: int, number: int) -> None:
+        if self._counting_inputs:
+            self.inputs_bytes += size
+        elif self.segments:
+            self.segments[-1].changes.append((size, number))
+
+    def _note_kernel(self, kernel: KernelRecord, reads: StorageAccesses, writes: StorageAccesses) -> None:
+        if self.segments and not self._counting_inputs:
+            self.segments[-1].kernels.append(kernel)
+            self._accesses[-1].append(KernelAccesses(reads, writes))
+
+    def _note_collective(self, kind: str, size: int) -> None:
+        if self.segments and not self._counting_inputs:
+            segment = self.segments[-1]
+            segment.collectives.append(CollectiveEvent(len(segment.kernels), kind, size))
+
+    def free_gradients_at_events(self) -> None:
+        """Let every gradient leave the trace right behind the event that completes it.
+
+        Autograd lets go of it a moment later, when the next block's backward may have begun. By then it is the
+        strategy's, which would count it a second time.
+        """
+        gradient_numbers = set(self._gradient_storages.values())
+        late_frees = {
+            change
+            for segment in self.segments
+            for change in segment.changes
+            if change[0] < 0 and change[1] in gradient_numbers
+        }
+        frees_by_number = {number: [(size, number)] for size, number in late_frees}
+        for segment in self.segments:
+            changes: list[tuple[int, int]] = []
+            moved_events: list[GradientEvent | LayerPassEvent] = []
+            start = 0
+            for event in segment.events:
+                changes += [change for change in segment.changes[start : event.position] if change not in late_frees]
+                start = event.position
+                moved_events.append(dataclasses.replace(event, position=len(changes)))
+                if isinstance(event, GradientEvent):
+                    changes += frees_by_number.get(self._gradient_storages.get((id(segment), event.parameter), 0), [])
+            segment.changes = changes + [change for change in segment.changes[start:] if change not in late_frees]
+            segment.gradients = [event for event in moved_events if isinstance(event, GradientEvent)]
+            segment.visits = [event for event in moved_events if isinstance(event, LayerPassEvent)]
+
+    def fuse_segments(self) -> None:
+        """Put the kernels of every block together as a compiler does."""
+        all_accesses = (kernel_accesses for segment_accesses in self._accesses for kernel_accesses in segment_accesses)
+        last_reader = {
+            number: index for index, kernel_accesses in enumerate(all_accesses) for number, _ in kernel_accesses.reads
+        }
+        next_number = 0
+        for segment, segment_accesses in zip(self.segments, self._accesses, strict=True):
+            first_number, next_number = next_number, next_number + len(segment_accesses)
+            if segment.place is None or segment.place == LOSS_PLACE:
+                continue
+            collective_positions = {event.kernel for event in segment.collectives}
+            segment.kernels, fused_positions = fuse_kernels(
+                segment.kernels, segment_accesses, last_reader, first_number, collective_positions
+            )
+            new_positions = [*fused_positions, len(segment.kernels)]
+            segment.gradients = [
+                dataclasses.replace(event, kernel=new_positions[event.kernel]) for event in segment.gradients
+            ]
+            segment.visits = [
+                dataclasses.replace(event, kernel=new_positions[event.kernel]) for event in segment.visits
+            ]
+            segment.collectives = [
+                dataclasses.replace(event, kernel=new_positions[event.kernel]) for event in segment.collectives
+            ]
+
+
+def fill_with_fake_tensors(model: nn.Module, family: Family, key: TraceKey) -> None:
+    """Give the model, which is on meta, fake buffers, and fake parameters of the format it computes with."""
+    fp32_modules = family.find_fp32_modules(model) if key.precision.scales_loss else ()
+    fp32_submodules = {inner for module in fp32_modules for inner in module.modules()}
+    cast_dtype = key.precision.parameter_dtype if key.autocast else key.precision.compute_dtype
+    fake_parameters: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        dtype = torch.float32 if module in fp32_submodules else cast_dtype
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in fake_parameters:
+                fake = torch.empty(find_local_shape(parameter), dtype=dtype, device="cpu")
+                fake_parameters[id(parameter)] = nn.Parameter(
+                    wrap_like_dtensor(parameter, fake), requires_grad=parameter.requires_grad
+                )
+            setattr(module, name, fake_parameters[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta:
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+        fill_buffers(module, family, torch.device("cpu"))
+        family.convert_drawn_parameters(module)
+
+
+def _convert_logits_to_fp32(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    """What some frameworks do to a model's outputs."""
+    outputs["logits"] = outputs["logits"].float()
+    return outputs
+
+
+@dataclass(frozen=True)
+class _StubStrategy:
+    """Stands for a strategy in the engine: all a strategy does apart from wrapping and communicating."""
+
+    autocast: bool
+    has_autocast_cache: bool
+
+    def uses_autocast(self, _precision: Precision) -> bool:
+        return self.autocast
+
+    @contextlib.contextmanager
+    def control_gradient_sync(self, _module: nn.Module, synchronize: bool) -> Iterator[None]:
+        """Gradients leave the trace as soon as they are complete."""
+        yield
+
+
+class _TracingStepper(Stepper):
+    """Cuts where the backward pass is over: what strategies do last of all they do before logits and loss are gone."""
+
+    def __init__(self, trace_recorder: TraceRecorder) -> None:
+        super().__init__(_StubOptimizer(), torch.amp.GradScaler(enabled=False), keep_gradients=False)  # type: ignore[arg-type]
+        self._trace_recorder = trace_recorder
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        self._trace_recorder.start_segment(END_PHASE, None)
+
+
+class _StubOptimizer:
+    """Stands for the optimizer, which works on what a strategy stores."""
+
+    def step(self) -> None:
+        """Nothing to update."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to free."""
