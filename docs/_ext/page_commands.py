@@ -99,7 +99,7 @@ def execute_page(path: Path, code_hash: str) -> list[str]:
     Raises
     ------
     ExtensionError
-        If a command ends with another exit code than its block says.
+        If a command ends with another exit code than its block says, or does not print what the block says.
     """
     blocks = [block for block in read_code_blocks(path) if block.is_directive]
     key = json.dumps([code_hash, [[block.commands, block.options] for block in blocks]])
@@ -133,8 +133,8 @@ def _execute_block(block: CodeBlock, folder: Path, path: Path) -> str:
             timeout=TIME_LIMIT_S,
             check=False,
         )
-        expected_code = block.options.get("exit-code", "0")
-        if expected_code != "any" and done.returncode != int(expected_code):
+        expected_codes = [int(code) for code in block.options.get("exit-code", "0").split()]
+        if done.returncode not in expected_codes or block.options.get("prints", "") not in done.stdout:
             raise ExtensionError(f"{path.name}: {command} ended with {done.returncode}:\n{done.stdout[-3000:]}")
         output += done.stdout
     return output.replace(f"{folder}/", "").replace(f"{ROOT}/", "")
@@ -144,13 +144,15 @@ class CommandDirective(SphinxDirective):
     """``{command}``: the commands as they are typed, and below them what they print.
 
     ``lines`` shows a part of the output (``1-12``, ``-5`` the first, ``20-`` the rest), ``silent`` none of it;
-    ``exit-code`` is the one that the commands must end with, ``any`` where it depends on the machine.
+    ``exit-code`` is the one that the commands must end with, or those, where it depends on the machine; ``prints`` is
+    a text that must be in the output.
     """
 
     has_content = True
     option_spec: ClassVar[dict[str, Any]] = {
         "exit-code": directives.unchanged_required,
         "lines": directives.unchanged_required,
+        "prints": directives.unchanged_required,
         "silent": directives.flag,
     }
 
