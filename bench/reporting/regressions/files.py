@@ -133,7 +133,7 @@ def list_unmatched(comparison: RunComparison) -> list[str]:
     return lines
 
 
-# --- Writing what comes of a comparison, over nothing that was measured.
+# --- A comparison as JSON.
 
 
 def format_comparison_json(comparison: RunComparison, base: str, candidate: str) -> str:
