@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,9 +24,6 @@ MEASURED = ROOT / "results" / "measured"
 TOLERANCE = 0.001
 """What is not followed: numbers wrapped as tensors, oneDNN's scratch memory of some 100 KB."""
 
-TRACE_EVERY_NTH = 9
-"""Of the rows of `cpu_memory`, one in so many is traced."""
-
 
 def iterate_traceable_rows(folder: str) -> Iterator[dict[str, Any]]:
     """Rows that can be traced, in an order that mixes everything."""
@@ -45,7 +43,17 @@ def compute_relative_error(row: dict[str, Any]) -> float:
 
 
 TINY_ROWS = [row for row in iterate_traceable_rows("cpu_2core") if row["model"].endswith("_tiny")]
-MEMORY_ROWS = list(iterate_traceable_rows("cpu_memory"))[::TRACE_EVERY_NTH]
+
+
+def choose_memory_rows() -> list[dict[str, Any]]:
+    """One row of `cpu_memory` for each strategy and model, every time of another precision, checkpointing or size."""
+    rows_by_kind = defaultdict(list)
+    for row in iterate_traceable_rows("cpu_memory"):
+        rows_by_kind[row["strategy"], row["effective_strategy"], row["model"]].append(row)
+    return [rows[7 * index % len(rows)] for index, (_, rows) in enumerate(sorted(rows_by_kind.items()))]
+
+
+MEMORY_ROWS = choose_memory_rows()
 
 
 @pytest.mark.parametrize("row", TINY_ROWS[::4], ids=format_title)
@@ -178,4 +186,5 @@ def test_gradients_are_added_up_in_place_where_a_real_run_does(function: Callabl
 
 def test_measured_rows_are_there() -> None:
     assert len(TINY_ROWS) >= 20
-    assert len(MEMORY_ROWS) >= 20
+    assert {row["strategy"] for row in MEMORY_ROWS} == set(TRACEABLE_STRATEGIES)
+    assert len(MEMORY_ROWS) >= 15
