@@ -21,8 +21,8 @@ from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 from tests.oracles.full_trace import TRACEABLE_STRATEGIES, trace_training_peaks
 
 MEASURED = ROOT / "results" / "measured"
-TOLERANCE = 0.001
-"""What is not followed: numbers wrapped as tensors, oneDNN's scratch memory of some 100 KB."""
+TOLERANCE = 0.0015
+"""What is not followed: numbers wrapped as tensors, oneDNN's scratch memory of up to 200 KB in some repeats."""
 
 
 def iterate_traceable_rows(folder: str) -> Iterator[dict[str, Any]]:
