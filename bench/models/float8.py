@@ -28,7 +28,7 @@ SIZE_MULTIPLE = 16
 
 def require_torchao(precision: Precision) -> None:
     """Raise `ImpossibleError` where torchao, which only FP8 needs, is missing."""
-    if precision.uses_float8 and importlib.util.find_spec("torchao") is None:
+    if importlib.util.find_spec("torchao") is None:
         raise ImpossibleError(
             f"precision={precision.name} needs torchao, which is not installed: choose bf16, or install the extra fp8 "
             f"({format_install_command('fp8')})."

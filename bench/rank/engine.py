@@ -120,7 +120,8 @@ def build_engine(
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     model = family.build_model().to(precision.parameter_dtype)
     model.train()
-    float8.convert_to_float8(family, model, precision)
+    if precision.uses_float8:
+        float8.convert_to_float8(family, model, precision)
     materializer = Materializer(model, family, device, seed)
     if precision.scales_loss and strategy.uses_autocast(precision):
         disable_autocast(family.find_fp32_modules(model), device)

@@ -24,7 +24,7 @@ from pathlib import Path
 from bench.core import files
 from bench.records.checking import RUN_ID_PATTERN, check_record
 from bench.records.encoding import encode_record, read_json
-from bench.records.packed_rows import PackedRow, find_packed_attempts, open_packed_rows
+from bench.records.packed_rows import ROWS_FILE, PackedRow, find_packed_attempts, open_packed_rows
 from bench.records.schema import FORMAT_VERSION, Record, upgrade_record, validate_record
 
 ATTEMPT_FILE_PATTERN = re.compile(r"^([0-9]{1,15})\.json\Z")
@@ -48,7 +48,14 @@ def list_attempts(store: str | Path, run_id: str) -> list[int]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(Path(store) / run_id)
     attempts = {int(match[1]) for name in names if (match := ATTEMPT_FILE_PATTERN.match(name))}
-    return sorted(attempts | find_packed_attempts(store, run_id).keys())
+    if has_packed_rows(store):
+        attempts |= find_packed_attempts(store, run_id).keys()
+    return sorted(attempts)
+
+
+def has_packed_rows(store: str | Path) -> bool:
+    """Whether a store has a file of packed rows, which may be damaged."""
+    return (Path(store) / ROWS_FILE).exists()
 
 
 def find_next_attempt(store: str | Path, run_id: str) -> int:
@@ -87,7 +94,7 @@ def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | 
     record = {"format": FORMAT_VERSION, **record}
     validate_record(record)
     target_path = get_row_path(store, record["run_id"], record["attempt"])
-    if record["attempt"] in find_packed_attempts(store, record["run_id"]):
+    if has_packed_rows(store) and record["attempt"] in find_packed_attempts(store, record["run_id"]):
         raise FileExistsError(errno.EEXIST, "this attempt is packed", str(target_path))
     files.make_folder(target_path.parent)
     text = encode_record(record) + "\n"
