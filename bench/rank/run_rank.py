@@ -25,7 +25,6 @@ from bench.models import Batch
 from bench.rank import environment, machine_load, out_of_memory
 from bench.rank.engine import Engine, build_engine, build_micro_batches
 from bench.rank.machine_load import limit_cpu_threads
-from bench.rank.node_health import refuse_unhealthy_node
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.rank.timed_loop import RankSamples, measure_rank
 
@@ -166,7 +165,7 @@ def run_rank(
             limit_cpu_threads(kv_store, coordinates.rank, coordinates.list_node_ranks(config.processes_per_node))
         outcome.device |= environment.describe_devices(devices)
         if check_node and not config.is_rehearsed:
-            refuse_unhealthy_node(
+            environment.refuse_unhealthy_node(
                 config.hardware,
                 device,
                 host=environment.get_node_name(),

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.core import files
-from bench.core.files import write_temporary_file
-from bench.records.encoding import encode_record, read_json
+from bench.core.files import encode_record, read_json, write_temporary_file
 from bench.records.schema import FORMAT_VERSION, Record
 from bench.records.store import RUN_ID_PATTERN, find_next_attempt, get_row_path, write_row
 
