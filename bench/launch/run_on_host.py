@@ -91,9 +91,9 @@ def execute_run(
 
     Raises
     ------
-    TakenError
+    RunClaimedError
         If a job of another launcher has the run.
-    StuckError
+    UnkillableRankError
         If a rank could not be killed, the row being written.
     OSError
         If the store cannot be written.
@@ -270,8 +270,9 @@ def compose_single_run(request: SweepRequest, device: DetectedDevice) -> RunConf
     UsageError
         If it cannot be executed here.
     """
+    profile = load_local_profile(request.cluster)
     config = build_run_config(compose_config(request.points[0]))
-    check_run_on_host(config, load_local_profile(request.cluster), device)
+    check_run_on_host(config, profile, device)
     with refuse_unreadable_store(request.store):
         records.list_attempts(request.store, config.run_id)
     return config
@@ -287,7 +288,7 @@ def execute_single_run(request: SweepRequest, config: RunConfig) -> Record | Non
 
     Raises
     ------
-    TakenError
+    RunClaimedError
         If a job of another launcher has the run.
     OSError
         If the store cannot be written.
