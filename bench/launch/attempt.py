@@ -70,7 +70,7 @@ class Attempt:
 
         Raises
         ------
-        TakenError
+        RunClaimedError
             If somebody else has it.
         OSError
             If the store cannot be written.

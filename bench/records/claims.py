@@ -162,7 +162,7 @@ def take_claim(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: i
 
     Raises
     ------
-    TakenError
+    RunClaimedError
         If somebody else has the run.
     OSError
         If the store cannot be written or has no space left for the row.
