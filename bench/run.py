@@ -9,10 +9,8 @@ from bench.core.command_line import build_parser, report_usage_errors, require_w
 from bench.core.errors import UsageError
 from bench.hardware import detect_device
 from bench.launch.attempt import describe_outcome, describe_owner
-from bench.launch.local import LocalLauncher
-from bench.launch.worker import execute_single_run
+from bench.launch.run_on_host import compose_single_run, execute_single_run
 from bench.planning.request import parse_sweep_request
-from bench.planning.sweep_plan import build_sweep_plan
 from bench.records import RunClaimedError
 from bench.records.schema import FINISHED_STATUSES
 
@@ -27,15 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     request = parse_sweep_request([*options.overrides, "sweep=adhoc"], multirun=False, device=device)
     if not request.executes_runs:
         raise UsageError("mode=predict executes nothing: predict with python -m bench.sweep or bench.predict.")
-    sweep_plan = build_sweep_plan(
-        request.points, request.store, force=True, check_run=LocalLauncher(request.cluster, device).check
-    )
-    if sweep_plan.impossible:
-        raise UsageError(sweep_plan.impossible[0][1])
+    config = compose_single_run(request, device)
     require_writable_store(request.store)
     for message in device.messages:
         print(message, file=sys.stderr)
-    config = sweep_plan.to_run[0]
     try:
         record = execute_single_run(request, config)
     except RunClaimedError as error:

@@ -20,7 +20,7 @@ from bench.core.precision import Precision
 from bench.core.typed_config import FieldType, format_override_value, get_field_types, parse_type_hint
 from bench.finetune import load_finetune
 from bench.hardware import Hardware
-from bench.launch.local import LocalProfile
+from bench.launch.run_on_host import LocalProfile
 from bench.launch.slurm.profile import SlurmProfile
 from bench.models import load_family
 from bench.planning.request import DEVICE_HINT, REPEATS_HINT, ExecutionOptions

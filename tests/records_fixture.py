@@ -11,7 +11,7 @@ import numpy as np
 
 from bench import records
 from bench.records import Record
-from bench.records.schema import validate_record
+from bench.records.store import validate_record
 
 GIB = 2**30
 MODEL_PARAMETERS = {"t5_tiny": 5_242_880, "gpt_tiny": 6_438_912, "t5_small": 60_506_624, "gpt_small": 124_439_808}

@@ -24,10 +24,10 @@ from bench.config.compose import compose_config, list_override_values, parse_ove
 from bench.config.run_config import build_run_config
 from bench.core.command_line import build_parser, require_path
 from bench.core.errors import UsageError, invalid_value_error, require_choice
+from bench.core.processes import keep_freed_memory
 from bench.hardware import Hardware, detect_device, refuse_unsupported
 from bench.hardware.detect import DetectedDevice
 from bench.hardware.hardware_file import YAML_SUFFIX
-from bench.hardware.limit import keep_freed_memory
 from bench.planning.request import find_hardware_description
 from bench.rank import environment
 

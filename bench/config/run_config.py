@@ -114,12 +114,13 @@ class RunConfig:
         self.model.check_sequence_length(self.sequence_length)
         self.strategy.check_model(self.model, self.batch_size_per_gpu, self.sequence_length)
         self.strategy.check_device(self.hardware.device)
-        if self.precision.uses_float8 and not self.strategy.takes_float8:
-            raise ImpossibleError(
-                f"precision={self.precision.name} is not valid for strategy={self.strategy.name}: choose bf16, or "
-                f"strategy {format_float8_strategies()}."
-            )
-        float8.require_torchao(self.precision)
+        if self.precision.uses_float8:
+            if not self.strategy.takes_float8:
+                raise ImpossibleError(
+                    f"precision={self.precision.name} is not valid for strategy={self.strategy.name}: choose bf16, or "
+                    f"strategy {format_float8_strategies()}."
+                )
+            float8.require_torchao(self.precision)
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
         self.strategy.check_finetune(self.finetune.name)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,16 @@ def require_writable_store(store: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise invalid_value_error("store", store, f"a folder that can be written to ({reason})") from None
+
+
+@contextlib.contextmanager
+def refuse_unreadable_store(store: Path) -> Iterator[None]:
+    """Around what looks into a store: raise `UsageError` where this account may not."""
+    try:
+        yield
+    except PermissionError as error:
+        reason = f"{error.strerror}: {error.filename}"
+        raise invalid_value_error("store", store, f"a folder that can be read ({reason})") from None
 
 
 def parse_path_argument(text: str) -> Path:

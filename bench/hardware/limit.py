@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.core.processes import THREAD_STACK_BYTES, return_freed_memory_at_once
 from bench.core.units import GIB
 from bench.hardware.description import MEMORY_SLACK_SHARE
 
 if TYPE_CHECKING:
     import torch
-import ctypes
 
 
 class MemoryLimit:
@@ -27,13 +27,13 @@ class MemoryLimit:
 
     CPU: the process's data segment (RLIMIT_DATA), counted from what it uses when the limit is set, so that Python
     and the libraries do not count against the model; gloo's buffers and threads started later do. So that the
-    segment follows what is allocated, a limited process gives freed blocks back at once (which is slower); without a
-    limit it keeps them.
+    segment follows what is allocated, a limited process gives freed blocks back at once (which is slower than to keep
+    them: `bench.core.processes.keep_freed_memory`).
 
     Parameters
     ----------
-    limit_bytes: int or None
-        None limits nothing.
+    limit_bytes: int
+        Of each device.
     devices: sequence of torch.device
         That the rank drives: each has this limit.
 
@@ -43,23 +43,19 @@ class MemoryLimit:
         If the limit is larger than the GPU.
     """
 
-    def __init__(self, limit_bytes: int | None, devices: Sequence[torch.device]) -> None:
+    def __init__(self, limit_bytes: int, devices: Sequence[torch.device]) -> None:
         self._original_rlimit: tuple[int, int] | None = None
         self.limit_bytes = limit_bytes
         """What a device may really hold: less than what was asked for where the device has a little less."""
         if devices[0].type == "cuda":
             for device in devices:
                 self._limit_gpu(device)
-        elif limit_bytes is None:
-            keep_freed_memory()
         else:
             return_freed_memory_at_once()
             self._original_rlimit = resource.getrlimit(resource.RLIMIT_DATA)
             self._set_limit(read_data_segment_bytes() + limit_bytes)
 
     def _limit_gpu(self, device: torch.device) -> None:
-        if self.limit_bytes is None:
-            return
         import torch
 
         total = torch.cuda.get_device_properties(device).total_memory
@@ -109,35 +105,3 @@ def read_data_segment_bytes() -> int:
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/self/status has no VmData line")
-
-
-# --- What the C library does with memory that is freed on a CPU: give it back at once, or keep it for the next request.
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
-LARGE_BLOCK_BYTES = 64 * 1024
-THREAD_STACK_BYTES = 512 * 1024
-
-
-def keep_freed_memory() -> None:
-    """Have this process keep all memory it was given, as the caching allocator does on a GPU.
-
-    By itself glibc takes large blocks from the operating system anew and gives back the end of its heap when that is
-    free. Every page is then provided, and zeroed, again in every step: up to half of the time of a small model's step,
-    and more or less of it from run to run.
-    """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
-
-
-def return_freed_memory_at_once() -> None:
-    """Have glibc map large blocks one by one, share one heap among threads, and reserve small stacks for them."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-    libc.mallopt(M_TRIM_THRESHOLD, LARGE_BLOCK_BYTES)
-    libc.mallopt(M_ARENA_MAX, 1)
-    libc.malloc_trim(0)
-    attributes = (ctypes.c_char * 64)()  # pthread_attr_t
-    libc.pthread_attr_init(attributes)
-    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(THREAD_STACK_BYTES))
-    libc.pthread_setattr_default_np(attributes)

@@ -15,12 +15,12 @@ from typing import Any
 
 from bench import records
 from bench.config.run_config import RunConfig
+from bench.core.files import encode_record
 from bench.core.units import MIB
 from bench.launch.ranks import RankExit
 from bench.rank import environment
 from bench.rank.row import build_configured_columns, build_environment_columns, build_measured_columns, build_rank_rows
 from bench.records import Claim, Record, RunClaimedError, claims
-from bench.records.encoding import encode_record
 from bench.records.schema import FORMAT_VERSION
 
 CONCURRENT_RUNS_INTERVAL_S = 5.0
@@ -70,7 +70,7 @@ class Attempt:
 
         Raises
         ------
-        TakenError
+        RunClaimedError
             If somebody else has it.
         OSError
             If the store cannot be written.

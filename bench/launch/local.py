@@ -12,22 +12,18 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import submitit
 
 from bench import records
 from bench.config.run_config import RunConfig
 from bench.core import files, processes
-from bench.core.errors import ImpossibleError, invalid_value_error
-from bench.core.typed_config import Within, build_dataclass
-from bench.core.units import GIB
-from bench.hardware import refuse_unsupported
 from bench.hardware.detect import DetectedDevice
 from bench.launch.attempt import write_lost_row, write_unstarted_row
 from bench.launch.ranks import StopSignal
+from bench.launch.run_on_host import check_run_on_host, load_local_profile
 from bench.launch.task import LaunchTask
 from bench.launch.worker import Worker, WorkerEvent, revoke_worker_lock
 from bench.rank.row import build_configured_columns
@@ -43,19 +39,6 @@ JOB_TIME_LIMIT_MIN = 60 * 24 * 365
 """Each run has a time limit of its own, so the job needs none."""
 
 
-@dataclass(frozen=True)
-class LocalProfile:
-    """The fields of ``conf/cluster/local.yaml``."""
-
-    name: str
-    launcher: str
-    gpus_per_node: Annotated[int, Within(1, 2**17)]
-    max_cpu_processes: Annotated[int, Within(1, 4096)]
-    time_limit_s: Annotated[float, Within(1, 1e8, unit="seconds")]
-    hardware: str | None = None
-    """Option of conf/hardware that `hardware=auto` means; null for what this machine has."""
-
-
 class LocalLauncher:
     """Executes runs on this machine through submitit's local executor.
 
@@ -68,32 +51,12 @@ class LocalLauncher:
     """
 
     def __init__(self, cluster: dict[str, Any], device: DetectedDevice) -> None:
-        if cluster.get("launcher") != "local":
-            raise invalid_value_error("cluster.launcher", cluster.get("launcher"), ["local"])
-        self._profile: LocalProfile = build_dataclass("cluster", LocalProfile, cluster)
+        self._profile = load_local_profile(cluster)
         self._device = device
 
     def check(self, config: RunConfig) -> None:
         """Raise `ImpossibleError` where this machine cannot execute a run."""
-        config.strategy.check_installed()
-        refuse_unsupported(config.hardware, self._device, config.precision, compile_blocks=config.compile)
-        if config.active_nodes > 1:
-            raise ImpossibleError(
-                f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node} GPUs, and cluster=local "
-                f"is one: choose at most {config.gpus_per_node}."
-            )
-        if config.hardware.device == "cuda" and config.active_devices > self._device.count:
-            raise ImpossibleError(
-                f"gpus={config.gpus} is more than the {self._device.count} GPU(s) of this machine: "
-                f"choose at most {self._device.count}, or hardware=cpu."
-            )
-        if config.hardware.device == "cpu" and config.active_processes > self._profile.max_cpu_processes:
-            raise ImpossibleError(
-                f"gpus={config.gpus} is more than the {self._profile.max_cpu_processes} processes this machine runs "
-                "on its CPU: choose fewer, or raise cluster.max_cpu_processes."
-            )
-        if config.hardware.device == "cpu":
-            refuse_host_memory_overrun(config)
+        check_run_on_host(config, self._profile, self._device)
 
     def launch(
         self,
@@ -266,46 +229,3 @@ def _hold_lock(path: Path) -> Iterator[None]:
 def _describe_last_output(job: submitit.Job[Any]) -> str:
     output_lines = (job.stdout() or "").strip().splitlines()
     return f"The last of {job.paths.stdout}: {output_lines[-1] if output_lines else 'nothing'}"
-
-
-# --- Refuse runs on a CPU that would exhaust the machine, its other programs included, instead of measuring anything.
-
-
-def compute_model_state_bytes(config: RunConfig) -> int:
-    """Least memory all ranks that run together have when a backward is over: parameters, gradients, optimizer state.
-
-    Only weights that multiply tokens are counted, from the FLOPs of a single token, so nothing has to be built. Where
-    adapters are trained it is these weights alone, which are frozen.
-    """
-    flop_count = config.model.count_flops_per_sequence(1)
-    num_weights = (flop_count.blocks_linear + flop_count.outside_blocks) // 2
-    if config.finetune.name == "full":
-        states_per_parameter = config.optimizer.states_per_parameter
-        bytes_per_weight = config.strategy.compute_state_bytes_per_parameter(
-            config.precision, states_per_parameter, config.gpus
-        )
-    else:
-        bits = getattr(config.finetune, "bits", 8 * config.precision.parameter_dtype.itemsize)
-        bytes_per_weight = bits / 8 * config.gpus / config.strategy.resolved_sharding_factor
-    return round(num_weights * bytes_per_weight * config.active_processes / config.gpus)
-
-
-def refuse_host_memory_overrun(config: RunConfig, memory_bytes: int | None = None) -> None:
-    """Raise `ImpossibleError` if a CPU run's model state alone is larger than this machine's memory.
-
-    A run with a memory limit may try: the limit stops it.
-    """
-    memory_bytes = memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory_per_process_gib = memory_bytes / GIB / max(1, config.active_processes)
-    limit_bytes = config.hardware.memory_limit_bytes
-    if limit_bytes is not None and limit_bytes * config.active_processes <= memory_bytes:
-        return
-    needed_bytes = compute_model_state_bytes(config)
-    if needed_bytes > memory_bytes:
-        needed_for = "parameters, gradients and optimizer state" if config.finetune.name == "full" else "frozen weights"
-        raise ImpossibleError(
-            f"model={config.model.name} with gpus={config.gpus} needs at least {needed_bytes / GIB:.0f} GiB for "
-            f"{needed_for}, and "
-            f"this machine has {memory_bytes / GIB:.0f} GiB: choose a smaller model or "
-            f"hardware.memory_limit_gib={memory_per_process_gib:.1f} or less to see it run out of memory."
-        )

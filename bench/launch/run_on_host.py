@@ -1,4 +1,4 @@
-"""Execute one run on this machine alone: start its ranks, watch over them, write its row.
+"""Execute one run on this machine: refuse what it cannot, start the ranks, watch over them, write the row.
 
 The process that calls `execute_run` never computes. Each run's ranks are fresh processes with a fresh process group,
 which find torch, and where they are forked the models too, imported already. They die with it.
@@ -6,12 +6,26 @@ which find torch, and where they are forked the models too, imported already. Th
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
-from bench.config.run_config import RunConfig
+from bench import records
+from bench.config.compose import compose_config
+from bench.config.run_config import RunConfig, build_run_config
 from bench.core import processes
+from bench.core.command_line import refuse_unreadable_store
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.typed_config import Within, build_dataclass
+from bench.core.units import GIB
+from bench.hardware import refuse_unsupported
+from bench.hardware.detect import DetectedDevice
 from bench.launch.attempt import Attempt, describe_this_process, write_lost_row
 from bench.launch.ranks import (
     RankExit,
@@ -23,11 +37,16 @@ from bench.launch.ranks import (
     start_ranks,
     wait_for_ranks,
 )
+from bench.planning.request import SweepRequest
 from bench.rank.run_rank import RankCoordinates
 from bench.records import Record, claims
+from bench.tracking import NO_TRACKER, TrackerClient
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 """How long a rank may wait for the others at the process group's start."""
+
+POLL_INTERVAL_S = 0.25
+"""How often to look whether another sweep still executes the run."""
 
 
 class UnkillableRankError(RuntimeError):
@@ -72,9 +91,9 @@ def execute_run(
 
     Raises
     ------
-    TakenError
+    RunClaimedError
         If a job of another launcher has the run.
-    StuckError
+    UnkillableRankError
         If a rank could not be killed, the row being written.
     OSError
         If the store cannot be written.
@@ -129,3 +148,174 @@ def write_dead_attempt_row(store: Path, run_id: str) -> None:
     claim = claims.find_claim(store, run_id)
     if claim is not None and "process" in claim.owner:
         write_lost_row(claim, status="error", error="its job was killed or crashed")
+
+
+@contextlib.contextmanager
+def hold_run_lock(store: Path, run_id: str, stop: StopSignal) -> Iterator[bool]:
+    """Hold a run's lock, however long another sweep has it, unless a signal comes; tells whether it had to wait."""
+    had_to_wait = False
+    while True:
+        with records.lock_run(store, run_id, blocking=False) as has_lock:
+            if has_lock or stop.received:
+                yield had_to_wait
+                return
+        had_to_wait = True
+        time.sleep(POLL_INTERVAL_S)
+
+
+# --- Which runs this machine can execute.
+
+
+@dataclass(frozen=True)
+class LocalProfile:
+    """The fields of ``conf/cluster/local.yaml``."""
+
+    name: str
+    launcher: str
+    gpus_per_node: Annotated[int, Within(1, 2**17)]
+    max_cpu_processes: Annotated[int, Within(1, 4096)]
+    time_limit_s: Annotated[float, Within(1, 1e8, unit="seconds")]
+    hardware: str | None = None
+    """Option of conf/hardware that `hardware=auto` means; null for what this machine has."""
+
+
+def load_local_profile(cluster: dict[str, Any]) -> LocalProfile:
+    """The values of ``conf/cluster/local.yaml``, checked.
+
+    Raises
+    ------
+    UsageError
+        Naming the field, the value and what is valid; also for another cluster than this machine.
+    """
+    if cluster.get("launcher") != "local":
+        raise invalid_value_error("cluster.launcher", cluster.get("launcher"), ["local"])
+    profile: LocalProfile = build_dataclass("cluster", LocalProfile, cluster)
+    return profile
+
+
+def check_run_on_host(config: RunConfig, profile: LocalProfile, device: DetectedDevice) -> None:
+    """Raise `ImpossibleError` where this machine, whose device that is, cannot execute a run."""
+    config.strategy.check_installed()
+    refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
+    if config.active_nodes > 1:
+        raise ImpossibleError(
+            f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node} GPUs, and cluster=local "
+            f"is one: choose at most {config.gpus_per_node}."
+        )
+    if config.hardware.device == "cuda" and config.active_devices > device.count:
+        raise ImpossibleError(
+            f"gpus={config.gpus} is more than the {device.count} GPU(s) of this machine: "
+            f"choose at most {device.count}, or hardware=cpu."
+        )
+    if config.hardware.device == "cpu" and config.active_processes > profile.max_cpu_processes:
+        raise ImpossibleError(
+            f"gpus={config.gpus} is more than the {profile.max_cpu_processes} processes this machine runs "
+            "on its CPU: choose fewer, or raise cluster.max_cpu_processes."
+        )
+    if config.hardware.device == "cpu":
+        refuse_host_memory_overrun(config)
+
+
+# --- Refuse runs on a CPU that would exhaust the machine, its other programs included, instead of measuring anything.
+
+
+def compute_model_state_bytes(config: RunConfig) -> int:
+    """Least memory all ranks that run together have when a backward is over: parameters, gradients, optimizer state.
+
+    Only weights that multiply tokens are counted, from the FLOPs of a single token, so nothing has to be built. Where
+    adapters are trained it is these weights alone, which are frozen.
+    """
+    flop_count = config.model.count_flops_per_sequence(1)
+    num_weights = (flop_count.blocks_linear + flop_count.outside_blocks) // 2
+    if config.finetune.name == "full":
+        states_per_parameter = config.optimizer.states_per_parameter
+        bytes_per_weight = config.strategy.compute_state_bytes_per_parameter(
+            config.precision, states_per_parameter, config.gpus
+        )
+    else:
+        bits = getattr(config.finetune, "bits", 8 * config.precision.parameter_dtype.itemsize)
+        bytes_per_weight = bits / 8 * config.gpus / config.strategy.resolved_sharding_factor
+    return round(num_weights * bytes_per_weight * config.active_processes / config.gpus)
+
+
+def refuse_host_memory_overrun(config: RunConfig, memory_bytes: int | None = None) -> None:
+    """Raise `ImpossibleError` if a CPU run's model state alone is larger than this machine's memory.
+
+    A run with a memory limit may try: the limit stops it.
+    """
+    memory_bytes = memory_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory_per_process_gib = memory_bytes / GIB / max(1, config.active_processes)
+    limit_bytes = config.hardware.memory_limit_bytes
+    if limit_bytes is not None and limit_bytes * config.active_processes <= memory_bytes:
+        return
+    needed_bytes = compute_model_state_bytes(config)
+    if needed_bytes > memory_bytes:
+        needed_for = "parameters, gradients and optimizer state" if config.finetune.name == "full" else "frozen weights"
+        raise ImpossibleError(
+            f"model={config.model.name} with gpus={config.gpus} needs at least {needed_bytes / GIB:.0f} GiB for "
+            f"{needed_for}, and "
+            f"this machine has {memory_bytes / GIB:.0f} GiB: choose a smaller model or "
+            f"hardware.memory_limit_gib={memory_per_process_gib:.1f} or less to see it run out of memory."
+        )
+
+
+# --- Execute exactly one run in this terminal: what ``python -m bench.run`` does.
+
+
+def compose_single_run(request: SweepRequest, device: DetectedDevice) -> RunConfig:
+    """The first run that a request asks for, checked against this machine and its store.
+
+    Raises
+    ------
+    UsageError
+        If it cannot be executed here.
+    """
+    profile = load_local_profile(request.cluster)
+    config = build_run_config(compose_config(request.points[0]))
+    check_run_on_host(config, profile, device)
+    with refuse_unreadable_store(request.store):
+        records.list_attempts(request.store, config.run_id)
+    return config
+
+
+def execute_single_run(request: SweepRequest, config: RunConfig) -> Record | None:
+    """Execute one run here, whatever is recorded of it, as a new attempt, once no other sweep executes it.
+
+    Returns
+    -------
+    Record or None
+        The row that was written; None if a signal came before the run began.
+
+    Raises
+    ------
+    RunClaimedError
+        If a job of another launcher has the run.
+    OSError
+        If the store cannot be written.
+    """
+    with StopSignal() as stop:
+        with hold_run_lock(request.store, config.run_id, stop):
+            if stop.received:
+                print(f"Stopped by {stop.received}.", file=sys.stderr)
+                return None
+            try:
+                record = execute_run(
+                    config,
+                    request.store,
+                    launcher="alone",
+                    sweep=request.sweep,
+                    time_limit_s=float(request.cluster["time_limit_s"]),
+                    stop=stop,
+                    log_to_file=False,
+                )
+            except UnkillableRankError as error:
+                print(error, file=sys.stderr)
+                record = error.record
+        if request.tracker != NO_TRACKER:
+            TrackerClient(
+                request.tracker,
+                request.store,
+                lambda line: print(line, file=sys.stderr),
+                is_stopping=lambda: stop.received is not None,
+            ).send_runs([config.run_id])
+        return record

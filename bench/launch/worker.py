@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,16 +16,13 @@ from bench.config.run_config import RunConfig
 from bench.core import files
 from bench.launch.attempt import describe_outcome
 from bench.launch.ranks import StopSignal
-from bench.launch.run_on_host import UnkillableRankError, execute_run
+from bench.launch.run_on_host import UnkillableRankError, execute_run, hold_run_lock
 from bench.launch.task import LaunchTask, search_largest_batch
-from bench.planning.request import SweepRequest
 from bench.records import Record, RunClaimedError
 from bench.records.schema import FINISHED_STATUSES
 from bench.tracking import NO_TRACKER, Tracker, TrackerClient
 
 WorkerEvent = dict[str, Any]
-
-POLL_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -188,62 +182,3 @@ def revoke_worker_lock(lock_file: TextIO) -> bool:
     lock_file.flush()
     fcntl.flock(lock_file, fcntl.LOCK_UN)
     return True
-
-
-@contextlib.contextmanager
-def hold_run_lock(store: Path, run_id: str, stop: StopSignal) -> Iterator[bool]:
-    """Hold a run's lock, however long another sweep has it, unless a signal comes; tells whether it had to wait."""
-    had_to_wait = False
-    while True:
-        with records.lock_run(store, run_id, blocking=False) as has_lock:
-            if has_lock or stop.received:
-                yield had_to_wait
-                return
-        had_to_wait = True
-        time.sleep(POLL_INTERVAL_S)
-
-
-# --- Execute exactly one run in this terminal: what ``python -m bench.run`` does.
-
-
-def execute_single_run(request: SweepRequest, config: RunConfig) -> Record | None:
-    """Execute one run here, whatever is recorded of it, as a new attempt, once no other sweep executes it.
-
-    Returns
-    -------
-    Record or None
-        The row that was written; None if a signal came before the run began.
-
-    Raises
-    ------
-    TakenError
-        If a job of another launcher has the run.
-    OSError
-        If the store cannot be written.
-    """
-    with StopSignal() as stop:
-        with hold_run_lock(request.store, config.run_id, stop):
-            if stop.received:
-                print(f"Stopped by {stop.received}.", file=sys.stderr)
-                return None
-            try:
-                record = execute_run(
-                    config,
-                    request.store,
-                    launcher="alone",
-                    sweep=request.sweep,
-                    time_limit_s=float(request.cluster["time_limit_s"]),
-                    stop=stop,
-                    log_to_file=False,
-                )
-            except UnkillableRankError as error:
-                print(error, file=sys.stderr)
-                record = error.record
-        if request.tracker.is_active:
-            TrackerClient(
-                request.tracker,
-                request.store,
-                lambda line: print(line, file=sys.stderr),
-                is_stopping=lambda: stop.received is not None,
-            ).send_runs([config.run_id])
-        return record

@@ -28,7 +28,7 @@ SIZE_MULTIPLE = 16
 
 def require_torchao(precision: Precision) -> None:
     """Raise `ImpossibleError` where torchao, which only FP8 needs, is missing."""
-    if precision.uses_float8 and importlib.util.find_spec("torchao") is None:
+    if importlib.util.find_spec("torchao") is None:
         raise ImpossibleError(
             f"precision={precision.name} needs torchao, which is not installed: choose bf16, or install the extra fp8 "
             f"({format_install_command('fp8')})."
@@ -43,8 +43,6 @@ def convert_to_float8(family: Family, model: nn.Module, precision: Precision) ->
     ImpossibleError
         If there is none of sizes that FP8 takes.
     """
-    if not precision.uses_float8:
-        return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(precision.float8)

@@ -17,7 +17,7 @@ from bench.core import command_line
 from bench.core.command_line import parse_path_argument
 from bench.core.errors import UsageError, require_at_least, require_choice
 from bench.hardware import detect_device
-from bench.launch.local import LocalLauncher
+from bench.launch.run_on_host import compose_single_run
 from bench.overhead.compare import (
     MAX_FIXED_RATIO,
     MAX_STEP_RATIO,
@@ -31,7 +31,6 @@ from bench.overhead.compare import (
     summarize_ratios,
 )
 from bench.planning.request import parse_sweep_request
-from bench.planning.sweep_plan import build_sweep_plan
 from bench.rank.row import compute_median
 
 
@@ -81,13 +80,9 @@ def read_config(overrides: list[str]) -> RunConfig:
     """
     device = detect_device()
     request = parse_sweep_request([*overrides, "sweep=adhoc"], multirun=False, device=device)
-    plan = build_sweep_plan(
-        request.points, request.store, force=True, check_run=LocalLauncher(request.cluster, device).check
-    )
-    if plan.impossible:
-        raise UsageError(plan.impossible[0][1])
-    require_choice("model.family", plan.to_run[0].model.family, MODEL_FAMILIES)
-    return plan.to_run[0]
+    config = compose_single_run(request, device)
+    require_choice("model.family", config.model.family, MODEL_FAMILIES)
+    return config
 
 
 def measure_pair(config: RunConfig, overrides: list[str], pair_number: int) -> OverheadPair:

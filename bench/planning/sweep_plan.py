@@ -12,7 +12,8 @@ from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core import processes
-from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.command_line import refuse_unreadable_store
+from bench.core.errors import ImpossibleError
 from bench.prediction.cache import compute_predictor_version, find_user_packages
 from bench.rank.environment import list_changed_variables
 from bench.records import Record
@@ -165,12 +166,8 @@ def _find_recorded_row(store: Path, run_id: str, *, force: bool) -> Record | Non
     UsageError
         If this account may not look into the run's folder.
     """
-    try:
+    with refuse_unreadable_store(store):
         if force:
             records.list_attempts(store, run_id)
             return None
         return records.read_latest_row(store, run_id)
-    except PermissionError as error:
-        raise invalid_value_error(
-            "store", store, f"a folder that can be read ({error.strerror}: {error.filename})"
-        ) from None

@@ -15,8 +15,7 @@ from bench.core.errors import invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within
 from bench.models import Batch, Family, float8
-from bench.models.base import checkpoint_blocks, compile_blocks
-from bench.models.materialize import Materializer
+from bench.models.base import Materializer, checkpoint_blocks, compile_blocks
 from bench.strategies import Stepper, Strategy, WrapContext
 
 EnterPhase = Callable[[str], None]
@@ -120,7 +119,8 @@ def build_engine(
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     model = family.build_model().to(precision.parameter_dtype)
     model.train()
-    float8.convert_to_float8(family, model, precision)
+    if precision.uses_float8:
+        float8.convert_to_float8(family, model, precision)
     materializer = Materializer(model, family, device, seed)
     if precision.scales_loss and strategy.uses_autocast(precision):
         disable_autocast(family.find_fp32_modules(model), device)

@@ -20,7 +20,6 @@ from bench.rank.machine_load import (
     find_gpu_degradations,
     format_ranges,
 )
-from bench.rank.node_health import build_health_columns
 from bench.rank.rehearsal_group import REHEARSAL_BACKEND as REHEARSAL
 from bench.rank.run_rank import RankOutcome, choose_backend
 from bench.rank.timed_loop import RankSamples
@@ -303,7 +302,7 @@ def build_environment_columns(outcomes: list[RankOutcome]) -> Record:
         "torch_version": torch.__version__,
         "gpu_name": ", ".join(gpu_names) or None,
         "hosts": ",".join(hosts) or environment.get_host_name(),
-        **build_health_columns(device_by_rank.values()),
+        **environment.build_health_columns(device_by_rank.values()),
         "environment": {
             **environment.describe_software(),
             "topology": environment.query_gpu_topology(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
@@ -17,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from bench.config.run_config import RunConfig
+from bench.core import processes
 from bench.core.units import GIB
 from bench.hardware import MemoryLimit
 from bench.models import Batch
 from bench.rank import environment, machine_load, out_of_memory
 from bench.rank.engine import Engine, build_engine, build_micro_batches
 from bench.rank.machine_load import limit_cpu_threads
-from bench.rank.node_health import refuse_unhealthy_node
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.rank.timed_loop import RankSamples, measure_rank
 
@@ -164,16 +165,20 @@ def run_rank(
             limit_cpu_threads(kv_store, coordinates.rank, coordinates.list_node_ranks(config.processes_per_node))
         outcome.device |= environment.describe_devices(devices)
         if check_node and not config.is_rehearsed:
-            refuse_unhealthy_node(
+            environment.refuse_unhealthy_node(
                 config.hardware,
                 device,
                 host=environment.get_node_name(),
                 num_nodes=config.nodes,
                 device_info=outcome.device,
             )
-        memory_limit = MemoryLimit(config.hardware.memory_limit_bytes, devices)
-        if memory_limit.limit_bytes != config.hardware.memory_limit_bytes:
-            outcome.device["memory_limit_bytes"] = memory_limit.limit_bytes
+        limit_bytes = config.hardware.memory_limit_bytes
+        if limit_bytes is not None:
+            memory_limit = MemoryLimit(limit_bytes, devices)
+            if memory_limit.limit_bytes != limit_bytes:
+                outcome.device["memory_limit_bytes"] = memory_limit.limit_bytes
+        elif not on_gpu:
+            processes.keep_freed_memory()
         outcome.samples = measure_rank(
             build_engine_and_batches,
             devices,
@@ -184,7 +189,7 @@ def run_rank(
             min_timed_s=config.measurement.min_timed_s or 0.0,
             profile=config.measurement.profile,
             trace_path=trace_path if coordinates.rank == 0 else None,
-            unmeasured_work=memory_limit.suspend,
+            unmeasured_work=contextlib.nullcontext if memory_limit is None else memory_limit.suspend,
             agree_on_steps=build_agreement(kv_store, coordinates.rank),
         )
     except BaseException as error:

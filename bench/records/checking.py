@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from bench.records.encoding import NON_FINITE_NUMBERS, format_value
+from bench.core.files import NON_FINITE_NUMBERS, format_value
 from bench.records.schema import (
     COLUMNS,
     EVIDENCE_KINDS,

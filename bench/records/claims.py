@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.core import files
-from bench.core.files import write_temporary_file
-from bench.records.encoding import encode_record, read_json
+from bench.core.files import encode_record, read_json, write_temporary_file
 from bench.records.schema import FORMAT_VERSION, Record
 from bench.records.store import RUN_ID_PATTERN, find_next_attempt, get_row_path, write_row
 
@@ -163,7 +162,7 @@ def take_claim(store: Path, row: Record, owner: dict[str, Any], reserve_bytes: i
 
     Raises
     ------
-    TakenError
+    RunClaimedError
         If somebody else has the run.
     OSError
         If the store cannot be written or has no space left for the row.

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from bench.core.files import MAX_FILE_BYTES, encode_line, format_value, open_data_file, parse_json
 from bench.records.checking import RUN_ID_PATTERN, check_record
-from bench.records.encoding import MAX_FILE_BYTES, encode_line, format_value, open_data_file, parse_json
 from bench.records.schema import Record, upgrade_record
 
 UNSHARED_COLUMNS = ("attempt", "run_id")

@@ -19,9 +19,9 @@ from typing import Any
 
 from bench.core import files
 from bench.core.errors import UsageError, invalid_value_error
+from bench.core.files import encode_line, encode_record, parse_json, read_json
 from bench.records.checking import check_record
 from bench.records.claims import list_claimed_runs
-from bench.records.encoding import encode_line, encode_record, parse_json, read_json
 from bench.records.packed_rows import (
     RESERVED_FIELDS,
     ROWS_FILE,

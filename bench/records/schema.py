@@ -313,24 +313,3 @@ def upgrade_record(record: Record) -> Record:
         record = UPGRADES[version](record)
         version += 1
     return record
-
-
-def validate_record(record: Record) -> None:
-    """Check a record before it is written.
-
-    Raises
-    ------
-    ValueError
-        If a column is unknown, or a column of fixed vocabulary holds something else.
-    """
-    unknown_columns = sorted(set(record) - set(COLUMN_NAMES) - set(NESTED_PARTS))
-    if unknown_columns:
-        raise ValueError(f"columns unknown to the schema: {', '.join(unknown_columns)}")
-    for name in ("run_id", "evidence", "status", "started_at"):
-        if not record.get(name) and not (name == "started_at" and record.get("evidence") == "published"):
-            raise ValueError(f"column {name} is empty")
-    for name, vocabulary in (("evidence", EVIDENCE_KINDS), ("status", STATUSES), ("oom_phase", OOM_PHASES)):
-        if record.get(name) is not None and record[name] not in vocabulary:
-            raise ValueError(f"{name}={record[name]!r} is not one of {', '.join(vocabulary)}")
-    if record["status"] == "oom" and record.get("oom_phase") is None:
-        raise ValueError("an oom record names the phase (oom_phase)")

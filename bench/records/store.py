@@ -22,10 +22,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.core import files
+from bench.core.files import encode_record, read_json
 from bench.records.checking import RUN_ID_PATTERN, check_record
-from bench.records.encoding import encode_record, read_json
-from bench.records.packed_rows import PackedRow, find_packed_attempts, open_packed_rows
-from bench.records.schema import FORMAT_VERSION, Record, upgrade_record, validate_record
+from bench.records.packed_rows import ROWS_FILE, PackedRow, find_packed_attempts, open_packed_rows
+from bench.records.schema import (
+    COLUMN_NAMES,
+    EVIDENCE_KINDS,
+    FORMAT_VERSION,
+    NESTED_PARTS,
+    OOM_PHASES,
+    STATUSES,
+    Record,
+    upgrade_record,
+)
 
 ATTEMPT_FILE_PATTERN = re.compile(r"^([0-9]{1,15})\.json\Z")
 
@@ -48,7 +57,14 @@ def list_attempts(store: str | Path, run_id: str) -> list[int]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(Path(store) / run_id)
     attempts = {int(match[1]) for name in names if (match := ATTEMPT_FILE_PATTERN.match(name))}
-    return sorted(attempts | find_packed_attempts(store, run_id).keys())
+    if has_packed_rows(store):
+        attempts |= find_packed_attempts(store, run_id).keys()
+    return sorted(attempts)
+
+
+def has_packed_rows(store: str | Path) -> bool:
+    """Whether a store has a file of packed rows, which may be damaged."""
+    return (Path(store) / ROWS_FILE).exists()
 
 
 def find_next_attempt(store: str | Path, run_id: str) -> int:
@@ -87,7 +103,7 @@ def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | 
     record = {"format": FORMAT_VERSION, **record}
     validate_record(record)
     target_path = get_row_path(store, record["run_id"], record["attempt"])
-    if record["attempt"] in find_packed_attempts(store, record["run_id"]):
+    if has_packed_rows(store) and record["attempt"] in find_packed_attempts(store, record["run_id"]):
         raise FileExistsError(errno.EEXIST, "this attempt is packed", str(target_path))
     files.make_folder(target_path.parent)
     text = encode_record(record) + "\n"
@@ -118,6 +134,27 @@ def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | 
     finally:
         os.close(folder_descriptor)
     return target_path
+
+
+def validate_record(record: Record) -> None:
+    """Check a record before it is written.
+
+    Raises
+    ------
+    ValueError
+        If a column is unknown, or a column of fixed vocabulary holds something else.
+    """
+    unknown_columns = sorted(set(record) - set(COLUMN_NAMES) - set(NESTED_PARTS))
+    if unknown_columns:
+        raise ValueError(f"columns unknown to the schema: {', '.join(unknown_columns)}")
+    for name in ("run_id", "evidence", "status", "started_at"):
+        if not record.get(name) and not (name == "started_at" and record.get("evidence") == "published"):
+            raise ValueError(f"column {name} is empty")
+    for name, vocabulary in (("evidence", EVIDENCE_KINDS), ("status", STATUSES), ("oom_phase", OOM_PHASES)):
+        if record.get(name) is not None and record[name] not in vocabulary:
+            raise ValueError(f"{name}={record[name]!r} is not one of {', '.join(vocabulary)}")
+    if record["status"] == "oom" and record.get("oom_phase") is None:
+        raise ValueError("an oom record names the phase (oom_phase)")
 
 
 @contextlib.contextmanager
@@ -215,5 +252,6 @@ __all__ = [
     "read_latest_row",
     "read_row",
     "read_row_text",
+    "validate_record",
     "write_row",
 ]

@@ -19,9 +19,9 @@ from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingTerm
 from bench.models.base import group_blocks
 from bench.strategies.base import BuildOptimizer, WrapContext
-from bench.strategies.framework import FrameworkStrategy, PreparedModules, isolate_environment
+from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES
-from bench.strategies.stepper import FrameworkStepper, Stepper
+from bench.strategies.stepper import Stepper
 
 ENVIRONMENT_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Environment variables from which Accelerate takes what it is not told."""

@@ -24,6 +24,7 @@ from bench.strategies.fsdp import FSDP2Strategy
 from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES, FSDP1Strategy
 from bench.strategies.sharding import BLOCKS_PER_UNIT_RANGE
 from bench.strategies.step_plan import PlanInputs, StepPlan
+from bench.strategies.stepper import Stepper
 
 PLAIN_STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDP2Strategy, "fsdp1": FSDP1Strategy}
 """What a framework may wrap a model in, by the name of the plain strategy."""
@@ -215,3 +216,27 @@ class PreparedModules:
 
     def find_framework(self, module: nn.Module) -> Any:
         return self._framework_of_module[module]
+
+
+class FrameworkStepper(Stepper):
+    """Backward through a framework and update through the optimizer it prepared, as its users write them.
+
+    Parameters
+    ----------
+    framework: Any
+        What has a ``backward(loss)`` of its own: Accelerate's accelerator, Lightning's fabric.
+    """
+
+    def __init__(
+        self, framework: Any, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
+    ) -> None:
+        super().__init__(optimizer, scaler, keep_gradients)
+        self._framework = framework
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._framework.backward(loss)
+
+    def update(self) -> None:
+        """The prepared optimizer's step: scaling losses, if at all, is the framework's affair."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not self._keep_gradients)

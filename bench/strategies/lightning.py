@@ -16,8 +16,8 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingTerm
 from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
-from bench.strategies.framework import FrameworkStrategy, PreparedModules, isolate_environment
-from bench.strategies.stepper import FrameworkStepper, Stepper
+from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
+from bench.strategies.stepper import Stepper
 
 ENVIRONMENT_PREFIXES = ("LT_", "PL_")
 """Environment variables from which Fabric takes what it is not told, a seed among them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -76,28 +76,4 @@ class Stepper:
         """One step of the optimizer, after which no gradients are left (or zeros)."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self._keep_gradients)
-
-
-class FrameworkStepper(Stepper):
-    """Backward through a framework and update through the optimizer it prepared, as its users write them.
-
-    Parameters
-    ----------
-    framework: Any
-        What has a ``backward(loss)`` of its own: Accelerate's accelerator, Lightning's fabric.
-    """
-
-    def __init__(
-        self, framework: Any, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
-    ) -> None:
-        super().__init__(optimizer, scaler, keep_gradients)
-        self._framework = framework
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self._framework.backward(loss)
-
-    def update(self) -> None:
-        """The prepared optimizer's step: scaling losses, if at all, is the framework's affair."""
-        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self._keep_gradients)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError, invalid_value_error
+from bench.core.files import format_value
 from bench.hardware import Hardware
 from bench.hardware.hardware_file import read_hardware_file
 from bench.prediction.predictor import predict_runs
 from bench.records import Record
-from bench.records.encoding import format_value
 from bench.reporting.builder import read_store
 
 MAX_GOAL_ERROR = 0.10

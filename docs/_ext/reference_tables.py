@@ -153,7 +153,7 @@ def _find_class(group: str, values: dict[str, Any]) -> type | None:
         classes = (value for value in vars(finetune).values() if inspect.isclass(value) and issubclass(value, Finetune))
         return next((cls for cls in classes if cls.__name__.lower().startswith(name)), Finetune)
     if group == "cluster":
-        profile_modules = ("bench.launch.slurm.profile", "bench.launch.local")
+        profile_modules = ("bench.launch.slurm.profile", "bench.launch.run_on_host")
         classes = (
             value
             for module in map(importlib.import_module, profile_modules)

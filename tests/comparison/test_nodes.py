@@ -14,7 +14,7 @@ import torch
 from bench import jobs
 from bench.comparison.hosts import compare_matmul_times, compare_step_times
 from bench.launch.slurm.launcher import find_bad_nodes, format_exclude_list
-from bench.rank.node_health import (
+from bench.rank.environment import (
     NodeHealth,
     UnhealthyError,
     build_health_columns,

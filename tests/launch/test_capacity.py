@@ -11,8 +11,8 @@ import pytest
 
 from bench.core.errors import ImpossibleError
 from bench.launch.attempt import build_outcome_columns
-from bench.launch.local import compute_model_state_bytes, refuse_host_memory_overrun
 from bench.launch.ranks import RankExit, RankProcess
+from bench.launch.run_on_host import compute_model_state_bytes, refuse_host_memory_overrun
 from bench.prediction.predictor import predict_run
 from bench.records.schema import OOM_PHASES
 from bench.sweep import main as sweep_main

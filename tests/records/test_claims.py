@@ -13,7 +13,7 @@ import pytest
 
 from bench import records, run
 from bench.core import processes
-from bench.launch import attempt, local, worker
+from bench.launch import attempt, local, run_on_host
 from bench.rank.row import build_configured_columns, build_environment_columns
 from bench.records import RunClaimedError, claims
 from tests.conftest import CPU, compose_run_config
@@ -223,7 +223,7 @@ def test_a_store_that_fails_later_is_one_sentence(typed, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_waits_for_another_sweep_hears_signals(number, typed, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(worker.time, "sleep", lambda _seconds: os.kill(os.getpid(), number))
+    monkeypatch.setattr(run_on_host.time, "sleep", lambda _seconds: os.kill(os.getpid(), number))
     with records.lock_run(tmp_path, RUN_CONFIG.run_id):
         assert run.main(typed) == 1
     assert capsys.readouterr().err == f"Stopped by {number.name}.\n"

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from bench import compare, history, records, report
 from bench.core.errors import UsageError
+from bench.core.files import encode_record
 from bench.records import UnreadableRecordWarning, claims
 from bench.records.__main__ import main
-from bench.records.encoding import encode_record
 from bench.records.packed_rows import ROWS_FILE, encode_rows, read_packed_rows
 from bench.records.packing import pack_store, unpack_store
 from bench.records.schema import COLUMN_NAMES, FORMAT_VERSION, NESTED_PARTS, PREDICTION_ORIGIN

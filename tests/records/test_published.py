@@ -13,7 +13,8 @@ import pytest
 from bench.core.errors import UsageError
 from bench.records import COLUMN_NAMES, Record, read_latest_attempts, write_row
 from bench.records.published import PUBLISHED_CSV, load_published, read_published_records
-from bench.records.schema import COLUMNS, validate_record
+from bench.records.schema import COLUMNS
+from bench.records.store import validate_record
 from bench.reporting import read_store
 
 HARDWARE = PUBLISHED_CSV.with_name("hardware.csv")

@@ -12,7 +12,8 @@ from bench.planning.sweep_plan import build_sweep_plan
 from bench.prediction.cache import compute_predictor_version
 from bench.prediction.predictor import build_predicted_row, predict_runs
 from bench.records import Record, read_latest_attempts
-from bench.records.schema import COLUMNS, validate_record
+from bench.records.schema import COLUMNS
+from bench.records.store import validate_record
 from tests.conftest import CPU, ROOT
 
 PREDICTED = ROOT / "results" / "predicted"

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from bench import compare, history, records, report
 from bench.comparison import build_histories as history_of
 from bench.comparison import compare_records as compare_rows
+from bench.core.files import encode_record
 from bench.launch.attempt import describe_outcome, describe_this_process
 from bench.launch.run_on_host import write_dead_attempt_row
 from bench.launch.slurm import submissions
 from bench.launch.slurm.submissions import JobArray, SubmittedRun
 from bench.rank.row import build_configured_columns, build_environment_columns
 from bench.records import claims
-from bench.records.encoding import encode_record
 from bench.records.packed_rows import ROWS_FILE, encode_rows, open_packed_rows
 from bench.reporting.page.run_details import build_details
 from bench.reporting.tables.table import prepare_table

@@ -15,7 +15,7 @@ from bench.prediction.predictor import build_predicted_row
 from bench.rank.row import build_configured_columns
 from bench.records import Record
 from bench.records.published import load_published
-from bench.records.schema import validate_record
+from bench.records.store import validate_record
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import paper

@@ -22,7 +22,7 @@ from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, Pr
 from bench.prediction.predictor import build_predicted_row, predict_runs
 from bench.records import Record
 from bench.records.reading import read_latest_attempts
-from bench.records.schema import validate_record
+from bench.records.store import validate_record
 from bench.sweeps import predict_sweep, run_sweep
 from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, compose_run_config, needs
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from bench import records
 from bench.core.errors import UsageError
+from bench.core.files import format_value
 from bench.launch.attempt import print_safely, write_lost_row, write_unstarted_row
 from bench.launch.slurm import job_end, queue
 from bench.launch.slurm.queue import JobState
 from bench.launch.slurm.submissions import JobArray, Submission, SubmittedRun, list_submissions
 from bench.records import Claim, Record, claims
-from bench.records.encoding import format_value
 from bench.records.schema import FINISHED_STATUSES
 from bench.tracking import TrackerClient, load_tracker
 

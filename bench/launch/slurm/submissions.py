@@ -25,10 +25,9 @@ from typing import Any, TypeVar
 
 from bench.core import files
 from bench.core.errors import invalid_value_error
-from bench.core.files import replace_file
+from bench.core.files import encode_record, format_value, read_json, replace_file
 from bench.launch.attempt import get_user_name
 from bench.records import UnreadableRecordWarning
-from bench.records.encoding import encode_record, format_value, read_json
 from bench.records.store import RUN_ID_PATTERN
 
 JOBS_FOLDER = ".jobs"

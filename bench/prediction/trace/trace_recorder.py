@@ -19,9 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.core import processes
 from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
-from bench.models.base import checkpoint_blocks
+from bench.models.base import checkpoint_blocks, fill_buffers
 from bench.models.division import strip_checkpoint_wrappers
-from bench.models.materialize import fill_buffers
 from bench.prediction.trace.cpu_memory import track_rng_states
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
@@ -61,7 +60,8 @@ def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_B
     family = (None if max_blocks is None else key.family.limit_blocks(max_blocks)) or key.family
     model = family.build_model()
     model.train()
-    float8.convert_to_float8(family, model, key.precision)
+    if key.precision.uses_float8:
+        float8.convert_to_float8(family, model, key.precision)
     if key.precision.scales_loss and key.autocast:
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
     checkpoint_blocks(family, model, key.activation_checkpointing)
