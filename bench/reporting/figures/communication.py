@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from bench.records.matching import encode_config_key
 from bench.reporting.drawing import labels, lanes, style
-from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection
+from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportFigure, ReportSection
 from bench.reporting.drawing.labels import (
     CPU_NOTE,
     MISSING,
@@ -25,9 +25,8 @@ from bench.reporting.drawing.labels import (
     format_seconds,
 )
 from bench.reporting.tables.cells import iterate_groups, sort_rows
+from bench.reporting.tables.table import RowNeeds
 
-PAGE_POSITION = 80
-TITLE = "Exposed communication"
 HOW_TO_READ = (
     "A rehearsal is one real rank of the job whose collectives move nothing, so what a measured step takes beyond the "
     "rehearsed one is communication that computation did not hide, and waiting for other ranks. The filled point is "
@@ -37,6 +36,17 @@ HOW_TO_READ = (
     "in the shaded part, the rehearsed step was the slower one: what the two runs differ by for other reasons is more "
     "than what communication costs, so take it for none. The points of one rank, which talks to nobody, show how large "
     "such other reasons are. Rows whose time does not represent the speed (degraded) are left out."
+)
+FIGURE = ReportFigure(
+    name="communication",
+    page_position=80,
+    title="Exposed communication",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(
+        allowed_values={"status": ("ok",), "evidence": ("measured", "rehearsed")},
+        present=("time_question", "step_time_median_s"),
+        min_distinct={"evidence": 2},
+    ),
 )
 CPU_CAVEAT = (
     "On a CPU the processes of a measured run share caches, memory and, if there are more of them than cores, the "
@@ -148,10 +158,10 @@ def _compute_median(values: pd.Series) -> float:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per place, precision and memory limit, and a table of the same."""
-    section = ReportSection("communication", TITLE, HOW_TO_READ)
     pairs = select(table)
-    if not len(pairs):
-        section.notice = EMPTY_MESSAGE
+    if pairs.empty:
+        return FIGURE.create_empty_section(table)
+    section = FIGURE.create_section()
     for (place,), place_pairs in iterate_groups(pairs, "place"):
         for subject, groups in lanes.paginate_by_precision(place_pairs, lambda row: row["variant"]):
             section.plan_figure(_draw_communication, groups, str(place), subject, palette)

@@ -22,7 +22,6 @@ from bench.records.published import PUBLISHED_CSV, read_published_records
 from bench.reporting.builder import read_store
 from bench.reporting.drawing import drawing, labels, style
 from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection
-from bench.reporting.figures import MODULES_SHOWING_ALL_TRIALS
 from bench.reporting.tables.frontier import drop_batch_search_tries
 from bench.reporting.tables.table import prepare_table
 
@@ -115,7 +114,7 @@ class Notebook:
         parts = []
         for figure_module in figure_modules:
             section = self.draw_section(
-                figure_module.build_section, all_runs if figure_module in MODULES_SHOWING_ALL_TRIALS else final_runs
+                figure_module.build_section, all_runs if figure_module.FIGURE.shows_all_trials else final_runs
             )
             parts.append(self.show(section))
         return CellOutput("".join(part.html for part in parts), "\n".join(part.text for part in parts))

@@ -211,9 +211,9 @@ def _build_legend_trace(name: str) -> PlotlyTrace:
 
 def build_scaling_charts(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> list[InteractiveChart]:
     """A chart per model, precision and set of settings that was run on several numbers of ranks: see `scaling`."""
-    selected = scaling.select(table)
-    if selected.empty:
+    if not scaling.FIGURE.needs.are_met_by(table):
         return []
+    selected = scaling.select(table)
     anchors = {
         _build_cell_key(row): link
         for row, link in zip(table[::-1].to_dict("records"), table["link"][::-1], strict=True)

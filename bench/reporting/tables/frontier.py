@@ -12,9 +12,17 @@ from bench.reporting.drawing import labels
 from bench.reporting.drawing.style import sort_evidence
 from bench.reporting.tables.cells import FIT_COLUMNS as FIT_COLUMNS
 from bench.reporting.tables.cells import build_fit_answer, group_rows, list_known_values
-from bench.reporting.tables.table import SETTING_FORMATTERS
+from bench.reporting.tables.table import COMPLETED_STATUSES, SETTING_FORMATTERS, RowNeeds
 
 BATCH_FIELD, GPUS_FIELD = "batch_size_per_gpu", "gpus"
+
+MIN_TRIED_BATCHES = 3
+"""Batch sizes of one configuration by which a search for the largest is known."""
+
+FRONTIER_NEEDS = RowNeeds({"status": COMPLETED_STATUSES}, present=("fit_question",), min_rows=2)
+BATCH_SEARCH_NEEDS = RowNeeds(
+    {"status": COMPLETED_STATUSES}, present=("fit_question",), min_distinct={BATCH_FIELD: MIN_TRIED_BATCHES}
+)
 
 FRONTIER_COLUMNS = [
     "device",
@@ -49,7 +57,7 @@ def find_frontier_rows(table: pd.DataFrame) -> pd.Series:
     one kind of device with as much memory and in one precision there is more than one number of ranks for a model and
     strategy, more than one batch size of one configuration, or more than one kind of evidence of one configuration.
     """
-    has_question = table["fit_question"].notna() & table["status"].isin(["ok", "oom"])
+    has_question = table["fit_question"].notna() & table["status"].isin(COMPLETED_STATUSES)
     is_on_frontier = pd.Series(False, index=table.index)
     rows = table[has_question]
     if not len(rows):
@@ -80,14 +88,18 @@ def drop_batch_search_tries(table: pd.DataFrame) -> pd.DataFrame:
     A search is known by its end: of three batch sizes or more of one configuration one does not fit, and the next
     smaller does. Of its rows those of the largest batch that fits are kept, or may fit where nothing surely does.
     """
-    rows_with_question = table[table["fit_question"].notna() & table["status"].isin(["ok", "oom"])]
+    rows_with_question = table[table["fit_question"].notna() & table["status"].isin(COMPLETED_STATUSES)]
     try_indices: list[Any] = []
     for rows in group_rows(_add_identity(rows_with_question), ("evidence", "_cell"), (*FIT_COLUMNS, "_index")):
         answer = build_fit_answer(str(rows[0]["evidence"]), rows)
         largest_batch = max(
             (size for size in (answer.max_fitting_batch, answer.close_call_batch) if size is not None), default=None
         )
-        if len(answer.batch_sizes) > 2 and largest_batch is not None and answer.min_oom_batch == largest_batch + 1:
+        if (
+            len(answer.batch_sizes) >= MIN_TRIED_BATCHES
+            and largest_batch is not None
+            and answer.min_oom_batch == largest_batch + 1
+        ):
             try_indices += [
                 row["_index"]
                 for row in rows

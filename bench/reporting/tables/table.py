@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,44 @@ EXTRA_SCOPE_COLUMNS = {
 
 IGNORED_CONFIG_FIELDS = {"repeat", "seed", "sweep", "sources", "sharding_factor", "name"}
 """Parts of a configuration that make no other run of it, or are told by the row's own columns."""
+
+COMPLETED_STATUSES = ("ok", "oom")
+"""Of rows that answer what was asked: it fitted, or memory ran out."""
+
+
+@dataclass(frozen=True)
+class RowNeeds:
+    """Rows that a table must hold for something to be made of them: without these there is nothing, with them there may
+    be.
+
+    So it is known from the table alone whether a figure can be empty, before anything of the figure runs.
+    """
+
+    allowed_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """By column, the values one of which a row must have to count."""
+    present: tuple[str, ...] = ()
+    """Columns in which it must have a value: not a missing one, nor an empty list or array."""
+    min_rows: int = 1
+    """How many rows must count."""
+    min_distinct: Mapping[str, int] = field(default_factory=dict)
+    """By column, how many different values they must have in it together."""
+
+    def are_met_by(self, table: pd.DataFrame) -> bool:
+        """Whether a table of `prepare_table` holds such rows."""
+        counts = pd.Series(True, index=table.index)
+        for column, values in self.allowed_values.items():
+            counts &= table[column].isin(values).fillna(False).astype(bool)
+        for column in self.present:
+            counts &= pd.Series([_has_value(value) for value in table[column]], index=table.index, dtype=bool)
+        rows = table[counts]
+        return len(rows) >= self.min_rows and all(
+            rows[column].nunique() >= number for column, number in self.min_distinct.items()
+        )
+
+
+def _has_value(value: Any) -> bool:
+    return len(value) > 0 if hasattr(value, "__len__") else bool(pd.notna(value))
+
 
 VERSION_COLUMNS = ("torch_version", "git_sha")
 """Columns that are named of a row only where nothing else tells it apart."""
