@@ -8,12 +8,13 @@ from types import ModuleType
 
 import pandas as pd
 
+from bench.core import presentation
 from bench.core.errors import UsageError
 from bench.core.files import replace_file
+from bench.core.presentation import format_plural
 from bench.records import StoreContents, read_latest_attempts
-from bench.reporting.drawing import labels, style
+from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import ReportFigure, ReportSection, save_drawing
-from bench.reporting.drawing.labels import format_plural
 from bench.reporting.figures import FIGURE_MODULES
 from bench.reporting.page import page
 from bench.reporting.page.interactive import build_explorer_charts, build_scaling_charts
@@ -147,7 +148,7 @@ def _distribute_figures(planned_counts: list[int], max_figures: int) -> list[int
 
 def _describe_left_out(drawn: int, planned: int) -> str:
     return (
-        f"{labels.format_plural(drawn, 'figure')} of {planned} drawn: give bench.report a part of the store, or "
+        f"{presentation.format_plural(drawn, 'figure')} of {planned} drawn: give bench.report a part of the store, or "
         f"--figures {planned} to draw more."
     )
 

@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from bench.core.presentation import format_list, format_percent, format_plural
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import (
     Drawing,
@@ -21,7 +22,6 @@ from bench.reporting.drawing.drawing import (
     create_figure,
     draw_header,
 )
-from bench.reporting.drawing.labels import format_list, format_percent, format_plural
 from bench.reporting.tables import agreement
 from bench.reporting.tables.agreement import MEMORY, QUANTITY_UNITS, SPEED, compute_log_limits
 from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds

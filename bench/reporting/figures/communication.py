@@ -12,10 +12,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.records.matching import encode_config_key
-from bench.reporting.drawing import labels, lanes, style
-from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportFigure, ReportSection
-from bench.reporting.drawing.labels import (
+from bench.core import presentation
+from bench.core.presentation import (
     CPU_NOTE,
     MISSING,
     build_slug,
@@ -24,6 +22,9 @@ from bench.reporting.drawing.labels import (
     format_plural,
     format_seconds,
 )
+from bench.records.matching import encode_config_key
+from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportFigure, ReportSection
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 from bench.reporting.tables.table import RowNeeds
 
@@ -194,7 +195,7 @@ def _draw_communication(
         for row in shown_pairs.to_dict("records")
     ]
     alt_text = f"Exposed communication of {format_plural(len(shown_pairs), 'configuration')} in {subject} on {place}. "
-    alt_text += labels.format_list(share_texts, 4) + "."
+    alt_text += presentation.format_list(share_texts, 4) + "."
     caption = f"Measured step less rehearsed step, as a share of the measured one, in {subject} on {place}."
     caption += f" {CPU_CAVEAT} {cpu_note}." if is_on_cpu else ""
     return Drawing(build_slug("communication", subject, place), title, figure, caption, alt_text)

@@ -10,9 +10,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting.drawing import labels, lanes, style
-from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportFigure, ReportSection
-from bench.reporting.drawing.labels import (
+from bench.core import presentation
+from bench.core.presentation import (
     MISSING,
     build_slug,
     choose_memory_unit,
@@ -21,6 +20,8 @@ from bench.reporting.drawing.labels import (
     get_rank_noun,
     get_rank_nouns,
 )
+from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportFigure, ReportSection
 from bench.reporting.tables.cells import (
     CLOSE_CALL,
     FITS,
@@ -170,7 +171,7 @@ def _draw_frontier(
     for cell in shown_cells.to_dict("records"):
         lane = lanes_by_name[cell["heading"], cell["lane"]]
         disagreement_text = describe_disagreement(cell["answers"])
-        ranks_label = labels.format_ranks(cell["world_size"], device)
+        ranks_label = presentation.format_ranks(cell["world_size"], device)
         _draw_cell(
             axes,
             world_sizes.index(cell["world_size"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from bench.core.presentation import CPU_NOTE, build_slug, format_number
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import (
     Drawing,
@@ -13,7 +14,6 @@ from bench.reporting.drawing.drawing import (
     create_figure,
     draw_header,
 )
-from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_number
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 from bench.reporting.tables.table import RowNeeds
 

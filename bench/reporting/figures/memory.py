@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from bench.core.presentation import build_slug, choose_memory_unit, format_number, get_rank_noun
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
-from bench.reporting.drawing.labels import build_slug, choose_memory_unit, format_number, get_rank_noun
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
 

@@ -11,9 +11,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
-from bench.reporting.drawing.labels import (
+from bench.core.presentation import (
     build_slug,
     choose_memory_unit,
     format_list,
@@ -21,6 +19,8 @@ from bench.reporting.drawing.labels import (
     format_ranks,
     get_rank_noun,
 )
+from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
 from bench.reporting.tables.cells import (
     CLOSE_CALL,
     FAILED,

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from bench.core.presentation import build_slug, format_list, format_number
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import (
     Drawing,
@@ -20,7 +21,6 @@ from bench.reporting.drawing.drawing import (
     create_figure,
     draw_header,
 )
-from bench.reporting.drawing.labels import build_slug, format_list, format_number
 from bench.reporting.paper.paper import (
     PAPER_COMPARISONS,
     PAPER_FILTERS,

@@ -10,7 +10,19 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.core.presentation import FactorLine
+from bench.core.presentation import (
+    CPU_NOTE,
+    MISSING,
+    FactorLine,
+    build_slug,
+    choose_memory_unit,
+    format_list,
+    format_number,
+    format_ranks,
+    get_rank_noun,
+    get_strategy_label,
+    get_strategy_presentation,
+)
 from bench.core.units import GIB
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import (
@@ -21,18 +33,6 @@ from bench.reporting.drawing.drawing import (
     compute_header_height_in,
     create_figure,
     draw_header,
-)
-from bench.reporting.drawing.labels import (
-    CPU_NOTE,
-    MISSING,
-    build_slug,
-    choose_memory_unit,
-    format_list,
-    format_number,
-    format_ranks,
-    get_rank_noun,
-    get_strategy_label,
-    get_strategy_presentation,
 )
 from bench.reporting.tables.cells import (
     compute_median,

@@ -12,16 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from bench.core.presentation import CPU_NOTE, build_slug, format_list, format_number, format_plural, format_seconds
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
-from bench.reporting.drawing.labels import (
-    CPU_NOTE,
-    build_slug,
-    format_list,
-    format_number,
-    format_plural,
-    format_seconds,
-)
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 from bench.reporting.tables.table import RowNeeds
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
+from bench.core.presentation import CPU_NOTE, build_slug, format_number, get_rank_noun
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
-from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_number, get_rank_noun
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
 

@@ -12,9 +12,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection, create_figure, draw_header
-from bench.reporting.drawing.labels import (
+from bench.core.presentation import (
     CPU_NOTE,
     build_slug,
     choose_memory_unit,
@@ -23,6 +21,8 @@ from bench.reporting.drawing.labels import (
     get_rank_noun,
     get_rank_nouns,
 )
+from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection, create_figure, draw_header
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from bench.core import presentation
 from bench.records.matching import encode_config_key
-from bench.reporting.drawing import labels
 from bench.reporting.drawing.style import sort_evidence
 from bench.reporting.tables.cells import FIT_COLUMNS as FIT_COLUMNS
 from bench.reporting.tables.cells import build_fit_answer, group_rows, list_known_values
@@ -155,8 +155,8 @@ def _build_cell(rows: list[dict[str, Any]]) -> dict[str, Any]:
     first_row = rows[0]
     question = first_row["fit_question"]
     strategy_values = [first_row[name] for name in ("strategy", "effective_strategy", "sharding_factor", "world_size")]
-    presentation = labels.get_strategy_presentation(str(first_row["strategy"]))
-    if first_row["world_size"] == 1 and presentation.is_sharded_by_factor:  # where what shards fully begins
+    is_sharded_by_factor = presentation.get_strategy_presentation(str(first_row["strategy"])).is_sharded_by_factor
+    if first_row["world_size"] == 1 and is_sharded_by_factor:  # where what shards fully begins
         strategy_values = [first_row["strategy"], f"{first_row['strategy']}/full_shard", None, None]
     parameters = list_known_values(rows, "parameters")
     return {
@@ -164,7 +164,7 @@ def _build_cell(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "device": question["device"],
         "memory_gib": question["memory_gib"],
         "precision": first_row["precision"],
-        "variant_key": labels.build_variant(*(None if pd.isna(value) else value for value in strategy_values)),
+        "variant_key": presentation.build_variant(*(None if pd.isna(value) else value for value in strategy_values)),
         "world_size": int(first_row["world_size"]),
         "model": first_row["model"],
         "parameters": int(parameters[0]) if parameters else 0,
@@ -190,7 +190,10 @@ def _name_cells(cells: list[dict[str, Any]]) -> None:
     input_fields = ["sequence_length"] if is_batch_search else [BATCH_FIELD, "sequence_length"]
     differing_fields = {path for path in (*field_paths, *input_fields) if _has_several_values(cells, path)}
     for cell in cells:
-        question, size_text = cell["question"], labels.format_count(cell["parameters"]) if cell["parameters"] else ""
+        question, size_text = (
+            cell["question"],
+            presentation.format_count(cell["parameters"]) if cell["parameters"] else "",
+        )
         cell_phrases = [
             _format_setting(path, question.get(path))
             for path in (*input_fields, *field_paths)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from bench.core import presentation
 from bench.records import Record, matching, to_frame
-from bench.reporting.drawing import labels
 
 CELL_COLUMNS = [
     "place",
@@ -112,7 +112,7 @@ def prepare_table(records: Sequence[Record]) -> pd.DataFrame:
     for column in ("model", "precision"):
         frame[column] = frame[column].fillna(f"{column} not stated")
     frame["precision"] = [
-        labels.format_precision(*values) for values in _iterate_values(frame, "precision", "mixed_precision")
+        presentation.format_precision(*values) for values in _iterate_values(frame, "precision", "mixed_precision")
     ]
     frame["place"] = _format_places(frame)
     frame["device"] = frame["device"].fillna("")
@@ -121,10 +121,10 @@ def prepare_table(records: Sequence[Record]) -> pd.DataFrame:
         _format_workload(*values) for values in _iterate_values(frame, "batch_size_per_gpu", "sequence_length")
     ]
     limits = _iterate_values(frame, "memory_limit_bytes")
-    frame["limit"] = ["" if limit is None else f"limit {limit / labels.GIB:.3g} GiB" for (limit,) in limits]
+    frame["limit"] = ["" if limit is None else f"limit {limit / presentation.GIB:.3g} GiB" for (limit,) in limits]
     frame["settings"] = _format_settings(frame)
     variants = [
-        labels.build_variant(*values)
+        presentation.build_variant(*values)
         for values in _iterate_values(frame, "strategy", "effective_strategy", "sharding_factor", "world_size")
     ]
     frame["variant"] = [variant.label for variant in variants]
@@ -273,12 +273,12 @@ HEADING_COLUMNS = ["model", "parameters", "world_size", "device", "workload", "l
 
 
 def _format_heading(row: dict[Any, Any]) -> str:
-    size_text = "" if pd.isna(row["parameters"]) else f"{labels.format_count(row['parameters'])} params"
+    size_text = "" if pd.isna(row["parameters"]) else f"{presentation.format_count(row['parameters'])} params"
     world_size = None if pd.isna(row["world_size"]) else int(row["world_size"])
     parts = [
         row["model"],
         size_text,
-        labels.format_ranks(world_size, row["device"]),
+        presentation.format_ranks(world_size, row["device"]),
         row["workload"],
         row["limit"],
         row["settings"],
