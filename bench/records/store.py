@@ -25,7 +25,7 @@ from bench.core import files
 from bench.records.checking import RUN_ID_PATTERN, check_record
 from bench.records.encoding import encode_record, read_json
 from bench.records.packed_rows import PackedRow, find_packed_attempts, open_packed_rows
-from bench.records.schema import FORMAT_VERSION, Record, upgrade_record, validate_record
+from bench.records.schema import FORMAT_VERSION, Record, validate_record
 
 ATTEMPT_FILE_PATTERN = re.compile(r"^([0-9]{1,15})\.json\Z")
 
@@ -160,7 +160,7 @@ def read_row(path: str | os.PathLike[str]) -> Record:
         if packed_row is None:
             raise
         return packed_row.read()
-    return check_record(upgrade_record(content))
+    return check_record(content)
 
 
 def read_row_text(path: str | os.PathLike[str]) -> str:

@@ -516,3 +516,24 @@ def test_no_label_of_the_committed_predictions_covers_another():
     for figure in FIGURE_MODULES:
         for drawing in draw(figure, rows).drawings:
             assert overlaps(drawing.figure) == [], drawing.name
+
+
+@pytest.mark.parametrize("store", ["measured/strategies", "measured/cpu_pipelines", "predicted/a100_80gb"])
+def test_a_figure_whose_needs_are_not_met_draws_nothing_of_these_rows(store):
+    """So that a report need not ask it. Of single rows and some that stand together, drawn at random."""
+    rows = read_latest_attempts(ROOT / "results" / store).records
+    generator = np.random.default_rng(0)
+    asked, drawn = set(), set()
+    for size in (1, 1, 1, 2, 2, 2, 3, 3, 4, 6, 10, len(rows)):
+        start = generator.integers(len(rows) - size + 1)
+        table = prepare_table(rows[start : start + size])
+        palette = style.build_palette(table["variant_key"])
+        for figure in FIGURE_MODULES:
+            section = figure.build_section(table, palette)
+            if figure.FIGURE.needs.are_met_by(table):
+                drawn |= {figure} if section.planned_figures else set()
+            else:
+                asked.add(figure)
+                assert section == figure.FIGURE.create_empty_section(table), (figure, size)
+    assert len(asked) > 5
+    assert len(drawn) > 3

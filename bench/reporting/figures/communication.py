@@ -48,12 +48,12 @@ FIGURE = ReportFigure(
         present=("time_question", "step_time_median_s"),
         min_distinct={"evidence": 2},
     ),
+    empty_message="No run in this store was both measured and rehearsed on the same hardware.",
 )
 CPU_CAVEAT = (
     "On a CPU the processes of a measured run share caches, memory and, if there are more of them than cores, the "
     "cores; a rehearsal has them to itself. That contention is in the difference, not in the profiler's figure."
 )
-EMPTY_MESSAGE = "No run in this store was both measured and rehearsed on the same hardware."
 
 NAME_COLUMNS = ["place", "device", "precision", "limit", "heading", "variant"]
 VALUE_COLUMNS = [
