@@ -537,3 +537,24 @@ def test_a_figure_whose_needs_are_not_met_draws_nothing_of_these_rows(store):
                 assert section == figure.FIGURE.create_empty_section(table), (figure, size)
     assert len(asked) > 5
     assert len(drawn) > 3
+
+
+def test_the_fewest_rows_that_a_figure_draws_meet_its_needs():
+    """Rows are left out as long as the figure still draws something."""
+    shrunk = {}
+    for figure in FIGURE_MODULES:
+        rows = ROWS
+        size = len(rows) // 2 if draw(figure, rows).planned_figures else 0
+        while size:
+            start = 0
+            while start < len(rows):
+                fewer = rows[:start] + rows[start + size :]
+                if fewer and draw(figure, fewer).planned_figures:
+                    rows = fewer
+                else:
+                    start += size
+            size //= 2
+            shrunk[figure] = rows
+    for figure, rows in shrunk.items():
+        assert figure.FIGURE.needs.are_met_by(prepare_table(rows)), figure
+    assert {figure: len(rows) for figure, rows in shrunk.items()}.items() >= {scaling: 2, throughput: 1}.items()
