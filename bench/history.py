@@ -14,9 +14,9 @@ from bench.core.command_line import (
     run_main,
 )
 from bench.core.errors import UsageError
+from bench.core.presentation import format_plural
 from bench.records import read_all_attempts
 from bench.reporting.builder import read_store
-from bench.reporting.drawing.labels import format_plural
 from bench.reporting.figures.history import write_history
 from bench.reporting.regressions.terminal import build_history_tables
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from bench.core.command_line import build_parser, parse_path_argument, report_usage_errors, run_main
 from bench.core.errors import require_at_least
+from bench.core.presentation import format_plural
 from bench.reporting import read_store, write_report
 from bench.reporting.builder import MAX_FIGURES
-from bench.reporting.drawing.labels import format_plural
 
 
 @report_usage_errors

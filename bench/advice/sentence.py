@@ -11,13 +11,13 @@ from bench.advice.ranking import RankedCandidate
 from bench.config.compose import compose_config, list_config_groups
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
+from bench.core import presentation
 from bench.core.errors import ImpossibleError
+from bench.core.presentation import build_variant, format_number
 from bench.core.units import GIB
 from bench.models import Family
 from bench.planning.run_predictions import Unpredictable, predict_configs
 from bench.prediction.prediction import FITS
-from bench.reporting.drawing import labels
-from bench.reporting.drawing.labels import build_variant, format_number
 
 MIN_NETWORK_SHARE = 0.05
 """Share of a step from which waiting for the network is given as a reason."""
@@ -74,7 +74,7 @@ def _describe_only_candidate(candidate: RankedCandidate) -> str:
     time = candidate.prediction.time
     assert time is not None
     speed_text = (
-        f"{labels.format_count(candidate.tokens_per_second)} tokens/s "
+        f"{presentation.format_count(candidate.tokens_per_second)} tokens/s "
         f"(±{format_percent(_compute_uncertainty(candidate))})"
     )
     peak_share_text = "" if candidate.mfu is None else f"{format_percent(candidate.mfu)} of the peak, "

@@ -25,10 +25,10 @@ from bench.advice.sentence import (
     list_notes,
 )
 from bench.config.run_config import RunConfig
+from bench.core import presentation
+from bench.core.presentation import MISSING, format_number
 from bench.prediction.prediction import FITS, TOO_CLOSE, PredictedRange
 from bench.prediction.prediction import MEMORY_PARTS as ALL_PARTS
-from bench.reporting.drawing import labels
-from bench.reporting.drawing.labels import MISSING, format_number
 
 FIT_STYLES = {FITS: "green", TOO_CLOSE: "yellow"}
 
@@ -59,7 +59,7 @@ def build_section_tables(section: AdviceSection, tokens: float | None, max_rows:
     if section.ranking.infeasible:
         renderables += [Text(), *_build_infeasible_lines(section.ranking, max_rows)]
     renderables += [
-        Text(f"Not possible ({labels.format_plural(count, 'candidate')}): {reason}", style="yellow")
+        Text(f"Not possible ({presentation.format_plural(count, 'candidate')}): {reason}", style="yellow")
         for reason, count in section.impossible_reasons.items()
     ]
     return renderables
@@ -74,8 +74,8 @@ def _format_heading(section: AdviceSection) -> str:
     assumed_keys = [key for key in ("sequence_length", "gpus") if key not in given_keys]
     assumed_text = f" (not given: {' and '.join(assumed_keys)})" if assumed_keys else ""
     return (
-        f"{config.model.name}, {labels.format_count(config.model.num_parameters)} parameters, on "
-        f"{labels.format_ranks(config.gpus, config.hardware.device)} {config.hardware.name} "
+        f"{config.model.name}, {presentation.format_count(config.model.num_parameters)} parameters, on "
+        f"{presentation.format_ranks(config.gpus, config.hardware.device)} {config.hardware.name} "
         f"({memory_text}{per_node_text}), "
         f"{config.sequence_length} tokens per sequence{assumed_text}"
     )
@@ -126,8 +126,12 @@ def _list_columns(tokens: float | None) -> list[CandidateColumn]:
         ("TFLOP/s", True, lambda candidate: format_number(candidate.tflops_per_gpu)),
         ("MFU", True, lambda candidate: MISSING if candidate.mfu is None else f"{candidate.mfu:.1%}"),
         ("tokens/s/GPU", True, lambda candidate: format_number(candidate.tokens_per_second_per_gpu)),
-        ("tokens/s", True, lambda candidate: labels.format_count(candidate.tokens_per_second)),
-        ("tokens/step", True, lambda candidate: labels.format_count(candidate.tokens_per_step * candidate.config.gpus)),
+        ("tokens/s", True, lambda candidate: presentation.format_count(candidate.tokens_per_second)),
+        (
+            "tokens/step",
+            True,
+            lambda candidate: presentation.format_count(candidate.tokens_per_step * candidate.config.gpus),
+        ),
         ("ms/step", True, _format_step_time),
         ("GiB", True, lambda candidate: format_gib(candidate.prediction.memory.reserved.value)),
         (
@@ -368,14 +372,14 @@ def _build_time_lines(candidate: RankedCandidate) -> list[RenderableType]:
     ):
         table.add_row(label, format_number(seconds * 1e3), format_percent(seconds / time.step_s.value))
     hidden_communication_s = max(0.0, round(time.communication_s - time.exposed_communication_s, 12))
-    step_range = f"{labels.format_seconds(time.step_s.low)} to {labels.format_seconds(time.step_s.high)}"
+    step_range = f"{presentation.format_seconds(time.step_s.low)} to {presentation.format_seconds(time.step_s.high)}"
     degraded_text = " The allocator flushes and retries: the time is degraded." if time.degraded else ""
     return [
         Text(f"Time: limited by {time.limited_by}; a step takes {step_range} (19 times of 20).{degraded_text}"),
         _indent_table(table),
         Text(
-            f"  Of {labels.format_seconds(time.communication_s)} of communication, "
-            f"{labels.format_seconds(hidden_communication_s)} are hidden."
+            f"  Of {presentation.format_seconds(time.communication_s)} of communication, "
+            f"{presentation.format_seconds(hidden_communication_s)} are hidden."
         ),
         Text(
             f"  {format_number(candidate.tflops_per_gpu)} TFLOP/s per GPU of the model's own "
@@ -394,7 +398,7 @@ def _build_rules_lines(rule_comparisons: Sequence[RuleComparison]) -> list[Rende
     table.add_column("why they differ")
     for comparison in rule_comparisons:
         memory = comparison.memory
-        traced_gib = labels.MISSING if memory is None else format_gib(memory.allocated.value)
+        traced_gib = presentation.MISSING if memory is None else format_gib(memory.allocated.value)
         table.add_row(
             comparison.rule.name,
             comparison.rule.formula,

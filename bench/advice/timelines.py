@@ -7,9 +7,10 @@ from pathlib import Path
 
 from bench.advice.ranking import RankedCandidate
 from bench.advice.sentence import describe_missing_time, format_overrides, format_strategy
+from bench.core import presentation
 from bench.core.errors import UsageError
 from bench.prediction.predictor import predict_run
-from bench.reporting.drawing import labels, style
+from bench.reporting.drawing import style
 from bench.reporting.timelines.timeline import build_trace_events, draw_timeline
 
 
@@ -25,10 +26,12 @@ def write_timeline(candidate: RankedCandidate, path: Path) -> None:
     time = predict_run(config, timeline=True).time
     if time is None or not time.timeline:
         raise UsageError(f"timeline={path} cannot be drawn: {describe_missing_time(config)}.")
-    title = f"One step of {config.model.name}, {format_strategy(config)}: {labels.format_seconds(time.step_s.value)}"
+    title = (
+        f"One step of {config.model.name}, {format_strategy(config)}: {presentation.format_seconds(time.step_s.value)}"
+    )
     subtitle = (
-        f"Predicted, not measured · {labels.format_ranks(config.gpus, config.hardware.device)} {config.hardware.name} "
-        "· "
+        f"Predicted, not measured · {presentation.format_ranks(config.gpus, config.hardware.device)} "
+        f"{config.hardware.name} · "
         f"{config.precision.name} · batch {config.batch_size_per_gpu} × {config.sequence_length} · "
         f"checkpointing {config.activation_checkpointing} · limited by {time.limited_by}"
     )

@@ -1,4 +1,4 @@
-"""What a reader may rely on: the types and ranges of a row that was read from a file.
+"""What a reader may rely on: the version, types and ranges of a row that was read from a file.
 
 Whoever can write to a store can put anything there, and a row of another version or another tool is found sooner or
 later. One that is not as this module says is left out as a whole, with a sentence that names the field and its value;
@@ -17,6 +17,7 @@ from bench.core.files import NON_FINITE_NUMBERS, format_value
 from bench.records.schema import (
     COLUMNS,
     EVIDENCE_KINDS,
+    FORMAT_VERSION,
     MIN_STEPS_FOR_INTERVAL,
     MIN_STEPS_FOR_P95,
     OOM_PHASES,
@@ -62,14 +63,39 @@ MAX_NESTING_DEPTH = 8
 """Levels of a nested part."""
 
 
-def check_record(record: Record) -> Record:
-    """Check a row that was read, and put numbers where texts stand for those that JSON does not have.
+# Version n -> n + 1. A reader of a later version applies these in order, so old rows stay readable.
+UPGRADES: dict[int, Callable[[Record], Record]] = {}
+
+
+def upgrade_record(record: Record) -> Record:
+    """Bring a record of any known format version to `FORMAT_VERSION`.
 
     Raises
     ------
     ValueError
-        Naming the field, its value and what is valid.
+        If the object is not a record, or was written by a later version of the suite.
     """
+    version = record.get("format") if isinstance(record, dict) else None
+    if version.__class__ is not int or version < 1:
+        raise ValueError("not a record: it has no whole number of at least 1 under 'format'")
+    if version > FORMAT_VERSION:
+        raise ValueError(f"format {version} is newer than this suite reads ({FORMAT_VERSION})")
+    while version < FORMAT_VERSION:
+        record = UPGRADES[version](record)
+        version += 1
+    return record
+
+
+def check_record(record: Record) -> Record:
+    """Bring a row that was read to the current format and check it, with numbers where texts stand for those that JSON
+    does not have.
+
+    Raises
+    ------
+    ValueError
+        If it is no record, or of a later version; else naming the field, its value and what is valid.
+    """
+    record = upgrade_record(record)
     for name, check_column in _RECORD_CHECKS:
         value = record.get(name)
         if value is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.core.files import MAX_FILE_BYTES, encode_line, format_value, open_data_file, parse_json
 from bench.records.checking import RUN_ID_PATTERN, check_record
-from bench.records.schema import Record, upgrade_record
+from bench.records.schema import Record
 
 UNSHARED_COLUMNS = ("attempt", "run_id")
 """Columns that every line has, so that it says which row it is whatever became of the first one."""
@@ -208,7 +208,7 @@ class PackedRow:
         ValueError
             If it is not a record.
         """
-        return check_record(upgrade_record(self.decode()))
+        return check_record(self.decode())
 
 
 @dataclass

@@ -31,7 +31,7 @@ from bench.records.packed_rows import (
     open_packed_rows,
     read_packed_rows,
 )
-from bench.records.schema import PREDICTION_ORIGIN, Record, upgrade_record
+from bench.records.schema import PREDICTION_ORIGIN, Record
 from bench.records.store import get_row_path, list_attempts, list_runs
 
 LOCK_FILE = ".pack.lock"
@@ -171,7 +171,7 @@ def _read_store_rows(store: Path) -> tuple[dict[AttemptKey, Record], list[str]]:
 
 
 def _check_packable(row: Any, run_id: str, attempt: int) -> None:
-    record = check_record(upgrade_record(parse_json(encode_record(row).encode()) if isinstance(row, dict) else row))
+    record = check_record(parse_json(encode_record(row).encode()) if isinstance(row, dict) else row)
     if (record["run_id"], record["attempt"]) != (run_id, attempt):
         raise ValueError(f"it is the row of run {record['run_id']}, attempt {record['attempt']}")
     if reserved := [name for name in RESERVED_FIELDS if name in row]:

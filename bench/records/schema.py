@@ -6,7 +6,6 @@ A record is one JSON object: these columns, and beside them the nested parts tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -291,25 +290,3 @@ PREDICTION_ORIGIN = frozenset(
 )
 """What differs between two predictions of one run that are equal: when, where and by what each was made. All other
 columns and parts are the question (`config` and what follows from it, the sweep that asked) or its answer."""
-
-# Version n -> n + 1. A reader of a later version applies these in order, so old rows stay readable.
-UPGRADES: dict[int, Callable[[Record], Record]] = {}
-
-
-def upgrade_record(record: Record) -> Record:
-    """Bring a record of any known format version to `FORMAT_VERSION`.
-
-    Raises
-    ------
-    ValueError
-        If the object is not a record, or was written by a later version of the suite.
-    """
-    version = record.get("format") if isinstance(record, dict) else None
-    if version.__class__ is not int or version < 1:
-        raise ValueError("not a record: it has no whole number of at least 1 under 'format'")
-    if version > FORMAT_VERSION:
-        raise ValueError(f"format {version} is newer than this suite reads ({FORMAT_VERSION})")
-    while version < FORMAT_VERSION:
-        record = UPGRADES[version](record)
-        version += 1
-    return record

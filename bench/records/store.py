@@ -33,7 +33,6 @@ from bench.records.schema import (
     OOM_PHASES,
     STATUSES,
     Record,
-    upgrade_record,
 )
 
 ATTEMPT_FILE_PATTERN = re.compile(r"^([0-9]{1,15})\.json\Z")
@@ -197,7 +196,7 @@ def read_row(path: str | os.PathLike[str]) -> Record:
         if packed_row is None:
             raise
         return packed_row.read()
-    return check_record(upgrade_record(content))
+    return check_record(content)
 
 
 def read_row_text(path: str | os.PathLike[str]) -> str:

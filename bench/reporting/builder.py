@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
+import pandas as pd
+
+from bench.core import presentation
 from bench.core.errors import UsageError
 from bench.core.files import replace_file
+from bench.core.presentation import format_plural
 from bench.records import StoreContents, read_latest_attempts
-from bench.reporting.drawing import labels, style
-from bench.reporting.drawing.drawing import ReportSection, save_drawing
-from bench.reporting.drawing.labels import format_plural
-from bench.reporting.figures import FIGURE_MODULES, MODULES_SHOWING_ALL_TRIALS
+from bench.reporting.drawing import style
+from bench.reporting.drawing.drawing import ReportFigure, ReportSection, save_drawing
+from bench.reporting.figures import FIGURE_MODULES
 from bench.reporting.page import page
 from bench.reporting.page.interactive import build_explorer_charts, build_scaling_charts
-from bench.reporting.tables.frontier import drop_batch_search_tries
+from bench.reporting.tables.frontier import BATCH_SEARCH_NEEDS, drop_batch_search_tries
 from bench.reporting.tables.table import prepare_table
 
 MANIFEST_FILE = ".written-by-report"
@@ -64,7 +68,7 @@ def write_report(
 
     Parameters
     ----------
-    max_max_figures: int
+    max_figures: int
         The most static figures to draw; of every section the first ones, and how many there would be is said.
 
     Raises
@@ -75,11 +79,11 @@ def write_report(
     output = Path(output)
     table = prepare_table(contents.records)
     palette = style.build_palette(table["variant_key"])
-    final_runs = drop_batch_search_tries(table)
+    final_runs = drop_batch_search_tries(table) if BATCH_SEARCH_NEEDS.are_met_by(table) else table
     with style.apply_report_style():
         all_sections = [
-            figure_module.build_section(table if figure_module in MODULES_SHOWING_ALL_TRIALS else final_runs, palette)
-            for figure_module in FIGURE_MODULES
+            _build_section(module, table if module.FIGURE.shows_all_trials else final_runs, palette)
+            for module in FIGURE_MODULES
         ]
     sections = [section for section in all_sections if section.planned_figures or section.tables or section.notice]
     charts = [*build_explorer_charts(table, palette), *build_scaling_charts(final_runs, palette)] if interactive else []
@@ -91,6 +95,17 @@ def write_report(
     except OSError as error:
         raise UsageError(f"Cannot write to {output} ({error.strerror}): choose another folder with --output.") from None
     return output / "index.html"
+
+
+def _build_section(
+    figure_module: ModuleType, table: pd.DataFrame, palette: dict[str, style.VariantStyle]
+) -> ReportSection:
+    """What a figure module makes of a table; nothing of it runs where the table lacks what the figure needs."""
+    figure: ReportFigure = figure_module.FIGURE
+    if not figure.needs.are_met_by(table):
+        return figure.create_empty_section(table)
+    section: ReportSection = figure_module.build_section(table, palette)
+    return section
 
 
 def _save_figures(sections: list[ReportSection], folder: Path, max_figures: int) -> dict[str, str]:
@@ -133,7 +148,7 @@ def _distribute_figures(planned_counts: list[int], max_figures: int) -> list[int
 
 def _describe_left_out(drawn: int, planned: int) -> str:
     return (
-        f"{labels.format_plural(drawn, 'figure')} of {planned} drawn: give bench.report a part of the store, or "
+        f"{presentation.format_plural(drawn, 'figure')} of {planned} drawn: give bench.report a part of the store, or "
         f"--figures {planned} to draw more."
     )
 

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from bench.config.compose import list_config_groups
-from bench.records.schema import COLUMNS, FORMAT_VERSION, NESTED_PARTS, STATUSES, upgrade_record
+from bench.records.checking import upgrade_record
+from bench.records.schema import COLUMNS, FORMAT_VERSION, NESTED_PARTS, STATUSES
 from bench.records.store import validate_record
 from tests.conftest import compose_run_config
 from tests.finetune.test_finetune import needs_peft

@@ -10,7 +10,7 @@ from matplotlib.collections import LineCollection
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import paper
-from bench.reporting.figures.agreement import EMPTY_MESSAGE, assign_source_styles, build_section
+from bench.reporting.figures.agreement import FIGURE, assign_source_styles, build_section
 from bench.reporting.page.interactive_figures import build_deviation_figure, build_paper_figure
 from bench.reporting.tables import agreement
 from bench.reporting.tables.agreement import MEMORY, SPEED, build_pairs, summarize_pairs
@@ -141,7 +141,7 @@ def test_every_pair_is_drawn_with_both_uncertainties():
 def test_nothing_to_compare_is_said():
     section = draw_section([make_record()])
     assert section.drawings == []
-    assert section.notice == EMPTY_MESSAGE
+    assert section.notice == FIGURE.empty_message != ""
 
 
 def test_sources_differ_in_colour_and_in_marker():

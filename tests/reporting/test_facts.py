@@ -242,7 +242,9 @@ def test_what_is_not_one_question_makes_no_pair(other):
 
 
 def test_without_a_pair_the_page_says_so():
-    assert build_section(MEASURED).notice == communication.EMPTY_MESSAGE
+    assert (
+        build_section(MEASURED).notice == "No run in this store was both measured and rehearsed on the same hardware."
+    )
     assert not build_section(MEASURED).drawings
 
 

@@ -12,11 +12,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from bench.core import presentation
 from bench.core.errors import UsageError
 from bench.records import StoreContents, read_latest_attempts
 from bench.report import main
 from bench.reporting import build_report, write_report
-from bench.reporting.drawing import labels, style
+from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import FIGURE_MODULES, memory, oom_map, scaling, spread, throughput
 from bench.reporting.tables.table import compute_step_times_s, prepare_table
@@ -101,7 +102,7 @@ def default(tmp_path_factory) -> Path:
     ],
 )
 def test_variant_names_what_the_run_really_did(strategy, effective, factor, world_size, label):
-    assert labels.build_variant(strategy, effective, factor, world_size).label == label
+    assert presentation.build_variant(strategy, effective, factor, world_size).label == label
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_variant_names_what_the_run_really_did(strategy, effective, factor, worl
     [(0.0123456, "0.0123"), (0.0999, "0.0999"), (12.345, "12.3"), (1234.5, "1,234"), (0, "0"), (3.2e-7, "3.20e-07")],
 )
 def test_numbers_have_three_significant_digits(value, text):
-    assert labels.format_number(value) == text
+    assert presentation.format_number(value) == text
 
 
 def test_repeats_are_one_mark_with_their_range():
@@ -236,11 +237,11 @@ def test_cpu_speed_says_what_it_is_no_evidence_for(figure):
     on_gpu = [make_record(world_size=size, **CUDA) for size in (1, 2)]
     drawings = draw(figure, on_cpu + on_gpu).drawings
     assert len(drawings) == 2, "CPU and GPU rows never share axes"
-    gpu, cpu = sorted(drawings, key=lambda drawing: labels.CPU_NOTE in drawing.caption)
-    assert labels.CPU_NOTE in cpu.caption
-    assert labels.CPU_NOTE in " ".join(words(cpu.figure))
+    gpu, cpu = sorted(drawings, key=lambda drawing: presentation.CPU_NOTE in drawing.caption)
+    assert presentation.CPU_NOTE in cpu.caption
+    assert presentation.CPU_NOTE in " ".join(words(cpu.figure))
     assert not any("GPU" in text and "CPU" not in text for text in words(cpu.figure))
-    assert labels.CPU_NOTE not in gpu.caption + " ".join(words(gpu.figure))
+    assert presentation.CPU_NOTE not in gpu.caption + " ".join(words(gpu.figure))
 
 
 def test_kinds_of_evidence_are_named_and_look_different():
@@ -303,7 +304,7 @@ def test_every_run_is_in_the_table_with_its_failure_and_what_was_left_out(defaul
     for row in ROWS:
         assert text.count(row["run_id"]) >= (2 if row["status"] == "oom" else 1)
     assert f"{len(ROWS)} runs" in text
-    assert labels.CPU_NOTE in text
+    assert presentation.CPU_NOTE in text
     for shown in (
         "96.0 MiB",
         "init",
@@ -515,3 +516,45 @@ def test_no_label_of_the_committed_predictions_covers_another():
     for figure in FIGURE_MODULES:
         for drawing in draw(figure, rows).drawings:
             assert overlaps(drawing.figure) == [], drawing.name
+
+
+@pytest.mark.parametrize("store", ["measured/strategies", "measured/cpu_pipelines", "predicted/a100_80gb"])
+def test_a_figure_whose_needs_are_not_met_draws_nothing_of_these_rows(store):
+    """So that a report need not ask it. Of single rows and some that stand together, drawn at random."""
+    rows = read_latest_attempts(ROOT / "results" / store).records
+    generator = np.random.default_rng(0)
+    asked, drawn = set(), set()
+    for size in (1, 1, 1, 2, 2, 2, 3, 3, 4, 6, 10, len(rows)):
+        start = generator.integers(len(rows) - size + 1)
+        table = prepare_table(rows[start : start + size])
+        palette = style.build_palette(table["variant_key"])
+        for figure in FIGURE_MODULES:
+            section = figure.build_section(table, palette)
+            if figure.FIGURE.needs.are_met_by(table):
+                drawn |= {figure} if section.planned_figures else set()
+            else:
+                asked.add(figure)
+                assert section == figure.FIGURE.create_empty_section(table), (figure, size)
+    assert len(asked) > 5
+    assert len(drawn) > 3
+
+
+def test_the_fewest_rows_that_a_figure_draws_meet_its_needs():
+    """Rows are left out as long as the figure still draws something."""
+    shrunk = {}
+    for figure in FIGURE_MODULES:
+        rows = ROWS
+        size = len(rows) // 2 if draw(figure, rows).planned_figures else 0
+        while size:
+            start = 0
+            while start < len(rows):
+                fewer = rows[:start] + rows[start + size :]
+                if fewer and draw(figure, fewer).planned_figures:
+                    rows = fewer
+                else:
+                    start += size
+            size //= 2
+            shrunk[figure] = rows
+    for figure, rows in shrunk.items():
+        assert figure.FIGURE.needs.are_met_by(prepare_table(rows)), figure
+    assert {figure: len(rows) for figure, rows in shrunk.items()}.items() >= {scaling: 2, throughput: 1}.items()

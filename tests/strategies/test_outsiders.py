@@ -24,11 +24,11 @@ import torch
 from bench import records
 from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
-from bench.core import plugins
+from bench.core import plugins, presentation
 from bench.core.presentation import read_presentations
 from bench.rank.engine import build_engine, build_micro_batches
 from bench.records import Record
-from bench.reporting.drawing import labels, style
+from bench.reporting.drawing import style
 from tests.conftest import ROOT
 
 SOURCES = Path(__file__).parents[1] / "outsiders"
@@ -252,8 +252,8 @@ def test_reports_show_its_name_and_colour(site: Path, store: Path, tmp_path: Pat
 
 
 def test_the_legend_has_its_mark(installed: None) -> None:
-    variant = labels.build_variant("local_sgd", "local_sgd", 1, 2)
-    ddp = labels.build_variant("ddp", "ddp", 1, 2)
+    variant = presentation.build_variant("local_sgd", "local_sgd", 1, 2)
+    ddp = presentation.build_variant("ddp", "ddp", 1, 2)
     assert variant.label == LABEL
     assert ddp < variant
     assert style.build_palette([variant, ddp])[LABEL].colour == COLOUR

@@ -22,10 +22,9 @@ from bench.advice.tree.tree import TreeLeaf, TreeNode
 from bench.config.compose import compose_config, list_config_groups
 from bench.config.grid import RunSettings
 from bench.config.run_config import build_run_config
+from bench.core import presentation
 from bench.core.errors import UsageError
-from bench.core.presentation import MICRO_BATCHES_PER_STAGE, TrainingOption
-from bench.reporting.drawing import labels
-from bench.reporting.drawing.labels import format_plural
+from bench.core.presentation import MICRO_BATCHES_PER_STAGE, TrainingOption, format_plural
 
 
 @dataclass(frozen=True)
@@ -289,7 +288,7 @@ def find_sharding_kind(candidate: RankedCandidate) -> ShardingKind:
     """What sort of sharding a candidate is; a whole copy per GPU is DDP, whoever keeps it."""
     config = candidate.config
     name, factor = config.strategy.name, config.strategy.resolved_sharding_factor
-    if not labels.get_strategy_presentation(name).is_sharded_by_factor:
+    if not presentation.get_strategy_presentation(name).is_sharded_by_factor:
         return name, ""
     if factor == 1 and config.gpus > 1:
         return "ddp", ""
@@ -302,7 +301,7 @@ def find_sharding_kind(candidate: RankedCandidate) -> ShardingKind:
 def find_option_kind(option: TrainingOption, case: GuideCase) -> ShardingKind:
     """The same of a way."""
     name, factor = option.settings.get("strategy", ""), option.settings.get("strategy.sharding_factor")
-    if not labels.get_strategy_presentation(name).is_sharded_by_factor:
+    if not presentation.get_strategy_presentation(name).is_sharded_by_factor:
         return name, ""
     return name, WITHIN_NODE if factor == "node" and case.config.nodes > 1 else OVER_ALL_GPUS
 
@@ -362,7 +361,7 @@ def _describe_slowdown(candidate: RankedCandidate, best: RankedCandidate) -> str
         key=lambda part: compute_seconds_per_token(candidate, part) - compute_seconds_per_token(best, part),
     )
     slow_text, fast_text = (
-        labels.format_seconds(1000 * compute_seconds_per_token(timed_candidate, part))
+        presentation.format_seconds(1000 * compute_seconds_per_token(timed_candidate, part))
         for timed_candidate in (candidate, best)
     )
     return f"{text_by_part[part]} {slow_text} per 1,000 tokens of a GPU rather than {fast_text}"

@@ -30,13 +30,13 @@ from bench.advice.tree.tree import (
     TreeLeaf,
     TreeNode,
 )
+from bench.core import presentation
+from bench.core.presentation import format_number
 from bench.core.units import GIB
 from bench.planning.run_predictions import Unpredictable
 from bench.prediction.cost.collectives import ALL_GATHER, CollectiveGroup, compute_bus_bandwidth
 from bench.prediction.cost.rank_speed import TIME_INTERVAL_SHARE
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, TimePrediction
-from bench.reporting.drawing import labels
-from bench.reporting.drawing.labels import format_number
 
 MIN_GPUS_FOR_LAYER = 512
 """GPUs that share a model, at least, for what one of them must hold of the largest layer whatever their number."""
@@ -78,10 +78,10 @@ def answer_gpu_count(case: GuideCase) -> NodeAnswer:
     """One GPU, one node, or several."""
     config = case.config
     answer = ONE_GPU if config.gpus == 1 else ONE_NODE if config.nodes == 1 else SEVERAL_NODES
-    nodes_text = labels.format_plural(config.nodes, "node")
+    nodes_text = presentation.format_plural(config.nodes, "node")
     return NodeAnswer(
         answer,
-        f"{labels.format_ranks(config.gpus, config.hardware.device)}, at most {config.gpus_per_node} on a node: "
+        f"{presentation.format_ranks(config.gpus, config.hardware.device)}, at most {config.gpus_per_node} on a node: "
         f"{nodes_text}",
         (NamedQuantity("gpus", config.gpus, "GPUs"), NamedQuantity("nodes", config.nodes, "nodes")),
         NamedQuantity("gpus_per_node", config.gpus_per_node, "GPUs"),
@@ -251,8 +251,8 @@ def answer_network_speed(case: GuideCase) -> NodeAnswer:
     )
     return NodeAnswer(
         answer,
-        f"{strategy_text} sends for {labels.format_seconds(time.communication_s)} beside "
-        f"{labels.format_seconds(time.compute_s)} of compute "
+        f"{strategy_text} sends for {presentation.format_seconds(time.communication_s)} beside "
+        f"{presentation.format_seconds(time.compute_s)} of compute "
         f"at batch {candidate.config.batch_size_per_gpu}, and waits {format_percent(waiting_share)} of the "
         f"step{batch_one_text}{spare_memory_text}; slow "
         f"from {format_percent(SLOW_NETWORK_SHARE)} on. Links, per GPU: {links_text}",

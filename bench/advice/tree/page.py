@@ -24,12 +24,11 @@ from bench.advice.tree.options import GuideCase
 from bench.advice.tree.tree import TREE_SOURCE, TreeLeaf, adapt_to_device
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
+from bench.core import presentation
 from bench.core.errors import UsageError, invalid_value_error
-from bench.core.presentation import TrainingTerm
+from bench.core.presentation import MISSING, TrainingTerm, format_number
 from bench.finetune import list_finetunes
 from bench.models.base import CHECKPOINTING_MODES
-from bench.reporting.drawing import labels
-from bench.reporting.drawing.labels import MISSING, format_number
 from bench.strategies import Strategy, list_strategies
 
 
@@ -171,8 +170,8 @@ def format_title(case: GuideCase) -> str:
         other_settings["activation_checkpointing"] = ",".join(case.checkpointing_choices)
     changed_text = f"; with {join_items(format_overrides(other_settings))}" if other_settings else ""
     return (
-        f"Which strategy for {config.model.name} ({labels.format_count(config.model.num_parameters)} parameters) on "
-        f"{labels.format_ranks(config.gpus, device)} {config.hardware.name}? "
+        f"Which strategy for {config.model.name} ({presentation.format_count(config.model.num_parameters)} parameters) "
+        f"on {presentation.format_ranks(config.gpus, device)} {config.hardware.name}? "
         f"{config.precision.name}, {config.sequence_length} tokens per sequence, "
         f"{adapt_to_device(_format_batch(case), device)}{changed_text}."
     )

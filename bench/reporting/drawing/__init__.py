@@ -1,1 +1,1 @@
-"""How figures look: style, lanes, glyphs, labels, and how a figure becomes a file."""
+"""How figures look: style, lanes, and how a figure becomes a file."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from bench.reporting.drawing import style
+from bench.reporting.tables.table import RowNeeds
 
 LINE_HEIGHT_IN_PER_POINT = 1.3 / 72
 """Inches of a line of text per point of its size."""
@@ -80,6 +83,41 @@ class ReportSection:
     def drawings(self) -> list[Drawing]:
         """The figures; all that are planned, unless `draw_figures` drew fewer."""
         return list(self.draw_figures()) if self._drawings is None else self._drawings
+
+
+NO_NEEDS = RowNeeds()
+
+
+@dataclass(frozen=True)
+class ReportFigure:
+    """What a figure module states of its section of the page. Its figures are built where its needs are met."""
+
+    name: str
+    page_position: int
+    """Where on the page: sections are in ascending order."""
+    title: str
+    how_to_read: str
+    needs: RowNeeds = NO_NEEDS
+    empty_message: str = ""
+    """Why there is nothing to draw; empty: the page then has no such section. The name of a column in braces becomes
+    `` (all have 8)`` where all rows have one value in it, and nothing elsewhere."""
+    shows_all_trials: bool = False
+    """Whether it is given all that a search for the largest batch tried; else its end."""
+
+    def create_section(self) -> ReportSection:
+        """The section, with nothing in it yet."""
+        return ReportSection(self.name, self.title, self.how_to_read)
+
+    def create_empty_section(self, table: pd.DataFrame) -> ReportSection:
+        """The section of a table that gives nothing to draw."""
+        section = self.create_section()
+        section.notice = re.sub(r"{(\w+)}", lambda match: _format_shared_value(table[match[1]]), self.empty_message)
+        return section
+
+
+def _format_shared_value(column: pd.Series) -> str:
+    values = column.dropna().unique()
+    return f" (all have {values[0]})" if len(values) == 1 else ""
 
 
 def create_figure(width_in: float, height_in: float) -> Figure:

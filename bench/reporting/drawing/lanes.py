@@ -24,7 +24,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
-from bench.reporting.drawing import labels, style
+from bench.core import presentation
+from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import compute_header_height_in, create_figure, draw_header
 from bench.reporting.tables.cells import iterate_groups
 
@@ -287,7 +288,7 @@ def draw_oom_lane(axes: Axes, lane: Lane, show_requested: bool = False) -> None:
     axes.plot(0, lane.y, "X", markersize=8, clip_on=False, zorder=5, **{**marker_options, **edge_options})
     text = format_oom_phase(row)
     if show_requested and pd.notna(row["oom_bytes"]):
-        text += f", asked for {labels.format_memory(row['oom_bytes'])}"
+        text += f", asked for {presentation.format_memory(row['oom_bytes'])}"
     annotation = axes.annotate(
         text, (0, lane.y), xytext=(8, 0), textcoords="offset points", va="center", fontsize=7.5,
         color=style.OOM_COLOUR, fontweight="bold", zorder=5,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import matplotlib as mpl
 from matplotlib.colors import to_hex, to_rgb
 
-from bench.reporting.drawing.labels import Variant, get_strategy_presentation, split_finetune
+from bench.core.presentation import Variant, get_strategy_presentation, split_finetune
 
 FIGURE_WIDTH_IN = 4.7
 """Width of a figure: one column on a phone, half a page on a desk."""

@@ -11,21 +11,21 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from bench.core.presentation import format_list, format_percent, format_plural
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import (
     Drawing,
     FigureTable,
+    ReportFigure,
     ReportSection,
     compute_header_height_in,
     create_figure,
     draw_header,
 )
-from bench.reporting.drawing.labels import format_list, format_percent, format_plural
 from bench.reporting.tables import agreement
 from bench.reporting.tables.agreement import MEMORY, QUANTITY_UNITS, SPEED, compute_log_limits
+from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
 
-PAGE_POSITION = 120
-TITLE = "Predicted against measured and published"
 HOW_TO_READ = (
     "Every mark is one number that somebody measured or published (across) and what was predicted or rehearsed for the "
     "same run (up). On the line both are equal, in the grey band they differ by at most a twentieth. Below, the same "
@@ -34,7 +34,14 @@ HOW_TO_READ = (
     "repeats; the light bar is the interval that a prediction says holds 19 of 20. Triangles mark points that are "
     "degraded in either: the allocator was flushing, so the time is not representative."
 )
-EMPTY_MESSAGE = "No run in this store was predicted or rehearsed and also measured or published."
+FIGURE = ReportFigure(
+    name="agreement",
+    page_position=120,
+    title="Predicted against measured and published",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(allowed_values={"status": COMPLETED_STATUSES}, min_rows=2),
+    empty_message="No run in this store was predicted or rehearsed and also measured or published.",
+)
 CLOSE_DEVIATION = 0.05
 """Share within which an estimate is called close."""
 SOURCE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#8a7a00", "#56b4e9")
@@ -50,11 +57,10 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """A figure for speed, one for memory, and a table of how far each kind of evidence is off."""
-    section = ReportSection("agreement", TITLE, HOW_TO_READ)
     pairs = select(table)
     if pairs.empty:
-        section.notice = EMPTY_MESSAGE
-        return section
+        return FIGURE.create_empty_section(table)
+    section = FIGURE.create_section()
     for quantity in (SPEED, MEMORY):
         quantity_pairs = pairs[pairs["quantity"] == quantity]
         if len(quantity_pairs):

@@ -12,10 +12,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.records.matching import encode_config_key
-from bench.reporting.drawing import labels, lanes, style
-from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection
-from bench.reporting.drawing.labels import (
+from bench.core import presentation
+from bench.core.presentation import (
     CPU_NOTE,
     MISSING,
     build_slug,
@@ -24,10 +22,12 @@ from bench.reporting.drawing.labels import (
     format_plural,
     format_seconds,
 )
+from bench.records.matching import encode_config_key
+from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportFigure, ReportSection
 from bench.reporting.tables.cells import iterate_groups, sort_rows
+from bench.reporting.tables.table import RowNeeds
 
-PAGE_POSITION = 80
-TITLE = "Exposed communication"
 HOW_TO_READ = (
     "A rehearsal is one real rank of the job whose collectives move nothing, so what a measured step takes beyond the "
     "rehearsed one is communication that computation did not hide, and waiting for other ranks. The filled point is "
@@ -38,11 +38,22 @@ HOW_TO_READ = (
     "than what communication costs, so take it for none. The points of one rank, which talks to nobody, show how large "
     "such other reasons are. Rows whose time does not represent the speed (degraded) are left out."
 )
+FIGURE = ReportFigure(
+    name="communication",
+    page_position=80,
+    title="Exposed communication",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(
+        allowed_values={"status": ("ok",), "evidence": ("measured", "rehearsed")},
+        present=("time_question", "step_time_median_s"),
+        min_distinct={"evidence": 2},
+    ),
+    empty_message="No run in this store was both measured and rehearsed on the same hardware.",
+)
 CPU_CAVEAT = (
     "On a CPU the processes of a measured run share caches, memory and, if there are more of them than cores, the "
     "cores; a rehearsal has them to itself. That contention is in the difference, not in the profiler's figure."
 )
-EMPTY_MESSAGE = "No run in this store was both measured and rehearsed on the same hardware."
 
 NAME_COLUMNS = ["place", "device", "precision", "limit", "heading", "variant"]
 VALUE_COLUMNS = [
@@ -148,10 +159,10 @@ def _compute_median(values: pd.Series) -> float:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per place, precision and memory limit, and a table of the same."""
-    section = ReportSection("communication", TITLE, HOW_TO_READ)
     pairs = select(table)
-    if not len(pairs):
-        section.notice = EMPTY_MESSAGE
+    if pairs.empty:
+        return FIGURE.create_empty_section(table)
+    section = FIGURE.create_section()
     for (place,), place_pairs in iterate_groups(pairs, "place"):
         for subject, groups in lanes.paginate_by_precision(place_pairs, lambda row: row["variant"]):
             section.plan_figure(_draw_communication, groups, str(place), subject, palette)
@@ -184,7 +195,7 @@ def _draw_communication(
         for row in shown_pairs.to_dict("records")
     ]
     alt_text = f"Exposed communication of {format_plural(len(shown_pairs), 'configuration')} in {subject} on {place}. "
-    alt_text += labels.format_list(share_texts, 4) + "."
+    alt_text += presentation.format_list(share_texts, 4) + "."
     caption = f"Measured step less rehearsed step, as a share of the measured one, in {subject} on {place}."
     caption += f" {CPU_CAVEAT} {cpu_note}." if is_on_cpu else ""
     return Drawing(build_slug("communication", subject, place), title, figure, caption, alt_text)

@@ -12,9 +12,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.comparison import ComparisonSettings, compute_detectable_change
 from bench.comparison.result import format_percent
-from bench.reporting.drawing import labels, style
+from bench.core import presentation
+from bench.core.presentation import build_slug, format_plural
+from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import Drawing, compute_header_height_in, create_figure, draw_header
-from bench.reporting.drawing.labels import build_slug, format_plural
 
 DEFAULT_SPREADS = (0.005, 0.01, 0.02, 0.05)
 DEFAULT_REPEATS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
@@ -113,7 +114,7 @@ def draw_detectable_slowdowns(
         ]
     alt_text = (
         "Curves of detectable slowdown against the number of runs, one per spread. "
-        f"{labels.format_list(slowdown_texts)}."
+        f"{presentation.format_list(slowdown_texts)}."
     )
     caption = f"{title}: {subtitle[0].lower()}{subtitle[1:]}. Spread: standard deviation of a run's median step time."
     return Drawing(

@@ -10,9 +10,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting.drawing import labels, lanes, style
-from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection
-from bench.reporting.drawing.labels import (
+from bench.core import presentation
+from bench.core.presentation import (
     MISSING,
     build_slug,
     choose_memory_unit,
@@ -21,6 +20,8 @@ from bench.reporting.drawing.labels import (
     get_rank_noun,
     get_rank_nouns,
 )
+from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportFigure, ReportSection
 from bench.reporting.tables.cells import (
     CLOSE_CALL,
     FITS,
@@ -31,11 +32,8 @@ from bench.reporting.tables.cells import (
     describe_disagreement,
     iterate_groups,
 )
-from bench.reporting.tables.frontier import build_frontier_cells
+from bench.reporting.tables.frontier import FRONTIER_NEEDS, build_frontier_cells
 
-PAGE_POSITION = 50
-SHOWS_ALL_TRIALS = True
-TITLE = "The OOM frontier"
 HOW_TO_READ = (
     "Each block is one strategy: models grow downwards, the number of ranks grows to the right, and the frontier runs "
     "where OOM begins. A cell has one strip for every kind of evidence in the figure, from what is most real (top) to "
@@ -48,9 +46,17 @@ HOW_TO_READ = (
     "not beyond 155, and ≥8 means that nothing larger was tried. × 512 is the number of tokens of a sequence. Of a "
     "search the other figures show its end."
 )
-EMPTY_MESSAGE = (
-    "No configuration was tried at several numbers of ranks, at several batch sizes or with several kinds of evidence "
-    "where it is known how much memory there is."
+FIGURE = ReportFigure(
+    name="frontier",
+    page_position=50,
+    title="The OOM frontier",
+    how_to_read=HOW_TO_READ,
+    needs=FRONTIER_NEEDS,
+    empty_message=(
+        "No configuration was tried at several numbers of ranks, at several batch sizes or with several kinds of "
+        "evidence where it is known how much memory there is."
+    ),
+    shows_all_trials=True,
 )
 CPU_CAVEAT = (
     "On a CPU the limit holds for all memory of a process. Where processes really communicate, gloo's buffers and "
@@ -76,11 +82,10 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per kind of device with so much memory, and precision; a table of the same."""
-    section = ReportSection("frontier", TITLE, HOW_TO_READ)
     all_cells = select(table)
-    if not len(all_cells):
-        section.notice = EMPTY_MESSAGE
-        return section
+    if all_cells.empty:
+        return FIGURE.create_empty_section(table)
+    section = FIGURE.create_section()
     for _, cells in iterate_groups(all_cells, "device", "memory_gib", "precision"):
         world_sizes = sorted(cells["world_size"].unique())
         pages = [
@@ -166,7 +171,7 @@ def _draw_frontier(
     for cell in shown_cells.to_dict("records"):
         lane = lanes_by_name[cell["heading"], cell["lane"]]
         disagreement_text = describe_disagreement(cell["answers"])
-        ranks_label = labels.format_ranks(cell["world_size"], device)
+        ranks_label = presentation.format_ranks(cell["world_size"], device)
         _draw_cell(
             axes,
             world_sizes.index(cell["world_size"]),

@@ -14,9 +14,10 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.comparison import ChangePoint, HistorySeries
 from bench.comparison.result import ALLOCATED, QUANTITIES, RESERVED, STEP_TIME, TFLOPS, ComparedQuantity, format_percent
-from bench.reporting.drawing import labels, lanes, style
+from bench.core import presentation
+from bench.core.presentation import build_slug, format_plural
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, compute_header_height_in, create_figure, draw_header, save_drawing
-from bench.reporting.drawing.labels import build_slug, format_plural
 from bench.reporting.figures.verdicts import VERDICT_STYLES
 from bench.reporting.regressions.files import format_history_json, write_texts
 
@@ -122,7 +123,7 @@ def _choose_unit(series: HistorySeries) -> tuple[float, str]:
         return (1.0, "s") if largest >= 1 else (1e-3, "ms")
     if series.quantity == TFLOPS:
         return (1.0, "TFLOP/s") if largest >= 1 else (1e-3, "GFLOP/s")
-    unit, unit_bytes = labels.choose_memory_unit(largest)
+    unit, unit_bytes = presentation.choose_memory_unit(largest)
     return float(unit_bytes), unit
 
 

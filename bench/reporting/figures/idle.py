@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import pandas as pd
 
+from bench.core.presentation import CPU_NOTE, build_slug, format_number
 from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, ReportSection, compute_header_height_in, create_figure, draw_header
-from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_number
+from bench.reporting.drawing.drawing import (
+    Drawing,
+    ReportFigure,
+    ReportSection,
+    compute_header_height_in,
+    create_figure,
+    draw_header,
+)
 from bench.reporting.tables.cells import iterate_groups, sort_rows
+from bench.reporting.tables.table import RowNeeds
 
-PAGE_POSITION = 90
-TITLE = "Idle ranks of pipelines"
 HOW_TO_READ = (
     "One block of lanes is one run, one lane one rank, from the first stage at the top to the last one. Filled: the "
     "rank computes; empty: it waits for another stage. At the right, the share of the step in which it waits. In a "
     "naive pipeline one stage computes at a time; micro-batches let stages work at the same time, and what remains "
     "empty is the bubble. The step is the first timed one of a run with measurement.profile=true."
+)
+FIGURE = ReportFigure(
+    name="idle",
+    page_position=90,
+    title="Idle ranks of pipelines",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(present=("busy",)),
 )
 WIDTH_IN, LANE_HEIGHT_IN, RUN_GAP_IN = 9.4, 0.24, 0.62
 MAX_RUNS_PER_FIGURE, MAX_RANKS_PER_RUN = 8, 16
@@ -33,7 +46,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per place and model. Nothing at all where no pipeline was profiled."""
-    section = ReportSection("idle", TITLE, HOW_TO_READ)
+    section = FIGURE.create_section()
     for (place, model), model_runs in iterate_groups(select(table), "place", "model"):
         for start in range(0, len(model_runs), MAX_RUNS_PER_FIGURE):
             section.plan_figure(

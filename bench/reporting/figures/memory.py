@@ -8,13 +8,12 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from bench.core.presentation import build_slug, choose_memory_unit, format_number, get_rank_noun
 from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, ReportSection
-from bench.reporting.drawing.labels import build_slug, choose_memory_unit, format_number, get_rank_noun
+from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
+from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
 
-PAGE_POSITION = 30
-TITLE = "Memory"
 HOW_TO_READ = (
     "Shorter fits on a smaller device. The solid bar is the peak of allocated tensor memory in a training step after "
     "warm-up, of the rank that needed most: parameters, gradients, optimizer state, activations and, under FSDP, the "
@@ -22,6 +21,14 @@ HOW_TO_READ = (
     "stream); the hatched end is what the caching allocator held on top (reserved), which is what must fit on the "
     "device. A CPU does not cache, so there all three are one. Sharding divides parameters, gradients and optimizer "
     "state by the factor F, never the activations."
+)
+FIGURE = ReportFigure(
+    name="memory",
+    page_position=30,
+    title="Memory",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(allowed_values={"status": COMPLETED_STATUSES}),
+    empty_message="No run in this store has a memory peak.",
 )
 
 
@@ -44,10 +51,10 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per place, precision and memory limit."""
-    section = ReportSection("memory", TITLE, HOW_TO_READ)
+    section = FIGURE.create_section()
     all_cells = select(table)
     if all_cells["median"].notna().sum() == 0:
-        section.notice = "No run in this store has a memory peak."
+        section.notice = FIGURE.empty_message
     for (place,), place_cells in iterate_groups(all_cells, "place"):
         for _, limit_cells in iterate_groups(place_cells, "limit"):
             largest_value = limit_cells[["high", "peak_reserved_bytes", "memory_limit_bytes"]].max().max()

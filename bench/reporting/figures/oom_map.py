@@ -11,9 +11,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, ReportSection
-from bench.reporting.drawing.labels import (
+from bench.core.presentation import (
     build_slug,
     choose_memory_unit,
     format_list,
@@ -21,6 +19,8 @@ from bench.reporting.drawing.labels import (
     format_ranks,
     get_rank_noun,
 )
+from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
 from bench.reporting.tables.cells import (
     CLOSE_CALL,
     FAILED,
@@ -36,11 +36,8 @@ from bench.reporting.tables.cells import (
     sort_rows,
 )
 from bench.reporting.tables.cells import FIT_COLUMNS as FIT_COLUMNS
-from bench.reporting.tables.frontier import find_frontier_rows
+from bench.reporting.tables.frontier import FRONTIER_NEEDS, find_frontier_rows
 
-PAGE_POSITION = 60
-SHOWS_ALL_TRIALS = True
-TITLE = "What fits: the OOM map"
 HOW_TO_READ = (
     "Read a row from left to right: the models (and batches) grow, until the strategy of that row runs out of memory. "
     "The further right the first OOM is, the larger the model that this strategy can train. Rows under one heading "
@@ -48,6 +45,14 @@ HOW_TO_READ = (
     "model alone does not fit), forward (activations), backward (gradients) or optimizer (its state, which first "
     "appears in the first step). A dotted cell is a prediction too close to the limit to call. A hatched cell was not "
     "run and says nothing."
+)
+FIGURE = ReportFigure(
+    name="oom-map",
+    page_position=60,
+    title="What fits: the OOM map",
+    how_to_read=HOW_TO_READ,
+    empty_message="All runs are in the figures of the OOM frontier.",
+    shows_all_trials=True,
 )
 MIN_COLUMNS, MAX_COLUMNS = 3, 12
 
@@ -123,25 +128,26 @@ def _describe_outcome(runs: list[dict[str, Any]] | None) -> dict[str, object]:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """A map per place, kind of evidence, memory limit and set of settings, of what the frontier does not show."""
-    section = ReportSection("oom-map", TITLE, HOW_TO_READ)
-    is_on_frontier = find_frontier_rows(table)
-    if is_on_frontier.all():
-        section.notice = "All runs are in the figures of the OOM frontier."
-        return section
-    map_cells = select(table[~is_on_frontier])
-    for (place, evidence, limit, settings), rows in iterate_groups(map_cells, "place", "evidence", "limit", "settings"):
+    rows = table[~find_frontier_rows(table)] if FRONTIER_NEEDS.are_met_by(table) else table
+    if rows.empty:
+        return FIGURE.create_empty_section(table)
+    section = FIGURE.create_section()
+    map_cells = select(rows)
+    for (place, evidence, limit, settings), cells in iterate_groups(
+        map_cells, "place", "evidence", "limit", "settings"
+    ):
         pages = [
             (groups, page_columns)
-            for page_columns in _split_columns(list(rows["column"].unique()), MAX_COLUMNS)
+            for page_columns in _split_columns(list(cells["column"].unique()), MAX_COLUMNS)
             for groups in lanes.paginate_lanes(
-                rows.drop_duplicates(["heading", "variant"]), lambda row: row["variant"], min_lane_height_in=0.3
+                cells.drop_duplicates(["heading", "variant"]), lambda row: row["variant"], min_lane_height_in=0.3
             )
         ]
         subject_parts = [limit or "no memory limit set", settings, "" if evidence == "measured" else evidence]
         subject = " · ".join(part for part in subject_parts if part)
         for page_number, (groups, page_columns) in enumerate(pages, 1):
             page_suffix = f" ({page_number} of {len(pages)})" if len(pages) > 1 else ""
-            section.plan_figure(_draw_map, groups, rows, page_columns, str(place), str(evidence), subject, page_suffix)
+            section.plan_figure(_draw_map, groups, cells, page_columns, str(place), str(evidence), subject, page_suffix)
     return section
 
 

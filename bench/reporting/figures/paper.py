@@ -11,25 +11,40 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from bench.core.presentation import build_slug, format_list, format_number
 from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, ReportSection, compute_header_height_in, create_figure, draw_header
-from bench.reporting.drawing.labels import build_slug, format_list, format_number
+from bench.reporting.drawing.drawing import (
+    Drawing,
+    ReportFigure,
+    ReportSection,
+    compute_header_height_in,
+    create_figure,
+    draw_header,
+)
 from bench.reporting.paper.paper import (
     PAPER_COMPARISONS,
+    PAPER_FILTERS,
     PaperComparison,
     compare_with_paper,
     compute_deviations,
     compute_ratios,
 )
+from bench.reporting.tables.table import RowNeeds
 
-PAGE_POSITION = 10
-TITLE = "The paper's figures"
 HOW_TO_READ = (
     "Hollow diamonds are what the paper printed or, with a bar of their uncertainty, what was read off its plots; "
     "nobody ran them here. Circles and squares are rows of this store: filled where they were measured (a bar: range "
     "of repeats), hollow where they were predicted (a bar: the interval that holds 19 of 20). Only runs of the same "
     "model on the same GPU, with the knobs the paper states, stand beside its points. Speed is hardware TFLOP/s: what "
     "activation checkpointing computes again is counted, as the paper very probably does."
+)
+FIGURE = ReportFigure(
+    name="paper",
+    page_position=10,
+    title="The paper's figures",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(allowed_values=PAPER_FILTERS, min_rows=2),
+    empty_message="No runs in this store are those of a figure of the FSDP paper.",
 )
 SOURCES_LABEL = "A100 80 GB · FSDP paper (arXiv:2304.11277) and this store"
 SERIES_COLOURS = ("#004c78", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#8c564b")
@@ -69,13 +84,13 @@ def build_section(
     table: pd.DataFrame, palette: dict[str, style.VariantStyle], figures: Collection[str] = ALL_FIGURES
 ) -> ReportSection:
     """A figure for every one of the paper (of `figures`) that this store has rows beside."""
-    section = ReportSection("paper", TITLE, HOW_TO_READ)
     all_points = select(table, figures)
+    if all_points.empty:
+        return FIGURE.create_empty_section(table)
+    section = FIGURE.create_section()
     comparisons_by_figure = {comparison.figure: comparison for comparison in PAPER_COMPARISONS}
     for (figure, setting), points in all_points.groupby(["figure", "setting"], sort=False):
         section.plan_figure(_draw_paper_figure, comparisons_by_figure[str(figure)], str(setting), points)
-    if not section.planned_figures:
-        section.notice = "No runs in this store are those of a figure of the FSDP paper."
     return section
 
 

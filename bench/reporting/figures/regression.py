@@ -27,9 +27,10 @@ from bench.comparison.result import (
     QuantityChange,
     format_percent,
 )
-from bench.reporting.drawing import labels, lanes, style
+from bench.core import presentation
+from bench.core.presentation import build_slug
+from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing
-from bench.reporting.drawing.labels import build_slug
 from bench.reporting.figures.detectable import build_detectable_table, draw_detectable_slowdowns
 from bench.reporting.figures.history import draw_histories, draw_history
 from bench.reporting.figures.verdicts import VERDICT_STYLES
@@ -145,7 +146,7 @@ def _draw_change_page(
         f"{row['name']}: {row['words'] or format_percent(row['change'])}, {row['verdict']}"
         for row in shown_rows.to_dict("records")
     ]
-    alt_text = f"Changes of {quantity.title} with confidence intervals. {labels.format_list(change_texts, 8)}."
+    alt_text = f"Changes of {quantity.title} with confidence intervals. {presentation.format_list(change_texts, 8)}."
     confidence_text = format_percent(settings.confidence, signed=False)
     interval_note = f"{confidence_text} confidence intervals, each by itself; verdicts allow for their number."
     caption = (

@@ -7,19 +7,26 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from bench.core.presentation import CPU_NOTE, build_slug, format_list, get_rank_noun, get_rank_nouns
 from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, ReportSection, create_figure, draw_header
-from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_list, get_rank_noun, get_rank_nouns
+from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection, create_figure, draw_header
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
+from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
 
-PAGE_POSITION = 110
-TITLE = "Scaling"
 HOW_TO_READ = (
     "Each rank keeps the same batch while ranks are added (weak scaling), so a strategy that scales perfectly is a "
     "level line: every device stays as busy as it was alone. The fall from the first point is what communication "
     "that is not hidden behind computation costs (and, where processes of one machine stand in for GPUs, the cores "
     "they share). A full-shard line starts at one rank, where there is nothing to shard; lines meet where two "
     "strategies are the same run. A cross at the bottom is a run that ran out of memory."
+)
+FIGURE = ReportFigure(
+    name="scaling",
+    page_position=110,
+    title="Scaling",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(allowed_values={"status": COMPLETED_STATUSES}, min_distinct={"world_size": 2}),
+    empty_message="No model was run on more than one number of ranks{world_size}, so there is no scaling to show.",
 )
 FACET_COLUMNS = ["place", "model", "parameters", "precision", "workload", "limit", "settings"]
 
@@ -60,18 +67,10 @@ def _list_series(point: pd.Series, facet: pd.DataFrame) -> list[str]:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """A figure per place, model, precision and set of settings."""
-    section = ReportSection("scaling", TITLE, HOW_TO_READ)
     points = select(table)
-    world_sizes = sorted(table["world_size"].dropna().unique())
     if points.empty:
-        single_size_text = (
-            f" (all have {format_list([str(world_size) for world_size in world_sizes])})"
-            if len(world_sizes) == 1
-            else ""
-        )
-        section.notice = (
-            f"No model was run on more than one number of ranks{single_size_text}, so there is no scaling to show."
-        )
+        return FIGURE.create_empty_section(table)
+    section = FIGURE.create_section()
     for _, facet in iterate_groups(points, *FACET_COLUMNS):
         section.plan_figure(_draw_scaling, facet, palette)
     return section

@@ -10,20 +10,10 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.core.presentation import FactorLine
-from bench.core.units import GIB
-from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import (
-    Drawing,
-    FigureTable,
-    ReportSection,
-    compute_header_height_in,
-    create_figure,
-    draw_header,
-)
-from bench.reporting.drawing.labels import (
+from bench.core.presentation import (
     CPU_NOTE,
     MISSING,
+    FactorLine,
     build_slug,
     choose_memory_unit,
     format_list,
@@ -33,6 +23,17 @@ from bench.reporting.drawing.labels import (
     get_strategy_label,
     get_strategy_presentation,
 )
+from bench.core.units import GIB
+from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.drawing import (
+    Drawing,
+    FigureTable,
+    ReportFigure,
+    ReportSection,
+    compute_header_height_in,
+    create_figure,
+    draw_header,
+)
 from bench.reporting.tables.cells import (
     compute_median,
     group_rows,
@@ -40,10 +41,11 @@ from bench.reporting.tables.cells import (
     list_first_known_values,
     list_known_values,
 )
-from bench.reporting.tables.table import CELL_COLUMNS
+from bench.reporting.tables.table import CELL_COLUMNS, COMPLETED_STATUSES, RowNeeds
 
-PAGE_POSITION = 70
-TITLE = "The sharding factor"
+MIN_FACTORS = 3
+"""Sharding factors of one strategy from which on there is a line to see."""
+
 HOW_TO_READ = (
     "A copy of the model's parameters, gradients and optimizer state is spread over F ranks: to the left everybody "
     "keeps a whole copy, as DDP does, to the right one copy is spread over all. Going right, memory falls towards "
@@ -52,7 +54,16 @@ HOW_TO_READ = (
     "19 of 20 for a prediction. A cross is a run out of memory: at the foot of the axis, and where it is known also at "
     "the memory that would have been needed."
 )
-EMPTY_MESSAGE = "No configuration in this store was run at three sharding factors or more."
+FIGURE = ReportFigure(
+    name="sharding-factor",
+    page_position=70,
+    title="The sharding factor",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(
+        allowed_values={"status": COMPLETED_STATUSES}, min_distinct={"world_size": 1, "sharding_factor": MIN_FACTORS}
+    ),
+    empty_message="No configuration in this store was run at three sharding factors or more.",
+)
 FACET_COLUMNS = ["place", "model", "parameters", "precision", "workload", "limit", "settings", "world_size"]
 """Columns that all points of one figure share."""
 
@@ -103,7 +114,9 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     if not points:
         return pd.DataFrame(columns=[*FACET_COLUMNS, "sharding_factor"])
     all_points = pd.DataFrame(points)
-    kept_facets = [facet for _, facet in iterate_groups(all_points, *FACET_COLUMNS) if _count_factors(facet) >= 3]
+    kept_facets = [
+        facet for _, facet in iterate_groups(all_points, *FACET_COLUMNS) if _count_factors(facet) >= MIN_FACTORS
+    ]
     if not kept_facets:
         return all_points.iloc[:0]
     sort_columns = ["place", "parameters", "model", "precision", "settings", "series", "evidence", "sharding_factor"]
@@ -174,10 +187,10 @@ def _compute_median_and_range(values: list[Any]) -> tuple[float, float, float]:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """A figure and a table per place, model, precision, set of settings and number of ranks."""
-    section = ReportSection("sharding-factor", TITLE, HOW_TO_READ)
     points = select(table)
     if points.empty:
-        section.notice = EMPTY_MESSAGE
+        return FIGURE.create_empty_section(table)
+    section = FIGURE.create_section()
     for _, facet in iterate_groups(points, *FACET_COLUMNS):
         section.plan_figure(_draw_sharding_factor, facet)
         section.tables.append(_build_listing(facet))

@@ -12,26 +12,26 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from bench.core.presentation import CPU_NOTE, build_slug, format_list, format_number, format_plural, format_seconds
 from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, ReportSection
-from bench.reporting.drawing.labels import (
-    CPU_NOTE,
-    build_slug,
-    format_list,
-    format_number,
-    format_plural,
-    format_seconds,
-)
+from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
 from bench.reporting.tables.cells import iterate_groups, sort_rows
+from bench.reporting.tables.table import RowNeeds
 
-PAGE_POSITION = 100
-TITLE = "Step-time spread"
 HOW_TO_READ = (
     "One lane is one run, one dot one timed step: how much longer or shorter it took than the run's median, which is "
     "printed at the right. A step takes as long as its slowest rank. The box holds the middle half of the steps. A "
     "narrow lane is a steady run; dots far to the right are stragglers (another job, the allocator flushing, the "
     "network). A narrow lane does not make a comparison certain: steps of one run agree with each other more than "
     "with the next run, so compare strategies over repeated runs."
+)
+FIGURE = ReportFigure(
+    name="spread",
+    page_position=100,
+    title="Step-time spread",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(allowed_values={"status": ("ok",)}, present=("steps",)),
+    empty_message="No run in this store kept the times of its steps.",
 )
 LEGEND_ENTRIES: list[tuple[Artist, str]] = [
     (Line2D([], [], color=style.MUTED_COLOUR, marker="o", linestyle="", markersize=3.5), "a step"),
@@ -73,12 +73,12 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per place, precision and memory limit."""
-    section = ReportSection("spread", TITLE, HOW_TO_READ)
     runs = select(table)
-    oom_runs = table[(table["status"] == "oom") & table["evidence"].isin(["measured", "rehearsed"])]
     if runs.empty:
-        section.notice = "No run in this store kept the times of its steps."
-    elif len(oom_runs):
+        return FIGURE.create_empty_section(table)
+    section = FIGURE.create_section()
+    oom_runs = table[(table["status"] == "oom") & table["evidence"].isin(["measured", "rehearsed"])]
+    if len(oom_runs):
         oom_counts_text = format_list(
             [f"{name} × {count}" for name, count in oom_runs["variant"].value_counts(sort=False).items()]
         )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pandas as pd
 
+from bench.core.presentation import CPU_NOTE, build_slug, format_number, get_rank_noun
 from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, ReportSection
-from bench.reporting.drawing.labels import CPU_NOTE, build_slug, format_number, get_rank_noun
+from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
+from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
 
-PAGE_POSITION = 20
-TITLE = "Throughput"
 HOW_TO_READ = (
     "Longer is faster. A bar is the model FLOPs of one training step (forward and backward, nothing counted twice "
     "for recomputation) divided by the median step time and by the number of ranks, so it says how well each device "
@@ -21,6 +20,14 @@ HOW_TO_READ = (
     "between. A cross at the start of a lane is a run that ran out of memory: a result, not a gap. "
     "Headings say the model, the number of ranks, and the batch: 4 × 128 is 4 sequences of 128 tokens on every rank."
 )
+FIGURE = ReportFigure(
+    name="throughput",
+    page_position=20,
+    title="Throughput",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(allowed_values={"status": COMPLETED_STATUSES}),
+    empty_message="No run in this store has a throughput.",
+)
 
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
@@ -30,10 +37,10 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """Figures per place, precision and memory limit."""
-    section = ReportSection("throughput", TITLE, HOW_TO_READ)
+    section = FIGURE.create_section()
     all_cells = select(table)
     if all_cells["median"].notna().sum() == 0:
-        section.notice = "No run in this store has a throughput."
+        section.notice = FIGURE.empty_message
     for (place,), place_cells in iterate_groups(all_cells, "place"):
         x_limit = max(place_cells["high"].max() * 1.3, 0) if place_cells["high"].notna().any() else 1.0
         for subject, groups in lanes.paginate_by_precision(place_cells, lanes.format_lane_label):

@@ -12,9 +12,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, ReportSection, create_figure, draw_header
-from bench.reporting.drawing.labels import (
+from bench.core.presentation import (
     CPU_NOTE,
     build_slug,
     choose_memory_unit,
@@ -23,14 +21,26 @@ from bench.reporting.drawing.labels import (
     get_rank_noun,
     get_rank_nouns,
 )
+from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection, create_figure, draw_header
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
+from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
 
-PAGE_POSITION = 40
-TITLE = "Memory against throughput"
+MIN_STRATEGIES = 3
+"""Strategies from which on there is something to choose from."""
+
 HOW_TO_READ = (
     "One point per strategy, all with the same model, batch and number of ranks: further up is faster, further to the "
     "left needs less memory, so what has nothing above it and to its left is worth choosing. A vertical bar is the "
     "range of repeats. A cross on the axis, at its right end, is a strategy that ran out of memory."
+)
+FIGURE = ReportFigure(
+    name="trade",
+    page_position=40,
+    title="Memory against throughput",
+    how_to_read=HOW_TO_READ,
+    needs=RowNeeds(allowed_values={"status": COMPLETED_STATUSES}, min_rows=MIN_STRATEGIES),
+    empty_message=f"No model was run with {MIN_STRATEGIES} strategies on one number of ranks.",
 )
 GROUP_COLUMNS = ["place", "model", "parameters", "world_size", "workload", "limit"]
 FACET_COLUMNS = [*GROUP_COLUMNS, "among"]
@@ -43,8 +53,6 @@ HEIGHT_IN = 5.0
 """Without the key."""
 AXIS_MARGIN_FACTOR = 1.04
 """How far the axis goes on beyond the last cross, whose half it has room for."""
-MIN_STRATEGIES = 3
-"""Strategies from which on there is something to choose from."""
 
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
@@ -52,7 +60,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
 
     Only groups (`FACET_COLUMNS`) of at least `MIN_STRATEGIES` strategies with both are kept. ``choice`` is what a point
     is called: strategies of one name whose settings differ are called by their settings, too. A precision that fewer
-    than `LEAST` strategies ran in has no figure of its own: it is such a setting among those of the usual precision.
+    than `MIN_STRATEGIES` ran in has no figure of its own: it is such a setting among those of the usual precision.
     """
     drawable_cells = select_drawable_cells(build_cells(table, SPEED_COLUMN, MEMORY_COLUMN))
     if drawable_cells.empty:
@@ -104,11 +112,12 @@ def _format_choice(row: pd.Series, usual_settings: set[str]) -> str:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """A figure per place, model, precision, world size and workload."""
-    section = ReportSection("trade", TITLE, HOW_TO_READ)
-    for _, facet in iterate_groups(select(table), *FACET_COLUMNS):
+    points = select(table)
+    if points.empty:
+        return FIGURE.create_empty_section(table)
+    section = FIGURE.create_section()
+    for _, facet in iterate_groups(points, *FACET_COLUMNS):
         section.plan_figure(_draw_trade_off, facet, palette)
-    if not section.planned_figures:
-        section.notice = f"No model was run with {MIN_STRATEGIES} strategies on one number of ranks."
     return section
 
 

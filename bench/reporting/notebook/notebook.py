@@ -17,12 +17,12 @@ import pandas as pd
 import plotly.graph_objects as go
 import plotly.offline
 
+from bench.core import presentation
 from bench.records import Record, read_latest_attempts
 from bench.records.published import PUBLISHED_CSV, read_published_records
 from bench.reporting.builder import read_store
-from bench.reporting.drawing import drawing, labels, style
+from bench.reporting.drawing import drawing, style
 from bench.reporting.drawing.drawing import Drawing, FigureTable, ReportSection
-from bench.reporting.figures import MODULES_SHOWING_ALL_TRIALS
 from bench.reporting.tables.frontier import drop_batch_search_tries
 from bench.reporting.tables.table import prepare_table
 
@@ -115,7 +115,7 @@ class Notebook:
         parts = []
         for figure_module in figure_modules:
             section = self.draw_section(
-                figure_module.build_section, all_runs if figure_module in MODULES_SHOWING_ALL_TRIALS else final_runs
+                figure_module.build_section, all_runs if figure_module.FIGURE.shows_all_trials else final_runs
             )
             parts.append(self.show(section))
         return CellOutput("".join(part.html for part in parts), "\n".join(part.text for part in parts))
@@ -177,7 +177,7 @@ def _has_values(row: Mapping[str, Any], required_values: Mapping[str, Any]) -> b
 
 def _find_numeric_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> frozenset[str]:
     """Columns in which every cell is a number, with a unit or without, or missing: they are aligned to the right."""
-    number_pattern = re.compile(rf"[+−-]?[\d,.]+( ?\S{{1,3}})?|{labels.MISSING}|")
+    number_pattern = re.compile(rf"[+−-]?[\d,.]+( ?\S{{1,3}})?|{presentation.MISSING}|")
     return frozenset(
         name for index, name in enumerate(columns) if rows and all(number_pattern.fullmatch(row[index]) for row in rows)
     )

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from bench.core import presentation
 from bench.records import Record
 from bench.records.matching import encode_config_key
-from bench.reporting.drawing import labels
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 from bench.reporting.tables.table import VERSION_COLUMNS
 
@@ -114,7 +114,7 @@ def _collect_properties(records: Sequence[Record]) -> dict[str, str]:
             ):
                 if device.get(name) is not None:
                     value = (
-                        labels.format_memory(device[name])
+                        presentation.format_memory(device[name])
                         if name == "memory_bytes"
                         else f"{device[name]:g} {unit}".strip()
                     )
@@ -137,7 +137,7 @@ def _collect_properties(records: Sequence[Record]) -> dict[str, str]:
             add_value(name, str(value))
         commit = str(record.get("git_sha") or "")[:10]
         add_value("Commit", commit + (" with uncommitted changes" if commit and is_clean is False else ""))
-    return {name: labels.format_list(values, 8) for name, values in values_by_name.items()}
+    return {name: presentation.format_list(values, 8) for name, values in values_by_name.items()}
 
 
 DEVICE_PROPERTY_LABELS = {
@@ -169,7 +169,7 @@ def build_comparison_rows(host_systems: Sequence[HostSystem]) -> list[tuple[str,
     """Every fact with its value for each machine, and whether they differ."""
     names = dict.fromkeys(name for host_system in host_systems for name in host_system.properties)
     values = {
-        name: [host_system.properties.get(name, labels.MISSING) for host_system in host_systems] for name in names
+        name: [host_system.properties.get(name, presentation.MISSING) for host_system in host_systems] for name in names
     }
     return [(name, property_values, len(set(property_values)) > 1) for name, property_values in values.items()]
 
@@ -306,9 +306,9 @@ def _compute_median(values: pd.Series) -> float:
 def format_change(ratio: float) -> str:
     """A ratio as a change in percent: ``+3.1 %``, ``−20 %``; beyond a doubling as a factor."""
     if np.isnan(ratio):
-        return labels.MISSING
+        return presentation.MISSING
     if ratio > 2 or ratio < 0.5:
-        return f"× {labels.format_number(ratio, 2)}"
+        return f"× {presentation.format_number(ratio, 2)}"
     percent = 100 * (ratio - 1)
     if abs(percent) < 0.05:
         return "0 %"
@@ -342,8 +342,8 @@ def _describe_pair(pair: HostSystemPair) -> list[str]:
     step_ratios = np.array([configuration.step_ratio for configuration in pair.matched])
     peak_ratios = np.array([configuration.peak_ratio for configuration in pair.matched])
     sentences = [
-        f"{labels.format_plural(len(pair.matched), 'configuration')} ran on both; {pair.unmatched_counts[0]} only on "
-        f"{first_system.letter}, "
+        f"{presentation.format_plural(len(pair.matched), 'configuration')} ran on both; "
+        f"{pair.unmatched_counts[0]} only on {first_system.letter}, "
         f"{pair.unmatched_counts[1]} only on {second_system.letter}: those are not compared."
     ]
     step_ratios, peak_ratios = step_ratios[~np.isnan(step_ratios)], peak_ratios[~np.isnan(peak_ratios)]
@@ -351,7 +351,7 @@ def _describe_pair(pair: HostSystemPair) -> list[str]:
         sentences.append(
             f"Step time of {second_system.letter} against {first_system.letter}: "
             f"{format_change(float(np.median(step_ratios)))} in the middle of "
-            f"{labels.format_plural(len(step_ratios), 'configuration')}, from "
+            f"{presentation.format_plural(len(step_ratios), 'configuration')}, from "
             f"{format_change(float(step_ratios.min()))} to "
             f"{format_change(float(step_ratios.max()))}."
         )
@@ -373,7 +373,7 @@ def _describe_pair(pair: HostSystemPair) -> list[str]:
     )
     if oom_on_one_count:
         sentences.append(
-            f"{labels.format_plural(oom_on_one_count, 'configuration')} ran out of memory on one of them only."
+            f"{presentation.format_plural(oom_on_one_count, 'configuration')} ran out of memory on one of them only."
         )
     repeat_counts = sorted(len(anchors) for configuration in pair.matched for anchors in configuration.run_anchors)
     if repeat_counts[0] == 1:
@@ -384,10 +384,9 @@ def _describe_pair(pair: HostSystemPair) -> list[str]:
     differing_names = [name for name in pair.differing_properties if name != "Hosts"]
     if len(differing_names) > 1:
         sentences.append(
-            f"The two differ in {labels.format_list(differing_names, 12)}: which of these a change comes from, these "
-            "runs do not "
-            "say."
+            f"The two differ in {presentation.format_list(differing_names, 12)}: which of these a change comes from, "
+            "these runs do not say."
         )
     if (first_system.rows["device"] == "cpu").all():
-        sentences.append(f"{labels.CPU_NOTE}: what other work a processor had to do is in these times.")
+        sentences.append(f"{presentation.CPU_NOTE}: what other work a processor had to do is in these times.")
     return sentences

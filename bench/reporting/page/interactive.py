@@ -18,7 +18,8 @@ from typing import Any
 
 import pandas as pd
 
-from bench.reporting.drawing import labels, style
+from bench.core import presentation
+from bench.reporting.drawing import style
 from bench.reporting.drawing.lanes import is_degraded
 from bench.reporting.figures import scaling
 from bench.reporting.tables.cells import iterate_groups, sort_rows
@@ -82,8 +83,8 @@ def _build_explorer_chart(
         if len(values)
     )
     oom_memory_bytes = oom_memory_bytes.fillna(1.06 * largest_bytes)
-    unit, unit_bytes = labels.choose_memory_unit(largest_bytes)
-    noun = labels.get_rank_noun(rows["device"].iloc[0])
+    unit, unit_bytes = presentation.choose_memory_unit(largest_bytes)
+    noun = presentation.get_rank_noun(rows["device"].iloc[0])
     traces: list[PlotlyTrace] = []
     groups = list(iterate_groups(sort_rows(pd.concat([fitted_rows, oom_rows])), "variant", "evidence"))
     for group_index, ((variant, evidence), group) in enumerate(groups):
@@ -138,11 +139,11 @@ def _build_explorer_chart(
     layout["xaxis"]["rangemode"] = "tozero"
     fastest_row = fitted_rows.iloc[int(fitted_rows["tflops_per_gpu"].astype(float).argmax())]
     alt = (
-        f"Scatter chart of {labels.format_plural(len(fitted_rows), 'run')} on {place}: model TFLOP/s per {noun} "
+        f"Scatter chart of {presentation.format_plural(len(fitted_rows), 'run')} on {place}: model TFLOP/s per {noun} "
         "against peak "
         f"allocated memory. Fastest: {fastest_row['variant']}, {fastest_row['heading']}, "
-        f"{labels.format_number(float(fastest_row['tflops_per_gpu']))} TFLOP/s at "
-        f"{labels.format_memory(fastest_row['peak_allocated_bytes'])}. "
+        f"{presentation.format_number(float(fastest_row['tflops_per_gpu']))} TFLOP/s at "
+        f"{presentation.format_memory(fastest_row['peak_allocated_bytes'])}. "
         f"Out of memory: {len(oom_rows)}. The same runs are in the table."
     )
     return InteractiveChart(place, "explorer", {"data": traces, "layout": layout}, alt)
@@ -186,12 +187,12 @@ def format_hover(row: dict[Any, Any], noun: str) -> str:
         + (f" in {row['oom_phase']}" if row["status"] == "oom" and pd.notna(row["oom_phase"]) else ""),
     ]
     if is_ok:
-        lines.append(f"{labels.format_number(float(row['tflops_per_gpu']))} TFLOP/s per {noun}")
+        lines.append(f"{presentation.format_number(float(row['tflops_per_gpu']))} TFLOP/s per {noun}")
         if pd.notna(row["step_time_median_s"]):
-            lines.append(f"{labels.format_seconds(float(row['step_time_median_s']))} per step")
-        lines.append(f"{labels.format_memory(float(row['peak_allocated_bytes']))} allocated at the peak")
+            lines.append(f"{presentation.format_seconds(float(row['step_time_median_s']))} per step")
+        lines.append(f"{presentation.format_memory(float(row['peak_allocated_bytes']))} allocated at the peak")
     elif pd.notna(row["oom_bytes"]):
-        lines.append(f"asked for {labels.format_memory(float(row['oom_bytes']))} more")
+        lines.append(f"asked for {presentation.format_memory(float(row['oom_bytes']))} more")
     first_line, *other_lines = (html.escape(line, quote=False) for line in lines)
     return "<br>".join([f"<b>{first_line}</b>", *other_lines])
 
@@ -211,9 +212,9 @@ def _build_legend_trace(name: str) -> PlotlyTrace:
 
 def build_scaling_charts(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> list[InteractiveChart]:
     """A chart per model, precision and set of settings that was run on several numbers of ranks: see `scaling`."""
-    selected = scaling.select(table)
-    if selected.empty:
+    if not scaling.FIGURE.needs.are_met_by(table):
         return []
+    selected = scaling.select(table)
     anchors = {
         _build_cell_key(row): link
         for row, link in zip(table[::-1].to_dict("records"), table["link"][::-1], strict=True)
@@ -232,7 +233,7 @@ def _build_scaling_chart(
     facet: pd.DataFrame, palette: dict[str, style.VariantStyle], anchors: dict[tuple[str, ...], str]
 ) -> InteractiveChart:
     first_row = facet.iloc[0]
-    noun, nouns = labels.get_rank_noun(first_row["device"]), labels.get_rank_nouns(first_row["device"])
+    noun, nouns = presentation.get_rank_noun(first_row["device"]), presentation.get_rank_nouns(first_row["device"])
     traces: list[PlotlyTrace] = []
     for (series, evidence), points in iterate_groups(facet, "series", "evidence"):
         points = points.sort_values("world_size")
@@ -306,8 +307,9 @@ def _build_scaling_chart(
     title = " · ".join(str(name) for name in title_parts if name)
     alt = (
         f"Line chart of model TFLOP/s per {noun} of {title} at "
-        f"{labels.format_list([str(size) for size in world_sizes], 12)} "
-        f"{nouns} for {labels.format_list(list(dict.fromkeys(facet['series'])), 12)}. The same runs are in the table."
+        f"{presentation.format_list([str(size) for size in world_sizes], 12)} "
+        f"{nouns} for {presentation.format_list(list(dict.fromkeys(facet['series'])), 12)}. "
+        "The same runs are in the table."
     )
     return InteractiveChart(title, "lines", {"data": traces, "layout": layout}, alt)
 
@@ -329,15 +331,15 @@ def _build_cell_trace(
 
 def _format_cell_hover(row: dict[Any, Any], noun: str) -> str:
     hover_lines = [
-        f"{row['series']}, {labels.format_ranks(int(row['world_size']), row['device'])}",
+        f"{row['series']}, {presentation.format_ranks(int(row['world_size']), row['device'])}",
         str(row["evidence"]),
     ]
     if pd.isna(row["median"]):
         hover_lines.append("out of memory" + (f" in {row['oom_phase']}" if pd.notna(row["oom_phase"]) else ""))
     else:
-        hover_lines.append(f"{labels.format_number(row['median'])} TFLOP/s per {noun}")
+        hover_lines.append(f"{presentation.format_number(row['median'])} TFLOP/s per {noun}")
         if len(row["points"]) > 1:
-            range_text = f"{labels.format_number(row['low'])} to {labels.format_number(row['high'])}"
+            range_text = f"{presentation.format_number(row['low'])} to {presentation.format_number(row['high'])}"
             hover_lines.append(f"median of {len(row['points'])} repeats, {range_text}")
         if row["degraded"]:
             hover_lines.append(DEGRADED_LABEL)

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from bench.core.presentation import format_memory, format_number, format_percent
 from bench.core.units import GIB
 from bench.reporting.drawing import style
-from bench.reporting.drawing.labels import format_memory, format_number, format_percent
 from bench.reporting.figures import agreement, paper, sharding_factor
 from bench.reporting.paper.paper import PAPER_COMPARISONS
 from bench.reporting.tables.agreement import MEMORY, QUANTITY_UNITS, SPEED

@@ -12,8 +12,9 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from bench.core import presentation
+from bench.core.presentation import format_plural
 from bench.records import StoreContents
-from bench.reporting.drawing import labels
 from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.page import run_table
 from bench.reporting.page.hosts import build_comparison_rows, find_host_systems, format_change, pair_host_systems
@@ -105,7 +106,7 @@ def _describe_oom(rows: pd.DataFrame) -> str:
     requested_text = (
         ""
         if requested_bytes.empty
-        else f"; asked for {_format_range(labels.format_memory(float(size)) for size in sorted(requested_bytes))} more"
+        else f"; asked for {_format_range(map(presentation.format_memory, sorted(requested_bytes.astype(float))))} more"
     )
     return f"{phase}, {limit}{requested_text}"
 
@@ -119,9 +120,7 @@ def _format_range(texts: Iterable[str]) -> str:
 def _describe_error(rows: pd.DataFrame) -> str:
     messages = list(dict.fromkeys(_format_or_empty(error) for error in rows["error"]))
     others_note = (
-        f" (and {labels.format_plural(len(messages) - 1, 'message')} that differ only in numbers)"
-        if messages[1:]
-        else ""
+        f" (and {format_plural(len(messages) - 1, 'message')} that differ only in numbers)" if messages[1:] else ""
     )
     return (messages[0] or "no cause recorded") + others_note
 
@@ -130,15 +129,15 @@ def _describe_configurations(rows: pd.DataFrame) -> str:
     """Strategies with how many runs each, and of which models on how many ranks."""
     variants = rows["variant"].value_counts(sort=False)
     variant_texts = [str(name) if count == 1 else f"{name} × {count}" for name, count in variants.items()]
-    models = labels.format_list(list(dict.fromkeys(rows["model"].astype(str))), 4)
+    models = presentation.format_list(list(dict.fromkeys(rows["model"].astype(str))), 4)
     world_sizes = sorted({int(size) for size in rows["world_size"].dropna()})
     device = rows["device"].iloc[0]
     ranks_text = (
-        f", {labels.format_list([str(size) for size in world_sizes], 6)} {labels.get_rank_nouns(device)}"
+        f", {presentation.format_list([str(size) for size in world_sizes], 6)} {presentation.get_rank_nouns(device)}"
         if world_sizes
         else ""
     )
-    return f"{labels.format_list(variant_texts, 6)}; {models}{ranks_text}"
+    return f"{presentation.format_list(variant_texts, 6)}; {models}{ranks_text}"
 
 
 # --- The page: what the figures do not say (what was run, where, what failed, every row, every machine) and its HTML.
@@ -198,7 +197,7 @@ def render_page(
     executed_scripts = [script, *([load_plotly_js()] if charts else [])]
     return environment.get_template("page.html.j2").render(
         name=store_name,
-        total=labels.format_plural(len(table), "run"),
+        total=format_plural(len(table), "run"),
         style=read_source("page.css"),
         script=script,
         hashes=" ".join(f"'sha256-{_hash_script(text)}'" for text in executed_scripts),
@@ -226,9 +225,9 @@ def render_page(
         other_machines=other_count,
         pairs=pair_host_systems(host_systems),
         change=format_change,
-        labels=labels,
+        labels=presentation,
         unreadable=contents.unreadable,
-        cpu_note=labels.CPU_NOTE,
+        cpu_note=presentation.CPU_NOTE,
     )
 
 
@@ -270,7 +269,7 @@ def _list_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _format_distinct(values: Iterable[Any], max_values: int = 12) -> str:
-    return labels.format_list(_list_distinct(values), max_values) or labels.MISSING
+    return presentation.format_list(_list_distinct(values), max_values) or presentation.MISSING
 
 
 def _list_distinct(values: Iterable[Any]) -> list[str]:
@@ -292,12 +291,11 @@ def _describe_runs(table: pd.DataFrame, places: Sequence[dict[str, Any]]) -> str
         f"{count} {status_phrases[status]}" for status, count, _ in _count_values(table["status"], STATUS_MEANINGS)
     ]
     models, variants = (_list_distinct(sort_rows(table)[column]) for column in ("model", "variant"))
-    subject = (
-        f"{labels.format_plural(len(models), 'model')} and {labels.format_plural(len(variants), 'way')} to spread them"
-    )
-    places_text = labels.format_plural(len(places), "kind") + " of device"
+    models_text, variants_text = format_plural(len(models), "model"), format_plural(len(variants), "way")
+    subject = f"{models_text} and {variants_text} to spread them"
+    places_text = format_plural(len(places), "kind") + " of device"
     lead = (
-        f"{labels.format_plural(len(table), 'run')} ({', '.join(evidence_texts)}) of {subject}, on {places_text}: "
+        f"{format_plural(len(table), 'run')} ({', '.join(evidence_texts)}) of {subject}, on {places_text}: "
         f"{', '.join(outcome_texts)}."
     )
     degraded = int((table["degraded"].fillna(False) & (table["status"] == "ok")).sum())
@@ -316,7 +314,7 @@ def _describe_place(place: str, rows: pd.DataFrame) -> dict[str, Any]:
     hosts = [host.strip() for text in rows["hosts"].dropna() for host in str(text).split(",")]
     world_sizes = sorted({int(size) for size in rows["world_size"].dropna()})
     device = rows["device"].iloc[0]
-    nouns = labels.get_rank_nouns(device)
+    nouns = presentation.get_rank_nouns(device)
     properties = [
         ("Runs", _describe_outcomes(rows)),
         ("Evidence", _format_distinct(rows["evidence"])),
@@ -335,7 +333,7 @@ def _describe_place(place: str, rows: pd.DataFrame) -> dict[str, Any]:
         "title": place,
         "count": len(rows),
         "cpu": (rows["device"] == "cpu").any(),
-        "facts": [(name, value) for name, value in properties if value != labels.MISSING],
+        "facts": [(name, value) for name, value in properties if value != presentation.MISSING],
     }
 
 
@@ -357,17 +355,17 @@ def _list_shared_settings(table: pd.DataFrame) -> list[str]:
 def _format_period(table: pd.DataFrame) -> str:
     times = sorted(str(time)[:16].replace("T", " ") for time in table["started_at"].dropna())
     if not times:
-        return labels.MISSING
+        return presentation.MISSING
     return times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
 
 
 def _build_oom_row(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "what": _describe_run(row),
-        "phase": row["oom_phase"] or labels.MISSING,
-        "asked_for": labels.format_memory(row["oom_bytes"]),
+        "phase": row["oom_phase"] or presentation.MISSING,
+        "asked_for": presentation.format_memory(row["oom_bytes"]),
         "limit": row["limit"].removeprefix("limit ") or "none set",
-        "rank": labels.MISSING if row["oom_rank"] is None else row["oom_rank"],
+        "rank": presentation.MISSING if row["oom_rank"] is None else row["oom_rank"],
         "run_id": row["run_id"],
         "link": row["link"],
     }

@@ -14,11 +14,11 @@ import numpy as np
 import yaml
 
 from bench.config.run_id import ADDED_KNOB_DEFAULTS, DEFAULT_SETTLING_S
+from bench.core import presentation
 from bench.core.installation import DATA_FOLDER
 from bench.records import Record
 from bench.records.matching import flatten_config
 from bench.records.schema import MIN_STEPS_FOR_P95
-from bench.reporting.drawing import labels
 from bench.reporting.tables.table import compute_step_times_s
 
 CONF_DIR = DATA_FOLDER / "conf"
@@ -274,22 +274,24 @@ def _build_step_time_block(record: Record) -> DetailBlock | None:
             del percentiles["5 %"], percentiles["95 %"]
         percentile_values = np.percentile(step_times_s, list(percentiles.values()))
         pairs = [
-            [name, labels.format_seconds(float(value))]
+            [name, presentation.format_seconds(float(value))]
             for name, value in zip(percentiles, percentile_values, strict=True)
         ]
-        interval = _format_interval(record, "step_time_ci_low_s", "step_time_ci_high_s", labels.format_seconds)
+        interval = _format_interval(record, "step_time_ci_low_s", "step_time_ci_high_s", presentation.format_seconds)
         pairs += [["95 % interval of the median", interval]] if interval else []
         steps_ms = [float(f"{1000 * step_s:.4g}") for step_s in step_times_s]
         return {
-            "title": f"Step times ({labels.format_plural(len(step_times_s), 'timed step')})",
+            "title": f"Step times ({presentation.format_plural(len(step_times_s), 'timed step')})",
             "facts": pairs,
             "steps": steps_ms,
         }
     if record.get("step_time_median_s") is None:
         return None
     predicted_pairs = {
-        "Step": labels.format_seconds(record["step_time_median_s"]),
-        "95 % interval": _format_interval(record, "step_time_ci_low_s", "step_time_ci_high_s", labels.format_seconds),
+        "Step": presentation.format_seconds(record["step_time_median_s"]),
+        "95 % interval": _format_interval(
+            record, "step_time_ci_low_s", "step_time_ci_high_s", presentation.format_seconds
+        ),
     }
     return _build_pairs_block("Step time", predicted_pairs)
 
@@ -305,13 +307,17 @@ def _build_speed_block(record: Record) -> DetailBlock | None:
     for column, name in SPEED_LABELS.items():
         value = record.get(column)
         if isinstance(value, float):
-            value = f"{labels.format_number(100 * value)} %" if column in SHARE_COLUMNS else labels.format_number(value)
+            value = (
+                f"{presentation.format_number(100 * value)} %"
+                if column in SHARE_COLUMNS
+                else presentation.format_number(value)
+            )
         values[name] = value
     return _build_pairs_block("Speed", values)
 
 
 def _format_memory(value: Any) -> str | None:
-    return None if value is None else f"{labels.format_memory(value)} ({value:,} bytes)"
+    return None if value is None else f"{presentation.format_memory(value)} ({value:,} bytes)"
 
 
 def _build_memory_block(record: Record) -> DetailBlock | None:
@@ -319,7 +325,7 @@ def _build_memory_block(record: Record) -> DetailBlock | None:
     for kind in ("allocated", "reserved"):
         interval_columns = (f"peak_{kind}_low_bytes", f"peak_{kind}_high_bytes")
         values[f"{kind.capitalize()}: expected 19 times of 20"] = _format_interval(
-            record, *interval_columns, labels.format_memory
+            record, *interval_columns, presentation.format_memory
         )
     values["Limit"] = _format_memory(record.get("memory_limit_bytes"))
     return _build_pairs_block("Peak memory of the rank that needed most", values)
@@ -328,10 +334,10 @@ def _build_memory_block(record: Record) -> DetailBlock | None:
 def _build_prediction_blocks(record: Record) -> list[DetailBlock | None]:
     prediction = record.get("prediction") or {}
     memory, time = prediction.get("memory") or {}, prediction.get("time") or {}
-    memory_parts = {name: labels.format_memory(size) for name, size in (memory.get("parts_bytes") or {}).items()}
+    memory_parts = {name: presentation.format_memory(size) for name, size in (memory.get("parts_bytes") or {}).items()}
     peak_location = {"Phase of the peak": memory.get("phase"), "Module of the peak": memory.get("module")}
     time_parts = {
-        name.removesuffix("_s").replace("_", " "): labels.format_seconds(value)
+        name.removesuffix("_s").replace("_", " "): presentation.format_seconds(value)
         for name, value in time.items()
         if name.endswith("_s") and isinstance(value, int | float)
     }
@@ -346,7 +352,7 @@ def _build_ranks_block(record: Record) -> DetailBlock | None:
     if not ranks:
         return None
     rows = [_format_rank(rank) for rank in ranks[:MAX_LISTED_RANKS]]
-    filled_columns = [index for index in range(len(rows[0])) if any(row[index] != labels.MISSING for row in rows)]
+    filled_columns = [index for index in range(len(rows[0])) if any(row[index] != presentation.MISSING for row in rows)]
     columns = ["Rank", "Host", "Status", *RANK_COLUMN_LABELS.values()]
     title_suffix = (
         f", the first {MAX_LISTED_RANKS} of {len(ranks)}; the others are in the row"
@@ -361,17 +367,17 @@ def _build_ranks_block(record: Record) -> DetailBlock | None:
 
 
 def _format_rank(rank: Mapping[str, Any]) -> list[str]:
-    texts = [str(rank.get(name, labels.MISSING)) for name in ("rank", "host", "status")]
+    texts = [str(rank.get(name, presentation.MISSING)) for name in ("rank", "host", "status")]
     for column in RANK_COLUMN_LABELS:
         value = rank.get(column)
         if isinstance(value, Sequence) and not isinstance(value, str):
             value = statistics.median(value) if len(value) else None
         if value is None:
-            texts.append(labels.MISSING)
+            texts.append(presentation.MISSING)
         elif column.endswith("_bytes"):
-            texts.append(labels.format_memory(float(value)))
+            texts.append(presentation.format_memory(float(value)))
         else:
-            texts.append(labels.format_seconds(float(value)) if column.endswith("_s") else str(value))
+            texts.append(presentation.format_seconds(float(value)) if column.endswith("_s") else str(value))
     return texts
 
 
@@ -414,7 +420,7 @@ def _build_environment_blocks(record: Record) -> list[DetailBlock | None]:
     for rank, properties in (devices or {}).items():
         ranks_by_device.setdefault(json.dumps(properties, sort_keys=True), []).append(str(rank).removeprefix("rank "))
     for text, ranks in ranks_by_device.items():
-        rank_list = labels.format_list(ranks, 8)
+        rank_list = presentation.format_list(ranks, 8)
         blocks.append(_build_pairs_block(f"Device of rank {rank_list}", _flatten_section(json.loads(text))))
     if topology:
         blocks.append({"title": "Topology", "text": str(topology)})

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from bench.core import presentation
 from bench.records import Record
-from bench.reporting.drawing import labels
 from bench.reporting.page.run_details import build_rerun_command
 
 RowValues = Mapping[str, Any]
@@ -61,8 +61,10 @@ class RunTableRow:
 
 
 def _format_requested_strategy(row: RowValues) -> str:
-    strategy = str(row["strategy"] or labels.MISSING)
-    has_factor = row["sharding_factor"] is not None and labels.get_strategy_presentation(strategy).is_sharded_by_factor
+    strategy = str(row["strategy"] or presentation.MISSING)
+    has_factor = (
+        row["sharding_factor"] is not None and presentation.get_strategy_presentation(strategy).is_sharded_by_factor
+    )
     return f"{strategy}, F={row['sharding_factor']}" if has_factor else strategy
 
 
@@ -79,8 +81,8 @@ def _describe_outcome(row: RowValues) -> str:
 def _format_step_time(row: RowValues) -> str | None:
     if row["step_time_median_s"] is None:
         return None
-    p95_text = "" if row["step_time_p95_s"] is None else f" ({labels.format_seconds(row['step_time_p95_s'])})"
-    return labels.format_seconds(row["step_time_median_s"]) + p95_text
+    p95_text = "" if row["step_time_p95_s"] is None else f" ({presentation.format_seconds(row['step_time_p95_s'])})"
+    return presentation.format_seconds(row["step_time_median_s"]) + p95_text
 
 
 def _format_settings(row: RowValues) -> str | None:
@@ -96,11 +98,11 @@ def _build_formatter(column: str, format_value: Callable[[Any], str]) -> Callabl
 
 
 def _build_memory_formatter(column: str) -> Callable[[RowValues], Any]:
-    return _build_formatter(column, labels.format_memory)
+    return _build_formatter(column, presentation.format_memory)
 
 
 def _format_share(value: float) -> str:
-    return f"{labels.format_number(100 * value)} %"
+    return f"{presentation.format_number(100 * value)} %"
 
 
 RUN_TABLE_COLUMNS = (
@@ -111,7 +113,7 @@ RUN_TABLE_COLUMNS = (
     RunTableColumn("Status", _describe_outcome, _get_status, filter_name="Status"),
     RunTableColumn(
         "TFLOP/s per rank",
-        _build_formatter("tflops_per_gpu", labels.format_number),
+        _build_formatter("tflops_per_gpu", presentation.format_number),
         _build_getter("tflops_per_gpu"),
         is_number=True,
     ),
@@ -137,7 +139,7 @@ RUN_TABLE_COLUMNS = (
     RunTableColumn("MFU", _build_formatter("mfu", _format_share), _build_getter("mfu"), is_number=True),
     RunTableColumn(
         "Tokens/s per rank",
-        _build_formatter(TOKENS_COLUMN, labels.format_number),
+        _build_formatter(TOKENS_COLUMN, presentation.format_number),
         _build_getter(TOKENS_COLUMN),
         is_number=True,
     ),
@@ -145,7 +147,10 @@ RUN_TABLE_COLUMNS = (
     RunTableColumn("Limit, settings", _format_settings),
     RunTableColumn("Evidence", _build_getter("evidence"), filter_name="Evidence"),
     RunTableColumn(
-        "Parameters", _build_formatter("parameters", labels.format_count), _build_getter("parameters"), is_number=True
+        "Parameters",
+        _build_formatter("parameters", presentation.format_count),
+        _build_getter("parameters"),
+        is_number=True,
     ),
     RunTableColumn("Asked for", _format_requested_strategy),
     RunTableColumn("Device", _build_getter("place"), filter_name="Device", is_short=False),
@@ -216,7 +221,7 @@ def _build_cell(column: RunTableColumn, row: RowValues, strategy_position: int) 
     css_classes = ["number" if column.is_number else "short" if column.is_short else "long"]
     if column.title == "Status":
         css_classes.append(f"status-{_get_status(row)}")
-    shown_text = labels.MISSING if text is None or text == "" else str(text)
+    shown_text = presentation.MISSING if text is None or text == "" else str(text)
     return RunTableCell(
         shown_text,
         "" if sort_value is None or str(sort_value) == shown_text else str(sort_value),

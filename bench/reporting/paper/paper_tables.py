@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from bench.records import Record
-from bench.records.published import load_published
-from bench.reporting.drawing.labels import (
+from bench.core.presentation import (
     GIB,
     MISSING,
     Variant,
@@ -24,6 +22,8 @@ from bench.reporting.drawing.labels import (
     format_number,
     get_strategy_label,
 )
+from bench.records import Record
+from bench.records.published import load_published
 from bench.reporting.drawing.style import sort_evidence
 from bench.reporting.paper.paper import (
     PAPER_COMPARISONS,

@@ -28,11 +28,11 @@ from bench.comparison.result import (
     RunComparison,
     format_percent,
 )
+from bench.core import presentation
 from bench.core.errors import UsageError
+from bench.core.presentation import MISSING, format_plural
 from bench.records.packed_rows import ROWS_FILE
 from bench.records.store import ATTEMPT_FILE_PATTERN, RUN_ID_PATTERN
-from bench.reporting.drawing import labels
-from bench.reporting.drawing.labels import MISSING, format_plural
 
 MEMORY_COLUMNS = (ALLOCATED.column, RESERVED.column)
 COLUMN_HEADINGS = {
@@ -61,10 +61,14 @@ def format_value(quantity: str, number: float | str | None) -> str:
     if number is None or isinstance(number, str):
         return number or MISSING
     if quantity == STEP_TIME.column:
-        return labels.format_seconds(number)
+        return presentation.format_seconds(number)
     if quantity in MEMORY_COLUMNS:
-        return labels.format_memory(number)
-    return f"{labels.format_number(number)} TFLOP/s" if number >= 1 else f"{labels.format_number(number * 1e3)} GFLOP/s"
+        return presentation.format_memory(number)
+    return (
+        f"{presentation.format_number(number)} TFLOP/s"
+        if number >= 1
+        else f"{presentation.format_number(number * 1e3)} GFLOP/s"
+    )
 
 
 def format_run_counts(row: ComparedConfiguration) -> str:

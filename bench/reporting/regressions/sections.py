@@ -8,11 +8,11 @@ from pathlib import Path
 
 from bench.comparison import ComparisonSettings, QuantityChange, RunComparison, build_histories, compare_records
 from bench.comparison.result import ALLOCATED, STEP_TIME, format_percent
+from bench.core.presentation import MISSING, format_list, format_number
 from bench.records import Record, read_all_attempts
 from bench.reporting.builder import read_store
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import FigureTable, ReportSection
-from bench.reporting.drawing.labels import MISSING, format_list, format_number
 from bench.reporting.figures.detectable import build_detectable_table, draw_detectable_slowdowns
 from bench.reporting.figures.history import draw_histories
 from bench.reporting.figures.regression import draw_changes

@@ -24,7 +24,7 @@ from bench.comparison.result import (
     RunComparison,
     format_percent,
 )
-from bench.reporting.drawing.labels import MISSING, format_plural
+from bench.core.presentation import MISSING, format_plural
 from bench.reporting.regressions import files
 
 VERDICT_STYLES = {REGRESSION: "bold red", IMPROVEMENT: "green", NO_CHANGE: "", CANNOT_TELL: "yellow"}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from bench.reporting.drawing.labels import TOO_CLOSE, format_list, format_memory
+from bench.core.presentation import TOO_CLOSE, format_list, format_memory
 from bench.reporting.drawing.style import EVIDENCE_STYLES
 from bench.reporting.tables.table import CELL_COLUMNS
 

@@ -7,14 +7,22 @@ from typing import Any
 
 import pandas as pd
 
+from bench.core import presentation
 from bench.records.matching import encode_config_key
-from bench.reporting.drawing import labels
 from bench.reporting.drawing.style import sort_evidence
 from bench.reporting.tables.cells import FIT_COLUMNS as FIT_COLUMNS
 from bench.reporting.tables.cells import build_fit_answer, group_rows, list_known_values
-from bench.reporting.tables.table import SETTING_FORMATTERS
+from bench.reporting.tables.table import COMPLETED_STATUSES, SETTING_FORMATTERS, RowNeeds
 
 BATCH_FIELD, GPUS_FIELD = "batch_size_per_gpu", "gpus"
+
+MIN_TRIED_BATCHES = 3
+"""Batch sizes of one configuration by which a search for the largest is known."""
+
+FRONTIER_NEEDS = RowNeeds({"status": COMPLETED_STATUSES}, present=("fit_question",), min_rows=2)
+BATCH_SEARCH_NEEDS = RowNeeds(
+    {"status": COMPLETED_STATUSES}, present=("fit_question",), min_distinct={BATCH_FIELD: MIN_TRIED_BATCHES}
+)
 
 FRONTIER_COLUMNS = [
     "device",
@@ -49,7 +57,7 @@ def find_frontier_rows(table: pd.DataFrame) -> pd.Series:
     one kind of device with as much memory and in one precision there is more than one number of ranks for a model and
     strategy, more than one batch size of one configuration, or more than one kind of evidence of one configuration.
     """
-    has_question = table["fit_question"].notna() & table["status"].isin(["ok", "oom"])
+    has_question = table["fit_question"].notna() & table["status"].isin(COMPLETED_STATUSES)
     is_on_frontier = pd.Series(False, index=table.index)
     rows = table[has_question]
     if not len(rows):
@@ -80,14 +88,18 @@ def drop_batch_search_tries(table: pd.DataFrame) -> pd.DataFrame:
     A search is known by its end: of three batch sizes or more of one configuration one does not fit, and the next
     smaller does. Of its rows those of the largest batch that fits are kept, or may fit where nothing surely does.
     """
-    rows_with_question = table[table["fit_question"].notna() & table["status"].isin(["ok", "oom"])]
+    rows_with_question = table[table["fit_question"].notna() & table["status"].isin(COMPLETED_STATUSES)]
     try_indices: list[Any] = []
     for rows in group_rows(_add_identity(rows_with_question), ("evidence", "_cell"), (*FIT_COLUMNS, "_index")):
         answer = build_fit_answer(str(rows[0]["evidence"]), rows)
         largest_batch = max(
             (size for size in (answer.max_fitting_batch, answer.close_call_batch) if size is not None), default=None
         )
-        if len(answer.batch_sizes) > 2 and largest_batch is not None and answer.min_oom_batch == largest_batch + 1:
+        if (
+            len(answer.batch_sizes) >= MIN_TRIED_BATCHES
+            and largest_batch is not None
+            and answer.min_oom_batch == largest_batch + 1
+        ):
             try_indices += [
                 row["_index"]
                 for row in rows
@@ -143,8 +155,8 @@ def _build_cell(rows: list[dict[str, Any]]) -> dict[str, Any]:
     first_row = rows[0]
     question = first_row["fit_question"]
     strategy_values = [first_row[name] for name in ("strategy", "effective_strategy", "sharding_factor", "world_size")]
-    presentation = labels.get_strategy_presentation(str(first_row["strategy"]))
-    if first_row["world_size"] == 1 and presentation.is_sharded_by_factor:  # where what shards fully begins
+    is_sharded_by_factor = presentation.get_strategy_presentation(str(first_row["strategy"])).is_sharded_by_factor
+    if first_row["world_size"] == 1 and is_sharded_by_factor:  # where what shards fully begins
         strategy_values = [first_row["strategy"], f"{first_row['strategy']}/full_shard", None, None]
     parameters = list_known_values(rows, "parameters")
     return {
@@ -152,7 +164,7 @@ def _build_cell(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "device": question["device"],
         "memory_gib": question["memory_gib"],
         "precision": first_row["precision"],
-        "variant_key": labels.build_variant(*(None if pd.isna(value) else value for value in strategy_values)),
+        "variant_key": presentation.build_variant(*(None if pd.isna(value) else value for value in strategy_values)),
         "world_size": int(first_row["world_size"]),
         "model": first_row["model"],
         "parameters": int(parameters[0]) if parameters else 0,
@@ -178,7 +190,10 @@ def _name_cells(cells: list[dict[str, Any]]) -> None:
     input_fields = ["sequence_length"] if is_batch_search else [BATCH_FIELD, "sequence_length"]
     differing_fields = {path for path in (*field_paths, *input_fields) if _has_several_values(cells, path)}
     for cell in cells:
-        question, size_text = cell["question"], labels.format_count(cell["parameters"]) if cell["parameters"] else ""
+        question, size_text = (
+            cell["question"],
+            presentation.format_count(cell["parameters"]) if cell["parameters"] else "",
+        )
         cell_phrases = [
             _format_setting(path, question.get(path))
             for path in (*input_fields, *field_paths)

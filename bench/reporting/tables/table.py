@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from bench.core import presentation
 from bench.records import Record, matching, to_frame
-from bench.reporting.drawing import labels
 
 CELL_COLUMNS = [
     "place",
@@ -55,6 +55,44 @@ EXTRA_SCOPE_COLUMNS = {
 IGNORED_CONFIG_FIELDS = {"repeat", "seed", "sweep", "sources", "sharding_factor", "name"}
 """Parts of a configuration that make no other run of it, or are told by the row's own columns."""
 
+COMPLETED_STATUSES = ("ok", "oom")
+"""Of rows that answer what was asked: it fitted, or memory ran out."""
+
+
+@dataclass(frozen=True)
+class RowNeeds:
+    """Rows that a table must hold for something to be made of them: without these there is nothing, with them there may
+    be.
+
+    So it is known from the table alone whether a figure can be empty, before anything of the figure runs.
+    """
+
+    allowed_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """By column, the values one of which a row must have to count."""
+    present: tuple[str, ...] = ()
+    """Columns in which it must have a value: not a missing one, nor an empty list or array."""
+    min_rows: int = 1
+    """How many rows must count."""
+    min_distinct: Mapping[str, int] = field(default_factory=dict)
+    """By column, how many different values they must have in it together."""
+
+    def are_met_by(self, table: pd.DataFrame) -> bool:
+        """Whether a table of `prepare_table` holds such rows."""
+        counts = pd.Series(True, index=table.index)
+        for column, values in self.allowed_values.items():
+            counts &= table[column].isin(values).fillna(False).astype(bool)
+        for column in self.present:
+            counts &= pd.Series([_has_value(value) for value in table[column]], index=table.index, dtype=bool)
+        rows = table[counts]
+        return len(rows) >= self.min_rows and all(
+            rows[column].nunique() >= number for column, number in self.min_distinct.items()
+        )
+
+
+def _has_value(value: Any) -> bool:
+    return len(value) > 0 if hasattr(value, "__len__") else bool(pd.notna(value))
+
+
 VERSION_COLUMNS = ("torch_version", "git_sha")
 """Columns that are named of a row only where nothing else tells it apart."""
 
@@ -74,7 +112,7 @@ def prepare_table(records: Sequence[Record]) -> pd.DataFrame:
     for column in ("model", "precision"):
         frame[column] = frame[column].fillna(f"{column} not stated")
     frame["precision"] = [
-        labels.format_precision(*values) for values in _iterate_values(frame, "precision", "mixed_precision")
+        presentation.format_precision(*values) for values in _iterate_values(frame, "precision", "mixed_precision")
     ]
     frame["place"] = _format_places(frame)
     frame["device"] = frame["device"].fillna("")
@@ -83,10 +121,10 @@ def prepare_table(records: Sequence[Record]) -> pd.DataFrame:
         _format_workload(*values) for values in _iterate_values(frame, "batch_size_per_gpu", "sequence_length")
     ]
     limits = _iterate_values(frame, "memory_limit_bytes")
-    frame["limit"] = ["" if limit is None else f"limit {limit / labels.GIB:.3g} GiB" for (limit,) in limits]
+    frame["limit"] = ["" if limit is None else f"limit {limit / presentation.GIB:.3g} GiB" for (limit,) in limits]
     frame["settings"] = _format_settings(frame)
     variants = [
-        labels.build_variant(*values)
+        presentation.build_variant(*values)
         for values in _iterate_values(frame, "strategy", "effective_strategy", "sharding_factor", "world_size")
     ]
     frame["variant"] = [variant.label for variant in variants]
@@ -235,12 +273,12 @@ HEADING_COLUMNS = ["model", "parameters", "world_size", "device", "workload", "l
 
 
 def _format_heading(row: dict[Any, Any]) -> str:
-    size_text = "" if pd.isna(row["parameters"]) else f"{labels.format_count(row['parameters'])} params"
+    size_text = "" if pd.isna(row["parameters"]) else f"{presentation.format_count(row['parameters'])} params"
     world_size = None if pd.isna(row["world_size"]) else int(row["world_size"])
     parts = [
         row["model"],
         size_text,
-        labels.format_ranks(world_size, row["device"]),
+        presentation.format_ranks(world_size, row["device"]),
         row["workload"],
         row["limit"],
         row["settings"],
