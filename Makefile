@@ -3,9 +3,10 @@
 # make test    create the environment, run the checks and all tests: two processes share most of them, two more have those
 #              with SLURM, and when they are through come, one by one, those that hold processor time against a limit;
 #              the last lines of each part say which tests did not run, and why
-# make quick   the tests that start no process groups
+# make quick   the tests that take less than half a second each: a minute on two cores
 # make timing  the tests that compare step times, on a machine with nothing else to do; no part of make test
-# make scale   what `make test` does for some, for 10,000 rows (reported within a minute and 1 GB) and 4,000 predictions
+# make scale   what `make test` does for some, for 10,000 rows (reported within a minute and 1 GB), 4,000 predictions, every
+#              measured row and 60 runs that are drawn anew
 # make fuzz    generated command lines and damaged stores, others every time, for MINUTES=10 or SECONDS=600; what failed is
 #              kept in build/hypothesis and tried again first
 # make extras          install the optional extras: DeepSpeed, Accelerate, Lightning, peft, bitsandbytes, torchao
@@ -50,7 +51,7 @@ test: lint types
 	$(BIN)/python -m pytest -m alone --durations=15 $(TIMING:%=--ignore=%) || status=$$?; exit $$status
 
 quick: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not alone" --numprocesses=2 --dist=loadfile --quiet
 
 MINUTES ?= 10
 SECONDS ?= $(shell expr 60 \* $(MINUTES))
@@ -64,6 +65,7 @@ fuzz: $(VENV)/.installed
 
 scale: $(VENV)/.installed
 	SCALE=1 $(BIN)/python -m pytest -m alone --durations=5
+	SCALE=1 $(BIN)/python -m pytest -m "not alone" tests/prediction/test_predicted_memory.py --durations=5
 
 # DeepSpeed has no wheel, and what builds it needs torch.
 extras: $(VENV)/.installed

@@ -133,6 +133,7 @@ def read_case(capsys, *arguments: str) -> dict[str, Any]:
     return advice_case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECISION_PATHS)
 def test_path_and_leaf(name, capsys):
     arguments, answers, leaf = DECISION_PATHS[name]
@@ -196,6 +197,7 @@ def assert_answer_follows(step: dict[str, Any]) -> None:
         assert f"{min(values):.3g}" in step["because"].replace(",", "")
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_predictions(capsys):
     (arguments, *_), typed = DECISION_PATHS["one node with fast links"], "strategy=ddp"
     step = read_case(capsys, *MODEL_OVERRIDES, *arguments)["steps"][1]
@@ -207,6 +209,7 @@ def test_numbers_are_those_of_the_predictions(capsys):
     assert step["threshold"]["value"] == pytest.approx(0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "best"), [("one node with fast links", "fsdp"), ("one node, a layer larger than a GPU", "tensor_parallel")]
 )
@@ -225,6 +228,7 @@ def test_the_ranking_is_that_of_predict(name, best, capsys):
     assert advice_case["ranking"]["infeasible"] == len(section["infeasible"])
 
 
+@pytest.mark.slow
 def test_offload_says_what_the_cpu_must_hold(capsys):
     advice_case = read_case(capsys, *MODEL_OVERRIDES, *DECISION_PATHS["one GPU that does not"][0])
     (number,) = advice_case["steps"][-1]["numbers"]
@@ -247,6 +251,7 @@ def test_a_way_that_the_cpu_does_not_hold_says_so(capsys):
     assert "its machine's memory" in " ".join(re.findall(r"[\w']+", run_advise(capsys, *typed)[1]))
 
 
+@pytest.mark.slow
 def test_it_says_why_not_where_the_ranking_contradicts_the_tree():
     """Of FSDP alone, whatever else the suite has: with slow links two shards send less than four."""
     typed = [*MODEL_OVERRIDES, *DECISION_PATHS["one node with slow links"][0]]
@@ -279,6 +284,7 @@ AGREEMENT_SENTENCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longer", AGREEMENT_SENTENCES)
 def test_a_way_of_the_same_kind_agrees_if_it_is_as_fast(longer):
     """What is ranked best may be a copy per GPU as well, and yet far faster than the way that the tree names."""
@@ -305,6 +311,7 @@ def test_a_way_of_the_same_kind_agrees_if_it_is_as_fast(longer):
     assert re.fullmatch(AGREEMENT_SENTENCES[longer], agreement_text), agreement_text
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_stays_within_a_node(capsys):
     advice_case = read_case(capsys, *MODEL_OVERRIDES, *DECISION_PATHS["nodes with a slow network, no copy fits"][0])
     (hybrid,) = (option for option in advice_case["leaf"]["ways"] if option["name"].startswith("hybrid"))
@@ -321,6 +328,7 @@ def test_a_cpu_with_too_little_memory_for_what_is_offloaded(capsys):
     assert advice_case["leaf"]["ways"][0]["fits"] is False
 
 
+@pytest.mark.slow
 def test_a_network_is_slow_though_the_allocator_takes_longer_still(capsys):
     """The step is predicted where the allocator retries, and while it does, gathering goes on."""
     typed = ("gpus=4", "batch_size_per_gpu=64", "activation_checkpointing=none", "hardware.speeds.links.gpu_gb_s=120")
@@ -397,6 +405,7 @@ def test_precision_of_a_way(name, capsys, monkeypatch):
     assert (f"precision {precision}" in shown) is (precision in ("bf16_pure", "fp32"))
 
 
+@pytest.mark.slow
 def test_a_page_for_every_number_of_gpus(capsys):
     advice_cases = read_cases(capsys, *MODEL_OVERRIDES, *BELOW_ONE_COPY, "gpus=1,4")
     assert [advice_case["leaf"]["name"] for advice_case in advice_cases] == ["offload", "shard within the node"]
@@ -471,6 +480,7 @@ def test_the_page(width, capsys, monkeypatch):
     assert all(len(line) <= width for line in lines if line not in commands)
 
 
+@pytest.mark.slow
 def test_on_a_processor_nothing_is_known_but_memory(capsys):
     typed = ("model=gpt_tiny", "gpus=2", "sequence_length=64", "activation_checkpointing=none")
     advice_case = read_case(capsys, *typed, "hardware=auto")
@@ -484,6 +494,7 @@ def test_on_a_processor_nothing_is_known_but_memory(capsys):
     assert "with activation_checkpointing=none." in out
 
 
+@pytest.mark.slow
 def test_without_a_capacity_no_batch_is_the_largest(capsys):
     """Nor is anything gained by computing activations again."""
     typed = ("model=gpt_tiny", "gpus=2", "sequence_length=64", "hardware=cpu")

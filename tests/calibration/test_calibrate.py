@@ -878,6 +878,7 @@ def test_a_quick_calibration_times_everything_there_is_to_fit() -> None:
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.slow
 def test_measured_rows_are_compared_with_a_hardware_file_or_refused(
     tmp_path: Path, execute: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -907,6 +908,7 @@ def test_measured_rows_are_compared_with_a_hardware_file_or_refused(
     assert "a file with speeds" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", sorted((ROOT / "results" / "calibration").glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_committed_table_is_what_comes_out_today(file: Path) -> None:
     text = render_step_times(file.parent / "rows", file)

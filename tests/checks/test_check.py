@@ -151,6 +151,7 @@ def test_a_trace_without_kernels_fails(tmp_path: Path) -> None:
     assert [result.status for result in check_profile(CPU, profiled, tmp_path)] == [FAILED, FAILED]
 
 
+@pytest.mark.slow
 def test_the_clock_of_the_steps_is_compared_with_the_walls() -> None:
     clock_s, wall_s = time_loop("cpu")
     assert clock_s == pytest.approx(wall_s, rel=0.05)
@@ -161,6 +162,7 @@ def interrupted_loop(kind: str) -> tuple[float, float]:
     return 1.0, 1.0
 
 
+@pytest.mark.slow
 def test_the_process_of_the_clock_leaves_ctrl_c_to_its_starter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "time_loop", interrupted_loop)
     assert measurements.check_clock(CPU).status == PASSED
@@ -298,6 +300,7 @@ def test_losses_on_a_gpu_are_those_of_a_cpu() -> None:
         assert run["losses"] == pytest.approx(expected, rel=2.4e-7), run["run"]
 
 
+@pytest.mark.slow
 def test_predicted_memory_is_what_the_allocator_of_a_gpu_had() -> None:
     predicted_bytes = predict_allocated_bytes()
     for run in H100_CHECK["runs"]:

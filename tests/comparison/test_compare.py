@@ -479,6 +479,7 @@ def test_bad_input_is_a_sentence_and_nothing_is_overwritten(arguments, words, tm
     assert row.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_as_a_person_types_it(stores):
     done = run_command("bench.compare", *(str(store) for store in stores))
     assert done.returncode == 1
@@ -511,6 +512,7 @@ def group_step_times(rows):
     return times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "most"),
     [(REPEATED_STORES[0], 0.01), (REPEATED_STORES[1], 0.015)],
@@ -531,6 +533,7 @@ def test_the_same_code_twice_raises_no_alarm_on_real_runs(store, most):
     assert sum(alone) / len(alone) < most  # a single configuration: up to 1.3 % at its worst spread, near 2 %
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", REPEATED_STORES, ids=lambda store: store.name)
 def test_a_slowdown_planted_in_real_runs_is_found(store):
     """As large a one as the curve says is found at the spread of these runs."""
@@ -559,6 +562,7 @@ def test_too_few_repetitions_of_the_same_code_are_not_called_anything():
 # Figures
 
 
+@pytest.mark.slow
 def test_figures_of_a_comparison(stores, tmp_path):
     comparison = compare_records(*(read_latest_attempts(store).records for store in stores))
     with style.apply_report_style():

@@ -89,6 +89,7 @@ def test_equal_code_raises_a_false_alarm_in_less_than_one_comparison_of_a_hundre
     assert is_within_chance(measure_alarm_rate(count, configurations, repeats, 0.01, kind=kind), 0.01, count)
 
 
+@pytest.mark.slow
 def test_false_alarms_stay_rare_among_fifty_configurations_that_scatter_differently():
     assert is_within_chance(measure_alarm_rate(150, 50, 5, 0.03, unlike=0.5), 0.01, 150)
     assert is_within_chance(measure_alarm_rate(600, 10, 3, 0.03, unlike=0.7), 0.01, 600)
@@ -136,6 +137,7 @@ def test_an_upgrade_that_slows_every_configuration_is_found_still_more_often(con
     assert measure_alarm_rate(count, configurations, 5, 0.01, slower=0.03) >= 0.97
 
 
+@pytest.mark.slow
 def test_one_slow_configuration_among_ten_takes_more():
     """What is found less often is in the curve that says so."""
     probability = compute_detection_probability(0.03, 5, 0.01, configurations=10)
@@ -151,6 +153,7 @@ def test_heavier_tails_cost_some_detections_and_no_false_alarms(kind):
 # The curve
 
 
+@pytest.mark.slow
 def test_the_curve_of_detectable_change_is_where_95_of_100_are_found():
     for repeats, spread in ((3, 0.01), (5, 0.02), (10, 0.05)):
         least = compute_detectable_change(repeats, spread)

@@ -217,6 +217,7 @@ def stores(tmp_path: Path):
     return write_store(tmp_path / "one", changed), write_store(tmp_path / "two", flat)
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_draws_the_changes(stores, tmp_path, capsys):
     output = tmp_path / "out"
     assert command.main([*(str(store) for store in stores), "--output", str(output)]) == 0

@@ -51,6 +51,7 @@ def test_a_slow_host_is_found_and_how_slow_it_is() -> None:
     assert (times_by_host["n3"].num_samples, times_by_host["n3"].num_other_samples) == (8, 40)
 
 
+@pytest.mark.slow
 def test_equal_hosts_are_not_called_slow() -> None:
     alarms = sum(times.is_slow for seed in range(200) for times in compare_step_times(make_rows(8, None, 0.0, seed)))
     assert alarms <= 4

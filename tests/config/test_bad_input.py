@@ -367,6 +367,7 @@ def test_compiling_without_what_it_needs_is_refused(missing, capsys, monkeypatch
     assert ("compiler" if missing == "a compiler" else "headers") in sentence
 
 
+@pytest.mark.slow
 def test_what_one_run_cannot_do_leaves_the_others_of_a_sweep(capsys):
     code = sweep.main(
         [

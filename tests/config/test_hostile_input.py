@@ -114,6 +114,7 @@ def check_command(main: Callable[[list[str]], int], arguments: list[str]) -> Non
         assert_refusal(sentence, arguments)
 
 
+@pytest.mark.slow
 @limit_examples(420)
 @given(st.sampled_from(["measure", "predict", "rehearse"]), st.booleans(), hostile.draw_overrides())
 @example("measure", False, ["optimizer.learning_rate=nan"])
@@ -133,6 +134,7 @@ def test_sweeps(mode, multirun, typed):
     check_command(sweep.main, ["dry_run=true", "store=nowhere", f"mode={mode}", *(["-m"] if multirun else []), *typed])
 
 
+@pytest.mark.slow
 @limit_examples(90)
 @given(
     hostile.draw_overrides(),
@@ -142,18 +144,21 @@ def test_predictions(typed, own):
     check_command(predict.main, ["hardware=a100_80gb", own, *typed])
 
 
+@pytest.mark.slow
 @limit_examples(60)
 @given(hostile.draw_overrides())
 def test_advice(typed):
     check_command(advise.main, ["hardware=a100_80gb", *typed])
 
 
+@pytest.mark.slow
 @limit_examples(90)
 @given(hostile.draw_overrides())
 def test_single_runs(typed):
     check_command(run.main, ["store=nowhere", *typed])
 
 
+@pytest.mark.slow
 @limit_examples(70)
 @given(
     hostile.draw_overrides(within=("hardware",)),
@@ -163,6 +168,7 @@ def test_calibrations(typed, own):
     check_command(calibrate.main, [own, *typed])
 
 
+@pytest.mark.slow
 @limit_examples(60)
 @given(hostile.draw_overrides(within=("tracker",)), st.sampled_from(["track", "dashboard", "compare"]))
 def test_trackers(typed, command):
@@ -246,6 +252,7 @@ file_contents = st.one_of(
 file_numbers = itertools.count()
 
 
+@pytest.mark.slow
 @limit_examples(70)
 @given(file_contents)
 def test_hardware_files(content):
@@ -288,6 +295,7 @@ def clear_compose_caches() -> None:
     compose._composed_values.clear()
 
 
+@pytest.mark.slow
 @limit_examples(60)
 @given(file_contents)
 def test_own_sweeps(own_sweep, content):

@@ -185,6 +185,7 @@ def test_sharding_factor_takes_every_factor_and_shares_runs_with_model_scale() -
     assert len(shared) == 7 + 6
 
 
+@pytest.mark.slow
 def test_oom_frontier_varies_what_decides_about_memory() -> None:
     configs = once("oom_frontier")
     assert len({config.model.name for config in configs}) == 9
@@ -276,6 +277,7 @@ def list_possible_configs(points: list[dict[str, str]]) -> list[RunConfig]:
     return list(configs.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4, 8])
 @pytest.mark.parametrize("hardware", GPUS)
 def test_it_fills_the_gpus_runs_out_of_memory_with_ddp_and_takes_ten_minutes(hardware: str, count: int) -> None:
@@ -394,6 +396,7 @@ def outcome(compose_one: Callable[[RunSettings], dict[str, Any]], settings: RunS
         return "refused"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_parts_put_together_are_what_hydra_composes_whole(seed):
     dice = random.Random(seed)

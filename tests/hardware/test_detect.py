@@ -342,6 +342,7 @@ def test_a_sweep_on_unusable_gpus_is_one_sentence(monkeypatch, tmp_path, capsys)
     assert not list(tmp_path.glob("store/*/*.json"))
 
 
+@pytest.mark.slow
 def test_what_is_to_be_known_before_a_run_is_said_once(monkeypatch, tmp_path, capsys) -> None:
     set_detected_device(
         monkeypatch,

@@ -163,6 +163,7 @@ print("lifted")
 """
 
 
+@pytest.mark.slow
 def test_a_cpu_memory_limit_limits_to_within_some_mebibytes() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMIT_SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -170,6 +171,7 @@ def test_a_cpu_memory_limit_limits_to_within_some_mebibytes() -> None:
     assert done.stdout.split("\n")[:3] == ["refused", "refused again", "lifted"], done.stderr
 
 
+@pytest.mark.slow
 def test_the_memory_that_is_set_is_the_memory_there_is() -> None:
     question = ("mode=predict", "hardware=a100_80gb", "model=t5_tiny")
     outside = compose_run_config(*question, "hardware.memory_gb=24").hardware.speeds.outside  # type: ignore[union-attr]

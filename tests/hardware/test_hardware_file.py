@@ -52,6 +52,7 @@ def test_a_file_means_what_the_same_description_in_the_suite_means(described):
     assert compute_run_id(path) == compute_run_id("h200")
 
 
+@pytest.mark.slow
 def test_identity_is_the_content_not_path_date_or_layout(described):
     path = described()
     moved = described(lambda values: values["sources"].update(calibration="1999-12-31 on host elsewhere"))
@@ -208,6 +209,7 @@ def assert_refused(
         assert part in captured.err
 
 
+@pytest.mark.slow
 def test_predictions_with_a_file_are_those_of_its_numbers(described, capsys):
     slow = described(lambda values: values["speeds"]["links"].update(gpu_efficiency=0.01))
     question = ("model=gpt_125m", "gpus=8", "strategy=ddp", "batch_size_per_gpu=1", "format=json", "top=1")

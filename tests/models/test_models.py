@@ -44,6 +44,7 @@ def test_gpt_models_have_the_size_in_their_name(option: str, billions: float) ->
     assert build_family(option).num_parameters / 1e9 == pytest.approx(billions, rel=0.015)
 
 
+@pytest.mark.slow
 def test_every_model_option_builds_on_meta() -> None:
     for option in list_config_groups()["model"]:
         model = build_family(option).build_model()

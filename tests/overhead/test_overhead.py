@@ -118,6 +118,7 @@ def test_the_bare_script_knows_nothing_of_this_suite() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["t5_tiny", "gpt_tiny"])
 def test_both_sides_do_the_same_work(model: str) -> None:
     config = read_config([f"model={model}", *SMALL])

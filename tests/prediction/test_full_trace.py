@@ -20,6 +20,8 @@ from bench.prediction.trace.cpu_memory import InPlaceSumDetector
 from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config
 from tests.oracles.full_trace import TRACEABLE_STRATEGIES, trace_training_peaks
 
+pytestmark = pytest.mark.slow
+
 MEASURED = ROOT / "results" / "measured"
 TOLERANCE = 0.0015
 """What is not followed: numbers wrapped as tensors, oneDNN's scratch memory of up to 200 KB in some repeats."""
@@ -61,7 +63,6 @@ def test_it_says_what_was_measured(row: dict[str, Any]) -> None:
     assert compute_relative_error(row) <= TOLERANCE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row", MEMORY_ROWS, ids=format_title)
 def test_it_says_what_was_measured_of_every_strategy(row: dict[str, Any]) -> None:
     assert compute_relative_error(row) <= TOLERANCE

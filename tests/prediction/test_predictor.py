@@ -36,6 +36,8 @@ from tests import golden_predictions
 from tests.conftest import FULL_SCALE, ROOT, measure_cpu_time_s, needs
 from tests.golden_predictions import find_fault, list_moved, predict_cases, read_golden
 
+pytestmark = pytest.mark.slow
+
 PAPER_GPT = {
     "model": "gpt_175b",
     "model.family": "mingpt",
@@ -145,7 +147,6 @@ def test_processes_agree_with_one(empty_cache, monkeypatch):
     assert predict_runs(runs) == alone
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 def test_thousands_of_runs_are_predicted_in_a_minute(empty_cache):
     """4,000 runs over the paper's models: a minute on two cores the first time, seconds afterwards. A sixth of them
@@ -449,7 +450,6 @@ def run_copy(code: Path) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.slow
 def test_a_comment_and_a_new_strategy_leave_the_version_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

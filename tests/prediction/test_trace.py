@@ -98,6 +98,7 @@ def composed_and_whole(run: RunConfig) -> tuple[list[tuple[SegmentAtBatch, Block
     return list(expand_to_full_depth(scenes(few, few, (2, 2), 2, lengths), lengths)), scenes(whole, whole, (2, 2), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "bf16", "strategy": "fsdp"}])
@@ -109,6 +110,7 @@ def test_a_model_traced_with_few_blocks_is_the_whole_model(model, checkpointing,
         assert scene.chunks == expected.chunks, (scene.phase, place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_accumulation_on_hardware_with_fused_kernels_repeats_too(model):
     run = deep(model, gradient_accumulation=3, hardware="a100_80gb", precision="bf16", strategy="fsdp")
@@ -117,6 +119,7 @@ def test_accumulation_on_hardware_with_fused_kernels_repeats_too(model):
     assert [scene.chunks for scene, _ in composed_] == [scene.chunks for scene in whole]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "activation_checkpointing": "full"}])
 def test_other_batch_sizes_follow_from_two(model, settings):
@@ -126,6 +129,7 @@ def test_other_batch_sizes_follow_from_two(model, settings):
     assert [scene.chunks for scene in foretold] == [scene.chunks for scene in scenes(seen, seen, (7, 7), 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("hardware", ["cpu", "a100_80gb"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -152,6 +156,7 @@ def test_models_that_differ_between_batch_sizes_are_refused():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_everything_allocated_is_released_but_what_outlives_a_step(model, checkpointing):
@@ -197,6 +202,7 @@ def test_matrix_products_count_the_models_flops(model, checkpointing):
     )
 
 
+@pytest.mark.slow
 def test_fused_attention_computes_scores_again_and_keeps_no_scores():
     settings = {"model": "gpt_tiny", "sequence_length": "64", "precision": "bf16", "strategy": "fsdp"}
     eager = trace_step(build_trace_key(config(**settings, model__attention="eager", hardware="a100_80gb")), 4)
@@ -286,6 +292,7 @@ def test_merging_pieces_adds_gradients_where_they_arrive():
     assert np.isclose(one.lasting_net_bytes, sum(piece.lasting_net_bytes for piece in scene.chunks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_blocks_move_fewer_bytes_and_compute_the_same(model, checkpointing):

@@ -59,6 +59,7 @@ def test_tensors_are_the_callers_alone_when_a_collective_is_over(
     assert dist.all_reduce is original
 
 
+@pytest.mark.slow
 def test_a_caller_that_holds_on_to_what_is_gathered_is_not_waited_for_every_time(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_threads_of_gloo_are_waited_for_until_they_have_nothing_to_do(monkeypatc
     assert looks == [["R"]]
 
 
+@pytest.mark.slow
 def test_the_threads_of_a_group_are_found_by_their_name() -> None:
     script = """
 import torch, torch.distributed as dist

@@ -212,6 +212,7 @@ def test_a_trace_that_cannot_be_written_loses_no_measurement(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("observed", "requested_warmup_steps", "period", "steady", "untimed"),
     [(2, 2, 1, 4, 4), (2, 5, 1, 4, 7), (0, 2, 1, None, 3), (0, 5, 1, None, 5), (2, 2, 3, 4, 6), (0, 2, 3, None, 3)],
@@ -285,6 +286,7 @@ def test_ddp_makes_its_last_buckets_in_the_last_step_unlike_the_later_ones(stati
     assert buckets[unlike - 2] != buckets[unlike - 1] == buckets[unlike] == buckets[-1]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_under_the_profiler_is_no_timed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,6 +473,7 @@ def test_the_optimizers_peak_is_without_logits() -> None:
     assert probe.read_peaks().allocated == pytest.approx(kept_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "fsdp1"])
 def test_a_loss_scale_that_could_double_hides_no_skipped_step(
     strategy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

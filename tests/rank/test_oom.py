@@ -252,6 +252,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_thread_without_memory_for_its_stack_is_out_of_memory() -> None:
     output = subprocess.run(
         [sys.executable, "-c", THREADS_SCRIPT],

@@ -97,6 +97,7 @@ def engine_of(config: RunConfig) -> Engine:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
 def test_gathered_parameters_hold_sensible_values(strategy: str, precision: str) -> None:

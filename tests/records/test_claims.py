@@ -93,6 +93,7 @@ def _race_for_claim(store: Path, number: int, barrier, winners) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_of_many_processes_one_gets_the_claim(tmp_path):
     barrier, winners = fork_context.Barrier(40), fork_context.SimpleQueue()
     processes = [
@@ -116,6 +117,7 @@ def _break_dead_claim(store: Path, barrier, results) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_the_row_of_a_dead_owner_is_written_once(tmp_path):
     take_claim(tmp_path)
     barrier, results = fork_context.Barrier(20), fork_context.SimpleQueue()

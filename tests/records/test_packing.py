@@ -74,6 +74,7 @@ def packed(live, tmp_path) -> Path:
     return tmp_path / "packed"
 
 
+@pytest.mark.slow
 def test_a_packed_store_is_one_file_and_reads_as_the_files_did(live, packed):
     assert [path.name for path in packed.iterdir() if path.name[0] != "."] == [ROWS_FILE]
     assert_reads_same(packed, live)
@@ -107,6 +108,7 @@ def test_the_lines_are_sorted_and_leave_out_what_all_rows_share(live, packed):
     assert "repeat" not in header["shared"] | header["shared"]["config"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", sorted((ROOT / "results").rglob(ROWS_FILE)), ids=lambda path: path.parent.name)
 def test_committed_stores_hold_whole_rows_and_pack_to_the_same_bytes(store, tmp_path):
     assert records.read_all_attempts(store).unreadable == []
@@ -152,6 +154,7 @@ def decode(lines: list[str], path: Path) -> list[str]:
     return [encode_record(row.decode()) for row in rows.list_rows()]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(rows=ROW_SETS.filter(len), more=ROW_SETS)
 def test_any_values_come_back_to_the_byte_and_lines_stay_when_others_join_them(rows, more, tmp_path_factory):
@@ -281,6 +284,7 @@ def test_what_cannot_be_read_is_not_packed_over(live, packed):
 # ---- both kinds in one store
 
 
+@pytest.mark.slow
 def test_packing_a_store_in_place_removes_the_files_of_its_rows_alone(live, tmp_path):
     shutil.copytree(live, tmp_path / "before")
     run = make_record(repeat=2)["run_id"]
@@ -341,6 +345,7 @@ def test_a_claim_on_a_packed_run_gets_the_next_attempt(packed):
     assert [row["mfu"] for row in records.read_all_attempts(packed / row["run_id"]).records] == [0.125, None]
 
 
+@pytest.mark.slow
 def test_runs_of_a_store_of_both_kinds_come_in_the_order_of_their_ids(live, tmp_path):
     shutil.copytree(live, tmp_path / "before")
     pack_store(live)
@@ -447,6 +452,7 @@ pack_store(Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(4))
 def test_readers_miss_nothing_while_a_store_is_packed(number, tmp_path):
     store = write_store(tmp_path / "store", [make_record(repeat=number) for number in range(100)])
@@ -489,6 +495,7 @@ def test_a_run_that_is_packed_between_two_looks_at_its_folder_is_read(live, monk
     pd.testing.assert_frame_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_two_that_pack_one_store_at_once_lose_nothing(live):
     expected = records.load(live)
     packing = [subprocess.Popen([sys.executable, "-c", WHILE_PACKED, str(live)], cwd=ROOT) for _ in range(3)]
@@ -500,6 +507,7 @@ def test_two_that_pack_one_store_at_once_lose_nothing(live):
 # ---- commands
 
 
+@pytest.mark.slow
 def test_commands_say_of_a_packed_store_what_they_say_of_files(tmp_path, capsys):
     rows = make_default_sweep()
     earlier = [row | {"git_sha": "c" * 40, "started_at": "2026-05-03T10:00:00+00:00"} for row in rows]

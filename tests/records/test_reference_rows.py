@@ -55,7 +55,7 @@ def test_a_store_holds_every_run_of_its_sweeps_and_nothing_else(store):
 
 
 def test_there_are_no_other_stores_and_one_command_makes_all():
-    assert {path.name for path in PREDICTED.iterdir() if path.is_dir()} == {*SWEEPS, "figures"}
+    assert {path.name for path in PREDICTED.iterdir() if path.is_dir()} == set(SWEEPS)
     recipe = MAKEFILE.partition("\npredictions:")[2].partition("\n\n")[0]
     packed = re.findall(r"for store in (.+); do .*\n.*pack build/predictions/\$\$store --output", recipe)[0].split()
     paper = re.findall(r"^PAPER +:= (.+)$", MAKEFILE, re.M)[0].split()
@@ -87,6 +87,7 @@ def chosen(rows: dict[str, Record]) -> list[Record]:
     return list(found.values())[: 2 if today else None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", SWEEPS)
 def test_predictions_still_come_out_as_they_are_committed(store):
     rows = chosen(committed(store))

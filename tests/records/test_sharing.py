@@ -64,6 +64,7 @@ print(claim.owner["job"], claim.break_claim({"status": "error", "error": "it die
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_one_account_can_do_with_a_claim_what_the_other_can(shared_store, umask):
     complete = json.dumps({**make_record(), **ROW})

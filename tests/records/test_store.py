@@ -269,6 +269,7 @@ def test_an_index_serves_whatever_folder_is_loaded(indexed, parsed):
         assert len(parsed) == (path.suffix == ".json" or path == one)
 
 
+@pytest.mark.slow
 def test_a_moved_store_keeps_its_index(indexed, parsed, monkeypatch, tmp_path_factory):
     moved = indexed.rename(tmp_path_factory.mktemp("elsewhere") / "store")
     monkeypatch.chdir(moved)

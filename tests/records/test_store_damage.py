@@ -34,6 +34,7 @@ OWNER = {"job": "1", "restart": 0}
 # ---- what was measured is written, and read back as it was
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_is_kept(loss, tmp_path):
     row = make_record(losses=[2.5, loss], final_loss=loss, first_nonfinite_loss_step=1)

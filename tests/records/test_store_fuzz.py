@@ -156,6 +156,7 @@ def put(path: Path, content: bytes) -> Path:
     return path
 
 
+@pytest.mark.slow
 @examples(500)
 @given(content=ROWS)
 def test_a_damaged_row_is_left_out_or_harmless(content, tmp_path_factory, healthy_rows):
@@ -175,6 +176,7 @@ def test_a_damaged_row_is_left_out_or_harmless(content, tmp_path_factory, health
     assert json.loads(encode_record(row))
 
 
+@pytest.mark.slow
 @examples(8)
 @given(contents=st.lists(ROWS, min_size=30, max_size=30), most=st.integers(2, 6))
 def test_commands_read_a_store_with_damaged_rows(contents, most, tmp_path_factory, healthy, capsys):
@@ -196,6 +198,7 @@ def test_commands_read_a_store_with_damaged_rows(contents, most, tmp_path_factor
 PACKED = [*map(json.loads, encode_rows(sorted(REAL, key=lambda row: (row["run_id"], row["attempt"]))))]
 
 
+@pytest.mark.slow
 @examples(150)
 @given(data=st.data())
 def test_damaged_lines_of_packed_rows_are_left_out_or_harmless(data, tmp_path_factory):
@@ -221,6 +224,7 @@ def test_damaged_lines_of_packed_rows_are_left_out_or_harmless(data, tmp_path_fa
 CLAIM = {"attempt": 0, "owner": {"process": describe_this_process()}, "row": {**ROW, "attempt": 0}}
 
 
+@pytest.mark.slow
 @examples(250)
 @given(content=damaged(CLAIM))
 def test_a_damaged_claim_blocks_nothing(content, tmp_path_factory):

@@ -51,6 +51,7 @@ def test_published_points_stand_beside_the_rows_that_are_theirs():
     assert all("GPUs" in label for label in pair_table["label"])
 
 
+@pytest.mark.slow
 def test_figures_whose_runs_are_not_stated_are_not_compared_point_by_point():
     rows = predicted("model_scale") + predicted("rate_limiter")
     assert paper.select(prepare_table(rows))["figure"].nunique() == 2
@@ -116,6 +117,7 @@ def test_the_summary_is_what_the_pairs_come_to():
 # ---- as drawn
 
 
+@pytest.mark.slow
 def test_every_pair_is_drawn_with_both_uncertainties():
     rows = predicted("memory") + make_row_pair("rehearsed") + make_row_pair("predicted", model="gpt_tiny")
     section = draw_section(rows)

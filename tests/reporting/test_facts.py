@@ -27,6 +27,7 @@ def shipped() -> Notebook:
     return Notebook()
 
 
+@pytest.mark.slow
 def test_the_papers_text_beside_its_own_figures():
     rows = predicted("model_scale") + predicted("prefetch") + predicted("rate_limiter")
     paper_rows = paper_tables.compare_text_and_figures(
@@ -248,6 +249,7 @@ def test_without_a_pair_the_page_says_so():
     assert not build_section(MEASURED).drawings
 
 
+@pytest.mark.slow
 def test_a_rehearsal_slower_than_the_measurement_is_shown_as_it_is(tmp_path):
     slower = make_row("gpus=2", "mode=rehearse", step=0.105, low=0.104, high=0.107)
     drawn = build_section(MEASURED, slower)

@@ -206,6 +206,7 @@ def test_a_disagreement_names_those_who_disagree_and_their_numbers():
 # Which cells there are
 
 
+@pytest.mark.slow
 def test_kinds_of_evidence_on_different_hardware_share_a_cell():
     overrides = ("model=t5_2b", "gpus=8", "precision=bf16", "batch_size_per_gpu=8")
     rows = [
@@ -255,6 +256,7 @@ def test_one_rank_begins_the_line_of_what_shards_fully():
     assert set(build_frontier_cells(prepare_table(rows))["heading"]) == {"FSDP2 full shard", "FSDP1 full shard"}
 
 
+@pytest.mark.slow
 def test_every_run_is_on_the_frontier_or_in_the_oom_map():
     rows = [*make_default_sweep(("fp32",)), make_row(LIMIT, "gpus=2"), make_row(LIMIT, "gpus=2", "mode=rehearse")]
     table = prepare_table(rows)
@@ -280,6 +282,7 @@ def test_of_a_search_the_other_figures_show_the_end():
 # What is drawn
 
 
+@pytest.mark.slow
 def test_the_largest_frontier_is_paginated_and_every_cell_is_drawn_once():
     models = [("t5_tiny", f"model.num_encoder_layers={layers}") for layers in range(1, 31)]
     ranks = [8, 16, 32, 64, 128, 256, 512]
@@ -298,6 +301,7 @@ def test_the_largest_frontier_is_paginated_and_every_cell_is_drawn_once():
     assert len(section.tables[0].rows) == 30 * 7
 
 
+@pytest.mark.slow
 def test_the_page_lists_disagreements_and_the_table(tmp_path):
     rows = [
         make_row(LIMIT, "gpus=2", status="oom"),

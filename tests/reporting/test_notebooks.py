@@ -246,6 +246,7 @@ def store(tmp_path_factory) -> Path:
     return write_store(tmp_path_factory.mktemp("own") / "store", make_default_sweep(("fp32",)))
 
 
+@pytest.mark.slow
 def test_rows_are_the_committed_ones_and_ones_own(store):
     book, alone = Notebook(store), Notebook()
     assert len(book.select_records()) == len(alone.select_records()) + len(make_default_sweep(("fp32",)))
@@ -265,6 +266,7 @@ def test_a_checkout_without_rows_is_no_error(tmp_path):
     assert Notebook(results_dir=tmp_path).select_records() == []
 
 
+@pytest.mark.slow
 def test_ones_own_figures_or_how_to_have_them(store):
     assert "python -m bench.notebooks store=DIR" in Notebook().draw_own_store(throughput).text
     shown = Notebook(store).draw_own_store(throughput)
@@ -278,6 +280,7 @@ def draw_figure(name: str = "a-figure") -> Drawing:
     return Drawing(name, "Title", figure, "A caption <1 GiB.", 'An "alt" text', notes=["A note"])
 
 
+@pytest.mark.slow
 def test_figures_have_alt_texts_captions_and_are_saved_where_asked(tmp_path):
     section = ReportSection("s", "S", "Read <this>.")
     section.plan_figure(draw_figure)

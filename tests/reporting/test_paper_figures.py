@@ -77,6 +77,7 @@ def shown(rows: list[Record], figure: str) -> Any:
     return selected[selected["figure"] == figure]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweep", FIGURES)
 def test_every_sweep_of_the_paper_draws_its_figure_beside_the_published_points(sweep):
     rows = predicted(sweep)
@@ -109,6 +110,7 @@ def test_the_same_quantity_is_drawn_for_both_kinds():
     assert sorted(errors) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_memory_is_in_the_papers_gigabytes_with_its_rounding():
     points = shown(predicted("memory"), "Figure 8(b)")
     assert set(points["quantity"]) == {"allocated", "active", "reserved"}
@@ -120,6 +122,7 @@ def test_memory_is_in_the_papers_gigabytes_with_its_rounding():
     assert published["value"].max() == 80
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_a_mark_in_both_kinds():
     points = shown(predicted("model_scale"), "Figure 6(a)").query("out_of_memory")
     assert set(points["panel"]) == {"T5 11.3B"}
@@ -134,6 +137,7 @@ def test_out_of_memory_is_a_mark_in_both_kinds():
     assert "out of memory" in drawing.alt
 
 
+@pytest.mark.slow
 def test_what_the_paper_does_not_state_is_called_an_inference():
     (drawing,) = draw(predicted("model_scale")).drawings
     assert "our inference: 64 GPUs, batch 8 × 512, checkpointing full" in " ".join(words(drawing.figure))
@@ -144,6 +148,7 @@ def test_what_the_paper_does_not_state_is_called_an_inference():
     assert [drawing.name for drawing in smaller] == ["paper-figure-6-a-16-gpus-batch-8-512-checkpointing-full"]
 
 
+@pytest.mark.slow
 def test_degraded_points_are_marked():
     drawings = {drawing.title.partition(":")[0]: drawing for drawing in draw(predicted("gpt_175b_scale")).drawings}
     assert "degraded: the allocator retries" in words(drawings["Figure 7(b)"].figure)
@@ -190,6 +195,7 @@ def test_runs_that_are_not_the_papers_do_not_stand_beside_its_points(other):
     assert "No runs in this store are those of a figure" in section.notice
 
 
+@pytest.mark.slow
 def test_measured_runs_stand_beside_predicted_ones_and_look_different():
     configs = runs("sweep=t5_11b_scale")
     measured = [

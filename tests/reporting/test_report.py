@@ -287,6 +287,7 @@ def test_one_world_size_is_no_scaling():
     assert "(all have 2)" in section.notice
 
 
+@pytest.mark.slow
 def test_page_is_complete_in_itself(default):
     page = Page(default / "report" / "index.html")
     assert page.executed == [{}]
@@ -335,6 +336,7 @@ def test_every_figure_is_a_png_and_an_svg(default):
     assert all("</svg>" in path.read_text() for path in svgs)
 
 
+@pytest.mark.slow
 def test_a_report_changes_no_row_and_is_no_row(default, tmp_path):
     def content():
         return {path: path.read_bytes() for path in default.rglob("*.json")}
@@ -345,6 +347,7 @@ def test_a_report_changes_no_row_and_is_no_row(default, tmp_path):
     assert len(read_latest_attempts(default).records) == runs == len(ROWS)
 
 
+@pytest.mark.slow
 def test_same_rows_same_bytes_and_old_figures_go(tmp_path):
     store = write_store(tmp_path / "store", [make_record(precision="bf16")])
     first, second = build_report(store, tmp_path / "a").parent, build_report(store, tmp_path / "b").parent
@@ -362,6 +365,7 @@ def test_same_rows_same_bytes_and_old_figures_go(tmp_path):
 NULLS = {"run_id": "0" * 16, "attempt": 0, "evidence": "measured", "status": "ok", "started_at": "2026-05-04T10:00:00"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows",
     [
@@ -423,6 +427,7 @@ def long_and_many():
     return rows + [make_record(model=names[0], strategy="fsdp", config=knob, **CUDA) for knob in knobs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS, long_and_many()], ids=["default sweep", "long and many"])
 def test_no_label_covers_another(rows):
     for figure in FIGURE_MODULES:
@@ -465,6 +470,7 @@ def test_markers_of_variants_differ():
     assert set(marks) <= {"DDP", "FSDP2 full shard", "FSDP2 full replication", "FSDP2 hybrid (F=2)", "FSDP2 unsharded"}
 
 
+@pytest.mark.slow
 def test_versions_are_named_only_where_nothing_else_tells_rows_apart():
     plain, hooked = ({"strategy": {"communication_hook": hook}} for hook in ("none", "bf16"))
     settings = [{"optimizer": {"lr": lr}} for lr in (1, 2)]
@@ -478,6 +484,7 @@ def test_versions_are_named_only_where_nothing_else_tells_rows_apart():
     assert [name.partition(" · ")[2] for name in prepare_table(same)["variant"]] == [f"git_sha={c * 16}" for c in "ab"]
 
 
+@pytest.mark.slow
 def test_command_prints_where_the_page_is_and_what_was_left_out(tmp_path, capsys):
     store = write_store(tmp_path / "store", [make_record(status="error")])
     assert main([str(store)]) == 0
@@ -492,6 +499,7 @@ def test_command_prints_where_the_page_is_and_what_was_left_out(tmp_path, capsys
     ]
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
     store = write_store(tmp_path / "store", [make_record()])
     (tmp_path / "empty").mkdir()
@@ -511,6 +519,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
         build_report(tmp_path / "missing", tmp_path / "report")
 
 
+@pytest.mark.slow
 def test_no_label_of_the_committed_predictions_covers_another():
     rows = read_latest_attempts(ROOT / "results" / "predicted" / "a100_80gb").records
     for figure in FIGURE_MODULES:
@@ -518,6 +527,7 @@ def test_no_label_of_the_committed_predictions_covers_another():
             assert overlaps(drawing.figure) == [], drawing.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["measured/strategies", "measured/cpu_pipelines", "predicted/a100_80gb"])
 def test_a_figure_whose_needs_are_not_met_draws_nothing_of_these_rows(store):
     """So that a report need not ask it. Of single rows and some that stand together, drawn at random."""
@@ -539,6 +549,7 @@ def test_a_figure_whose_needs_are_not_met_draws_nothing_of_these_rows(store):
     assert len(drawn) > 3
 
 
+@pytest.mark.slow
 def test_the_fewest_rows_that_a_figure_draws_meet_its_needs():
     """Rows are left out as long as the figure still draws something."""
     shrunk = {}

@@ -222,6 +222,7 @@ def test_what_is_packed_can_stand_anywhere_and_is_the_same_every_time():
     assert compress_json(value) == compress_json(value)
 
 
+@pytest.mark.slow
 def test_rows_are_named_by_the_file_they_lie_in(tmp_path):
     write_store(tmp_path / "a", [make_record(), make_record(seed=1)])
     write_store(tmp_path / "b", [make_record()])
@@ -243,6 +244,7 @@ def test_rows_are_named_by_the_file_they_lie_in(tmp_path):
 # ---- the page
 
 
+@pytest.mark.slow
 def test_only_the_pages_own_scripts_are_executed(tmp_path):
     text = write_report(StoreContents([make_record()]), "one run", tmp_path).read_text()
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
@@ -254,6 +256,7 @@ def test_only_the_pages_own_scripts_are_executed(tmp_path):
     assert gzip.decompress(base64.b64decode(packed_text)).decode() == load_plotly_js()
 
 
+@pytest.mark.slow
 def test_interactive_figures_can_be_left_out(tmp_path, capsys):
     store = write_store(tmp_path / "store", [make_record()])
     assert main([str(store)]) == 0
@@ -265,6 +268,7 @@ def test_interactive_figures_can_be_left_out(tmp_path, capsys):
     assert page.executed == [{}]
 
 
+@pytest.mark.slow
 def test_a_run_that_nothing_can_be_drawn_of_needs_no_library(tmp_path):
     page = Page(write_report(StoreContents([make_record(status="error")]), "one run", tmp_path))
     assert "library" not in page.ids

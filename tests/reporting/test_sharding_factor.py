@@ -74,6 +74,7 @@ def test_intervals_and_ranges_are_those_of_the_rows():
     assert told["exposed"] == pytest.approx(0.08)
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_on_the_axis_and_at_what_it_needed():
     lost = {"status": "oom", "tflops_per_gpu": None, "step_time_median_s": None, "peak_reserved_bytes": 150 * GIB}
     rows = [run(1, **lost), *(run(f) for f in FACTORS[1:])]

@@ -151,6 +151,7 @@ def predictions(precision: str) -> dict[tuple[int, int], Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_first_gpu_needs_more_than_the_others_and_more_with_every_other(predictions: dict[Any, Any]) -> None:
     first = {key: value.memory.allocated.value for key, value in predictions.items()}
     others = {key: value.memory.others_bytes for key, value in predictions.items()}
@@ -172,6 +173,7 @@ def test_every_further_gpu_costs_the_first_its_logits_and_their_loss(
     assert more / logits == pytest.approx({"fp32": 4, "bf16": 2}[precision] + 3 * 4, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_step_leaves_what_it_found(micro_batches: int, batch: int) -> None:
@@ -191,6 +193,7 @@ def test_a_step_leaves_what_it_found(micro_batches: int, batch: int) -> None:
     assert sum(plan.updated_numels) == config.model.num_parameters
 
 
+@pytest.mark.slow
 def test_a_step_at_its_end_has_three_copies_of_gradients_and_parameters() -> None:
     # A model that is all parameters: at the end of backward those of this GPU and the sum lie beside each other.
     small = ("batch_size_per_gpu=1", "activation_checkpointing=full", "model.block_size=8", "sequence_length=8")

@@ -483,6 +483,7 @@ def predict_large_run(**knobs: object) -> Prediction:
     return predict_run(config(**{**LARGE, **knobs}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload_knobs", OFFLOAD_KNOBS, ids=str)
 def test_offloading_is_predicted_to_save_the_device_and_fill_the_host(offload_knobs: dict[str, object]) -> None:
     plain, offloaded = (
@@ -530,6 +531,7 @@ def test_time_follows_from_the_link_and_from_the_memory_of_the_machine() -> None
     assert slower == pytest.approx((4 + 2) * partition * 8 / (409.6e9 * 0.84), rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_prediction_says_what_is_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
     typed = ["model=gpt_mini", "gpus=8", "hardware=a100_80gb", "strategy=deepspeed", "precision=bf16"]
     assert (

@@ -116,6 +116,7 @@ def test_accelerate_has_no_mesh_for_fsdp1_and_none_without_shards() -> None:
         compose_run_config(*run, "strategy.backend=fsdp", "strategy.sharding_factor=1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_without_the_library_it_can_be_predicted_and_nothing_else(
     framework: str, monkeypatch: pytest.MonkeyPatch

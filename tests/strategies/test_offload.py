@@ -71,6 +71,7 @@ def test_no_more_than_one_parameter_is_on_the_device_at_a_time_and_no_frozen_one
     assert on_device == [4 * 1024] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
 def test_a_step_with_offloading_computes_what_one_without_does(model: tuple[str, ...]) -> None:
     """One process and torch's offloading on a CPU, which a run refuses: everything but the way to another device."""
@@ -139,6 +140,7 @@ def test_what_leaves_the_device_is_on_the_host() -> None:
     assert plain.memory.allocated.value > parameters.memory.allocated.value > both.memory.allocated.value
 
 
+@pytest.mark.slow
 def test_shards_come_before_every_gather_and_gradients_go_after_every_reduction() -> None:
     plan, plan_inputs = plan_of(config(**{**LARGE, **OFFLOAD_BOTH}))
     device = Notebook()

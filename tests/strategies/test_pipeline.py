@@ -141,6 +141,7 @@ def test_stages_have_as_many_blocks_but_for_one(blocks: int, stages: int, counts
     assert [block for span in spans for block in span] == list(range(blocks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [SMALL_T5, GPT], ids=["t5", "gpt"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_stages_one_after_the_other_are_the_model(overrides: tuple[str, ...], stages: int) -> None:
@@ -399,6 +400,7 @@ def big(*overrides: str) -> RunConfig:
     return compose_run_config("model=gpt_13b", "mode=predict", "gpus=8", "batch_size_per_gpu=8", *hardware, *overrides)
 
 
+@pytest.mark.slow
 def test_the_predicted_bubble_is_near_the_formulas_and_naive_stages_mostly_wait() -> None:
     shares = {}
     for schedule, micro_batches in ((GPIPE, 8), (ONE_F_ONE_B, 8), (ONE_F_ONE_B, 32)):
@@ -419,6 +421,7 @@ def test_the_predicted_bubble_is_near_the_formulas_and_naive_stages_mostly_wait(
     assert {span.stream for span in naive.timeline} == {f"rank {rank}" for rank in range(8)}
 
 
+@pytest.mark.slow
 def test_bubbles_measured_on_a_machine_of_their_own_are_the_predicted_ones() -> None:
     """On the calibrated machine, within 0.035 of a step; memory to some bytes."""
     calibrated = ROOT / "results" / "calibration" / "cpu_2core.yaml"
@@ -443,6 +446,7 @@ def knobs(config: Mapping[str, Any]) -> str:
     return repr(sorted(config["strategy"].items()))
 
 
+@pytest.mark.slow
 def test_1f1b_keeps_as_many_micro_batches_as_stages_and_gpipe_all() -> None:
     def activations(schedule: str, batch: int) -> int:
         # Twice the batch in twice as many micro-batches.
@@ -455,12 +459,14 @@ def test_1f1b_keeps_as_many_micro_batches_as_stages_and_gpipe_all() -> None:
     assert activations(ONE_F_ONE_B, 16) < activations(GPIPE, 16) / 2
 
 
+@pytest.mark.slow
 def test_what_a_stage_receives_is_cast_as_often_when_it_is_computed_again() -> None:
     # A received tensor is a leaf, whose cast autocast would keep; selective checkpointing counts them.
     run = (*SMALL_T5, *PIPELINE, "mode=predict", "gpus=2", "precision=bf16")
     assert predicted(*run, "activation_checkpointing=selective") < predicted(*run)
 
 
+@pytest.mark.slow
 def test_a_decoder_makes_half_of_what_it_sends() -> None:
     """It hands on the encoder's output, which lies where it was received and is not held a second time."""
     config = compose_run_config(*SMALL_T5, *PIPELINE, "mode=predict", "gpus=4")
@@ -590,6 +596,7 @@ def timed(config: RunConfig) -> TimePrediction:
     return found
 
 
+@pytest.mark.slow
 def test_stages_of_models_without_ties_share_nothing() -> None:
     run = ("model=gpt_2b7", "gpus=8", "hardware=a100_80gb")
     (embedding,) = tied(*run)
@@ -632,6 +639,7 @@ def test_ranks_wait_for_those_they_share_gradients_with() -> None:
     assert add_tied_all_reduces([1.0, 5.0], []) == [1.0, 5.0]
 
 
+@pytest.mark.slow
 def test_a_predicted_bubble_counts_what_a_measured_one_counts() -> None:
     """Kernels that a stage waits for are part of it: small batches on a fast GPU are all launching."""
     config = pipelined("model=gpt_125m", "gpus=2", "batch_size_per_gpu=1", "sequence_length=64", "hardware=h100_80gb")
@@ -644,6 +652,7 @@ def test_a_predicted_bubble_counts_what_a_measured_one_counts() -> None:
     assert "bubble" not in build_predicted_row(alone, predict_run(alone))
 
 
+@pytest.mark.slow
 def test_an_allocator_that_retries_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run = ("model=gpt_2b7", "strategy.stages=4", "gpus=16", "hardware=a100_80gb", "batch_size_per_gpu=8")
     sharded = pipelined(*run, "strategy.data_parallel=fsdp")

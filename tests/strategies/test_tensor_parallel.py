@@ -117,6 +117,7 @@ def collectives(config: Any) -> list[tuple[str, str, int]]:
     return [(segment.phase, event.kind, event.size) for segment in inside for event in segment.collectives]
 
 
+@pytest.mark.slow
 def test_each_block_sends_what_megatron_says() -> None:
     """Two all-reduces forward and two backward per block (Shoeybi et al. 2019, section 3); with sequence parallelism
     an all-gather and a reduce-scatter for each of them (Korthikanti et al. 2022, section 4.2.2)."""
@@ -156,6 +157,7 @@ def test_the_group_that_shares_layers_is_as_near_as_can_be() -> None:
     assert [config.strategy.find_batch_share(rank, 32) for rank in (0, 3, 4, 31)] == [(0, 8), (0, 8), (1, 8), (7, 8)]
 
 
+@pytest.mark.slow
 def test_waiting_inside_blocks_is_part_of_the_step() -> None:
     """What is exposed is at least what the collectives inside the blocks take, at the speed of the links."""
     run = ("model=gpt_13b", "model.vocabulary_size=50304", "hardware=h100_80gb", "precision=bf16", "gpus=8")
@@ -244,6 +246,7 @@ def test_tied_parameters_stay_tied_when_they_are_divided() -> None:
     assert sum("shared" in name or "embed_tokens" in name or "lm_head" in name for name in names) == 1
 
 
+@pytest.mark.slow
 def test_a_model_is_as_it_was_after_it_has_been_traced() -> None:
     """Splitting a model for a trace leaves nothing: no process group, no hook, no operators of divided losses."""
     config = compose_run_config(*SMALL_GPT, "strategy=tensor_parallel", "gpus=2", "batch_size_per_gpu=1")

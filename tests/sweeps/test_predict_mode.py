@@ -96,6 +96,7 @@ def told_so(verdict: str | None = FITS, step_s: float = 0.5) -> Prediction:
 # ---- rows
 
 
+@pytest.mark.slow
 def test_a_sweep_is_predicted_and_nothing_runs(store, capsys):
     typed = ["-m", *SMALL_GPT, "strategy=ddp,fsdp,fsdp1", "gpus=1,8,64", "precision=bf16", A100, "mode=predict"]
     assert sweep.main([*typed, f"store={store}"]) == 0
@@ -140,6 +141,7 @@ def test_speed_follows_from_the_step_as_it_does_for_measured_rows(monkeypatch):
     assert row["exposed_communication"] == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_has_its_phase_and_no_speed(store, capsys):
     typed = [*SMALL_GPT, "strategy=ddp", "gpus=8", A100, "mode=predict", "hardware.memory_limit_gib=0.001"]
     assert sweep.main([*typed, f"store={store}", "report=false"]) == 0
@@ -174,6 +176,7 @@ def test_memory_runs_out_in_the_first_phase_that_needs_more(capacity, beside, ph
     assert row["oom_phase"] == phase
 
 
+@pytest.mark.slow
 def test_a_cpu_has_memory_and_no_speed(store):
     assert sweep.main(["mode=predict", *SMALL_T5, "gpus=2", f"store={store}"]) == 0
     (row,) = rows(store)
@@ -333,6 +336,7 @@ def test_a_single_run_is_not_for_predictions(capsys, store):
 # ---- the largest batch
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_found_without_trying_all(store, capsys):
     typed = (*SMALL_GPT, "strategy=fsdp", "gpus=8", A100, "hardware.memory_limit_gib=0.5", "mode=predict")
     assert sweep.main([*typed, "search=largest_batch", f"store={store}", "report=false"]) == 0
@@ -352,6 +356,7 @@ def test_the_largest_batch_is_found_without_trying_all(store, capsys):
     assert len(rows(store)) < 30
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_search_says_so(store, monkeypatch, capsys):
     told(monkeypatch, lambda config: told_so(DOES_NOT_FIT))
     assert sweep.main(["mode=predict", A100, *SMALL_GPT, "search=largest_batch", f"store={store}"]) == 0
@@ -458,6 +463,7 @@ def test_around_the_predictor_four_thousand_runs_take_seconds(store, monkeypatch
     assert spent[1] < 12
 
 
+@pytest.mark.slow
 def test_memory_is_predicted_to_run_out_where_it_did():
     """Every run of a model on this kind of machine that ran out of memory."""
     measured = [

@@ -211,6 +211,7 @@ def no_launch(monkeypatch) -> None:
     monkeypatch.setattr("bench.sweeps.run_sweep.detect_device", lambda: CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_launch")
 def test_a_finished_sweep_starts_nothing_and_its_report_changes_no_row(five, capsys):
     store, ids = five
@@ -226,6 +227,7 @@ def test_a_finished_sweep_starts_nothing_and_its_report_changes_no_row(five, cap
 # The plan
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_launch")
 def test_a_dry_run_shows_the_plan_and_touches_nothing(five, capsys):
     store, ids = five
@@ -245,6 +247,7 @@ def test_a_dry_run_shows_the_plan_and_touches_nothing(five, capsys):
     assert "\x1b" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_launch")
 def test_a_dry_run_without_a_store_makes_none(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -297,6 +300,7 @@ def command_lines(grid: dict[str, Any]) -> Iterator[list[str]]:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(list_config_groups()["sweep"]) - {"adhoc"}))
 def test_a_sweep_file_and_the_command_line_come_to_the_same_runs(name):
     described = compose_config({"sweep": name})["sweep"]
@@ -429,6 +433,7 @@ def test_torn_foreign_and_later_files_are_named_and_passed_over(tmp_path):
     assert records.read_latest_row(tmp_path, torn["run_id"])["attempt"] == 0
 
 
+@pytest.mark.slow
 def test_thousands_of_rows_load_in_about_a_second(tmp_path):
     template = {**make_record(), "format": FORMAT_VERSION}
     for number in range(3000):

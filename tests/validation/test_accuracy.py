@@ -21,6 +21,8 @@ from bench.validation.runs import EXCLUSION_REASONS, SPEED, TUNED_GPU_COUNTS, Pu
 from bench.validation.shapes import QualitativeComparison
 from bench.validation.strategies import compare_strategies
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def published() -> list[PublishedCase]:
