@@ -300,6 +300,7 @@ def test_page_is_complete_in_itself(default):
     assert "url(" not in (default / "report" / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_every_run_is_in_the_table_with_its_failure_and_what_was_left_out(default):
     text = Page(default / "report" / "index.html").text
     for row in ROWS:
@@ -319,6 +320,7 @@ def test_every_run_is_in_the_table_with_its_failure_and_what_was_left_out(defaul
         assert shown in text, shown
 
 
+@pytest.mark.slow
 def test_every_figure_is_a_png_and_an_svg(default):
     figures = default / "report" / "figures"
     pngs, svgs = sorted(figures.glob("*.png")), sorted(figures.glob("*.svg"))
