@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,9 @@ from bench.core.typed_config import read_plain_yaml
 from bench.hardware.hardware_file import YAML_SUFFIX, hardware_to_dict, read_hardware_file, scale_device_memory
 
 CONF_FOLDER = DATA_FOLDER / "conf"
+
+OWN_CONF_VARIABLE = "BENCH_CONF"
+"""Names a folder with options of one's own, laid out as ``conf``."""
 
 HARDWARE_GROUP = "hardware"
 """The group whose option may also be a file anywhere."""
@@ -65,7 +69,7 @@ ANY_KEY = "*"
 @functools.cache
 def list_config_groups() -> dict[str, list[str]]:
     """The configuration groups and their options, as the folders under ``conf`` say: the suite's, and for the same
-    groups those that installed packages bring."""
+    groups those that installed packages and one's own folder bring."""
     return {
         folder.name: sorted({file.stem for conf in _list_conf_folders() for file in conf.glob(f"{folder.name}/*.yaml")})
         for folder in sorted(CONF_FOLDER.iterdir())
@@ -74,12 +78,25 @@ def list_config_groups() -> dict[str, list[str]]:
 
 
 def _list_conf_folders() -> tuple[Path, ...]:
-    """Where options are, the suite's own before those of installed packages."""
-    return (CONF_FOLDER, *list_installed_conf_folders())
+    """Where options are: the suite's own, before those of installed packages, before those of one's own folder.
+
+    Raises
+    ------
+    UsageError
+        If there is no folder of one's own where it is said to be.
+    """
+    own_folder = os.environ.get(OWN_CONF_VARIABLE)
+    if not own_folder:
+        return (CONF_FOLDER, *list_installed_conf_folders())
+    if not Path(own_folder).is_dir():
+        raise UsageError(
+            f"{OWN_CONF_VARIABLE}={own_folder} is not valid: choose a folder with folders named as conf's."
+        )
+    return (CONF_FOLDER, *list_installed_conf_folders(), Path(own_folder).absolute())
 
 
 def find_option_file(group: str, option: str) -> Path:
-    """The file of an option: the suite's, or else that of an installed package."""
+    """The file of an option: the suite's, or else that of an installed package or of one's own folder."""
     files = [folder / group / f"{option}.yaml" for folder in _list_conf_folders()]
     return next((file for file in files if file.is_file()), files[0])
 
@@ -273,8 +290,8 @@ def _compose_choices(choices: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _build_search_path_overrides() -> list[str]:
-    """What has Hydra look for options in installed packages, too, after the suite's."""
-    folders = [json.dumps(f"file://{folder}") for folder in list_installed_conf_folders()]
+    """What has Hydra look for options in the other folders, too, after the suite's."""
+    folders = [json.dumps(f"file://{folder}") for folder in _list_conf_folders()[1:]]
     return [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
 
 

@@ -9,7 +9,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -500,3 +500,31 @@ def test_four_thousand_shapes_of_a_model_are_planned_in_seconds():
     })  # fmt: skip
     assert time.process_time() - started < 8
     assert len({config.run_id for config in plan.to_run}) == 4000
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Which options there are is found out anew, before and after."""
+    caches = (compose.list_config_groups, compose._compose_choices)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_folder_of_ones_own_has_options_too(tmp_path, monkeypatch, forgetful):
+    (tmp_path / "cluster").mkdir()
+    mine = (CONF_FOLDER / "cluster" / "slurm.yaml").read_text().replace("name: slurm", "name: mine")
+    mine = mine.replace("partition: null", "partition: gpus_of_ours")
+    (tmp_path / "cluster" / "mine.yaml").write_text(mine)
+    (tmp_path / "cluster" / "local.yaml").write_text("name: not the suite's\n")
+    monkeypatch.setenv(compose.OWN_CONF_VARIABLE, str(tmp_path))
+    assert {"mine", "local", "slurm"} <= set(list_config_groups()["cluster"])
+    values = compose_config({"cluster": "mine"})["cluster"]
+    assert (values["name"], values["partition"]) == ("mine", "gpus_of_ours")
+    assert compose_config({"cluster": "local"})["cluster"]["name"] == "local"
+    monkeypatch.setenv(compose.OWN_CONF_VARIABLE, str(tmp_path / "nowhere"))
+    compose.list_config_groups.cache_clear()
+    with pytest.raises(UsageError, match=r"^BENCH_CONF=.*nowhere is not valid: choose a folder"):
+        list_config_groups()
