@@ -8,11 +8,11 @@ from collections import Counter
 
 from tests.conftest import ROOT
 
-NOT_THE_FIELDS_WORDS = set(
-    "tape reel scene pace crew ledger obituary courier hurry whereabouts remarks forecast untold foretold outlook "
-    "weighing told asked found".split()
-)
-"""What was once said for trace, scaled trace, cost model, coordinator, submission record, exit record, prediction ..."""
+NOT_THE_FIELDS_WORDS = {
+    *("tape", "reel", "scene", "pace", "crew", "ledger", "obituary", "courier", "hurry", "whereabouts", "remarks"),
+    *("forecast", "untold", "foretold", "outlook", "weighing", "told", "asked", "found"),
+}
+"""What was once said for trace, scaled trace, cost model, coordinator, submission record, exit record, prediction."""
 
 DEFINITIONS = [
     node
