@@ -1,6 +1,6 @@
 # make install create the environment: .venv
 # make sweep   create the environment, run the default sweep, write the report
-# make test    create the environment, run the checks and all tests: two processes share most of them, two more have those
+# make test    create the environment, run the checks and all tests: three processes share most of them, two have those
 #              with SLURM, and when they are through come, one by one, those that hold processor time against a limit;
 #              the last lines of each part say which tests did not run, and why
 # make quick   the tests that take less than half a second each: a minute on two cores
@@ -45,7 +45,7 @@ test: lint types
 	@log=$$(mktemp); status=0; \
 	$(BIN)/python -m pytest -m "not alone" --durations=15 --numprocesses=2 --dist=loadfile $(APART) >"$$log" 2>&1 & apart=$$!; \
 	trap 'kill $$apart 2>/dev/null; rm -f "$$log"' EXIT; \
-	$(BIN)/python -m pytest -m "not alone" --durations=25 --numprocesses=2 --dist=loadfile \
+	$(BIN)/python -m pytest -m "not alone" --durations=25 --numprocesses=3 --dist=loadfile \
 	  $(APART:%=--ignore=%) $(TIMING:%=--ignore=%) || status=$$?; \
 	wait $$apart || status=$$?; cat "$$log"; \
 	$(BIN)/python -m pytest -m alone --durations=15 $(TIMING:%=--ignore=%) || status=$$?; exit $$status

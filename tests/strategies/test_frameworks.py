@@ -170,6 +170,7 @@ def test_ranks_of_several_machines_need_no_address_where_a_process_group_exists(
     from accelerate import PartialState
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
+    PartialState._reset_state()  # what tests before this one left
     init_rehearsal_group(4)
     try:
         with isolate_environment(ENVIRONMENT_PREFIXES, **_build_rank_environment(torch.device("cpu"))):
