@@ -1,0 +1,115 @@
+"""Llama and its likes: RMSNorm, rotary positions, grouped-query attention and a gated feed-forward layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from bench.core.errors import invalid_value_error
+from bench.core.typed_config import OneOf, Within
+from bench.models.base import BlockCount, DropoutRate, FlopCount, HeadCount, LayerWidth, TokenCount
+from bench.models.pretrained import PretrainedFamily
+
+ARCHITECTURES = (
+    *("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "phi3", "gemma", "gemma2", "gemma3_text", "granite"),
+)
+"""As transformers calls them (`model_type`): what differs is biases, further norms, and how norms are scaled."""
+
+
+@dataclass(frozen=True)
+class LlamaFamily(PretrainedFamily):
+    vocabulary_size: TokenCount
+    block_size: TokenCount
+    """Longest sequence that the model was made for."""
+    hidden_size: LayerWidth
+    num_layers: BlockCount
+    num_heads: HeadCount
+    intermediate_size: LayerWidth
+    """Width of the feed-forward layer, whose gate is as wide."""
+    num_kv_heads: Annotated[int | None, Within(1, 4096)] = None
+    """Heads of keys and values, each shared by as many of queries; null for `num_heads`."""
+    head_size: Annotated[int | None, Within(2, 2**16)] = None
+    """Width of a head; null for hidden_size / num_heads."""
+    tie_embeddings: bool = False
+    """The head over the vocabulary shares the embedding's weight."""
+    architecture: Annotated[str, OneOf(*ARCHITECTURES)] = "llama"
+    sliding_window: TokenCount | None = None
+    """Tokens that layers with a sliding window attend to; null for all."""
+    dropout: DropoutRate = 0.0
+    """Of attention's weights."""
+
+    preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.llama.modeling_llama",)
+
+    def __post_init__(self) -> None:
+        if self.head_size is None and self.hidden_size % self.num_heads:
+            raise invalid_value_error(
+                "model.num_heads", self.num_heads, f"a divisor of model.hidden_size={self.hidden_size}"
+            )
+        if self.num_heads % self._num_kv_heads:
+            raise invalid_value_error(
+                "model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}"
+            )
+
+    @property
+    def _num_kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def _head_size(self) -> int:
+        return self.head_size or self.hidden_size // self.num_heads
+
+    def build_config(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(
+            self.architecture,
+            vocab_size=self.vocabulary_size,
+            max_position_embeddings=self.block_size,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self._num_kv_heads,
+            head_dim=self._head_size,
+            intermediate_size=self.intermediate_size,
+            tie_word_embeddings=self.tie_embeddings,
+            sliding_window=self.sliding_window,
+            attention_dropout=self.dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=None,
+        )
+
+    def limit_blocks(self, max_blocks: int) -> LlamaFamily | None:
+        """None where layers with a sliding window alternate with others."""
+        if len(set(getattr(self.build_config(), "layer_types", None) or ())) > 1:
+            return None
+        return dataclasses.replace(self, num_layers=min(max_blocks, self.num_layers))
+
+    def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
+        """Query, key, value, output, and three feed-forward products per token; scores over the full square.
+
+        The scores of all heads take ``2 * length**2 * num_heads * head_size``, their product with the values as much.
+        """
+        length, hidden = sequence_length, self.hidden_size
+        query_width, kv_width = self.num_heads * self._head_size, self._num_kv_heads * self._head_size
+        final_linear = 2 * length * hidden * self.intermediate_size
+        attention_linear = 2 * length * hidden * (2 * query_width + 2 * kv_width)
+        return FlopCount(
+            blocks_linear=self.num_layers * (attention_linear + 3 * final_linear),
+            blocks_attention=self.num_layers * 4 * length * length * query_width,
+            blocks_last_linear=self.num_layers * final_linear,
+            outside_blocks=2 * length * hidden * self.vocabulary_size,
+        )
+
+    @property
+    def _vocabulary_size(self) -> int:
+        return self.vocabulary_size
+
+    def check_sequence_length(self, sequence_length: int) -> None:
+        """At least 2, since a label is the next token, and at most the positions that the model was made for."""
+        if not 2 <= sequence_length <= self.block_size:
+            from bench.core.errors import ImpossibleError
+
+            valid = f"a whole number from 2 to model.block_size={self.block_size}"
+            raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
