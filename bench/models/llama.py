@@ -34,7 +34,7 @@ class LlamaFamily(PretrainedFamily):
     tie_embeddings: bool = False
     """The head over the vocabulary shares the embedding's weight."""
     architecture: Annotated[str, OneOf(*ARCHITECTURES)] = "llama"
-    sliding_window: TokenCount | None = None
+    sliding_window: Annotated[int | None, Within(1, 10**7)] = None
     """Tokens that layers with a sliding window attend to; null for all."""
     dropout: DropoutRate = 0.0
     """Of attention's weights."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -39,7 +40,8 @@ class PretrainedFamily(Family):
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
         fill_pretrained_buffers(model)
-        apply_sliding_windows(model)
+        if self.attention == "sdpa":
+            apply_sliding_windows(model)
         self.__dict__.setdefault("_block_list_names", find_block_list_names(model))
         return model
 
@@ -92,7 +94,8 @@ class PretrainedFamily(Family):
 
     def check_sequence_length(self, sequence_length: int) -> None:
         """At least 2, since a label is the next token, and at most the positions that the model was made for."""
-        longest = getattr(self.build_config().get_text_config(), "max_position_embeddings", SEQUENCE_LENGTH_RANGE.high)
+        text_config = self.build_config().get_text_config()
+        longest = getattr(text_config, "max_position_embeddings", None) or int(SEQUENCE_LENGTH_RANGE.maximum)
         if not 2 <= sequence_length <= longest:
             valid = f"a whole number from 2 to {longest}, the model's longest"
             raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
@@ -132,7 +135,9 @@ def fill_pretrained_buffers(model: nn.Module) -> None:
         owner._init_weights(module)
         for name in meta_buffers:
             if module.get_buffer(name).isnan().any():
-                raise ImpossibleError(f"transformers does not say what the buffer {name} of {type(module).__name__} holds.")
+                raise ImpossibleError(
+                    f"transformers does not say what the buffer {name} of {type(module).__name__} holds."
+                )
 
 
 def _iterate_owned_modules(owner: Any, module: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
@@ -161,9 +166,7 @@ def apply_sliding_windows(model: nn.Module) -> None:
         if tokens.shape[1] > window and kwargs.get("attention_mask") is None:
             sliding_mask = build_window_mask(tokens.shape[1], window, tokens.device)
             kwargs["attention_mask"] = (
-                sliding_mask
-                if layer_types is None
-                else {"full_attention": None, "sliding_attention": sliding_mask}
+                sliding_mask if layer_types is None else {"full_attention": None, "sliding_attention": sliding_mask}
             )
         return args, kwargs
 
@@ -222,6 +225,6 @@ def trace_flops(family: Family, sequence_length: int) -> FlopCount:
             block.register_forward_pre_hook(recorder.enter_block)
             block.register_forward_hook(recorder.leave_block)
     batch = family.build_batch(1, sequence_length, torch.Generator())
-    with recorder, torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
         model(**{name: tensor.to("meta") for name, tensor in batch.inputs.items()})
     return FlopCount(recorder.linear, recorder.attention, recorder.last_linear, recorder.outside)
