@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from bench.core.errors import invalid_value_error
+from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import OneOf, Within
 from bench.models.base import BlockCount, DropoutRate, FlopCount, HeadCount, LayerWidth, TokenCount
 from bench.models.pretrained import PretrainedFamily
@@ -46,6 +46,8 @@ class LlamaFamily(PretrainedFamily):
             raise invalid_value_error(
                 "model.num_heads", self.num_heads, f"a divisor of model.hidden_size={self.hidden_size}"
             )
+        if self.architecture == "gemma2" and self.attention != "eager":
+            raise invalid_value_error("model.attention", self.attention, "eager, since Gemma 2 caps its scores")
         if self.num_heads % self._num_kv_heads:
             raise invalid_value_error(
                 "model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}"
@@ -109,7 +111,5 @@ class LlamaFamily(PretrainedFamily):
     def check_sequence_length(self, sequence_length: int) -> None:
         """At least 2, since a label is the next token, and at most the positions that the model was made for."""
         if not 2 <= sequence_length <= self.block_size:
-            from bench.core.errors import ImpossibleError
-
             valid = f"a whole number from 2 to model.block_size={self.block_size}"
             raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
