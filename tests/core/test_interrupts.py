@@ -118,6 +118,7 @@ def test_an_interrupt_that_another_thread_receives_is_held_back_too():
                 time.sleep(0.01)
             went_on.append(True)
 
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
     other = threading.Thread(target=end.wait)
     other.start()  # it does not hold anything back
     try:
@@ -126,8 +127,9 @@ def test_an_interrupt_that_another_thread_receives_is_held_back_too():
     finally:
         end.set()
         other.join()
+        handler = signal.signal(signal.SIGINT, previous_handler)
     assert went_on
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert handler is signal.default_int_handler
 
 
 @pytest.mark.slow
