@@ -52,25 +52,14 @@ LARGE = [
 
 MINGPT = ("model=gpt_tiny", "model.family=mingpt", "model.num_layers=3", "sequence_length=20")
 NARROW_T5 = ("model=t5_tiny", "model.d_model=64", "model.d_ff=2001", "model.vocabulary_size=500", "sequence_length=30")
-LLAMA = (
-    *(
-        "model=gpt_tiny",
-        "model.family=tests.outsiders.llama.llama_family.family",
-        "model.activation=silu",
-        "model.intermediate_size=256",
-    ),
-    *("model.vocabulary_size=3001", "model.hidden_size=96", "model.num_layers=5", "sequence_length=33"),
+NEOX = (
+    *("model=gpt_tiny", "model.family=tests.outsiders.neox.neox_family.family", "model.activation=gelu"),
+    *("model.intermediate_size=256", "model.vocabulary_size=3001", "model.hidden_size=96", "model.num_layers=5"),
+    "sequence_length=33",
 )
 MISTRAL = (
-    *(
-        "model=gpt_tiny",
-        "model.family=tests.outsiders.llama.llama_family.family",
-        "model.activation=silu",
-        "model.intermediate_size=14336",
-    ),
-    *("model.vocabulary_size=32000", "model.hidden_size=4096", "model.num_layers=32", "model.num_heads=32"),
-    *("+model.num_key_value_heads=8", "model.block_size=4096", "sequence_length=4096"),
-    *("precision=bf16_pure", "activation_checkpointing=full", "optimizer.implementation=foreach"),
+    *("model=mistral_7b", "sequence_length=4096", "precision=bf16_pure", "activation_checkpointing=full"),
+    "optimizer.implementation=foreach",
 )
 MISTRAL_7B = [
     (("strategy=single", "gpus=1", "batch_size_per_gpu=4"), 72_434_837_504),
@@ -93,8 +82,8 @@ UNTUNED = [
     (*NARROW_T5, "precision=fp16", "strategy=fsdp", "gpus=2", "gradient_accumulation=2"),
     (*NARROW_T5, "precision=fp16", "strategy=fsdp1", "gpus=2", "strategy.forward_prefetch=true"),
     # Buffers of rotary embeddings.
-    (*LLAMA, "precision=bf16", "strategy=single"),
-    (*LLAMA, "precision=bf16_pure", "strategy=fsdp", "gpus=2"),
+    (*NEOX, "precision=bf16", "strategy=single"),
+    (*NEOX, "precision=bf16_pure", "strategy=fsdp", "gpus=2"),
 ]
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -186,11 +175,11 @@ def test_predictions_agree_with_peaks_that_an_allocator_was_seen_to_have(
 
 
 def test_a_model_with_buffers_nobody_describes_is_refused() -> None:
-    config = compose_run_config(*LLAMA, "strategy=single")
+    config = compose_run_config(*NEOX, "strategy=single")
     family = dataclasses.replace(config.model, family="an outside one")
     with (
         mock.patch.object(type(family), "build_buffer", Family.build_buffer),
-        pytest.raises(ImpossibleError, match=r"an outside one does not say what the buffer inv_freq of LlamaRotary"),
+        pytest.raises(ImpossibleError, match=r"an outside one does not say what the buffer inv_freq of GPTNeoXRotary"),
     ):
         count_buffer_bytes(family)
 
@@ -198,7 +187,7 @@ def test_a_model_with_buffers_nobody_describes_is_refused() -> None:
 @pytest.mark.slow
 def test_a_model_that_comes_with_its_buffers_is_predicted_as_well() -> None:
     left, filled = (
-        predict_run(compose_run_config(*LLAMA, f"+model.buffers_filled={each}")) for each in ("false", "true")
+        predict_run(compose_run_config(*NEOX, f"+model.buffers_filled={each}")) for each in ("false", "true")
     )
     assert left.memory.allocated == filled.memory.allocated
 
@@ -207,7 +196,7 @@ def test_a_model_that_comes_with_its_buffers_is_predicted_as_well() -> None:
 def test_a_model_with_buffers_trains_and_needs_what_is_predicted(execute: Execute) -> None:
     """The frequencies of rotary embeddings, which only the family knows."""
     kinds = [("strategy=single", "gpus=1"), ("strategy=fsdp", "gpus=2"), ("strategy=fsdp1", "gpus=2")]
-    runs = [(*LLAMA, *kind, f"batch_size_per_gpu={4 // int(kind[1][-1])}", *QUICK) for kind in kinds]
+    runs = [(*NEOX, *kind, f"batch_size_per_gpu={4 // int(kind[1][-1])}", *QUICK) for kind in kinds]
     rows = execute(*runs)
     for run, row in zip(runs, rows, strict=True):
         assert row["status"] == "ok", row.get("error")
