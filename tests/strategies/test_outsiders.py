@@ -218,9 +218,8 @@ def test_a_period_longer_than_the_run_makes_that_run_alone_impossible(site: Path
 
 @pytest.mark.parametrize("strategies", ["ddp,local_sgd,fsdp", "local_sgd"])
 def test_it_is_ranked_among_the_others_and_alone(strategies: str, site: Path) -> None:
-    shown = run_command(
-        site, "bench.predict", "model=neox_tiny", f"strategy={strategies}", "gpus=8", "top=all", *NETWORK[:1]
-    )
+    typed = ("model=neox_tiny", f"strategy={strategies}", "gpus=8", *NETWORK[:1])
+    shown = run_command(site, "bench.predict", *typed, "top=all")
     assert LABEL in shown or "local_sgd" in shown
     values = read_predictions(site, *typed)
     assert "local_sgd" in json.dumps(values)
