@@ -85,14 +85,15 @@ def _list_conf_folders() -> tuple[Path, ...]:
     UsageError
         If there is no folder of one's own where it is said to be.
     """
+    folders = (CONF_FOLDER, *list_installed_conf_folders())
     own_folder = os.environ.get(OWN_CONF_VARIABLE)
     if not own_folder:
-        return (CONF_FOLDER, *list_installed_conf_folders())
+        return folders
     if not Path(own_folder).is_dir():
         raise UsageError(
             f"{OWN_CONF_VARIABLE}={own_folder} is not valid: choose a folder with folders named as conf's."
         )
-    return (CONF_FOLDER, *list_installed_conf_folders(), Path(own_folder).absolute())
+    return (*folders, Path(own_folder).absolute())
 
 
 def find_option_file(group: str, option: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,12 +161,8 @@ def parse_sweep_request(arguments: Sequence[str], *, multirun: bool, device: Det
         check=execution_options["check"],
         search=execution_options["search"],
         cluster=base_config["cluster"],
-        tracker=_load_tracker_if_any(base_config["tracker"]),
+        tracker=load_tracker(base_config["tracker"]),
     )
-
-
-def _load_tracker_if_any(values: dict[str, Any]) -> Tracker:
-    return NO_TRACKER if values == dataclasses.asdict(NO_TRACKER) else load_tracker(values)
 
 
 def _refuse_execution_keys(sweep: str, grids: list[SettingsGrid]) -> None:

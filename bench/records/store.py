@@ -24,7 +24,7 @@ from pathlib import Path
 from bench.core import files
 from bench.core.files import encode_record, read_json
 from bench.records.checking import RUN_ID_PATTERN, check_record
-from bench.records.packed_rows import ROWS_FILE, PackedRow, find_packed_attempts, open_packed_rows
+from bench.records.packed_rows import PackedRow, find_packed_attempts, open_packed_rows
 from bench.records.schema import (
     COLUMN_NAMES,
     EVIDENCE_KINDS,
@@ -56,14 +56,7 @@ def list_attempts(store: str | Path, run_id: str) -> list[int]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(Path(store) / run_id)
     attempts = {int(match[1]) for name in names if (match := ATTEMPT_FILE_PATTERN.match(name))}
-    if has_packed_rows(store):
-        attempts |= find_packed_attempts(store, run_id).keys()
-    return sorted(attempts)
-
-
-def has_packed_rows(store: str | Path) -> bool:
-    """Whether a store has a file of packed rows, which may be damaged."""
-    return (Path(store) / ROWS_FILE).exists()
+    return sorted(attempts | find_packed_attempts(store, run_id).keys())
 
 
 def find_next_attempt(store: str | Path, run_id: str) -> int:
@@ -102,7 +95,7 @@ def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | 
     record = {"format": FORMAT_VERSION, **record}
     validate_record(record)
     target_path = get_row_path(store, record["run_id"], record["attempt"])
-    if has_packed_rows(store) and record["attempt"] in find_packed_attempts(store, record["run_id"]):
+    if record["attempt"] in find_packed_attempts(store, record["run_id"]):
         raise FileExistsError(errno.EEXIST, "this attempt is packed", str(target_path))
     files.make_folder(target_path.parent)
     text = encode_record(record) + "\n"

@@ -18,7 +18,7 @@ from bench.reporting.drawing.drawing import ReportFigure, ReportSection, save_dr
 from bench.reporting.figures import FIGURE_MODULES
 from bench.reporting.page import page
 from bench.reporting.page.interactive import build_explorer_charts, build_scaling_charts
-from bench.reporting.tables.frontier import BATCH_SEARCH_NEEDS, drop_batch_search_tries
+from bench.reporting.tables.frontier import drop_batch_search_tries
 from bench.reporting.tables.table import prepare_table
 
 MANIFEST_FILE = ".written-by-report"
@@ -79,7 +79,7 @@ def write_report(
     output = Path(output)
     table = prepare_table(contents.records)
     palette = style.build_palette(table["variant_key"])
-    final_runs = drop_batch_search_tries(table) if BATCH_SEARCH_NEEDS.are_met_by(table) else table
+    final_runs = drop_batch_search_tries(table)
     with style.apply_report_style():
         all_sections = [
             _build_section(module, table if module.FIGURE.shows_all_trials else final_runs, palette)

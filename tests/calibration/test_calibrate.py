@@ -38,9 +38,7 @@ from bench.calibration.hardware_file import (
     CalibrationProvenance,
     build_calibrated_hardware,
 )
-from bench.calibration.kernels import ATTENTION_SHAPES as ATTENTION_SHAPES
-from bench.calibration.kernels import ELEMENTWISE_OPERATOR, KERNEL_SAMPLE
-from bench.calibration.kernels import MATMUL_SHAPES as MATMUL_SHAPES
+from bench.calibration.kernels import ATTENTION_SHAPES, ELEMENTWISE_OPERATOR, KERNEL_SAMPLE, MATMUL_SHAPES
 from bench.calibration.noise import REFERENCE_NAME, find_disturbances
 from bench.calibration.parts import SINGLE_DEVICE_PLACEHOLDERS, predict_kernel_seconds
 from bench.calibration.processes import CalibrationProcess, run_local_processes

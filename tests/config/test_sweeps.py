@@ -25,7 +25,6 @@ from bench.config.compose import CONF_FOLDER, compose_config, list_config_groups
 from bench.config.grid import RunSettings, parse_grids
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError, UsageError
-from bench.core.plugins import list_installed_conf_folders
 from bench.hardware.detect import DetectedDevice
 from bench.planning.request import SweepRequest, parse_sweep_request
 from bench.planning.run_predictions import predict_duration_s
@@ -358,9 +357,7 @@ DICTIONARIES = {
 
 def by_hydra(settings: RunSettings) -> dict[str, Any]:
     """The whole configuration as Hydra composes it."""
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    if folders := [f"file://{folder}" for folder in list_installed_conf_folders()]:
-        overrides.append(f"hydra.searchpath=[{','.join(folders)}]")
+    overrides = [*(f"{key}={value}" for key, value in settings.items()), *compose._build_search_path_overrides()]
     with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
         config = compose.compose("config", overrides=overrides)
     values = OmegaConf.to_container(config, resolve=True)

@@ -24,6 +24,7 @@ from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
 from bench.reporting.tables.cells import (
     CLOSE_CALL,
     FAILED,
+    FIT_COLUMNS,
     FITS,
     MIXED_REPEATS,
     OOM,
@@ -35,8 +36,7 @@ from bench.reporting.tables.cells import (
     list_known_values,
     sort_rows,
 )
-from bench.reporting.tables.cells import FIT_COLUMNS as FIT_COLUMNS
-from bench.reporting.tables.frontier import FRONTIER_NEEDS, find_frontier_rows
+from bench.reporting.tables.frontier import find_frontier_rows
 
 HOW_TO_READ = (
     "Read a row from left to right: the models (and batches) grow, until the strategy of that row runs out of memory. "
@@ -128,7 +128,7 @@ def _describe_outcome(runs: list[dict[str, Any]] | None) -> dict[str, object]:
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
     """A map per place, kind of evidence, memory limit and set of settings, of what the frontier does not show."""
-    rows = table[~find_frontier_rows(table)] if FRONTIER_NEEDS.are_met_by(table) else table
+    rows = table[~find_frontier_rows(table)]
     if rows.empty:
         return FIGURE.create_empty_section(table)
     section = FIGURE.create_section()

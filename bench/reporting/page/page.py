@@ -225,7 +225,7 @@ def render_page(
         other_machines=other_count,
         pairs=pair_host_systems(host_systems),
         change=format_change,
-        labels=presentation,
+        presentation=presentation,
         unreadable=contents.unreadable,
         cpu_note=presentation.CPU_NOTE,
     )

@@ -10,8 +10,7 @@ import pandas as pd
 from bench.core import presentation
 from bench.records.matching import encode_config_key
 from bench.reporting.drawing.style import sort_evidence
-from bench.reporting.tables.cells import FIT_COLUMNS as FIT_COLUMNS
-from bench.reporting.tables.cells import build_fit_answer, group_rows, list_known_values
+from bench.reporting.tables.cells import FIT_COLUMNS, build_fit_answer, group_rows, list_known_values
 from bench.reporting.tables.table import COMPLETED_STATUSES, SETTING_FORMATTERS, RowNeeds
 
 BATCH_FIELD, GPUS_FIELD = "batch_size_per_gpu", "gpus"
@@ -20,9 +19,6 @@ MIN_TRIED_BATCHES = 3
 """Batch sizes of one configuration by which a search for the largest is known."""
 
 FRONTIER_NEEDS = RowNeeds({"status": COMPLETED_STATUSES}, present=("fit_question",), min_rows=2)
-BATCH_SEARCH_NEEDS = RowNeeds(
-    {"status": COMPLETED_STATUSES}, present=("fit_question",), min_distinct={BATCH_FIELD: MIN_TRIED_BATCHES}
-)
 
 FRONTIER_COLUMNS = [
     "device",

@@ -103,7 +103,7 @@ def prepare_table(records: Sequence[Record]) -> pd.DataFrame:
     ``precision`` says how what is mixed is mixed, so that figures, each of one precision, compare one way of it.
     Added: ``place`` (device and hardware: rows of two places never share axes), ``workload`` (batch and sequence),
     ``limit`` (memory limit, "" for none), ``settings`` (other settings that differ), ``variant`` (label),
-    ``variant_key`` (`labels.Variant`), ``heading`` (all of a group in words), ``steps`` (seconds per timed step,
+    ``variant_key`` (`presentation.Variant`), ``heading`` (all of a group in words), ``steps`` (seconds per timed step,
     the maximum over ranks; an empty array where the run kept none), ``busy`` (what `list_busy_spans` gives), ``link``
     (the row's anchor on a page), and what the row answers, by which rows of different evidence are told to belong
     together: ``fit_question`` and ``time_question`` (None where it answers none).
