@@ -17,7 +17,8 @@ from bench.core.typed_config import OneOf, Within, build_dataclass, get_field_ty
 from bench.finetune import Finetune, FullFinetune, load_finetune
 from bench.hardware import Hardware
 from bench.models import Family, float8, load_family
-from bench.models.base import CHECKPOINTING_MODES, SEQUENCE_LENGTH_RANGE
+from bench.models.base import SEQUENCE_LENGTH_RANGE
+from bench.models.blocks import CHECKPOINTING_MODES
 from bench.rank.engine import OptimizerConfig
 from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
 

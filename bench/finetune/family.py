@@ -25,7 +25,7 @@ from bench.finetune.adapters import (
 )
 from bench.finetune.quantised import find_quantised_bytes, prepare_drawn_weights, quantise_drawn_weight, quantise_layers
 from bench.models import Batch, Family, FlopCount
-from bench.models.base import checkpoint_blocks
+from bench.models.blocks import checkpoint_blocks
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from bench.config.run_config import RunConfig, compute_speed_columns
 from bench.core import processes
 from bench.core.units import GIB
-from bench.models.base import count_buffer_bytes
+from bench.models.materialize import count_buffer_bytes
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
 from bench.prediction.cost import rank_speed

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingTerm
-from bench.models.base import group_blocks
+from bench.models.blocks import group_blocks
 from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES

@@ -21,7 +21,7 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm, remember_presentation
 from bench.models import Family
-from bench.models.base import Materializer
+from bench.models.materialize import Materializer
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
 from bench.strategies.step_plan import PlanInputs, StepPlan

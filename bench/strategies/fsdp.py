@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import FactorLine, Presentation, TrainingOption, TrainingTerm
-from bench.models.base import group_blocks
+from bench.models.blocks import group_blocks
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy, UploadingOptimizer
 from bench.strategies.step_plan import (

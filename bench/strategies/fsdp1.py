@@ -24,7 +24,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import FactorLine, Presentation, TrainingTerm
 from bench.core.typed_config import OneOf
-from bench.models.base import group_blocks
+from bench.models.blocks import group_blocks
 from bench.strategies.base import StepSettings, WrapContext, format_strategies_for_finetune
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy
 from bench.strategies.step_plan import (

@@ -17,7 +17,7 @@ from bench.core import processes
 from bench.core.errors import UsageError
 from bench.finetune import family
 from bench.finetune.quantised import count_scale_bytes
-from bench.models.base import Materializer
+from bench.models.materialize import Materializer
 from bench.predict import main
 from bench.prediction.predictor import predict_run
 from bench.prediction.simulation.parameter_layout import build_parameter_layout

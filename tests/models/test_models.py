@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.config.compose import compose_config, list_config_groups
 from bench.models import Family, load_family
-from bench.models.base import Materializer, checkpoint_blocks, group_blocks
+from bench.models.blocks import checkpoint_blocks, group_blocks
+from bench.models.materialize import Materializer
 from tests.conftest import compose_run_config
 
 
@@ -153,7 +154,7 @@ def test_weights_of_a_small_model_do_not_depend_on_the_device(monkeypatch: pytes
     assert drawn_on == {"cpu"}
     for here, there in zip(build_filled_model(torch.device("cpu")).parameters(), elsewhere.parameters(), strict=True):
         assert torch.equal(here, there)
-    monkeypatch.setattr("bench.models.base.MAX_CPU_DRAWN_NUMEL", 2**10)
+    monkeypatch.setattr("bench.models.materialize.MAX_CPU_DRAWN_NUMEL", 2**10)
     build_filled_model(torch.device("cpu", 0))
     assert drawn_on == {"cpu", "cpu:0"}
 

@@ -17,7 +17,7 @@ from bench import records
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.models import Family
-from bench.models.base import count_buffer_bytes
+from bench.models.materialize import count_buffer_bytes
 from bench.prediction.cost.rank_speed import predict_device_update
 from bench.prediction.predictor import predict_run, predict_runs
 from bench.prediction.simulation.step import compute_workspace_bytes

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from bench.config.run_config import RunConfig
 from bench.core.errors import ImpossibleError, UsageError
 from bench.models import Batch
-from bench.models.base import Materializer
 from bench.models.division import split_blocks_into_stages
+from bench.models.materialize import Materializer
 from bench.models.t5 import T5Family
 from bench.planning.batch_search import choose_next_batch_size
 from bench.planning.request import parse_sweep_request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bench.config.run_config import RunConfig
-from bench.models.base import count_buffer_bytes
+from bench.models.materialize import count_buffer_bytes
 from bench.prediction.cost import rank_speed
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipeline_stages
 from bench.prediction.pipeline.time import predict_pipeline_time

@@ -11,8 +11,8 @@ import torch
 
 from bench.config.run_config import RunConfig
 from bench.models import Family
-from bench.models.base import Materializer
 from bench.models.division import split_blocks_into_stages
+from bench.models.materialize import Materializer
 from bench.prediction.cost import rank_speed
 from bench.prediction.simulation.parameter_layout import (
     ParameterOrderKey,

@@ -17,7 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward
 
 from bench.core import processes
 from bench.models import Family
-from bench.models.base import checkpoint_blocks
+from bench.models.blocks import checkpoint_blocks
 from bench.models.division import PipelineStageModule
 from bench.prediction.trace.op_recorder import use_device_operators
 from bench.prediction.trace.trace import (

@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.core import processes
 from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
-from bench.models.base import checkpoint_blocks, fill_buffers
+from bench.models.blocks import checkpoint_blocks
 from bench.models.division import strip_checkpoint_wrappers
+from bench.models.materialize import fill_buffers
 from bench.prediction.trace.cpu_memory import track_rng_states
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels

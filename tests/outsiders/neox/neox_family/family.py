@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from bench.models import Batch
-from bench.models.base import IGNORED_LABEL, Family, FlopCount, fill_buffers
+from bench.models.base import IGNORED_LABEL, Family, FlopCount
 from bench.models.gpt import register_causal_sdpa
+from bench.models.materialize import fill_buffers
 
 
 @dataclass(frozen=True)
