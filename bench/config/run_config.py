@@ -270,6 +270,7 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
         **get_added_strategy_knobs(raw["strategy"]),
         **raw["strategy"],
     }  # nor how its knobs of later were
+    raw["model"] = section_classes["model"].complete_fields(raw["model"])  # type: ignore[attr-defined]
     built_sections = {key: _build_section(key, section_classes[key], raw[key]) for key in SECTION_NAMES}
     built_sections["measurement"] = fill_measurement_defaults(
         built_sections["measurement"], built_sections["hardware"].device

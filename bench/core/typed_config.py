@@ -128,6 +128,8 @@ def validate_value(key: str, hint: Any, value: Any) -> Any:
     UsageError
         Naming `key`, the value and what is valid.
     """
+    if hint is Any:
+        return value
     field_type = parse_type_hint(hint)
     if value is None and type(None) in field_type.types:
         return None

@@ -100,6 +100,11 @@ class Family(ABC):
     can_divide_layers: ClassVar[bool] = False
     """Whether `build_layer_division` says how tensor parallelism divides the layers."""
 
+    @classmethod
+    def complete_fields(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The fields as they were chosen, with what a family reads from elsewhere."""
+        return values
+
     @abstractmethod
     def build_model(self) -> nn.Module:
         """The model on meta: ``model(**batch.inputs)["logits"]`` has shape (sequences, predictions, vocabulary)."""
@@ -120,7 +125,7 @@ class Family(ABC):
     def compute_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy over all predictions, in fp32 whatever the format of the logits, so that every strategy
         computes the same loss."""
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
     def limit_blocks(self, max_blocks: int) -> Family | None:
         """The same model with at most `max_blocks` max_blocks in every list, all others being copies of its inner ones.

@@ -104,10 +104,6 @@ class LlamaFamily(PretrainedFamily):
             outside_blocks=2 * length * hidden * self.vocabulary_size,
         )
 
-    @property
-    def _vocabulary_size(self) -> int:
-        return self.vocabulary_size
-
     def check_sequence_length(self, sequence_length: int) -> None:
         """At least 2, since a label is the next token, and at most the positions that the model was made for."""
         if not 2 <= sequence_length <= self.block_size:

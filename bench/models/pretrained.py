@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from bench.core.errors import ImpossibleError, invalid_value_error
-from bench.models.base import IGNORED_LABEL, SEQUENCE_LENGTH_RANGE, Batch, Family, FlopCount
-from bench.models.gpt import register_causal_sdpa
+from bench.models.base import Batch, Family, FlopCount
+from bench.models.experts import Routing, prepare_experts, register_grouped_experts
+from bench.models.pretrained_modules import (
+    count_unused_positions,
+    fill_pretrained_buffers,
+    find_block_list_names,
+    find_initial_stds,
+)
+from bench.models.tasks import TASKS, Task
+from bench.models.traced_flops import trace_flops
+
+DEFAULT_STD = 0.02
+"""Of weights that transformers does not initialise."""
+
+
+class ModuleFacts(NamedTuple):
+    """What is the same in every model of a family."""
+
+    block_list_names: tuple[str, ...]
+    initial_stds: dict[str, float | None]
+    """By name of the parameter, as `Family.find_init_std` returns them."""
+    num_unused_positions: int
 
 
 @dataclass(frozen=True)
 class PretrainedFamily(Family):
-    """A decoder that transformers builds from a configuration, its weights drawn at random."""
+    """A model that transformers builds from a configuration, its weights drawn at random."""
 
     preload_modules: ClassVar[tuple[str, ...]] = ("transformers.modeling_layers", "transformers.masking_utils")
 
@@ -29,202 +46,113 @@ class PretrainedFamily(Family):
     def build_config(self) -> Any:
         """Its configuration, a `transformers.PretrainedConfig`."""
 
+    @property
+    def _task(self) -> Task:
+        return TASKS["causal_lm"]
+
+    def _build_routing(self) -> Routing:
+        return Routing("balanced", 0.0)
+
     def build_model(self) -> nn.Module:
         """Parameters on meta, buffers on the CPU with what they hold."""
-        from transformers import AutoModelForCausalLM
+        import transformers
 
+        ignore_packed_sequences()
         config = self.build_config()
         config.use_cache = False
-        config._attn_implementation = register_causal_sdpa() if self.attention == "sdpa" else self.attention
+        config._attn_implementation = self.attention
+        config._experts_implementation = register_grouped_experts()
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            try:
+                model = getattr(transformers, self._task.auto_class_name).from_config(config)
+            except ValueError as error:
+                if "attn_implementation" not in str(error):
+                    raise
+                raise invalid_value_error(
+                    "model.attention",
+                    self.attention,
+                    f"eager, since transformers has no other for {type(config).__name__}",
+                    ImpossibleError,
+                ) from None
         model.tie_weights()
         fill_pretrained_buffers(model)
-        if self.attention == "sdpa":
-            apply_sliding_windows(model)
-        self.__dict__.setdefault("_block_list_names", find_block_list_names(model))
+        prepare_experts(model, self._build_routing())
+        self.__dict__.setdefault("_module_facts", self._find_module_facts(model))
         return model
 
+    def _find_module_facts(self, model: nn.Module) -> ModuleFacts:
+        return ModuleFacts(find_block_list_names(model), find_initial_stds(model), count_unused_positions(model))
+
     @functools.cached_property
-    def _block_list_names(self) -> tuple[str, ...]:
-        """Names of the lists of blocks in the model, known since it was built first: where it is traced, another model
-        would be part of the trace."""
-        return find_block_list_names(self.build_model())
+    def _module_facts(self) -> ModuleFacts:
+        """Known since the model was built first: where it is traced, another model would be part of the trace."""
+        return self._find_module_facts(self.build_model())
 
     def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
-        return [model.get_submodule(name) for name in self._block_list_names]  # type: ignore[misc]
+        return [model.get_submodule(name) for name in self._module_facts.block_list_names]  # type: ignore[misc]
 
     def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Hand the hidden states from block to block."""
         hidden, *rest = args
         for block in blocks:
-            hidden = block(hidden, *rest, **kwargs)
-        return hidden
+            result = block(hidden, *rest, **kwargs)
+            if isinstance(result, tuple) and len(result) > 1:
+                raise ImpossibleError(
+                    f"strategy.blocks_per_unit is not valid for {type(block).__name__}, which hands more than hidden "
+                    "states to the next block: choose 1."
+                )
+            hidden = result[0] if isinstance(result, tuple) else result
+        return result
 
     def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
-        """0.02; norms start as what leaves their input as it is."""
-        if name.endswith("bias"):
-            return 0.0
-        if "norm" in name.rsplit(".", 2)[-2]:
-            return 0.0 if self._has_centred_norms else None
-        return 0.02
+        """As transformers does."""
+        return self._module_facts.initial_stds.get(name, DEFAULT_STD)
 
-    @functools.cached_property
-    def _has_centred_norms(self) -> bool:
-        """Whether norms multiply by one more than their weight, as Gemma's."""
-        return type(self.build_config()).__name__.startswith(("Gemma", "RecurrentGemma"))
-
-    def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
-        """Random tokens, each to be predicted from those before it."""
-        tokens = torch.randint(0, self._vocabulary_size, (num_sequences, sequence_length), generator=generator)
-        next_tokens = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
-        return Batch({"input_ids": tokens}, labels=next_tokens)
+    def find_fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Those that transformers keeps in fp32."""
+        patterns: Any = getattr(model, "_keep_in_fp32_modules", None) or ()
+        return [
+            module
+            for name, module in model.named_modules()
+            if name.rpartition(".")[2] in patterns and any(True for _ in module.parameters(recurse=False))
+        ]
 
     @property
-    def _vocabulary_size(self) -> int:
-        return self.build_config().get_text_config().vocab_size
+    def _decoder_length(self) -> int | None:
+        """Tokens per sequence in the decoder of a model that has an encoder, too; None for as many as in that."""
+        return None
+
+    def _find_lengths(self, sequence_length: int) -> tuple[int, int]:
+        return sequence_length, self._decoder_length or sequence_length
+
+    @functools.cached_property
+    def _text_config(self) -> Any:
+        return self.build_config().get_text_config()
+
+    def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
+        return self._task.build_batch(self._text_config, num_sequences, self._find_lengths(sequence_length), generator)
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """As traced: every matrix product of a forward pass on meta."""
         return trace_flops(self, sequence_length)
 
     def count_tokens_per_sequence(self, sequence_length: int) -> int:
-        """Every token is read once."""
-        return sequence_length
+        return self._task.count_tokens(self._find_lengths(sequence_length))
 
     def check_sequence_length(self, sequence_length: int) -> None:
-        """At least 2, since a label is the next token, and at most the positions that the model was made for."""
-        text_config = self.build_config().get_text_config()
-        longest = getattr(text_config, "max_position_embeddings", None) or int(SEQUENCE_LENGTH_RANGE.maximum)
-        if not 2 <= sequence_length <= longest:
-            valid = f"a whole number from 2 to {longest}, the model's longest"
-            raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
+        self._task.check_sequence_length(self._text_config, sequence_length, self._module_facts.num_unused_positions)
 
 
-def find_block_list_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the lists of nothing but layers that transformers can checkpoint one by one.
+def ignore_packed_sequences() -> None:
+    """Have transformers take every sequence as one, and not look for several that were packed into it.
 
-    Raises
-    ------
-    ImpossibleError
-        If there is none.
+    Looking for them waits for the device in every forward pass, and finds none here. Where values are not known, as in
+    a trace, it would make masks that no run has.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers import masking_utils
 
-    names = tuple(
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) > 0
-        and all(isinstance(block, GradientCheckpointingLayer) for block in module)
-    )
-    if not names:
-        raise ImpossibleError(f"{type(model).__name__} has no list of blocks that could be sharded one by one.")
-    return names
+    masking_utils.find_packed_sequence_indices = _find_no_packed_sequences
 
 
-def fill_pretrained_buffers(model: nn.Module) -> None:
-    """Give a model's buffers, which are on meta, what transformers fills them with, on the CPU."""
-    for owner, module in _iterate_owned_modules(model, model):
-        meta_buffers = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
-        if not meta_buffers:
-            continue
-        for name, buffer in meta_buffers.items():
-            persistent = name not in module._non_persistent_buffers_set
-            module.register_buffer(name, torch.full_like(buffer, torch.nan, device="cpu"), persistent=persistent)
-        owner._init_weights(module)
-        for name in meta_buffers:
-            if module.get_buffer(name).isnan().any():
-                raise ImpossibleError(
-                    f"transformers does not say what the buffer {name} of {type(module).__name__} holds."
-                )
-
-
-def _iterate_owned_modules(owner: Any, module: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
-    """Modules, each with the innermost model of transformers that it belongs to."""
-    owner = module if hasattr(module, "_init_weights") else owner
-    yield owner, module
-    for child in module.children():
-        yield from _iterate_owned_modules(owner, child)
-
-
-def apply_sliding_windows(model: nn.Module) -> None:
-    """Have layers with a sliding window attend to it where sequences are longer: the mask is handed to the model.
-
-    What transformers would make of the mask itself looks for several sequences packed into one, which waits for the
-    device, see `register_causal_sdpa`.
-    """
-    decoder: Any = model.get_decoder()  # type: ignore[operator]
-    config = decoder.config
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if window is None or (layer_types is not None and "sliding_attention" not in layer_types):
-        return
-
-    def add_mask(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        tokens = kwargs["input_ids"]
-        if tokens.shape[1] > window and kwargs.get("attention_mask") is None:
-            sliding_mask = build_window_mask(tokens.shape[1], window, tokens.device)
-            kwargs["attention_mask"] = (
-                sliding_mask if layer_types is None else {"full_attention": None, "sliding_attention": sliding_mask}
-            )
-        return args, kwargs
-
-    decoder.register_forward_pre_hook(add_mask, with_kwargs=True)
-
-
-def build_window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """True where a position attends: to itself and the `window` - 1 before it; shape (1, 1, length, length)."""
-    positions = torch.arange(length, device=device)
-    distances = positions[:, None] - positions[None, :]
-    return ((distances >= 0) & (distances < window))[None, None]
-
-
-LINEAR_OPERATORS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._grouped_mm}
-"""Products with weights; all other products are attention's."""
-
-
-class _FlopRecorder(TorchDispatchMode):
-    """Counts the FLOPs of matrix products, inside blocks and outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block_depth = 0
-        self.linear = self.attention = self.last_linear = self.outside = self._newest_linear = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=results)
-            if not self.block_depth:
-                self.outside += flops
-            elif packet in LINEAR_OPERATORS:
-                self.linear += flops
-                self._newest_linear = flops
-            else:
-                self.attention += flops
-        return results
-
-    def enter_block(self, *_: Any) -> None:
-        self.block_depth += 1
-
-    def leave_block(self, *_: Any) -> None:
-        self.block_depth -= 1
-        if not self.block_depth:
-            self.last_linear += self._newest_linear
-
-
-@functools.lru_cache(maxsize=256)
-def trace_flops(family: Family, sequence_length: int) -> FlopCount:
-    """Count the matrix products of one sequence's forward pass, on meta."""
-    model = family.build_model().to("meta")
-    recorder = _FlopRecorder()
-    for blocks in family.find_block_lists(model):
-        for block in blocks:
-            block.register_forward_pre_hook(recorder.enter_block)
-            block.register_forward_hook(recorder.leave_block)
-    batch = family.build_batch(1, sequence_length, torch.Generator())
-    with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
-        model(**{name: tensor.to("meta") for name, tensor in batch.inputs.items()})
-    return FlopCount(recorder.linear, recorder.attention, recorder.last_linear, recorder.outside)
+def _find_no_packed_sequences(position_ids: torch.Tensor) -> None:
+    return None

@@ -12,8 +12,8 @@ from torch import nn
 
 from bench.models import Batch
 from bench.models.base import IGNORED_LABEL, Family, FlopCount
-from bench.models.gpt import register_causal_sdpa
 from bench.models.materialize import fill_buffers
+from bench.models.pretrained import ignore_packed_sequences
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class NeoX(Family):
             hidden_act=self.activation,
             attention_dropout=self.dropout,
             use_cache=False,
-            attn_implementation=register_causal_sdpa() if self.attention == "sdpa" else self.attention,
+            attn_implementation=self.attention,
         )
+        ignore_packed_sequences()
         with torch.device("meta"):
             model = GPTNeoXForCausalLM(config)
         if self.buffers_filled:

@@ -1,0 +1,62 @@
+"""FLOPs of a model without a formula: the matrix products of a forward pass on meta."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from bench.models.base import Family, FlopCount
+
+ATTENTION_OPERATORS = {torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+"""Products of activations; scaled dot-product attention consists of them on meta. All others are with weights."""
+
+
+@functools.lru_cache(maxsize=256)
+def trace_flops(family: Family, sequence_length: int) -> FlopCount:
+    """Count the matrix products of one sequence's forward pass, on meta."""
+    model = family.build_model().to("meta")
+    recorder = _FlopRecorder()
+    for blocks in family.find_block_lists(model):
+        for block in blocks:
+            block.register_forward_pre_hook(recorder.enter_block)
+            block.register_forward_hook(recorder.leave_block)
+    batch = family.build_batch(1, sequence_length, torch.Generator())
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
+        model(**{name: tensor.to("meta") for name, tensor in batch.inputs.items()})
+    return FlopCount(recorder.linear, recorder.attention, recorder.last_linear, recorder.outside)
+
+
+class _FlopRecorder(TorchDispatchMode):
+    """Counts the FLOPs of matrix products, inside blocks and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_depth = 0
+        self.linear = self.attention = self.last_linear = self.outside = self._newest_linear = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=results)
+            if not self.block_depth:
+                self.outside += flops
+            elif packet in ATTENTION_OPERATORS or "attention" in packet.__name__:
+                self.attention += flops
+            else:
+                self.linear += flops
+                self._newest_linear = flops
+        return results
+
+    def enter_block(self, *_: Any) -> None:
+        self.block_depth += 1
+
+    def leave_block(self, *_: Any) -> None:
+        self.block_depth -= 1
+        if not self.block_depth:
+            self.last_linear += self._newest_linear
