@@ -12,7 +12,8 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.models.base import IGNORED_LABEL, SEQUENCE_LENGTH_RANGE, Batch
 
 MASKED_SHARE = 0.15
-"""Of the tokens that a masked language model predicts: BERT's."""
+"""Of a sequence's tokens that a masked language model predicts: BERT's. As many in every sequence, so that ranks' mean
+losses have the mean of all as their mean."""
 
 
 class Task(ABC):
@@ -88,9 +89,10 @@ class MaskedLM(Task):
         self, config: Any, num_sequences: int, lengths: tuple[int, int], generator: torch.Generator
     ) -> Batch:
         tokens = torch.randint(0, config.vocab_size, (num_sequences, lengths[0]), generator=generator)
-        is_predicted = torch.rand(tokens.shape, generator=generator) < MASKED_SHARE
-        is_predicted[:, 0] = True  # at least one
-        return Batch({"input_ids": tokens}, labels=tokens.masked_fill(~is_predicted, IGNORED_LABEL))
+        num_predicted = max(1, round(MASKED_SHARE * lengths[0]))
+        positions = torch.rand(tokens.shape, generator=generator).topk(num_predicted, dim=1).indices
+        labels = torch.full_like(tokens, IGNORED_LABEL).scatter(1, positions, tokens.gather(1, positions))
+        return Batch({"input_ids": tokens}, labels=labels)
 
 
 class ImageClassification(Task):

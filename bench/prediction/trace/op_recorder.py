@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ COLLECTIVE_BY_OPERATOR = {
 ATTENTION_NAME_PART = "attention"
 """What the names of fused attention operators have in common."""
 
+
+GROUPED_MATMUL_NAME_PART = "grouped_mm"
+"""In the names of the operators that multiply the tokens of each expert with its weight."""
 
 KernelRecord = tuple[str, int, int, tuple[int, ...], int, int]
 """Operator name, kind, format, dimensions, FLOPs and bytes moved."""
@@ -201,6 +204,9 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         num_matmuls = ATTENTION_BACKWARD_MATMULS if "backward" in name else ATTENTION_FORWARD_MATMULS
         flops = 2 * num_matmuls * math.prod(attention_shape) // (2 if _is_causal(func, args, kwargs) else 1)
         return name, ATTENTION, format_, attention_shape, flops, bytes_moved
+    if GROUPED_MATMUL_NAME_PART in name:
+        flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        return name, MATMUL, format_, _find_grouped_matmul_shape(operands, flops), int(flops), bytes_moved
     if func._overloadpacket in flop_registry:
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         left, right = (
@@ -211,6 +217,18 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1], int(_is_transposed(left)))
         return name, MATMUL, format_, shape, int(flops), bytes_moved
     return name, MEMORY_BOUND, format_, (0, 0, 0, 0, 0), 0, bytes_moved
+
+
+def _find_grouped_matmul_shape(operands: Sequence[torch.Tensor], flops: int) -> tuple[int, ...]:
+    """As that of a batch of as many products as there are groups, all of one size; forward and backward in one
+    operator count as twice as many."""
+    left, right, ends = operands[:3]
+    groups, columns = ends.shape[0], right.shape[-1]
+    rows, depth = left.shape
+    if right.dim() == 2:  # cut along the depth
+        return groups, rows, columns, max(1, depth // groups), int(_is_transposed(left))
+    num_products = flops // (2 * rows * columns * depth)
+    return num_products * groups, max(1, rows // groups), columns, depth, 0
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
