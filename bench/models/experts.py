@@ -33,8 +33,9 @@ class Routing:
     """Of the batch that the model reads."""
 
     def note_sequence_length(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook of the model."""
-        self.sequence_length = kwargs["input_ids"].shape[1]
+        """A forward pre-hook of the decoder."""
+        tokens = kwargs.get("input_ids")
+        self.sequence_length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
 
     def choose_experts(self, routed_experts: torch.Tensor, num_experts: int) -> torch.Tensor:
         """The experts instead of those that the router chose; shape (tokens, experts per token)."""
@@ -53,14 +54,14 @@ class Routing:
         return experts.repeat(num_tokens // self.sequence_length, 1)
 
 
-def prepare_experts(model: nn.Module, routing: Routing) -> bool:
+def prepare_experts(model: Any, routing: Routing) -> bool:
     """Have the experts of a model follow a routing; False if it has none."""
     has_experts = False
     for module in model.modules():
         if hasattr(module, "_is_expert_parallel"):  # what transformers gives to each class of experts
             module._bench_routing, has_experts = routing, True  # type: ignore[assignment]
     if has_experts:
-        model.register_forward_pre_hook(routing.note_sequence_length, with_kwargs=True)
+        model.get_decoder().register_forward_pre_hook(routing.note_sequence_length, with_kwargs=True)
     return has_experts
 
 

@@ -6,15 +6,29 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from torch import nn
+
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import OneOf, Within
 from bench.models.base import BlockCount, DropoutRate, FlopCount, HeadCount, LayerWidth, TokenCount
+from bench.models.decoder import DecoderPipelineStage, build_decoder_division
+from bench.models.division import LayerDivision, PipelineStageModule
 from bench.models.pretrained import PretrainedFamily
 
 ARCHITECTURES = (
     *("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "phi3", "gemma", "gemma2", "gemma3_text", "granite"),
 )
 """As transformers calls them (`model_type`): what differs is biases, further norms, and how norms are scaled."""
+
+
+UNDIVIDED_ARCHITECTURES = {
+    "phi3": "has one matrix for several",
+    "olmo2": "has norms over all heads together",
+}
+"""Those whose layers tensor parallelism cannot divide, and why."""
+
+UNSTAGED_ARCHITECTURES = ("granite",)
+"""Those whose forward pass does to what a stage takes what it does to embeddings."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,7 @@ class LlamaFamily(PretrainedFamily):
     """Of attention's weights."""
 
     preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.llama.modeling_llama",)
+    can_divide_layers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.head_size is None and self.hidden_size % self.num_heads:
@@ -109,3 +124,33 @@ class LlamaFamily(PretrainedFamily):
         if not 2 <= sequence_length <= self.block_size:
             valid = f"a whole number from 2 to model.block_size={self.block_size}"
             raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
+
+    def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
+        """Heads, those of keys and values too, and the width of the feed-forward layer; the last rank's part of the
+        vocabulary may be smaller."""
+        if self.architecture in UNDIVIDED_ARCHITECTURES:
+            raise ImpossibleError(
+                f"model.architecture={self.architecture} is not valid with tensor parallelism, since it "
+                f"{UNDIVIDED_ARCHITECTURES[self.architecture]}: choose another strategy, or a model of another "
+                "architecture."
+            )
+        sizes = {
+            "model.num_heads": self.num_heads,
+            "model.num_kv_heads": self._num_kv_heads,
+            "model.intermediate_size": self.intermediate_size,
+        }
+        return sizes | {"sequence_length": sequence_length} if sequence_parallel else sizes
+
+    def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
+        return build_decoder_division(model, self.find_block_lists(model)[0], sequence_parallel=sequence_parallel)
+
+    @property
+    def num_blocks(self) -> int | None:
+        return None if self.architecture in UNSTAGED_ARCHITECTURES else self.num_layers
+
+    def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
+        """The first stage embeds, the last one has the final norm and the head."""
+        return DecoderPipelineStage(model, blocks)
+
+    def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
+        return ((sequence_length, self.hidden_size),)

@@ -6,9 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from torch import nn
+
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import OneOf, Within
 from bench.models.base import BlockCount, DropoutRate, FlopCount, HeadCount, LayerWidth, TokenCount
+from bench.models.decoder import DecoderPipelineStage
+from bench.models.division import PipelineStageModule
 from bench.models.experts import ROUTINGS, Routing
 from bench.models.pretrained import PretrainedFamily
 
@@ -185,3 +189,14 @@ class MixtureOfExpertsFamily(PretrainedFamily):
         if not 2 <= sequence_length <= self.block_size:
             valid = f"a whole number from 2 to model.block_size={self.block_size}"
             raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers
+
+    def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
+        """The first stage embeds, the last one has the final norm and the head."""
+        return DecoderPipelineStage(model, blocks)
+
+    def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
+        return ((sequence_length, self.hidden_size),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -63,6 +64,18 @@ def count_unused_positions(model: nn.Module) -> int:
     return max((table.padding_idx + 1 for table in position_tables if table.padding_idx is not None), default=0)
 
 
+@contextlib.contextmanager
+def _use_one_thread() -> Iterator[None]:
+    """Compute without the threads of OpenMP: a process that has them cannot be forked into others that compute."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@_use_one_thread()
 def fill_pretrained_buffers(model: nn.Module) -> None:
     """Give a model's buffers, which are on meta, what transformers fills them with, on the CPU.
 

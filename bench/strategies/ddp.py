@@ -98,6 +98,7 @@ class BucketingStrategy(Strategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
             init_sync=False,  # every rank has filled its copy with the same values
+            broadcast_buffers=False,  # constants, such as the frequencies of rotary embeddings
         )
         self.register_bucket_hook(wrapped, context)
         return wrapped

@@ -139,6 +139,7 @@ def _wrap_in_ddp(stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank has filled its copy with the same values
+        broadcast_buffers=False,  # constants, such as the frequencies of rotary embeddings
     )
 
 

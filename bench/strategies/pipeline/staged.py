@@ -123,7 +123,7 @@ class PipelinedStrategy(Strategy):
         if family.num_blocks is None:
             raise ImpossibleError(
                 f"strategy={self.name} is not valid for model.family={family.family}, which does not say how it is cut "
-                "into stages: choose a model of family t5 or gpt, or give the family a `build_stage`."
+                "into stages: choose a model of family t5, gpt, llama or moe, or give the family a `build_stage`."
             )
         timetable = self.timetable
         if timetable.num_stages > family.num_blocks:
