@@ -121,6 +121,8 @@ class MixtureOfExpertsFamily(PretrainedFamily):
         }
         if self.architecture == "qwen3_moe":
             fields["moe_intermediate_size"] = self.intermediate_size
+        elif self.architecture == "gpt_oss" and self.sliding_window is None:
+            fields |= {"layer_types": ["full_attention"] * self.num_layers, "sliding_window": self.block_size}
         elif self.architecture == "deepseek_v2":
             fields |= {
                 "head_dim": self.rotary_size,
