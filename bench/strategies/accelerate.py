@@ -20,7 +20,9 @@ from bench.core.presentation import Presentation, TrainingTerm
 from bench.models.blocks import group_blocks
 from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
+from bench.strategies.fsdp import FSDP2Plan
 from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES
+from bench.strategies.step_plan import PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
 
 ENVIRONMENT_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -90,6 +92,12 @@ class AccelerateStrategy(FrameworkStrategy):
         return _prepared_modules.remember_framework(
             model if self.backend == "fsdp" else accelerator.prepare(model), accelerator
         )
+
+    def plan(self, inputs: PlanInputs) -> StepPlan:
+        """The plain strategy's, with FSDP2 as it is without being told along which dimension to cut a parameter."""
+        if self.backend == "fsdp":
+            return FSDP2Plan(self.plain_strategy, inputs, cuts_first_dimension=True)
+        return super().plan(inputs)
 
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """The optimizer as Accelerate prepares it."""

@@ -61,9 +61,9 @@ class ParameterSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def compute_first_shard_numel(self, num_ranks: int) -> int:
-        """Elements of the first of so many shards along the first dimension, than which the others are never larger."""
-        rows = self.shape[0] if self.shape else 1
+    def compute_first_shard_numel(self, num_ranks: int, dimension: int = 0) -> int:
+        """Elements of the first of so many shards along a dimension, than which the others are never larger."""
+        rows = self.shape[dimension] if self.shape else 1
         return -(-rows // num_ranks) * (self.numel // rows)
 
     def compute_padded_numel(self, num_ranks: int) -> int:
@@ -344,10 +344,14 @@ def allocate_optimizer_state(device: PlanDevice, inputs: PlanInputs, updated_num
 
 
 def allocate_copy_in_briefly(
-    device: PlanDevice, unit: ShardingUnit, num_ranks: int, gradient_itemsize: int, buffer_itemsize: int
+    device: PlanDevice,
+    parameters: Sequence[ParameterSpec],
+    num_ranks: int,
+    gradient_itemsize: int,
+    buffer_itemsize: int,
 ) -> None:
     """Hold for a moment what a CPU needs to copy gradients into the buffer that is reduced (``_chunk_cat`` in
-    aten/src/ATen/native/TensorShape.cpp): copies, of all of a unit's at once, of those whose rows the ranks do not
+    aten/src/ATen/native/TensorShape.cpp): copies, of all parameters' at once, of those whose rows the ranks do not
     divide; and where the buffer has another format a copy of each in turn.
 
     Parameters
@@ -355,10 +359,9 @@ def allocate_copy_in_briefly(
     gradient_itemsize, buffer_itemsize: int
         Bytes of an element of a gradient, and of the buffer.
     """
-    padded_numel = sum(parameter.compute_padded_numel(num_ranks) for parameter in unit.trained_parameters)
+    padded_numel = sum(parameter.compute_padded_numel(num_ranks) for parameter in parameters)
     largest_numel = max(
-        (parameter.compute_padded_numel(num_ranks) or parameter.numel for parameter in unit.trained_parameters),
-        default=0,
+        (parameter.compute_padded_numel(num_ranks) or parameter.numel for parameter in parameters), default=0
     )
     device.allocate(
         "copied in",

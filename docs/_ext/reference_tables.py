@@ -23,7 +23,7 @@ from sphinx.pycode import ModuleAnalyzer
 import bench
 from bench import finetune, models, strategies, tracking
 from bench.advice.tree.page import list_training_terms
-from bench.config.compose import CONF_FOLDER, compose_config, list_config_groups
+from bench.config.compose import CONF_FOLDER, compose_config, find_option_file, list_config_groups
 from bench.config.run_config import SECTION_NAMES, RunConfig, build_run_config
 from bench.core import plugins
 from bench.core.presentation import get_presentation
@@ -281,16 +281,21 @@ def write_option_fields(group: str, option: str) -> str:
 
 
 def write_models() -> str:
-    """The models: shapes as their files have them, parameters counted on the meta device."""
+    """The models: shapes as their files have them, parameters counted on the meta device, with their sources."""
     rows = []
     for option in list_config_groups()["model"]:
         values = compose_config({"model": option})["model"]
+        if "path" in values:  # whose shape a file says
+            continue
         family = build_run_config(compose_config({"model": option, "hardware": "cpu"})).model
         shape = ", ".join(
             f"{key}={value}" for key, value in values.items() if isinstance(value, int) and not isinstance(value, bool)
         )
-        rows.append([f"`{option}`", values["family"], f"{family.num_parameters:,}", shape])
-    return _format_table(("`model=`", "family", "parameters", "shape"), rows)
+        active = getattr(family, "num_active_parameters", None)
+        parameters = f"{family.num_parameters:,}" + (f" ({active:,} active)" if active else "")
+        source = find_option_file("model", option).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        rows.append([f"`{option}`", values["family"], parameters, shape, source])
+    return _format_table(("`model=`", "family", "parameters", "shape", "source"), rows)
 
 
 def write_hardware() -> str:

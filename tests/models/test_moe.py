@@ -14,6 +14,8 @@ from bench.models.experts import Routing
 from bench.models.materialize import Materializer
 from bench.models.moe import EXPERT_COUNT_FIELDS, MixtureOfExpertsFamily
 from bench.models.traced_flops import trace_flops
+from bench.prediction.predictor import predict_runs
+from bench.strategies.fsdp import choose_sharded_dimension
 from tests.conftest import compose_run_config
 
 PUBLISHED = {
@@ -130,6 +132,32 @@ def test_what_makes_no_sense_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=reason):
             compose_run_config("model=moe_tiny", *overrides)
+
+
+def test_experts_that_ranks_do_not_divide_are_cut_along_a_dimension_that_they_do() -> None:
+    assert choose_sharded_dimension((8, 512, 256), 4) == 0
+    assert choose_sharded_dimension((3, 512, 256), 4) == 1
+    assert choose_sharded_dimension((8, 510, 256), 64) == 2
+    assert choose_sharded_dimension((3, 511, 255), 4) == 0
+    assert choose_sharded_dimension((510, 256), 64) == 0
+
+
+@pytest.mark.slow
+def test_fewer_experts_than_ranks_train_as_in_one_process_and_need_what_is_predicted(execute: Execute) -> None:
+    model = ("model=moe_tiny", "model.num_experts=3", "model.num_layers=3", "model.vocabulary_size=512")
+    run = (*model, "hardware=cpu", "sequence_length=32", "measurement.warmup_steps=2", "measurement.steps=1")
+    runs = [
+        (*run, "strategy=single", "gpus=1", "batch_size_per_gpu=4"),
+        (*run, "strategy=fsdp", "gpus=4", "batch_size_per_gpu=1"),
+        (*run, "strategy=fsdp", "gpus=4", "batch_size_per_gpu=1", "precision=bf16"),
+    ]
+    single, sharded, narrow = records = execute(*runs)
+    assert sharded["losses"] == pytest.approx(single["losses"], rel=1e-5), sharded["error"]
+    assert narrow["losses"] == pytest.approx(single["losses"], rel=0.02), narrow["error"]
+    for record, predicted in zip(
+        records, predict_runs([compose_run_config(*overrides) for overrides in runs]), strict=True
+    ):
+        assert predicted.memory.allocated.value == pytest.approx(record["peak_allocated_bytes"], rel=0.001)
 
 
 @pytest.mark.slow

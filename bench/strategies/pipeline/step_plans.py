@@ -276,7 +276,9 @@ class ShardedStagePlan(StagePlan):
             device.free("reduce input")
             device.allocate("reduce input", self._compute_padded_numel(unit) * self._reduce_itemsize, REDUCTION_MEMORY)
             if self.inputs.is_on_cpu:
-                allocate_copy_in_briefly(device, unit, self._num_copies, self._reduce_itemsize, self._reduce_itemsize)
+                allocate_copy_in_briefly(
+                    device, unit.trained_parameters, self._num_copies, self._reduce_itemsize, self._reduce_itemsize
+                )
             if self._converts_gradients:
                 device.free(f"accumulated {stage.index} {unit.index}")
             else:
