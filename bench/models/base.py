@@ -114,6 +114,11 @@ class Family(ABC):
         """Parameters of the whole model, tied ones counted once. Counted on meta."""
         return sum(parameter.numel() for parameter in self.build_model().parameters())
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token meets: all, but in a mixture of experts."""
+        return self.num_parameters
+
     @abstractmethod
     def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
         """Standard deviation of the parameter's normal distribution; 0 for zeros, None for ones."""

@@ -54,15 +54,31 @@ class Routing:
         return experts.repeat(num_tokens // self.sequence_length, 1)
 
 
-def prepare_experts(model: Any, routing: Routing) -> bool:
-    """Have the experts of a model follow a routing; False if it has none."""
-    has_experts = False
-    for module in model.modules():
-        if hasattr(module, "_is_expert_parallel"):  # what transformers gives to each class of experts
-            module._bench_routing, has_experts = routing, True  # type: ignore[assignment]
-    if has_experts:
+def list_experts(model: nn.Module) -> list[Any]:
+    """The modules that hold the experts of a layer: transformers gives each class of them this attribute."""
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def count_idle_parameters(model: Any) -> int:
+    """Parameters of the experts that a token does not go to."""
+    experts_per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if experts_per_token is None:
+        return 0
+    return sum(
+        sum(parameter.numel() for parameter in experts.parameters())
+        * (experts.num_experts - experts_per_token)
+        // experts.num_experts
+        for experts in list_experts(model)
+    )
+
+
+def prepare_experts(model: Any, routing: Routing) -> None:
+    """Have the experts of a model, if it has some, follow a routing."""
+    all_experts = list_experts(model)
+    for experts in all_experts:
+        experts._bench_routing = routing
+    if all_experts:
         model.get_decoder().register_forward_pre_hook(routing.note_sequence_length, with_kwargs=True)
-    return has_experts
 
 
 def register_grouped_experts() -> str:

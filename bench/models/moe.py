@@ -145,16 +145,6 @@ class MixtureOfExpertsFamily(PretrainedFamily):
             return None
         return dataclasses.replace(self, num_layers=min(max_blocks, self.num_layers))
 
-    @property
-    def num_active_parameters(self) -> int:
-        """Parameters that one token meets: all but those of the experts that it does not go to. Some publishers leave
-        out the embedding, too."""
-        num_expert_layers = self.num_layers - self.num_dense_layers
-        per_expert = 3 * self.hidden_size * self.intermediate_size
-        if self.architecture == "gpt_oss":
-            per_expert += 2 * self.intermediate_size + self.hidden_size  # biases
-        return self.num_parameters - num_expert_layers * (self.num_experts - self.experts_per_token) * per_expert
-
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Of attention, of the router, and of the experts that each token goes to; scores over the full square.
 

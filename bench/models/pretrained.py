@@ -13,7 +13,7 @@ from torch import nn
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.models.base import Batch, Family, FlopCount
-from bench.models.experts import Routing, prepare_experts, register_grouped_experts
+from bench.models.experts import Routing, count_idle_parameters, prepare_experts, register_grouped_experts
 from bench.models.pretrained_modules import (
     count_unused_positions,
     fill_pretrained_buffers,
@@ -34,6 +34,8 @@ class ModuleFacts(NamedTuple):
     initial_stds: dict[str, float | None]
     """By name of the parameter, as `Family.find_init_std` returns them."""
     num_unused_positions: int
+    num_idle_parameters: int
+    """Of experts that a token does not go to."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,23 @@ class PretrainedFamily(Family):
         return model
 
     def _find_module_facts(self, model: nn.Module) -> ModuleFacts:
-        return ModuleFacts(find_block_list_names(model), find_initial_stds(model), count_unused_positions(model))
+        return ModuleFacts(
+            find_block_list_names(model),
+            find_initial_stds(model),
+            count_unused_positions(model),
+            count_idle_parameters(model),
+        )
 
     @functools.cached_property
     def _module_facts(self) -> ModuleFacts:
         """Known since the model was built first: where it is traced, another model would be part of the trace."""
         return self._find_module_facts(self.build_model())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token meets: all but those of the experts that it does not go to. Some publishers leave
+        out the embedding, too."""
+        return self.num_parameters - self._module_facts.num_idle_parameters
 
     def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         return [model.get_submodule(name) for name in self._module_facts.block_list_names]  # type: ignore[misc]

@@ -252,6 +252,7 @@ def build_configured_columns(config: RunConfig) -> Record:
         "model": config.model.name,
         "family": config.model.family,
         "parameters": config.model.num_parameters,
+        "active_parameters": config.model.num_active_parameters,
         "strategy": config.strategy.name,
         "effective_strategy": config.effective_strategy,
         "sharding_factor": config.strategy.resolved_sharding_factor,

@@ -50,7 +50,11 @@ COLUMNS: tuple[RecordColumn, ...] = (
         model="name of the model configuration",
         family="model family: the name of its file or installed module, or its module path",
     ),
-    *_build_columns("Int64", parameters="number of parameters of the whole model, counted before sharding"),
+    *_build_columns(
+        "Int64",
+        parameters="number of parameters of the whole model, counted before sharding",
+        active_parameters="those of them that one token meets: fewer in a mixture of experts",
+    ),
     *_build_columns(
         "string",
         strategy="strategy asked for: the name of its file or installed module, or its module path",
