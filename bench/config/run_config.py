@@ -18,7 +18,7 @@ from bench.finetune import Finetune, FullFinetune, load_finetune
 from bench.hardware import Hardware
 from bench.models import Family, float8, load_family
 from bench.models.base import SEQUENCE_LENGTH_RANGE
-from bench.models.blocks import CHECKPOINTING_MODES
+from bench.models.checkpointing import VALID_CHECKPOINTING
 from bench.rank.engine import OptimizerConfig
 from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
 
@@ -77,7 +77,7 @@ class RunConfig:
     gradient_accumulation: Annotated[int, Within(1, 1024)]
     gradient_accumulation_sync: bool
     """Communicate gradients after every micro-batch instead of after the last."""
-    activation_checkpointing: Annotated[str, OneOf(*CHECKPOINTING_MODES)]
+    activation_checkpointing: Annotated[str, VALID_CHECKPOINTING]
     compile: bool
     seed: Annotated[int, Within(0, 2**63 - 1)]
     repeat: Annotated[int, Within(0, 10**6)]

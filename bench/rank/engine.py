@@ -15,7 +15,8 @@ from bench.core.errors import invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within
 from bench.models import Batch, Family, float8
-from bench.models.blocks import checkpoint_blocks, compile_blocks
+from bench.models.blocks import compile_blocks
+from bench.models.checkpointing import checkpoint_blocks
 from bench.models.materialize import Materializer
 from bench.strategies import Stepper, Strategy, WrapContext
 
