@@ -126,8 +126,9 @@ class AdapterFlopCount(FlopCount):
         """Forward and backward without recomputation."""
         return self.compute_hardware_flops("none")
 
-    def compute_hardware_flops(self, activation_checkpointing: str) -> int:
-        return count_training_flops(self.family, self.sequence_length, activation_checkpointing)
+    def compute_hardware_flops(self, activation_checkpointing: str, *, loss_in_chunks: bool = False) -> int:
+        flops = count_training_flops(self.family, self.sequence_length, activation_checkpointing)
+        return flops + (self.outside_blocks if self.head is None else self.head) * loss_in_chunks
 
 
 @functools.lru_cache(maxsize=256)

@@ -26,11 +26,22 @@ def trace_flops(family: Family, sequence_length: int) -> FlopCount:
     for block in (block for blocks in block_lists for block in blocks):
         block.register_forward_pre_hook(recorder.enter_block)
         block.register_forward_hook(recorder.leave_block)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    if head is not None:
+        head.register_forward_pre_hook(recorder.enter_head)
+        head.register_forward_hook(recorder.leave_head)
     batch = family.build_batch(1, sequence_length, torch.Generator())
     with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
         model(**{name: tensor.to("meta") for name, tensor in batch.inputs.items()})
     recomputed_by_block = tuple(tuple(recorder.recomputed.get(block, 0) for block in blocks) for blocks in block_lists)
-    return FlopCount(recorder.linear, recorder.attention, recorder.last_linear, recorder.outside, recomputed_by_block)
+    return FlopCount(
+        recorder.linear,
+        recorder.attention,
+        recorder.last_linear,
+        recorder.outside,
+        recomputed_by_block,
+        None if recorder.head in (0, recorder.outside) else recorder.head,
+    )
 
 
 class _FlopRecorder(TorchDispatchMode):
@@ -40,6 +51,7 @@ class _FlopRecorder(TorchDispatchMode):
         super().__init__()
         self.block_depth = 0
         self.linear = self.attention = self.last_linear = self.outside = self._newest_linear = self._flops_before = 0
+        self.head = self._flops_before_head = 0
         self.recomputed: dict[nn.Module, int] = {}
         """Of each block all but its last product with a weight."""
 
@@ -56,6 +68,12 @@ class _FlopRecorder(TorchDispatchMode):
                 self.linear += flops
                 self._newest_linear = flops
         return results
+
+    def enter_head(self, *_: Any) -> None:
+        self._flops_before_head = self.outside
+
+    def leave_head(self, *_: Any) -> None:
+        self.head = self.outside - self._flops_before_head
 
     def enter_block(self, *_: Any) -> None:
         if not self.block_depth:

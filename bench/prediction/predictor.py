@@ -282,6 +282,7 @@ def build_trace_key(config: RunConfig) -> TraceKey:
         widens_outputs=config.strategy.casts_outputs_to_fp32(config.precision),
         split=config.strategy.build_tensor_parallel_split(),
         autocast_caches=config.strategy.has_autocast_cache,
+        loss_chunks=config.loss_chunks,
         shards_fp32_separately=config.precision.scales_loss
         and not config.strategy.uses_autocast(config.precision)
         and config.strategy.shards_fp32_layers_separately,

@@ -20,6 +20,7 @@ from bench.core import processes
 from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
 from bench.models.checkpointing import BlockPositions, checkpoint_blocks, find_checkpointing_period
+from bench.models.chunked_loss import ChunkedLoss
 from bench.models.division import strip_checkpoint_wrappers
 from bench.models.materialize import fill_buffers
 from bench.prediction.trace.cpu_memory import track_rng_states
@@ -74,6 +75,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
     period = find_checkpointing_period(key.activation_checkpointing)
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
     checkpoint_blocks(family, model, key.activation_checkpointing, block_positions)
+    chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
     with (
         split_model(key.split, family, model),
@@ -99,6 +101,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
             synchronize_every_micro_batch=False,
             enter_phase=trace_recorder.enter_phase,
             loss=family.compute_loss,
+            chunked_loss=chunked_loss,
         )
         batch_factories = [
             lambda: family.build_batch(batch_size, key.sequence_length, torch.Generator())
