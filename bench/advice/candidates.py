@@ -17,7 +17,7 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import get_field_types, validate_value
 from bench.hardware import Hardware
-from bench.models.blocks import CHECKPOINTING_MODES
+from bench.models.checkpointing import CHECKPOINTING_MODES
 
 DEFAULT_STRATEGIES = ("ddp", "fsdp")
 """Compared unless asked otherwise; `SINGLE_GPU_STRATEGIES` where there is nothing to spread."""

@@ -10,7 +10,14 @@ import functools
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from bench.config.run_id import DEFAULT_SETTLING_S, compute_run_id, get_added_strategy_knobs, get_fields, to_plain_value
+from bench.config.run_id import (
+    ADDED_RUN_FIELDS,
+    DEFAULT_SETTLING_S,
+    compute_run_id,
+    get_added_strategy_knobs,
+    get_fields,
+    to_plain_value,
+)
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within, build_dataclass, get_field_types, validate_value
@@ -18,7 +25,8 @@ from bench.finetune import Finetune, FullFinetune, load_finetune
 from bench.hardware import Hardware
 from bench.models import Family, float8, load_family
 from bench.models.base import SEQUENCE_LENGTH_RANGE
-from bench.models.blocks import CHECKPOINTING_MODES
+from bench.models.checkpointing import VALID_CHECKPOINTING
+from bench.models.chunked_loss import DEFAULT_LOSS_CHUNKS, check_chunked_loss
 from bench.rank.engine import OptimizerConfig
 from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
 
@@ -27,6 +35,10 @@ EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "
 
 SECTION_NAMES = ("model", "strategy", "precision", "optimizer", "hardware", "measurement", "finetune")
 """Fields of `RunConfig` with fields of their own."""
+
+CHUNKED_LOSS = "chunked"
+
+LOSSES = ("whole", CHUNKED_LOSS)
 
 RANK_COUNT_BOUNDS = Within(1, 2**17)
 """More than any cluster has: beyond it a plan takes more than seconds."""
@@ -77,13 +89,18 @@ class RunConfig:
     gradient_accumulation: Annotated[int, Within(1, 1024)]
     gradient_accumulation_sync: bool
     """Communicate gradients after every micro-batch instead of after the last."""
-    activation_checkpointing: Annotated[str, OneOf(*CHECKPOINTING_MODES)]
+    activation_checkpointing: Annotated[str, VALID_CHECKPOINTING]
     compile: bool
     seed: Annotated[int, Within(0, 2**63 - 1)]
     repeat: Annotated[int, Within(0, 10**6)]
     requested: dict[str, Any] = field(default_factory=dict, compare=False)
     """The strategy's knobs as they were asked for; no part of the run's identity."""
     finetune: Finetune = field(default_factory=lambda: FullFinetune("full"))
+    loss: Annotated[str, OneOf(*LOSSES)] = "whole"
+    """whole (of all logits at once) or chunked (a part of every sequence at a time, its logits computed again in
+    backward)."""
+    loss_chunks: Annotated[int | None, Within(2, 2**16)] = None
+    """Of `loss=chunked`; null for 8."""
 
     def __post_init__(self) -> None:
         if self.is_rehearsed and self.devices_per_process > 1:
@@ -125,6 +142,8 @@ class RunConfig:
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
         self.strategy.check_finetune(self.finetune.name)
+        if self.loss_chunks is not None:
+            check_chunked_loss(self.model)
         self.finetune.check_installed()
         self.finetune.check(self.model, self.precision, self.hardware.device)
         self.strategy.check_step(
@@ -134,6 +153,7 @@ class RunConfig:
                 self.optimizer.keep_gradients,
                 self.compile,
                 self.precision,
+                self.loss_chunks is not None,
             )
         )
 
@@ -256,7 +276,7 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     UsageError
         Naming the field, the value and the valid choices.
     """
-    raw = {"finetune": {"name": "full"}, **raw}  # rows of before there was a choice do not say
+    raw = {"finetune": {"name": "full"}, **ADDED_RUN_FIELDS, **raw}  # rows of before there was a choice do not say
     section_classes: dict[str, type] = {
         "model": load_family(_get_plugin_name(raw, "model", "family")),
         "strategy": load_strategy(_get_plugin_name(raw, "strategy", "name")),
@@ -276,6 +296,7 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
         built_sections["measurement"], built_sections["hardware"].device
     )
     scalars = _validate_scalars(raw)
+    scalars["loss_chunks"] = _resolve_loss_chunks(scalars["loss"], scalars["loss_chunks"])
     built_sections["strategy"] = built_sections["strategy"].resolve(
         scalars["gpus"],
         scalars["gpus_per_node"],
@@ -283,6 +304,14 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     )
     built_sections["precision"] = built_sections["strategy"].normalize_precision(built_sections["precision"])
     return RunConfig(**built_sections, **scalars, requested=raw["strategy"])
+
+
+def _resolve_loss_chunks(loss: str, loss_chunks: int | None) -> int | None:
+    if loss == CHUNKED_LOSS:
+        return loss_chunks or DEFAULT_LOSS_CHUNKS
+    if loss_chunks is not None:
+        raise invalid_value_error("loss_chunks", loss_chunks, f"null, since loss={loss}, or loss={CHUNKED_LOSS}")
+    return None
 
 
 def _get_plugin_name(raw: dict[str, Any], section: str, key: str) -> str:
@@ -327,7 +356,9 @@ def compute_speed_columns(config: RunConfig, step_time_s: float) -> dict[str, An
     sequences = config.batch_size_per_gpu * config.gradient_accumulation
     flop_count = config.trained_model.count_flops_per_sequence(config.sequence_length)
     model_flops = sequences * flop_count.model_flops
-    hardware_flops = sequences * flop_count.compute_hardware_flops(config.activation_checkpointing)
+    hardware_flops = sequences * flop_count.compute_hardware_flops(
+        config.activation_checkpointing, loss_in_chunks=config.loss_chunks is not None
+    )
     tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
     peak_tflops = config.hardware.peak_tflops.get(config.precision.peak)
     tokens = sequences * config.model.count_tokens_per_sequence(config.sequence_length)

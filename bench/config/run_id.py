@@ -46,6 +46,10 @@ ADDED_KNOB_DEFAULTS: dict[str, dict[str, object]] = {
 that what was measured before is still the same run. A section of which nothing is left is left out as well."""
 
 
+ADDED_RUN_FIELDS: dict[str, object] = {"loss": "whole", "loss_chunks": None}
+"""The same of fields that are in no section."""
+
+
 def get_added_strategy_knobs(strategy: Mapping[str, Any]) -> dict[str, object]:
     """The same where it depends on the strategy: its knobs that came later, at what it did before.
 
@@ -92,7 +96,7 @@ def compute_run_id(config: Any, mode: str, peak: str, *, uses_host: bool) -> str
         if type(value) in (int, str, bool)
         else _encode_section(name, value, mode, uses_host=uses_host)
         for name, value in values.items()
-        if name not in excluded_names
+        if name not in excluded_names and (name not in ADDED_RUN_FIELDS or value != ADDED_RUN_FIELDS[name])
     }
     included_names = sorted(name for name, text in texts.items() if text != "{}")
     text = "{" + ",".join(f'"{name}":{texts[name]}' for name in included_names) + "}"

@@ -25,7 +25,8 @@ from bench.finetune.adapters import (
 )
 from bench.finetune.quantised import find_quantised_bytes, prepare_drawn_weights, quantise_drawn_weight, quantise_layers
 from bench.models import Batch, Family, FlopCount
-from bench.models.blocks import checkpoint_blocks
+from bench.models.base import FULL, NONE, find_checkpointing_interval
+from bench.models.checkpointing import checkpoint_blocks
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class AdapterFlopCount(FlopCount):
     dequantisation takes is no matrix product, and not counted.
     """
 
-    family: Family
-    sequence_length: int
+    family: Family = dataclasses.field(kw_only=True)
+    sequence_length: int = dataclasses.field(kw_only=True)
 
     @staticmethod
     def from_family(family: Family, sequence_length: int) -> AdapterFlopCount:
@@ -125,8 +126,9 @@ class AdapterFlopCount(FlopCount):
         """Forward and backward without recomputation."""
         return self.compute_hardware_flops("none")
 
-    def compute_hardware_flops(self, activation_checkpointing: str) -> int:
-        return count_training_flops(self.family, self.sequence_length, activation_checkpointing)
+    def compute_hardware_flops(self, activation_checkpointing: str, *, loss_in_chunks: bool = False) -> int:
+        flops = count_training_flops(self.family, self.sequence_length, activation_checkpointing)
+        return flops + (self.outside_blocks if self.head is None else self.head) * loss_in_chunks
 
 
 @functools.lru_cache(maxsize=256)
@@ -139,10 +141,19 @@ def count_training_flops(family: Family, sequence_length: int, activation_checkp
 
 
 def _count_training_flops(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
+    """Blocks of a list are alike, and computing each again takes the same."""
     lengths = {len(blocks) for blocks in family.find_block_lists(family.base.build_model())}  # type: ignore[attr-defined]
     shorter_family, longer_family = family.limit_blocks(FEWER_COUNTED_BLOCKS), family.limit_blocks(MORE_COUNTED_BLOCKS)
     if shorter_family is None or longer_family is None or len(lengths) > 1 or min(lengths) <= MORE_COUNTED_BLOCKS:
         return _count_step_flops(family, sequence_length, activation_checkpointing)
+    interval = find_checkpointing_interval(activation_checkpointing)
+    if interval is not None:
+        (num_blocks,) = lengths
+        unrecomputed_flops, recomputed_flops = (
+            _count_training_flops(family, sequence_length, mode) for mode in (NONE, FULL)
+        )
+        num_checkpointed = num_blocks // interval
+        return unrecomputed_flops + (recomputed_flops - unrecomputed_flops) * num_checkpointed // num_blocks
     shorter_flops, longer_flops = (
         _count_step_flops(short_family, sequence_length, activation_checkpointing)
         for short_family in (shorter_family, longer_family)

@@ -49,6 +49,19 @@ SEQUENCE_LENGTH_RANGE = Within(1, MIB)
 DropoutRate = Annotated[float, Within(0, 1, exclusive_maximum=True)]
 
 
+# --- FLOPs, and which of them the modes of activation checkpointing compute again.
+
+NONE, FULL, SELECTIVE, OPERATORS = "none", "full", "selective", "operators"
+"""Modes of activation checkpointing, beside ``every_K``."""
+
+INTERVAL_PREFIX = "every_"
+
+
+def find_checkpointing_interval(mode: str) -> int | None:
+    """K of ``every_K``; None for the modes that treat all blocks alike."""
+    return int(mode.removeprefix(INTERVAL_PREFIX)) if mode.startswith(INTERVAL_PREFIX) else None
+
+
 @dataclass(frozen=True)
 class FlopCount:
     """FLOPs of one sequence's forward pass, a multiply-add counting 2.
@@ -67,20 +80,44 @@ class FlopCount:
     its result is no input of the block's backward."""
     outside_blocks: int
     """Matrix products outside the blocks: the head over the vocabulary."""
+    recomputed_by_block: tuple[tuple[int, ...], ...] = ()
+    """Per list and block, what computing the block again takes: all its products but the last. Empty where a family
+    does not say."""
+    head: int | None = None
+    """Of `outside_blocks`, the head over the vocabulary; None for all of it."""
 
     @property
     def model_flops(self) -> int:
         """Forward and backward without recomputation: backward takes each product twice."""
         return 3 * (self.blocks_linear + self.blocks_attention + self.outside_blocks)
 
-    def compute_hardware_flops(self, activation_checkpointing: str) -> int:
-        """What the device executes: `model_flops` and the forward products that checkpointing computes again."""
+    def compute_hardware_flops(self, activation_checkpointing: str, *, loss_in_chunks: bool = False) -> int:
+        """What the device executes: `model_flops` and the forward products that checkpointing, and a loss in chunks,
+        compute again.
+
+        Raises
+        ------
+        ImpossibleError
+            If some blocks are checkpointed, and the family does not say what each takes.
+        """
+        executed_flops = self.model_flops
+        if loss_in_chunks:
+            executed_flops += self.outside_blocks if self.head is None else self.head
+        interval = find_checkpointing_interval(activation_checkpointing)
+        if interval is not None:
+            if not self.recomputed_by_block:
+                raise ImpossibleError(
+                    f"activation_checkpointing={activation_checkpointing} is not valid for this model, whose family "
+                    f"does not say what each block computes: choose {NONE}, {FULL}, {SELECTIVE} or {OPERATORS}."
+                )
+            return executed_flops + sum(sum(blocks[interval - 1 :: interval]) for blocks in self.recomputed_by_block)
         recomputed_flops = {
-            "none": 0,
-            "selective": self.blocks_attention,
-            "full": self.blocks_linear + self.blocks_attention - self.blocks_last_linear,
+            NONE: 0,
+            SELECTIVE: self.blocks_attention,
+            OPERATORS: 0,
+            FULL: self.blocks_linear + self.blocks_attention - self.blocks_last_linear,
         }[activation_checkpointing]
-        return self.model_flops + recomputed_flops
+        return executed_flops + recomputed_flops
 
 
 @dataclass(frozen=True)

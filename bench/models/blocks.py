@@ -1,39 +1,13 @@
-"""What is done to a model's blocks before a strategy wraps them: grouping, checkpointing, compiling."""
+"""What is done to a model's blocks before a strategy wraps them: grouping and compiling."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from bench.models.base import Family
-
-CHECKPOINTING_MODES = ("none", "full", "selective")
-
-
-def checkpoint_blocks(family: Family, model: nn.Module, mode: str) -> None:
-    """Wrap each block so that backward computes its activations again.
-
-    ``full`` keeps a block's inputs alone. ``selective`` keeps the results of matrix products with weights and
-    computes the rest again, attention scores among it: what "Reducing Activation Recomputation in Large
-    Transformer Models" (Korthikanti et al. 2022, arXiv:2205.05198) calls selective activation recomputation.
-    """
-    if mode == "none":
-        return
-    options: dict[str, Any] = {
-        "checkpoint_impl": CheckpointImpl.NO_REENTRANT,
-        "preserve_rng_state": _has_dropout(model),
-    }
-    if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _choose_checkpoint_policy)
-    for blocks in family.find_block_lists(model):
-        for index, block in enumerate(blocks):
-            blocks[index] = checkpoint_wrapper(block, **options)
 
 
 def compile_blocks(family: Family, model: nn.Module) -> None:
@@ -73,12 +47,3 @@ def group_blocks(family: Family, model: nn.Module, blocks_per_unit: int) -> list
             blocks.extend(groups)
         units.extend(blocks)
     return units
-
-
-def _choose_checkpoint_policy(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    matmul_operators = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if operator in matmul_operators else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _has_dropout(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())

@@ -138,11 +138,13 @@ class GPTFamily(Family):
         """
         length, hidden = sequence_length, self.hidden_size
         final_linear = 2 * length * hidden * self._intermediate_width
+        linear, attention = 8 * length * hidden * hidden + 2 * final_linear, 4 * length * length * hidden
         return FlopCount(
-            blocks_linear=self.num_layers * (8 * length * hidden * hidden + 2 * final_linear),
-            blocks_attention=self.num_layers * 4 * length * length * hidden,
+            blocks_linear=self.num_layers * linear,
+            blocks_attention=self.num_layers * attention,
             blocks_last_linear=self.num_layers * final_linear,
             outside_blocks=2 * length * hidden * self.vocabulary_size,
+            recomputed_by_block=((linear + attention - final_linear,) * self.num_layers,),
         )
 
     def count_tokens_per_sequence(self, sequence_length: int) -> int:

@@ -165,15 +165,23 @@ class MixtureOfExpertsFamily(PretrainedFamily):
         per_expert = 3 * hidden * self.intermediate_size
         experts = self.experts_per_token + self.num_shared_experts
         dense_width = self.dense_intermediate_size or 0
-        linear = self.num_layers * projections + num_expert_layers * (experts * per_expert + hidden * self.num_experts)
-        linear += self.num_dense_layers * 3 * hidden * dense_width
+        expert_linear = projections + experts * per_expert + hidden * self.num_experts
+        dense_linear = projections + 3 * hidden * dense_width
         last_width = (self.num_shared_experts or self.experts_per_token) * self.intermediate_size
-        last_linear = num_expert_layers * hidden * last_width + self.num_dense_layers * hidden * dense_width
+        attention = 2 * length * length * heads * (key_size + head_size)
+        recomputed_dense = 2 * length * (dense_linear - hidden * dense_width) + attention
+        recomputed_expert = 2 * length * (expert_linear - hidden * last_width) + attention
         return FlopCount(
-            blocks_linear=2 * length * linear,
-            blocks_attention=self.num_layers * 2 * length * length * heads * (key_size + head_size),
-            blocks_last_linear=2 * length * last_linear,
+            blocks_linear=2 * length * (num_expert_layers * expert_linear + self.num_dense_layers * dense_linear),
+            blocks_attention=self.num_layers * attention,
+            blocks_last_linear=2
+            * length
+            * hidden
+            * (num_expert_layers * last_width + self.num_dense_layers * dense_width),
             outside_blocks=2 * length * hidden * self.vocabulary_size,
+            recomputed_by_block=(
+                (recomputed_dense,) * self.num_dense_layers + (recomputed_expert,) * num_expert_layers,
+            ),
         )
 
     def check_sequence_length(self, sequence_length: int) -> None:

@@ -169,6 +169,10 @@ class T5Family(Family):
             blocks_attention=self.num_encoder_layers * encoder_attention + self.num_decoder_layers * decoder_attention,
             blocks_last_linear=(self.num_encoder_layers * source + self.num_decoder_layers * target) * feed_forward,
             outside_blocks=2 * target * self.d_model * self.vocabulary_size,
+            recomputed_by_block=(
+                (encoder_linear + encoder_attention - source * feed_forward,) * self.num_encoder_layers,
+                (decoder_linear + decoder_attention - target * feed_forward,) * self.num_decoder_layers,
+            ),
         )
 
     def count_tokens_per_sequence(self, sequence_length: int) -> int:

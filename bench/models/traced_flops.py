@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -21,14 +22,26 @@ def trace_flops(family: Family, sequence_length: int) -> FlopCount:
     """Count the matrix products of one sequence's forward pass, on meta."""
     model = family.build_model().to("meta")
     recorder = _FlopRecorder()
-    for blocks in family.find_block_lists(model):
-        for block in blocks:
-            block.register_forward_pre_hook(recorder.enter_block)
-            block.register_forward_hook(recorder.leave_block)
+    block_lists = family.find_block_lists(model)
+    for block in (block for blocks in block_lists for block in blocks):
+        block.register_forward_pre_hook(recorder.enter_block)
+        block.register_forward_hook(recorder.leave_block)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    if head is not None:
+        head.register_forward_pre_hook(recorder.enter_head)
+        head.register_forward_hook(recorder.leave_head)
     batch = family.build_batch(1, sequence_length, torch.Generator())
     with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
         model(**{name: tensor.to("meta") for name, tensor in batch.inputs.items()})
-    return FlopCount(recorder.linear, recorder.attention, recorder.last_linear, recorder.outside)
+    recomputed_by_block = tuple(tuple(recorder.recomputed.get(block, 0) for block in blocks) for blocks in block_lists)
+    return FlopCount(
+        recorder.linear,
+        recorder.attention,
+        recorder.last_linear,
+        recorder.outside,
+        recomputed_by_block,
+        None if recorder.head in (0, recorder.outside) else recorder.head,
+    )
 
 
 class _FlopRecorder(TorchDispatchMode):
@@ -37,7 +50,10 @@ class _FlopRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.block_depth = 0
-        self.linear = self.attention = self.last_linear = self.outside = self._newest_linear = 0
+        self.linear = self.attention = self.last_linear = self.outside = self._newest_linear = self._flops_before = 0
+        self.head = self._flops_before_head = 0
+        self.recomputed: dict[nn.Module, int] = {}
+        """Of each block all but its last product with a weight."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -53,10 +69,19 @@ class _FlopRecorder(TorchDispatchMode):
                 self._newest_linear = flops
         return results
 
+    def enter_head(self, *_: Any) -> None:
+        self._flops_before_head = self.outside
+
+    def leave_head(self, *_: Any) -> None:
+        self.head = self.outside - self._flops_before_head
+
     def enter_block(self, *_: Any) -> None:
+        if not self.block_depth:
+            self._flops_before = self.linear + self.attention
         self.block_depth += 1
 
-    def leave_block(self, *_: Any) -> None:
+    def leave_block(self, block: nn.Module, *_: Any) -> None:
         self.block_depth -= 1
         if not self.block_depth:
             self.last_linear += self._newest_linear
+            self.recomputed[block] = self.linear + self.attention - self._flops_before - self._newest_linear

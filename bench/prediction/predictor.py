@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from bench.config.run_config import RunConfig, compute_speed_columns
 from bench.core import processes
 from bench.core.units import GIB
+from bench.models.checkpointing import find_checkpointing_period
 from bench.models.materialize import count_buffer_bytes
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
@@ -38,6 +39,7 @@ from bench.prediction.trace.scaled_trace import (
     ScaledTrace,
     SegmentAtBatch,
     build_chunks,
+    find_segment_block_positions,
     list_traced_batch_sizes,
     scale_kernels,
 )
@@ -259,6 +261,7 @@ def _simulate_planned_step(
         plan,
         _build_layout(config),
         segments,
+        block_period=find_checkpointing_period(config.activation_checkpointing),
         num_micro_batches=config.gradient_accumulation,
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
         update=rank_speed.predict_optimizer_update(config, plan),
@@ -279,6 +282,7 @@ def build_trace_key(config: RunConfig) -> TraceKey:
         widens_outputs=config.strategy.casts_outputs_to_fp32(config.precision),
         split=config.strategy.build_tensor_parallel_split(),
         autocast_caches=config.strategy.has_autocast_cache,
+        loss_chunks=config.loss_chunks,
         shards_fp32_separately=config.precision.scales_loss
         and not config.strategy.uses_autocast(config.precision)
         and config.strategy.shards_fp32_layers_separately,
@@ -310,13 +314,16 @@ def _build_segments(
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
     segment_seconds = rank_speed.compute_seconds_per_segment(hashable_hardware.hardware, key.precision, segment_kernels)
     block_counts = build_parameter_layout(key.family, 1, key.precision.scales_loss, key.split).block_counts
+    block_positions = find_segment_block_positions(
+        scaled_trace.segments, block_counts, find_checkpointing_period(key.activation_checkpointing)
+    )
     time_collective = rank_speed.build_layer_collective_timer(hashable_hardware.hardware, key.precision, tensor_group)
     return tuple(
         SegmentAtBatch(
             scaled_segment.phase,
             scaled_segment.micro_batch,
             scaled_segment.place,
-            build_chunks(scaled_segment, batch_weight, kernel_seconds, block_counts, time_collective),
+            build_chunks(scaled_segment, batch_weight, kernel_seconds, block_positions, time_collective),
         )
         for scaled_segment, kernel_seconds in zip(scaled_trace.segments, segment_seconds, strict=True)
     )

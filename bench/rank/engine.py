@@ -15,7 +15,9 @@ from bench.core.errors import invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within
 from bench.models import Batch, Family, float8
-from bench.models.blocks import checkpoint_blocks, compile_blocks
+from bench.models.blocks import compile_blocks
+from bench.models.checkpointing import checkpoint_blocks
+from bench.models.chunked_loss import ChunkedLoss
 from bench.models.materialize import Materializer
 from bench.strategies import Stepper, Strategy, WrapContext
 
@@ -41,6 +43,8 @@ class Engine:
     enter_phase: EnterPhase
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """The family's."""
+    chunked_loss: ChunkedLoss | None = None
+    """Where the model returns a loss in place of logits."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -78,9 +82,13 @@ class Engine:
         """Both passes of one of several micro-batches. Returns its share of the loss alone, so that neither the logits
         nor the loss's graph live on while the next one is computed or parameters are updated."""
         self.enter_phase("forward")
-        with self.autocast():
-            logits = self.module(**batch.inputs)["logits"]
-        loss = self.loss(logits, batch.labels) / num_micro_batches
+        if self.chunked_loss is None:
+            with self.autocast():
+                logits = self.module(**batch.inputs)["logits"]
+            loss = self.loss(logits, batch.labels) / num_micro_batches
+        else:
+            with self.autocast(), self.chunked_loss.provide_labels(batch.labels):
+                loss = self.module(**batch.inputs)["logits"] / num_micro_batches
         self.enter_phase("backward")
         self.stepper.backward(loss)
         return loss.detach()
@@ -107,6 +115,7 @@ def build_engine(
     device: torch.device,
     world_size: int = 1,
     activation_checkpointing: str = "none",
+    loss_chunks: int | None = None,
     compile: bool = False,
     synchronize_every_micro_batch: bool = False,
     seed: int = 0,
@@ -116,6 +125,7 @@ def build_engine(
 ) -> Engine:
     """Build the model on meta, prepare its blocks, wrap and fill it, then build the optimizer on what it became.
 
+    The loss is computed in `loss_chunks`, unless that is None.
     `world_size` ranks call this together, or the first of them alone if it is `rehearsed`."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     model = family.build_model().to(precision.parameter_dtype)
@@ -128,6 +138,7 @@ def build_engine(
     checkpoint_blocks(family, model, activation_checkpointing)
     if compile:
         compile_blocks(family, model)
+    chunked_loss = None if loss_chunks is None else ChunkedLoss(family, model, loss_chunks)
     job = WrapContext(
         family, precision, device, world_size, materializer, rehearsed, optimizer.build, num_micro_batches
     )
@@ -148,6 +159,7 @@ def build_engine(
         synchronize_every_micro_batch,
         enter_phase,
         family.compute_loss,
+        chunked_loss,
     )
 
 

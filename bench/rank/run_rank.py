@@ -110,6 +110,7 @@ def run_rank(
             device=device,
             world_size=config.gpus,
             activation_checkpointing=config.activation_checkpointing,
+            loss_chunks=config.loss_chunks,
             compile=config.compile,
             synchronize_every_micro_batch=config.gradient_accumulation_sync,
             seed=config.seed,

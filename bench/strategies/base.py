@@ -62,6 +62,8 @@ class StepSettings:
     """Gradients are filled with zeros after a step, not freed."""
     compile: bool
     precision: Precision
+    has_chunked_loss: bool = False
+    """The loss is computed where the head is, in chunks."""
 
 
 @dataclass(frozen=True)

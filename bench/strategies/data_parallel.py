@@ -95,6 +95,12 @@ class DataParallelStrategy(Strategy):
                 "gradient_accumulation_sync=false is not valid for strategy=data_parallel, which adds up the gradients "
                 "of all GPUs in every backward: choose true, or strategy ddp."
             )
+        if settings.has_chunked_loss:
+            raise ImpossibleError(
+                f"loss=chunked is not valid for strategy={self.name}, "
+                "whose loss is computed on the first GPU from the logits of all: "
+                "choose loss=whole."
+            )
         if settings.compile:
             raise ImpossibleError(
                 "compile=true is not valid for strategy=data_parallel, whose copies of a compiled block would run the "

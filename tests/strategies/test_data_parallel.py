@@ -20,7 +20,7 @@ from bench.core.errors import ImpossibleError
 from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
 from bench.launch.slurm.launcher import compute_job_shape
-from bench.models.blocks import checkpoint_blocks
+from bench.models.checkpointing import checkpoint_blocks
 from bench.models.materialize import Materializer
 from bench.prediction.cost import rank_speed
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds

@@ -14,7 +14,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import TrainingOption
 from bench.finetune import list_finetunes
-from bench.models.blocks import CHECKPOINTING_MODES
+from bench.models.checkpointing import CHECKPOINTING_MODES
 from bench.planning.run_predictions import Unpredictable, predict_configs
 from bench.prediction.prediction import Prediction
 from bench.strategies import list_strategies

@@ -28,7 +28,7 @@ from bench.core import presentation
 from bench.core.errors import UsageError, invalid_value_error
 from bench.core.presentation import MISSING, TrainingTerm, format_number
 from bench.finetune import list_finetunes
-from bench.models.blocks import CHECKPOINTING_MODES
+from bench.models.checkpointing import CHECKPOINTING_MODES
 from bench.strategies import Strategy, list_strategies
 
 

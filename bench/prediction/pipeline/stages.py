@@ -11,6 +11,7 @@ import torch
 
 from bench.config.run_config import RunConfig
 from bench.models import Family
+from bench.models.checkpointing import BlockPositions, find_checkpointing_period
 from bench.models.division import split_blocks_into_stages
 from bench.models.materialize import Materializer
 from bench.prediction.cost import rank_speed
@@ -40,7 +41,6 @@ from bench.prediction.trace.stage_trace import (
 )
 from bench.prediction.trace.trace import BlockPlace, TraceKey
 from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_trace
-from bench.prediction.trace.trace_recorder import TRACED_BLOCKS
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
@@ -106,7 +106,7 @@ def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey |
     timetable = config.strategy.timetable
     assert timetable is not None
     stage_keys = {
-        StageTraceKey(key, shorten_stage_blocks(stage_blocks)): None
+        StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.activation_checkpointing)): None
         for stage_blocks in _cut_into_stage_blocks(config, timetable)
     }
     return [
@@ -140,7 +140,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
 
     stages = []
     for index, stage_blocks in enumerate(_cut_into_stage_blocks(config, timetable)):
-        stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks))
+        stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.activation_checkpointing))
         block_counts = tuple(blocks.num_blocks for blocks in stage_blocks)
         segments = _build_stage_segments(stage_key, num_sequences, HashableHardware(config.hardware), block_counts)
         units, ordered_segments = arrange_stage(index, stage_key, block_counts, segments)
@@ -200,7 +200,7 @@ def _build_stage_segments(
             scaled_segment.phase,
             scaled_segment.micro_batch,
             scaled_segment.place,
-            build_chunks(scaled_segment, batch_weight, kernel_seconds, block_counts),
+            build_chunks(scaled_segment, batch_weight, kernel_seconds, _find_stage_block_positions(key, block_counts)),
         )
         for scaled_segment, kernel_seconds in zip(scaled_trace.segments, segment_seconds, strict=True)
     )
@@ -209,7 +209,7 @@ def _build_stage_segments(
 @functools.lru_cache(maxsize=256)
 def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, ParameterSpec]]:
     """Parameters of the stage that is traced, by block."""
-    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks)
+    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing)
     locations = locate_stage_parameters(stage)
     parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
     for parameter in stage.parameters():
@@ -220,7 +220,7 @@ def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, 
 
 @functools.lru_cache(maxsize=256)
 def _compute_stage_order_keys(key: StageTraceKey) -> dict[tuple[BlockPlace, str], ParameterOrderKey]:
-    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks)
+    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing)
     locations = locate_stage_parameters(stage)
     return compute_order_keys([locations[id(parameter)] for parameter in stage.parameters()])
 
@@ -234,10 +234,10 @@ def arrange_stage(
     units: dict[BlockPlace, ShardingUnit] = {}
     parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {}
     keyed_parameters = [(order_keys[None, name], parameter) for name, parameter in traced_parameters[None].items()]
-    for list_index, num_blocks in enumerate(block_counts):
-        for position in range(num_blocks):
+    for list_index, positions in enumerate(_find_stage_block_positions(key, block_counts)):
+        for position in range(positions.num_blocks):
             place = (list_index, position)
-            traced_place = _find_traced_place(place, num_blocks)
+            traced_place = (list_index, positions.find_traced(position))
             parameters[place] = traced_parameters[traced_place]
             keyed_parameters += [
                 (build_order_key(order_keys, place, traced_place, parameter), parameter)
@@ -246,14 +246,17 @@ def arrange_stage(
             units[place] = ShardingUnit(len(units), f"stage {index}", tuple(parameters[place].values()))
     ordered_segments = tuple(
         (segment, units.get(place, root), parameters.get(place, traced_parameters[None]))
-        for segment, place in expand_to_full_depth(segments, block_counts)
+        for segment, place in expand_to_full_depth(
+            segments, block_counts, find_checkpointing_period(key.trace_key.activation_checkpointing)
+        )
     )
     stage_parameters = tuple(parameter for _, parameter in sorted(keyed_parameters, key=itemgetter(0)))
     return StageUnits(index, (root, *units.values()), stage_parameters), ordered_segments
 
 
-def _find_traced_place(place: tuple[int, int], num_blocks: int) -> tuple[int, int]:
-    list_index, position = place
-    if num_blocks <= TRACED_BLOCKS or position < TRACED_BLOCKS - 1:
-        return place
-    return (list_index, TRACED_BLOCKS - 1 if position == num_blocks - 1 else TRACED_BLOCKS - 2)
+def _find_stage_block_positions(key: StageTraceKey, block_counts: tuple[int, ...]) -> list[BlockPositions]:
+    period = find_checkpointing_period(key.trace_key.activation_checkpointing)
+    return [
+        BlockPositions(num_blocks, traced_blocks.num_blocks, period)
+        for num_blocks, traced_blocks in zip(block_counts, key.stage_blocks, strict=True)
+    ]

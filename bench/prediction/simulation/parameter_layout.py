@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from bench.models import Family
+from bench.models.checkpointing import BlockPositions
 from bench.prediction.trace.fake_process_group import split_model
-from bench.prediction.trace.scaled_trace import INNER_POSITION
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
 from bench.prediction.trace.trace_recorder import TRACED_BLOCKS, locate_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
@@ -106,10 +106,12 @@ def _build_layout(
         )
         for place, named_parameters in traced_parameters.items()
     }
-    for list_index, num_blocks in enumerate(block_counts):
+    traced_counts = [len(blocks) for blocks in family.find_block_lists(model)]
+    for list_index, (num_blocks, num_traced) in enumerate(zip(block_counts, traced_counts, strict=True)):
+        positions = BlockPositions(num_blocks, num_traced, period=1)
         for start in range(0, num_blocks, blocks_per_unit):
             places = [(list_index, position) for position in range(start, min(start + blocks_per_unit, num_blocks))]
-            traced_places = [_find_traced_place(place, num_blocks) for place in places]
+            traced_places = [_find_traced_place(place, positions) for place in places]
             parameters_by_place |= {
                 place: traced_parameters[traced_place]
                 for place, traced_place in zip(places, traced_places, strict=True)
@@ -187,12 +189,9 @@ def _list_fp32_layers(family: Family, model: nn.Module) -> dict[BlockPlace, list
     }
 
 
-def _find_traced_place(place: tuple[int, int], num_blocks: int) -> tuple[int, int]:
+def _find_traced_place(place: tuple[int, int], positions: BlockPositions) -> tuple[int, int]:
     """The block of the shortened model that a block is like."""
-    list_index, position = place
-    if num_blocks <= TRACED_BLOCKS or position <= INNER_POSITION:
-        return place
-    return (list_index, TRACED_BLOCKS - 1) if position == num_blocks - 1 else (list_index, INNER_POSITION)
+    return (place[0], positions.find_traced(place[1]))
 
 
 def _count_blocks(family: Family) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ def simulate_step(
     layout: ParameterLayout,
     segments: Sequence[SegmentAtBatch],
     *,
+    block_period: int,
     num_micro_batches: int,
     synchronize_every_micro_batch: bool,
     update: OptimizerUpdate,
@@ -56,6 +57,8 @@ def simulate_step(
     ----------
     segments: sequence of SegmentAtBatch
         Of one micro-batch, or of two, of which the second stands for all later ones.
+    block_period: int
+        Blocks after which they repeat.
     """
     segments_by_micro_batch = [
         tuple(segment for segment in segments if segment.micro_batch == number) for number in (0, 1)
@@ -64,7 +67,9 @@ def simulate_step(
     for number in range(num_micro_batches):
         synchronize = synchronize_every_micro_batch or number == num_micro_batches - 1
         plan.begin_micro_batch(simulated_rank, synchronize=synchronize)
-        _simulate_micro_batch(simulated_rank, plan, layout, segments_by_micro_batch[min(number, 1)], merged_chunks)
+        _simulate_micro_batch(
+            simulated_rank, plan, layout, segments_by_micro_batch[min(number, 1)], merged_chunks, block_period
+        )
     simulated_rank.phase, simulated_rank.module = "optimizer", "optimizer"
     simulated_rank.allocate("optimizer temporaries", update.temporary_bytes, "temporaries")
     if update.on_host:
@@ -91,13 +96,14 @@ def _simulate_micro_batch(
     layout: ParameterLayout,
     segments: tuple[SegmentAtBatch, ...],
     merged_chunks: MergedChunks,
+    block_period: int,
 ) -> None:
     root, outside_parameters = layout.units[0], layout.parameters_by_place[None]
     current_unit: ShardingUnit | None = None
     previous_segment: SegmentAtBatch | None = None
     simulated_rank.phase, simulated_rank.module = "forward", root.name
     plan.before_forward(simulated_rank, root)
-    for segment, place in expand_to_full_depth(segments, layout.block_counts):
+    for segment, place in expand_to_full_depth(segments, layout.block_counts, block_period):
         if segment.phase in (END_PHASE, "optimizer"):
             continue
         next_unit = layout.unit_by_place.get(place)

@@ -48,6 +48,8 @@ class TraceKey:
     """Autocast keeps what it casts of parameters until the forward pass is over."""
     shards_fp32_separately: bool = False
     """Layers that stay in fp32 in fp16 runs are sharded by themselves, within their blocks."""
+    loss_chunks: int | None = None
+    """The loss is computed in so many chunks; None for all of it at once."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from bench.core import processes
 from bench.hardware import Hardware
+from bench.models.checkpointing import find_checkpointing_period
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
 from bench.prediction.trace.scaled_trace import ScaledTrace, build_scaled_trace
@@ -100,7 +101,9 @@ def add_loaded_traces(traces: dict[tuple[TraceKey | StageTraceKey, int], Trace])
 def load_scaled_trace(key: TraceKey | StageTraceKey, batch_sizes: tuple[int, int]) -> ScaledTrace:
     """The trace at any batch size, from two traces (or one)."""
     load_traces([(key, size) for size in dict.fromkeys(batch_sizes)])
-    return build_scaled_trace(_loaded_traces[key, batch_sizes[0]], _loaded_traces[key, batch_sizes[1]], batch_sizes)
+    trace_key = key.trace_key if isinstance(key, StageTraceKey) else key
+    first, second = (_loaded_traces[key, batch_size] for batch_size in batch_sizes)
+    return build_scaled_trace(first, second, batch_sizes, find_checkpointing_period(trace_key.activation_checkpointing))
 
 
 class HashableHardware:

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.core import processes
 from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
-from bench.models.blocks import checkpoint_blocks
+from bench.models.checkpointing import BlockPositions, checkpoint_blocks, find_checkpointing_period
+from bench.models.chunked_loss import ChunkedLoss
 from bench.models.division import strip_checkpoint_wrappers
 from bench.models.materialize import fill_buffers
 from bench.prediction.trace.cpu_memory import track_rng_states
@@ -43,10 +44,16 @@ from bench.strategies import Stepper
 from bench.strategies.tensor_parallel.split import find_local_shape, wrap_like_dtensor
 
 TRACED_BLOCKS = 4
-"""Blocks per list that are traced: the first, two inner ones, which must be alike, and the last."""
+"""Blocks per list that are traced: the first, two inner ones, which must be alike, and the last. Where blocks are not
+checkpointed alike there is a period instead of each but the first."""
 
 
-def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_BLOCKS) -> Trace:
+def count_traced_blocks(key: TraceKey) -> int:
+    """Blocks per list that a trace has at most."""
+    return 1 + (TRACED_BLOCKS - 1) * find_checkpointing_period(key.activation_checkpointing)
+
+
+def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> Trace:
     """Trace one step on fake tensors.
 
     Parameters
@@ -55,17 +62,20 @@ def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_B
         What to trace.
     batch_size: int
         Sequences per micro-batch.
-    max_blocks: int or None
-        Blocks per list at most, None for all of them.
+    whole_model: bool
+        Trace all blocks.
     """
-    family = (None if max_blocks is None else key.family.limit_blocks(max_blocks)) or key.family
+    family = (None if whole_model else key.family.limit_blocks(count_traced_blocks(key))) or key.family
     model = family.build_model()
     model.train()
     if key.precision.uses_float8:
         float8.convert_to_float8(family, model, key.precision)
     if key.precision.scales_loss and key.autocast:
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
-    checkpoint_blocks(family, model, key.activation_checkpointing)
+    period = find_checkpointing_period(key.activation_checkpointing)
+    block_positions = None if period == 1 else find_block_positions(family, key.family, period)
+    checkpoint_blocks(family, model, key.activation_checkpointing, block_positions)
+    chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
     with (
         split_model(key.split, family, model),
@@ -91,6 +101,7 @@ def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_B
             synchronize_every_micro_batch=False,
             enter_phase=trace_recorder.enter_phase,
             loss=family.compute_loss,
+            chunked_loss=chunked_loss,
         )
         batch_factories = [
             lambda: family.build_batch(batch_size, key.sequence_length, torch.Generator())
@@ -108,6 +119,18 @@ def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_B
     return Trace(
         trace_recorder.segments, trace_recorder.inputs_bytes, trace_recorder.outputs_bytes, trace_recorder.logits_bytes
     )
+
+
+def find_block_positions(short_family: Family, family: Family, period: int) -> list[BlockPositions]:
+    """Where the blocks of a shortened model stand in the whole one, for each list."""
+    counts, short_counts = (
+        [len(blocks) for blocks in one_family.find_block_lists(one_family.build_model())]
+        for one_family in (family, short_family)
+    )
+    return [
+        BlockPositions(num_blocks, num_traced, period)
+        for num_blocks, num_traced in zip(counts, short_counts, strict=True)
+    ]
 
 
 def _enter_gpu_autocast(key: TraceKey) -> contextlib.AbstractContextManager[None]:

@@ -189,6 +189,12 @@ class DeepSpeedStrategy(Strategy):
 
     def check_step(self, settings: StepSettings) -> None:
         """DeepSpeed itself decides when gradients are reduced and freed."""
+        if settings.has_chunked_loss and self.stage == 3:
+            raise ImpossibleError(
+                f"loss=chunked is not valid for strategy={self.name}, "
+                "whose stage 3 has the head's weight whole within the head's own passes alone: "
+                "choose loss=whole."
+            )
         if settings.keep_gradients:
             raise ImpossibleError(
                 "optimizer.keep_gradients=true is not valid for strategy=deepspeed, which frees gradients itself: "

@@ -168,6 +168,12 @@ class PipelinedStrategy(Strategy):
 
     def check_step(self, settings: StepSettings) -> None:
         """Micro-batches of the schedule accumulate gradients; there are none beside them."""
+        if settings.has_chunked_loss:
+            raise ImpossibleError(
+                f"loss=chunked is not valid for strategy={self.name}, "
+                "whose schedules compute the loss from the last stage's logits: "
+                "choose loss=whole."
+            )
         if settings.num_micro_batches > 1:
             raise ImpossibleError(
                 f"gradient_accumulation={settings.num_micro_batches} is not valid for strategy={self.name}, whose "

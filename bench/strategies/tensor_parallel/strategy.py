@@ -193,6 +193,12 @@ class TensorParallelStrategy(Strategy):
 
     def check_step(self, settings: StepSettings) -> None:
         """Blocks are not compiled: torch 2.13 compiled a small GPT's, but not a small T5's within two minutes."""
+        if settings.has_chunked_loss:
+            raise ImpossibleError(
+                f"loss=chunked is not valid for strategy={self.name}, "
+                "whose head and loss are divided over the vocabulary: "
+                "choose loss=whole."
+            )
         if settings.compile:
             raise ImpossibleError(
                 f"compile=true is not valid for strategy={self.name}: torch's compiler does not get through every kind "
