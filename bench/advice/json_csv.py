@@ -1,8 +1,8 @@
 """The answer for scripts: JSON with everything, CSV with a line per candidate. Keys are only ever added.
 
-JSON: ``format`` (1), ``tokens``, ``sections`` and ``left_out``. A section has ``question``, ``advice``, ``ranked`` and
-``infeasible`` (rows, see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is unknown is null,
-never NaN.
+JSON: ``format`` (1), ``tokens``, ``sections`` and ``left_out``. A section has ``question``, ``advice``, ``warnings``,
+``ranked`` and ``infeasible`` (rows, see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is
+unknown is null, never NaN.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def _build_section_values(section: AdviceSection, tokens: float | None) -> dict[
     return {
         "question": _build_question_values(section),
         "advice": section.advice,
+        "warnings": section.warnings,
         "ranked": [values for values in candidate_values if values["status"] == "ok"],
         "infeasible": [values for values in candidate_values if values["status"] == "oom"],
         "impossible": [{"reason": reason, "candidates": count} for reason, count in section.impossible_reasons.items()],

@@ -197,13 +197,14 @@ examples:
 
 Every field of every group under conf/ can be set, as in bench.sweep. What is set is fixed; strategy, sharding factor,
 reshard_after_forward and activation_checkpointing are varied where they are not, each at the largest batch that fits.
+global_batch=512 (sequences) or 4M_tokens compares all at one global batch.
 Commas give several values. The options below can be written key=value too.
 
 exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
   format, tokens, sections[], left_out[]
-  sections[]: question, advice, ranked[], infeasible[], impossible[], rules_of_thumb[]
+  sections[]: question, advice, warnings[], ranked[], infeasible[], impossible[], rules_of_thumb[]
   ranked[], infeasible[]: rank, status, overrides, strategy, sharding_factor, precision, activation_checkpointing,
     batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, tokens_per_second_per_gpu, tokens_per_second,
     gpu_hours, days, step_time_s{value, low, high}, time{compute_s, exposed_communication_s, optimizer_s, bubble_s,
@@ -230,7 +231,7 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
   steps[]: number, key, question, answer, because, numbers[]{name, value, unit}, threshold{name, value, unit}, source,
     assumed
   leaf: name, advice, ways[]{name, remark, settings, fits, why_not_predicted, run, predict, best}
-  ranking: advice, best, possible, infeasible (rows as bench.predict's)
+  ranking: advice, warnings[], best, possible, infeasible (rows as bench.predict's)
 """
 
 ADVISE_FORMATS = ("text", "json")

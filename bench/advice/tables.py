@@ -53,7 +53,7 @@ def build_section_tables(section: AdviceSection, tokens: float | None, max_rows:
     unique_notes = list(
         dict.fromkeys(note for candidate in section.ranking.possible for note in list_notes(candidate.config))
     )
-    renderables += [Text(f"Note: {note}.", style="yellow") for note in unique_notes]
+    renderables += [Text(f"Note: {note}.", style="yellow") for note in (*section.warnings, *unique_notes)]
     if section.ranking.possible:
         renderables += [Text(), *_build_ranked_table(section.ranking.possible, tokens, max_rows)]
     if section.ranking.infeasible:
@@ -102,6 +102,7 @@ MAX_REASON_LINES = 6
 """Lines on what does not fit, unless all are asked for."""
 
 LARGEST_BATCH_NOTE = "Each at the largest batch that fits; batch_size_per_gpu=N compares all at one."
+GLOBAL_BATCH_NOTE = "All at global_batch={batch}, each in the largest micro-batches of it that fit."
 
 CandidateColumn = tuple[str, bool, Callable[[RankedCandidate], str]]
 """Heading, whether it is a number, and the text of a row."""
@@ -218,7 +219,9 @@ def _build_ranked_table(
     if constant_values:
         renderables.append(Text(f"In every row: {', '.join(constant_values)}.", style="dim"))
     if all(candidate.largest_batch == candidate.config.batch_size_per_gpu for candidate in candidates):
-        renderables.append(Text(LARGEST_BATCH_NOTE, style="dim"))
+        global_batch = candidates[0].config.global_batch
+        note = LARGEST_BATCH_NOTE if global_batch is None else GLOBAL_BATCH_NOTE.format(batch=global_batch.text)
+        renderables.append(Text(note, style="dim"))
     if len(candidates) > len(shown_candidates):
         renderables.append(Text(f"{len(candidates) - len(shown_candidates)} more: top=all shows them.", style="dim"))
     return renderables

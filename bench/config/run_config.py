@@ -6,10 +6,12 @@ against each other, and are resolved to what will really run. The hash of the re
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from bench.config.global_batch import MAX_ACCUMULATION, GlobalBatch, parse_global_batch, require_accumulation
 from bench.config.run_id import (
     ADDED_RUN_FIELDS,
     DEFAULT_SETTLING_S,
@@ -39,6 +41,9 @@ SECTION_NAMES = ("model", "strategy", "precision", "optimizer", "hardware", "mea
 CHUNKED_LOSS = "chunked"
 
 LOSSES = ("whole", CHUNKED_LOSS)
+
+UNRECORDED_FIELDS = ("requested", "global_batch")
+"""Fields of `RunConfig` that say how others were asked for."""
 
 RANK_COUNT_BOUNDS = Within(1, 2**17)
 """More than any cluster has: beyond it a plan takes more than seconds."""
@@ -86,7 +91,7 @@ class RunConfig:
     """Ranks per machine; at world sizes below it all ranks share one."""
     batch_size_per_gpu: Annotated[int, Within(1, 10**6)]
     sequence_length: Annotated[int, SEQUENCE_LENGTH_RANGE]
-    gradient_accumulation: Annotated[int, Within(1, 1024)]
+    gradient_accumulation: Annotated[int, Within(1, MAX_ACCUMULATION)]
     gradient_accumulation_sync: bool
     """Communicate gradients after every micro-batch instead of after the last."""
     activation_checkpointing: Annotated[str, VALID_CHECKPOINTING]
@@ -101,6 +106,8 @@ class RunConfig:
     backward)."""
     loss_chunks: Annotated[int | None, Within(2, 2**16)] = None
     """Of `loss=chunked`; null for 8."""
+    global_batch: GlobalBatch | None = field(default=None, compare=False)
+    """What `gradient_accumulation` followed from, if it did; no part of the run's identity."""
 
     def __post_init__(self) -> None:
         if self.is_rehearsed and self.devices_per_process > 1:
@@ -195,6 +202,73 @@ class RunConfig:
         return self.batch_size_per_gpu * self.gpus // self.strategy.find_batch_share(0, self.gpus)[1]
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together read in one optimizer step."""
+        tokens_per_sequence = self.model.count_tokens_per_sequence(self.sequence_length)
+        return tokens_per_sequence * self.batch_size_per_gpu * self.gpus * self.gradient_accumulation
+
+    @property
+    def valid_batch_sizes(self) -> list[int] | None:
+        """The values of `batch_size_per_gpu` that come to the global batch, None where none was asked for.
+
+        Raises
+        ------
+        ImpossibleError
+            If there is none.
+        """
+        if self.global_batch is None:
+            return None
+        sizes = self.global_batch.list_batch_sizes(
+            self.gpus,
+            self.model.count_tokens_per_sequence(self.sequence_length),
+            self.strategy.batch_size_multiple,
+        )
+        valid_sizes, reason = [], ""
+        for size in sizes:
+            try:
+                self.resize_batch(size)
+            except ImpossibleError as error:
+                reason = str(error)
+            else:
+                valid_sizes.append(size)
+        if not valid_sizes:
+            raise ImpossibleError(reason)
+        return valid_sizes
+
+    def resize_batch(self, batch_size_per_gpu: int) -> RunConfig:
+        """The same run with micro-batches of another size; where a global batch was asked for, as many as come to it.
+
+        Raises
+        ------
+        ImpossibleError
+            If no number of them does, or the run takes none of that size.
+        """
+        if self.global_batch is None:
+            return dataclasses.replace(self, batch_size_per_gpu=batch_size_per_gpu)
+        accumulation = self.global_batch.compute_accumulation(
+            batch_size_per_gpu, self.gpus, self.model.count_tokens_per_sequence(self.sequence_length)
+        )
+        strategy = _build_section("strategy", type(self.strategy), self.requested).resolve(
+            self.gpus, self.gpus_per_node, accumulates=accumulation > 1 and not self.gradient_accumulation_sync
+        )
+        return dataclasses.replace(
+            self, batch_size_per_gpu=batch_size_per_gpu, gradient_accumulation=accumulation, strategy=strategy
+        )
+
+    def fill_global_batch(self, global_batch: GlobalBatch) -> RunConfig:
+        """The same run at a global batch, in the smallest micro-batches that come to it.
+
+        Raises
+        ------
+        ImpossibleError
+            If none do.
+        """
+        config = dataclasses.replace(self, global_batch=global_batch)
+        sizes = config.valid_batch_sizes
+        assert sizes is not None
+        return config.resize_batch(sizes[0])
+
+    @property
     def sequences_per_device(self) -> int:
         """Of those, what one device computes."""
         return self.sequences_per_rank // self.devices_per_process
@@ -255,7 +329,9 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The complete resolved configuration as plain values."""
-        return {name: to_plain_value(value) for name, value in get_fields(self).items() if name != "requested"}
+        return {
+            name: to_plain_value(value) for name, value in get_fields(self).items() if name not in UNRECORDED_FIELDS
+        }
 
     @functools.cached_property
     def run_id(self) -> str:
@@ -297,6 +373,8 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     )
     scalars = _validate_scalars(raw)
     scalars["loss_chunks"] = _resolve_loss_chunks(scalars["loss"], scalars["loss_chunks"])
+    if raw.get("global_batch") is not None:
+        scalars |= _follow_global_batch(raw, scalars, built_sections["model"])
     built_sections["strategy"] = built_sections["strategy"].resolve(
         scalars["gpus"],
         scalars["gpus_per_node"],
@@ -337,11 +415,26 @@ _section_cache: dict[tuple[type, str], Any] = {}
 def _validate_scalars(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of `RunConfig` that are no sections."""
     hints = get_field_types(RunConfig)
-    return {
-        name: validate_value(name, hints[name], raw[name])
-        for name in hints
-        if name not in (*SECTION_NAMES, "requested")
+    values = {
+        **raw,
+        "gradient_accumulation": 1 if raw["gradient_accumulation"] is None else raw["gradient_accumulation"],
     }
+    return {
+        name: validate_value(name, hints[name], values[name])
+        for name in hints
+        if name not in (*SECTION_NAMES, *UNRECORDED_FIELDS)
+    }
+
+
+def _follow_global_batch(raw: dict[str, Any], scalars: dict[str, Any], model: Family) -> dict[str, Any]:
+    """The fields of `RunConfig` that follow from ``global_batch``."""
+    global_batch = parse_global_batch(raw["global_batch"])
+    model.check_sequence_length(scalars["sequence_length"])
+    accumulation = global_batch.compute_accumulation(
+        scalars["batch_size_per_gpu"], scalars["gpus"], model.count_tokens_per_sequence(scalars["sequence_length"])
+    )
+    require_accumulation(global_batch, raw.get("gradient_accumulation"), accumulation)
+    return {"gradient_accumulation": accumulation, "global_batch": global_batch}
 
 
 # --- What follows from the time of a step: rates of FLOPs and tokens.

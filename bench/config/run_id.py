@@ -14,8 +14,9 @@ from typing import Any
 
 from bench.hardware import Hardware
 
-FIELDS_NOT_HASHED = (("requested",), ("hardware", "sources"))
-"""What is no part of a run's identity: how its strategy's knobs were asked for, where its numbers were read."""
+FIELDS_NOT_HASHED = (("requested",), ("global_batch",), ("hardware", "sources"))
+"""What is no part of a run's identity: how its strategy's knobs and its accumulation were asked for, where its numbers
+were read."""
 
 IRRELEVANT_FIELDS_BY_MODE = {
     "measure": (("hardware", "speeds"), ("hardware", "host")),

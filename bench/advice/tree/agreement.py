@@ -138,7 +138,7 @@ def _is_runnable(case: GuideCase, settings: RunSettings) -> bool:
     """Whether a way that is not predicted can be run: some is only not predicted."""
     batch_setting = {"batch_size_per_gpu": str(case.requested_batch or MICRO_BATCHES_PER_STAGE)}
     try:
-        build_run_config(compose_config({**_merge_settings(case, settings), **batch_setting}))
+        build_run_config(compose_config({**_merge_settings(case, settings), **batch_setting, "global_batch": "null"}))
     except UsageError:
         return False
     return True

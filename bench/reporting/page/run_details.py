@@ -78,6 +78,7 @@ def list_overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> l
         name: seconds_by_device.get(device, 0.0) for name, seconds_by_device in DEFAULT_SETTLING_S.items()
     }  # what null stands for
     defaults = {**defaults, "measurement": {**defaults.get("measurement", {}), **settling_defaults}}
+    defaults["gradient_accumulation"] = 1  # what null stands for where no global batch is asked for
     for key, value in sections.items():
         if key in CONFIG_GROUPS:
             overrides += _list_section_overrides(key, json.dumps(value or {}))
