@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bench.models import Family
+from bench.models.checkpointing import shorten_family
 
 ALL_LINEAR = "all-linear"
 """Every linear layer of the blocks; peft's word."""
@@ -39,7 +40,7 @@ BASE_LAYER_SUFFIX = ".base_layer"
 @functools.cache
 def find_linear_layers(family: Family) -> dict[str, tuple[tuple[int, int], ...]]:
     """Names of the linear layers within the blocks, in order, each with the shapes (in, out) that it has there."""
-    model = (family.limit_blocks(2) or family).build_model()
+    model = (shorten_family(family, 2, family.block_period) or family).build_model()
     shapes_by_name: dict[str, tuple[tuple[int, int], ...]] = {}
     for _, name, layer in iterate_linear_layers(family, model):
         shapes_by_name[name] = tuple(dict.fromkeys((*shapes_by_name.get(name, ()), find_layer_dimensions(layer))))

@@ -26,7 +26,7 @@ from bench.finetune.adapters import (
 from bench.finetune.quantised import find_quantised_bytes, prepare_drawn_weights, quantise_drawn_weight, quantise_layers
 from bench.models import Batch, Family, FlopCount
 from bench.models.base import FULL, NONE, find_checkpointing_interval
-from bench.models.checkpointing import checkpoint_blocks
+from bench.models.checkpointing import checkpoint_blocks, shorten_family
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,12 @@ class AdaptedFamily(Family):
     def find_stored_bytes(self, model: nn.Module) -> dict[int, int]:
         return find_quantised_bytes(model) if self.adapter_spec.bits is not None else {}
 
-    def limit_blocks(self, max_blocks: int) -> AdaptedFamily | None:
-        base = self.base.limit_blocks(max_blocks)
+    @property
+    def block_period(self) -> int:
+        return self.base.block_period
+
+    def limit_blocks(self, max_blocks: int, period: int = 1) -> AdaptedFamily | None:
+        base = shorten_family(self.base, max_blocks, period)
         return None if base is None else dataclasses.replace(self, base=base)
 
     def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
@@ -144,7 +148,13 @@ def _count_training_flops(family: Family, sequence_length: int, activation_check
     """Blocks of a list are alike, and computing each again takes the same."""
     lengths = {len(blocks) for blocks in family.find_block_lists(family.base.build_model())}  # type: ignore[attr-defined]
     shorter_family, longer_family = family.limit_blocks(FEWER_COUNTED_BLOCKS), family.limit_blocks(MORE_COUNTED_BLOCKS)
-    if shorter_family is None or longer_family is None or len(lengths) > 1 or min(lengths) <= MORE_COUNTED_BLOCKS:
+    if (
+        family.block_period > 1
+        or shorter_family is None
+        or longer_family is None
+        or len(lengths) > 1
+        or min(lengths) <= MORE_COUNTED_BLOCKS
+    ):
         return _count_step_flops(family, sequence_length, activation_checkpointing)
     interval = find_checkpointing_interval(activation_checkpointing)
     if interval is not None:

@@ -169,10 +169,17 @@ class Family(ABC):
         computes the same loss."""
         return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
+    @property
+    def block_period(self) -> int:
+        """Blocks after which they repeat in every list: more than 1 where kinds of blocks alternate."""
+        return 1
+
     def limit_blocks(self, max_blocks: int) -> Family | None:
-        """The same model with at most `max_blocks` max_blocks in every list, all others being copies of its inner ones.
+        """The same model with at most `max_blocks` blocks in every list, all others being copies of its inner ones.
 
         None, what a family says by itself, where blocks differ from one another: predictions then trace all of them.
+        A family whose `block_period` is more than 1 takes the period that a trace has as a second argument: of a list
+        with fewer blocks the last `period` ones are like those of the whole list.
         """
         return None
 

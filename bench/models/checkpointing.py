@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,9 +87,16 @@ class BlockPositions:
         return sum(self.find_traced(position) == traced_position for position in range(self.num_blocks))
 
 
-def find_checkpointing_period(mode: str) -> int:
-    """Blocks after which what a mode does to a block repeats."""
-    return find_checkpointing_interval(mode) or 1
+def find_block_period(family: Family, mode: str = NONE) -> int:
+    """Blocks after which they, and what a mode of checkpointing does to them, repeat."""
+    return math.lcm(family.block_period, find_checkpointing_interval(mode) or 1)
+
+
+def shorten_family(family: Family, max_blocks: int, period: int) -> Family | None:
+    """The family with at most so many blocks in every list; None where it cannot be shortened."""
+    if family.block_period == 1:
+        return family.limit_blocks(max_blocks)
+    return family.limit_blocks(max_blocks, period)  # type: ignore[call-arg]
 
 
 def is_block_checkpointed(mode: str, position: int) -> bool:

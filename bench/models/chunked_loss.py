@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.core.errors import ImpossibleError
 from bench.models.base import IGNORED_LABEL, Family
+from bench.models.checkpointing import shorten_family
 
 DEFAULT_LOSS_CHUNKS = 8
 
@@ -102,7 +103,7 @@ def check_chunked_loss(family: Family) -> None:
 @functools.lru_cache(maxsize=256)
 def _returns_heads_output(family: Family) -> bool:
     """Whether a model's logits are what its head returns, from a forward pass on meta."""
-    short_family = family.limit_blocks(1) or family
+    short_family = shorten_family(family, 1, family.block_period) or family
     model = short_family.build_model().to("meta")
     head_outputs: list[torch.Tensor] = []
     find_head(family, model).register_forward_hook(lambda _head, _inputs, output: head_outputs.append(output))

@@ -15,8 +15,7 @@ from bench.core.errors import UsageError, invalid_value_error
 from bench.core.typed_config import OneOf, Within
 from bench.models.base import SEQUENCE_LENGTH_RANGE, Family
 from bench.models.experts import ROUTINGS, Routing
-from bench.models.pretrained import ModuleFacts, PretrainedFamily
-from bench.models.pretrained_modules import are_blocks_alike
+from bench.models.pretrained import ModuleFacts, PretrainedFamily, shorten_list
 from bench.models.tasks import TASKS, Task, find_task_name
 
 OPTION_NAME = "hf"
@@ -126,26 +125,34 @@ class HfFamily(PretrainedFamily):
                 raise invalid_value_error("model.block_lists", name, ", ".join(lists) or "null")
         return super()._find_module_facts(model)._replace(block_list_names=tuple(self.block_lists))
 
-    def limit_blocks(self, max_blocks: int) -> Family | None:
-        """None where inner blocks differ from one another, or where their number is no field of the configuration."""
-        block_lists = self.find_block_lists(self.build_model())
-        if not all(are_blocks_alike(blocks) for blocks in block_lists):
+    def limit_blocks(self, max_blocks: int, period: int = 1) -> Family | None:
+        """None where inner blocks do not repeat, or where their number is no field of the configuration."""
+        block_counts = [len(blocks) for blocks in self.find_block_lists(self.build_model())]
+        short_counts = [min(max_blocks, num_blocks) for num_blocks in block_counts]
+        if not self._has_repeated_blocks:
             return None
-        depths = [min(max_blocks, len(blocks)) for blocks in block_lists]
-        if depths == [len(blocks) for blocks in block_lists]:
+        if short_counts == block_counts:
             return self
-        kept = {key: value for key, value in self.config.items() if not _is_list_of_depth(value, block_lists)}
+        config = self.build_config()
+        fields = {
+            name: shorten_list(value, short_counts[block_counts.index(len(value))], period)
+            for name, value in config.to_dict().items()
+            if isinstance(value, list) and len(value) in block_counts and self.block_period > 1
+        }
+        kept = {
+            name: value
+            for name, value in self.config.items()
+            if not (isinstance(value, list) and len(value) in block_counts)
+        }
         for names in DEPTH_FIELDS:
-            if len(names) == len(depths) and all(hasattr(self.build_config(), name) for name in names):
-                limited = dataclasses.replace(self, config={**kept, **dict(zip(names, depths, strict=True))})
-                if [len(blocks) for blocks in limited.find_block_lists(limited.build_model())] == depths:
-                    return limited
+            if len(names) == len(short_counts) and all(hasattr(config, name) for name in names):
+                depths = dict(zip(names, short_counts, strict=True))
+                short_family = dataclasses.replace(self, config={**kept, **fields, **depths})
+                if [
+                    len(blocks) for blocks in short_family.find_block_lists(short_family.build_model())
+                ] == short_counts:
+                    return short_family
         return None
-
-
-def _is_list_of_depth(value: Any, block_lists: Any) -> bool:
-    """Whether a value of a configuration says something of every block: of blocks that are alike nothing new."""
-    return isinstance(value, list) and len(value) in [len(blocks) for blocks in block_lists]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from bench.core.typed_config import OneOf, Within
 from bench.models.base import BlockCount, DropoutRate, FlopCount, HeadCount, LayerWidth, TokenCount
 from bench.models.decoder import DecoderPipelineStage, build_decoder_division
 from bench.models.division import LayerDivision, PipelineStageModule
-from bench.models.pretrained import PretrainedFamily
+from bench.models.pretrained import PretrainedFamily, shorten_list
 
 ARCHITECTURES = (
     *("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "phi3", "gemma", "gemma2", "gemma3_text", "granite"),
@@ -52,6 +52,8 @@ class LlamaFamily(PretrainedFamily):
     """Tokens that layers with a sliding window attend to; null for all."""
     dropout: DropoutRate = 0.0
     """Of attention's weights."""
+    layer_types: tuple[str, ...] | None = None
+    """Of a shortened model: which of its layers have a sliding window; null as the architecture has them."""
 
     preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.llama.modeling_llama",)
     can_divide_layers: ClassVar[bool] = True
@@ -95,13 +97,20 @@ class LlamaFamily(PretrainedFamily):
             bos_token_id=0,
             eos_token_id=0,
             pad_token_id=None,
+            **({} if self.layer_types is None else {"layer_types": list(self.layer_types)}),
         )
 
-    def limit_blocks(self, max_blocks: int) -> LlamaFamily | None:
-        """None where layers with a sliding window alternate with others."""
-        if len(set(getattr(self.build_config(), "layer_types", None) or ())) > 1:
+    def limit_blocks(self, max_blocks: int, period: int = 1) -> LlamaFamily | None:
+        """None where more than the first layer differ from those that repeat."""
+        num_layers = min(max_blocks, self.num_layers)
+        if not self._has_repeated_blocks:
             return None
-        return dataclasses.replace(self, num_layers=min(max_blocks, self.num_layers))
+        layer_types = getattr(self.build_config(), "layer_types", None)
+        return dataclasses.replace(
+            self,
+            num_layers=num_layers,
+            layer_types=None if layer_types is None else tuple(shorten_list(layer_types, num_layers, period)),
+        )
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Query, key, value, output, and three feed-forward products per token; scores over the full square.

@@ -14,7 +14,7 @@ from bench.models.base import BlockCount, DropoutRate, FlopCount, HeadCount, Lay
 from bench.models.decoder import DecoderPipelineStage
 from bench.models.division import PipelineStageModule
 from bench.models.experts import ROUTINGS, Routing
-from bench.models.pretrained import PretrainedFamily
+from bench.models.pretrained import PretrainedFamily, shorten_list
 
 EXPERT_COUNT_FIELDS = {
     "mixtral": "num_local_experts",
@@ -66,6 +66,8 @@ class MixtureOfExpertsFamily(PretrainedFamily):
     """Exponent of Zipf's law for the popularity of experts at ``routing=skewed``; 0: all as popular."""
     dropout: DropoutRate = 0.0
     """Of attention's weights."""
+    layer_types: tuple[str, ...] | None = None
+    """Of a shortened model: which of its layers have a sliding window; null as the architecture has them."""
 
     preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.mixtral.modeling_mixtral",)
 
@@ -123,7 +125,9 @@ class MixtureOfExpertsFamily(PretrainedFamily):
             fields["moe_intermediate_size"] = self.intermediate_size
         elif self.architecture == "gpt_oss" and self.sliding_window is None:
             fields |= {"layer_types": ["full_attention"] * self.num_layers, "sliding_window": self.block_size}
-        elif self.architecture == "deepseek_v2":
+        if self.layer_types is not None:
+            fields["layer_types"] = list(self.layer_types)
+        if self.architecture == "deepseek_v2":
             fields |= {
                 "head_dim": self.rotary_size,
                 "intermediate_size": self.dense_intermediate_size or self.intermediate_size,
@@ -139,11 +143,17 @@ class MixtureOfExpertsFamily(PretrainedFamily):
             }
         return AutoConfig.for_model(self.architecture, **fields)
 
-    def limit_blocks(self, max_blocks: int) -> MixtureOfExpertsFamily | None:
-        """None where layers with a sliding window alternate with others, or more than the first have no experts."""
-        if len(set(getattr(self.build_config(), "layer_types", None) or ())) > 1 or self.num_dense_layers > 1:
+    def limit_blocks(self, max_blocks: int, period: int = 1) -> MixtureOfExpertsFamily | None:
+        """None where more than the first layer differ from those that repeat."""
+        num_layers = min(max_blocks, self.num_layers)
+        if not self._has_repeated_blocks:
             return None
-        return dataclasses.replace(self, num_layers=min(max_blocks, self.num_layers))
+        layer_types = getattr(self.build_config(), "layer_types", None)
+        return dataclasses.replace(
+            self,
+            num_layers=num_layers,
+            layer_types=None if layer_types is None else tuple(shorten_list(layer_types, num_layers, period)),
+        )
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Of attention, of the router, and of the experts that each token goes to; scores over the full square.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from torch import nn
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.models.base import Batch, Family, FlopCount
+from bench.models.checkpointing import BlockPositions
 from bench.models.experts import Routing, count_idle_parameters, prepare_experts, register_grouped_experts
 from bench.models.pretrained_modules import (
     count_unused_positions,
     fill_pretrained_buffers,
     find_block_list_names,
     find_initial_stds,
+    find_period,
 )
 from bench.models.tasks import TASKS, Task
 from bench.models.traced_flops import trace_flops
@@ -34,6 +37,8 @@ class ModuleFacts(NamedTuple):
     initial_stds: dict[str, float | None]
     """By name of the parameter, as `Family.find_init_std` returns them."""
     num_unused_positions: int
+    block_periods: tuple[int | None, ...]
+    """Per list, blocks after which they repeat; None where they do not."""
     num_idle_parameters: int
     """Of experts that a token does not go to."""
 
@@ -83,10 +88,12 @@ class PretrainedFamily(Family):
         return model
 
     def _find_module_facts(self, model: nn.Module) -> ModuleFacts:
+        names = find_block_list_names(model)
         return ModuleFacts(
-            find_block_list_names(model),
+            names,
             find_initial_stds(model),
             count_unused_positions(model),
+            tuple(find_period(model.get_submodule(name)) for name in names),  # type: ignore[arg-type]
             count_idle_parameters(model),
         )
 
@@ -103,6 +110,14 @@ class PretrainedFamily(Family):
 
     def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         return [model.get_submodule(name) for name in self._module_facts.block_list_names]  # type: ignore[misc]
+
+    @property
+    def block_period(self) -> int:
+        return math.lcm(*(period or 1 for period in self._module_facts.block_periods))
+
+    @property
+    def _has_repeated_blocks(self) -> bool:
+        return None not in self._module_facts.block_periods
 
     def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Hand the hidden states from block to block."""
@@ -154,6 +169,14 @@ class PretrainedFamily(Family):
 
     def check_sequence_length(self, sequence_length: int) -> None:
         self._task.check_sequence_length(self._text_config, sequence_length, self._module_facts.num_unused_positions)
+
+
+def shorten_list(values: Sequence[Any], length: int, period: int) -> list[Any]:
+    """What is said of each of a list's blocks, for a shortened list as `limit_blocks` says."""
+    if length < 1 + 3 * period:
+        return list(values[:length])
+    positions = BlockPositions(len(values), length, period)
+    return [values[positions.find_whole(position)] for position in range(length)]
 
 
 def ignore_packed_sequences() -> None:

@@ -37,12 +37,19 @@ def find_block_list_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
 
 
-def are_blocks_alike(blocks: nn.ModuleList) -> bool:
-    """Whether all but the first and the last block differ in nothing but their weights and their number."""
-    return len({_describe_block(block) for block in list(blocks)[1:-1]}) <= 1
+MAX_BLOCK_PERIOD = 8
+"""Blocks after which they repeat at the latest, where a shortened model is to stand for the whole one."""
 
 
-def _describe_block(block: nn.Module) -> str:
+def find_period(blocks: nn.ModuleList) -> int | None:
+    """Blocks after which all but the first and the last one repeat, but for their weights and their number; None if
+    they do not."""
+    descriptions = [describe_block(block) for block in list(blocks)[1:-1]]
+    longest = max(1, min(MAX_BLOCK_PERIOD, len(descriptions) // 2))
+    return next((period for period in range(1, longest + 1) if descriptions[period:] == descriptions[:-period]), None)
+
+
+def describe_block(block: nn.Module) -> str:
     """What decides about the operators that a block runs."""
     descriptions = []
     for name, module in block.named_modules():

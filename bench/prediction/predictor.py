@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from bench.config.run_config import RunConfig, compute_speed_columns
 from bench.core import processes
 from bench.core.units import GIB
-from bench.models.checkpointing import find_checkpointing_period
+from bench.models.checkpointing import find_block_period
 from bench.models.materialize import count_buffer_bytes
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
@@ -261,7 +261,7 @@ def _simulate_planned_step(
         plan,
         _build_layout(config),
         segments,
-        block_period=find_checkpointing_period(config.activation_checkpointing),
+        block_period=find_block_period(config.trained_model, config.activation_checkpointing),
         num_micro_batches=config.gradient_accumulation,
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
         update=rank_speed.predict_optimizer_update(config, plan),
@@ -314,9 +314,7 @@ def _build_segments(
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
     segment_seconds = rank_speed.compute_seconds_per_segment(hashable_hardware.hardware, key.precision, segment_kernels)
     block_counts = build_parameter_layout(key.family, 1, key.precision.scales_loss, key.split).block_counts
-    block_positions = find_segment_block_positions(
-        scaled_trace.segments, block_counts, find_checkpointing_period(key.activation_checkpointing)
-    )
+    block_positions = find_segment_block_positions(scaled_trace.segments, block_counts, key.block_period)
     time_collective = rank_speed.build_layer_collective_timer(hashable_hardware.hardware, key.precision, tensor_group)
     return tuple(
         SegmentAtBatch(

@@ -12,9 +12,10 @@ import torch
 
 from bench.core.errors import UsageError
 from bench.models.blocks import group_blocks
+from bench.models.checkpointing import BlockPositions, shorten_family
 from bench.models.hf import HfFamily, read_model_config
 from bench.models.materialize import Materializer
-from bench.models.pretrained_modules import are_blocks_alike
+from bench.models.pretrained_modules import describe_block
 from bench.prediction.predictor import predict_runs
 from tests.conftest import FULL_SCALE, compose_run_config
 
@@ -127,16 +128,24 @@ def test_every_field_of_the_configuration_can_be_set(tmp_path: Path) -> None:
     assert model.config["num_experts_per_tok"] == 2
 
 
-def test_a_shorter_model_stands_for_a_longer_one_where_blocks_are_alike(tmp_path: Path) -> None:
-    for name, is_alike in (("gpt_neox", True), ("bart", True), ("gpt_oss", False), ("deepseek_v2", True)):
-        fields = {"num_hidden_layers": 8} if name != "bart" else {"encoder_layers": 8, "decoder_layers": 6}
+def test_a_shorter_model_stands_for_a_longer_one_where_blocks_repeat(tmp_path: Path) -> None:
+    for name, period in (("gpt_neox", 1), ("bart", 1), ("gpt_oss", 2), ("deepseek_v2", 1), ("cohere2", 4)):
+        fields = {"num_hidden_layers": 18} if name != "bart" else {"encoder_layers": 18, "decoder_layers": 16}
         model = build_model(write_config(tmp_path, name, **fields))
-        limited = model.limit_blocks(5)
-        assert (limited is not None) == is_alike, name
-        if limited is not None:
-            assert {len(blocks) for blocks in limited.find_block_lists(limited.build_model())} == {5}
-    windows = build_model(write_config(tmp_path, "cohere2", num_hidden_layers=8))
-    assert not are_blocks_alike(windows.find_block_lists(windows.build_model())[0])
+        assert model.block_period == period
+        short = shorten_family(model, 1 + 3 * period, period)
+        assert short is not None
+        lists, short_lists = (family.find_block_lists(family.build_model()) for family in (model, short))
+        for blocks, short_blocks in zip(lists, short_lists, strict=True):
+            positions = BlockPositions(len(blocks), len(short_blocks), period)
+            assert len(short_blocks) == 1 + 3 * period
+            for position, block in enumerate(blocks):
+                assert describe_block(short_blocks[positions.find_traced(position)]) == describe_block(block)
+
+
+def test_blocks_that_do_not_repeat_are_traced_one_by_one(tmp_path: Path) -> None:
+    model = build_model(write_config(tmp_path, "deepseek_v2", num_hidden_layers=8, first_k_dense_replace=3))
+    assert shorten_family(model, 4, model.block_period) is None
 
 
 def test_blocks_that_hand_on_more_than_hidden_states_are_not_grouped(tmp_path: Path) -> None:

@@ -131,10 +131,16 @@ def test_a_model_starts_as_no_matter_what_it_reads_alike(architecture: str) -> N
     assert all(model.find_init_std(name, torch.empty(0)) == 0.0 for name in biases)
 
 
-def test_blocks_that_differ_are_traced_whole() -> None:
+def test_a_shorter_model_stands_for_a_longer_one() -> None:
     assert TINY.limit_blocks(2) == dataclasses.replace(TINY, num_layers=2)
     assert build_tiny("mistral").limit_blocks(2) is not None
-    assert build_tiny("gemma2").limit_blocks(2) is None
+    alternating = build_tiny("gemma3_text", num_layers=40)
+    assert alternating.block_period == 6
+    short = alternating.limit_blocks(19, 6)
+    assert short is not None
+    # The last layers are as those of the whole model, of which every sixth attends to everything.
+    assert [kind == "full_attention" for kind in short.layer_types or ()].count(True) == 3
+    assert (short.layer_types or ())[-6:] == ("sliding_attention",) + ("full_attention",) + ("sliding_attention",) * 4
 
 
 def test_buffers_hold_what_transformers_would_fill_them_with() -> None:

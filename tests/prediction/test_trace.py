@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
-from bench.models.checkpointing import find_checkpointing_period
+from bench.models.checkpointing import find_block_period
 from bench.prediction.predictor import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
@@ -103,7 +103,7 @@ def composed_and_whole(run: RunConfig) -> tuple[list[tuple[SegmentAtBatch, Block
     """The scenes of a model traced with few blocks, repeated as often as it has them, and those of all its blocks."""
     key, lengths = build_trace_key(run), build_parameter_layout(run.model, 1, False).block_counts
     few, whole = trace_step(key, 2), trace_step(key, 2, whole_model=True)
-    period = find_checkpointing_period(run.activation_checkpointing)
+    period = find_block_period(run.model, run.activation_checkpointing)
     composed_segments = scenes(few, few, (2, 2), 2, lengths, period)
     return list(expand_to_full_depth(composed_segments, lengths, period)), scenes(whole, whole, (2, 2), 2)
 

@@ -11,7 +11,7 @@ import torch
 
 from bench.config.run_config import RunConfig
 from bench.models import Family
-from bench.models.checkpointing import BlockPositions, find_checkpointing_period
+from bench.models.checkpointing import BlockPositions
 from bench.models.division import split_blocks_into_stages
 from bench.models.materialize import Materializer
 from bench.prediction.cost import rank_speed
@@ -106,7 +106,7 @@ def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey |
     timetable = config.strategy.timetable
     assert timetable is not None
     stage_keys = {
-        StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.activation_checkpointing)): None
+        StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.block_period)): None
         for stage_blocks in _cut_into_stage_blocks(config, timetable)
     }
     return [
@@ -140,7 +140,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
 
     stages = []
     for index, stage_blocks in enumerate(_cut_into_stage_blocks(config, timetable)):
-        stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.activation_checkpointing))
+        stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.block_period))
         block_counts = tuple(blocks.num_blocks for blocks in stage_blocks)
         segments = _build_stage_segments(stage_key, num_sequences, HashableHardware(config.hardware), block_counts)
         units, ordered_segments = arrange_stage(index, stage_key, block_counts, segments)
@@ -246,16 +246,14 @@ def arrange_stage(
             units[place] = ShardingUnit(len(units), f"stage {index}", tuple(parameters[place].values()))
     ordered_segments = tuple(
         (segment, units.get(place, root), parameters.get(place, traced_parameters[None]))
-        for segment, place in expand_to_full_depth(
-            segments, block_counts, find_checkpointing_period(key.trace_key.activation_checkpointing)
-        )
+        for segment, place in expand_to_full_depth(segments, block_counts, key.trace_key.block_period)
     )
     stage_parameters = tuple(parameter for _, parameter in sorted(keyed_parameters, key=itemgetter(0)))
     return StageUnits(index, (root, *units.values()), stage_parameters), ordered_segments
 
 
 def _find_stage_block_positions(key: StageTraceKey, block_counts: tuple[int, ...]) -> list[BlockPositions]:
-    period = find_checkpointing_period(key.trace_key.activation_checkpointing)
+    period = key.trace_key.block_period
     return [
         BlockPositions(num_blocks, traced_blocks.num_blocks, period)
         for num_blocks, traced_blocks in zip(block_counts, key.stage_blocks, strict=True)

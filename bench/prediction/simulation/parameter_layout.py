@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from bench.models import Family
-from bench.models.checkpointing import BlockPositions
+from bench.models.checkpointing import BlockPositions, find_block_period, shorten_family
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
-from bench.prediction.trace.trace_recorder import TRACED_BLOCKS, locate_parameters
+from bench.prediction.trace.trace_recorder import count_traced_blocks, locate_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape
 
@@ -60,7 +60,8 @@ def build_parameter_layout(
     shards_fp32_separately: bool
         Whether each of these modules is a unit of its own.
     """
-    model = (family.limit_blocks(TRACED_BLOCKS) or family).build_model()
+    period = find_block_period(family)
+    model = (shorten_family(family, count_traced_blocks(period), period) or family).build_model()
     with split_model(split, family, model):
         return _build_layout(family, model, blocks_per_unit, scales_loss, shards_fp32_separately)
 
@@ -106,9 +107,10 @@ def _build_layout(
         )
         for place, named_parameters in traced_parameters.items()
     }
+    period = find_block_period(family)
     traced_counts = [len(blocks) for blocks in family.find_block_lists(model)]
     for list_index, (num_blocks, num_traced) in enumerate(zip(block_counts, traced_counts, strict=True)):
-        positions = BlockPositions(num_blocks, num_traced, period=1)
+        positions = BlockPositions(num_blocks, num_traced, period)
         for start in range(0, num_blocks, blocks_per_unit):
             places = [(list_index, position) for position in range(start, min(start + blocks_per_unit, num_blocks))]
             traced_places = [_find_traced_place(place, positions) for place in places]

@@ -17,7 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward
 
 from bench.core import processes
 from bench.models import Family
-from bench.models.checkpointing import checkpoint_blocks, find_checkpointing_period
+from bench.models.checkpointing import checkpoint_blocks, find_block_period
 from bench.models.division import PipelineStageModule
 from bench.prediction.trace.op_recorder import use_device_operators
 from bench.prediction.trace.trace import (
@@ -76,10 +76,10 @@ def list_stage_blocks(block_counts: tuple[int, ...], blocks: range) -> tuple[Sta
     return tuple(stage_blocks)
 
 
-def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...], checkpointing: str) -> tuple[StageBlocks, ...]:
+def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...], period: int) -> tuple[StageBlocks, ...]:
     """The stage that is traced in a stage's place: long lists are shortened, unless blocks are not checkpointed
     alike."""
-    if find_checkpointing_period(checkpointing) > 1:
+    if period > 1:
         return stage_blocks
     return tuple(
         StageBlocks(
@@ -93,7 +93,7 @@ def build_short_stage(
     family: Family, stage_blocks: tuple[StageBlocks, ...], checkpointing: str = "none"
 ) -> tuple[Family, PipelineStageModule]:
     """A stage with few blocks, on meta, and the family of the short model it is made of."""
-    is_whole = find_checkpointing_period(checkpointing) > 1
+    is_whole = find_block_period(family, checkpointing) > 1
     short_family = (None if is_whole else family.limit_blocks(TRACED_BLOCKS + SPARE_TRACED_BLOCKS)) or family
     model = short_family.build_model()
     model.train()

@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.core.precision import Precision
 from bench.models import Family
+from bench.models.checkpointing import find_block_period
 from bench.prediction.trace.op_recorder import KernelRecord
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
@@ -50,6 +51,11 @@ class TraceKey:
     """Layers that stay in fp32 in fp16 runs are sharded by themselves, within their blocks."""
     loss_chunks: int | None = None
     """The loss is computed in so many chunks; None for all of it at once."""
+
+    @property
+    def block_period(self) -> int:
+        """Blocks after which they, and what checkpointing does to them, repeat."""
+        return find_block_period(self.family, self.activation_checkpointing)
 
 
 @dataclass(frozen=True)

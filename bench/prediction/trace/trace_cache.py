@@ -9,7 +9,6 @@ from types import TracebackType
 
 from bench.core import processes
 from bench.hardware import Hardware
-from bench.models.checkpointing import find_checkpointing_period
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
 from bench.prediction.trace.scaled_trace import ScaledTrace, build_scaled_trace
@@ -103,7 +102,7 @@ def load_scaled_trace(key: TraceKey | StageTraceKey, batch_sizes: tuple[int, int
     load_traces([(key, size) for size in dict.fromkeys(batch_sizes)])
     trace_key = key.trace_key if isinstance(key, StageTraceKey) else key
     first, second = (_loaded_traces[key, batch_size] for batch_size in batch_sizes)
-    return build_scaled_trace(first, second, batch_sizes, find_checkpointing_period(trace_key.activation_checkpointing))
+    return build_scaled_trace(first, second, batch_sizes, trace_key.block_period)
 
 
 class HashableHardware:

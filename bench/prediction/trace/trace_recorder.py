@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.core import processes
 from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
-from bench.models.checkpointing import BlockPositions, checkpoint_blocks, find_checkpointing_period
+from bench.models.checkpointing import BlockPositions, checkpoint_blocks, shorten_family
 from bench.models.chunked_loss import ChunkedLoss
 from bench.models.division import strip_checkpoint_wrappers
 from bench.models.materialize import fill_buffers
@@ -45,12 +45,12 @@ from bench.strategies.tensor_parallel.split import find_local_shape, wrap_like_d
 
 TRACED_BLOCKS = 4
 """Blocks per list that are traced: the first, two inner ones, which must be alike, and the last. Where blocks are not
-checkpointed alike there is a period instead of each but the first."""
+alike, or not checkpointed alike, there is a period instead of each but the first."""
 
 
-def count_traced_blocks(key: TraceKey) -> int:
+def count_traced_blocks(period: int) -> int:
     """Blocks per list that a trace has at most."""
-    return 1 + (TRACED_BLOCKS - 1) * find_checkpointing_period(key.activation_checkpointing)
+    return 1 + (TRACED_BLOCKS - 1) * period
 
 
 def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> Trace:
@@ -65,14 +65,14 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
     whole_model: bool
         Trace all blocks.
     """
-    family = (None if whole_model else key.family.limit_blocks(count_traced_blocks(key))) or key.family
+    period = key.block_period
+    family = (None if whole_model else shorten_family(key.family, count_traced_blocks(period), period)) or key.family
     model = family.build_model()
     model.train()
     if key.precision.uses_float8:
         float8.convert_to_float8(family, model, key.precision)
     if key.precision.scales_loss and key.autocast:
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
-    period = find_checkpointing_period(key.activation_checkpointing)
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
     checkpoint_blocks(family, model, key.activation_checkpointing, block_positions)
     chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
