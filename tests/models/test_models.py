@@ -68,7 +68,7 @@ GPT_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective", "operators", "every_2"])
 @pytest.mark.parametrize(("option", "dimensions", "length"), T5_SHAPES + GPT_SHAPES)
 def test_flops_agree_with_torchs_counter(
     option: str, dimensions: dict[str, int], length: int, checkpointing: str
