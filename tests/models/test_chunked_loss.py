@@ -63,8 +63,16 @@ def test_the_head_is_computed_once_more(model: str) -> None:
 
 
 def test_a_million_tokens_need_no_logits_of_all_of_them() -> None:
-    run = ("model=gpt_tiny", "model.block_size=1048576", "model.vocabulary_size=50000", "sequence_length=1048576", "batch_size_per_gpu=1", "gpus=1")
-    run = (*run, "strategy=single", "hardware=a100_80gb", "mode=predict", "activation_checkpointing=full")
+    shape = ("model=gpt_tiny", "model.block_size=1048576", "model.vocabulary_size=50000", "sequence_length=1048576")
+    run = (
+        *shape,
+        "batch_size_per_gpu=1",
+        "gpus=1",
+        "strategy=single",
+        "hardware=a100_80gb",
+        "mode=predict",
+        "activation_checkpointing=full",
+    )
     whole, chunked, fine = (
         predict_run(compose_run_config(*run, *settings)).memory.allocated.value
         for settings in ((), ("loss=chunked",), ("loss=chunked", "loss_chunks=256"))

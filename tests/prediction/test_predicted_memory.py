@@ -84,9 +84,9 @@ UNTUNED = [
     # Blocks that are not checkpointed alike, what operators keep, and a head that is computed in parts.
     (*MINGPT, "model.num_layers=9", "strategy=single", "activation_checkpointing=every_2"),
     (*NARROW_T5, "model.num_decoder_layers=8", "strategy=fsdp", "gpus=2", "activation_checkpointing=every_2"),
-    (*NARROW_T5, "precision=bf16", "strategy=ddp", "gpus=2", "activation_checkpointing=operators"),
+    (*NARROW_T5, "precision=bf16", "strategy=single", "activation_checkpointing=operators"),
     (*MINGPT, "model.vocabulary_size=13118", "strategy=fsdp1", "gpus=2", "loss=chunked", "loss_chunks=3"),
-    (*MINGPT, "model.vocabulary_size=13118", "strategy=ddp", "gpus=2", "loss=chunked", "precision=bf16"),
+    (*MINGPT, "model.vocabulary_size=13118", "strategy=single", "loss=chunked", "precision=bf16"),
     # Buffers of rotary embeddings.
     (*NEOX, "precision=bf16", "strategy=single"),
     (*NEOX, "precision=bf16_pure", "strategy=fsdp", "gpus=2"),

@@ -93,6 +93,7 @@ def engine_of(config: RunConfig) -> Engine:
         device=torch.device("cpu"),
         world_size=config.gpus,
         activation_checkpointing=config.activation_checkpointing,
+        loss_chunks=config.loss_chunks,
         rehearsed=config.is_rehearsed,
     )
 
