@@ -108,6 +108,8 @@ class RunConfig:
     """Of `loss=chunked`; null for 8."""
     global_batch: GlobalBatch | None = field(default=None, compare=False)
     """What `gradient_accumulation` followed from, if it did; no part of the run's identity."""
+    activation_offload: bool = False
+    """What blocks keep for backward waits in the memory of the machine around the device."""
 
     def __post_init__(self) -> None:
         if self.is_rehearsed and self.devices_per_process > 1:
@@ -149,6 +151,11 @@ class RunConfig:
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
         self.strategy.check_finetune(self.finetune.name)
+        if self.activation_offload and self.compile:
+            raise ImpossibleError(
+                "activation_offload=true is not valid with compile=true, whose blocks keep what the compiler chooses: "
+                "choose false."
+            )
         if self.loss_chunks is not None:
             check_chunked_loss(self.model)
         self.finetune.check_installed()
@@ -161,6 +168,7 @@ class RunConfig:
                 self.compile,
                 self.precision,
                 self.loss_chunks is not None,
+                self.activation_offload,
             )
         )
 
@@ -189,6 +197,11 @@ class RunConfig:
             *self.finetune.list_preload_modules(device),
             *self.strategy.list_preload_modules(device),
         )
+
+    @property
+    def uses_host_memory(self) -> bool:
+        """Whether something of a step is kept in the memory of the machine around the device."""
+        return self.strategy.has_offloaded_state or self.activation_offload
 
     @property
     def nodes(self) -> int:
@@ -336,7 +349,7 @@ class RunConfig:
     @functools.cached_property
     def run_id(self) -> str:
         """Hash of the complete resolved configuration that can change the result: 16 hexadecimal digits."""
-        return compute_run_id(self, self.mode, self.precision.peak, uses_host=self.strategy.has_offloaded_state)
+        return compute_run_id(self, self.mode, self.precision.peak, uses_host=self.uses_host_memory)
 
 
 def build_run_config(raw: dict[str, Any]) -> RunConfig:

@@ -47,7 +47,7 @@ ADDED_KNOB_DEFAULTS: dict[str, dict[str, object]] = {
 that what was measured before is still the same run. A section of which nothing is left is left out as well."""
 
 
-ADDED_RUN_FIELDS: dict[str, object] = {"loss": "whole", "loss_chunks": None}
+ADDED_RUN_FIELDS: dict[str, object] = {"loss": "whole", "loss_chunks": None, "activation_offload": False}
 """The same of fields that are in no section."""
 
 

@@ -15,6 +15,7 @@ from bench.core.errors import invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within
 from bench.models import Batch, Family, float8
+from bench.models.activation_offload import PinnedTransfer, offload_activations
 from bench.models.blocks import compile_blocks
 from bench.models.checkpointing import checkpoint_blocks
 from bench.models.chunked_loss import ChunkedLoss
@@ -116,6 +117,7 @@ def build_engine(
     world_size: int = 1,
     activation_checkpointing: str = "none",
     loss_chunks: int | None = None,
+    activation_offload: bool = False,
     compile: bool = False,
     synchronize_every_micro_batch: bool = False,
     seed: int = 0,
@@ -136,6 +138,8 @@ def build_engine(
     if precision.scales_loss and strategy.uses_autocast(precision):
         disable_autocast(family.find_fp32_modules(model), device)
     checkpoint_blocks(family, model, activation_checkpointing)
+    if activation_offload:
+        offload_activations(family, model, PinnedTransfer())
     if compile:
         compile_blocks(family, model)
     chunked_loss = None if loss_chunks is None else ChunkedLoss(family, model, loss_chunks)

@@ -76,7 +76,9 @@ COLUMNS: tuple[RecordColumn, ...] = (
         sequence_length="tokens per sequence (T5: of the encoder)",
         gradient_accumulation="micro-batches per optimizer step",
     ),
-    *_build_columns("string", activation_checkpointing="none, full or selective"),
+    *_build_columns(
+        "string", activation_checkpointing="none, full, selective, operators, or every_K (every K-th block)"
+    ),
     *_build_columns("boolean", compile="blocks compiled with torch.compile"),
     *_build_columns(
         "Float64",

@@ -64,6 +64,8 @@ class StepSettings:
     precision: Precision
     has_chunked_loss: bool = False
     """The loss is computed where the head is, in chunks."""
+    offloads_activations: bool = False
+    """Blocks offload what they keep for backward."""
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,11 @@ class DataParallelStrategy(Strategy):
                 "gradient_accumulation_sync=false is not valid for strategy=data_parallel, which adds up the gradients "
                 "of all GPUs in every backward: choose true, or strategy ddp."
             )
+        if settings.offloads_activations:
+            raise ImpossibleError(
+                f"activation_offload=true is not valid for strategy={self.name}, "
+                "whose copies of a block would run the first GPU's: choose false."
+            )
         if settings.has_chunked_loss:
             raise ImpossibleError(
                 f"loss=chunked is not valid for strategy={self.name}, "

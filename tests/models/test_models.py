@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.config.compose import compose_config, list_config_groups
 from bench.models import Family, load_family
-from bench.models.blocks import checkpoint_blocks, group_blocks
+from bench.models.blocks import group_blocks
+from bench.models.checkpointing import checkpoint_blocks
 from bench.models.materialize import Materializer
 from tests.conftest import compose_run_config
 
@@ -68,7 +69,7 @@ GPT_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective", "operators", "every_2"])
 @pytest.mark.parametrize(("option", "dimensions", "length"), T5_SHAPES + GPT_SHAPES)
 def test_flops_agree_with_torchs_counter(
     option: str, dimensions: dict[str, int], length: int, checkpointing: str

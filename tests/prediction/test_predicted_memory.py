@@ -81,6 +81,15 @@ UNTUNED = [
     (*NARROW_T5, "precision=fp16", "strategy=fsdp", "gpus=2", "activation_checkpointing=full"),
     (*NARROW_T5, "precision=fp16", "strategy=fsdp", "gpus=2", "gradient_accumulation=2"),
     (*NARROW_T5, "precision=fp16", "strategy=fsdp1", "gpus=2", "strategy.forward_prefetch=true"),
+    # Blocks that are not checkpointed alike, what operators keep, and a head that is computed in parts.
+    (*MINGPT, "model.num_layers=9", "strategy=single", "activation_checkpointing=every_2"),
+    (*NARROW_T5, "model.num_decoder_layers=8", "strategy=fsdp", "gpus=2", "activation_checkpointing=every_2"),
+    (*NARROW_T5, "precision=bf16", "strategy=single", "activation_checkpointing=operators"),
+    (*MINGPT, "model.vocabulary_size=13118", "strategy=fsdp1", "gpus=2", "loss=chunked", "loss_chunks=3"),
+    (*MINGPT, "model.vocabulary_size=13118", "strategy=single", "loss=chunked", "precision=bf16"),
+    # What is offloaded from a CPU, whose memory is the host's.
+    (*NARROW_T5, "precision=bf16", "strategy=single", "activation_offload=true"),
+    (*MINGPT, "strategy=fsdp", "gpus=2", "activation_offload=true", "activation_checkpointing=full"),
     # Buffers of rotary embeddings.
     (*NEOX, "precision=bf16", "strategy=single"),
     (*NEOX, "precision=bf16_pure", "strategy=fsdp", "gpus=2"),

@@ -111,12 +111,18 @@ def build_collective_group(config: RunConfig, group_name: str) -> CollectiveGrou
 
 
 def build_layer_collective_timer(
-    hardware: Hardware, precision: Precision, tensor_group: CollectiveGroup | None
+    hardware: Hardware,
+    precision: Precision,
+    tensor_group: CollectiveGroup | None,
+    transfer_s_per_byte: float = 0.0,
 ) -> Callable[[str, float], float]:
-    """Seconds of a collective, by kind and bytes, among ranks that share layers (None: there are none)."""
+    """Seconds of a collective, by kind and bytes, among ranks that share layers (None: there are none), and of a copy
+    between device and host."""
     speeds = hardware.speeds
-    if tensor_group is None or speeds is None or not is_speed_known(hardware, precision):
+    if speeds is None or not is_speed_known(hardware, precision):
         return lambda kind, size: 0.0
+    if tensor_group is None:
+        return lambda kind, size: size * transfer_s_per_byte
     return lambda kind, size: compute_collective_seconds(kind, size, tensor_group, speeds.links)
 
 
@@ -211,7 +217,7 @@ def predict_time(
         - spent_seconds["carried"],
         "kernel launches": spent_seconds["launch"],
     }
-    interval_share = OFFLOADED_TIME_INTERVAL_SHARE if config.strategy.has_offloaded_state else TIME_INTERVAL_SHARE
+    interval_share = OFFLOADED_TIME_INTERVAL_SHARE if config.uses_host_memory else TIME_INTERVAL_SHARE
     return TimePrediction(
         step_s=PredictedRange(elapsed_s, elapsed_s * (1 - interval_share), elapsed_s * (1 + interval_share)),
         compute_s=spent_seconds["compute"],
@@ -230,13 +236,13 @@ def predict_time(
 
 def is_host_speed_known(config: RunConfig) -> bool:
     """Whether the time of a run can be told as far as the machine around its devices decides it."""
-    return config.hardware.host is not None or not config.strategy.has_offloaded_state
+    return config.hardware.host is not None or not config.uses_host_memory
 
 
 def add_host_transfers(config: RunConfig, speed: RankSpeed) -> RankSpeed:
     """The same rank, which also exchanges data with its machine's memory while its neighbours do."""
     host = config.hardware.host
-    if host is None or not config.strategy.has_offloaded_state:
+    if host is None or not config.uses_host_memory:
         return speed
     return dataclasses.replace(
         speed, transfer_s_per_byte=host.compute_link_seconds_per_byte(count_ranks_per_host(config))

@@ -16,6 +16,8 @@ from bench.models.checkpointing import BlockPositions
 from bench.prediction.trace.kernels import FloatArray, IntArray, KernelArrays
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
+    TO_DEVICE,
+    TO_HOST,
     BlockPlace,
     GradientEvent,
     LayerPassEvent,
@@ -88,6 +90,8 @@ class Chunk:
     """Seconds in which nothing is computed, since ranks that share a layer exchange something; not in `seconds`."""
     layer_pass: LayerPassEvent | None = None
     """What begins or ends at the end."""
+    transfer_s: float = 0.0
+    """Of `communication_s`, copies between device and host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,6 +317,12 @@ def build_chunks(
         levels, lasting_levels = np.cumsum(changes[start:end]), np.cumsum(lasting_changes[start:end])
         peak_index = int(np.argmax(levels)) if end > start else 0
         is_last = chunk_index == len(segment.chunk_ends) - 1
+        collective_seconds = [
+            (collective.kind, time_collective(collective.kind, collective.compute_bytes(batch_weight)))
+            for collective in segment.collectives
+            if kernel_start <= collective.kernels_before < kernel_end
+            or (is_last and collective.kernels_before == kernel_end)
+        ]
         chunks.append(
             Chunk(
                 peak_bytes=float(levels[peak_index]) if end > start else 0.0,
@@ -323,12 +333,8 @@ def build_chunks(
                 num_kernels=kernel_end - kernel_start,
                 completed_gradient=event.parameter if isinstance(event, GradientEvent) else None,
                 layer_pass=event if isinstance(event, LayerPassEvent) else None,
-                communication_s=sum(
-                    time_collective(collective.kind, collective.compute_bytes(batch_weight))
-                    for collective in segment.collectives
-                    if kernel_start <= collective.kernels_before < kernel_end
-                    or (is_last and collective.kernels_before == kernel_end)
-                ),
+                communication_s=sum(seconds for _, seconds in collective_seconds),
+                transfer_s=sum(seconds for kind, seconds in collective_seconds if kind in (TO_HOST, TO_DEVICE)),
             )
         )
         start, kernel_start = end, kernel_end
@@ -366,6 +372,19 @@ def merge_chunks(chunks: Sequence[Chunk], gradient_sizes: Sequence[float]) -> Ch
         layer_pass=chunks[-1].layer_pass,
         gradient_bytes_at_peak=gradient_bytes_at_peak,
         communication_s=sum(chunk.communication_s for chunk in chunks),
+        transfer_s=sum(chunk.transfer_s for chunk in chunks),
+    )
+
+
+def compute_offloaded_bytes(scaled_trace: ScaledTrace, batch_size: int, positions: Sequence[BlockPositions]) -> float:
+    """Of the activations that are on the host when a micro-batch's forward pass is over."""
+    batch_weight = scaled_trace.compute_batch_weight(batch_size)
+    return sum(
+        collective.compute_bytes(batch_weight) * positions[segment.place[0]].count_alike(segment.place[1])
+        for segment in scaled_trace.segments
+        if segment.phase == "forward" and segment.micro_batch == 0 and segment.place not in (None, LOSS_PLACE)
+        for collective in segment.collectives
+        if collective.kind == TO_HOST and segment.place is not None
     )
 
 

@@ -25,6 +25,10 @@ END_PHASE = "end"
 """The phase between a backward pass and what comes next, in which logits and loss are let go."""
 
 
+TO_HOST, TO_DEVICE = "to-host", "to-device"
+"""What is noted as a collective, since computation waits for it as well: copies of activations that are offloaded."""
+
+
 @dataclass(frozen=True)
 class TraceKey:
     """Everything a trace depends on but the batch size."""
@@ -51,6 +55,8 @@ class TraceKey:
     """Layers that stay in fp32 in fp16 runs are sharded by themselves, within their blocks."""
     loss_chunks: int | None = None
     """The loss is computed in so many chunks; None for all of it at once."""
+    activation_offload: bool = False
+    """Blocks offload what they keep for backward."""
 
     @property
     def block_period(self) -> int:
@@ -65,7 +71,7 @@ class CollectiveEvent:
     kernel: int
     """Kernels of the segment started by then."""
     kind: str
-    """all-reduce, all-gather or reduce-scatter."""
+    """all-reduce, all-gather or reduce-scatter; or `TO_HOST`, `TO_DEVICE`."""
     size: int
     """Bytes of the whole."""
 

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.core import processes
 from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
+from bench.models.activation_offload import PinnedTransfer, offload_activations
 from bench.models.checkpointing import BlockPositions, checkpoint_blocks, shorten_family
 from bench.models.chunked_loss import ChunkedLoss
 from bench.models.division import strip_checkpoint_wrappers
@@ -30,6 +32,8 @@ from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, Storage
 from bench.prediction.trace.trace import (
     END_PHASE,
     LOSS_PLACE,
+    TO_DEVICE,
+    TO_HOST,
     BlockPlace,
     CollectiveEvent,
     GradientEvent,
@@ -75,8 +79,10 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
     checkpoint_blocks(family, model, key.activation_checkpointing, block_positions)
-    chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
+    if key.activation_offload:
+        offload_activations(family, model, PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder))
+    chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
     with (
         split_model(key.split, family, model),
         processes.pause_garbage_collection(),
@@ -152,6 +158,25 @@ def locate_parameters(family: Family, model: nn.Module) -> dict[int, tuple[Block
     return locations
 
 
+class TracedTransfer:
+    """Stands for copies to a host that has another memory than the device."""
+
+    def __init__(self, trace_recorder: TraceRecorder) -> None:
+        self._trace_recorder = trace_recorder
+
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On meta, seen by nobody."""
+        with _disable_current_modes():
+            on_meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            host_copy = torch.empty_like(on_meta)
+        self._trace_recorder.note_collective(TO_HOST, host_copy.nbytes)
+        return host_copy
+
+    def copy_to_device(self, host_copy: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self._trace_recorder.note_collective(TO_DEVICE, host_copy.nbytes)
+        return torch.empty_strided(host_copy.shape, host_copy.stride(), dtype=host_copy.dtype, device=device)
+
+
 class TraceRecorder:
     """Sorts what the recorder sees into segments."""
 
@@ -160,7 +185,7 @@ class TraceRecorder:
         self._accesses: list[list[KernelAccesses]] = []
         self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
         self._on_cpu = on_cpu
-        self.op_recorder = OpRecorder(self._note_memory_change, self._note_kernel, self._note_collective, on_cpu=on_cpu)
+        self.op_recorder = OpRecorder(self._note_memory_change, self._note_kernel, self.note_collective, on_cpu=on_cpu)
         self._micro_batch = -1
         self._counting_inputs = False
         self._gradient_storages: dict[tuple[int, str], int] = {}
@@ -269,7 +294,7 @@ class TraceRecorder:
             self.segments[-1].kernels.append(kernel)
             self._accesses[-1].append(KernelAccesses(reads, writes))
 
-    def _note_collective(self, kind: str, size: int) -> None:
+    def note_collective(self, kind: str, size: int) -> None:
         if self.segments and not self._counting_inputs:
             segment = self.segments[-1]
             segment.collectives.append(CollectiveEvent(len(segment.kernels), kind, size))

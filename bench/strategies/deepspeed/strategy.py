@@ -189,6 +189,11 @@ class DeepSpeedStrategy(Strategy):
 
     def check_step(self, settings: StepSettings) -> None:
         """DeepSpeed itself decides when gradients are reduced and freed."""
+        if settings.offloads_activations:
+            raise ImpossibleError(
+                f"activation_offload=true is not valid for strategy={self.name}, "
+                "which has an offload of its own: choose false."
+            )
         if settings.has_chunked_loss and self.stage == 3:
             raise ImpossibleError(
                 f"loss=chunked is not valid for strategy={self.name}, "

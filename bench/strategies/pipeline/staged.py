@@ -168,6 +168,11 @@ class PipelinedStrategy(Strategy):
 
     def check_step(self, settings: StepSettings) -> None:
         """Micro-batches of the schedule accumulate gradients; there are none beside them."""
+        if settings.offloads_activations:
+            raise ImpossibleError(
+                f"activation_offload=true is not valid for strategy={self.name}, "
+                "whose stages hold several micro-batches at once: choose false."
+            )
         if settings.has_chunked_loss:
             raise ImpossibleError(
                 f"loss=chunked is not valid for strategy={self.name}, "

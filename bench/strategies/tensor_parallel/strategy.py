@@ -193,6 +193,11 @@ class TensorParallelStrategy(Strategy):
 
     def check_step(self, settings: StepSettings) -> None:
         """Blocks are not compiled: torch 2.13 compiled a small GPT's, but not a small T5's within two minutes."""
+        if settings.offloads_activations:
+            raise ImpossibleError(
+                f"activation_offload=true is not valid for strategy={self.name}, "
+                "whose blocks keep parts that wait for other ranks: choose false."
+            )
         if settings.has_chunked_loss:
             raise ImpossibleError(
                 f"loss=chunked is not valid for strategy={self.name}, "
