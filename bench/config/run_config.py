@@ -10,7 +10,14 @@ import functools
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from bench.config.run_id import DEFAULT_SETTLING_S, compute_run_id, get_added_strategy_knobs, get_fields, to_plain_value
+from bench.config.run_id import (
+    ADDED_FIELD_DEFAULTS,
+    DEFAULT_SETTLING_S,
+    compute_run_id,
+    get_added_strategy_knobs,
+    get_fields,
+    to_plain_value,
+)
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within, build_dataclass, get_field_types, validate_value
@@ -19,7 +26,7 @@ from bench.hardware import Hardware
 from bench.models import Family, float8, load_family
 from bench.models.base import SEQUENCE_LENGTH_RANGE
 from bench.models.blocks import CHECKPOINTING_MODES
-from bench.rank.engine import OptimizerConfig
+from bench.optimizers import OptimizerConfig, load_optimizer
 from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
 
 EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
@@ -84,6 +91,8 @@ class RunConfig:
     requested: dict[str, Any] = field(default_factory=dict, compare=False)
     """The strategy's knobs as they were asked for; no part of the run's identity."""
     finetune: Finetune = field(default_factory=lambda: FullFinetune("full"))
+    gradient_clip_norm: Annotated[float | None, Within(0, 1e38, exclusive_minimum=True)] = None
+    """Scale all gradients together so that their norm is at most this before the optimizer's step; null: leave them."""
 
     def __post_init__(self) -> None:
         if self.is_rehearsed and self.devices_per_process > 1:
@@ -124,6 +133,8 @@ class RunConfig:
             float8.require_torchao(self.precision)
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
+        self.optimizer.check_tensors(self.strategy.name, self.strategy.updated_tensor_kind)
+        self.optimizer.check_offloaded_state(self.strategy.name, self.strategy.offloaded_state)
         self.strategy.check_finetune(self.finetune.name)
         self.finetune.check_installed()
         self.finetune.check(self.model, self.precision, self.hardware.device)
@@ -256,12 +267,12 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     UsageError
         Naming the field, the value and the valid choices.
     """
-    raw = {"finetune": {"name": "full"}, **raw}  # rows of before there was a choice do not say
+    raw = {"finetune": {"name": "full"}, **ADDED_FIELD_DEFAULTS, **raw}  # rows of before there was a choice do not say
     section_classes: dict[str, type] = {
         "model": load_family(_get_plugin_name(raw, "model", "family")),
         "strategy": load_strategy(_get_plugin_name(raw, "strategy", "name")),
         "precision": Precision,
-        "optimizer": OptimizerConfig,
+        "optimizer": load_optimizer(_get_plugin_name(raw, "optimizer", "name")),
         "hardware": Hardware,
         "measurement": Measurement,
         "finetune": load_finetune(str(raw["finetune"].get("name"))),

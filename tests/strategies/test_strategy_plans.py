@@ -129,7 +129,7 @@ def plan_of(run: RunConfig) -> tuple[StepPlan, PlanInputs]:
         layout.units,
         run.precision,
         run.gpus,
-        run.optimizer.states_per_parameter,
+        run.optimizer,
         run.gradient_accumulation,
         run.optimizer.keep_gradients,
         casts_parameters=not run.strategy.uses_autocast(run.precision),
