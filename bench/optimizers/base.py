@@ -156,19 +156,10 @@ class OptimizerConfig(ABC):
             )
 
 
-def split_parameter_groups(
-    parameters: Iterable[Any], is_hidden_matrix: IsHiddenMatrix
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Groups of hidden matrices, and of what else there is, of parameters or groups of them; none is empty."""
-    hidden_groups, other_groups = [], []
+def list_parameter_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Groups of parameters, of parameters or of such groups."""
     items = list(parameters)
-    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
-    for group in groups:
-        hidden = [parameter for parameter in group["params"] if is_hidden_matrix(parameter)]
-        others = [parameter for parameter in group["params"] if not is_hidden_matrix(parameter)]
-        hidden_groups += [{**group, "params": hidden}] if hidden else []
-        other_groups += [{**group, "params": others}] if others else []
-    return hidden_groups, other_groups
+    return items if items and isinstance(items[0], dict) else [{"params": items}]
 
 
 def load_optimizer(name: str) -> type[OptimizerConfig]:

@@ -18,7 +18,7 @@ from bench.optimizers.base import (
     MatrixProduct,
     OptimizerConfig,
     UpdateCollective,
-    split_parameter_groups,
+    list_parameter_groups,
 )
 from bench.optimizers.updated_tensor import DTENSORS, WHOLE_TENSORS, UpdatedTensor
 
@@ -37,16 +37,14 @@ KERNELS_PER_MATRIX = 8
 
 
 class OptimizerPair(torch.optim.Optimizer):
-    """Several optimizers over different parameters, stepped one after the other, as one.
+    """Optimizers over different parameters, stepped one after the other, as one over all of them.
 
-    Their groups of parameters are its own, so that what changes a learning rate or looks at gradients finds them.
+    Its groups of parameters are those it is given, as `ZeroRedundancyOptimizer` expects of an optimizer.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    def __init__(self, groups: Sequence[dict[str, Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([{"params": list(group["params"])} for group in groups], {})
         self.optimizers = optimizers
-        self.param_groups = groups
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -85,17 +83,21 @@ class MuonConfig(OptimizerConfig):
     def build(
         self, parameters: Iterable[Any], is_hidden_matrix: IsHiddenMatrix = lambda parameter: False
     ) -> torch.optim.Optimizer:
-        hidden_groups, other_groups = split_parameter_groups(parameters, is_hidden_matrix)
+        groups = list_parameter_groups(parameters)
+        hidden_matrices = [
+            parameter for group in groups for parameter in group["params"] if is_hidden_matrix(parameter)
+        ]
+        others = [parameter for group in groups for parameter in group["params"] if not is_hidden_matrix(parameter)]
         optimizers: list[torch.optim.Optimizer] = []
-        if hidden_groups:
+        if hidden_matrices:
             optimizers.append(
                 torch.optim.Muon(
-                    hidden_groups, lr=self.learning_rate, momentum=self.momentum, adjust_lr_fn="match_rms_adamw"
+                    hidden_matrices, lr=self.learning_rate, momentum=self.momentum, adjust_lr_fn="match_rms_adamw"
                 )
             )
-        if other_groups:
-            optimizers.append(adamw.build_torch_adamw(other_groups, self.learning_rate, self.implementation))
-        return OptimizerPair(optimizers)
+        if others:
+            optimizers.append(adamw.build_torch_adamw(others, self.learning_rate, self.implementation))
+        return OptimizerPair(groups, optimizers)
 
     def compute_state_bytes(self, tensor: UpdatedTensor, itemsize: int) -> float:
         """The momentum of a hidden matrix; AdamW's states of any other tensor."""
