@@ -32,6 +32,8 @@ ALL_TENSORS = (WHOLE_TENSORS, PARTS, DTENSORS, DIVIDED_DTENSORS, FLAT_TENSORS)
 
 IsHiddenMatrix = Callable[[nn.Parameter], bool]
 
+FP32_BYTES = 4
+
 STEP_COUNTER_BYTES = 4
 """torch's optimizers count the steps of each parameter in an fp32 tensor of its own."""
 
