@@ -38,8 +38,8 @@ class TorchaoAdamW8bitConfig(OptimizerConfig):
     label = "8-bit AdamW (torchao)"
     supported_tensors = (WHOLE_TENSORS, DTENSORS)
     unsupported_reason = (
-        "torchao compiles its step for every shape, which did not end within minutes there. Choose strategy ddp, zero1 or "
-        "fsdp, or optimizer=adamw"
+        "torchao compiles its step for every shape, which did not end within minutes there. Choose strategy ddp, "
+        "zero1 or fsdp, or optimizer=adamw"
     )
     updates_like_one_process = (WHOLE_TENSORS,)
     required_package, required_extra = "torchao", "fp8"

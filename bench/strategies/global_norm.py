@@ -45,4 +45,4 @@ def count_parts(tensor: DTensor | DTensorSpec | None) -> int:
     if tensor is None:
         return 1
     mesh = tensor.device_mesh
-    return math.prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard())
+    return math.prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())

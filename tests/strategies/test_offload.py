@@ -165,7 +165,7 @@ def test_what_is_frozen_comes_and_nothing_of_it_goes_back() -> None:
         0, "block", (ParameterSpec("frozen", (64, 48), is_trained=False), ParameterSpec("adapter", (64, 8)))
     )
     root = ShardingUnit(-1, "outside", (ParameterSpec("embedding", (96, 8), is_trained=False),))
-    plan_inputs = PlanInputs((root, block), run.precision, 8, 2, 1)
+    plan_inputs = PlanInputs((root, block), run.precision, 8, run.optimizer, 1)
     device = Notebook()
     step(run.strategy.plan(plan_inputs), plan_inputs, device)
     moved = dict(device.moved)
