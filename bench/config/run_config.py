@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from bench.config.global_batch import MAX_ACCUMULATION, GlobalBatch, parse_global_batch, require_accumulation
 from bench.config.run_id import (
-    ADDED_RUN_FIELDS,
+    ADDED_FIELD_DEFAULTS,
     DEFAULT_SETTLING_S,
     compute_run_id,
     get_added_strategy_knobs,
@@ -29,7 +29,7 @@ from bench.models import Family, float8, load_family
 from bench.models.base import SEQUENCE_LENGTH_RANGE
 from bench.models.checkpointing import VALID_CHECKPOINTING
 from bench.models.chunked_loss import DEFAULT_LOSS_CHUNKS, check_chunked_loss
-from bench.rank.engine import OptimizerConfig
+from bench.optimizers import OptimizerConfig, load_optimizer
 from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
 
 EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
@@ -110,6 +110,8 @@ class RunConfig:
     """What `gradient_accumulation` followed from, if it did; no part of the run's identity."""
     activation_offload: bool = False
     """What blocks keep for backward waits in the memory of the machine around the device."""
+    gradient_clip_norm: Annotated[float | None, Within(0, 1e38, exclusive_minimum=True)] = None
+    """Scale all gradients together so that their norm is at most this before the optimizer's step; null: leave them."""
 
     def __post_init__(self) -> None:
         if self.is_rehearsed and self.devices_per_process > 1:
@@ -150,6 +152,8 @@ class RunConfig:
             float8.require_torchao(self.precision)
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
+        self.optimizer.check_tensors(self.strategy.name, self.strategy.updated_tensor_kind)
+        self.optimizer.check_offloaded_state(self.strategy.name, self.strategy.offloaded_state)
         self.strategy.check_finetune(self.finetune.name)
         if self.activation_offload and self.compile:
             raise ImpossibleError(
@@ -365,12 +369,12 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     UsageError
         Naming the field, the value and the valid choices.
     """
-    raw = {"finetune": {"name": "full"}, **ADDED_RUN_FIELDS, **raw}  # rows of before there was a choice do not say
+    raw = {"finetune": {"name": "full"}, **ADDED_FIELD_DEFAULTS, **raw}  # rows of before there was a choice do not say
     section_classes: dict[str, type] = {
         "model": load_family(_get_plugin_name(raw, "model", "family")),
         "strategy": load_strategy(_get_plugin_name(raw, "strategy", "name")),
         "precision": Precision,
-        "optimizer": OptimizerConfig,
+        "optimizer": load_optimizer(_get_plugin_name(raw, "optimizer", "name")),
         "hardware": Hardware,
         "measurement": Measurement,
         "finetune": load_finetune(str(raw["finetune"].get("name"))),

@@ -47,8 +47,13 @@ ADDED_KNOB_DEFAULTS: dict[str, dict[str, object]] = {
 that what was measured before is still the same run. A section of which nothing is left is left out as well."""
 
 
-ADDED_RUN_FIELDS: dict[str, object] = {"loss": "whole", "loss_chunks": None, "activation_offload": False}
-"""The same of fields that are in no section."""
+ADDED_FIELD_DEFAULTS: dict[str, object] = {
+    "gradient_clip_norm": None,
+    "loss": "whole",
+    "loss_chunks": None,
+    "activation_offload": False,
+}
+"""The same of fields that are no sections."""
 
 
 def get_added_strategy_knobs(strategy: Mapping[str, Any]) -> dict[str, object]:
@@ -94,10 +99,10 @@ def compute_run_id(config: Any, mode: str, peak: str, *, uses_host: bool) -> str
     values["hardware"] = _drop_unused_formats(values["hardware"], peak)
     texts = {
         name: _encode_json(value)
-        if type(value) in (int, str, bool)
+        if type(value) in (int, float, str, bool)
         else _encode_section(name, value, mode, uses_host=uses_host)
         for name, value in values.items()
-        if name not in excluded_names and (name not in ADDED_RUN_FIELDS or value != ADDED_RUN_FIELDS[name])
+        if name not in excluded_names and not (name in ADDED_FIELD_DEFAULTS and value == ADDED_FIELD_DEFAULTS[name])
     }
     included_names = sorted(name for name, text in texts.items() if text != "{}")
     text = "{" + ",".join(f'"{name}":{texts[name]}' for name in included_names) + "}"

@@ -233,7 +233,7 @@ def _build_plan_inputs(config: RunConfig, scaled_trace: ScaledTrace) -> PlanInpu
         precision=config.precision,
         casts_parameters=not config.strategy.uses_autocast(config.precision),
         world_size=config.gpus,
-        states_per_parameter=config.optimizer.states_per_parameter,
+        optimizer=config.optimizer,
         num_micro_batches=config.gradient_accumulation,
         keep_gradients=config.optimizer.keep_gradients,
         outputs_bytes=scaled_trace.outputs_bytes[0] + batch_weight * scaled_trace.outputs_bytes[1],
@@ -315,7 +315,7 @@ def _compute_offloaded_bytes(config: RunConfig) -> float:
     positions = find_segment_block_positions(
         scaled_trace.segments,
         _build_layout(config).block_counts,
-        find_checkpointing_period(key.activation_checkpointing),
+        key.block_period,
     )
     return compute_offloaded_bytes(scaled_trace, batch_size, positions)
 

@@ -275,6 +275,7 @@ def build_configured_columns(config: RunConfig) -> Record:
         "reduce_dtype": config.precision.reduce,
         "mixed_precision": _describe_mixed_precision(config),
         "gradient_accumulation_sync": config.gradient_accumulation_sync,
+        "gradient_clip_norm": config.gradient_clip_norm,
         "seed": config.seed,
         "config": values,
         "requested": config.requested,

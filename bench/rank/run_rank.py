@@ -118,6 +118,7 @@ def run_rank(
             enter_phase=enter_phase,
             rehearsed=config.is_rehearsed,
             num_micro_batches=config.gradient_accumulation,
+            gradient_clip_norm=config.gradient_clip_norm,
         )
         share_index, num_shares = config.strategy.find_batch_share(coordinates.rank, config.gpus)
         batches = build_micro_batches(

@@ -204,8 +204,8 @@ COLUMNS: tuple[RecordColumn, ...] = (
         started_at="UTC time the run started, ISO 8601",
         finished_at="UTC time the row was written, ISO 8601",
         attention="attention implementation asked for (sdpa, eager)",
-        optimizer="optimizer (adamw, sgd)",
-        optimizer_implementation="fused, foreach or for_loop",
+        optimizer="optimizer (adamw, sgd, adafactor, muon, lion, adamw_8bit, adamw_8bit_torchao)",
+        optimizer_implementation="fused, foreach or for_loop (muon: of the AdamW beside it), or the library",
         parameter_dtype="dtype parameters are stored in",
         compute_dtype="dtype matmuls run in",
         reduce_dtype="dtype gradients are reduced in",
@@ -214,6 +214,10 @@ COLUMNS: tuple[RecordColumn, ...] = (
         "string",
         mixed_precision="how compute came to be narrower (precision.mixing): autocast; fsdp policy or deepspeed bf16, "
         "which cast parameters; or none",
+    ),
+    *_build_columns(
+        "Float64",
+        gradient_clip_norm="norm that gradients were scaled to be within, before the step; empty: left alone",
     ),
     *_build_columns(
         "boolean", gradient_accumulation_sync="gradients communicated after every micro-batch, not only the last"

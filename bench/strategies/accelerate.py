@@ -112,6 +112,10 @@ class AccelerateStrategy(FrameworkStrategy):
         """Backward and update as Accelerate's users write them."""
         return FrameworkStepper(_prepared_modules.find_framework(module), optimizer, scaler, keep_gradients)
 
+    def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """In Accelerate's words."""
+        _prepared_modules.find_framework(module).clip_grad_norm_(module.parameters(), max_norm)
+
     @contextlib.contextmanager
     def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Without synchronisation gradients stay local, in Accelerate's words too."""

@@ -16,6 +16,7 @@ from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingTerm
 from bench.core.units import MIB
+from bench.optimizers import UpdatedTensor
 from bench.strategies.base import StepSettings, Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -293,7 +294,7 @@ class OtherDevicePlan(StepPlan):
         device.free("parameters")
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         return ()
 
     def after_optimizer_step(self, device: PlanDevice) -> None:

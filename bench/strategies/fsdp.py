@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import FactorLine, Presentation, TrainingOption, TrainingTerm
 from bench.models.blocks import group_blocks
+from bench.optimizers import UpdatedTensor
+from bench.optimizers.updated_tensor import DTENSORS, PARTS
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy, UploadingOptimizer
 from bench.strategies.step_plan import (
@@ -147,6 +149,11 @@ class FSDP2Strategy(ShardingStrategy):
     def has_host_collectives(self) -> bool:
         """Of gradients that were offloaded: whether one is no finite number anywhere, which loss scaling asks for."""
         return self.cpu_offload
+
+    @property
+    def updated_tensor_kind(self) -> str:
+        """Where the optimizer alone is on the device it has what each rank stores, one parameter at a time."""
+        return PARTS if self.optimizer_on_device else DTENSORS
 
     def check(self, world_size: int) -> None:
         """As every sharding strategy; the optimizer can stay alone only where something has left."""
@@ -308,9 +315,12 @@ class FSDP2Plan(ShardedPlan):
         return self._unit_sizes[unit.index].trained_shard_numel
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The first rank's shards, which are never smaller than the others'."""
-        return [self._compute_shard_numel(parameter) for parameter in self.inputs.trained_parameters]
+        return [
+            parameter.build_first_shard(self._sharding_factor, self._choose_sharded_dimension(parameter))
+            for parameter in self.inputs.trained_parameters
+        ]
 
     def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gather the unit; its buffer stays until the next one's parameters are copied out."""

@@ -25,6 +25,8 @@ from bench.core.errors import ImpossibleError
 from bench.core.presentation import FactorLine, Presentation, TrainingTerm
 from bench.core.typed_config import OneOf
 from bench.models.blocks import group_blocks
+from bench.optimizers import UpdatedTensor
+from bench.optimizers.updated_tensor import FLAT_TENSORS, WHOLE_TENSORS
 from bench.strategies.base import StepSettings, WrapContext, format_strategies_for_finetune
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy
 from bench.strategies.step_plan import (
@@ -88,6 +90,10 @@ class FSDP1Strategy(ShardingStrategy):
 
     supported_finetunes = ("full",)
     has_autocast_cache = False
+
+    @property
+    def updated_tensor_kind(self) -> str:
+        return WHOLE_TENSORS if self.resolved_sharding_factor == 1 else FLAT_TENSORS
 
     def check_finetune(self, name: str) -> None:
         """The parameters of a unit are views of one flat parameter: autograd computes gradients of all or of none."""
@@ -189,6 +195,11 @@ class FSDP1Strategy(ShardingStrategy):
         """A scaler that agrees across shards whether a step overflowed."""
         return ShardedGradScaler(device.type)
 
+    def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """By its own method: gradients are parts of flat ones, whose norm torch's function would take rank by rank."""
+        assert isinstance(module, FullyShardedDataParallel)
+        module.clip_grad_norm_(max_norm)
+
     def plan(self, inputs: PlanInputs) -> StepPlan:
         """One flat parameter per unit, cut into shards."""
         return FSDP1Plan(self, inputs)
@@ -235,8 +246,11 @@ class FSDP1Plan(ShardedPlan):
         return self.compute_shard_numel(unit)
 
     @property
-    def updated_numels(self) -> Sequence[int]:
-        """The first rank's part of every parameter: those at the beginning of each unit, wholly or not at all."""
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
+        """The first rank's part of every parameter: those at the beginning of each unit, wholly or not at all. At
+        factor 1 parameters keep their shape."""
+        if self._sharding_factor == 1:
+            return [parameter.build_updated_tensor() for parameter in self.inputs.trained_parameters]
         part_numels = {}
         for unit_position, (index, unit) in enumerate(self._units.items()):
             aligned_numel = ALIGNMENT_BYTES // self._find_compute_itemsize(unit)
@@ -245,7 +259,7 @@ class FSDP1Plan(ShardedPlan):
                 offset = -(-offset // aligned_numel) * aligned_numel
                 part_numels[unit_position, parameter_position] = max(0, min(shard, offset + parameter.numel) - offset)
                 offset += parameter.numel
-        return [part_numels[position] for position in self.inputs.parameter_order]
+        return [UpdatedTensor((part_numels[position],)) for position in self.inputs.parameter_order]
 
     def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gather the unit, with prefetching the next one too."""

@@ -30,6 +30,8 @@ from bench.core.presentation import get_presentation
 from bench.core.typed_config import get_field_types, parse_type_hint
 from bench.finetune import Finetune
 from bench.models import Family
+from bench.optimizers import list_optimizers
+from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS, FLAT_TENSORS, PARTS, WHOLE_TENSORS
 from bench.planning.request import parse_sweep_request
 from bench.records.schema import COLUMNS, NESTED_PARTS
 from bench.strategies import Strategy
@@ -366,6 +368,29 @@ def write_strategies() -> str:
         fields = _format_fields(values, _read_yaml_comments(path), cls, "strategy.")
         sections.append(f"## `strategy={option}`\n\n{_read_head_comment(path)}\n\n{text}\n\n{fields}")
     return "\n".join(sections)
+
+
+def write_optimizers() -> str:
+    """A table of what each optimizer updates, and a section per optimizer: what its class says of itself."""
+    rows, sections = [], []
+    for name, cls in list_optimizers().items():
+        works = ["as in one process" if kind in cls.updates_like_one_process else "not as in one process"
+                 if kind in cls.supported_tensors else "refused" for kind in TENSOR_KINDS]
+        rows.append([f"`{name}`", *works, cls.required_extra or "none"])
+        text = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
+        reason = f"\n\nRefused elsewhere: {cls.unsupported_reason}." if cls.unsupported_reason else ""
+        sections.append(f"## `optimizer={name}`\n\n{text}{reason}\n")
+    table = _format_table(("`optimizer=`", *TENSOR_KINDS.values(), "extra"), rows)
+    return table + "\n" + "\n".join(sections)
+
+
+TENSOR_KINDS = {
+    WHOLE_TENSORS: "whole parameters (single, ddp, zero1, fsdp1 at factor 1)",
+    DTENSORS: "DTensors (fsdp)",
+    FLAT_TENSORS: "flat parameters (fsdp1, deepspeed)",
+    PARTS: "parts of layers (tensor parallelism)",
+    DIVIDED_DTENSORS: "DTensors of divided layers (tensor parallelism with fsdp)",
+}
 
 
 def describe_missing_term(name: str) -> str:

@@ -216,9 +216,8 @@ SIZES = [(4, 4, 4, 4), (40, 1, 1, 1), (1, 1, 40, 1), (5, 5, 5, 5, 5), (3, 6, 2, 
 
 def build_plan_inputs(sizes: tuple[int, ...]) -> PlanInputs:
     parameters = tuple(ParameterSpec(str(number), (size * MIB // 4,)) for number, size in enumerate(sizes))
-    return PlanInputs(
-        (ShardingUnit(-1, "model", parameters),), compose_data_parallel_config("gpus=2").precision, 2, 2, 1
-    )
+    run = compose_data_parallel_config("gpus=2")
+    return PlanInputs((ShardingUnit(-1, "model", parameters),), run.precision, 2, run.optimizer, 1)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -14,6 +14,7 @@ from bench.models import Family
 from bench.models.checkpointing import BlockPositions
 from bench.models.division import split_blocks_into_stages
 from bench.models.materialize import Materializer
+from bench.optimizers import find_hidden_matrices
 from bench.prediction.cost import rank_speed
 from bench.prediction.simulation.parameter_layout import (
     ParameterOrderKey,
@@ -211,10 +212,13 @@ def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, 
     """Parameters of the stage that is traced, by block."""
     _, stage = build_short_stage(key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing)
     locations = locate_stage_parameters(stage)
+    hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(stage.block_lists)}
     parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
     for parameter in stage.parameters():
         place, name = locations[id(parameter)]
-        parameters_by_place.setdefault(place, {})[name] = ParameterSpec(name, tuple(parameter.shape))
+        parameters_by_place.setdefault(place, {})[name] = ParameterSpec(
+            name, tuple(parameter.shape), is_hidden_matrix=id(parameter) in hidden_matrix_ids
+        )
     return parameters_by_place
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from bench.models import Family
 from bench.models.checkpointing import BlockPositions, find_block_period, shorten_family
+from bench.optimizers import find_hidden_matrices
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
 from bench.prediction.trace.trace_recorder import count_traced_blocks, locate_parameters
@@ -75,6 +76,7 @@ def _build_layout(
         else set()
     )
     fixed_bytes = family.find_stored_bytes(model)
+    hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(family.find_block_lists(model))}
     traced_parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
     locations = locate_parameters(family, model)
     for parameter in model.parameters():
@@ -85,6 +87,7 @@ def _build_layout(
             id(parameter) in fp32_parameter_ids,
             parameter.requires_grad,
             fixed_bytes.get(id(parameter)),
+            id(parameter) in hidden_matrix_ids,
         )
     block_counts = _count_blocks(family)
     list_paths = _find_block_list_paths(family, model)

@@ -10,12 +10,14 @@ from itertools import pairwise
 from bench.config.run_config import RunConfig
 from bench.core.units import GIB, MIB
 from bench.hardware.speeds import MatmulSpeed
+from bench.optimizers.base import UpdateCollective
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, PredictedRange
 from bench.prediction.simulation.parameter_layout import ParameterLayout
 from bench.prediction.simulation.simulated_rank import SimulatedRank, round_parts
 from bench.prediction.trace.scaled_trace import Chunk, ScaledTrace, SegmentAtBatch, expand_to_full_depth, merge_chunks
 from bench.prediction.trace.trace import END_PHASE, LOSS_PLACE
 from bench.strategies.step_plan import (
+    ALL_GATHER_STREAM,
     GRADIENT_MEMORY,
     GRADIENTS_HANDLED_ONE_BY_ONE,
     GRADIENTS_KEPT,
@@ -38,6 +40,8 @@ class OptimizerUpdate:
     """By the processors of the machine around the device."""
     transfer_s: float = 0.0
     """Of the seconds, those in which parameters come from the machine's memory and go back."""
+    collectives: tuple[tuple[UpdateCollective, str], ...] = ()
+    """What ranks exchange within the step, each with its group."""
 
 
 def simulate_step(
@@ -72,6 +76,12 @@ def simulate_step(
         )
     simulated_rank.phase, simulated_rank.module = "optimizer", "optimizer"
     simulated_rank.allocate("optimizer temporaries", update.temporary_bytes, "temporaries")
+    for collective, group in update.collectives:
+        for _ in range(collective.count):
+            simulated_rank.run_collective(
+                "optimizer", collective.kind, collective.size, group, ALL_GATHER_STREAM, after="compute"
+            )
+        simulated_rank.wait_for_event("optimizer")
     if update.on_host:
         simulated_rank.simulate_host_optimizer_step(update.seconds)
     else:

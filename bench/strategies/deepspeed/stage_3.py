@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bench.optimizers import UpdatedTensor
 from bench.strategies.deepspeed.stages_0_to_2 import name_parameter_gradient
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -95,15 +96,15 @@ class DeepSpeedStage3Plan(StepPlan):
         return self._parameters[name].numel < self._knobs.persistence_threshold
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """All partitions, as one tensor."""
-        return [sum(self._partition_numels.values())]
+        return [UpdatedTensor((sum(self._partition_numels.values()),))]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Partitions, a copy of them in fp32 to update, states, gradients' partitions and the bucket."""
         (own_numel,) = self.updated_numels
         device.allocate("parameters", own_numel * (self._compute_itemsize + 4), PARAMETER_MEMORY)
-        allocate_optimizer_state(device, self.inputs, self.updated_numels)
+        allocate_optimizer_state(device, self.inputs, self.updated_tensors)
         device.allocate("gradient partitions", own_numel * 4, GRADIENT_MEMORY)
         self._allocate_buffers(device)
 

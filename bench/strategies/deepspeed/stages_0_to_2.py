@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from bench.optimizers import UpdatedTensor
 from bench.strategies.step_plan import (
     ALL_GATHER_STREAM,
     GRADIENT_MEMORY,
@@ -110,15 +111,15 @@ class DeepSpeedStage1And2Plan(StepPlan):
         self._pending_events: list[str] = []
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The partition, as one tensor."""
-        return [self._partition_numel]
+        return [UpdatedTensor((self._partition_numel,))]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Parameters, a copy of this rank's partition, and its optimizer state."""
         master_bytes = self._partition_numel * self.inputs.parameter_itemsize
         device.allocate("parameters", self._padded_numel * self._compute_itemsize + master_bytes, PARAMETER_MEMORY)
-        allocate_optimizer_state(device, self.inputs, self.updated_numels)
+        allocate_optimizer_state(device, self.inputs, self.updated_tensors)
 
     def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
         """The buffers come with the first gradient."""
@@ -282,16 +283,16 @@ class DeepSpeedBf16Stage1Plan(StepPlan):
         self._synchronize = True
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The partition, as one tensor."""
-        return [self._padded_numel // self.inputs.world_size]
+        return [UpdatedTensor((self._padded_numel // self.inputs.world_size,))]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Parameters, all gradients, and this rank's partition with its states."""
         master_bytes = self.updated_numels[0] * self.inputs.parameter_itemsize
         device.allocate("parameters", self._padded_numel * self._compute_itemsize + master_bytes, PARAMETER_MEMORY)
         device.allocate("gradients", self._padded_numel * self.inputs.reduce_itemsize, GRADIENT_MEMORY)
-        allocate_optimizer_state(device, self.inputs, self.updated_numels)
+        allocate_optimizer_state(device, self.inputs, self.updated_tensors)
 
     def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
         """Remember whether gradients are reduced."""

@@ -16,6 +16,7 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
 from bench.core.typed_config import OneOf
 from bench.models import Family
+from bench.optimizers.updated_tensor import DTENSORS, WHOLE_TENSORS
 from bench.strategies.base import (
     StepSettings,
     Strategy,
@@ -153,6 +154,10 @@ class PipelinedStrategy(Strategy):
         if self.data_parallel == "ddp":
             require_stored_reduce_dtype(f"strategy={self.name} with strategy.data_parallel=ddp", precision, ", or fsdp")
 
+    @property
+    def updated_tensor_kind(self) -> str:
+        return DTENSORS if self.data_parallel == "fsdp" else WHOLE_TENSORS
+
     def check_optimizer(self, name: str, implementation: str) -> None:
         """torch 2.13 has no fused SGD on the DTensors of FSDP."""
         if self.data_parallel == "fsdp" and (name, implementation) == ("sgd", "fused"):
@@ -198,6 +203,10 @@ class PipelinedStrategy(Strategy):
         return build_pipelined_model(
             model, context, self.timetable, self.data_parallel, uses_autocast=self.uses_autocast(context.precision)
         )
+
+    def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        assert isinstance(module, PipelinedModel)
+        module.clip_gradients(max_norm)
 
     def build_stepper(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
