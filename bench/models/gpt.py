@@ -138,9 +138,11 @@ class GPTFamily(Family):
         """
         length, hidden = sequence_length, self.hidden_size
         final_linear = 2 * length * hidden * self._intermediate_width
+        attention = self.num_layers * 4 * length * length * hidden
         return FlopCount(
             blocks_linear=self.num_layers * (8 * length * hidden * hidden + 2 * final_linear),
-            blocks_attention=self.num_layers * 4 * length * length * hidden,
+            blocks_attention=attention,
+            causal_attention=attention,
             blocks_last_linear=self.num_layers * final_linear,
             outside_blocks=2 * length * hidden * self.vocabulary_size,
         )

@@ -112,9 +112,11 @@ class LlamaFamily(PretrainedFamily):
         query_width, kv_width = self.num_heads * self._head_size, self._num_kv_heads * self._head_size
         final_linear = 2 * length * hidden * self.intermediate_size
         attention_linear = 2 * length * hidden * (2 * query_width + 2 * kv_width)
+        attention = self.num_layers * 4 * length * length * query_width
         return FlopCount(
             blocks_linear=self.num_layers * (attention_linear + 3 * final_linear),
-            blocks_attention=self.num_layers * 4 * length * length * query_width,
+            blocks_attention=attention,
+            causal_attention=attention,
             blocks_last_linear=self.num_layers * final_linear,
             outside_blocks=2 * length * hidden * self.vocabulary_size,
         )

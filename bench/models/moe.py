@@ -177,9 +177,11 @@ class MixtureOfExpertsFamily(PretrainedFamily):
         linear += self.num_dense_layers * 3 * hidden * dense_width
         last_width = (self.num_shared_experts or self.experts_per_token) * self.intermediate_size
         last_linear = num_expert_layers * hidden * last_width + self.num_dense_layers * hidden * dense_width
+        attention = self.num_layers * 2 * length * length * heads * (key_size + head_size)
         return FlopCount(
             blocks_linear=2 * length * linear,
-            blocks_attention=self.num_layers * 2 * length * length * heads * (key_size + head_size),
+            blocks_attention=attention,
+            causal_attention=attention,
             blocks_last_linear=2 * length * last_linear,
             outside_blocks=2 * length * hidden * self.vocabulary_size,
         )

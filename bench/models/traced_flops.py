@@ -16,19 +16,36 @@ ATTENTION_OPERATORS = {torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 """Products of activations; scaled dot-product attention consists of them on meta. All others are with weights."""
 
 
+CROSS_ATTENTION_NAMES = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attn")
+"""How models of transformers call a decoder block's attention to the encoder's output, which no mask halves."""
+
+
 @functools.lru_cache(maxsize=256)
 def trace_flops(family: Family, sequence_length: int) -> FlopCount:
     """Count the matrix products of one sequence's forward pass, on meta."""
     model = family.build_model().to("meta")
     recorder = _FlopRecorder()
-    for blocks in family.find_block_lists(model):
+    block_lists = family.find_block_lists(model)
+    task_name = getattr(family, "task_name", None)
+    causal_lists = block_lists if task_name == "causal_lm" else block_lists[1:] if task_name == "seq2seq_lm" else ()
+    for blocks in causal_lists:
+        for block in blocks:
+            block.register_forward_pre_hook(recorder.enter_causal)
+            block.register_forward_hook(recorder.leave_causal)
+            for name, module in block.named_modules():
+                if name.rpartition(".")[2] in CROSS_ATTENTION_NAMES:
+                    module.register_forward_pre_hook(recorder.leave_causal)
+                    module.register_forward_hook(recorder.enter_causal)
+    for blocks in block_lists:
         for block in blocks:
             block.register_forward_pre_hook(recorder.enter_block)
             block.register_forward_hook(recorder.leave_block)
     batch = family.build_batch(1, sequence_length, torch.Generator())
     with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
         model(**{name: tensor.to("meta") for name, tensor in batch.inputs.items()})
-    return FlopCount(recorder.linear, recorder.attention, recorder.last_linear, recorder.outside)
+    return FlopCount(
+        recorder.linear, recorder.attention, recorder.last_linear, recorder.outside, recorder.causal_attention
+    )
 
 
 class _FlopRecorder(TorchDispatchMode):
@@ -37,6 +54,7 @@ class _FlopRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.block_depth = 0
+        self.causal_depth = self.causal_attention = 0
         self.linear = self.attention = self.last_linear = self.outside = self._newest_linear = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,10 +66,17 @@ class _FlopRecorder(TorchDispatchMode):
                 self.outside += flops
             elif packet in ATTENTION_OPERATORS or "attention" in packet.__name__:
                 self.attention += flops
+                self.causal_attention += flops if self.causal_depth else 0
             else:
                 self.linear += flops
                 self._newest_linear = flops
         return results
+
+    def enter_causal(self, *_: Any) -> None:
+        self.causal_depth += 1
+
+    def leave_causal(self, *_: Any) -> None:
+        self.causal_depth -= 1
 
     def enter_block(self, *_: Any) -> None:
         self.block_depth += 1
