@@ -46,9 +46,7 @@ def count_megatron_flops(sequences: int, length: int, layers: int, width: int, v
     Narayanan et al. 2021, arXiv:2104.04473, equation 3: of a GPT whose feed-forward layers are four times as wide, with
     as many heads for keys and values as for queries.
     """
-    return 96 * sequences * length * layers * width**2 * (
-        1 + length / (6 * width) + vocabulary / (16 * layers * width)
-    )
+    return 96 * sequences * length * layers * width**2 * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
 
 
 def count_flops_per_sequence(convention: str, config: RunConfig) -> float:
