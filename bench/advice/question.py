@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench.config.compose import compose_config, list_override_values, parse_overrides
+from bench.config.flop_conventions import FLOP_CONVENTIONS
 from bench.config.grid import RunSettings
 from bench.core.command_line import PlainConsole, build_parser, require_path
 from bench.core.errors import UsageError, invalid_value_error, require_choice
@@ -53,6 +54,8 @@ class AdviceQuestion:
     output_format: str
     max_rows: int | None
     """Most rows of a table, None for all."""
+    flops: str = "model"
+    """What FLOPs the table's TFLOP/s and MFU count: one of `FLOP_CONVENTIONS`."""
 
     def list_sections(self) -> Iterator[RunSettings]:
         """The settings of every table."""
@@ -110,6 +113,7 @@ def read_question(
         timeline_path=_parse_timeline(chosen_options.get("timeline")),
         output_format=_parse_format(chosen_options.get("format")),
         max_rows=_parse_max_rows(chosen_options.get("top")),
+        flops=_parse_flops(chosen_options.get("flops")),
     )
 
 
@@ -173,6 +177,11 @@ def _parse_timeline(text: str | None) -> Path | None:
 def _parse_format(text: str | None) -> str:
     require_choice("format", text or "table", OUTPUT_FORMATS)
     return text or "table"
+
+
+def _parse_flops(text: str | None) -> str:
+    require_choice("flops", text or "model", FLOP_CONVENTIONS)
+    return text or "model"
 
 
 def _parse_max_rows(text: str | None) -> int | None:
@@ -255,6 +264,7 @@ def parse_predict_arguments(arguments: Sequence[str], description: str | None) -
         "timeline": ("FILE", "the best row's step: .png, .svg, or a trace as .json"),
         "format": ("table|json|csv", "default: table"),
         "top": ("ROWS|all", "most rows of a table (default: 20)"),
+        "flops": ("|".join(FLOP_CONVENTIONS), "what the table's TFLOP/s and MFU count (default: model)"),
     }
     for name, (metavar, help_text) in options_help.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=help_text)

@@ -77,6 +77,16 @@ class RankedCandidate:
         return self._speed_columns.get("mfu")
 
     @property
+    def causal_tflops_per_gpu(self) -> float | None:
+        """The model's FLOPs with half of the scores where attention is causal, in TFLOP/s."""
+        return self._speed_columns.get("causal_tflops_per_gpu")
+
+    @property
+    def causal_mfu(self) -> float | None:
+        """Share of the dense peak that these reach, from 0 to 1."""
+        return self._speed_columns.get("causal_mfu")
+
+    @property
     def hfu(self) -> float | None:
         """Share of the dense peak that the executed FLOPs reach, from 0 to 1."""
         return self._speed_columns.get("hfu")

@@ -77,9 +77,9 @@ def list_warnings(candidates: Sequence[RankedCandidate]) -> list[str]:
         return []
     return [
         f"the step of {len(large_steps)} of {presentation.format_plural(len(candidates), 'candidate')} takes more than "
-        f"4M tokens (up to {presentation.format_count(max(large_steps))}). Beyond the critical batch size, larger "
-        "batches buy little (McCandlish et al. 2018, arXiv:1812.06162), and Llama 3 405B began with 4M tokens, and "
-        "took 16M only after 2.87T (arXiv:2407.21783). global_batch=4M_tokens compares all at one batch"
+        f"4M tokens (up to {presentation.format_count(max(large_steps))}), and beyond a critical size larger batches "
+        "buy little (arXiv:1812.06162; Llama 3 405B took 4M to 16M, arXiv:2407.21783): global_batch=4M_tokens compares "
+        "all at one"
     ]
 
 

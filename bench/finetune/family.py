@@ -106,7 +106,7 @@ FEWER_COUNTED_BLOCKS, MORE_COUNTED_BLOCKS = 2, 3
 """Blocks per list that are counted; all further ones cost as much as the third."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdapterFlopCount(FlopCount):
     """FLOPs of a step of one sequence, with frozen weights.
 

@@ -68,7 +68,7 @@ class FlopCount:
 
     Only matrix products are counted. Attention is counted over the full square of scores, for causal attention
     too: the same convention as Megatron's and as `torch.utils.flop_counter`'s. What a fused attention kernel
-    computes again for its own backward is not counted.
+    computes again for its own backward is not counted. A sliding window is counted as if it were not there.
     """
 
     blocks_linear: int
@@ -85,6 +85,13 @@ class FlopCount:
     does not say."""
     head: int | None = None
     """Of `outside_blocks`, the head over the vocabulary; None for all of it."""
+    causal_attention: int = 0
+    """Of `blocks_attention`, what a causal mask leaves half of."""
+
+    @property
+    def causal_model_flops(self) -> int:
+        """`model_flops` with half of the square of scores where attention is causal: ``- 3 * causal_attention / 2``."""
+        return self.model_flops - 3 * self.causal_attention // 2
 
     @property
     def model_flops(self) -> int:

@@ -109,8 +109,12 @@ class HfFamily(PretrainedFamily):
         return Routing(self.routing, self.routing_skew)
 
     @functools.cached_property
+    def task_name(self) -> str:  # type: ignore[override]
+        return self._task_name_of(self.build_config())
+
+    @functools.cached_property
     def _task(self) -> Task:  # type: ignore[override]
-        return TASKS[self._task_name_of(self.build_config())]
+        return TASKS[self.task_name]
 
     @property
     def _decoder_length(self) -> int | None:

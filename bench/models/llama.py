@@ -125,6 +125,7 @@ class LlamaFamily(PretrainedFamily):
         return FlopCount(
             blocks_linear=self.num_layers * linear,
             blocks_attention=self.num_layers * attention,
+            causal_attention=self.num_layers * attention,
             blocks_last_linear=self.num_layers * final_linear,
             outside_blocks=2 * length * hidden * self.vocabulary_size,
             recomputed_by_block=((linear + attention - final_linear,) * self.num_layers,),

@@ -188,6 +188,7 @@ class MixtureOfExpertsFamily(PretrainedFamily):
             * length
             * hidden
             * (num_expert_layers * last_width + self.num_dense_layers * dense_width),
+            causal_attention=self.num_layers * attention,
             outside_blocks=2 * length * hidden * self.vocabulary_size,
             recomputed_by_block=(
                 (recomputed_dense,) * self.num_dense_layers + (recomputed_expert,) * num_expert_layers,

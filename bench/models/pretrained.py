@@ -54,6 +54,11 @@ class PretrainedFamily(Family):
         """Its configuration, a `transformers.PretrainedConfig`."""
 
     @property
+    def task_name(self) -> str:
+        """What the model is trained to do: a key of `TASKS`."""
+        return "causal_lm"
+
+    @property
     def _task(self) -> Task:
         return TASKS["causal_lm"]
 

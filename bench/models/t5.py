@@ -167,6 +167,7 @@ class T5Family(Family):
         return FlopCount(
             blocks_linear=self.num_encoder_layers * encoder_linear + self.num_decoder_layers * decoder_linear,
             blocks_attention=self.num_encoder_layers * encoder_attention + self.num_decoder_layers * decoder_attention,
+            causal_attention=self.num_decoder_layers * 4 * target * target * inner_width,
             blocks_last_linear=(self.num_encoder_layers * source + self.num_decoder_layers * target) * feed_forward,
             outside_blocks=2 * target * self.d_model * self.vocabulary_size,
             recomputed_by_block=(

@@ -17,12 +17,25 @@ ATTENTION_OPERATORS = {torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 """Products of activations; scaled dot-product attention consists of them on meta. All others are with weights."""
 
 
+CROSS_ATTENTION_NAMES = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attn")
+"""How models of transformers call a decoder block's attention to the encoder's output, which no mask halves."""
+
+
 @functools.lru_cache(maxsize=256)
 def trace_flops(family: Family, sequence_length: int) -> FlopCount:
     """Count the matrix products of one sequence's forward pass, on meta."""
     model = family.build_model().to("meta")
     recorder = _FlopRecorder()
     block_lists = family.find_block_lists(model)
+    task_name = getattr(family, "task_name", None)
+    causal_lists = block_lists if task_name == "causal_lm" else block_lists[1:] if task_name == "seq2seq_lm" else ()
+    for block in (block for blocks in causal_lists for block in blocks):
+        block.register_forward_pre_hook(recorder.enter_causal)
+        block.register_forward_hook(recorder.leave_causal)
+        for name, module in block.named_modules():
+            if name.rpartition(".")[2] in CROSS_ATTENTION_NAMES:
+                module.register_forward_pre_hook(recorder.leave_causal)
+                module.register_forward_hook(recorder.enter_causal)
     for block in (block for blocks in block_lists for block in blocks):
         block.register_forward_pre_hook(recorder.enter_block)
         block.register_forward_hook(recorder.leave_block)
@@ -39,8 +52,9 @@ def trace_flops(family: Family, sequence_length: int) -> FlopCount:
         recorder.attention,
         recorder.last_linear,
         recorder.outside,
-        recomputed_by_block,
-        None if recorder.head in (0, recorder.outside) else recorder.head,
+        recomputed_by_block=recomputed_by_block,
+        head=None if recorder.head in (0, recorder.outside) else recorder.head,
+        causal_attention=recorder.causal_attention,
     )
 
 
@@ -50,6 +64,7 @@ class _FlopRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.block_depth = 0
+        self.causal_depth = self.causal_attention = 0
         self.linear = self.attention = self.last_linear = self.outside = self._newest_linear = self._flops_before = 0
         self.head = self._flops_before_head = 0
         self.recomputed: dict[nn.Module, int] = {}
@@ -64,6 +79,7 @@ class _FlopRecorder(TorchDispatchMode):
                 self.outside += flops
             elif packet in ATTENTION_OPERATORS or "attention" in packet.__name__:
                 self.attention += flops
+                self.causal_attention += flops if self.causal_depth else 0
             else:
                 self.linear += flops
                 self._newest_linear = flops
@@ -74,6 +90,12 @@ class _FlopRecorder(TorchDispatchMode):
 
     def leave_head(self, *_: Any) -> None:
         self.head = self.outside - self._flops_before_head
+
+    def enter_causal(self, *_: Any) -> None:
+        self.causal_depth += 1
+
+    def leave_causal(self, *_: Any) -> None:
+        self.causal_depth -= 1
 
     def enter_block(self, *_: Any) -> None:
         if not self.block_depth:

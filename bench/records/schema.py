@@ -86,6 +86,9 @@ COLUMNS: tuple[RecordColumn, ...] = (
         hardware_tflops_per_gpu="TFLOP/s per rank including what activation checkpointing computes again",
         mfu="tflops_per_gpu / dense peak of the precision used; empty where the peak is unknown",
         hfu="hardware_tflops_per_gpu / the same peak",
+        causal_tflops_per_gpu="tflops_per_gpu with half of the scores where attention is causal (T5: the decoder's "
+        "own); equal to it for encoders, a sliding window counted as if it were not there",
+        causal_mfu="causal_tflops_per_gpu / the same peak",
         tokens_per_second_per_gpu="tokens read per rank and second (T5: encoder and decoder tokens together)",
         step_time_median_s="median over the timed steps of the slowest rank's time, in seconds; of a strategy whose "
         "steps are not alike (every k-th averages parameters, say) median over periods of k steps of their mean, as "
@@ -268,7 +271,7 @@ NESTED_PARTS: dict[str, str] = {
     "effective": "the strategy's knobs as the run used them, and the backend of its process group",
     "environment": "versions, variables, each rank's device (what it is, how it is set, who used it before, torch's "
     "settings), topology",
-    "flops": "FLOPs per rank and step: model and hardware",
+    "flops": "FLOPs per rank and step: model, hardware and causal (model FLOPs with half of causal scores)",
     "losses": "loss of every step from the first, mean over ranks; NaN and infinity as texts",
     "prediction": "predicted rows: memory (ranges and parts in bytes, phase and module of the peak, capacity, verdict) "
     "and time (range and parts in seconds, what limits it)",
