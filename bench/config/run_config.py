@@ -125,7 +125,6 @@ class RunConfig:
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
         self.strategy.check_finetune(self.finetune.name)
-        self.finetune.check_installed()
         self.finetune.check(self.model, self.precision, self.hardware.device)
         self.strategy.check_step(
             StepSettings(

@@ -5,24 +5,29 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from bench.config.compose import compose_config
-from bench.config.run_config import build_run_config
+from bench.config.run_config import RunConfig, build_run_config
 from bench.core import processes
 from bench.core.errors import UsageError
-from bench.finetune import family
+from bench.finetune import adapters, family
 from bench.finetune.quantised import count_scale_bytes
+from bench.launch.local import LocalLauncher
 from bench.models.materialize import Materializer
 from bench.predict import main
-from bench.prediction.predictor import predict_run
+from bench.prediction.predictor import build_trace_key, predict_run
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
+from bench.prediction.trace.trace_recorder import trace_step
 from bench.reporting.page.run_details import list_overrides
-from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config, needs
+from tests.conftest import CPU, SMALL_GPT, SMALL_T5, compose_run_config, needs
+from tests.models.test_hf import CONFIGS
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -202,10 +207,91 @@ def test_what_makes_no_sense_is_refused(run_overrides: tuple[str, ...], sentence
     assert sentence in str(caught.value)
 
 
-def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_what_installs_it_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = compose_run_config(*WIDE_GPT, "strategy=ddp", "gpus=2", "finetune=qlora")
     with pytest.raises(UsageError, match=r"packages peft and bitsandbytes, .*pip install -e .\.\[peft,bitsandbytes\]"):
-        compose_run_config(*SMALL_GPT, "strategy=ddp", "finetune=qlora")
+        LocalLauncher(compose_config({})["cluster"], CPU).check(config)
+
+
+# --- Predictions where a library is missing.
+
+STAND_IN_MODELS = {
+    "gpt": (*SMALL_GPT, "model.hidden_size=64"),
+    "t5": (*SMALL_T5, "model.d_model=64", "model.d_kv=16"),
+    "gated t5": (*SMALL_T5, "model.d_model=64", "model.d_kv=16", "model.feed_forward=gated-gelu"),
+    "llama": ("model=llama_tiny",),
+    "moe": ("model=moe_tiny",),
+    "falcon": ("falcon",),
+    "deepseek_v2": ("deepseek_v2",),
+    "bart": ("bart",),
+    "llama4_text": ("llama4_text",),
+    "mamba": ("mamba", "model.attention=eager"),
+}
+"""Families, and models of very different make by their type."""
+
+STAND_IN_SETTINGS = [
+    ("finetune=lora", "hardware=cpu", "precision=bf16"),
+    ("finetune=qlora", "hardware=a100_40gb", "precision=bf16", "activation_checkpointing=full"),
+    ("finetune=qlora", "hardware=a100_40gb", "precision=fp32", "finetune.double_quantisation=false"),
+    ("finetune=qlora", "hardware=a100_40gb", "precision=bf16_pure", "finetune.bits=8"),
+    ("finetune=qlora", "hardware=cpu", "precision=bf16", "finetune.bits=8"),
+]
+
+
+def list_model_overrides(name: str, folder: Path) -> tuple[str, ...]:
+    first, *others = STAND_IN_MODELS[name]
+    if first.startswith("model="):
+        return STAND_IN_MODELS[name]
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(CONFIGS[name]))
+    return ("model=hf", f"model.path={file}", *others)
+
+
+def trace_all(config: RunConfig) -> tuple[Any, ...]:
+    """All that is predicted from: the trace, where its storages have other numbers, the layout and the FLOPs."""
+    build_parameter_layout.cache_clear()
+    family.count_training_flops.cache_clear()
+    trace = trace_step(build_trace_key(config), 2)
+    numbers: dict[int, int] = {}
+    for segment in trace.segments:
+        segment.changes[:] = [(size, numbers.setdefault(number, len(numbers))) for size, number in segment.changes]
+    flops = config.trained_model.count_flops_per_sequence(config.sequence_length).model_flops
+    return trace, build_parameter_layout(config.trained_model, 1, False), flops
+
+
+@needs_both
+@pytest.mark.parametrize("settings", STAND_IN_SETTINGS, ids=" ".join)
+@pytest.mark.parametrize("name", STAND_IN_MODELS)
+def test_stand_ins_are_traced_as_the_libraries_are(
+    name: str, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = (*list_model_overrides(name, tmp_path), *settings, "sequence_length=16", "strategy=single")
+    if name == "bart" and "precision=bf16" in settings:
+        pytest.skip("transformers' Bart clamps what it has computed by its value in 16 bits")
+    config = compose_run_config(*overrides, "finetune.rank=4")
+    expected = trace_all(config)
+    monkeypatch.setattr(adapters, "is_installed", lambda package: False)
+    stand_ins = trace_all(compose_run_config(*overrides, "finetune.rank=4"))
+    assert stand_ins == expected
+
+
+@pytest.mark.parametrize(
+    "finetune", [("finetune=lora",), ("finetune=qlora",), ("finetune=qlora", "finetune.bits=8")], ids=" ".join
+)
+@pytest.mark.parametrize("hardware", ["cpu", "a100_40gb"])
+def test_a_prediction_needs_no_library(
+    finetune: tuple[str, ...], hardware: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BENCH_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "peft", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr(adapters, "is_installed", lambda package: False)
+    overrides = (*WIDE_GPT, "mode=predict", f"hardware={hardware}", "strategy=ddp", "gpus=2", "sequence_length=24")
+    full, adapted = (predict_run(compose_run_config(*overrides, *choice)) for choice in ((), finetune))
+    assert adapted.memory.parts["optimizer"] < full.memory.parts["optimizer"] / 4
 
 
 @needs_peft
