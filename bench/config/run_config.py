@@ -133,6 +133,7 @@ class RunConfig:
                 self.optimizer.keep_gradients,
                 self.compile,
                 self.precision,
+                self.finetune.name,
             )
         )
 

@@ -62,6 +62,7 @@ class StepSettings:
     """Gradients are filled with zeros after a step, not freed."""
     compile: bool
     precision: Precision
+    finetune: str = "full"
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Strategy(ABC):
     """Whether autocast keeps what it casts of parameters until the forward pass is over: not of views of others."""
 
     shards_fp32_layers_separately = False
+    shards_trained_layers_separately = False
     """Whether layers that stay in fp32 in fp16 runs are sharded by themselves, where autocast does not see to them."""
 
     takes_float8 = False
