@@ -229,6 +229,7 @@ class FSDP1Plan(ShardedPlan):
         self._delayed_units: dict[int, ShardingUnit] = {}
         self._pending_all_gathers: set[int] = set()
         self._kept_flat_gradients: set[str] = set()
+        self._finished_frozen_units: list[ShardingUnit] = []
 
     def _compute_flat_numel(self, unit: ShardingUnit) -> int:
         """Elements of the flat parameter."""
@@ -310,7 +311,7 @@ class FSDP1Plan(ShardedPlan):
         """Free the flat parameter, then reduce or keep the flat gradient."""
         device.run_hooks()
         if not unit.trained_parameters:
-            self._reshard_unit(device, unit)
+            self._reshard_frozen_unit(device, unit)
             return
         index, flat_numel, parameter_itemsize = unit.index, self._flat_numel[unit.index], self.inputs.parameter_itemsize
         size = flat_numel * self._find_compute_itemsize(unit)
@@ -338,6 +339,19 @@ class FSDP1Plan(ShardedPlan):
             self._kept_flat_gradients.add(f"flat gradient {index}")
         if is_accumulated:  # autograd holds it until its hooks have run
             device.free(name)
+
+    def _reshard_frozen_unit(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        """Without gradients of its own a unit is whole until those of all its inputs are complete: with those of a
+        decoder's blocks, what the encoder gave to all of them, only after the first block."""
+        self._finished_frozen_units.append(unit)
+        previous_units = [self._units[index] for index in range(unit.index) if index in self._units]
+        if unit.list_index and any(
+            previous.list_index == unit.list_index and not previous.is_within_next_unit for previous in previous_units
+        ):
+            return
+        for finished_unit in self._finished_frozen_units:
+            self._reshard_unit(device, finished_unit)
+        self._finished_frozen_units.clear()
 
     def _accumulates_in_shard(self, unit: ShardingUnit) -> bool:
         """At factor 1 autograd adds a gradient to the one that was reduced before, or kept, and the sum is reduced

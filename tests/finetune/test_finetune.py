@@ -51,7 +51,10 @@ def assert_memory_as_predicted(record: dict[str, Any], run_overrides: tuple[str,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "names"),
-    [(SMALL_T5, ("ddp", "zero1", "fsdp")), (SMALL_GPT, ("fsdp", "alone", "recomputed", "bf16"))],
+    [
+        (SMALL_T5, ("ddp", "zero1", "fsdp", "fsdp1", "fsdp1 recomputed")),
+        (SMALL_GPT, ("fsdp", "fsdp1", "hybrid", "alone", "recomputed", "bf16")),
+    ],
     ids=["t5", "gpt"],
 )
 def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
@@ -62,6 +65,9 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
         "ddp": (*lora, "strategy=ddp"),
         "zero1": (*lora, "strategy=zero1"),
         "fsdp": (*lora, "strategy=fsdp"),
+        "fsdp1": (*lora, "strategy=fsdp1"),
+        "fsdp1 recomputed": (*lora, "strategy=fsdp1", "activation_checkpointing=full"),
+        "hybrid": (*lora, "strategy=fsdp1", "strategy.sharding_factor=2"),
         "recomputed": (*lora, "strategy=fsdp", "strategy.sharding_factor=1", "activation_checkpointing=full"),
         "alone": (*lora, "strategy=fsdp", "mode=rehearse"),
         "bf16": (*lora, "strategy=ddp", "precision=bf16"),
@@ -84,6 +90,39 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
     assert runs["fsdp"]["effective_strategy"] == "fsdp/full_shard_lora"
     if "alone" in runs:
         assert runs["alone"]["peak_allocated_bytes"] == runs["fsdp"]["ranks"][0]["peak_allocated_bytes"]
+
+
+@needs("peft", "deepspeed")
+@pytest.mark.slow
+def test_deepspeed_trains_adapters_beside_frozen_parameters(execute: Execute) -> None:
+    """With buckets so small that they are not most of the memory."""
+    lora = (*SMALL_GPT, *STEPS, "finetune=lora")
+    stages = [
+        (*lora, "strategy=deepspeed", f"strategy.stage={stage}", "strategy.reduce_bucket_size=2000", "gpus=2")
+        for stage in (0, 1, 2, 3)
+    ]
+    runs = [(*lora, "strategy=single", "batch_size_per_gpu=8"), *((*stage, "batch_size_per_gpu=4") for stage in stages)]
+    single, *others = execute(*runs)
+    for record, overrides in zip(others, runs[1:], strict=True):
+        assert record["status"] == "ok", record["error"]
+        assert record["losses"] == pytest.approx(single["losses"], rel=1e-5)
+        assert_memory_as_predicted(record, overrides)
+
+
+@needs_peft
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated t5", "llama", "moe", "falcon", "deepseek_v2", "mamba"])
+def test_adapters_of_every_family_learn_as_in_one_process(execute: Execute, name: str, tmp_path: Path) -> None:
+    lora = (*list_model_overrides(name, tmp_path), *STEPS, "finetune=lora", "finetune.rank=4")
+    runs = [(*lora, "strategy=single", "batch_size_per_gpu=4")]
+    runs += [(*lora, f"strategy={strategy}", "gpus=2", "batch_size_per_gpu=2") for strategy in ("ddp", "fsdp", "fsdp1")]
+    records = execute(*runs)
+    for record, overrides in zip(records, runs, strict=True):
+        assert record["status"] == "ok", record["error"]
+        assert record["losses"] == pytest.approx(records[0]["losses"], rel=1e-5)
+        expected = predict_run(compose_run_config(*overrides)).memory.allocated.value
+        assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), overrides
+    assert records[0]["losses"][-1] < records[0]["losses"][0] - 0.01
 
 
 @needs_both
@@ -171,16 +210,17 @@ def test_a_quantised_weight_takes_half_a_byte_and_its_scales() -> None:
 
 
 REFUSED_CASES = [
-    (("finetune=lora", "strategy=fsdp1", "gpus=2"), "would save nothing: choose strategy ddp, fsdp, single or zero1."),
+    (("finetune=lora", "strategy=fsdp1", "strategy.sharding_factor=1", "gpus=2"), "strategy.sharding_factor=1 is not"),
+    (("finetune=lora", "strategy=fsdp1", "gpus=2", "precision=fp16"), "precision=fp16 is not valid for strategy=fsdp1"),
     (("finetune=qlora", "strategy=fsdp1", "gpus=2"), "with strategy fsdp, or strategy ddp, single or zero1."),
     (("finetune=qlora", "strategy=fsdp", "gpus=2"), "packed weights without the scales"),
     (
-        ("finetune=lora", "strategy=deepspeed", "gpus=2"),
-        "frozen parameters beside others: choose finetune=full, or strategy ddp, fsdp, single or zero1.",
+        ("finetune=lora", "strategy=data_parallel", "gpus=2", "hardware=a100_80gb"),
+        "frozen parameters beside others: choose finetune=full, or strategy ddp, deepspeed, fsdp, fsdp1, single or zero1.",
     ),
     (
         ("finetune=qlora", "strategy=deepspeed", "gpus=2"),
-        "quantised weights beside others: choose finetune=full, or strategy ddp, single or zero1.",
+        "quantised weights beside others: choose finetune=full or lora, or strategy ddp, single or zero1.",
     ),
     (("finetune=qlora", "strategy=single", "precision=fp16"), "precision=fp16 is not valid with finetune=qlora"),
     (("finetune=lora", "finetune.rank=33"), "finetune.rank=33 is not valid: choose a whole number from 1 to 32"),
@@ -221,7 +261,7 @@ def test_a_missing_library_is_named_with_what_installs_it_before_anything_starts
 STAND_IN_MODELS = {
     "gpt": (*SMALL_GPT, "model.hidden_size=64"),
     "t5": (*SMALL_T5, "model.d_model=64", "model.d_kv=16"),
-    "gated t5": (*SMALL_T5, "model.d_model=64", "model.d_kv=16", "model.feed_forward=gated-gelu"),
+    "gated t5": ("model=t5_v1_1_small", "model.d_model=64", "model.d_ff=64", "model.d_kv=16", "model.num_heads=4"),
     "llama": ("model=llama_tiny",),
     "moe": ("model=moe_tiny",),
     "falcon": ("falcon",),
@@ -260,6 +300,24 @@ def trace_all(config: RunConfig) -> tuple[Any, ...]:
         segment.changes[:] = [(size, numbers.setdefault(number, len(numbers))) for size, number in segment.changes]
     flops = config.trained_model.count_flops_per_sequence(config.sequence_length).model_flops
     return trace, build_parameter_layout(config.trained_model, 1, False), flops
+
+
+@needs_peft
+@pytest.mark.parametrize("name", ["deepseek_v2", "llama4_text", "bert"])
+def test_adapters_stand_beside_linear_layers_of_blocks_alone(name: str, tmp_path: Path) -> None:
+    """Not beside stacks of experts, routers, or layers outside that are called as one within."""
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(CONFIGS[name]))
+    config = compose_run_config("model=hf", f"model.path={file}", "strategy=single", "finetune=lora", "gpus=1")
+    model = config.trained_model.build_model()
+    block_ids = {
+        id(parameter) for blocks in config.trained_model.find_block_lists(model) for parameter in blocks.parameters()
+    }
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all(id(parameter) in block_ids and parameter.dim() == 2 for parameter in trained.values())
+    assert all(parameter.shape[0] == 8 for name, parameter in trained.items() if ".lora_A." in name)
+    assert not any("router" in name or ".experts." in name for name in trained)
 
 
 @needs_both

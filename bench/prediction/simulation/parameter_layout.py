@@ -130,7 +130,11 @@ def _build_layout(
                         if parameter.name.rpartition(".")[0] == layer
                     ]
                     unit = ShardingUnit(
-                        len(units) - 1, f"{labels[place]}.{layer}", tuple(layer_parameters), is_within_next_unit=True
+                        len(units) - 1,
+                        f"{labels[place]}.{layer}",
+                        tuple(layer_parameters),
+                        is_within_next_unit=True,
+                        list_index=list_index,
                     )
                     keyed_positions += [
                         (build_order_key(order_keys, place, traced_place, parameter), (len(units), index_in_unit))
@@ -143,7 +147,7 @@ def _build_layout(
                 unit_parameters = tuple(
                     parameter for traced_place in traced_places for parameter in block_parameters[traced_place]
                 )
-            unit = ShardingUnit(len(units) - 1, labels[places[0]], unit_parameters)
+            unit = ShardingUnit(len(units) - 1, labels[places[0]], unit_parameters, list_index=list_index)
             unit_order_keys = [
                 build_order_key(order_keys, place, traced_place, parameter)
                 for place, traced_place in zip(places, traced_places, strict=True)
