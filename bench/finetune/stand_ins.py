@@ -174,7 +174,9 @@ class _Product4Bit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return torch.matmul(gradient, _dequantise_4bit(*ctx.operands, gradient.dtype)), None, None, None, None
+        weight, scales, shape = ctx.operands
+        whole_weight = _dequantise_4bit(weight, scales, shape, gradient.dtype)
+        return torch.matmul(gradient, whole_weight), None, None, None, None
 
 
 def _dequantise_4bit(weight: torch.Tensor, scales: Any, shape: Any, dtype: torch.dtype) -> Any:

@@ -216,7 +216,7 @@ REFUSED_CASES = [
     (("finetune=qlora", "strategy=fsdp", "gpus=2"), "packed weights without the scales"),
     (
         ("finetune=lora", "strategy=data_parallel", "gpus=2", "hardware=a100_80gb"),
-        "frozen parameters beside others: choose finetune=full, or strategy ddp, deepspeed, fsdp, fsdp1, single or zero1.",
+        "choose finetune=full, or strategy ddp, deepspeed, fsdp, fsdp1, single or zero1.",
     ),
     (
         ("finetune=qlora", "strategy=deepspeed", "gpus=2"),
