@@ -150,7 +150,7 @@ class FSDP1Strategy(ShardingStrategy):
         trained_layers = set(find_trained_layers(context.family, model))
         for module in model.modules() if trained_layers else ():
             if hasattr(module, "cast_input_dtype_enabled"):  # peft would look at weights before they are gathered
-                module.cast_input_dtype_enabled = False
+                module.cast_input_dtype_enabled = False  # type: ignore[assignment]
         group_blocks(context.family, model, self.blocks_per_unit)
         with warnings.catch_warnings():
             # NO_SHARD is deprecated in favour of DDP, but it is what the paper compares.
