@@ -162,7 +162,6 @@ class RunConfig:
             )
         if self.loss_chunks is not None:
             check_chunked_loss(self.model)
-        self.finetune.check_installed()
         self.finetune.check(self.model, self.precision, self.hardware.device)
         self.strategy.check_step(
             StepSettings(
@@ -173,6 +172,7 @@ class RunConfig:
                 self.precision,
                 self.loss_chunks is not None,
                 self.activation_offload,
+                self.finetune.name,
             )
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -173,7 +174,8 @@ def _count_training_flops(family: Family, sequence_length: int, activation_check
 
 def _count_step_flops(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
     """Counted with attention as separate products over the full square of scores, as `FlopCount` says."""
-    sdpa_family = dataclasses.replace(family, base=dataclasses.replace(family.base, attention="sdpa"))  # type: ignore
+    attention = family.base.attention if family.base.attention == "eager" else "sdpa"  # type: ignore[attr-defined]
+    sdpa_family = dataclasses.replace(family, base=dataclasses.replace(family.base, attention=attention))  # type: ignore
     model = sdpa_family.build_model()
     model.train()
     checkpoint_blocks(sdpa_family, model, activation_checkpointing)
@@ -185,7 +187,7 @@ def _count_step_flops(family: Family, sequence_length: int, activation_checkpoin
         _compute_unfused_attention,
     )
     try:
-        with flop_counter:
+        with FakeTensorMode(allow_non_fake_inputs=True), flop_counter:
             model(**inputs)["logits"].sum().backward()
     finally:
         functional.scaled_dot_product_attention = original_attention
@@ -195,7 +197,9 @@ def _count_step_flops(family: Family, sequence_length: int, activation_checkpoin
 def _compute_unfused_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> torch.Tensor:
-    """The two matrix products of attention."""
+    """The two matrix products of attention, whose queries' heads may share those of keys and values."""
+    heads_per_key = query.shape[-3] // key.shape[-3]
+    key, value = (tensor.repeat_interleave(heads_per_key, dim=-3) for tensor in (key, value))
     return torch.softmax(query @ key.transpose(-2, -1), dim=-1) @ value
 
 

@@ -30,6 +30,16 @@ class BlockGroup(nn.Module):
         return self.family.run_blocks(list(self.blocks), *args, **kwargs)
 
 
+def find_trained_layers(family: Family, model: nn.Module) -> list[nn.Module]:
+    """Where other parameters are frozen, the layers of the blocks that are trained; none where everything is."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return []
+    modules = (module for blocks in family.find_block_lists(model) for module in blocks.modules())
+    return [
+        module for module in modules if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    ]
+
+
 def group_blocks(family: Family, model: nn.Module, blocks_per_unit: int) -> list[nn.Module]:
     """Put every `blocks_per_unit` consecutive blocks into one `BlockGroup`, and return the units in running order.
 

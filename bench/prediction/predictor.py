@@ -250,6 +250,7 @@ def _build_layout(config: RunConfig) -> ParameterLayout:
         config.precision.scales_loss,
         config.strategy.build_tensor_parallel_split(),
         shards_fp32_separately=build_trace_key(config).shards_fp32_separately,
+        shards_trained_separately=config.strategy.shards_trained_layers_separately,
     )
 
 
@@ -289,6 +290,7 @@ def build_trace_key(config: RunConfig) -> TraceKey:
         shards_fp32_separately=config.precision.scales_loss
         and not config.strategy.uses_autocast(config.precision)
         and config.strategy.shards_fp32_layers_separately,
+        shards_trained_separately=config.strategy.shards_trained_layers_separately and config.finetune.name != "full",
     )
 
 

@@ -69,6 +69,7 @@ class StepSettings:
     """The loss is computed where the head is, in chunks."""
     offloads_activations: bool = False
     """Blocks offload what they keep for backward."""
+    finetune: str = "full"
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Strategy(ABC):
     """Whether autocast keeps what it casts of parameters until the forward pass is over: not of views of others."""
 
     shards_fp32_layers_separately = False
+    shards_trained_layers_separately = False
     """Whether layers that stay in fp32 in fp16 runs are sharded by themselves, where autocast does not see to them."""
 
     takes_float8 = False

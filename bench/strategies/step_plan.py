@@ -96,6 +96,8 @@ class ShardingUnit:
     parameters: tuple[ParameterSpec, ...]
     is_within_next_unit: bool = False
     """It is a layer within the next unit that is none."""
+    list_index: int = 0
+    """Of the list of blocks that it is from."""
 
     @functools.cached_property
     def trained_parameters(self) -> tuple[ParameterSpec, ...]:

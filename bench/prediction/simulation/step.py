@@ -199,8 +199,8 @@ def _simulate_segment(
         layer_pass = chunks[-1].layer_pass
         if layer_pass is not None:
             layer_unit = layer_units[layer_pass.layer]
-            is_recomputation = segment.phase == "backward" and layer_pass.kind == "after_forward"
-            if is_recomputation or (current_unit is layer_unit and layer_pass.kind != "after_backward"):
+            stays_whole = segment.phase == "backward" and layer_pass.kind == "after_forward" and layer_unit.keeps_fp32
+            if stays_whole or (current_unit is layer_unit and layer_pass.kind != "after_backward"):
                 continue  # computed again within its own backward pass it has what it needs, and keeps it
             getattr(plan, layer_pass.kind)(simulated_rank, layer_unit)
             if layer_pass.kind == "before_backward":

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
+from bench.finetune import stand_ins
 from bench.prediction.trace import kernels
 from bench.prediction.trace.cpu_memory import InPlaceSumDetector, compute_working_memory
 from bench.prediction.trace.kernels import (
@@ -360,15 +361,18 @@ def _run_int8_matmul(
 def use_device_operators(device: str) -> Iterator[None]:
     """Within, attention and dropout allocate and compute as on `device`: cpu leaves them alone."""
     original_attention, original_dropout = functional.scaled_dot_product_attention, functional.dropout
+    original_int8_product = stand_ins.multiply_int8
     bitsandbytes: Any = sys.modules.get("bitsandbytes")
     original_matmul = bitsandbytes and bitsandbytes.matmul
     if device == "cuda":
         functional.scaled_dot_product_attention, functional.dropout = _run_fused_attention, _run_fused_dropout
+        stand_ins.multiply_int8 = stand_ins.multiply_int8_on_gpu
         if bitsandbytes:
             bitsandbytes.matmul = _run_int8_matmul
     try:
         yield
     finally:
         functional.scaled_dot_product_attention, functional.dropout = original_attention, original_dropout
+        stand_ins.multiply_int8 = original_int8_product
         if bitsandbytes:
             bitsandbytes.matmul = original_matmul

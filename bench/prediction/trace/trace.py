@@ -53,6 +53,8 @@ class TraceKey:
     """Autocast keeps what it casts of parameters until the forward pass is over."""
     shards_fp32_separately: bool = False
     """Layers that stay in fp32 in fp16 runs are sharded by themselves, within their blocks."""
+    shards_trained_separately: bool = False
+    """So are trained layers of blocks that are frozen otherwise."""
     loss_chunks: int | None = None
     """The loss is computed in so many chunks; None for all of it at once."""
     activation_offload: bool = False

@@ -21,6 +21,7 @@ from bench.core import processes
 from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
 from bench.models.activation_offload import PinnedTransfer, offload_activations
+from bench.models.blocks import find_trained_layers
 from bench.models.checkpointing import BlockPositions, checkpoint_blocks, shorten_family
 from bench.models.chunked_loss import ChunkedLoss
 from bench.models.division import strip_checkpoint_wrappers
@@ -95,7 +96,9 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         locations = locate_parameters(family, model)
         trace_recorder.watch_model(family, model, locations)
         if key.shards_fp32_separately:
-            trace_recorder.watch_fp32_layers(family, model)
+            trace_recorder.watch_layers(family, model, set(family.find_fp32_modules(model)))
+        if key.shards_trained_separately:
+            trace_recorder.watch_layers(family, model, set(find_trained_layers(family, model)))
         if key.widens_outputs:
             model.register_forward_hook(_convert_logits_to_fp32)
         engine = Engine(
@@ -234,12 +237,11 @@ class TraceRecorder:
         block.register_forward_pre_hook(start_forward)
         block.register_forward_hook(end_forward)
 
-    def watch_fp32_layers(self, family: Family, model: nn.Module) -> None:
+    def watch_layers(self, family: Family, model: nn.Module, layers: set[nn.Module]) -> None:
         """Note where the passes of layers that are sharded by themselves begin and end."""
-        fp32_modules = set(family.find_fp32_modules(model))
         for block in (block for blocks in family.find_block_lists(model) for block in blocks):
             for name, layer in block.named_modules():
-                if layer in fp32_modules:
+                if layer in layers:
                     self._watch_layer(layer, strip_checkpoint_wrappers(name))
 
     def _watch_layer(self, layer: nn.Module, name: str) -> None:
@@ -248,9 +250,14 @@ class TraceRecorder:
             counts = len(segment.changes), len(segment.kernels), len(segment.gradients)
             segment.visits.append(LayerPassEvent(*counts, name, kind))
 
+        gradients = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        ends_with_gradient = len(gradients) == 1  # its input's may be added to others', and is complete later
+        if ends_with_gradient:
+            gradients[0].register_post_accumulate_grad_hook(lambda _parameter: note_pass("after_backward"))
+
         def start_forward(_layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             note_pass("before_forward")
-            if inputs[0].requires_grad:
+            if inputs[0].requires_grad and not ends_with_gradient:
                 inputs[0].register_hook(lambda _gradient: note_pass("after_backward"))
 
         def end_forward(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:

@@ -97,13 +97,15 @@ class DeepSpeedStage3Plan(StepPlan):
 
     @property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
-        """All partitions, as one tensor."""
-        return [UpdatedTensor((sum(self._partition_numels.values()),))]
+        """All partitions of what is trained, as one tensor."""
+        trained_numels = (numel for name, numel in self._partition_numels.items() if self._parameters[name].is_trained)
+        return [UpdatedTensor((sum(trained_numels),))]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Partitions, a copy of them in fp32 to update, states, gradients' partitions and the bucket."""
         (own_numel,) = self.updated_numels
-        device.allocate("parameters", own_numel * (self._compute_itemsize + 4), PARAMETER_MEMORY)
+        stored_numel = sum(self._partition_numels.values())
+        device.allocate("parameters", stored_numel * self._compute_itemsize + own_numel * 4, PARAMETER_MEMORY)
         allocate_optimizer_state(device, self.inputs, self.updated_tensors)
         device.allocate("gradient partitions", own_numel * 4, GRADIENT_MEMORY)
         self._allocate_buffers(device)

@@ -120,6 +120,7 @@ class DeepSpeedStrategy(Strategy):
     max_reuse_distance: Annotated[int, NUMEL_RANGE]
     """Parameters used again within so many elements stay whole in stage 3."""
 
+    supported_finetunes = ("full", "lora")
     supported_mixings = (PARAMETER_MIXING,)
     single_mixing_reason = "whose optimizer keeps narrow parameters in fp32 as well"
 
@@ -339,6 +340,8 @@ class DeepSpeedStrategy(Strategy):
             "strategy.contiguous_gradients=false": not self.contiguous_gradients and self.stage > 0,
             "strategy.prefetch_bucket_size=0, which gathers module by module": self.stage == 3
             and self.prefetch_bucket_size == 0,
+            "offloading beside frozen parameters": self.has_offloaded_state
+            and any(not parameter.is_trained for unit in inputs.units for parameter in unit.parameters),
             "strategy.offload_optimizer=nvme": self.offload_optimizer == "nvme",
             "strategy.offload_parameters=nvme": self.offload_parameters == "nvme",
         }
