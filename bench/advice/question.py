@@ -215,7 +215,8 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
   format, tokens, sections[], left_out[]
   sections[]: question, advice, warnings[], ranked[], infeasible[], impossible[], rules_of_thumb[]
   ranked[], infeasible[]: rank, status, overrides, strategy, sharding_factor, precision, activation_checkpointing,
-    batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, tokens_per_second_per_gpu, tokens_per_second,
+    batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, causal_tflops_per_gpu, causal_mfu,
+    tokens_per_second_per_gpu, tokens_per_second,
     gpu_hours, days, step_time_s{value, low, high}, time{compute_s, exposed_communication_s, optimizer_s, bubble_s,
     communication_s, limited_by, degraded}, memory{allocated, reserved, device_used{value, low, high}, parts, phase,
     module, phase_peaks, capacity_bytes, headroom_bytes, host_bytes, verdict}, reason, notes
