@@ -233,7 +233,7 @@ def test_a_stages_parameters_are_known_in_the_order_of_its_module(model, stage):
     parts = list_stage_blocks(build_parameter_layout(run.model, 1, False).block_counts, cuts[stage])
     units, _ = arrange_stage(
         stage,
-        StageTraceKey(build_trace_key(run), shorten_stage_blocks(parts, run.activation_checkpointing)),
+        StageTraceKey(build_trace_key(run), shorten_stage_blocks(parts, build_trace_key(run).block_period)),
         tuple(part.num_blocks for part in parts),
         (),
     )
