@@ -346,6 +346,9 @@ def changed(value: Any) -> Any:
     return [*value, "x"] if isinstance(value, list) else {**value, "x": 1}
 
 
+UNNAMED_HARDWARE_FIELDS = (("hardware", "sources"), ("hardware", "speeds"), ("hardware", "host"))
+
+
 @pytest.mark.parametrize(
     "asked",
     [

@@ -16,7 +16,6 @@ import yaml
 from bench.config.run_id import ADDED_KNOB_DEFAULTS, DEFAULT_SETTLING_S
 from bench.core import presentation
 from bench.core.installation import DATA_FOLDER
-from bench.models.hf import OPTION_NAME as HF_OPTION_NAME
 from bench.records import Record
 from bench.records.matching import flatten_config
 from bench.records.schema import MIN_STEPS_FOR_P95
@@ -29,6 +28,9 @@ CONFIG_GROUPS = ("model", "strategy", "precision", "optimizer", "finetune", "har
 
 OMITTED_FIELDS = {"hardware": {"sources", "speeds", "gpu_names"}}
 """Parts of a section that nobody types: of what really runs they change nothing."""
+
+HF_OPTION_NAME = "hf"
+"""Of the model whose shape a file says."""
 
 UNQUOTED_TEXT = re.compile(r"[A-Za-z_][\w./-]*")
 """A text that needs no quotes in Hydra's grammar."""
