@@ -87,6 +87,12 @@ UNTUNED = [
     (*NARROW_T5, "precision=bf16", "strategy=single", "activation_checkpointing=operators"),
     (*MINGPT, "model.vocabulary_size=13118", "strategy=fsdp1", "gpus=2", "loss=chunked", "loss_chunks=3"),
     (*MINGPT, "model.vocabulary_size=13118", "strategy=single", "loss=chunked", "precision=bf16"),
+    # More blocks than are traced of others, with and without a sliding window by turns.
+    (
+        *("model=gemma2_2b", "model.num_layers=9", "model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2"),
+        *("model.head_size=16", "model.intermediate_size=128", "model.vocabulary_size=1000", "sequence_length=32"),
+        "strategy=single",
+    ),
     # What is offloaded from a CPU, whose memory is the host's.
     (*NARROW_T5, "precision=bf16", "strategy=single", "activation_offload=true"),
     (*MINGPT, "strategy=fsdp", "gpus=2", "activation_offload=true", "activation_checkpointing=full"),
