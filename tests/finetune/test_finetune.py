@@ -250,8 +250,8 @@ def test_what_makes_no_sense_is_refused(run_overrides: tuple[str, ...], sentence
 def test_a_missing_library_is_named_with_what_installs_it_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = compose_run_config(*WIDE_GPT, "strategy=ddp", "gpus=2", "finetune=qlora")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"packages peft and bitsandbytes, .*pip install -e .\.\[peft,bitsandbytes\]"):
         LocalLauncher(compose_config({})["cluster"], CPU).check(config)
 
