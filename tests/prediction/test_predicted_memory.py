@@ -18,6 +18,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.models import Family
 from bench.models.materialize import count_buffer_bytes
+from bench.optimizers import UpdatedTensor
 from bench.prediction.cost.rank_speed import predict_device_update
 from bench.prediction.predictor import predict_run, predict_runs
 from bench.prediction.simulation.step import compute_workspace_bytes
@@ -153,7 +154,8 @@ def test_adamw_in_a_loop_needs_what_is_predicted(sizes: tuple[int, ...]) -> None
     with probe.observe():
         probe.start_steady_step()
         optimizer.step()
-    assert probe.read_peaks().allocated == pytest.approx(predict_device_update(config, sizes).temporary_bytes, abs=100)
+    update = predict_device_update(config, [UpdatedTensor((size,)) for size in sizes])
+    assert probe.read_peaks().allocated == pytest.approx(update.temporary_bytes, abs=100)
 
 
 def check_against_trace(config: RunConfig) -> None:

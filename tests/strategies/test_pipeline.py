@@ -196,7 +196,7 @@ def test_copies_on_one_rank_get_the_sum_of_their_gradients() -> None:
     copies = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
     for number, copy in enumerate(copies):
         copy.grad = torch.full((3,), number + 1.0)
-    TiedParameter(copies, None).sum_gradients()
+    TiedParameter(copies, None, len(copies)).sum_gradients()
     assert all(copy.grad is not None and copy.grad.tolist() == [3.0] * 3 for copy in copies)
 
 
