@@ -111,6 +111,11 @@ class DeepSpeedStage1And2Plan(StepPlan):
         self._pending_events: list[str] = []
 
     @property
+    def norm_groups(self) -> Sequence[str]:
+        """All ranks, each with its partition of the gradients."""
+        return (WORLD_GROUP,)
+
+    @property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The partition, as one tensor."""
         return [UpdatedTensor((self._partition_numel,))]
@@ -281,6 +286,11 @@ class DeepSpeedBf16Stage1Plan(StepPlan):
             -(-sum(parameter.numel for unit in inputs.units for parameter in unit.parameters) // alignment) * alignment
         )
         self._synchronize = True
+
+    @property
+    def norm_groups(self) -> Sequence[str]:
+        """All ranks, each with its partition of the gradients."""
+        return (WORLD_GROUP,)
 
     @property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
