@@ -374,8 +374,14 @@ def write_optimizers() -> str:
     """A table of what each optimizer updates, and a section per optimizer: what its class says of itself."""
     rows, sections = [], []
     for name, cls in list_optimizers().items():
-        works = ["as in one process" if kind in cls.updates_like_one_process else "not as in one process"
-                 if kind in cls.supported_tensors else "refused" for kind in TENSOR_KINDS]
+        works = [
+            "refused"
+            if kind not in cls.supported_tensors
+            else "as in one process"
+            if kind in cls.updates_like_one_process
+            else "not as in one process"
+            for kind in TENSOR_KINDS
+        ]
         rows.append([f"`{name}`", *works, cls.required_extra or "none"])
         text = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
         reason = f"\n\nRefused elsewhere: {cls.unsupported_reason}." if cls.unsupported_reason else ""

@@ -71,6 +71,8 @@ def test_ranks_update_as_one_process_and_peaks_are_predicted(name: str, execute:
     for strategy, record in zip(strategies, others, strict=True):
         if kinds[strategy] in optimizer.updates_like_one_process:
             assert record["losses"] == pytest.approx(single["losses"], rel=1e-5), strategy
+        elif name == "muon":  # sums are rounded to bf16 in another order
+            assert record["losses"] == pytest.approx(single["losses"], rel=1e-3), strategy
 
 
 @pytest.mark.slow

@@ -96,6 +96,11 @@ class DeepSpeedStage3Plan(StepPlan):
         return self._parameters[name].numel < self._knobs.persistence_threshold
 
     @property
+    def norm_groups(self) -> Sequence[str]:
+        """All ranks, each with its partition of the gradients."""
+        return (WORLD_GROUP,)
+
+    @property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """All partitions of what is trained, as one tensor."""
         trained_numels = (numel for name, numel in self._partition_numels.items() if self._parameters[name].is_trained)

@@ -112,6 +112,11 @@ class DeepSpeedStage1And2Plan(StepPlan):
         self._pending_events: list[str] = []
 
     @property
+    def norm_groups(self) -> Sequence[str]:
+        """All ranks, each with its partition of the gradients."""
+        return (WORLD_GROUP,)
+
+    @property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The partition, as one tensor."""
         return [UpdatedTensor((self._partition_numel,))]
@@ -284,6 +289,11 @@ class DeepSpeedBf16Stage1Plan(StepPlan):
         )
         self._frozen_bytes = count_frozen_numel(inputs) * self._compute_itemsize
         self._synchronize = True
+
+    @property
+    def norm_groups(self) -> Sequence[str]:
+        """All ranks, each with its partition of the gradients."""
+        return (WORLD_GROUP,)
 
     @property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
