@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import difflib
 import functools
 import json
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from bench.core.errors import UsageError, invalid_value_error
 from bench.core.typed_config import OneOf, Within
 from bench.models.base import SEQUENCE_LENGTH_RANGE, Family
 from bench.models.experts import ROUTINGS, Routing
-from bench.models.pretrained import ModuleFacts, PretrainedFamily, shorten_list
+from bench.models.pretrained import PretrainedFamily, shorten_list
 from bench.models.tasks import TASKS, Task, find_task_name
 
 OPTION_NAME = "hf"
@@ -49,7 +51,6 @@ class HfFamily(PretrainedFamily):
     block_lists: list[str] | None = None
     """Names of the module lists whose entries are sharded and checkpointed one by one; null for those of layers that
     transformers itself can checkpoint."""
-
     routing: Annotated[str, OneOf(*ROUTINGS)] = "balanced"
     """How tokens are sent to experts, where the model has some."""
     routing_skew: Annotated[float, Within(0, 10)] = 1.0
@@ -75,6 +76,7 @@ class HfFamily(PretrainedFamily):
         if not isinstance(path, str):
             raise invalid_value_error("model.path", path, "a config.json, a folder with one, or the name of a model")
         file_config = {key: value for key, value in read_model_config(path).items() if key not in IGNORED_KEYS}
+        _check_field_names(config, {**file_config, **config})
         name = _find_model_name(path) if values.get("name") == OPTION_NAME else values["name"]
         return {**values, "name": name, "config": {**file_config, **config}}
 
@@ -96,7 +98,7 @@ class HfFamily(PretrainedFamily):
                 "model.model_type", model_type, "a type that the installed transformers has, such as llama"
             )
         try:
-            config = AutoConfig.for_model(**self.config)
+            config = AutoConfig.for_model(**copy.deepcopy(self.config))
         except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise UsageError(f"model.path is not valid: transformers refuses the configuration: {reason}.") from None
@@ -120,14 +122,14 @@ class HfFamily(PretrainedFamily):
     def _decoder_length(self) -> int | None:
         return self.decoder_sequence_length
 
-    def _find_module_facts(self, model: nn.Module) -> ModuleFacts:
+    def _find_block_list_names(self, model: nn.Module) -> tuple[str, ...]:
         if self.block_lists is None:
-            return super()._find_module_facts(model)
+            return super()._find_block_list_names(model)
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         for name in self.block_lists:
             if name not in lists:
                 raise invalid_value_error("model.block_lists", name, ", ".join(lists) or "null")
-        return super()._find_module_facts(model)._replace(block_list_names=tuple(self.block_lists))
+        return tuple(self.block_lists)
 
     def limit_blocks(self, max_blocks: int, period: int = 1) -> Family | None:
         """None where inner blocks do not repeat, or where their number is no field of the configuration."""
@@ -157,6 +159,24 @@ class HfFamily(PretrainedFamily):
                 ] == short_counts:
                     return short_family
         return None
+
+
+def _check_field_names(chosen: dict[str, Any], config: dict[str, Any]) -> None:
+    """Raise `UsageError` where a field was set that neither the file nor transformers has."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return
+    config_class = CONFIG_MAPPING[config["model_type"]]
+    names = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    names |= config.keys() - chosen.keys()
+    for name in chosen:
+        if name not in names:
+            close_names = difflib.get_close_matches(name, names, cutoff=0.0)
+            raise UsageError(
+                f"model.{name} is not a field of a {config['model_type']}'s configuration: choose "
+                f"{', '.join(f'model.{close_name}' for close_name in close_names)} or another that it has."
+            )
 
 
 @functools.cache

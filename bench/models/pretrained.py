@@ -92,8 +92,11 @@ class PretrainedFamily(Family):
         self.__dict__.setdefault("_module_facts", self._find_module_facts(model))
         return model
 
+    def _find_block_list_names(self, model: nn.Module) -> tuple[str, ...]:
+        return find_block_list_names(model)
+
     def _find_module_facts(self, model: nn.Module) -> ModuleFacts:
-        names = find_block_list_names(model)
+        names = self._find_block_list_names(model)
         return ModuleFacts(
             names,
             find_initial_stds(model),

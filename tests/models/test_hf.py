@@ -158,6 +158,13 @@ def test_blocks_that_hand_on_more_than_hidden_states_are_not_grouped(tmp_path: P
         )
 
 
+def test_blocks_can_be_named(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "opt")
+    named = build_model(path, "model.block_lists=[model.decoder.layers]")
+    assert named.find_block_lists(named.build_model())[0][0] is not None
+    assert named._module_facts == build_model(path)._module_facts
+
+
 def test_a_masked_model_predicts_as_many_tokens_of_every_sequence(tmp_path: Path) -> None:
     batch = build_model(write_config(tmp_path, "bert")).build_batch(6, 40, torch.Generator().manual_seed(0))
     is_predicted = batch.labels != -100
@@ -168,6 +175,7 @@ def test_a_masked_model_predicts_as_many_tokens_of_every_sequence(tmp_path: Path
 
 REFUSED = [
     ("opt", ("model.num_hidden_layers=many",), "transformers refuses the configuration.*num_hidden_layers"),
+    ("opt", ("model.num_hidden_layer=4",), "model.num_hidden_layer is not a field .* choose model.num_hidden_layers"),
     ("opt", ("model.model_type=nothing",), "model.model_type=nothing is not valid: choose a type"),
     ("opt", ("sequence_length=300",), "sequence_length=300 is not valid: choose a whole number from 2 to 256"),
     ("roberta", ("sequence_length=257",), "sequence_length=257 is not valid: choose a whole number from 2 to 256"),
