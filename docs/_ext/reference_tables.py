@@ -282,6 +282,19 @@ def write_option_fields(group: str, option: str) -> str:
     return _format_fields(values, _read_yaml_comments(path), _find_class(group, values), f"{group}.")
 
 
+SHAPE_WORDS = {
+    "hidden_size": "wide",
+    "d_model": "wide",
+    "num_layers": "layers",
+    "num_encoder_layers": "layers in the encoder",
+    "num_decoder_layers": "in the decoder",
+    "num_heads": "heads",
+    "num_kv_heads": "of keys",
+    "num_experts": "experts",
+}
+"""Fields of a model's shape, and what stands behind their values."""
+
+
 def write_models() -> str:
     """The models: shapes as their files have them, parameters counted on the meta device, with their sources."""
     rows = []
@@ -290,11 +303,9 @@ def write_models() -> str:
         if "path" in values:  # whose shape a file says
             continue
         family = build_run_config(compose_config({"model": option, "hardware": "cpu"})).model
-        shape = ", ".join(
-            f"{key}={value}" for key, value in values.items() if isinstance(value, int) and not isinstance(value, bool)
-        )
-        active = getattr(family, "num_active_parameters", None)
-        parameters = f"{family.num_parameters:,}" + (f" ({active:,} active)" if active else "")
+        shape = ", ".join(f"{values[key]} {word}" for key, word in SHAPE_WORDS.items() if values.get(key) is not None)
+        active = family.num_active_parameters
+        parameters = f"{family.num_parameters:,}" + (f" ({active:,} active)" if active < family.num_parameters else "")
         source = find_option_file("model", option).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
         rows.append([f"`{option}`", values["family"], parameters, shape, source])
     return _format_table(("`model=`", "family", "parameters", "shape", "source"), rows)
