@@ -133,9 +133,8 @@ def find_initial_stds(model: nn.Module) -> dict[str, float | None]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     recorder = _InitialisationRecorder(names)
     with torch.no_grad(), recorder:
-        for owner, module in _iterate_owned_modules(model, model):
-            if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-                owner._init_weights(module)
+        for owner, module in reversed(list(_iterate_owned_modules(model, model))):
+            owner._init_weights(module)  # a module's own layers first, which it may then initialise otherwise
     return recorder.stds
 
 

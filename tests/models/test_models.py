@@ -48,7 +48,7 @@ def test_gpt_models_have_the_size_in_their_name(option: str, billions: float) ->
 
 @pytest.mark.slow
 def test_every_model_option_builds_on_meta() -> None:
-    for option in list_config_groups()["model"]:
+    for option in set(list_config_groups()["model"]) - {"hf"}:  # whose shape a file says
         model = build_family(option).build_model()
         assert all(parameter.is_meta for parameter in model.parameters()), option
         assert build_family(option).name == option

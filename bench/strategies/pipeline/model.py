@@ -21,6 +21,7 @@ from bench.core.precision import Precision
 from bench.models import Batch, Family
 from bench.models.division import PipelineStageModule, split_blocks_into_stages
 from bench.strategies.base import WrapContext
+from bench.strategies.ddp import KEEP_BUFFERS
 from bench.strategies.global_norm import clip_by_global_norm
 from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, GPIPE, INTERLEAVED, ONE_F_ONE_B, Timetable
 from bench.strategies.pipeline.step_plans import find_tied_parameters
@@ -155,7 +156,7 @@ def _wrap_in_ddp(stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank has filled its copy with the same values
-        broadcast_buffers=False,  # constants, such as the frequencies of rotary embeddings
+        **KEEP_BUFFERS,
     )
 
 
