@@ -40,7 +40,9 @@ def _print_answer(answer: AdviceAnswer, question: AdviceQuestion) -> None:
         print((format_answer_json if question.output_format == "json" else format_answer_csv)(answer, question.tokens))
         return
     console = open_stdout_console(WIDTH_WITHOUT_TERMINAL)
-    console.print(build_answer_tables(answer, question.tokens, question.max_rows), highlight=False, crop=False)
+    console.print(
+        build_answer_tables(answer, question.tokens, question.max_rows, question.flops), highlight=False, crop=False
+    )
     for section in answer.sections if question.shows_details else []:
         details = build_candidate_details(section.ranking.top_candidate, section.rule_comparisons)
         console.print(Group("", *details), highlight=False, crop=False)

@@ -34,6 +34,11 @@ CPU = DetectedDevice("cpu", "test processor", 0)
 
 SMALL_T5 = ("model=t5_tiny", "model.d_model=32", "model.d_ff=64", "model.d_kv=8", "model.vocabulary_size=128")
 SMALL_GPT = ("model=gpt_tiny", "model.hidden_size=32", "model.num_layers=2", "model.vocabulary_size=128")
+SMALL_LLAMA = (
+    *("model=llama_tiny", "model.hidden_size=32", "model.intermediate_size=64", "model.num_kv_heads=4"),
+    "model.vocabulary_size=128",
+)
+SMALL_MOE = ("model=moe_tiny", "model.hidden_size=32", "model.intermediate_size=32", "model.vocabulary_size=128")
 
 
 def run_command(module: str, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:

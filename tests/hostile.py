@@ -23,8 +23,8 @@ from bench.hardware import Hardware
 from bench.launch.run_on_host import LocalProfile
 from bench.launch.slurm.profile import SlurmProfile
 from bench.models import load_family
+from bench.optimizers import load_optimizer
 from bench.planning.request import DEVICE_HINT, REPEATS_HINT, ExecutionOptions
-from bench.rank.engine import OptimizerConfig
 from bench.strategies import load_strategy
 
 HOSTILE_VALUES = (
@@ -86,13 +86,14 @@ def find_option_class(group: str, values: dict[str, Any]) -> Any:
         "model": ("family", load_family),
         "strategy": ("name", load_strategy),
         "finetune": ("name", load_finetune),
+        "optimizer": ("name", load_optimizer),
     }
     if group in loaders:
         key, load = loaders[group]
         return load(values[key])
     if group == "cluster":
         return SlurmProfile if values["launcher"] == "slurm" else LocalProfile
-    return {"precision": Precision, "optimizer": OptimizerConfig, "hardware": Hardware}[group]
+    return {"precision": Precision, "hardware": Hardware}[group]
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from bench.advice.sentence import (
     format_gib,
     format_strategy,
     join_items,
+    list_warnings,
 )
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
@@ -34,6 +35,8 @@ class AdviceSection:
     impossible_reasons: dict[str, int]
     """Why some combinations cannot be, or cannot be predicted, and how many."""
     rule_comparisons: list[RuleComparison]
+    warnings: list[str]
+    """What may make the comparison an unfair one."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,12 @@ def _build_section(settings: RunSettings, candidates: CandidateSet, question: Ad
     impossible_reasons = {**candidates.impossible_reasons, **ranking.unpredictable_reasons}
     rule_comparisons = compare_rules(ranking.top_candidate)
     return AdviceSection(
-        settings, describe_advice(ranking.possible, ranking.infeasible), ranking, impossible_reasons, rule_comparisons
+        settings,
+        describe_advice(ranking.possible, ranking.infeasible),
+        ranking,
+        impossible_reasons,
+        rule_comparisons,
+        list_warnings(ranking.possible),
     )
 
 

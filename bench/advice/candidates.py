@@ -11,17 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.config.compose import compose_config, list_config_groups
+from bench.config.global_batch import parse_global_batch
 from bench.config.grid import RunSettings
 from bench.config.run_config import EVIDENCE_BY_MODE, RunConfig, build_run_config
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import get_field_types, validate_value
 from bench.hardware import Hardware
-from bench.models.base import CHECKPOINTING_MODES
+from bench.models.checkpointing import CHECKPOINTING_MODES
 
 DEFAULT_STRATEGIES = ("ddp", "fsdp")
 """Compared unless asked otherwise; `SINGLE_GPU_STRATEGIES` where there is nothing to spread."""
 SINGLE_GPU_STRATEGIES = ("single",)
+ACCUMULATION_KEY = "gradient_accumulation"
 FALLBACK_STRATEGIES = ("fsdp1", "zero1")
 """Compared where only they have a knob that was set; strategies of other libraries come last."""
 LAST_RESORT_STRATEGIES = ("tensor_parallel",)
@@ -75,7 +77,7 @@ def build_candidates(section_settings: RunSettings, knobs: Mapping[str, Sequence
         requested_batch = settings.get("batch_size_per_gpu")
         mode_setting = {"mode": "predict"} if "predict" in EVIDENCE_BY_MODE else {}
         try:
-            config = build_run_config(compose_config({**settings, **mode_setting}))
+            config = _build_config({**settings, **mode_setting})
             _require_peak(config.hardware, config.precision)
         except ImpossibleError as error:
             candidates.impossible_reasons[str(error)] = candidates.impossible_reasons.get(str(error), 0) + 1
@@ -83,10 +85,34 @@ def build_candidates(section_settings: RunSettings, knobs: Mapping[str, Sequence
         if config.run_id not in seen_run_ids:
             seen_run_ids.add(config.run_id)
             settings.pop("batch_size_per_gpu", None)
-            candidates.to_predict.append(Candidate(settings, config, has_requested_batch=requested_batch is not None))
+            has_requested_batch = requested_batch is not None or (
+                config.global_batch is not None and "gradient_accumulation" in settings
+            )
+            candidates.to_predict.append(Candidate(settings, config, has_requested_batch=has_requested_batch))
     if not candidates.to_predict:
         raise ImpossibleError(next(iter(candidates.impossible_reasons)))
     return candidates
+
+
+def _build_config(settings: RunSettings) -> RunConfig:
+    """The run that settings come to. Where they ask for a global batch and for no micro-batch, in the smallest that
+    come to it, or those of the accumulation that was asked for."""
+    global_batch_text = settings.get("global_batch")
+    if global_batch_text in (None, "null") or "batch_size_per_gpu" in settings:
+        return build_run_config(compose_config(settings))
+    other_settings = {key: value for key, value in settings.items() if key not in ("global_batch", ACCUMULATION_KEY)}
+    config = build_run_config(compose_config(other_settings))
+    config = config.fill_global_batch(parse_global_batch(global_batch_text))
+    if ACCUMULATION_KEY not in settings:
+        return config
+    hint = get_field_types(RunConfig)[ACCUMULATION_KEY]
+    accumulation = validate_value(ACCUMULATION_KEY, hint, compose_config(settings)[ACCUMULATION_KEY])
+    sized_configs = [config.resize_batch(size) for size in config.valid_batch_sizes or ()]
+    configs_by_accumulation = {sized.gradient_accumulation: sized for sized in sized_configs}
+    if accumulation not in configs_by_accumulation:
+        valid_values = f"{', '.join(map(str, sorted(configs_by_accumulation)))} (global_batch={global_batch_text})"
+        raise invalid_value_error(ACCUMULATION_KEY, accumulation, valid_values, ImpossibleError)
+    return configs_by_accumulation[accumulation]
 
 
 def list_last_resort_candidates(section_settings: RunSettings, knobs: Mapping[str, Sequence[str]]) -> list[Candidate]:

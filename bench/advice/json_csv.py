@@ -1,8 +1,8 @@
 """The answer for scripts: JSON with everything, CSV with a line per candidate. Keys are only ever added.
 
-JSON: ``format`` (1), ``tokens``, ``sections`` and ``left_out``. A section has ``question``, ``advice``, ``ranked`` and
-``infeasible`` (rows, see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is unknown is null,
-never NaN.
+JSON: ``format`` (1), ``tokens``, ``sections`` and ``left_out``. A section has ``question``, ``advice``, ``warnings``,
+``ranked`` and ``infeasible`` (rows, see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is
+unknown is null, never NaN.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ CSV_COLUMNS = (
     "hardware_tflops_per_gpu",
     "mfu",
     "hfu",
+    "causal_tflops_per_gpu",
+    "causal_mfu",
     "tokens_per_second_per_gpu",
     "tokens_per_second",
     "step_time_s",
@@ -103,6 +105,7 @@ def _build_section_values(section: AdviceSection, tokens: float | None) -> dict[
     return {
         "question": _build_question_values(section),
         "advice": section.advice,
+        "warnings": section.warnings,
         "ranked": [values for values in candidate_values if values["status"] == "ok"],
         "infeasible": [values for values in candidate_values if values["status"] == "oom"],
         "impossible": [{"reason": reason, "candidates": count} for reason, count in section.impossible_reasons.items()],
@@ -161,7 +164,9 @@ def build_candidate_values(candidate: RankedCandidate, rank: int | None, tokens:
         "tokens_per_step": candidate.tokens_per_step * config.gpus,
         "tflops_per_gpu": candidate.tflops_per_gpu,
         "hardware_tflops_per_gpu": candidate.hardware_tflops_per_gpu,
+        "causal_tflops_per_gpu": candidate.causal_tflops_per_gpu,
         "mfu": candidate.mfu,
+        "causal_mfu": candidate.causal_mfu,
         "hfu": candidate.hfu,
         "tokens_per_second_per_gpu": candidate.tokens_per_second_per_gpu,
         "tokens_per_second": candidate.tokens_per_second,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench.config.compose import compose_config, list_override_values, parse_overrides
+from bench.config.flop_conventions import FLOP_CONVENTIONS
 from bench.config.grid import RunSettings
 from bench.core.command_line import PlainConsole, build_parser, require_path
 from bench.core.errors import UsageError, invalid_value_error, require_choice
@@ -53,6 +54,8 @@ class AdviceQuestion:
     output_format: str
     max_rows: int | None
     """Most rows of a table, None for all."""
+    flops: str = "model"
+    """What FLOPs the table's TFLOP/s and MFU count: one of `FLOP_CONVENTIONS`."""
 
     def list_sections(self) -> Iterator[RunSettings]:
         """The settings of every table."""
@@ -110,6 +113,7 @@ def read_question(
         timeline_path=_parse_timeline(chosen_options.get("timeline")),
         output_format=_parse_format(chosen_options.get("format")),
         max_rows=_parse_max_rows(chosen_options.get("top")),
+        flops=_parse_flops(chosen_options.get("flops")),
     )
 
 
@@ -175,6 +179,11 @@ def _parse_format(text: str | None) -> str:
     return text or "table"
 
 
+def _parse_flops(text: str | None) -> str:
+    require_choice("flops", text or "model", FLOP_CONVENTIONS)
+    return text or "model"
+
+
 def _parse_max_rows(text: str | None) -> int | None:
     if text is None:
         return DEFAULT_TABLE_ROWS
@@ -197,15 +206,17 @@ examples:
 
 Every field of every group under conf/ can be set, as in bench.sweep. What is set is fixed; strategy, sharding factor,
 reshard_after_forward and activation_checkpointing are varied where they are not, each at the largest batch that fits.
+global_batch=512 (sequences) or 4M_tokens compares all at one global batch.
 Commas give several values. The options below can be written key=value too.
 
 exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
   format, tokens, sections[], left_out[]
-  sections[]: question, advice, ranked[], infeasible[], impossible[], rules_of_thumb[]
+  sections[]: question, advice, warnings[], ranked[], infeasible[], impossible[], rules_of_thumb[]
   ranked[], infeasible[]: rank, status, overrides, strategy, sharding_factor, precision, activation_checkpointing,
-    batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, tokens_per_second_per_gpu, tokens_per_second,
+    batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, causal_tflops_per_gpu, causal_mfu,
+    tokens_per_second_per_gpu, tokens_per_second,
     gpu_hours, days, step_time_s{value, low, high}, time{compute_s, exposed_communication_s, optimizer_s, bubble_s,
     communication_s, limited_by, degraded}, memory{allocated, reserved, device_used{value, low, high}, parts, phase,
     module, phase_peaks, capacity_bytes, headroom_bytes, host_bytes, verdict}, reason, notes
@@ -230,7 +241,7 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
   steps[]: number, key, question, answer, because, numbers[]{name, value, unit}, threshold{name, value, unit}, source,
     assumed
   leaf: name, advice, ways[]{name, remark, settings, fits, why_not_predicted, run, predict, best}
-  ranking: advice, best, possible, infeasible (rows as bench.predict's)
+  ranking: advice, warnings[], best, possible, infeasible (rows as bench.predict's)
 """
 
 ADVISE_FORMATS = ("text", "json")
@@ -254,6 +265,7 @@ def parse_predict_arguments(arguments: Sequence[str], description: str | None) -
         "timeline": ("FILE", "the best row's step: .png, .svg, or a trace as .json"),
         "format": ("table|json|csv", "default: table"),
         "top": ("ROWS|all", "most rows of a table (default: 20)"),
+        "flops": ("|".join(FLOP_CONVENTIONS), "what the table's TFLOP/s and MFU count (default: model)"),
     }
     for name, (metavar, help_text) in options_help.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=help_text)

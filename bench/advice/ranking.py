@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,8 +44,7 @@ class RankedCandidate:
     def tokens_per_step(self) -> int:
         """Tokens one rank reads in one optimizer step."""
         config = self.config
-        tokens = config.model.count_tokens_per_sequence(config.sequence_length)
-        return tokens * config.batch_size_per_gpu * config.gradient_accumulation
+        return config.tokens_per_step // config.gpus
 
     @functools.cached_property
     def _speed_columns(self) -> dict[str, Any]:
@@ -77,6 +75,16 @@ class RankedCandidate:
     def mfu(self) -> float | None:
         """Share of the dense peak of the precision that the model's FLOPs reach, from 0 to 1."""
         return self._speed_columns.get("mfu")
+
+    @property
+    def causal_tflops_per_gpu(self) -> float | None:
+        """The model's FLOPs with half of the scores where attention is causal, in TFLOP/s."""
+        return self._speed_columns.get("causal_tflops_per_gpu")
+
+    @property
+    def causal_mfu(self) -> float | None:
+        """Share of the dense peak that these reach, from 0 to 1."""
+        return self._speed_columns.get("causal_mfu")
 
     @property
     def hfu(self) -> float | None:
@@ -154,9 +162,7 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
     configs = [
         candidate.config
         if candidate.has_requested_batch or largest_batch is None
-        else dataclasses.replace(
-            candidate.config, batch_size_per_gpu=largest_batch or candidate.config.strategy.batch_size_multiple
-        )
+        else candidate.config.resize_batch(largest_batch or _find_smallest_batch(candidate.config))
         for candidate, largest_batch in zip(candidates, largest_batches, strict=True)
     ]
     ranking = CandidateRanking()
@@ -181,10 +187,14 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
 def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:
     """Sequences per GPU that fit, 0 if not even one does; None where the memory is unknown or nothing is predicted."""
     searches = search_largest_batches(
-        [dataclasses.replace(config, batch_size_per_gpu=config.strategy.batch_size_multiple) for config in configs],
+        [config.resize_batch(_find_smallest_batch(config)) for config in configs],
         lambda sized_configs: [_read_trial(prediction) for prediction in predict_configs(sized_configs)],
     )
     return [None if search.is_aborted else search.largest_batch_size or 0 for search in searches]
+
+
+def _find_smallest_batch(config: RunConfig) -> int:
+    return config.valid_batch_sizes[0] if config.valid_batch_sizes else config.strategy.batch_size_multiple
 
 
 def _read_trial(prediction: RunPrediction) -> BatchTrial | None:

@@ -25,6 +25,9 @@ MIN_NETWORK_SHARE = 0.05
 NEGLIGIBLE_SLOWDOWN = 0.02
 """Loss of speed for which nobody should put up with sharding."""
 
+MAX_USUAL_STEP_TOKENS = 4 * 2**20
+"""Tokens of one optimizer step from which a ranking warns."""
+
 MIN_VISIBLE_DIFFERENCE = 0.005
 """Difference that no percentage shows."""
 
@@ -56,6 +59,28 @@ def describe_advice(possible: Sequence[RankedCandidate], infeasible: Sequence[Ra
         f"Use {describe_candidate(best)}: "
         f"{_describe_sharding_reason(best, possible, infeasible)}{_describe_runner_up(best, fitting)}."
     )
+
+
+def list_warnings(candidates: Sequence[RankedCandidate]) -> list[str]:
+    """Why a ranking may not compare like with like: steps of more tokens than models of this size are trained with,
+    where no global batch was asked for.
+
+    Sources: McCandlish et al. 2018, arXiv:1812.06162 (the largest useful batch, as the gradient noise scale predicts
+    it); Llama Team 2024, arXiv:2407.21783, section 3.4.1 (4M tokens at first, then 8M, and 16M after 2.87T tokens).
+    """
+    large_steps = [
+        candidate.config.tokens_per_step
+        for candidate in candidates
+        if candidate.config.global_batch is None and candidate.config.tokens_per_step > MAX_USUAL_STEP_TOKENS
+    ]
+    if not large_steps:
+        return []
+    return [
+        f"the step of {len(large_steps)} of {presentation.format_plural(len(candidates), 'candidate')} takes more than "
+        f"4M tokens (up to {presentation.format_count(max(large_steps))}), and beyond a critical size larger batches "
+        "buy little (arXiv:1812.06162; Llama 3 405B took 4M to 16M, arXiv:2407.21783): global_batch=4M_tokens compares "
+        "all at one"
+    ]
 
 
 def choose_recommended(fitting: Sequence[RankedCandidate]) -> RankedCandidate:
@@ -420,7 +445,12 @@ def find_scale_out(infeasible: Sequence[RankedCandidate]) -> ScaleOutResult:
 
 def _find_scale_out_with(candidate: RankedCandidate, strategy_names: Sequence[str]) -> ScaleOutResult:
     """The same with some strategies; of those that need equally few GPUs the first."""
-    settings = {key: value for key, value in candidate.settings.items() if not key.lstrip("+").startswith("strategy")}
+    settings = {
+        key: value
+        for key, value in candidate.settings.items()
+        if not key.lstrip("+").startswith("strategy") and key != "global_batch"
+    }
+    settings["gradient_accumulation"] = str(candidate.config.gradient_accumulation)
     named_configs = []
     for name in strategy_names:
         gpu_count = candidate.config.gpus

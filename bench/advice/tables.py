@@ -24,6 +24,7 @@ from bench.advice.sentence import (
     is_too_large_at_any_batch,
     list_notes,
 )
+from bench.config.flop_conventions import compute_convention_tflops
 from bench.config.run_config import RunConfig
 from bench.core import presentation
 from bench.core.presentation import MISSING, format_number
@@ -36,26 +37,36 @@ ASSUMED_KEYS = ("model", "hardware", "gpus", "sequence_length")
 """What a person is told where it was not given."""
 
 
-def build_answer_tables(answer: AdviceAnswer, tokens: float | None, max_rows: int | None) -> RenderableType:
-    """All sections, one below the other."""
+def build_answer_tables(
+    answer: AdviceAnswer, tokens: float | None, max_rows: int | None, flops: str = "model"
+) -> RenderableType:
+    """All sections, one below the other.
+
+    Raises
+    ------
+    ImpossibleError
+        If the formula of what `flops` says to count is not for a model.
+    """
     renderables: list[RenderableType] = []
     for section in answer.sections:
-        renderables += [*build_section_tables(section, tokens, max_rows), Text()]
+        renderables += [*build_section_tables(section, tokens, max_rows, flops), Text()]
     renderables += [
         Text(f"Not possible: {question}: {reason}", style="yellow") for question, reason in answer.skipped_sections
     ]
     return Group(*renderables) if answer.skipped_sections else Group(*renderables[:-1])
 
 
-def build_section_tables(section: AdviceSection, tokens: float | None, max_rows: int | None) -> list[RenderableType]:
+def build_section_tables(
+    section: AdviceSection, tokens: float | None, max_rows: int | None, flops: str = "model"
+) -> list[RenderableType]:
     """The heading, the advice and the tables of one section."""
     renderables: list[RenderableType] = [Text(_format_heading(section), style="bold"), Text(section.advice)]
     unique_notes = list(
         dict.fromkeys(note for candidate in section.ranking.possible for note in list_notes(candidate.config))
     )
-    renderables += [Text(f"Note: {note}.", style="yellow") for note in unique_notes]
+    renderables += [Text(f"Note: {note}.", style="yellow") for note in (*section.warnings, *unique_notes)]
     if section.ranking.possible:
-        renderables += [Text(), *_build_ranked_table(section.ranking.possible, tokens, max_rows)]
+        renderables += [Text(), *_build_ranked_table(section.ranking.possible, tokens, max_rows, flops)]
     if section.ranking.infeasible:
         renderables += [Text(), *_build_infeasible_lines(section.ranking, max_rows)]
     renderables += [
@@ -102,12 +113,31 @@ MAX_REASON_LINES = 6
 """Lines on what does not fit, unless all are asked for."""
 
 LARGEST_BATCH_NOTE = "Each at the largest batch that fits; batch_size_per_gpu=N compares all at one."
+GLOBAL_BATCH_NOTE = "All at global_batch={batch}, each in the largest micro-batches of it that fit."
 
 CandidateColumn = tuple[str, bool, Callable[[RankedCandidate], str]]
 """Heading, whether it is a number, and the text of a row."""
 
 
-def _list_columns(tokens: float | None) -> list[CandidateColumn]:
+def _list_speed_columns(flops: str) -> list[CandidateColumn]:
+    """TFLOP/s and MFU, named after what they count where that is not the suite's count of the model's FLOPs."""
+
+    def compute(candidate: RankedCandidate) -> tuple[float | None, float | None]:
+        time = candidate.prediction.time
+        return (None, None) if time is None else compute_convention_tflops(flops, candidate.config, time.step_s.value)
+
+    suffix = "" if flops == "model" else f" ({flops})"
+    return [
+        (f"TFLOP/s{suffix}", True, lambda candidate: format_number(compute(candidate)[0])),
+        (f"MFU{suffix}", True, lambda candidate: _format_share(compute(candidate)[1])),
+    ]
+
+
+def _format_share(share: float | None) -> str:
+    return MISSING if share is None else f"{share:.1%}"
+
+
+def _list_columns(tokens: float | None, flops: str) -> list[CandidateColumn]:
     columns: list[CandidateColumn] = [
         ("strategy", False, lambda candidate: candidate.config.strategy.name),
         ("F", True, lambda candidate: str(candidate.config.strategy.resolved_sharding_factor)),
@@ -123,8 +153,7 @@ def _list_columns(tokens: float | None) -> list[CandidateColumn]:
             True,
             lambda candidate: MISSING if candidate.largest_batch is None else str(candidate.largest_batch),
         ),
-        ("TFLOP/s", True, lambda candidate: format_number(candidate.tflops_per_gpu)),
-        ("MFU", True, lambda candidate: MISSING if candidate.mfu is None else f"{candidate.mfu:.1%}"),
+        *_list_speed_columns(flops),
         ("tokens/s/GPU", True, lambda candidate: format_number(candidate.tokens_per_second_per_gpu)),
         ("tokens/s", True, lambda candidate: presentation.format_count(candidate.tokens_per_second)),
         (
@@ -188,13 +217,13 @@ def _format_limit(candidate: RankedCandidate) -> str:
 
 
 def _build_ranked_table(
-    candidates: Sequence[RankedCandidate], tokens: float | None, max_rows: int | None
+    candidates: Sequence[RankedCandidate], tokens: float | None, max_rows: int | None, flops: str
 ) -> list[RenderableType]:
     """The table; a column that says the same in every row is told once, below."""
     shown_candidates = candidates[:max_rows]
     shown_columns: list[CandidateColumn] = []
     constant_values: list[str] = []
-    for column in _list_columns(tokens):
+    for column in _list_columns(tokens, flops):
         heading, _, format_cell = column
         cells = {format_cell(candidate) for candidate in shown_candidates}
         if heading == "largest" and all(
@@ -218,7 +247,9 @@ def _build_ranked_table(
     if constant_values:
         renderables.append(Text(f"In every row: {', '.join(constant_values)}.", style="dim"))
     if all(candidate.largest_batch == candidate.config.batch_size_per_gpu for candidate in candidates):
-        renderables.append(Text(LARGEST_BATCH_NOTE, style="dim"))
+        global_batch = candidates[0].config.global_batch
+        note = LARGEST_BATCH_NOTE if global_batch is None else GLOBAL_BATCH_NOTE.format(batch=global_batch.text)
+        renderables.append(Text(note, style="dim"))
     if len(candidates) > len(shown_candidates):
         renderables.append(Text(f"{len(candidates) - len(shown_candidates)} more: top=all shows them.", style="dim"))
     return renderables

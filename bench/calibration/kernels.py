@@ -13,9 +13,10 @@ from torch.nn import functional
 from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, CalibrationSample, CallTimer, build_timer
 from bench.core.precision import TORCH_DTYPE_NAMES, Precision, get_torch_dtype
 from bench.core.units import MIB
-from bench.prediction.cost.rank_speed import build_updates_key, count_optimizer_passes
+from bench.optimizers import UpdatedTensor, load_optimizer
+from bench.optimizers.base import TORCH_IMPLEMENTATIONS
+from bench.prediction.cost.rank_speed import build_updates_key
 from bench.prediction.trace.kernels import ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS
-from bench.rank.engine import IMPLEMENTATIONS, OptimizerConfig
 
 
 def list_formats(device: torch.device) -> tuple[str, ...]:
@@ -222,6 +223,9 @@ SCRATCH_BYTES = 2**26
 """Memory that is written before each step: in training, parameters and states were last used a whole step ago."""
 
 
+FP32_BYTES = 4
+
+
 class TimedOptimizers:
     """All optimizers over one model's parameters, in fp32."""
 
@@ -230,9 +234,9 @@ class TimedOptimizers:
         self._parameter_counts = len(parameters), sum(parameter.numel() for parameter in parameters)
         self._scratch = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=device)
         configs = [
-            OptimizerConfig(name, implementation, learning_rate=1e-6)
+            load_optimizer(name)(name, implementation, learning_rate=1e-6)
             for name in ("adamw", "sgd")
-            for implementation in IMPLEMENTATIONS
+            for implementation in TORCH_IMPLEMENTATIONS
         ]
         self._optimizers = [(config, config.build(module.parameters())) for config in configs]
 
@@ -245,7 +249,7 @@ class TimedOptimizers:
         """Take a step of each: its name, number of tensors and of elements, bytes, and seconds."""
         for config, optimizer in self._optimizers:
             self._scratch.add_(1)
-            bytes_moved = 4.0 * self._parameter_counts[1] * count_optimizer_passes(config)
+            bytes_moved = float(config.compute_moved_bytes([UpdatedTensor((self._parameter_counts[1],))], FP32_BYTES))
             yield build_updates_key(config), self._parameter_counts, bytes_moved, timer.time_calls([optimizer.step])
 
 

@@ -23,9 +23,10 @@ from bench.calibration.sample import MATMUL as MATMUL_SAMPLE
 from bench.models import Batch, Family
 from bench.models.gpt import GPTFamily
 from bench.models.t5 import T5Family
+from bench.optimizers.adamw import AdamWConfig
 from bench.prediction.trace.kernels import ATTENTION, MATMUL, OPERAND_FORMATS
 from bench.prediction.trace.op_recorder import describe_kernel, is_kernel
-from bench.rank.engine import Engine, OptimizerConfig, build_engine, build_micro_batches
+from bench.rank.engine import Engine, build_engine, build_micro_batches
 from bench.strategies.single import SingleProcessStrategy
 
 STEP_SAMPLE = "step"
@@ -144,7 +145,7 @@ def _build_step_engine(
         family,
         SingleProcessStrategy("single", 1),
         build_precision(format_),
-        OptimizerConfig("adamw", "fused", learning_rate=1e-4),
+        AdamWConfig("adamw", "fused", learning_rate=1e-4),
         device=device,
     )
     return engine, build_micro_batches(

@@ -51,6 +51,9 @@ UNSUPPORTED_OPTIONS = {
 EXTENSIBLE_GROUPS = ("model", "strategy", "hardware")
 """Groups that take fields of one's own with ``+``: a plug-in's, or the peak of another format."""
 
+FREE_FIELDS = "config"
+"""The field of a section that takes what is set of fields that the section does not have."""
+
 INTERPOLATION_PATTERN = re.compile(r"\$\{(?:([A-Za-z_]\w*)(?:\.\w+)*|(oc\.env):[^${}]*)\}")
 """Interpolations that say what they read: a field by its whole key, or the environment."""
 
@@ -349,6 +352,9 @@ def _set_nested_value(values: dict[str, Any], override: Override) -> None:
     key = override.key_or_group
     parent_key, _, name = key.rpartition(".")
     parent = _get_nested_value(values, parent_key)
+    if isinstance(parent, dict) and name not in parent and FREE_FIELDS in parent:
+        parent = parent[FREE_FIELDS]
+        parent[name] = None
     if not isinstance(parent, dict) or name not in parent:
         raise _unknown_field_error(values, key)
     if override.is_sweep_override():

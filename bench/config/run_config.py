@@ -6,19 +6,30 @@ against each other, and are resolved to what will really run. The hash of the re
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from bench.config.run_id import DEFAULT_SETTLING_S, compute_run_id, get_added_strategy_knobs, get_fields, to_plain_value
+from bench.config.global_batch import MAX_ACCUMULATION, GlobalBatch, parse_global_batch, require_accumulation
+from bench.config.run_id import (
+    ADDED_FIELD_DEFAULTS,
+    DEFAULT_SETTLING_S,
+    compute_run_id,
+    get_added_strategy_knobs,
+    get_fields,
+    to_plain_value,
+)
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within, build_dataclass, get_field_types, validate_value
 from bench.finetune import Finetune, FullFinetune, load_finetune
 from bench.hardware import Hardware
 from bench.models import Family, float8, load_family
-from bench.models.base import CHECKPOINTING_MODES, SEQUENCE_LENGTH_RANGE
-from bench.rank.engine import OptimizerConfig
+from bench.models.base import SEQUENCE_LENGTH_RANGE
+from bench.models.checkpointing import VALID_CHECKPOINTING
+from bench.models.chunked_loss import DEFAULT_LOSS_CHUNKS, check_chunked_loss
+from bench.optimizers import OptimizerConfig, load_optimizer
 from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
 
 EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
@@ -26,6 +37,13 @@ EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "
 
 SECTION_NAMES = ("model", "strategy", "precision", "optimizer", "hardware", "measurement", "finetune")
 """Fields of `RunConfig` with fields of their own."""
+
+CHUNKED_LOSS = "chunked"
+
+LOSSES = ("whole", CHUNKED_LOSS)
+
+UNRECORDED_FIELDS = ("requested", "global_batch")
+"""Fields of `RunConfig` that say how others were asked for."""
 
 RANK_COUNT_BOUNDS = Within(1, 2**17)
 """More than any cluster has: beyond it a plan takes more than seconds."""
@@ -73,16 +91,27 @@ class RunConfig:
     """Ranks per machine; at world sizes below it all ranks share one."""
     batch_size_per_gpu: Annotated[int, Within(1, 10**6)]
     sequence_length: Annotated[int, SEQUENCE_LENGTH_RANGE]
-    gradient_accumulation: Annotated[int, Within(1, 1024)]
+    gradient_accumulation: Annotated[int, Within(1, MAX_ACCUMULATION)]
     gradient_accumulation_sync: bool
     """Communicate gradients after every micro-batch instead of after the last."""
-    activation_checkpointing: Annotated[str, OneOf(*CHECKPOINTING_MODES)]
+    activation_checkpointing: Annotated[str, VALID_CHECKPOINTING]
     compile: bool
     seed: Annotated[int, Within(0, 2**63 - 1)]
     repeat: Annotated[int, Within(0, 10**6)]
     requested: dict[str, Any] = field(default_factory=dict, compare=False)
     """The strategy's knobs as they were asked for; no part of the run's identity."""
     finetune: Finetune = field(default_factory=lambda: FullFinetune("full"))
+    loss: Annotated[str, OneOf(*LOSSES)] = "whole"
+    """whole (of all logits at once) or chunked (a part of every sequence at a time, its logits computed again in
+    backward)."""
+    loss_chunks: Annotated[int | None, Within(2, 2**16)] = None
+    """Of `loss=chunked`; null for 8."""
+    global_batch: GlobalBatch | None = field(default=None, compare=False)
+    """What `gradient_accumulation` followed from, if it did; no part of the run's identity."""
+    activation_offload: bool = False
+    """What blocks keep for backward waits in the memory of the machine around the device."""
+    gradient_clip_norm: Annotated[float | None, Within(0, 1e38, exclusive_minimum=True)] = None
+    """Scale all gradients together so that their norm is at most this before the optimizer's step; null: leave them."""
 
     def __post_init__(self) -> None:
         if self.is_rehearsed and self.devices_per_process > 1:
@@ -123,8 +152,16 @@ class RunConfig:
             float8.require_torchao(self.precision)
         self.strategy.check_precision(self.precision)
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
+        self.optimizer.check_tensors(self.strategy.name, self.strategy.updated_tensor_kind)
+        self.optimizer.check_offloaded_state(self.strategy.name, self.strategy.offloaded_state)
         self.strategy.check_finetune(self.finetune.name)
-        self.finetune.check_installed()
+        if self.activation_offload and self.compile:
+            raise ImpossibleError(
+                "activation_offload=true is not valid with compile=true, whose blocks keep what the compiler chooses: "
+                "choose false."
+            )
+        if self.loss_chunks is not None:
+            check_chunked_loss(self.model)
         self.finetune.check(self.model, self.precision, self.hardware.device)
         self.strategy.check_step(
             StepSettings(
@@ -133,6 +170,9 @@ class RunConfig:
                 self.optimizer.keep_gradients,
                 self.compile,
                 self.precision,
+                self.loss_chunks is not None,
+                self.activation_offload,
+                self.finetune.name,
             )
         )
 
@@ -163,6 +203,11 @@ class RunConfig:
         )
 
     @property
+    def uses_host_memory(self) -> bool:
+        """Whether something of a step is kept in the memory of the machine around the device."""
+        return self.strategy.has_offloaded_state or self.activation_offload
+
+    @property
     def nodes(self) -> int:
         """Machines the ranks are spread over."""
         return max(1, self.gpus // self.gpus_per_node)
@@ -172,6 +217,73 @@ class RunConfig:
         """Of a micro-batch, in one process: more than `batch_size_per_gpu` where several ranks work on the same
         sequences, or one rank drives several devices."""
         return self.batch_size_per_gpu * self.gpus // self.strategy.find_batch_share(0, self.gpus)[1]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together read in one optimizer step."""
+        tokens_per_sequence = self.model.count_tokens_per_sequence(self.sequence_length)
+        return tokens_per_sequence * self.batch_size_per_gpu * self.gpus * self.gradient_accumulation
+
+    @property
+    def valid_batch_sizes(self) -> list[int] | None:
+        """The values of `batch_size_per_gpu` that come to the global batch, None where none was asked for.
+
+        Raises
+        ------
+        ImpossibleError
+            If there is none.
+        """
+        if self.global_batch is None:
+            return None
+        sizes = self.global_batch.list_batch_sizes(
+            self.gpus,
+            self.model.count_tokens_per_sequence(self.sequence_length),
+            self.strategy.batch_size_multiple,
+        )
+        valid_sizes, reason = [], ""
+        for size in sizes:
+            try:
+                self.resize_batch(size)
+            except ImpossibleError as error:
+                reason = str(error)
+            else:
+                valid_sizes.append(size)
+        if not valid_sizes:
+            raise ImpossibleError(reason)
+        return valid_sizes
+
+    def resize_batch(self, batch_size_per_gpu: int) -> RunConfig:
+        """The same run with micro-batches of another size; where a global batch was asked for, as many as come to it.
+
+        Raises
+        ------
+        ImpossibleError
+            If no number of them does, or the run takes none of that size.
+        """
+        if self.global_batch is None:
+            return dataclasses.replace(self, batch_size_per_gpu=batch_size_per_gpu)
+        accumulation = self.global_batch.compute_accumulation(
+            batch_size_per_gpu, self.gpus, self.model.count_tokens_per_sequence(self.sequence_length)
+        )
+        strategy = _build_section("strategy", type(self.strategy), self.requested).resolve(
+            self.gpus, self.gpus_per_node, accumulates=accumulation > 1 and not self.gradient_accumulation_sync
+        )
+        return dataclasses.replace(
+            self, batch_size_per_gpu=batch_size_per_gpu, gradient_accumulation=accumulation, strategy=strategy
+        )
+
+    def fill_global_batch(self, global_batch: GlobalBatch) -> RunConfig:
+        """The same run at a global batch, in the smallest micro-batches that come to it.
+
+        Raises
+        ------
+        ImpossibleError
+            If none do.
+        """
+        config = dataclasses.replace(self, global_batch=global_batch)
+        sizes = config.valid_batch_sizes
+        assert sizes is not None
+        return config.resize_batch(sizes[0])
 
     @property
     def sequences_per_device(self) -> int:
@@ -234,12 +346,14 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The complete resolved configuration as plain values."""
-        return {name: to_plain_value(value) for name, value in get_fields(self).items() if name != "requested"}
+        return {
+            name: to_plain_value(value) for name, value in get_fields(self).items() if name not in UNRECORDED_FIELDS
+        }
 
     @functools.cached_property
     def run_id(self) -> str:
         """Hash of the complete resolved configuration that can change the result: 16 hexadecimal digits."""
-        return compute_run_id(self, self.mode, self.precision.peak, uses_host=self.strategy.has_offloaded_state)
+        return compute_run_id(self, self.mode, self.precision.peak, uses_host=self.uses_host_memory)
 
 
 def build_run_config(raw: dict[str, Any]) -> RunConfig:
@@ -255,12 +369,12 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     UsageError
         Naming the field, the value and the valid choices.
     """
-    raw = {"finetune": {"name": "full"}, **raw}  # rows of before there was a choice do not say
+    raw = {"finetune": {"name": "full"}, **ADDED_FIELD_DEFAULTS, **raw}  # rows of before there was a choice do not say
     section_classes: dict[str, type] = {
         "model": load_family(_get_plugin_name(raw, "model", "family")),
         "strategy": load_strategy(_get_plugin_name(raw, "strategy", "name")),
         "precision": Precision,
-        "optimizer": OptimizerConfig,
+        "optimizer": load_optimizer(_get_plugin_name(raw, "optimizer", "name")),
         "hardware": Hardware,
         "measurement": Measurement,
         "finetune": load_finetune(str(raw["finetune"].get("name"))),
@@ -269,11 +383,15 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
         **get_added_strategy_knobs(raw["strategy"]),
         **raw["strategy"],
     }  # nor how its knobs of later were
+    raw["model"] = section_classes["model"].complete_fields(raw["model"])  # type: ignore[attr-defined]
     built_sections = {key: _build_section(key, section_classes[key], raw[key]) for key in SECTION_NAMES}
     built_sections["measurement"] = fill_measurement_defaults(
         built_sections["measurement"], built_sections["hardware"].device
     )
     scalars = _validate_scalars(raw)
+    scalars["loss_chunks"] = _resolve_loss_chunks(scalars["loss"], scalars["loss_chunks"])
+    if raw.get("global_batch") is not None:
+        scalars |= _follow_global_batch(raw, scalars, built_sections["model"])
     built_sections["strategy"] = built_sections["strategy"].resolve(
         scalars["gpus"],
         scalars["gpus_per_node"],
@@ -281,6 +399,14 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     )
     built_sections["precision"] = built_sections["strategy"].normalize_precision(built_sections["precision"])
     return RunConfig(**built_sections, **scalars, requested=raw["strategy"])
+
+
+def _resolve_loss_chunks(loss: str, loss_chunks: int | None) -> int | None:
+    if loss == CHUNKED_LOSS:
+        return loss_chunks or DEFAULT_LOSS_CHUNKS
+    if loss_chunks is not None:
+        raise invalid_value_error("loss_chunks", loss_chunks, f"null, since loss={loss}, or loss={CHUNKED_LOSS}")
+    return None
 
 
 def _get_plugin_name(raw: dict[str, Any], section: str, key: str) -> str:
@@ -306,11 +432,26 @@ _section_cache: dict[tuple[type, str], Any] = {}
 def _validate_scalars(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of `RunConfig` that are no sections."""
     hints = get_field_types(RunConfig)
-    return {
-        name: validate_value(name, hints[name], raw[name])
-        for name in hints
-        if name not in (*SECTION_NAMES, "requested")
+    values = {
+        **raw,
+        "gradient_accumulation": 1 if raw["gradient_accumulation"] is None else raw["gradient_accumulation"],
     }
+    return {
+        name: validate_value(name, hints[name], values[name])
+        for name in hints
+        if name not in (*SECTION_NAMES, *UNRECORDED_FIELDS)
+    }
+
+
+def _follow_global_batch(raw: dict[str, Any], scalars: dict[str, Any], model: Family) -> dict[str, Any]:
+    """The fields of `RunConfig` that follow from ``global_batch``."""
+    global_batch = parse_global_batch(raw["global_batch"])
+    model.check_sequence_length(scalars["sequence_length"])
+    accumulation = global_batch.compute_accumulation(
+        scalars["batch_size_per_gpu"], scalars["gpus"], model.count_tokens_per_sequence(scalars["sequence_length"])
+    )
+    require_accumulation(global_batch, raw.get("gradient_accumulation"), accumulation)
+    return {"gradient_accumulation": accumulation, "global_batch": global_batch}
 
 
 # --- What follows from the time of a step: rates of FLOPs and tokens.
@@ -320,21 +461,28 @@ def compute_speed_columns(config: RunConfig, step_time_s: float) -> dict[str, An
     """The columns of a row that follow from the time of an optimizer step, in seconds.
 
     TFLOP/s per rank count the model's own FLOPs, or all that the device executes, recomputation included; MFU and HFU
-    are their shares of the dense peak of the precision, None where that is unknown.
+    are their shares of the dense peak of the precision, None where that is unknown. The causal columns are the model's
+    FLOPs with half of the scores where attention is causal.
     """
     sequences = config.batch_size_per_gpu * config.gradient_accumulation
     flop_count = config.trained_model.count_flops_per_sequence(config.sequence_length)
     model_flops = sequences * flop_count.model_flops
-    hardware_flops = sequences * flop_count.compute_hardware_flops(config.activation_checkpointing)
+    hardware_flops = sequences * flop_count.compute_hardware_flops(
+        config.activation_checkpointing, loss_in_chunks=config.loss_chunks is not None
+    )
     tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
     peak_tflops = config.hardware.peak_tflops.get(config.precision.peak)
+    causal_flops = sequences * flop_count.causal_model_flops
+    causal_tflops = causal_flops / step_time_s / 1e12
     tokens = sequences * config.model.count_tokens_per_sequence(config.sequence_length)
     return {
         "tflops_per_gpu": tflops,
         "hardware_tflops_per_gpu": hardware_tflops,
+        "causal_tflops_per_gpu": causal_tflops,
         "mfu": tflops / peak_tflops if peak_tflops else None,
+        "causal_mfu": causal_tflops / peak_tflops if peak_tflops else None,
         "hfu": hardware_tflops / peak_tflops if peak_tflops else None,
         "tokens_per_second_per_gpu": tokens / step_time_s,
         "step_time_median_s": step_time_s,
-        "flops": {"model": model_flops, "hardware": hardware_flops},
+        "flops": {"model": model_flops, "hardware": hardware_flops, "causal": causal_flops},
     }

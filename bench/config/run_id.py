@@ -14,8 +14,9 @@ from typing import Any
 
 from bench.hardware import Hardware
 
-FIELDS_NOT_HASHED = (("requested",), ("hardware", "sources"))
-"""What is no part of a run's identity: how its strategy's knobs were asked for, where its numbers were read."""
+FIELDS_NOT_HASHED = (("requested",), ("global_batch",), ("hardware", "sources"))
+"""What is no part of a run's identity: how its strategy's knobs and its accumulation were asked for, where its numbers
+were read."""
 
 IRRELEVANT_FIELDS_BY_MODE = {
     "measure": (("hardware", "speeds"), ("hardware", "host")),
@@ -32,7 +33,7 @@ is timed by the number of steps alone."""
 ADDED_KNOB_DEFAULTS: dict[str, dict[str, object]] = {
     "optimizer": {"keep_gradients": False},
     "precision": {"float8": "none", "float8_emulated": False, "mixing": None},
-    "model": {"activation": "gelu_new"},
+    "model": {"activation": "gelu_new", "feed_forward": "relu", "tie_embeddings": True},
     "strategy": {
         "communication_hook": "none",
         "matrix_approximation_rank": 1,
@@ -44,6 +45,15 @@ ADDED_KNOB_DEFAULTS: dict[str, dict[str, object]] = {
 }
 """Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
 that what was measured before is still the same run. A section of which nothing is left is left out as well."""
+
+
+ADDED_FIELD_DEFAULTS: dict[str, object] = {
+    "gradient_clip_norm": None,
+    "loss": "whole",
+    "loss_chunks": None,
+    "activation_offload": False,
+}
+"""The same of fields that are no sections."""
 
 
 def get_added_strategy_knobs(strategy: Mapping[str, Any]) -> dict[str, object]:
@@ -89,10 +99,10 @@ def compute_run_id(config: Any, mode: str, peak: str, *, uses_host: bool) -> str
     values["hardware"] = _drop_unused_formats(values["hardware"], peak)
     texts = {
         name: _encode_json(value)
-        if type(value) in (int, str, bool)
+        if type(value) in (int, float, str, bool)
         else _encode_section(name, value, mode, uses_host=uses_host)
         for name, value in values.items()
-        if name not in excluded_names
+        if name not in excluded_names and not (name in ADDED_FIELD_DEFAULTS and value == ADDED_FIELD_DEFAULTS[name])
     }
     included_names = sorted(name for name, text in texts.items() if text != "{}")
     text = "{" + ",".join(f'"{name}":{texts[name]}' for name in included_names) + "}"

@@ -67,9 +67,12 @@ class OneOf:
     """The values a field takes."""
 
     choices: tuple[Any, ...]
+    description: str | None
+    """What is valid, for a sentence; None for every choice by itself."""
 
-    def __init__(self, *choices: Any) -> None:
+    def __init__(self, *choices: Any, description: str | None = None) -> None:
         object.__setattr__(self, "choices", choices)
+        object.__setattr__(self, "description", description)
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ def validate_value(key: str, hint: Any, value: Any) -> Any:
     UsageError
         Naming `key`, the value and what is valid.
     """
+    if hint is Any:
+        return value
     field_type = parse_type_hint(hint)
     if value is None and type(None) in field_type.types:
         return None
@@ -155,6 +160,8 @@ class FieldType:
     """Of plain values, null among them."""
     bounds: Within | None
     choices: tuple[Any, ...] | None
+    choices_description: str | None
+    """Instead of every choice by itself."""
     text_rule: TextRule
     section_class: Any
     """The dataclass of a nested section."""
@@ -172,6 +179,8 @@ class FieldType:
                 descriptions.append(self.bounds.describe_valid(plain_type))
             else:
                 descriptions.append(self.text_rule.description if plain_type is str else TYPE_DESCRIPTIONS[plain_type])
+        if self.choices_description is not None:
+            return self.choices_description
         if self.choices is not None:
             descriptions = [format_override_value(choice) for choice in self.choices] + (
                 ["null"] if type(None) in self.types else []
@@ -200,13 +209,15 @@ def parse_type_hint(hint: Any) -> FieldType:
     other_parts = [part for part in parts if part not in plain_types]
     bounds = next((rule for rule in declarations if isinstance(rule, Within)), None)
     non_null_types = [part for part in plain_types if part is not type(None)]
-    choices = next((rule.choices for rule in declarations if isinstance(rule, OneOf)), None)
+    one_of = next((rule for rule in declarations if isinstance(rule, OneOf)), None)
+    choices = None if one_of is None else one_of.choices
     if bounds is None and choices is None and len(non_null_types) == 1:
         bounds = DEFAULT_BOUNDS.get(non_null_types[0])
     return FieldType(
         types=plain_types,
         bounds=bounds,
         choices=choices,
+        choices_description=None if one_of is None else one_of.description,
         text_rule=next((rule for rule in declarations if isinstance(rule, TextRule)), TextRule()),
         section_class=next((part for part in other_parts if dataclasses.is_dataclass(part)), None),
         item_hint=next((typing.get_args(part)[0] for part in other_parts if typing.get_origin(part) is list), None),

@@ -41,7 +41,7 @@ class Finetune(ABC):
 
     def list_preload_modules(self, device: str) -> tuple[str, ...]:
         """Modules worth importing once, before ranks are forked: none beside GPUs, which bitsandbytes initialises."""
-        return self.required_packages if device == "cpu" else ()
+        return tuple(filter(is_installed, self.required_packages)) if device == "cpu" else ()
 
     @abstractmethod
     def adapt_family(self, family: Family, precision: Precision) -> Family:
@@ -51,14 +51,19 @@ class Finetune(ABC):
         """Raise `UsageError` where a knob makes no sense for this model, precision and device (cpu or cuda)."""
 
     def check_installed(self) -> None:
-        """Raise `ImpossibleError` where a library is missing: without it no model can be built, nor predicted."""
-        missing = [package for package in self.required_packages if importlib.util.find_spec(package) is None]
+        """Raise `ImpossibleError` where a library is missing that a run needs. A prediction needs none."""
+        missing = [package for package in self.required_packages if not is_installed(package)]
         if missing:
             package_text = "package {}, which is" if len(missing) == 1 else "packages {}, which are"
             raise ImpossibleError(
                 f"finetune={self.name} needs the {package_text.format(' and '.join(missing))} not installed: "
                 f"{format_install_command(*self.required_packages)}, or choose finetune=full."
             )
+
+
+def is_installed(package: str) -> bool:
+    """Whether a library can be imported."""
+    return importlib.util.find_spec(package) is not None
 
 
 def load_finetune(name: str) -> type[Finetune]:

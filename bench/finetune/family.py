@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -25,7 +26,8 @@ from bench.finetune.adapters import (
 )
 from bench.finetune.quantised import find_quantised_bytes, prepare_drawn_weights, quantise_drawn_weight, quantise_layers
 from bench.models import Batch, Family, FlopCount
-from bench.models.base import checkpoint_blocks
+from bench.models.base import FULL, NONE, find_checkpointing_interval
+from bench.models.checkpointing import checkpoint_blocks, shorten_family
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,12 @@ class AdaptedFamily(Family):
     def find_stored_bytes(self, model: nn.Module) -> dict[int, int]:
         return find_quantised_bytes(model) if self.adapter_spec.bits is not None else {}
 
-    def limit_blocks(self, max_blocks: int) -> AdaptedFamily | None:
-        base = self.base.limit_blocks(max_blocks)
+    @property
+    def block_period(self) -> int:
+        return self.base.block_period
+
+    def limit_blocks(self, max_blocks: int, period: int = 1) -> AdaptedFamily | None:
+        base = shorten_family(self.base, max_blocks, period)
         return None if base is None else dataclasses.replace(self, base=base)
 
     def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
@@ -101,7 +107,7 @@ FEWER_COUNTED_BLOCKS, MORE_COUNTED_BLOCKS = 2, 3
 """Blocks per list that are counted; all further ones cost as much as the third."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdapterFlopCount(FlopCount):
     """FLOPs of a step of one sequence, with frozen weights.
 
@@ -111,8 +117,8 @@ class AdapterFlopCount(FlopCount):
     dequantisation takes is no matrix product, and not counted.
     """
 
-    family: Family
-    sequence_length: int
+    family: Family = dataclasses.field(kw_only=True)
+    sequence_length: int = dataclasses.field(kw_only=True)
 
     @staticmethod
     def from_family(family: Family, sequence_length: int) -> AdapterFlopCount:
@@ -125,8 +131,9 @@ class AdapterFlopCount(FlopCount):
         """Forward and backward without recomputation."""
         return self.compute_hardware_flops("none")
 
-    def compute_hardware_flops(self, activation_checkpointing: str) -> int:
-        return count_training_flops(self.family, self.sequence_length, activation_checkpointing)
+    def compute_hardware_flops(self, activation_checkpointing: str, *, loss_in_chunks: bool = False) -> int:
+        flops = count_training_flops(self.family, self.sequence_length, activation_checkpointing)
+        return flops + (self.outside_blocks if self.head is None else self.head) * loss_in_chunks
 
 
 @functools.lru_cache(maxsize=256)
@@ -139,10 +146,25 @@ def count_training_flops(family: Family, sequence_length: int, activation_checkp
 
 
 def _count_training_flops(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
+    """Blocks of a list are alike, and computing each again takes the same."""
     lengths = {len(blocks) for blocks in family.find_block_lists(family.base.build_model())}  # type: ignore[attr-defined]
     shorter_family, longer_family = family.limit_blocks(FEWER_COUNTED_BLOCKS), family.limit_blocks(MORE_COUNTED_BLOCKS)
-    if shorter_family is None or longer_family is None or len(lengths) > 1 or min(lengths) <= MORE_COUNTED_BLOCKS:
+    if (
+        family.block_period > 1
+        or shorter_family is None
+        or longer_family is None
+        or len(lengths) > 1
+        or min(lengths) <= MORE_COUNTED_BLOCKS
+    ):
         return _count_step_flops(family, sequence_length, activation_checkpointing)
+    interval = find_checkpointing_interval(activation_checkpointing)
+    if interval is not None:
+        (num_blocks,) = lengths
+        unrecomputed_flops, recomputed_flops = (
+            _count_training_flops(family, sequence_length, mode) for mode in (NONE, FULL)
+        )
+        num_checkpointed = num_blocks // interval
+        return unrecomputed_flops + (recomputed_flops - unrecomputed_flops) * num_checkpointed // num_blocks
     shorter_flops, longer_flops = (
         _count_step_flops(short_family, sequence_length, activation_checkpointing)
         for short_family in (shorter_family, longer_family)
@@ -152,7 +174,8 @@ def _count_training_flops(family: Family, sequence_length: int, activation_check
 
 def _count_step_flops(family: Family, sequence_length: int, activation_checkpointing: str) -> int:
     """Counted with attention as separate products over the full square of scores, as `FlopCount` says."""
-    sdpa_family = dataclasses.replace(family, base=dataclasses.replace(family.base, attention="sdpa"))  # type: ignore
+    attention = family.base.attention if family.base.attention == "eager" else "sdpa"  # type: ignore[attr-defined]
+    sdpa_family = dataclasses.replace(family, base=dataclasses.replace(family.base, attention=attention))  # type: ignore
     model = sdpa_family.build_model()
     model.train()
     checkpoint_blocks(sdpa_family, model, activation_checkpointing)
@@ -164,7 +187,7 @@ def _count_step_flops(family: Family, sequence_length: int, activation_checkpoin
         _compute_unfused_attention,
     )
     try:
-        with flop_counter:
+        with FakeTensorMode(allow_non_fake_inputs=True), flop_counter:
             model(**inputs)["logits"].sum().backward()
     finally:
         functional.scaled_dot_product_attention = original_attention
@@ -174,7 +197,9 @@ def _count_step_flops(family: Family, sequence_length: int, activation_checkpoin
 def _compute_unfused_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> torch.Tensor:
-    """The two matrix products of attention."""
+    """The two matrix products of attention, whose queries' heads may share those of keys and values."""
+    heads_per_key = query.shape[-3] // key.shape[-3]
+    key, value = (tensor.repeat_interleave(heads_per_key, dim=-3) for tensor in (key, value))
     return torch.softmax(query @ key.transpose(-2, -1), dim=-1) @ value
 
 

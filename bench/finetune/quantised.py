@@ -20,11 +20,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from bench.core.precision import Precision
-from bench.finetune.adapters import AdapterSpec, find_layer_dimensions, is_transposed, iterate_linear_layers
+from bench.finetune.adapters import (
+    AdapterSpec,
+    find_layer_dimensions,
+    is_quantised,
+    is_transposed,
+    iterate_linear_layers,
+)
+from bench.finetune.stand_ins import SCALES_PER_OUTER_SCALE, WEIGHTS_PER_SCALE, QuantisedLinear
 from bench.models import Family
-
-WEIGHTS_PER_SCALE, SCALES_PER_OUTER_SCALE = 64, 256
-"""Weights that share a scale; scales that share a scale of theirs."""
 
 WEIGHT_CODE_SIZE, SCALE_CODE_SIZE = 2**4, 2**8
 """Values that a weight and a scale may have."""
@@ -38,13 +42,14 @@ def quantise_layers(family: Family, model: nn.Module, adapter_spec: AdapterSpec,
     Packed weights are stored as numbers of the parameters' format: T5 converts what it puts into a layer to the format
     of the layer's weight.
     """
-    bitsandbytes = _import_bitsandbytes()
-    for parent, name, layer in iterate_linear_layers(family, model):
+    for parent, name, layer in list(iterate_linear_layers(family, model)):
         inputs, outputs = find_layer_dimensions(layer)
         bias = layer.bias is not None
         quantised_layer: Any
-        if adapter_spec.bits == 4:
-            quantised_layer = bitsandbytes.nn.Linear4bit(
+        if adapter_spec.uses_stand_ins:
+            quantised_layer = QuantisedLinear(inputs, outputs, bias, adapter_spec.bits or 0, precision)
+        elif adapter_spec.bits == 4:
+            quantised_layer = _import_bitsandbytes().nn.Linear4bit(
                 inputs,
                 outputs,
                 bias=bias,
@@ -55,15 +60,14 @@ def quantise_layers(family: Family, model: nn.Module, adapter_spec: AdapterSpec,
                 device="meta",
             )
         else:
-            quantised_layer = bitsandbytes.nn.Linear8bitLt(
+            quantised_layer = _import_bitsandbytes().nn.Linear8bitLt(
                 inputs, outputs, bias=bias, has_fp16_weights=False, device="meta"
             )
+        quantised_layer.bits = adapter_spec.bits
         quantised_layer.double_quantisation = adapter_spec.double_quantisation
         quantised_layer.drawn_transposed = is_transposed(layer)
         quantised_layer.drawn_shape = tuple(layer.weight.shape)  # type: ignore[arg-type]
         setattr(parent, name, quantised_layer)
-    model.is_loaded_in_4bit = adapter_spec.bits == 4  # type: ignore[assignment]
-    model.is_loaded_in_8bit = adapter_spec.bits == 8  # type: ignore[assignment]
 
 
 def prepare_drawn_weights(model: nn.Module) -> None:
@@ -77,15 +81,18 @@ def prepare_drawn_weights(model: nn.Module) -> None:
 
 def quantise_drawn_weight(module: Any) -> None:
     """Quantise a layer's weight, if it is such a layer, that was drawn; on fake tensors, make what comes of it."""
-    if not _is_quantised(module):
+    if not is_quantised(module):
         return
-    bitsandbytes = _import_bitsandbytes()
     weight = module.weight.data
+    if isinstance(module, QuantisedLinear):
+        _quantise_stand_in_weight(module, weight)
+        return
     if isinstance(weight, FakeTensor):
         _quantise_fake_weight(module, weight)
         return
+    bitsandbytes = _import_bitsandbytes()
     weight = weight.t().contiguous() if module.drawn_transposed else weight
-    if isinstance(module, bitsandbytes.nn.Linear4bit):
+    if module.bits == 4:
         module.weight = bitsandbytes.nn.Params4bit(
             weight.to(module.compute_dtype),
             requires_grad=False,
@@ -105,7 +112,7 @@ def _quantise_fake_weight(module: Any, weight: torch.Tensor) -> None:
     """What `quantise_drawn_weight` makes, without values."""
     bitsandbytes = _import_bitsandbytes()
     outputs, inputs = module.out_features, module.in_features
-    if not isinstance(module, bitsandbytes.nn.Linear4bit):
+    if module.bits == 8:
         packed_weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8), requires_grad=False)
         packed_weight.CB = packed_weight.SCB = None  # type: ignore[attr-defined]
         module.state.CB, module.state.SCB = packed_weight.data, torch.empty(outputs)
@@ -134,13 +141,33 @@ def _quantise_fake_weight(module: Any, weight: torch.Tensor) -> None:
     module.weight = packed_weight
 
 
+def _quantise_stand_in_weight(module: QuantisedLinear, weight: torch.Tensor) -> None:
+    """What `_quantise_fake_weight` makes, of a layer that stands for bitsandbytes'."""
+    if module.bits == 8:
+        packed_weight = torch.empty(module.out_features, module.in_features, dtype=torch.int8)
+        module.scales = (torch.empty(module.out_features),)
+    else:
+        packed_size = weight.numel() // 2 // module.quant_storage.itemsize
+        packed_weight = torch.empty(packed_size, 1, dtype=module.quant_storage)
+        num_blocks = math.ceil(weight.numel() / WEIGHTS_PER_SCALE)
+        module.scales = (torch.empty(num_blocks),)
+        if module.double_quantisation:
+            num_outer_scales = math.ceil(num_blocks / SCALES_PER_OUTER_SCALE)
+            module.scales = (
+                torch.empty(num_blocks, dtype=torch.uint8),
+                torch.empty(SCALE_CODE_SIZE),
+                torch.empty(()),
+                torch.empty(num_outer_scales),
+            )
+    module.weight = nn.Parameter(packed_weight, requires_grad=False)
+
+
 def find_quantised_bytes(model: nn.Module) -> dict[int, int]:
     """Bytes of every quantised weight with its scales, by the identity of the parameter."""
-    bitsandbytes = _import_bitsandbytes()
     bytes_by_id = {}
     for module in _list_quantised_layers(model):
         num_weights = module.in_features * module.out_features
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
+        if module.bits == 4:
             bytes_by_id[id(module.weight)] = num_weights // 2 + count_scale_bytes(
                 num_weights, has_double_quantisation=module.double_quantisation
             )
@@ -167,8 +194,4 @@ def _import_bitsandbytes() -> Any:
 
 
 def _list_quantised_layers(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if _is_quantised(module)]
-
-
-def _is_quantised(module: nn.Module) -> bool:
-    return hasattr(module, "drawn_shape")
+    return [module for module in model.modules() if is_quantised(module)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import math
@@ -162,7 +161,7 @@ class LocalLauncher:
             error = f"its job was killed or crashed. {_describe_last_output(job)}"
             config = tasks[num_finished].config
             if start_event is not None:  # in a search, runs have a batch size of their own
-                config = dataclasses.replace(config, batch_size_per_gpu=start_event["batch_size"])
+                config = config.resize_batch(start_event["batch_size"])
                 error += _write_lost_run_row(config, store, sweep, error, start_event["attempt"])
             on_event({"event": "lost", "label": config.label, "error": error})
             # A job that never came to a run would not do so with the next one either.

@@ -196,6 +196,8 @@ def load_local_profile(cluster: dict[str, Any]) -> LocalProfile:
 def check_run_on_host(config: RunConfig, profile: LocalProfile, device: DetectedDevice) -> None:
     """Raise `ImpossibleError` where this machine, whose device that is, cannot execute a run."""
     config.strategy.check_installed()
+    config.optimizer.check_installed()
+    config.finetune.check_installed()
     refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
     if config.active_nodes > 1:
         raise ImpossibleError(

@@ -6,6 +6,6 @@ from bench.models.base import Batch, Family, FlopCount, load_family
 
 __all__ = ["Batch", "Family", "FlopCount", "load_family"]
 
-for _name in ("torchao", "torch.utils._pytree"):
+for _name in ("torchao", "torch.utils._pytree", "transformers"):
     # transformers imports torchao where it is installed, which warns of kernels that are for other devices.
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -34,6 +34,7 @@ from bench.models.division import (
     build_sequence_split,
     strip_checkpoint_wrappers,
 )
+from bench.models.pretrained import ignore_packed_sequences
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 
@@ -81,8 +82,9 @@ class GPTFamily(Family):
             bos_token_id=0,
             eos_token_id=0,
             use_cache=False,
-            attn_implementation=register_causal_sdpa() if self.attention == "sdpa" else self.attention,
+            attn_implementation=self.attention,
         )
+        ignore_packed_sequences()
         with torch.device("meta"):
             model = GPT2LMHeadModel(config)
         model.tie_weights()
@@ -136,11 +138,14 @@ class GPTFamily(Family):
         """
         length, hidden = sequence_length, self.hidden_size
         final_linear = 2 * length * hidden * self._intermediate_width
+        linear, attention = 8 * length * hidden * hidden + 2 * final_linear, 4 * length * length * hidden
         return FlopCount(
-            blocks_linear=self.num_layers * (8 * length * hidden * hidden + 2 * final_linear),
-            blocks_attention=self.num_layers * 4 * length * length * hidden,
+            blocks_linear=self.num_layers * linear,
+            blocks_attention=self.num_layers * attention,
+            causal_attention=self.num_layers * attention,
             blocks_last_linear=self.num_layers * final_linear,
             outside_blocks=2 * length * hidden * self.vocabulary_size,
+            recomputed_by_block=((linear + attention - final_linear,) * self.num_layers,),
         )
 
     def count_tokens_per_sequence(self, sequence_length: int) -> int:
@@ -228,17 +233,3 @@ class GPTPipelineStage(PipelineStageModule):
         for block in self.h:
             hidden = block(hidden, None, causal_mask, None, encoder_attention_mask=None, use_cache=False)
         return self.lm_head(self.ln_f(hidden)) if self._has_head else (hidden,)
-
-
-def register_causal_sdpa() -> str:
-    """Name of transformers' SDPA attention, registered once more without the function that prepares its mask.
-
-    Preparing the mask looks for several sequences packed into one, which waits for the device in every forward pass
-    and finds none here. Without a mask SDPA gets ``is_causal=True``, what the preparation would have come to.
-    """
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    name = "sdpa_causal"
-    AttentionInterface.register(name, sdpa_attention_forward)
-    return name

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from bench.core.typed_config import OneOf
 from bench.models.base import (
     SEQUENCE_LENGTH_RANGE,
     Batch,
@@ -41,9 +42,13 @@ DECODER_START_TOKEN = 0
 """T5 starts its decoder with the padding token."""
 
 
+FEED_FORWARDS = ("relu", "gated-gelu", "gated-silu")
+
+
 @dataclass(frozen=True)
 class T5Family(Family):
-    """Shape of a T5 of version 1.0: ReLU feed-forward, no biases, tied embeddings."""
+    """Shape of a T5, which has no biases: of version 1.0 or, with a gated feed-forward layer and a head of its own, of
+    1.1, mT5 and UL2."""
 
     vocabulary_size: TokenCount
     d_model: LayerWidth
@@ -55,6 +60,10 @@ class T5Family(Family):
     decoder_sequence_length: Annotated[int | None, SEQUENCE_LENGTH_RANGE] = None
     """Tokens per sequence in the decoder; null for the encoder's length."""
     dropout: DropoutRate = 0.0
+    feed_forward: Annotated[str, OneOf(*FEED_FORWARDS)] = "relu"
+    """The feed-forward layer, as transformers calls it; a gated one has two matrices where others have one."""
+    tie_embeddings: bool = True
+    """The head over the vocabulary shares the embedding's weight."""
 
     preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.t5.modeling_t5",)
     can_divide_layers: ClassVar[bool] = True
@@ -73,8 +82,8 @@ class T5Family(Family):
             num_layers=self.num_encoder_layers,
             num_decoder_layers=self.num_decoder_layers,
             dropout_rate=self.dropout,
-            feed_forward_proj="relu",
-            tie_word_embeddings=True,
+            feed_forward_proj=self.feed_forward,
+            tie_word_embeddings=self.tie_embeddings,
             decoder_start_token_id=DECODER_START_TOKEN,
             pad_token_id=DECODER_START_TOKEN,
             use_cache=False,
@@ -83,6 +92,8 @@ class T5Family(Family):
         with torch.device("meta"):
             model = T5ForConditionalGeneration(config)
         model.tie_weights()
+        if not self.tie_embeddings:  # which transformers takes for how logits are scaled alone
+            model.lm_head = nn.Linear(self.d_model, self.vocabulary_size, bias=False, device="meta")
         return model
 
     def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
@@ -148,15 +159,21 @@ class T5Family(Family):
         inner_width = self.num_heads * self.d_kv
         projection = 2 * self.d_model * inner_width
         feed_forward = 2 * self.d_model * self.d_ff
-        encoder_linear = source * (4 * projection + 2 * feed_forward)
-        decoder_linear = target * (4 * projection + 2 * feed_forward) + 2 * (target + source) * projection
+        num_matrices = 3 if self.feed_forward.startswith("gated") else 2
+        encoder_linear = source * (4 * projection + num_matrices * feed_forward)
+        decoder_linear = target * (4 * projection + num_matrices * feed_forward) + 2 * (target + source) * projection
         encoder_attention = 4 * source * source * inner_width
         decoder_attention = 4 * (target * target + target * source) * inner_width
         return FlopCount(
             blocks_linear=self.num_encoder_layers * encoder_linear + self.num_decoder_layers * decoder_linear,
             blocks_attention=self.num_encoder_layers * encoder_attention + self.num_decoder_layers * decoder_attention,
+            causal_attention=self.num_decoder_layers * 4 * target * target * inner_width,
             blocks_last_linear=(self.num_encoder_layers * source + self.num_decoder_layers * target) * feed_forward,
             outside_blocks=2 * target * self.d_model * self.vocabulary_size,
+            recomputed_by_block=(
+                (encoder_linear + encoder_attention - source * feed_forward,) * self.num_encoder_layers,
+                (decoder_linear + decoder_attention - target * feed_forward,) * self.num_decoder_layers,
+            ),
         )
 
     def count_tokens_per_sequence(self, sequence_length: int) -> int:
@@ -195,8 +212,12 @@ class T5Family(Family):
                 layer_division.divided_attributes += [(module, "n_heads"), (module, "inner_dim")]
             elif layer in ("q", "k", "v", "relative_attention_bias"):
                 layer_division.parallel_styles.append((module, ColwiseParallel()))
-            elif layer == "wi":
-                layer_division.parallel_styles.append((module, ColwiseParallel(input_layouts=hidden_layout)))
+            elif layer == "DenseReluDense":
+                layer_division.parallel_styles.append(
+                    (module, PrepareModuleInput(input_layouts=hidden_layout, desired_input_layouts=replicated))
+                )
+            elif layer in ("wi", "wi_0", "wi_1"):
+                layer_division.parallel_styles.append((module, ColwiseParallel()))
             elif layer in ("o", "wo"):
                 layer_division.parallel_styles.append((module, RowwiseParallel(output_layouts=hidden_layout)))
             elif layer in ("layer_norm", "final_layer_norm") and sequence_parallel:

@@ -28,6 +28,8 @@ class BatchSearch:
     peaks_by_size: dict[int, float | None] = dataclasses.field(default_factory=dict)
     """Batch size to peak memory in bytes, None if it does not fit."""
     limit_bytes: int | None = None
+    sizes: Sequence[int] | None = None
+    """The only sizes there are, smallest first: those that come to a global batch; None for all."""
     is_aborted: bool = False
     """A batch size could not be tried, or nothing says whether it fits."""
 
@@ -40,11 +42,15 @@ class BatchSearch:
         """What to try next, None when the answer is known."""
         start, unit = self.config.batch_size_per_gpu, self.config.strategy.batch_size_multiple
         while not self.is_aborted:
-            size = choose_next_batch_size(self.peaks_by_size, start, self.limit_bytes, unit)
+            size = (
+                choose_next_batch_size(self.peaks_by_size, start, self.limit_bytes, unit)
+                if self.sizes is None
+                else choose_next_listed_size(self.peaks_by_size, self.sizes)
+            )
             if size is None:
                 break
             try:
-                return dataclasses.replace(self.config, batch_size_per_gpu=size)
+                return self.config.resize_batch(size)
             except ImpossibleError:  # more tokens than a run may have
                 self.peaks_by_size[size] = None
         return None
@@ -68,12 +74,30 @@ def search_largest_batches(
     try_batches: callable
         Runs or predicts configurations, one of each search that goes on, and gives what each showed.
     """
-    searches = [BatchSearch(config) for config in configs]
+    searches = [BatchSearch(config, sizes=config.valid_batch_sizes) for config in configs]
     while open_searches := [(search, config) for search in searches if (config := search.choose_next_config())]:
         trials = try_batches([config for _, config in open_searches])
         for (search, config), trial in zip(open_searches, trials, strict=True):
             search.add_trial(config.batch_size_per_gpu, trial)
     return searches
+
+
+def choose_next_listed_size(peaks_by_size: Mapping[int, float | None], sizes: Sequence[int]) -> int | None:
+    """Of the sizes of a global batch the one to try next, None when the answer is known.
+
+    First the largest, which is the whole step at once: without accumulation gradients need not be kept whole beside
+    the next micro-batch, so it may fit where smaller ones do not. Then the gap between what fits and what does not is
+    halved.
+    """
+    *smaller_sizes, largest = sizes
+    if largest not in peaks_by_size:
+        return largest
+    if peaks_by_size[largest] is not None:
+        return None
+    fitting = find_largest_fitting(peaks_by_size) or 0
+    smallest_oom = min((size for size in smaller_sizes if size in peaks_by_size and size > fitting), default=largest)
+    open_sizes = [size for size in smaller_sizes if fitting < size < smallest_oom]
+    return open_sizes[len(open_sizes) // 2] if open_sizes else None
 
 
 def choose_next_batch_size(

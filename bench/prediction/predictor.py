@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from bench.config.run_config import RunConfig, compute_speed_columns
 from bench.core import processes
 from bench.core.units import GIB
-from bench.models.base import count_buffer_bytes
+from bench.models.checkpointing import find_block_period
+from bench.models.materialize import count_buffer_bytes
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
 from bench.prediction.cost import rank_speed
@@ -38,6 +39,8 @@ from bench.prediction.trace.scaled_trace import (
     ScaledTrace,
     SegmentAtBatch,
     build_chunks,
+    compute_offloaded_bytes,
+    find_segment_block_positions,
     list_traced_batch_sizes,
     scale_kernels,
 )
@@ -143,9 +146,8 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
         return predictor.predict_pipeline(config, build_trace_key(config), timeline=timeline)
     simulated_steps = _simulate_period(config, rank_speed.build_rank_speed(config), timeline)
     largest_step = max(simulated_steps, key=lambda step: step.simulated_rank.peak.size)
-    memory_prediction = predict_memory(
-        config, largest_step.simulated_rank, max(step.plan.host_bytes for step in simulated_steps)
-    )
+    host_bytes = max(step.plan.host_bytes for step in simulated_steps) + _compute_offloaded_bytes(config)
+    memory_prediction = predict_memory(config, largest_step.simulated_rank, host_bytes)
     phase_peaks = [round_parts(step.simulated_rank.phase_peaks) for step in simulated_steps]
     memory_prediction = dataclasses.replace(
         memory_prediction,
@@ -196,7 +198,9 @@ def _simulate_rank(
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
     tensor_group = _find_tensor_group(config)
-    segments = _build_segments(key, config.sequences_per_device, HashableHardware(config.hardware), tensor_group)
+    segments = _build_segments(
+        key, config.sequences_per_device, HashableHardware(config.hardware), tensor_group, _find_transfer_speed(config)
+    )
     if config.devices_per_process > 1:
         batch_segments = _build_segments(
             key, config.sequences_per_rank, HashableHardware(config.hardware), tensor_group
@@ -229,7 +233,7 @@ def _build_plan_inputs(config: RunConfig, scaled_trace: ScaledTrace) -> PlanInpu
         precision=config.precision,
         casts_parameters=not config.strategy.uses_autocast(config.precision),
         world_size=config.gpus,
-        states_per_parameter=config.optimizer.states_per_parameter,
+        optimizer=config.optimizer,
         num_micro_batches=config.gradient_accumulation,
         keep_gradients=config.optimizer.keep_gradients,
         outputs_bytes=scaled_trace.outputs_bytes[0] + batch_weight * scaled_trace.outputs_bytes[1],
@@ -246,6 +250,7 @@ def _build_layout(config: RunConfig) -> ParameterLayout:
         config.precision.scales_loss,
         config.strategy.build_tensor_parallel_split(),
         shards_fp32_separately=build_trace_key(config).shards_fp32_separately,
+        shards_trained_separately=config.strategy.shards_trained_layers_separately,
     )
 
 
@@ -259,6 +264,7 @@ def _simulate_planned_step(
         plan,
         _build_layout(config),
         segments,
+        block_period=find_block_period(config.trained_model, config.activation_checkpointing),
         num_micro_batches=config.gradient_accumulation,
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
         update=rank_speed.predict_optimizer_update(config, plan),
@@ -279,9 +285,12 @@ def build_trace_key(config: RunConfig) -> TraceKey:
         widens_outputs=config.strategy.casts_outputs_to_fp32(config.precision),
         split=config.strategy.build_tensor_parallel_split(),
         autocast_caches=config.strategy.has_autocast_cache,
+        loss_chunks=config.loss_chunks,
+        activation_offload=config.activation_offload,
         shards_fp32_separately=config.precision.scales_loss
         and not config.strategy.uses_autocast(config.precision)
         and config.strategy.shards_fp32_layers_separately,
+        shards_trained_separately=config.strategy.shards_trained_layers_separately and config.finetune.name != "full",
     )
 
 
@@ -294,9 +303,32 @@ def _find_tensor_group(config: RunConfig) -> CollectiveGroup | None:
     )
 
 
+def _find_transfer_speed(config: RunConfig) -> float:
+    """Seconds per byte of activations that are offloaded."""
+    if not config.activation_offload or config.hardware.device == "cpu":
+        return 0.0
+    return rank_speed.add_host_transfers(config, rank_speed.RankSpeed()).transfer_s_per_byte
+
+
+def _compute_offloaded_bytes(config: RunConfig) -> float:
+    """Of activations on the host."""
+    key, batch_size = build_trace_key(config), config.sequences_per_device
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size))
+    positions = find_segment_block_positions(
+        scaled_trace.segments,
+        _build_layout(config).block_counts,
+        key.block_period,
+    )
+    return compute_offloaded_bytes(scaled_trace, batch_size, positions)
+
+
 @functools.lru_cache(maxsize=256)
 def _build_segments(
-    key: TraceKey, batch_size: int, hashable_hardware: HashableHardware, tensor_group: CollectiveGroup | None
+    key: TraceKey,
+    batch_size: int,
+    hashable_hardware: HashableHardware,
+    tensor_group: CollectiveGroup | None,
+    transfer_s_per_byte: float = 0.0,
 ) -> tuple[SegmentAtBatch, ...]:
     """The scaled trace's segments at a batch size, with the time of everything on some hardware.
 
@@ -304,19 +336,24 @@ def _build_segments(
     ----------
     tensor_group: Group or None
         Where the ranks are that share layers; None where layers are whole.
+    transfer_s_per_byte: float
+        Of a copy between device and host.
     """
     scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size))
     batch_weight = scaled_trace.compute_batch_weight(batch_size)
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
     segment_seconds = rank_speed.compute_seconds_per_segment(hashable_hardware.hardware, key.precision, segment_kernels)
     block_counts = build_parameter_layout(key.family, 1, key.precision.scales_loss, key.split).block_counts
-    time_collective = rank_speed.build_layer_collective_timer(hashable_hardware.hardware, key.precision, tensor_group)
+    block_positions = find_segment_block_positions(scaled_trace.segments, block_counts, key.block_period)
+    time_collective = rank_speed.build_layer_collective_timer(
+        hashable_hardware.hardware, key.precision, tensor_group, transfer_s_per_byte
+    )
     return tuple(
         SegmentAtBatch(
             scaled_segment.phase,
             scaled_segment.micro_batch,
             scaled_segment.place,
-            build_chunks(scaled_segment, batch_weight, kernel_seconds, block_counts, time_collective),
+            build_chunks(scaled_segment, batch_weight, kernel_seconds, block_positions, time_collective),
         )
         for scaled_segment, kernel_seconds in zip(scaled_trace.segments, segment_seconds, strict=True)
     )

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from bench.core.errors import invalid_value_error
 from bench.core.precision import Precision
-from bench.core.typed_config import OneOf, Within
 from bench.models import Batch, Family, float8
-from bench.models.base import Materializer, checkpoint_blocks, compile_blocks
+from bench.models.activation_offload import PinnedTransfer, offload_activations
+from bench.models.blocks import compile_blocks
+from bench.models.checkpointing import checkpoint_blocks
+from bench.models.chunked_loss import ChunkedLoss
+from bench.models.materialize import Materializer
+from bench.optimizers import OptimizerConfig, find_hidden_matrices
 from bench.strategies import Stepper, Strategy, WrapContext
 
 EnterPhase = Callable[[str], None]
@@ -40,6 +44,8 @@ class Engine:
     enter_phase: EnterPhase
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """The family's."""
+    chunked_loss: ChunkedLoss | None = None
+    """Where the model returns a loss in place of logits."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -77,9 +83,13 @@ class Engine:
         """Both passes of one of several micro-batches. Returns its share of the loss alone, so that neither the logits
         nor the loss's graph live on while the next one is computed or parameters are updated."""
         self.enter_phase("forward")
-        with self.autocast():
-            logits = self.module(**batch.inputs)["logits"]
-        loss = self.loss(logits, batch.labels) / num_micro_batches
+        if self.chunked_loss is None:
+            with self.autocast():
+                logits = self.module(**batch.inputs)["logits"]
+            loss = self.loss(logits, batch.labels) / num_micro_batches
+        else:
+            with self.autocast(), self.chunked_loss.provide_labels(batch.labels):
+                loss = self.module(**batch.inputs)["logits"] / num_micro_batches
         self.enter_phase("backward")
         self.stepper.backward(loss)
         return loss.detach()
@@ -106,15 +116,19 @@ def build_engine(
     device: torch.device,
     world_size: int = 1,
     activation_checkpointing: str = "none",
+    loss_chunks: int | None = None,
+    activation_offload: bool = False,
     compile: bool = False,
     synchronize_every_micro_batch: bool = False,
     seed: int = 0,
     enter_phase: EnterPhase = lambda phase: None,
     rehearsed: bool = False,
     num_micro_batches: int = 1,
+    gradient_clip_norm: float | None = None,
 ) -> Engine:
     """Build the model on meta, prepare its blocks, wrap and fill it, then build the optimizer on what it became.
 
+    The loss is computed in `loss_chunks`, unless that is None.
     `world_size` ranks call this together, or the first of them alone if it is `rehearsed`."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     model = family.build_model().to(precision.parameter_dtype)
@@ -125,10 +139,26 @@ def build_engine(
     if precision.scales_loss and strategy.uses_autocast(precision):
         disable_autocast(family.find_fp32_modules(model), device)
     checkpoint_blocks(family, model, activation_checkpointing)
+    if activation_offload:
+        offload_activations(family, model, PinnedTransfer())
     if compile:
         compile_blocks(family, model)
+    chunked_loss = None if loss_chunks is None else ChunkedLoss(family, model, loss_chunks)
+
+    def build_optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(family.find_block_lists(model))}
+        return optimizer.build(parameters, lambda parameter: id(parameter) in hidden_matrix_ids)
+
     job = WrapContext(
-        family, precision, device, world_size, materializer, rehearsed, optimizer.build, num_micro_batches
+        family,
+        precision,
+        device,
+        world_size,
+        materializer,
+        rehearsed,
+        build_optimizer,
+        num_micro_batches,
+        gradient_clip_norm=gradient_clip_norm,
     )
     module = strategy.wrap(model, job)
     scaler = (
@@ -137,16 +167,20 @@ def build_engine(
         else torch.amp.GradScaler(device.type, enabled=False)
     )
     scaler.set_growth_interval(LOSS_SCALE_GROWTH_INTERVAL)
-    torch_optimizer = strategy.build_optimizer(module, optimizer.build)
+    torch_optimizer = strategy.build_optimizer(module, build_optimizer)
+    stepper = strategy.build_stepper(module, torch_optimizer, scaler, optimizer.keep_gradients)
+    if gradient_clip_norm is not None:
+        stepper.clip_gradients = functools.partial(strategy.clip_gradients, module, torch_optimizer, gradient_clip_norm)
     return Engine(
         module,
-        strategy.build_stepper(module, torch_optimizer, scaler, optimizer.keep_gradients),
+        stepper,
         strategy,
         precision,
         device,
         synchronize_every_micro_batch,
         enter_phase,
         family.compute_loss,
+        chunked_loss,
     )
 
 
@@ -187,45 +221,3 @@ def disable_autocast(modules: Sequence[nn.Module], device: torch.device) -> None
                 return original_forward(hidden.float())
 
         module.forward = forward  # type: ignore[method-assign]
-
-
-# --- Optimizers, from torch alone, built after sharding.
-
-IMPLEMENTATIONS = ("fused", "foreach", "for_loop")
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Which optimizer, and which of torch's implementations of it."""
-
-    name: Annotated[str, OneOf("adamw", "sgd")]
-    """adamw (two states per parameter) or sgd (none without momentum)."""
-    implementation: Annotated[str, OneOf(*IMPLEMENTATIONS)]
-    """fused (one kernel), foreach (one kernel per operation) or for_loop (one kernel per operation and parameter)."""
-    learning_rate: Annotated[float, Within(0, 1e38, exclusive_minimum=True)]
-    momentum: Annotated[float, Within(0, 1, exclusive_maximum=True)] = 0.0
-    """Of SGD: above 0 it keeps one state per parameter."""
-    keep_gradients: bool = False
-    """Fill gradients with zeros between steps (torch's default before 2.0) instead of freeing them."""
-
-    def __post_init__(self) -> None:
-        if self.momentum and self.name != "sgd":
-            raise invalid_value_error(
-                "optimizer.momentum", self.momentum, f"0, since optimizer.name={self.name} has its own"
-            )
-
-    @property
-    def states_per_parameter(self) -> int:
-        """Tensors of a parameter's size the optimizer keeps."""
-        return 2 if self.name == "adamw" else int(self.momentum > 0)
-
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over parameters as they are now: shards, if they are sharded."""
-        options: dict[str, Any] = {
-            "lr": self.learning_rate,
-            "fused": self.implementation == "fused",
-            "foreach": self.implementation == "foreach",
-        }
-        if self.name == "sgd":
-            return torch.optim.SGD(parameters, momentum=self.momentum, **options)
-        return torch.optim.AdamW(parameters, **options)

@@ -110,12 +110,15 @@ def run_rank(
             device=device,
             world_size=config.gpus,
             activation_checkpointing=config.activation_checkpointing,
+            loss_chunks=config.loss_chunks,
+            activation_offload=config.activation_offload,
             compile=config.compile,
             synchronize_every_micro_batch=config.gradient_accumulation_sync,
             seed=config.seed,
             enter_phase=enter_phase,
             rehearsed=config.is_rehearsed,
             num_micro_batches=config.gradient_accumulation,
+            gradient_clip_norm=config.gradient_clip_norm,
         )
         share_index, num_shares = config.strategy.find_batch_share(coordinates.rank, config.gpus)
         batches = build_micro_batches(
@@ -196,7 +199,7 @@ def run_rank(
         outcome.failed_at = time.time()
         limit_exhausted = memory_limit is not None and memory_limit.lift()
         oom_error = out_of_memory.find_out_of_memory_error(
-            error, config.hardware.device, offloads=config.strategy.has_offloaded_state, limit_exhausted=limit_exhausted
+            error, config.hardware.device, offloads=config.uses_host_memory, limit_exhausted=limit_exhausted
         )
         if oom_error is not None:
             outcome.status = "oom"

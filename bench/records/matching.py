@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from bench.config.run_id import ADDED_KNOB_DEFAULTS, get_added_strategy_knobs
+from bench.config.run_id import ADDED_FIELD_DEFAULTS, ADDED_KNOB_DEFAULTS, get_added_strategy_knobs
 from bench.core.units import GIB
 from bench.records.schema import Record
 
@@ -120,4 +120,9 @@ def _build_config_key(record: Record) -> ConfigKey | None:
         f"strategy.{knob}": value for knob, value in get_added_strategy_knobs(config.get("strategy") or {}).items()
     }
     added_knobs = flatten_config(ADDED_KNOB_DEFAULTS, SECTIONS_NOT_IN_KEY)  # which older rows do not have
-    return {**added_knobs, **added_strategy_knobs, **flatten_config(config, SECTIONS_NOT_IN_KEY)}
+    return {
+        **ADDED_FIELD_DEFAULTS,
+        **added_knobs,
+        **added_strategy_knobs,
+        **flatten_config(config, SECTIONS_NOT_IN_KEY),
+    }

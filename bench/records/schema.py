@@ -50,7 +50,11 @@ COLUMNS: tuple[RecordColumn, ...] = (
         model="name of the model configuration",
         family="model family: the name of its file or installed module, or its module path",
     ),
-    *_build_columns("Int64", parameters="number of parameters of the whole model, counted before sharding"),
+    *_build_columns(
+        "Int64",
+        parameters="number of parameters of the whole model, counted before sharding",
+        active_parameters="those of them that one token meets: fewer in a mixture of experts",
+    ),
     *_build_columns(
         "string",
         strategy="strategy asked for: the name of its file or installed module, or its module path",
@@ -72,7 +76,9 @@ COLUMNS: tuple[RecordColumn, ...] = (
         sequence_length="tokens per sequence (T5: of the encoder)",
         gradient_accumulation="micro-batches per optimizer step",
     ),
-    *_build_columns("string", activation_checkpointing="none, full or selective"),
+    *_build_columns(
+        "string", activation_checkpointing="none, full, selective, operators, or every_K (every K-th block)"
+    ),
     *_build_columns("boolean", compile="blocks compiled with torch.compile"),
     *_build_columns(
         "Float64",
@@ -80,6 +86,9 @@ COLUMNS: tuple[RecordColumn, ...] = (
         hardware_tflops_per_gpu="TFLOP/s per rank including what activation checkpointing computes again",
         mfu="tflops_per_gpu / dense peak of the precision used; empty where the peak is unknown",
         hfu="hardware_tflops_per_gpu / the same peak",
+        causal_tflops_per_gpu="tflops_per_gpu with half of the scores where attention is causal (T5: the decoder's "
+        "own); equal to it for encoders, a sliding window counted as if it were not there",
+        causal_mfu="causal_tflops_per_gpu / the same peak",
         tokens_per_second_per_gpu="tokens read per rank and second (T5: encoder and decoder tokens together)",
         step_time_median_s="median over the timed steps of the slowest rank's time, in seconds; of a strategy whose "
         "steps are not alike (every k-th averages parameters, say) median over periods of k steps of their mean, as "
@@ -198,8 +207,8 @@ COLUMNS: tuple[RecordColumn, ...] = (
         started_at="UTC time the run started, ISO 8601",
         finished_at="UTC time the row was written, ISO 8601",
         attention="attention implementation asked for (sdpa, eager)",
-        optimizer="optimizer (adamw, sgd)",
-        optimizer_implementation="fused, foreach or for_loop",
+        optimizer="optimizer (adamw, sgd, adafactor, muon, lion, adamw_8bit, adamw_8bit_torchao)",
+        optimizer_implementation="fused, foreach or for_loop (muon: of the AdamW beside it), or the library",
         parameter_dtype="dtype parameters are stored in",
         compute_dtype="dtype matmuls run in",
         reduce_dtype="dtype gradients are reduced in",
@@ -208,6 +217,10 @@ COLUMNS: tuple[RecordColumn, ...] = (
         "string",
         mixed_precision="how compute came to be narrower (precision.mixing): autocast; fsdp policy or deepspeed bf16, "
         "which cast parameters; or none",
+    ),
+    *_build_columns(
+        "Float64",
+        gradient_clip_norm="norm that gradients were scaled to be within, before the step; empty: left alone",
     ),
     *_build_columns(
         "boolean", gradient_accumulation_sync="gradients communicated after every micro-batch, not only the last"
@@ -258,7 +271,7 @@ NESTED_PARTS: dict[str, str] = {
     "effective": "the strategy's knobs as the run used them, and the backend of its process group",
     "environment": "versions, variables, each rank's device (what it is, how it is set, who used it before, torch's "
     "settings), topology",
-    "flops": "FLOPs per rank and step: model and hardware",
+    "flops": "FLOPs per rank and step: model, hardware and causal (model FLOPs with half of causal scores)",
     "losses": "loss of every step from the first, mean over ranks; NaN and infinity as texts",
     "prediction": "predicted rows: memory (ranges and parts in bytes, phase and module of the peak, capacity, verdict) "
     "and time (range and parts in seconds, what limits it)",

@@ -17,10 +17,12 @@ from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingTerm
-from bench.models.base import group_blocks
+from bench.models.blocks import group_blocks
 from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
+from bench.strategies.fsdp import FSDP2Plan
 from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES
+from bench.strategies.step_plan import PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
 
 ENVIRONMENT_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -91,6 +93,12 @@ class AccelerateStrategy(FrameworkStrategy):
             model if self.backend == "fsdp" else accelerator.prepare(model), accelerator
         )
 
+    def plan(self, inputs: PlanInputs) -> StepPlan:
+        """The plain strategy's, with FSDP2 as it is without being told along which dimension to cut a parameter."""
+        if self.backend == "fsdp":
+            return FSDP2Plan(self.plain_strategy, inputs, cuts_first_dimension=True)
+        return super().plan(inputs)
+
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """The optimizer as Accelerate prepares it."""
         prepared_optimizer: torch.optim.Optimizer = _prepared_modules.find_framework(module).prepare_optimizer(
@@ -103,6 +111,10 @@ class AccelerateStrategy(FrameworkStrategy):
     ) -> Stepper:
         """Backward and update as Accelerate's users write them."""
         return FrameworkStepper(_prepared_modules.find_framework(module), optimizer, scaler, keep_gradients)
+
+    def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """In Accelerate's words."""
+        _prepared_modules.find_framework(module).clip_grad_norm_(module.parameters(), max_norm)
 
     @contextlib.contextmanager
     def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:

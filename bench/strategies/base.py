@@ -21,7 +21,8 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm, remember_presentation
 from bench.models import Family
-from bench.models.base import Materializer
+from bench.models.materialize import Materializer
+from bench.optimizers.updated_tensor import WHOLE_TENSORS
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
 from bench.strategies.step_plan import PlanInputs, StepPlan
@@ -48,6 +49,8 @@ class WrapContext:
     `Strategy.build_optimizer`."""
     num_micro_batches: int = 1
     """Micro-batches whose gradients make one step."""
+    gradient_clip_norm: float | None = None
+    """For frameworks that clip gradients themselves; others do it in `Strategy.clip_gradients`."""
     mesh: DeviceMesh | None = None
     """For data parallelism within a larger mesh: the part of it that is its own, of dimensions replicas and shards."""
 
@@ -62,6 +65,11 @@ class StepSettings:
     """Gradients are filled with zeros after a step, not freed."""
     compile: bool
     precision: Precision
+    has_chunked_loss: bool = False
+    """The loss is computed where the head is, in chunks."""
+    offloads_activations: bool = False
+    """Blocks offload what they keep for backward."""
+    finetune: str = "full"
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ class Strategy(ABC):
     """Whether autocast keeps what it casts of parameters until the forward pass is over: not of views of others."""
 
     shards_fp32_layers_separately = False
+    shards_trained_layers_separately = False
     """Whether layers that stay in fp32 in fp16 runs are sharded by themselves, where autocast does not see to them."""
 
     takes_float8 = False
@@ -194,7 +203,7 @@ class Strategy(ABC):
         return rank, world_size
 
     def compute_state_bytes_per_parameter(
-        self, precision: Precision, states_per_parameter: int, world_size: int
+        self, precision: Precision, states_per_parameter: float, world_size: int
     ) -> float:
         """Least bytes that all ranks of the resolved strategy together have when a backward is over, per parameter:
         itself, its gradient and so many states of the optimizer."""
@@ -244,6 +253,11 @@ class Strategy(ABC):
     def check_precision(self, precision: Precision) -> None:
         """Raise `ImpossibleError` where the strategy cannot train in this precision."""
 
+    @property
+    def updated_tensor_kind(self) -> str:
+        """What the resolved strategy hands its optimizer, of `bench.optimizers.updated_tensor`."""
+        return WHOLE_TENSORS
+
     def check_optimizer(self, name: str, implementation: str) -> None:
         """Raise `ImpossibleError` where the strategy's parameters cannot be updated that way."""
 
@@ -285,6 +299,11 @@ class Strategy(ABC):
     ) -> Stepper:
         """How gradients are computed and applied: by plain PyTorch, unless a framework does it its own way."""
         return Stepper(optimizer, scaler, keep_gradients)
+
+    def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """Scale the gradients of what `wrap` made of the model so that the norm of all of them, on all ranks, is at
+        most `max_norm`."""
+        torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
 
     def plan(self, inputs: PlanInputs) -> StepPlan:
         """What the strategy stores and sends, and when: what a prediction is made from.

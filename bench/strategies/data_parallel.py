@@ -16,6 +16,7 @@ from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingTerm
 from bench.core.units import MIB
+from bench.optimizers import UpdatedTensor
 from bench.strategies.base import StepSettings, Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -94,6 +95,17 @@ class DataParallelStrategy(Strategy):
             raise ImpossibleError(
                 "gradient_accumulation_sync=false is not valid for strategy=data_parallel, which adds up the gradients "
                 "of all GPUs in every backward: choose true, or strategy ddp."
+            )
+        if settings.offloads_activations:
+            raise ImpossibleError(
+                f"activation_offload=true is not valid for strategy={self.name}, "
+                "whose copies of a block would run the first GPU's: choose false."
+            )
+        if settings.has_chunked_loss:
+            raise ImpossibleError(
+                f"loss=chunked is not valid for strategy={self.name}, "
+                "whose loss is computed on the first GPU from the logits of all: "
+                "choose loss=whole."
             )
         if settings.compile:
             raise ImpossibleError(
@@ -282,7 +294,7 @@ class OtherDevicePlan(StepPlan):
         device.free("parameters")
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         return ()
 
     def after_optimizer_step(self, device: PlanDevice) -> None:

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,15 @@ while the old ones are there (where the graph is static in the third: `DDPStrate
 
 COMPRESSION_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 """Hooks that compress gradients, and to what."""
+
+
+KEEP_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers": False
+}
+"""Argument of DDP by which buffers are not sent in every forward pass: they are constants, such as the frequencies of
+rotary embeddings. torch 2.13 has a new name for it."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,7 @@ class BucketingStrategy(Strategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
             init_sync=False,  # every rank has filled its copy with the same values
+            **KEEP_BUFFERS,
         )
         self.register_bucket_hook(wrapped, context)
         return wrapped

@@ -139,6 +139,10 @@ class FrameworkStrategy(Strategy):
                 f"strategy={self.name} with strategy.backend=ddp", precision, ", or strategy ddp"
             )
 
+    @property
+    def updated_tensor_kind(self) -> str:
+        return str(self.plain_strategy.updated_tensor_kind)
+
     def check_optimizer(self, name: str, implementation: str) -> None:
         self.plain_strategy.check_optimizer(name, implementation)
 
@@ -238,5 +242,7 @@ class FrameworkStepper(Stepper):
 
     def update(self) -> None:
         """The prepared optimizer's step: scaling losses, if at all, is the framework's affair."""
+        if self.clip_gradients is not None:
+            self.clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self._keep_gradients)

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import FactorLine, Presentation, TrainingOption, TrainingTerm
-from bench.models.base import group_blocks
+from bench.models.blocks import group_blocks
+from bench.optimizers import UpdatedTensor
+from bench.optimizers.updated_tensor import DTENSORS, PARTS
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy, UploadingOptimizer
 from bench.strategies.step_plan import (
@@ -148,6 +150,11 @@ class FSDP2Strategy(ShardingStrategy):
         """Of gradients that were offloaded: whether one is no finite number anywhere, which loss scaling asks for."""
         return self.cpu_offload
 
+    @property
+    def updated_tensor_kind(self) -> str:
+        """Where the optimizer alone is on the device it has what each rank stores, one parameter at a time."""
+        return PARTS if self.optimizer_on_device else DTENSORS
+
     def check(self, world_size: int) -> None:
         """As every sharding strategy; the optimizer can stay alone only where something has left."""
         super().check(world_size)
@@ -183,6 +190,9 @@ class FSDP2Strategy(ShardingStrategy):
             cast_forward_inputs=not fp32_layers,
         )
         fp32_policy = MixedPrecisionPolicy(reduce_dtype=context.precision.reduce_dtype)
+        factor = self.resolved_sharding_factor
+        if any(choose_sharded_dimension(parameter.shape, factor) for parameter in model.parameters()):
+            options["shard_placement_fn"] = lambda parameter: Shard(choose_sharded_dimension(parameter.shape, factor))
         sharded_layers: list[FSDPModule] = [
             fully_shard(layer, mp_policy=fp32_policy, reshard_after_forward=self.reshard_after_forward, **options)
             for layer in fp32_layers
@@ -227,33 +237,65 @@ class FSDP2Strategy(ShardingStrategy):
         return FSDP2Plan(self, inputs)
 
 
+def choose_sharded_dimension(shape: Sequence[int], num_ranks: int) -> int:
+    """The dimension along which a parameter is cut into shards: the first one.
+
+    But of a stack of matrices, the experts of a layer, that are fewer than the ranks or not divisible among them, the
+    next one that is: otherwise some ranks would have one expert more than others, or an expert where others have none.
+    """
+    is_uneven_stack = len(shape) == 3 and shape[0] % num_ranks > 0
+    return next((dim for dim in (1, 2) if shape[dim] % num_ranks == 0), 0) if is_uneven_stack else 0
+
+
 class FSDP2Plan(ShardedPlan):
     """What `fully_shard` does, read in torch 2.13 (``torch/distributed/fsdp/_fully_shard``).
 
-    Each parameter is cut along its first dimension into F shards of equal size, the last ones padded. An all-gather
+    Each parameter is cut along one dimension into F shards of equal size, those of the first one padded; what is cut
+    along another is copied once more when it is gathered, and before its gradient is reduced. An all-gather
     arrives in one buffer and is then copied out into whole parameters. Gradients are copied into one buffer, in the
     format they are reduced in, and reduce-scattered. Where the mesh has replicas an all-reduce among them follows, and
     what it reduced is kept until backward is over.
     """
 
-    def __init__(self, strategy: FSDP2Strategy, inputs: PlanInputs) -> None:
+    def __init__(self, strategy: FSDP2Strategy, inputs: PlanInputs, *, cuts_first_dimension: bool = False) -> None:
         super().__init__(strategy, inputs)
         self._strategy = strategy
+        self._cuts_first_dimension = cuts_first_dimension
         self._accumulated_units: set[int] = set()
         self._gathering_units: set[int] = set()
         self._forward_buffer: str | None = None
         self._reduce_input_unit: int | None = None
         self._unit_sizes = {index: self._compute_unit_sizes(unit) for index, unit in self._units.items()}
 
+    def _choose_sharded_dimension(self, parameter: ParameterSpec) -> int:
+        return 0 if self._cuts_first_dimension else choose_sharded_dimension(parameter.shape, self._sharding_factor)
+
+    def _compute_shard_numel(self, parameter: ParameterSpec) -> int:
+        return parameter.compute_first_shard_numel(self._sharding_factor, self._choose_sharded_dimension(parameter))
+
+    def _recut(self, parameter: ParameterSpec) -> ParameterSpec:
+        """A parameter as its gradient is reduced: shards one below the other."""
+        if not self._choose_sharded_dimension(parameter):
+            return parameter
+        return dataclasses.replace(parameter, shape=(self._sharding_factor, parameter.numel // self._sharding_factor))
+
+    def _list_recut_bytes(self, parameters: Sequence[ParameterSpec]) -> list[int]:
+        """Bytes, in the format they are computed in, of the parameters that are not cut along the first dimension."""
+        return [
+            self.compute_gradient_bytes(parameter)
+            for parameter in parameters
+            if self._choose_sharded_dimension(parameter)
+        ]
+
     def _compute_unit_sizes(self, unit: ShardingUnit) -> _UnitSizes:
         """Elements and bytes of a unit, whole (padded) and on this rank."""
-        shard_numels = [parameter.compute_first_shard_numel(self._sharding_factor) for parameter in unit.parameters]
+        shard_numels = [self._compute_shard_numel(parameter) for parameter in unit.parameters]
         shard_bytes = [
             numel * self.inputs.find_compute_itemsize(parameter)
             for numel, parameter in zip(shard_numels, unit.parameters, strict=True)
         ]
         trained_shards = [
-            (parameter.compute_first_shard_numel(self._sharding_factor), self.inputs.find_compute_itemsize(parameter))
+            (self._compute_shard_numel(parameter), self.inputs.find_compute_itemsize(parameter))
             for parameter in unit.trained_parameters
         ]
         return _UnitSizes(
@@ -273,10 +315,11 @@ class FSDP2Plan(ShardedPlan):
         return self._unit_sizes[unit.index].trained_shard_numel
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The first rank's shards, which are never smaller than the others'."""
         return [
-            parameter.compute_first_shard_numel(self._sharding_factor) for parameter in self.inputs.trained_parameters
+            parameter.build_first_shard(self._sharding_factor, self._choose_sharded_dimension(parameter))
+            for parameter in self.inputs.trained_parameters
         ]
 
     def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
@@ -346,11 +389,16 @@ class FSDP2Plan(ShardedPlan):
             # One unit's input at a time: this unit's waits until the one before it is reduced.
             device.wait_for_event(f"reduce-scatter {self._reduce_input_unit}")
             device.free(f"reduce input {self._reduce_input_unit}")
+        for size in self._list_recut_bytes(unit.trained_parameters):
+            device.allocate("recut", size, REDUCTION_MEMORY)
+            device.copy_within_device("recut", 2 * size)
+            device.free("recut")
         reduce_bytes = sizes.trained_shard_numel * self._sharding_factor * self.inputs.reduce_itemsize
         device.allocate(f"reduce input {unit.index}", reduce_bytes, REDUCTION_MEMORY)
         if self.inputs.is_on_cpu:
             itemsize = self.inputs.reduce_itemsize if is_accumulated else self._find_compute_itemsize(unit)
-            allocate_copy_in_briefly(device, unit, self._sharding_factor, itemsize, self.inputs.reduce_itemsize)
+            reduced = [self._recut(parameter) for parameter in unit.trained_parameters]
+            allocate_copy_in_briefly(device, reduced, self._sharding_factor, itemsize, self.inputs.reduce_itemsize)
         device.copy_within_device("reduce input", sizes.gradient_shard_bytes * self._sharding_factor + reduce_bytes)
         self._free_gradients(device, unit)
         self._reduce_gradients(device, unit, reduce_bytes)
@@ -419,8 +467,7 @@ class FSDP2Plan(ShardedPlan):
         device.run_hooks()
         # What is cast comes one parameter after the other, each gone when it is cast.
         stored_bytes = [
-            parameter.compute_first_shard_numel(self._sharding_factor) * self.inputs.parameter_itemsize
-            for parameter in unit.parameters
+            self._compute_shard_numel(parameter) * self.inputs.parameter_itemsize for parameter in unit.parameters
         ]
         self._upload_shard(device, unit, max(stored_bytes) if self._casts_unit(unit) else sum(stored_bytes))
         if self._sharding_factor == 1:
@@ -456,7 +503,10 @@ class FSDP2Plan(ShardedPlan):
         ):  # the next gather waits until the unit before this one is copied out
             device.follow_stream(ALL_GATHER_STREAM, f"copied {self._forward_buffer}")
         device.allocate(f"whole {unit.index}", unsharded_bytes, ALL_GATHER_MEMORY)
-        device.copy_within_device("copy out", 2 * unsharded_bytes)
+        recut_bytes = sum(self._list_recut_bytes(unit.parameters)) if self._sharding_factor > 1 else 0
+        device.allocate("recut", recut_bytes, ALL_GATHER_MEMORY)
+        device.copy_within_device("copy out", 2 * (unsharded_bytes + recut_bytes))
+        device.free("recut")
         device.record_event(f"copied buffer {unit.index}")
         if forward:
             self._free_forward_buffer(device)

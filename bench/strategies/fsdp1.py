@@ -24,8 +24,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import FactorLine, Presentation, TrainingTerm
 from bench.core.typed_config import OneOf
-from bench.models.base import group_blocks
-from bench.strategies.base import StepSettings, WrapContext, format_strategies_for_finetune
+from bench.models.blocks import find_trained_layers, group_blocks
+from bench.optimizers import UpdatedTensor
+from bench.optimizers.updated_tensor import FLAT_TENSORS, WHOLE_TENSORS
+from bench.strategies.base import StepSettings, WrapContext
 from bench.strategies.sharding import ShardedPlan, ShardingStrategy
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -86,22 +88,27 @@ class FSDP1Strategy(ShardingStrategy):
     limit_all_gathers: bool
     """The rate limiter: at most two all-gathers in flight."""
 
-    supported_finetunes = ("full",)
     has_autocast_cache = False
+    shards_trained_layers_separately = True
 
-    def check_finetune(self, name: str) -> None:
-        """The parameters of a unit are views of one flat parameter: autograd computes gradients of all or of none."""
-        if name == "lora":
-            raise ImpossibleError(
-                "finetune=lora is not valid with strategy=fsdp1, which computes gradients of all parameters of a "
-                "unit as soon as one of them is trained, so that freezing the others would save nothing: choose "
-                f"strategy {format_strategies_for_finetune(name)}."
-            )
-        super().check_finetune(name)
+    @property
+    def updated_tensor_kind(self) -> str:
+        return WHOLE_TENSORS if self.resolved_sharding_factor == 1 else FLAT_TENSORS
 
     def check_step(self, settings: StepSettings) -> None:
         """What is not sharded cannot accumulate gradients of parameters that were cast: torch 2.13 puts the first
         micro-batch's, in 16 bits, in the place of those of the parameters in fp32, and fails."""
+        if settings.finetune != "full" and self.resolved_sharding_factor == 1:
+            raise ImpossibleError(
+                f"strategy.sharding_factor=1 is not valid for strategy={self.name} with finetune={settings.finetune}: "
+                "torch's FSDP1 fails there with frozen parameters that are tied: choose full, or strategy ddp or fsdp."
+            )
+        if settings.finetune != "full" and settings.precision.scales_loss:
+            raise ImpossibleError(
+                f"precision={settings.precision.name} is not valid for strategy={self.name} with "
+                f"finetune={settings.finetune}, where layers that stay in fp32 would hold adapters that are sharded by "
+                "themselves: choose bf16, or strategy fsdp."
+            )
         casts_parameters = settings.precision.is_mixed and not self.uses_autocast(settings.precision)
         if (
             self.resolved_sharding_factor == 1
@@ -145,6 +152,11 @@ class FSDP1Strategy(ShardingStrategy):
             "limit_all_gathers": self.limit_all_gathers,
             "use_orig_params": True,
         }
+        # Autograd computes gradients of a whole flat parameter: what is trained beside frozen parameters has its own.
+        trained_layers = set(find_trained_layers(context.family, model))
+        for module in model.modules() if trained_layers else ():
+            if hasattr(module, "cast_input_dtype_enabled"):  # peft would look at weights before they are gathered
+                module.cast_input_dtype_enabled = False  # type: ignore[assignment]
         group_blocks(context.family, model, self.blocks_per_unit)
         with warnings.catch_warnings():
             # NO_SHARD is deprecated in favour of DDP, but it is what the paper compares.
@@ -154,6 +166,11 @@ class FSDP1Strategy(ShardingStrategy):
                     for parent, name in _find_parents(unit, fp32_layers):
                         child = FullyShardedDataParallel(
                             getattr(parent, name), mixed_precision=fp32_precision, **options
+                        )
+                        setattr(parent, name, child)
+                    for parent, name in _find_parents(unit, trained_layers):
+                        child = FullyShardedDataParallel(
+                            getattr(parent, name), mixed_precision=mixed_precision, **options
                         )
                         setattr(parent, name, child)
                     blocks[index] = FullyShardedDataParallel(unit, mixed_precision=mixed_precision, **options)
@@ -189,6 +206,11 @@ class FSDP1Strategy(ShardingStrategy):
         """A scaler that agrees across shards whether a step overflowed."""
         return ShardedGradScaler(device.type)
 
+    def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """By its own method: gradients are parts of flat ones, whose norm torch's function would take rank by rank."""
+        assert isinstance(module, FullyShardedDataParallel)
+        module.clip_grad_norm_(max_norm)
+
     def plan(self, inputs: PlanInputs) -> StepPlan:
         """One flat parameter per unit, cut into shards."""
         return FSDP1Plan(self, inputs)
@@ -218,6 +240,7 @@ class FSDP1Plan(ShardedPlan):
         self._delayed_units: dict[int, ShardingUnit] = {}
         self._pending_all_gathers: set[int] = set()
         self._kept_flat_gradients: set[str] = set()
+        self._finished_frozen_units: list[ShardingUnit] = []
 
     def _compute_flat_numel(self, unit: ShardingUnit) -> int:
         """Elements of the flat parameter."""
@@ -232,11 +255,14 @@ class FSDP1Plan(ShardedPlan):
         return self._flat_numel[unit.index] // self._sharding_factor
 
     def compute_gradient_shard_numel(self, unit: ShardingUnit) -> int:
-        return self.compute_shard_numel(unit)
+        return self.compute_shard_numel(unit) if unit.trained_parameters else 0
 
     @property
-    def updated_numels(self) -> Sequence[int]:
-        """The first rank's part of every parameter: those at the beginning of each unit, wholly or not at all."""
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
+        """The first rank's part of every trained parameter: of those at the beginning of a unit, or nothing. At factor
+        1 parameters keep their shape."""
+        if self._sharding_factor == 1:
+            return [parameter.build_updated_tensor() for parameter in self.inputs.trained_parameters]
         part_numels = {}
         for unit_position, (index, unit) in enumerate(self._units.items()):
             aligned_numel = ALIGNMENT_BYTES // self._find_compute_itemsize(unit)
@@ -245,7 +271,11 @@ class FSDP1Plan(ShardedPlan):
                 offset = -(-offset // aligned_numel) * aligned_numel
                 part_numels[unit_position, parameter_position] = max(0, min(shard, offset + parameter.numel) - offset)
                 offset += parameter.numel
-        return [part_numels[position] for position in self.inputs.parameter_order]
+        return [
+            UpdatedTensor((part_numels[unit_position, position],))
+            for unit_position, position in self.inputs.parameter_order
+            if self.inputs.units[unit_position].parameters[position].is_trained
+        ]
 
     def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gather the unit, with prefetching the next one too."""
@@ -294,6 +324,9 @@ class FSDP1Plan(ShardedPlan):
     def _flatten_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Free the flat parameter, then reduce or keep the flat gradient."""
         device.run_hooks()
+        if not unit.trained_parameters:
+            self._reshard_frozen_unit(device, unit)
+            return
         index, flat_numel, parameter_itemsize = unit.index, self._flat_numel[unit.index], self.inputs.parameter_itemsize
         size = flat_numel * self._find_compute_itemsize(unit)
         is_accumulated = f"flat gradient {index}" in self._kept_flat_gradients or self._accumulates_in_shard(unit)
@@ -320,6 +353,19 @@ class FSDP1Plan(ShardedPlan):
             self._kept_flat_gradients.add(f"flat gradient {index}")
         if is_accumulated:  # autograd holds it until its hooks have run
             device.free(name)
+
+    def _reshard_frozen_unit(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        """Without gradients of its own a unit is whole until those of all its inputs are complete: with those of a
+        decoder's blocks, what the encoder gave to all of them, only after the first block."""
+        self._finished_frozen_units.append(unit)
+        previous_units = [self._units[index] for index in range(unit.index) if index in self._units]
+        if unit.list_index and any(
+            previous.list_index == unit.list_index and not previous.is_within_next_unit for previous in previous_units
+        ):
+            return
+        for finished_unit in self._finished_frozen_units:
+            self._reshard_unit(device, finished_unit)
+        self._finished_frozen_units.clear()
 
     def _accumulates_in_shard(self, unit: ShardingUnit) -> bool:
         """At factor 1 autograd adds a gradient to the one that was reduced before, or kept, and the sum is reduced

@@ -109,6 +109,10 @@ class LightningStrategy(FrameworkStrategy):
         """Backward and update as Fabric's users write them."""
         return FrameworkStepper(_prepared_modules.find_framework(module), optimizer, scaler, keep_gradients)
 
+    def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """In Fabric's words."""
+        _prepared_modules.find_framework(module).clip_gradients(module, optimizer, max_norm=max_norm)
+
     @contextlib.contextmanager
     def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Without synchronisation gradients stay local, in Fabric's words too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -16,6 +16,7 @@ from bench.core.errors import ImpossibleError
 from bench.core.precision import AUTOCAST_MIXING
 from bench.core.precision import PARAMETER_MIXING as MIXED_PARAMETERS
 from bench.core.typed_config import Within
+from bench.optimizers.updated_tensor import DTENSORS
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext, format_strategies_for_finetune
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -108,6 +109,10 @@ class ShardingStrategy(Strategy):
         shape = (context.world_size // self.resolved_sharding_factor, self.resolved_sharding_factor)
         return init_device_mesh(context.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
+    @property
+    def updated_tensor_kind(self) -> str:
+        return DTENSORS
+
     def has_replicas(self, world_size: int) -> bool:
         """Whether the mesh has a dimension of replicas."""
         return self.resolved_sharding_factor < world_size
@@ -138,6 +143,11 @@ class ShardedPlan(StepPlan):
         """Elements of a unit's reduced gradients that the first rank keeps; 0 where nothing of it is trained."""
 
     @property
+    def norm_groups(self) -> Sequence[str]:
+        """Those that share a copy."""
+        return (SHARD_GROUP,) if self._sharding_factor > 1 else ()
+
+    @property
     def host_bytes(self) -> float:
         """Offloaded shards of parameters and gradients, and of optimizer state if it goes with them."""
         if not self._offloads_parameters:
@@ -145,7 +155,7 @@ class ShardedPlan(StepPlan):
         numel = sum(
             self.compute_shard_numel(unit) + self.compute_gradient_shard_numel(unit) for unit in self._units.values()
         )
-        state_bytes = compute_optimizer_bytes(self.inputs, self.updated_numels) if self.updates_on_host else 0.0
+        state_bytes = compute_optimizer_bytes(self.inputs, self.updated_tensors) if self.updates_on_host else 0.0
         return numel * self.inputs.parameter_itemsize + state_bytes
 
     @property
@@ -158,7 +168,7 @@ class ShardedPlan(StepPlan):
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Shards and their optimizer state, unless the CPU has them."""
         if not self.updates_on_host:
-            allocate_optimizer_state(device, self.inputs, self.updated_numels)
+            allocate_optimizer_state(device, self.inputs, self.updated_tensors)
         if self._offloads_parameters:
             return
         shard_bytes = {

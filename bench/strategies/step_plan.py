@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bench.core.precision import Precision
+from bench.optimizers import OptimizerConfig, UpdatedTensor
 
 PARAMETER_MEMORY, GRADIENT_MEMORY, OPTIMIZER_MEMORY, ALL_GATHER_MEMORY, REDUCTION_MEMORY = (
     "parameters",
@@ -56,15 +57,28 @@ class ParameterSpec:
     """Has a gradient and optimizer state."""
     fixed_bytes: int | None = None
     """What it takes in any precision: quantised, with its scales."""
+    is_hidden_matrix: bool = False
+    """The weight of a layer within a block, with two dimensions."""
 
     @functools.cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def compute_first_shard_numel(self, num_ranks: int) -> int:
-        """Elements of the first of so many shards along the first dimension, than which the others are never larger."""
-        rows = self.shape[0] if self.shape else 1
+    def compute_first_shard_numel(self, num_ranks: int, dimension: int = 0) -> int:
+        """Elements of the first of so many shards along a dimension, than which the others are never larger."""
+        rows = self.shape[dimension] if self.shape else 1
         return -(-rows // num_ranks) * (self.numel // rows)
+
+    def build_updated_tensor(self) -> UpdatedTensor:
+        """The whole parameter, as an optimizer has it."""
+        return UpdatedTensor(self.shape, self.is_hidden_matrix)
+
+    def build_first_shard(self, num_ranks: int, dimension: int = 0) -> UpdatedTensor:
+        """The first of so many shards along a dimension, as an optimizer has it."""
+        shape = list(self.shape or (1,))
+        rows = shape[dimension]
+        shape[dimension] = -(-rows // num_ranks)
+        return UpdatedTensor(tuple(shape), self.is_hidden_matrix, num_ranks, rows)
 
     def compute_padded_numel(self, num_ranks: int) -> int:
         """Elements of all shards, the last ones padded, where they are not all of one size; else 0."""
@@ -82,6 +96,8 @@ class ShardingUnit:
     parameters: tuple[ParameterSpec, ...]
     is_within_next_unit: bool = False
     """It is a layer within the next unit that is none."""
+    list_index: int = 0
+    """Of the list of blocks that it is from."""
 
     @functools.cached_property
     def trained_parameters(self) -> tuple[ParameterSpec, ...]:
@@ -106,8 +122,7 @@ class PlanInputs:
     """The root first, then the others in the order in which their forward passes end."""
     precision: Precision
     world_size: int
-    states_per_parameter: int
-    """Tensors of a parameter's size that the optimizer keeps."""
+    optimizer: OptimizerConfig
     num_micro_batches: int
     keep_gradients: bool = False
     """Gradients are filled with zeros after a step, not freed."""
@@ -214,8 +229,23 @@ class RankPlan(ABC):
 
     @property
     @abstractmethod
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
+        """What this rank's optimizer updates, in its order."""
+
+    @property
     def updated_numels(self) -> Sequence[int]:
-        """Elements of each tensor that this rank's optimizer updates, in its order."""
+        """Elements of each."""
+        return [tensor.numel for tensor in self.updated_tensors]
+
+    @property
+    def clipped_numels(self) -> Sequence[int]:
+        """Elements of each gradient whose norm this rank takes part in, and which it scales."""
+        return self.updated_numels
+
+    @property
+    def norm_groups(self) -> Sequence[str]:
+        """Groups of ranks that add up the squares of their gradients, one after the other."""
+        return ()
 
     @abstractmethod
     def allocate_persistent_state(self, device: PlanDevice) -> None:
@@ -286,7 +316,7 @@ class ReplicatedPlan(StepPlan):
         """Everything is there all the time but the gradients."""
         parameters = [parameter for unit in self.inputs.units for parameter in unit.parameters]
         device.allocate("parameters", sum(map(self.inputs.compute_stored_bytes, parameters)), PARAMETER_MEMORY)
-        allocate_optimizer_state(device, self.inputs, self.updated_numels)
+        allocate_optimizer_state(device, self.inputs, self.updated_tensors)
         if self.inputs.keep_gradients:
             for unit in self.inputs.units:
                 device.allocate(
@@ -300,9 +330,9 @@ class ReplicatedPlan(StepPlan):
         return sum(parameter.numel for unit in self.inputs.units for parameter in unit.trained_parameters)
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """All parameters that are trained."""
-        return [parameter.numel for parameter in self.inputs.trained_parameters]
+        return [parameter.build_updated_tensor() for parameter in self.inputs.trained_parameters]
 
     def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:
         """In the format of the parameter."""
@@ -327,27 +357,25 @@ class ReplicatedPlan(StepPlan):
             device.free(name_unit_gradients(unit))
 
 
-def compute_optimizer_bytes(inputs: PlanInputs, updated_numels: Sequence[int]) -> float:
-    """Of the optimizer's states of tensors with these numbers of elements."""
-    states_per_parameter = inputs.states_per_parameter
-    counter_bytes = STEP_COUNTER_BYTES * len(updated_numels) if states_per_parameter > 1 else 0
-    return states_per_parameter * sum(updated_numels) * inputs.parameter_itemsize + counter_bytes
+def compute_optimizer_bytes(inputs: PlanInputs, tensors: Sequence[UpdatedTensor]) -> float:
+    """Of the optimizer's states of these tensors."""
+    return sum(inputs.optimizer.compute_state_bytes(tensor, inputs.parameter_itemsize) for tensor in tensors)
 
 
-STEP_COUNTER_BYTES = 4
-"""AdamW counts the steps of each parameter in an fp32 tensor of its own."""
-
-
-def allocate_optimizer_state(device: PlanDevice, inputs: PlanInputs, updated_numels: Sequence[int]) -> None:
-    """Hold the optimizer's states of tensors with these numbers of elements."""
-    device.allocate("optimizer", compute_optimizer_bytes(inputs, updated_numels), OPTIMIZER_MEMORY)
+def allocate_optimizer_state(device: PlanDevice, inputs: PlanInputs, tensors: Sequence[UpdatedTensor]) -> None:
+    """Hold the optimizer's states of these tensors."""
+    device.allocate("optimizer", compute_optimizer_bytes(inputs, tensors), OPTIMIZER_MEMORY)
 
 
 def allocate_copy_in_briefly(
-    device: PlanDevice, unit: ShardingUnit, num_ranks: int, gradient_itemsize: int, buffer_itemsize: int
+    device: PlanDevice,
+    parameters: Sequence[ParameterSpec],
+    num_ranks: int,
+    gradient_itemsize: int,
+    buffer_itemsize: int,
 ) -> None:
     """Hold for a moment what a CPU needs to copy gradients into the buffer that is reduced (``_chunk_cat`` in
-    aten/src/ATen/native/TensorShape.cpp): copies, of all of a unit's at once, of those whose rows the ranks do not
+    aten/src/ATen/native/TensorShape.cpp): copies, of all parameters' at once, of those whose rows the ranks do not
     divide; and where the buffer has another format a copy of each in turn.
 
     Parameters
@@ -355,10 +383,9 @@ def allocate_copy_in_briefly(
     gradient_itemsize, buffer_itemsize: int
         Bytes of an element of a gradient, and of the buffer.
     """
-    padded_numel = sum(parameter.compute_padded_numel(num_ranks) for parameter in unit.trained_parameters)
+    padded_numel = sum(parameter.compute_padded_numel(num_ranks) for parameter in parameters)
     largest_numel = max(
-        (parameter.compute_padded_numel(num_ranks) or parameter.numel for parameter in unit.trained_parameters),
-        default=0,
+        (parameter.compute_padded_numel(num_ranks) or parameter.numel for parameter in parameters), default=0
     )
     device.allocate(
         "copied in",

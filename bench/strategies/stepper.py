@@ -47,6 +47,8 @@ class Stepper:
         self.optimizer = optimizer
         self.scaler = scaler
         self._keep_gradients = keep_gradients
+        self.clip_gradients: Callable[[], None] | None = None
+        """Called before the optimizer's step, when gradients are no longer scaled."""
 
     def step(self, engine: StepEngine, micro_batches: Sequence[Batch]) -> torch.Tensor | None:
         """One optimizer step: forward and backward of one micro-batch after the other, then the update.
@@ -74,6 +76,9 @@ class Stepper:
 
     def update(self) -> None:
         """One step of the optimizer, after which no gradients are left (or zeros)."""
+        if self.clip_gradients is not None:
+            self.scaler.unscale_(self.optimizer)
+            self.clip_gradients()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self._keep_gradients)

@@ -11,6 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
+from bench.optimizers import UpdatedTensor
 from bench.strategies.base import BuildOptimizer
 from bench.strategies.ddp import DDPPlan, DDPStrategy
 from bench.strategies.step_plan import ALL_GATHER_STREAM, WORLD_GROUP, ParameterSpec, PlanDevice, PlanInputs, StepPlan
@@ -56,7 +57,7 @@ class ZeRO1Strategy(DDPStrategy):
         )
 
     def compute_state_bytes_per_parameter(
-        self, precision: Precision, states_per_parameter: int, world_size: int
+        self, precision: Precision, states_per_parameter: float, world_size: int
     ) -> float:
         """Every rank's parameters and gradients, and one copy of the optimizer's states."""
         return precision.parameter_dtype.itemsize * (2 * world_size + states_per_parameter)
@@ -75,9 +76,15 @@ class ZeRO1Plan(DDPPlan):
         self._partitions = partition_parameters(inputs.trained_parameters, inputs.world_size)
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """Those of the rank that has most."""
-        return max(([parameter.numel for parameter in partition] for partition in self._partitions), key=sum)
+        largest = max(self._partitions, key=lambda partition: sum(parameter.numel for parameter in partition))
+        return [parameter.build_updated_tensor() for parameter in largest]
+
+    @property
+    def clipped_numels(self) -> Sequence[int]:
+        """Every rank has all gradients."""
+        return [parameter.numel for parameter in self.inputs.trained_parameters]
 
     def after_optimizer_step(self, device: PlanDevice) -> None:
         """Everybody sends what it has updated; then gradients go, as DDP's do."""

@@ -15,6 +15,7 @@ from bench.core.installation import DATA_FOLDER
 from bench.prediction.prediction import Prediction
 from bench.prediction.predictor import predict_runs
 from bench.validation.figure import draw_accuracy_figure
+from bench.validation.llama_runs import load_llama_cases
 from bench.validation.measured import render_step_times
 from bench.validation.page import CaseResult, build_result, render_accuracy_page
 from bench.validation.runs import OVERRIDES_WITHOUT_SOURCE, SPEED, PublishedCase, build_published_config, load_cases
@@ -81,7 +82,11 @@ def build_accuracy_page(results: Sequence[CaseResult]) -> str:
         source: predict_cases(_build_cases_without(results, source)) for source in OVERRIDES_WITHOUT_SOURCE
     }
     return render_accuracy_page(
-        results, other_results, [*compare_fsdp_paper(predict_runs), *compare_strategies(predict_runs)], FIGURE_FILE
+        results,
+        other_results,
+        [*compare_fsdp_paper(predict_runs), *compare_strategies(predict_runs)],
+        predict_cases(load_llama_cases()),
+        FIGURE_FILE,
     )
 
 

@@ -8,12 +8,14 @@ from statistics import fmean
 
 from bench.config.run_config import RunConfig, compute_speed_columns
 from bench.prediction.prediction import DOES_NOT_FIT, Prediction
+from bench.validation import llama_runs
 from bench.validation.runs import (
     ACTIVE,
     ALLOCATED,
     EXCLUSION_REASONS,
     RESERVED,
     SPEED,
+    TOKENS,
     TUNED_GPU_COUNTS,
     PublishedCase,
     convert_to_gigabytes,
@@ -43,6 +45,7 @@ def render_accuracy_page(
     results: Sequence[CaseResult],
     other_results: dict[str, list[CaseResult]],
     comparisons: Sequence[QualitativeComparison],
+    llama_results: Sequence[CaseResult],
     figure_file: str,
 ) -> str:
     """The whole page, in Markdown.
@@ -53,6 +56,8 @@ def render_accuracy_page(
         One per published number.
     other_results: dict
         By source: results of its rows with constants chosen on the other sources alone.
+    llama_results: sequence of Result
+        One per published number of models of the Llama family.
     figure_file: str
         Name of the picture beside the page.
     """
@@ -84,13 +89,37 @@ def render_accuracy_page(
         "## What must come out of the mechanism",
         _format_table(COMPARISON_HEAD, map(_format_comparison, comparisons)),
     ]
+    parts += _list_llama_parts(llama_results)
     parts += ["## Every row", _format_result_table(speed_results), _format_result_table(memory_results)]
     parts += [
         "### Shown, not counted",
         _format_result_table([result for result in results if not result.case.is_counted]),
     ]
-    parts += ["## Not compared", _format_table(("rows", "why"), EXCLUSION_REASONS.items())]
+    exclusion_reasons = {**EXCLUSION_REASONS, **llama_runs.EXCLUSION_REASONS}
+    parts += ["## Not compared", _format_table(("rows", "why"), exclusion_reasons.items())]
     return "\n\n".join(parts) + "\n"
+
+
+def _list_llama_parts(results: Sequence[CaseResult]) -> list[str]:
+    return [
+        "## Models of the Llama family",
+        "No constant was chosen with these rows in sight. Several rows of a source may be one configuration.",
+        _format_table(
+            SUMMARY_HEAD,
+            _list_group_rows([result for result in results if result.case.is_counted], _name_llama_group),
+        ),
+        "Shown, not counted:",
+        _format_table(
+            SUMMARY_HEAD,
+            _list_group_rows([result for result in results if not result.case.is_counted], _name_llama_group),
+        ),
+        _format_table(("source", "assumed"), llama_runs.ASSUMPTIONS.items()),
+        _format_result_table(results),
+    ]
+
+
+def _name_llama_group(result: CaseResult) -> str:
+    return f"{result.case.source}, {result.case.quantity}, {result.strategy}"
 
 
 SUMMARY_HEAD = ("rows", "count", "mean error", "worst", "bias", "within 5 %")
@@ -244,13 +273,23 @@ def _compute_predicted_value(case: PublishedCase, prediction: Prediction) -> flo
     memory = prediction.memory
     if case.quantity == SPEED:
         return compute_tflops(case.config, prediction)
+    if case.quantity == TOKENS:
+        return compute_tokens_per_second(case.config, prediction)
     peaks = {ALLOCATED: memory.allocated, ACTIVE: memory.active, RESERVED: memory.reserved}
     return convert_to_gigabytes(peaks[case.quantity].value + case.extra_bytes)
 
 
 def compute_tflops(config: RunConfig, prediction: Prediction) -> float:
+    return _compute_rate(config, prediction, "hardware_tflops_per_gpu")
+
+
+def compute_tokens_per_second(config: RunConfig, prediction: Prediction) -> float:
+    return _compute_rate(config, prediction, "tokens_per_second_per_gpu")
+
+
+def _compute_rate(config: RunConfig, prediction: Prediction, column: str) -> float:
     assert prediction.time is not None, f"{config.hardware.name} has no speeds"
-    return float(compute_speed_columns(config, prediction.time.step_s.value)["hardware_tflops_per_gpu"])
+    return float(compute_speed_columns(config, prediction.time.step_s.value)[column])
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.records.published import GB, PUBLISHED_CSV, PublishedLine, read_published_lines
 
 SPEED, ALLOCATED, ACTIVE, RESERVED = "TFLOPS", "allocated", "active", "reserved"
-"""What is compared: TFLOPS per GPU counting recomputation, or peaks of memory in GB (10^9 bytes)."""
+TOKENS = "tokens/s"
+"""What is compared: TFLOPS per GPU counting recomputation, tokens per second and GPU, or peaks of memory in GB (10^9
+bytes)."""
 
 TUNED_GPU_COUNTS = (8, 128)
 """GPU counts whose rows constants were chosen on; all others were left out of that."""
@@ -118,10 +120,13 @@ EXCLUSION_REASONS = {
     ),
     "pytorch_blog_fsdp_aws_t5": "multipliers, and models or batches that are not stated",
     "pytorch_blog_ibm_t5": "scaling efficiency relative to a run that is not stated",
-    "pytorch_blog_float8_fsdp2, torchtitan_asynctp_2025, torchtitan_405b_2024, torchtitan_h200_2025": (
-        "models of the Llama 3 family, which the suite does not have; the first also with batches that were tuned and "
-        "are not stated"
+    "pytorch_blog_float8_fsdp2": "batches and checkpointing were tuned, and are not stated",
+    "torchtitan_asynctp_2025, but for Llama 3 70B in bf16": (
+        "tensor parallelism that overlaps with its communication, or FP8 in divided layers, which the suite does not "
+        "do; of Llama 3 8B 8 GPUs share 12 sequences, no whole number for each"
     ),
+    "torchtitan_405b_2024": "8 GPUs share 2 sequences, no whole number for each",
+    "torchtitan_h200_2025": "compiled with FP8 of torchao, which is not needed for this page; the length is not stated",
     "ultrascale_dp_scaling": "the model is not stated",
     "zero_paper": (
         "Table 1, section 7 and the theoretical sizes of Table 2 are arithmetic; all other rows divide layers as well, "

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE_FOLDER = ROOT / "build" / "docs" / "commands"
+EXAMPLES = ROOT / "docs" / "examples"
 NUM_PROCESSES = 2
 TIME_LIMIT_S = 600
 NOT_EXECUTED = "not executed:"
@@ -117,6 +119,8 @@ def execute_page(path: Path, code_hash: str) -> list[str]:
 def _execute_block(block: CodeBlock, folder: Path, path: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb"}
     output = ""
+    for name in block.options.get("files", "").split():
+        shutil.copy(EXAMPLES / name, folder)
     if not block.commands:
         raise ExtensionError(f"{path.name}: a command block without a command")
     for command in block.commands:
@@ -144,13 +148,14 @@ class CommandDirective(SphinxDirective):
     """``{command}``: the commands as they are typed, and below them what they print.
 
     ``lines`` shows a part of the output (``1-12``, ``-5`` the first, ``20-`` the rest), ``silent`` none of it;
-    ``exit-code`` is the one that the commands must end with, or those, where it depends on the machine; ``prints`` is
-    a text that must be in the output.
+    ``files`` are copied from ``docs/examples`` before; ``exit-code`` is the one that the commands must end with, or
+    those, where it depends on the machine; ``prints`` is a text that must be in the output.
     """
 
     has_content = True
     option_spec: ClassVar[dict[str, Any]] = {
         "exit-code": directives.unchanged_required,
+        "files": directives.unchanged_required,
         "lines": directives.unchanged_required,
         "prints": directives.unchanged_required,
         "silent": directives.flag,

@@ -23,13 +23,15 @@ from sphinx.pycode import ModuleAnalyzer
 import bench
 from bench import finetune, models, strategies, tracking
 from bench.advice.tree.page import list_training_terms
-from bench.config.compose import CONF_FOLDER, compose_config, list_config_groups
+from bench.config.compose import CONF_FOLDER, compose_config, find_option_file, list_config_groups
 from bench.config.run_config import SECTION_NAMES, RunConfig, build_run_config
 from bench.core import plugins
 from bench.core.presentation import get_presentation
 from bench.core.typed_config import get_field_types, parse_type_hint
 from bench.finetune import Finetune
 from bench.models import Family
+from bench.optimizers import list_optimizers
+from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS, FLAT_TENSORS, PARTS, WHOLE_TENSORS
 from bench.planning.request import parse_sweep_request
 from bench.records.schema import COLUMNS, NESTED_PARTS
 from bench.strategies import Strategy
@@ -280,17 +282,33 @@ def write_option_fields(group: str, option: str) -> str:
     return _format_fields(values, _read_yaml_comments(path), _find_class(group, values), f"{group}.")
 
 
+SHAPE_WORDS = {
+    "hidden_size": "wide",
+    "d_model": "wide",
+    "num_layers": "layers",
+    "num_encoder_layers": "layers in the encoder",
+    "num_decoder_layers": "in the decoder",
+    "num_heads": "heads",
+    "num_kv_heads": "of keys",
+    "num_experts": "experts",
+}
+"""Fields of a model's shape, and what stands behind their values."""
+
+
 def write_models() -> str:
-    """The models: shapes as their files have them, parameters counted on the meta device."""
+    """The models: shapes as their files have them, parameters counted on the meta device, with their sources."""
     rows = []
     for option in list_config_groups()["model"]:
         values = compose_config({"model": option})["model"]
+        if "path" in values:  # whose shape a file says
+            continue
         family = build_run_config(compose_config({"model": option, "hardware": "cpu"})).model
-        shape = ", ".join(
-            f"{key}={value}" for key, value in values.items() if isinstance(value, int) and not isinstance(value, bool)
-        )
-        rows.append([f"`{option}`", values["family"], f"{family.num_parameters:,}", shape])
-    return _format_table(("`model=`", "family", "parameters", "shape"), rows)
+        shape = ", ".join(f"{values[key]} {word}" for key, word in SHAPE_WORDS.items() if values.get(key) is not None)
+        active = family.num_active_parameters
+        parameters = f"{family.num_parameters:,}" + (f" ({active:,} active)" if active < family.num_parameters else "")
+        source = find_option_file("model", option).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        rows.append([f"`{option}`", values["family"], parameters, shape, source])
+    return _format_table(("`model=`", "family", "parameters", "shape", "source"), rows)
 
 
 def write_hardware() -> str:
@@ -361,6 +379,35 @@ def write_strategies() -> str:
         fields = _format_fields(values, _read_yaml_comments(path), cls, "strategy.")
         sections.append(f"## `strategy={option}`\n\n{_read_head_comment(path)}\n\n{text}\n\n{fields}")
     return "\n".join(sections)
+
+
+def write_optimizers() -> str:
+    """A table of what each optimizer updates, and a section per optimizer: what its class says of itself."""
+    rows, sections = [], []
+    for name, cls in list_optimizers().items():
+        works = [
+            "refused"
+            if kind not in cls.supported_tensors
+            else "as in one process"
+            if kind in cls.updates_like_one_process
+            else "not as in one process"
+            for kind in TENSOR_KINDS
+        ]
+        rows.append([f"`{name}`", *works, cls.required_extra or "none"])
+        text = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
+        reason = f"\n\nRefused elsewhere: {cls.unsupported_reason}." if cls.unsupported_reason else ""
+        sections.append(f"## `optimizer={name}`\n\n{text}{reason}\n")
+    table = _format_table(("`optimizer=`", *TENSOR_KINDS.values(), "extra"), rows)
+    return table + "\n" + "\n".join(sections)
+
+
+TENSOR_KINDS = {
+    WHOLE_TENSORS: "whole parameters (single, ddp, zero1, fsdp1 at factor 1)",
+    DTENSORS: "DTensors (fsdp)",
+    FLAT_TENSORS: "flat parameters (fsdp1, deepspeed)",
+    PARTS: "parts of layers (tensor parallelism)",
+    DIVIDED_DTENSORS: "DTensors of divided layers (tensor parallelism with fsdp)",
+}
 
 
 def describe_missing_term(name: str) -> str:

@@ -146,6 +146,7 @@ ROW_KEYS = {
     "rank", "status", "run_id", "overrides", "strategy", "effective_strategy", "sharding_factor", "precision",
     "reshard_after_forward", "activation_checkpointing", "gradient_accumulation", "batch_size_per_gpu",
     "largest_batch_per_gpu", "tokens_per_step", "tflops_per_gpu", "hardware_tflops_per_gpu", "mfu", "hfu",
+    "causal_tflops_per_gpu", "causal_mfu",
     "tokens_per_second_per_gpu", "tokens_per_second", "gpu_hours", "days", "step_time_s", "time", "memory", "reason",
     "notes",
 }  # fmt: skip
@@ -155,7 +156,7 @@ def test_json_has_the_documented_keys(small):
     assert set(small) == {"format", "tokens", "sections", "left_out"}
     assert small["tokens"] == 1e9
     (section,) = small["sections"]
-    assert set(section) == {"question", "advice", "ranked", "infeasible", "impossible", "rules_of_thumb"}
+    assert set(section) == {"question", "advice", "warnings", "ranked", "infeasible", "impossible", "rules_of_thumb"}
     assert section["question"]["gpus"] == 16
     assert section["question"]["parameters"] == 1_121_024
     for row in section["ranked"]:

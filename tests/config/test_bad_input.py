@@ -34,7 +34,7 @@ BAD_COMMAND_LINES: dict[str, tuple[str, ...]] = {
     "strategy=[ddp,fsdp]": ("strategy=", "fsdp, fsdp1"),
     "precision=fp4": ("precision=fp4", "bf16, bf16_pure, fp16, fp32, fp8, tf32"),
     "precision=int8": ("precision=int8", "INT8 is not offered, since", "bf16, bf16_pure, fp16, fp32, fp8, tf32"),
-    "optimizer=adam": ("optimizer=adam", "adamw, sgd"),
+    "optimizer=adam": ("optimizer=adam", "adafactor, adamw", "muon, sgd"),
     "hardware=h100": ("hardware=h100", "a100_80gb, auto, cpu"),
     "cluster=loca": ("cluster=loca", "local"),
     "sweep=defalt": ("sweep=defalt", "adhoc, cpu_times, default"),

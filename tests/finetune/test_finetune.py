@@ -5,24 +5,29 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from bench.config.compose import compose_config
-from bench.config.run_config import build_run_config
+from bench.config.run_config import RunConfig, build_run_config
 from bench.core import processes
 from bench.core.errors import UsageError
-from bench.finetune import family
+from bench.finetune import adapters, family
 from bench.finetune.quantised import count_scale_bytes
-from bench.models.base import Materializer
+from bench.launch.local import LocalLauncher
+from bench.models.materialize import Materializer
 from bench.predict import main
-from bench.prediction.predictor import predict_run
+from bench.prediction.predictor import build_trace_key, predict_run
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
+from bench.prediction.trace.trace_recorder import trace_step
 from bench.reporting.page.run_details import list_overrides
-from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config, needs
+from tests.conftest import CPU, SMALL_GPT, SMALL_T5, compose_run_config, needs
+from tests.models.test_hf import CONFIGS
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -46,7 +51,10 @@ def assert_memory_as_predicted(record: dict[str, Any], run_overrides: tuple[str,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "names"),
-    [(SMALL_T5, ("ddp", "zero1", "fsdp")), (SMALL_GPT, ("fsdp", "alone", "recomputed", "bf16"))],
+    [
+        (SMALL_T5, ("ddp", "zero1", "fsdp", "fsdp1", "fsdp1 recomputed")),
+        (SMALL_GPT, ("fsdp", "fsdp1", "hybrid", "alone", "recomputed", "bf16")),
+    ],
     ids=["t5", "gpt"],
 )
 def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
@@ -57,6 +65,9 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
         "ddp": (*lora, "strategy=ddp"),
         "zero1": (*lora, "strategy=zero1"),
         "fsdp": (*lora, "strategy=fsdp"),
+        "fsdp1": (*lora, "strategy=fsdp1"),
+        "fsdp1 recomputed": (*lora, "strategy=fsdp1", "activation_checkpointing=full"),
+        "hybrid": (*lora, "strategy=fsdp1", "strategy.sharding_factor=2"),
         "recomputed": (*lora, "strategy=fsdp", "strategy.sharding_factor=1", "activation_checkpointing=full"),
         "alone": (*lora, "strategy=fsdp", "mode=rehearse"),
         "bf16": (*lora, "strategy=ddp", "precision=bf16"),
@@ -79,6 +90,39 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
     assert runs["fsdp"]["effective_strategy"] == "fsdp/full_shard_lora"
     if "alone" in runs:
         assert runs["alone"]["peak_allocated_bytes"] == runs["fsdp"]["ranks"][0]["peak_allocated_bytes"]
+
+
+@needs("peft", "deepspeed")
+@pytest.mark.slow
+def test_deepspeed_trains_adapters_beside_frozen_parameters(execute: Execute) -> None:
+    """With buckets so small that they are not most of the memory."""
+    lora = (*SMALL_GPT, *STEPS, "finetune=lora")
+    stages = [
+        (*lora, "strategy=deepspeed", f"strategy.stage={stage}", "strategy.reduce_bucket_size=2000", "gpus=2")
+        for stage in (0, 1, 2, 3)
+    ]
+    runs = [(*lora, "strategy=single", "batch_size_per_gpu=8"), *((*stage, "batch_size_per_gpu=4") for stage in stages)]
+    single, *others = execute(*runs)
+    for record, overrides in zip(others, runs[1:], strict=True):
+        assert record["status"] == "ok", record["error"]
+        assert record["losses"] == pytest.approx(single["losses"], rel=1e-5)
+        assert_memory_as_predicted(record, overrides)
+
+
+@needs_peft
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated t5", "llama", "moe", "falcon", "deepseek_v2", "mamba"])
+def test_adapters_of_every_family_learn_as_in_one_process(execute: Execute, name: str, tmp_path: Path) -> None:
+    lora = (*list_model_overrides(name, tmp_path), *STEPS, "finetune=lora", "finetune.rank=4")
+    runs = [(*lora, "strategy=single", "batch_size_per_gpu=4")]
+    runs += [(*lora, f"strategy={strategy}", "gpus=2", "batch_size_per_gpu=2") for strategy in ("ddp", "fsdp", "fsdp1")]
+    records = execute(*runs)
+    for record, overrides in zip(records, runs, strict=True):
+        assert record["status"] == "ok", record["error"]
+        assert record["losses"] == pytest.approx(records[0]["losses"], rel=1e-5)
+        expected = predict_run(compose_run_config(*overrides)).memory.allocated.value
+        assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), overrides
+    assert records[0]["losses"][-1] < records[0]["losses"][0] - 0.01
 
 
 @needs_both
@@ -166,16 +210,17 @@ def test_a_quantised_weight_takes_half_a_byte_and_its_scales() -> None:
 
 
 REFUSED_CASES = [
-    (("finetune=lora", "strategy=fsdp1", "gpus=2"), "would save nothing: choose strategy ddp, fsdp, single or zero1."),
+    (("finetune=lora", "strategy=fsdp1", "strategy.sharding_factor=1", "gpus=2"), "strategy.sharding_factor=1 is not"),
+    (("finetune=lora", "strategy=fsdp1", "gpus=2", "precision=fp16"), "precision=fp16 is not valid for strategy=fsdp1"),
     (("finetune=qlora", "strategy=fsdp1", "gpus=2"), "with strategy fsdp, or strategy ddp, single or zero1."),
     (("finetune=qlora", "strategy=fsdp", "gpus=2"), "packed weights without the scales"),
     (
-        ("finetune=lora", "strategy=deepspeed", "gpus=2"),
-        "frozen parameters beside others: choose finetune=full, or strategy ddp, fsdp, single or zero1.",
+        ("finetune=lora", "strategy=data_parallel", "gpus=2", "hardware=a100_80gb"),
+        "choose finetune=full, or strategy ddp, deepspeed, fsdp, fsdp1, single or zero1.",
     ),
     (
         ("finetune=qlora", "strategy=deepspeed", "gpus=2"),
-        "quantised weights beside others: choose finetune=full, or strategy ddp, single or zero1.",
+        "quantised weights beside others: choose finetune=full or lora, or strategy ddp, single or zero1.",
     ),
     (("finetune=qlora", "strategy=single", "precision=fp16"), "precision=fp16 is not valid with finetune=qlora"),
     (("finetune=lora", "finetune.rank=33"), "finetune.rank=33 is not valid: choose a whole number from 1 to 32"),
@@ -202,10 +247,107 @@ def test_what_makes_no_sense_is_refused(run_overrides: tuple[str, ...], sentence
     assert sentence in str(caught.value)
 
 
-def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_what_installs_it_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = compose_run_config(*WIDE_GPT, "strategy=ddp", "gpus=2", "finetune=qlora")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"packages peft and bitsandbytes, .*pip install -e .\.\[peft,bitsandbytes\]"):
-        compose_run_config(*SMALL_GPT, "strategy=ddp", "finetune=qlora")
+        LocalLauncher(compose_config({})["cluster"], CPU).check(config)
+
+
+# --- Predictions where a library is missing.
+
+STAND_IN_MODELS = {
+    "gpt": (*SMALL_GPT, "model.hidden_size=64"),
+    "t5": (*SMALL_T5, "model.d_model=64", "model.d_kv=16"),
+    "gated t5": ("model=t5_v1_1_small", "model.d_model=64", "model.d_ff=64", "model.d_kv=16", "model.num_heads=4"),
+    "llama": ("model=llama_tiny",),
+    "moe": ("model=moe_tiny",),
+    "falcon": ("falcon",),
+    "deepseek_v2": ("deepseek_v2",),
+    "bart": ("bart",),
+    "llama4_text": ("llama4_text",),
+    "mamba": ("mamba", "model.attention=eager"),
+}
+"""Families, and models of very different make by their type."""
+
+STAND_IN_SETTINGS = [
+    ("finetune=lora", "hardware=cpu", "precision=bf16"),
+    ("finetune=qlora", "hardware=a100_40gb", "precision=bf16", "activation_checkpointing=full"),
+    ("finetune=qlora", "hardware=a100_40gb", "precision=fp32", "finetune.double_quantisation=false"),
+    ("finetune=qlora", "hardware=a100_40gb", "precision=bf16_pure", "finetune.bits=8"),
+    ("finetune=qlora", "hardware=cpu", "precision=bf16", "finetune.bits=8"),
+]
+
+
+def list_model_overrides(name: str, folder: Path) -> tuple[str, ...]:
+    first, *others = STAND_IN_MODELS[name]
+    if first.startswith("model="):
+        return STAND_IN_MODELS[name]
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(CONFIGS[name]))
+    return ("model=hf", f"model.path={file}", *others)
+
+
+def trace_all(config: RunConfig) -> tuple[Any, ...]:
+    """All that is predicted from: the trace, where its storages have other numbers, the layout and the FLOPs."""
+    build_parameter_layout.cache_clear()
+    family.count_training_flops.cache_clear()
+    trace = trace_step(build_trace_key(config), 2)
+    numbers: dict[int, int] = {}
+    for segment in trace.segments:
+        segment.changes[:] = [(size, numbers.setdefault(number, len(numbers))) for size, number in segment.changes]
+    flops = config.trained_model.count_flops_per_sequence(config.sequence_length).model_flops
+    return trace, build_parameter_layout(config.trained_model, 1, False), flops
+
+
+@needs_peft
+@pytest.mark.parametrize("name", ["deepseek_v2", "llama4_text", "bert"])
+def test_adapters_stand_beside_linear_layers_of_blocks_alone(name: str, tmp_path: Path) -> None:
+    """Not beside stacks of experts, routers, or layers outside that are called as one within."""
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(CONFIGS[name]))
+    config = compose_run_config("model=hf", f"model.path={file}", "strategy=single", "finetune=lora", "gpus=1")
+    model = config.trained_model.build_model()
+    block_ids = {
+        id(parameter) for blocks in config.trained_model.find_block_lists(model) for parameter in blocks.parameters()
+    }
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all(id(parameter) in block_ids and parameter.dim() == 2 for parameter in trained.values())
+    assert all(parameter.shape[0] == 8 for name, parameter in trained.items() if ".lora_A." in name)
+    assert not any("router" in name or ".experts." in name for name in trained)
+
+
+@needs_both
+@pytest.mark.parametrize("settings", STAND_IN_SETTINGS, ids=" ".join)
+@pytest.mark.parametrize("name", STAND_IN_MODELS)
+def test_stand_ins_are_traced_as_the_libraries_are(
+    name: str, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = (*list_model_overrides(name, tmp_path), *settings, "sequence_length=16", "strategy=single")
+    config = compose_run_config(*overrides, "finetune.rank=4")
+    expected = trace_all(config)
+    monkeypatch.setattr(adapters, "is_installed", lambda package: False)
+    stand_ins = trace_all(compose_run_config(*overrides, "finetune.rank=4"))
+    assert stand_ins == expected
+
+
+@pytest.mark.parametrize(
+    "finetune", [("finetune=lora",), ("finetune=qlora",), ("finetune=qlora", "finetune.bits=8")], ids=" ".join
+)
+@pytest.mark.parametrize("hardware", ["cpu", "a100_40gb"])
+def test_a_prediction_needs_no_library(
+    finetune: tuple[str, ...], hardware: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BENCH_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "peft", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr(adapters, "is_installed", lambda package: False)
+    overrides = (*WIDE_GPT, "mode=predict", f"hardware={hardware}", "strategy=ddp", "gpus=2", "sequence_length=24")
+    full, adapted = (predict_run(compose_run_config(*overrides, *choice)) for choice in ((), finetune))
+    assert adapted.memory.parts["optimizer"] < full.memory.parts["optimizer"] / 4
 
 
 @needs_peft

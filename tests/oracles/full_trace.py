@@ -147,6 +147,8 @@ def _train_steps(config: RunConfig, tracker: _StorageTracker) -> tuple[Engine, l
         device=device,
         world_size=config.gpus,
         activation_checkpointing=config.activation_checkpointing,
+        loss_chunks=config.loss_chunks,
+        activation_offload=config.activation_offload,
         compile=False,
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
         seed=config.seed,

@@ -17,7 +17,8 @@ from bench import records
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.models import Family
-from bench.models.base import count_buffer_bytes
+from bench.models.materialize import count_buffer_bytes
+from bench.optimizers import UpdatedTensor
 from bench.prediction.cost.rank_speed import predict_device_update
 from bench.prediction.predictor import predict_run, predict_runs
 from bench.prediction.simulation.step import compute_workspace_bytes
@@ -52,25 +53,14 @@ LARGE = [
 
 MINGPT = ("model=gpt_tiny", "model.family=mingpt", "model.num_layers=3", "sequence_length=20")
 NARROW_T5 = ("model=t5_tiny", "model.d_model=64", "model.d_ff=2001", "model.vocabulary_size=500", "sequence_length=30")
-LLAMA = (
-    *(
-        "model=gpt_tiny",
-        "model.family=tests.outsiders.llama.llama_family.family",
-        "model.activation=silu",
-        "model.intermediate_size=256",
-    ),
-    *("model.vocabulary_size=3001", "model.hidden_size=96", "model.num_layers=5", "sequence_length=33"),
+NEOX = (
+    *("model=gpt_tiny", "model.family=tests.outsiders.neox.neox_family.family", "model.activation=gelu"),
+    *("model.intermediate_size=256", "model.vocabulary_size=3001", "model.hidden_size=96", "model.num_layers=5"),
+    "sequence_length=33",
 )
 MISTRAL = (
-    *(
-        "model=gpt_tiny",
-        "model.family=tests.outsiders.llama.llama_family.family",
-        "model.activation=silu",
-        "model.intermediate_size=14336",
-    ),
-    *("model.vocabulary_size=32000", "model.hidden_size=4096", "model.num_layers=32", "model.num_heads=32"),
-    *("+model.num_key_value_heads=8", "model.block_size=4096", "sequence_length=4096"),
-    *("precision=bf16_pure", "activation_checkpointing=full", "optimizer.implementation=foreach"),
+    *("model=mistral_7b", "sequence_length=4096", "precision=bf16_pure", "activation_checkpointing=full"),
+    "optimizer.implementation=foreach",
 )
 MISTRAL_7B = [
     (("strategy=single", "gpus=1", "batch_size_per_gpu=4"), 72_434_837_504),
@@ -92,9 +82,24 @@ UNTUNED = [
     (*NARROW_T5, "precision=fp16", "strategy=fsdp", "gpus=2", "activation_checkpointing=full"),
     (*NARROW_T5, "precision=fp16", "strategy=fsdp", "gpus=2", "gradient_accumulation=2"),
     (*NARROW_T5, "precision=fp16", "strategy=fsdp1", "gpus=2", "strategy.forward_prefetch=true"),
+    # Blocks that are not checkpointed alike, what operators keep, and a head that is computed in parts.
+    (*MINGPT, "model.num_layers=9", "strategy=single", "activation_checkpointing=every_2"),
+    (*NARROW_T5, "model.num_decoder_layers=8", "strategy=fsdp", "gpus=2", "activation_checkpointing=every_2"),
+    (*NARROW_T5, "precision=bf16", "strategy=single", "activation_checkpointing=operators"),
+    (*MINGPT, "model.vocabulary_size=13118", "strategy=fsdp1", "gpus=2", "loss=chunked", "loss_chunks=3"),
+    (*MINGPT, "model.vocabulary_size=13118", "strategy=single", "loss=chunked", "precision=bf16"),
+    # More blocks than are traced of others, with and without a sliding window by turns.
+    (
+        *("model=gemma2_2b", "model.num_layers=9", "model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2"),
+        *("model.head_size=16", "model.intermediate_size=128", "model.vocabulary_size=1000", "sequence_length=32"),
+        "strategy=single",
+    ),
+    # What is offloaded from a CPU, whose memory is the host's.
+    (*NARROW_T5, "precision=bf16", "strategy=single", "activation_offload=true"),
+    (*MINGPT, "strategy=fsdp", "gpus=2", "activation_offload=true", "activation_checkpointing=full"),
     # Buffers of rotary embeddings.
-    (*LLAMA, "precision=bf16", "strategy=single"),
-    (*LLAMA, "precision=bf16_pure", "strategy=fsdp", "gpus=2"),
+    (*NEOX, "precision=bf16", "strategy=single"),
+    (*NEOX, "precision=bf16_pure", "strategy=fsdp", "gpus=2"),
 ]
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -149,7 +154,8 @@ def test_adamw_in_a_loop_needs_what_is_predicted(sizes: tuple[int, ...]) -> None
     with probe.observe():
         probe.start_steady_step()
         optimizer.step()
-    assert probe.read_peaks().allocated == pytest.approx(predict_device_update(config, sizes).temporary_bytes, abs=100)
+    update = predict_device_update(config, [UpdatedTensor((size,)) for size in sizes])
+    assert probe.read_peaks().allocated == pytest.approx(update.temporary_bytes, abs=100)
 
 
 def check_against_trace(config: RunConfig) -> None:
@@ -185,12 +191,28 @@ def test_predictions_agree_with_peaks_that_an_allocator_was_seen_to_have(
     assert memory.allocated.value == pytest.approx(published, rel=0.001)
 
 
+MISTRAL_7B_LORA = [("batch_size_per_gpu=4", 26_704_571_904), ("batch_size_per_gpu=8", 38_742_912_512)]
+"""Rows 34 and 36 of the same file. Its scenarios.yaml says rank 16 beside the products of attention; dropout of the
+adapters' inputs, which it has as well, is not predicted."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "published"), MISTRAL_7B_LORA)
+def test_predictions_agree_with_peaks_of_adapters(batch: str, published: int) -> None:
+    """Peaks in the loss, of logits and checkpoints."""
+    lora = ("finetune=lora", "finetune.rank=16", "finetune.target_modules=[q_proj,k_proj,v_proj,o_proj]")
+    memory = predict_run(
+        compose_run_config(*MISTRAL, *lora, "strategy=single", "gpus=1", batch, "hardware=a100_80gb")
+    ).memory
+    assert memory.allocated.value == pytest.approx(published, rel=0.01)
+
+
 def test_a_model_with_buffers_nobody_describes_is_refused() -> None:
-    config = compose_run_config(*LLAMA, "strategy=single")
+    config = compose_run_config(*NEOX, "strategy=single")
     family = dataclasses.replace(config.model, family="an outside one")
     with (
         mock.patch.object(type(family), "build_buffer", Family.build_buffer),
-        pytest.raises(ImpossibleError, match=r"an outside one does not say what the buffer inv_freq of LlamaRotary"),
+        pytest.raises(ImpossibleError, match=r"an outside one does not say what the buffer inv_freq of GPTNeoXRotary"),
     ):
         count_buffer_bytes(family)
 
@@ -198,7 +220,7 @@ def test_a_model_with_buffers_nobody_describes_is_refused() -> None:
 @pytest.mark.slow
 def test_a_model_that_comes_with_its_buffers_is_predicted_as_well() -> None:
     left, filled = (
-        predict_run(compose_run_config(*LLAMA, f"+model.buffers_filled={each}")) for each in ("false", "true")
+        predict_run(compose_run_config(*NEOX, f"+model.buffers_filled={each}")) for each in ("false", "true")
     )
     assert left.memory.allocated == filled.memory.allocated
 
@@ -207,7 +229,7 @@ def test_a_model_that_comes_with_its_buffers_is_predicted_as_well() -> None:
 def test_a_model_with_buffers_trains_and_needs_what_is_predicted(execute: Execute) -> None:
     """The frequencies of rotary embeddings, which only the family knows."""
     kinds = [("strategy=single", "gpus=1"), ("strategy=fsdp", "gpus=2"), ("strategy=fsdp1", "gpus=2")]
-    runs = [(*LLAMA, *kind, f"batch_size_per_gpu={4 // int(kind[1][-1])}", *QUICK) for kind in kinds]
+    runs = [(*NEOX, *kind, f"batch_size_per_gpu={4 // int(kind[1][-1])}", *QUICK) for kind in kinds]
     rows = execute(*runs)
     for run, row in zip(runs, rows, strict=True):
         assert row["status"] == "ok", row.get("error")

@@ -97,12 +97,12 @@ def test_another_version_of_a_library_is_another_predictor_of_runs_that_need_it(
     assert (config().operator_libraries, adapted.operator_libraries) == ((), ("peft",))
     row = {"status": "ok", "predictor": cache.compute_predictor_version(adapted.operator_libraries)}
     assert is_current_result(row, dataclasses.replace(adapted, mode="predict"))
-    installed = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == "peft" else installed(name))
     plain, before = (
         cache.compute_predictor_version(),
         cache.compute_code_hash(),
     )
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == "peft" else installed(name))
     cache.compute_predictor_version.cache_clear()
     assert cache.compute_predictor_version() == plain
     cache.compute_code_hash.cache_clear()

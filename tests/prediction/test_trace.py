@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
+from bench.models.checkpointing import find_block_period
 from bench.prediction.predictor import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
@@ -23,6 +24,7 @@ from bench.prediction.trace.scaled_trace import (
     build_chunks,
     build_scaled_trace,
     expand_to_full_depth,
+    find_segment_block_positions,
     list_traced_batch_sizes,
     merge_chunks,
     scale_kernels,
@@ -76,16 +78,22 @@ def deep(model: str, **settings: Any) -> RunConfig:
 
 
 def scenes(
-    trace: Trace, other: Trace, batches: tuple[int, int], batch_size: int, lengths: tuple[int, ...] = ()
+    trace: Trace,
+    other: Trace,
+    batches: tuple[int, int],
+    batch_size: int,
+    lengths: tuple[int, ...] = (),
+    period: int = 1,
 ) -> tuple[SegmentAtBatch, ...]:
-    scaled_trace = build_scaled_trace(trace, other, batches)
+    scaled_trace = build_scaled_trace(trace, other, batches, period)
+    positions = find_segment_block_positions(scaled_trace.segments, lengths, period) if lengths else ()
     weight = scaled_trace.compute_batch_weight(batch_size)
     return tuple(
         SegmentAtBatch(
             segment.phase,
             segment.micro_batch,
             segment.place,
-            build_chunks(segment, weight, scale_kernels(segment, weight).flops, lengths),
+            build_chunks(segment, weight, scale_kernels(segment, weight).flops, positions),
         )
         for segment in scaled_trace.segments
     )
@@ -94,16 +102,33 @@ def scenes(
 def composed_and_whole(run: RunConfig) -> tuple[list[tuple[SegmentAtBatch, BlockPlace]], tuple[SegmentAtBatch, ...]]:
     """The scenes of a model traced with few blocks, repeated as often as it has them, and those of all its blocks."""
     key, lengths = build_trace_key(run), build_parameter_layout(run.model, 1, False).block_counts
-    few, whole = trace_step(key, 2), trace_step(key, 2, max_blocks=None)
-    return list(expand_to_full_depth(scenes(few, few, (2, 2), 2, lengths), lengths)), scenes(whole, whole, (2, 2), 2)
+    few, whole = trace_step(key, 2), trace_step(key, 2, whole_model=True)
+    period = find_block_period(run.model, run.activation_checkpointing)
+    composed_segments = scenes(few, few, (2, 2), 2, lengths, period)
+    return list(expand_to_full_depth(composed_segments, lengths, period)), scenes(whole, whole, (2, 2), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "operators", "every_2"])
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "bf16", "strategy": "fsdp"}])
 def test_a_model_traced_with_few_blocks_is_the_whole_model(model, checkpointing, settings):
     run = deep(model, activation_checkpointing=checkpointing, **settings)
+    composed_, whole = composed_and_whole(run)
+    assert [(scene.phase, place) for scene, place in composed_] == [(scene.phase, scene.place) for scene in whole]
+    for (scene, place), expected in zip(composed_, whole, strict=True):
+        assert scene.chunks == expected.chunks, (scene.phase, place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "layers"), [("every_2", (8, 11)), ("every_2", (12, 9)), ("every_3", (13, 17)), ("every_5", (18, 3))]
+)
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "bf16", "strategy": "fsdp"}])
+@pytest.mark.parametrize("model", MODELS)
+def test_blocks_that_are_not_checkpointed_alike_repeat_after_a_period(model, mode, layers, settings):
+    names = [name.replace(".", "__") for name in DEEP[model]]
+    run = config(model=model, activation_checkpointing=mode, **dict(zip(names, layers, strict=False)), **settings)
     composed_, whole = composed_and_whole(run)
     assert [(scene.phase, place) for scene, place in composed_] == [(scene.phase, scene.place) for scene in whole]
     for (scene, place), expected in zip(composed_, whole, strict=True):
@@ -138,7 +163,7 @@ def test_few_blocks_at_two_batch_sizes_are_the_whole_model_at_another(model, che
     run = deep(model, activation_checkpointing=checkpointing, precision="bf16", hardware=hardware)
     key, lengths = build_trace_key(run), build_parameter_layout(run.model, 1, False).block_counts
     few = scenes(trace_step(key, 2), trace_step(key, 3), (2, 3), 9, lengths)
-    whole = trace_step(key, 9, max_blocks=None)
+    whole = trace_step(key, 9, whole_model=True)
     expected = scenes(whole, whole, (9, 9), 9)
     assert [scene.chunks for scene, _ in expand_to_full_depth(few, lengths)] == [scene.chunks for scene in expected]
 

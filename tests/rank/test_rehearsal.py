@@ -93,6 +93,8 @@ def engine_of(config: RunConfig) -> Engine:
         device=torch.device("cpu"),
         world_size=config.gpus,
         activation_checkpointing=config.activation_checkpointing,
+        loss_chunks=config.loss_chunks,
+        activation_offload=config.activation_offload,
         rehearsed=config.is_rehearsed,
     )
 

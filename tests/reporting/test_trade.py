@@ -127,7 +127,10 @@ def kind(effective: str, config: Mapping[str, Any]) -> str:
 def test_the_sweep_has_every_kind_once_for_each_model() -> None:
     request = parse_sweep_request(["sweep=strategies"], multirun=False, device=CPU)
     plan = build_sweep_plan(
-        request.points, Path("nowhere"), force=True, check_run=lambda config: config.strategy.check_installed()
+        request.points,
+        Path("nowhere"),
+        force=True,
+        check_run=lambda config: (config.strategy.check_installed(), config.finetune.check_installed()),
     )
     here = KINDS.union(*(kinds for names, kinds in OF_LIBRARIES.items() if all(map(find_spec, names))))
     found = sorted((config.model.name, kind(config.effective_strategy, config.to_dict())) for config in plan.to_run)

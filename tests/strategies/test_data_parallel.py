@@ -20,7 +20,8 @@ from bench.core.errors import ImpossibleError
 from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
 from bench.launch.slurm.launcher import compute_job_shape
-from bench.models.base import Materializer, checkpoint_blocks
+from bench.models.checkpointing import checkpoint_blocks
+from bench.models.materialize import Materializer
 from bench.prediction.cost import rank_speed
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
 from bench.prediction.predictor import _simulate_period, predict_run
@@ -215,9 +216,8 @@ SIZES = [(4, 4, 4, 4), (40, 1, 1, 1), (1, 1, 40, 1), (5, 5, 5, 5, 5), (3, 6, 2, 
 
 def build_plan_inputs(sizes: tuple[int, ...]) -> PlanInputs:
     parameters = tuple(ParameterSpec(str(number), (size * MIB // 4,)) for number, size in enumerate(sizes))
-    return PlanInputs(
-        (ShardingUnit(-1, "model", parameters),), compose_data_parallel_config("gpus=2").precision, 2, 2, 1
-    )
+    run = compose_data_parallel_config("gpus=2")
+    return PlanInputs((ShardingUnit(-1, "model", parameters),), run.precision, 2, run.optimizer, 1)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -339,7 +339,7 @@ def build_small_plan(
 ) -> tuple[StepPlan, PlanInputs]:
     sharded = {"strategy.param_persistence_threshold": 0} if knobs["strategy.stage"] == 3 else {}
     run = config(**{**LARGE, **knobs, **sharded, "precision": precision, "strategy.reduce_bucket_size": bucket})
-    plan_inputs = PlanInputs(UNITS, run.precision, 2, run.optimizer.states_per_parameter, micro_batches)
+    plan_inputs = PlanInputs(UNITS, run.precision, 2, run.optimizer, micro_batches)
     return run.strategy.plan(plan_inputs), plan_inputs
 
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.core.errors import UsageError
+from bench.optimizers import load_optimizer
 from bench.prediction.prediction import DOES_NOT_FIT, Prediction
 from bench.prediction.predictor import build_predicted_row, predict_run
-from bench.rank.engine import OptimizerConfig, build_engine, build_micro_batches
+from bench.rank.engine import build_engine, build_micro_batches
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.records.schema import COLUMNS
 from bench.strategies.sharding import UploadingOptimizer
@@ -35,7 +36,7 @@ def predict_large_run(**knobs: object) -> Prediction:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_updating_one_parameter_after_the_other_is_the_same_step(name: str, implementation: str) -> None:
     momentum = 0.9 if name == "sgd" else 0.0
-    optimizer = OptimizerConfig(name, implementation, 1e-2, momentum)
+    optimizer = load_optimizer(name)(name, implementation, 1e-2, momentum=momentum)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     offloaded = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -164,7 +165,7 @@ def test_what_is_frozen_comes_and_nothing_of_it_goes_back() -> None:
         0, "block", (ParameterSpec("frozen", (64, 48), is_trained=False), ParameterSpec("adapter", (64, 8)))
     )
     root = ShardingUnit(-1, "outside", (ParameterSpec("embedding", (96, 8), is_trained=False),))
-    plan_inputs = PlanInputs((root, block), run.precision, 8, 2, 1)
+    plan_inputs = PlanInputs((root, block), run.precision, 8, run.optimizer, 1)
     device = Notebook()
     step(run.strategy.plan(plan_inputs), plan_inputs, device)
     moved = dict(device.moved)

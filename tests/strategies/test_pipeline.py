@@ -15,8 +15,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from bench.config.run_config import RunConfig
 from bench.core.errors import ImpossibleError, UsageError
 from bench.models import Batch
-from bench.models.base import Materializer
 from bench.models.division import split_blocks_into_stages
+from bench.models.materialize import Materializer
 from bench.models.t5 import T5Family
 from bench.planning.batch_search import choose_next_batch_size
 from bench.planning.request import parse_sweep_request
@@ -55,13 +55,15 @@ from bench.strategies.pipeline.schedule import (
 )
 from bench.strategies.pipeline.step_plans import find_tied_parameters
 from bench.strategies.stepper import Stepper
-from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_T5, compose_run_config
+from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config
 from tests.records_fixture import make_record
 
 Execute = Callable[..., list[dict[str, Any]]]
 
 STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
 GPT = (*SMALL_GPT, "model.num_layers=4")
+WINDOWED = (*SMALL_LLAMA, "model.architecture=gemma3_text", "model.sliding_window=8", "model.num_layers=7")
+"""Every sixth layer attends to everything, the others to a window."""
 PIPELINE = ("strategy=pipeline",)
 FOUR, TWO = ("gpus=4", "batch_size_per_gpu=2"), ("gpus=2", "batch_size_per_gpu=4")
 PAIRS = (*FOUR, "strategy.stages=2")
@@ -76,6 +78,18 @@ PARITY = {
             "naive_pipeline": ("strategy=naive_pipeline", *TWO),
         },
     ),
+    "gated t5": (
+        (*SMALL_T5, "model.feed_forward=gated-gelu", "model.tie_embeddings=false"),
+        {"pipeline/1f1b+ddp": (*PIPELINE, *PAIRS)},
+    ),
+    "llama": (
+        WINDOWED,
+        {
+            "pipeline/1f1b": (*PIPELINE, *FOUR),
+            "pipeline/interleaved_1f1b+fsdp": (*PIPELINE, *PAIRS, *FSDP, "strategy.schedule=interleaved_1f1b"),
+        },
+    ),
+    "moe": (SMALL_MOE, {"pipeline/1f1b+ddp": (*PIPELINE, *PAIRS)}),
     "gpt": (
         GPT,
         {
@@ -142,7 +156,7 @@ def test_stages_have_as_many_blocks_but_for_one(blocks: int, stages: int, counts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [SMALL_T5, GPT], ids=["t5", "gpt"])
+@pytest.mark.parametrize("overrides", [SMALL_T5, GPT, WINDOWED, SMALL_MOE], ids=["t5", "gpt", "gemma", "moe"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_stages_one_after_the_other_are_the_model(overrides: tuple[str, ...], stages: int) -> None:
     family = compose_run_config(*overrides, "model.attention=eager").model
@@ -182,7 +196,7 @@ def test_copies_on_one_rank_get_the_sum_of_their_gradients() -> None:
     copies = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
     for number, copy in enumerate(copies):
         copy.grad = torch.full((3,), number + 1.0)
-    TiedParameter(copies, None).sum_gradients()
+    TiedParameter(copies, None, len(copies)).sum_gradients()
     assert all(copy.grad is not None and copy.grad.tolist() == [3.0] * 3 for copy in copies)
 
 

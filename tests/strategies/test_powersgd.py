@@ -104,7 +104,8 @@ def test_nothing_is_kept_of_what_is_frozen() -> None:
     whole, adapted = Notebook(), Notebook()
     for device, frozen in ((whole, ()), (adapted, (ParameterSpec("frozen", (96, 64), is_trained=False),))):
         run = config(strategy="ddp", **{"strategy.communication_hook": "powersgd"})
-        plan = run.strategy.plan(PlanInputs((ShardingUnit(-1, "model", (adapter, *frozen)),), run.precision, 8, 2, 1))
+        unit = ShardingUnit(-1, "model", (adapter, *frozen))
+        plan = run.strategy.plan(PlanInputs((unit,), run.precision, 8, run.optimizer, 1))
         plan.allocate_persistent_state(device)
     for name in ("errors", "factors", "buckets"):
         assert adapted.held[name] == whole.held[name]

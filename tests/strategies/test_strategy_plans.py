@@ -129,7 +129,7 @@ def plan_of(run: RunConfig) -> tuple[StepPlan, PlanInputs]:
         layout.units,
         run.precision,
         run.gpus,
-        run.optimizer.states_per_parameter,
+        run.optimizer,
         run.gradient_accumulation,
         run.optimizer.keep_gradients,
         casts_parameters=not run.strategy.uses_autocast(run.precision),
@@ -233,7 +233,7 @@ def test_a_stages_parameters_are_known_in_the_order_of_its_module(model, stage):
     parts = list_stage_blocks(build_parameter_layout(run.model, 1, False).block_counts, cuts[stage])
     units, _ = arrange_stage(
         stage,
-        StageTraceKey(build_trace_key(run), shorten_stage_blocks(parts)),
+        StageTraceKey(build_trace_key(run), shorten_stage_blocks(parts, build_trace_key(run).block_period)),
         tuple(part.num_blocks for part in parts),
         (),
     )
@@ -255,7 +255,7 @@ def test_without_shards_fsdp1_adds_to_gradients_that_are_there(precision, keeps,
     settings = {"strategy": "fsdp1", "strategy.sharding_factor": 1, "optimizer.keep_gradients": keeps}
     run = config(**settings, precision=precision)
     unit = ShardingUnit(-1, "model", (ParameterSpec("weight", (100, 40)),))
-    setting = PlanInputs((unit,), run.precision, 8, 2, 2, keeps, is_on_cpu=on_cpu)
+    setting = PlanInputs((unit,), run.precision, 8, run.optimizer, 2, keeps, is_on_cpu=on_cpu)
     plan, device = run.strategy.plan(setting), Notebook()
     plan.allocate_persistent_state(device)
     step(plan, setting, device, micro_batches=2, every=every)

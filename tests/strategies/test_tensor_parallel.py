@@ -21,7 +21,7 @@ from bench.prediction.trace.trace import TraceKey
 from bench.prediction.trace.trace_recorder import trace_step
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
-from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
+from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -40,6 +40,18 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
             "tensor_parallel/2x2+sequence+fsdp": TWO,
             "tensor_parallel/2x2+fsdp": (*TWO, *WHOLE, *BF16),
         },
+    ),
+    "llama": (
+        SMALL_LLAMA,
+        {
+            "tensor_parallel/4+sequence": (),
+            "tensor_parallel/2x2+sequence+fsdp": (*TWO, *BF16),
+            "tensor_parallel/2x2+ddp": (*TWO, *WHOLE, *DDP),
+        },
+    ),
+    "qwen3": (
+        (*SMALL_LLAMA, "model.architecture=qwen3", "model.num_kv_heads=2"),
+        {"tensor_parallel/2x2+sequence+fsdp": TWO},
     ),
     "gpt": (
         # The vocabulary is divisible by nothing: the last rank has less of it.
@@ -92,7 +104,7 @@ def test_a_fused_matrix_is_divided_part_by_part() -> None:
     assert LayerDivision().arrange_parameter("weight", fused, 2) is fused
 
 
-@pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
+@pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT, SMALL_LLAMA], ids=["t5", "gpt", "llama"])
 def test_a_rank_has_its_share_of_every_layer(model: tuple[str, ...]) -> None:
     config = compose_run_config(*model, "strategy=single", "gpus=1")
 
@@ -207,7 +219,10 @@ REFUSED = {
     ),
     "compile": ((*SMALL_T5, "gpus=4", "compile=true"), "compile=true .* Choose false"),
     "dropout": ((*SMALL_T5, "gpus=4", "model.dropout=0.1"), "model.dropout=0.1 .* choose 0.0"),
-    "family": (("model=mpt_7b", "gpus=4"), "model.family=mpt .* choose a model of family gpt, mingpt, t5"),
+    "family": (("model=mpt_7b", "gpus=4"), "model.family=mpt .* choose a model of family gpt, llama, mingpt, t5"),
+    "kv heads": ((*SMALL_LLAMA, "model.num_kv_heads=2", "gpus=4"), "degree=4 .* model.num_kv_heads=2.*: choose 2"),
+    "fused": ((*SMALL_LLAMA, "model.architecture=phi3", "gpus=4"), "architecture=phi3 .* has one matrix for several"),
+    "experts": ((*SMALL_MOE, "gpus=4"), "model.family=moe .* choose a model of family gpt, llama, mingpt, t5"),
     "reshard": ((*SMALL_T5, "gpus=4", *TWO, *DDP, "strategy.reshard_after_forward=true"), "choose null with .*ddp"),
     "alone": ((*SMALL_T5, "gpus=4", *TWO, "strategy.data_parallel=none"), "data_parallel=none .* fsdp or ddp"),
     "data": ((*SMALL_T5, "gpus=4", "strategy.data_parallel=zero"), "strategy.data_parallel=zero .* fsdp, ddp"),

@@ -346,6 +346,9 @@ def changed(value: Any) -> Any:
     return [*value, "x"] if isinstance(value, list) else {**value, "x": 1}
 
 
+UNNAMED_HARDWARE_FIELDS = (("hardware", "sources"), ("hardware", "speeds"), ("hardware", "host"))
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -371,7 +374,14 @@ def test_every_knob_is_part_of_a_runs_name(model, asked):
             owner = getattr(owner, name)
         object.__setattr__(owner, path[-1], changed(getattr(owner, path[-1])))
         # where numbers were read; what is resolved elsewhere; what a measurement has no need to believe
-        if path[:2] in (("hardware", "sources"), ("requested",), ("hardware", "speeds"), ("hardware", "host")):
+        unnamed = (
+            ("hardware", "sources"),
+            ("requested",),
+            ("global_batch",),
+            ("hardware", "speeds"),
+            ("hardware", "host"),
+        )
+        if path[:2] in unnamed:
             assert other.run_id == config.run_id
         else:
             assert other.run_id not in seen, path

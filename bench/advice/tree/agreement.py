@@ -114,7 +114,7 @@ def _compute_untimed_key(candidate: RankedCandidate) -> tuple[int, float]:
     """What comes first where no time is predicted: a larger batch moves less per token; then what computes least."""
     config = candidate.config
     flops_per_sequence = config.trained_model.count_flops_per_sequence(config.sequence_length).compute_hardware_flops(
-        config.activation_checkpointing
+        config.activation_checkpointing, loss_in_chunks=config.loss_chunks is not None
     )
     return -config.batch_size_per_gpu, flops_per_sequence
 
@@ -138,7 +138,7 @@ def _is_runnable(case: GuideCase, settings: RunSettings) -> bool:
     """Whether a way that is not predicted can be run: some is only not predicted."""
     batch_setting = {"batch_size_per_gpu": str(case.requested_batch or MICRO_BATCHES_PER_STAGE)}
     try:
-        build_run_config(compose_config({**_merge_settings(case, settings), **batch_setting}))
+        build_run_config(compose_config({**_merge_settings(case, settings), **batch_setting, "global_batch": "null"}))
     except UsageError:
         return False
     return True

@@ -14,7 +14,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import TrainingOption
 from bench.finetune import list_finetunes
-from bench.models.base import CHECKPOINTING_MODES
+from bench.models.checkpointing import CHECKPOINTING_MODES
 from bench.planning.run_predictions import Unpredictable, predict_configs
 from bench.prediction.prediction import Prediction
 from bench.strategies import list_strategies
@@ -91,7 +91,7 @@ class GuideCase:
         run_settings = {key.replace("__", "."): value for key, value in settings.items()}
         run_settings = {**self.settings, "batch_size_per_gpu": str(self.requested_batch or 1), **run_settings}
         try:
-            config = build_run_config(compose_config({**run_settings, "mode": "predict"}))
+            config = build_case_config(run_settings)
         except ImpossibleError as error:
             return Unpredictable(str(error), is_impossible=True)
         (prediction,) = predict_configs([config])
@@ -111,6 +111,22 @@ class GuideCase:
             key: value for key, value in run_settings.items() if self.settings.get(key) != value and key != "gpus"
         }
         return PredictedRun({"gpus": str(config.gpus), **distinguishing_settings}, config, prediction)
+
+
+def build_case_config(run_settings: RunSettings) -> RunConfig:
+    """A run of a case, to be predicted. Where its micro-batches do not come to the global batch of the case, as one
+    sequence per GPU may not, without it: what is asked of such a run is its memory.
+
+    Raises
+    ------
+    ImpossibleError
+        If there is no such run.
+    """
+    settings = {**run_settings, "mode": "predict"}
+    try:
+        return build_run_config(compose_config(settings))
+    except ImpossibleError:
+        return build_run_config(compose_config({**settings, "global_batch": "null"}))
 
 
 @dataclass(frozen=True)

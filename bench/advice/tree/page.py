@@ -17,7 +17,14 @@ from bench.advice.candidates import CandidateSet, build_candidates, choose_defau
 from bench.advice.json_csv import build_candidate_values, build_subject_values
 from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import rank_with_last_resort
-from bench.advice.sentence import describe_advice, describe_misfit, format_gib, format_overrides, join_items
+from bench.advice.sentence import (
+    describe_advice,
+    describe_misfit,
+    format_gib,
+    format_overrides,
+    join_items,
+    list_warnings,
+)
 from bench.advice.tree.agreement import RankedOption, describe_agreement, rank_options
 from bench.advice.tree.answers import DecisionStep, walk_tree
 from bench.advice.tree.options import GuideCase
@@ -28,7 +35,7 @@ from bench.core import presentation
 from bench.core.errors import UsageError, invalid_value_error
 from bench.core.presentation import MISSING, TrainingTerm, format_number
 from bench.finetune import list_finetunes
-from bench.models.base import CHECKPOINTING_MODES
+from bench.models.checkpointing import CHECKPOINTING_MODES
 from bench.strategies import Strategy, list_strategies
 
 
@@ -60,6 +67,7 @@ def build_page(guidance: CaseGuidance) -> list[RenderableType]:
         _build_options_table(guidance.ranked_options, guidance.case.config.hardware.device),
         Text(),
         Text.assemble(("Ranked prediction: ", "bold"), guidance.ranking_advice),
+        *(Text(f"Note: {warning}.", style="yellow") for warning in list_warnings(guidance.case.ranking.possible)),
         Text.assemble(("Tree and ranking: ", "bold"), guidance.agreement_text),
         *_build_command_lines(guidance),
     ]
@@ -219,6 +227,7 @@ def _build_case_values(guidance: CaseGuidance) -> dict[str, Any]:
         },
         "ranking": {
             "advice": guidance.ranking_advice,
+            "warnings": list_warnings(ranking.possible),
             "best": build_candidate_values(ranking.possible[0], 1, None) if ranking.possible else None,
             "possible": len(ranking.possible),
             "infeasible": len(ranking.infeasible),

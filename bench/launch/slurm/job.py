@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import sys
@@ -107,7 +106,7 @@ class SlurmJob:
             leader_address = wait_for_address(address_path, self.start_timeout_s)
             coordinator = RankCoordinator(job_environment.coordinates, *leader_address, check_nodes=self.check_nodes)
             while (next_run := coordinator.receive_next_run()) is not None:
-                config = dataclasses.replace(self.task.config, batch_size_per_gpu=next_run["batch_size"])
+                config = self.task.config.resize_batch(next_run["batch_size"])
                 row_path = records.get_row_path(self.store, config.run_id, next_run["attempt"])
                 # Signals reach every process of a job; what they mean the leader decides for all.
                 coordinator.execute_run(

@@ -97,6 +97,8 @@ class SlurmLauncher:
     def check(self, config: RunConfig) -> None:
         """Raise `ImpossibleError` where this cluster cannot execute a run."""
         config.strategy.check_installed()
+        config.optimizer.check_installed()
+        config.finetune.check_installed()
         if config.hardware.device == "cpu":
             node_cpu = DetectedDevice("cpu", "the nodes' processors", 0)
             refuse_unsupported(config.hardware, node_cpu, config.precision, compile_blocks=False)

@@ -5,22 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import numpy as np
+import torch
 
 from bench.config.run_config import RunConfig
 from bench.core.precision import Precision
 from bench.hardware import Hardware
 from bench.hardware.speeds import ProcessorOptimizerSpeed
+from bench.optimizers import OptimizerConfig, UpdatedTensor
+from bench.optimizers.base import TENSORS_PER_UPDATE_KERNEL, MatrixProduct, UpdateCollective
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
 from bench.prediction.cost.kernels import compute_kernel_seconds
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, TimePrediction
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.simulation.step import OptimizerUpdate, is_degraded
-from bench.prediction.trace.kernels import FloatArray, KernelArrays, concatenate_kernels
-from bench.rank.engine import OptimizerConfig
-from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP, StepPlan
+from bench.prediction.trace.kernels import MATMUL, OPERAND_FORMATS, FloatArray, KernelArrays, concatenate_kernels
+from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP, RankPlan, StepPlan
 
 TIME_INTERVAL_SHARE = 0.10
 """Interval of a step's time, as a share of it."""
@@ -29,13 +30,11 @@ OFFLOADED_TIME_INTERVAL_SHARE = 0.30
 """The same where something is offloaded. Speeds of links and of the machine's memory are those of benchmarks, and no
 step that uses them was measured by us: a guess, three times as wide."""
 
-OPTIMIZER_PASSES = {("adamw", "fused"): 7, ("adamw", "foreach"): 24, ("adamw", "for_loop"): 24, ("sgd", "fused"): 3}
-"""Reads and writes of a tensor of the parameters' size per step. AdamW reads parameter, gradient and two states and
-writes all but the gradient; one operation at a time it makes 10 passes, each with operands and result."""
+CLIPPING_PASSES = 3
+"""Reads and writes of all gradients where they are clipped: read for the norm, then read and written."""
 
-TENSORS_PER_UPDATE_KERNEL = {"fused": 32, "foreach": 8, "for_loop": 1 / 12}
-"""Tensors a launch of the optimizer's kernels works on."""
-
+NORM_BYTES = 4
+"""Of the norm that ranks add up."""
 
 ALLOCATOR_RETRY_S_PER_BYTE = 2.3e-11
 """What the caching allocator needs to give memory back to the device and take as much of it again, per byte asked for,
@@ -111,12 +110,18 @@ def build_collective_group(config: RunConfig, group_name: str) -> CollectiveGrou
 
 
 def build_layer_collective_timer(
-    hardware: Hardware, precision: Precision, tensor_group: CollectiveGroup | None
+    hardware: Hardware,
+    precision: Precision,
+    tensor_group: CollectiveGroup | None,
+    transfer_s_per_byte: float = 0.0,
 ) -> Callable[[str, float], float]:
-    """Seconds of a collective, by kind and bytes, among ranks that share layers (None: there are none)."""
+    """Seconds of a collective, by kind and bytes, among ranks that share layers (None: there are none), and of a copy
+    between device and host."""
     speeds = hardware.speeds
-    if tensor_group is None or speeds is None or not is_speed_known(hardware, precision):
+    if speeds is None or not is_speed_known(hardware, precision):
         return lambda kind, size: 0.0
+    if tensor_group is None:
+        return lambda kind, size: size * transfer_s_per_byte
     return lambda kind, size: compute_collective_seconds(kind, size, tensor_group, speeds.links)
 
 
@@ -130,39 +135,48 @@ def compute_seconds_per_segment(
     return np.split(seconds, np.cumsum([len(arrays) for arrays in kernels])[:-1])
 
 
-def predict_device_update(config: RunConfig, updated_numels: Sequence[int]) -> OptimizerUpdate:
-    """The optimizer's step over tensors with these numbers of elements, in its order."""
+def predict_device_update(config: RunConfig, tensors: Sequence[UpdatedTensor]) -> OptimizerUpdate:
+    """The optimizer's step over tensors, in its order."""
     optimizer, itemsize = config.optimizer, config.precision.parameter_dtype.itemsize
-    updated_bytes = sum(updated_numels) * itemsize
-    passes = count_optimizer_passes(optimizer)
-    num_kernels = max(1, round(len(updated_numels) / TENSORS_PER_UPDATE_KERNEL[optimizer.implementation]))
-    speed = build_rank_speed(config)
-    temporary_bytes = 0.0
-    if optimizer.name == "adamw" and optimizer.implementation == "foreach":
-        temporary_bytes = updated_bytes  # the square roots of all second moments at once
-    elif optimizer.name == "adamw" and optimizer.implementation == "for_loop":
-        # A square root and its quotient; until that is there its variable, `denom` in torch/optim/adam.py of torch
-        # 2.13, has the quotient of the tensor before.
-        temporary_bytes = (
-            max((previous_numel + 2 * numel for previous_numel, numel in pairwise((0, *updated_numels))), default=0)
-            * itemsize
-        )
+    is_on_cpu = config.hardware.device == "cpu"
+    temporary_bytes = optimizer.compute_temporary_bytes(tensors, itemsize, is_on_cpu=is_on_cpu)
+    moved_bytes, num_kernels = optimizer.compute_moved_bytes(tensors, itemsize), optimizer.count_kernels(tensors)
+    products = optimizer.list_matrix_products(tensors)
+    collectives = tuple((collective, SHARD_GROUP) for collective in optimizer.list_collectives(tensors))
     processor = config.hardware.speeds.processor if config.hardware.speeds is not None else None
+    product_s = _compute_product_seconds(config, products)
     if processor is not None:
-        return OptimizerUpdate(
-            _compute_cpu_update_seconds(processor.updates, optimizer, updated_bytes, len(updated_numels)),
-            0,
-            temporary_bytes,
-        )
+        seconds = _compute_cpu_update_seconds(processor.updates, optimizer, moved_bytes, len(tensors))
+        return OptimizerUpdate(seconds + product_s, 0, temporary_bytes, collectives=collectives)
+    speed = build_rank_speed(config)
     return OptimizerUpdate(
-        passes * updated_bytes * speed.copy_s_per_byte + num_kernels * speed.min_kernel_s, num_kernels, temporary_bytes
+        moved_bytes * speed.copy_s_per_byte + num_kernels * speed.min_kernel_s + product_s,
+        num_kernels + sum(product.count for product in products),
+        temporary_bytes,
+        collectives=collectives,
     )
 
 
-def count_optimizer_passes(optimizer: OptimizerConfig) -> int:
-    """Reads and writes of a tensor of the parameters' size per step."""
-    key = (optimizer.name, optimizer.implementation)
-    return OPTIMIZER_PASSES.get(key, OPTIMIZER_PASSES["sgd", "fused"] + 2 * optimizer.states_per_parameter)
+def _compute_product_seconds(config: RunConfig, products: Sequence[MatrixProduct]) -> float:
+    """Seconds of an optimizer's matrix products, which are in bf16."""
+    if not products or not is_speed_known(config.hardware, config.precision):
+        return 0.0
+    itemsize = torch.bfloat16.itemsize
+    kernels = KernelArrays(
+        operators=("mm",) * len(products),
+        kinds=np.full(len(products), MATMUL),
+        formats=np.full(len(products), OPERAND_FORMATS.index("bf16")),
+        dims=np.array([[1, product.m, product.n, product.k, 0] for product in products], dtype=float),
+        flops=np.array([2.0 * product.m * product.n * product.k for product in products]),
+        bytes_moved=np.array(
+            [
+                float(itemsize * (product.m * product.k + product.k * product.n + product.m * product.n))
+                for product in products
+            ]
+        ),
+    )
+    seconds = compute_kernel_seconds(kernels, config.hardware, dataclasses.replace(config.precision, compute="bf16"))
+    return float(seconds @ np.array([product.count for product in products]))
 
 
 def build_updates_key(optimizer: OptimizerConfig) -> str:
@@ -170,15 +184,56 @@ def build_updates_key(optimizer: OptimizerConfig) -> str:
     return f"{optimizer.name} {optimizer.implementation}"
 
 
+UNTIMED_UPDATES_KEY = "adamw for_loop"
+"""Stands in for optimizers that calibration does not time on a processor: as many bytes a second, and as long for each
+tensor."""
+
+
 def _compute_cpu_update_seconds(
-    updates: ProcessorOptimizerSpeed, optimizer: OptimizerConfig, size: float, num_tensors: int
+    updates: ProcessorOptimizerSpeed, optimizer: OptimizerConfig, moved_bytes: float, num_tensors: int
 ) -> float:
-    """Seconds of the optimizer's step on a CPU over tensors of some bytes in all."""
+    """Seconds of the optimizer's step on a CPU that moves some bytes of so many tensors."""
     key = build_updates_key(optimizer)
+    if optimizer.name not in CALIBRATED_OPTIMIZERS:
+        key = UNTIMED_UPDATES_KEY
     if key not in updates.gb_s:
         raise ValueError(f"hardware.speeds.processor.updates has no speed for {key}")
-    return (
-        num_tensors * updates.tensor_us[key] * 1e-6 + count_optimizer_passes(optimizer) * size / updates.gb_s[key] / 1e9
+    return num_tensors * updates.tensor_us[key] * 1e-6 + moved_bytes / updates.gb_s[key] / 1e9
+
+
+CALIBRATED_OPTIMIZERS = ("adamw", "sgd")
+"""Those whose steps calibration times on a processor."""
+
+
+def add_clipping(config: RunConfig, plan: RankPlan, update: OptimizerUpdate) -> OptimizerUpdate:
+    """The same after gradients were clipped, where they are: their norm is taken, added up among ranks, and scales
+    them. Nothing is allocated but the norm of each."""
+    if config.gradient_clip_norm is None:
+        return update
+    speed, numels = build_rank_speed(config), plan.clipped_numels
+    moved_bytes = CLIPPING_PASSES * sum(numels) * config.precision.parameter_dtype.itemsize
+    host = config.hardware.host
+    s_per_byte = speed.copy_s_per_byte
+    if update.on_host:
+        s_per_byte = 0.0 if host is None else host.compute_memory_seconds_per_byte(count_ranks_per_host(config))
+    num_kernels = 0 if speed.is_cpu else 2 * max(1, round(len(numels) / TENSORS_PER_UPDATE_KERNEL["fused"]))
+    return dataclasses.replace(
+        update,
+        seconds=update.seconds + moved_bytes * s_per_byte + num_kernels * speed.min_kernel_s,
+        num_kernels=update.num_kernels + num_kernels,
+        collectives=(
+            *((UpdateCollective("all-reduce", NORM_BYTES), group) for group in plan.norm_groups),
+            *update.collectives,
+        ),
+    )
+
+
+def compute_update_collective_seconds(config: RunConfig, update: OptimizerUpdate) -> float:
+    """Seconds of what ranks exchange within the optimizer's step, one after the other."""
+    speed = build_rank_speed(config)
+    return sum(
+        collective.count * speed.collective_seconds(collective.kind, collective.size, group)
+        for collective, group in update.collectives
     )
 
 
@@ -211,7 +266,7 @@ def predict_time(
         - spent_seconds["carried"],
         "kernel launches": spent_seconds["launch"],
     }
-    interval_share = OFFLOADED_TIME_INTERVAL_SHARE if config.strategy.has_offloaded_state else TIME_INTERVAL_SHARE
+    interval_share = OFFLOADED_TIME_INTERVAL_SHARE if config.uses_host_memory else TIME_INTERVAL_SHARE
     return TimePrediction(
         step_s=PredictedRange(elapsed_s, elapsed_s * (1 - interval_share), elapsed_s * (1 + interval_share)),
         compute_s=spent_seconds["compute"],
@@ -230,13 +285,13 @@ def predict_time(
 
 def is_host_speed_known(config: RunConfig) -> bool:
     """Whether the time of a run can be told as far as the machine around its devices decides it."""
-    return config.hardware.host is not None or not config.strategy.has_offloaded_state
+    return config.hardware.host is not None or not config.uses_host_memory
 
 
 def add_host_transfers(config: RunConfig, speed: RankSpeed) -> RankSpeed:
     """The same rank, which also exchanges data with its machine's memory while its neighbours do."""
     host = config.hardware.host
-    if host is None or not config.strategy.has_offloaded_state:
+    if host is None or not config.uses_host_memory:
         return speed
     return dataclasses.replace(
         speed, transfer_s_per_byte=host.compute_link_seconds_per_byte(count_ranks_per_host(config))
@@ -244,6 +299,11 @@ def add_host_transfers(config: RunConfig, speed: RankSpeed) -> RankSpeed:
 
 
 def predict_optimizer_update(config: RunConfig, plan: StepPlan) -> OptimizerUpdate:
+    """The clipping of gradients, if they are clipped, and the optimizer's step as the plan has it carried out."""
+    return add_clipping(config, plan, _predict_planned_update(config, plan))
+
+
+def _predict_planned_update(config: RunConfig, plan: StepPlan) -> OptimizerUpdate:
     """The optimizer's step as the plan has it carried out.
 
     On the host it reads and writes as much as on a device, at the speed of the machine's memory, of which each rank has
@@ -255,17 +315,19 @@ def predict_optimizer_update(config: RunConfig, plan: StepPlan) -> OptimizerUpda
     memory_s_per_byte = 0.0 if host is None else host.compute_memory_seconds_per_byte(count_ranks_per_host(config))
     host_copy_s = plan.host_copy_bytes * memory_s_per_byte
     if plan.updates_on_host:
-        updated_bytes = sum(plan.updated_numels) * config.precision.parameter_dtype.itemsize
-        moved_bytes = count_optimizer_passes(config.optimizer) * updated_bytes
+        moved_bytes = config.optimizer.compute_moved_bytes(
+            plan.updated_tensors, config.precision.parameter_dtype.itemsize
+        )
         return OptimizerUpdate(host_copy_s + moved_bytes * memory_s_per_byte, 0, 0.0, on_host=True)
-    whole_update = predict_device_update(config, plan.updated_numels)
+    whole_update = predict_device_update(config, plan.updated_tensors)
     if not plan.optimizer_transfer_bytes:
         return dataclasses.replace(whole_update, seconds=whole_update.seconds + host_copy_s)
-    largest_numel = max(plan.updated_numels, default=0)
-    largest_update = predict_device_update(config, [largest_numel])
+    largest_tensor = max(plan.updated_tensors, key=lambda tensor: tensor.numel, default=UpdatedTensor((0,)))
+    largest_update = predict_device_update(config, [largest_tensor])
     transfer_s_per_byte = add_host_transfers(config, RankSpeed()).transfer_s_per_byte
-    num_kernels = max(whole_update.num_kernels, len(plan.updated_numels))
-    temporary_bytes = largest_update.temporary_bytes + 2 * largest_numel * config.precision.parameter_dtype.itemsize
+    num_kernels = max(whole_update.num_kernels, len(plan.updated_tensors))
+    itemsize = config.precision.parameter_dtype.itemsize
+    temporary_bytes = largest_update.temporary_bytes + 2 * largest_tensor.numel * itemsize
     transfer_s = plan.optimizer_transfer_bytes * transfer_s_per_byte
     return OptimizerUpdate(whole_update.seconds + transfer_s, num_kernels, temporary_bytes, transfer_s=transfer_s)
 

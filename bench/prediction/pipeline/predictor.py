@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bench.config.run_config import RunConfig
-from bench.models.base import count_buffer_bytes
+from bench.models.materialize import count_buffer_bytes
 from bench.prediction.cost import rank_speed
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipeline_stages
 from bench.prediction.pipeline.time import predict_pipeline_time
@@ -53,7 +53,7 @@ def _build_rank_plan(config: RunConfig, stages: Sequence[SimulatedPipelineStage]
         units=(),
         precision=config.precision,
         world_size=config.gpus,
-        states_per_parameter=config.optimizer.states_per_parameter,
+        optimizer=config.optimizer,
         num_micro_batches=1,
         keep_gradients=config.optimizer.keep_gradients,
         is_on_cpu=config.hardware.device == "cpu",
@@ -105,7 +105,7 @@ def _simulate_rank(
     simulated_rank.free("sent")
     simulated_rank.free("logits")
     simulated_rank.phase, simulated_rank.module = "optimizer", "optimizer"
-    update = rank_speed.predict_device_update(config, plan.updated_numels)
+    update = rank_speed.predict_device_update(config, plan.updated_tensors)
     simulated_rank.allocate("optimizer temporaries", update.temporary_bytes, "temporaries")
     simulated_rank.free("optimizer temporaries")
     plan.after_optimizer_step(simulated_rank)

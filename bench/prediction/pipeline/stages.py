@@ -11,8 +11,10 @@ import torch
 
 from bench.config.run_config import RunConfig
 from bench.models import Family
-from bench.models.base import Materializer
+from bench.models.checkpointing import BlockPositions
 from bench.models.division import split_blocks_into_stages
+from bench.models.materialize import Materializer
+from bench.optimizers import find_hidden_matrices
 from bench.prediction.cost import rank_speed
 from bench.prediction.simulation.parameter_layout import (
     ParameterOrderKey,
@@ -40,7 +42,6 @@ from bench.prediction.trace.stage_trace import (
 )
 from bench.prediction.trace.trace import BlockPlace, TraceKey
 from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_trace
-from bench.prediction.trace.trace_recorder import TRACED_BLOCKS
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
@@ -106,7 +107,7 @@ def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey |
     timetable = config.strategy.timetable
     assert timetable is not None
     stage_keys = {
-        StageTraceKey(key, shorten_stage_blocks(stage_blocks)): None
+        StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.block_period)): None
         for stage_blocks in _cut_into_stage_blocks(config, timetable)
     }
     return [
@@ -140,7 +141,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
 
     stages = []
     for index, stage_blocks in enumerate(_cut_into_stage_blocks(config, timetable)):
-        stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks))
+        stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.block_period))
         block_counts = tuple(blocks.num_blocks for blocks in stage_blocks)
         segments = _build_stage_segments(stage_key, num_sequences, HashableHardware(config.hardware), block_counts)
         units, ordered_segments = arrange_stage(index, stage_key, block_counts, segments)
@@ -200,7 +201,7 @@ def _build_stage_segments(
             scaled_segment.phase,
             scaled_segment.micro_batch,
             scaled_segment.place,
-            build_chunks(scaled_segment, batch_weight, kernel_seconds, block_counts),
+            build_chunks(scaled_segment, batch_weight, kernel_seconds, _find_stage_block_positions(key, block_counts)),
         )
         for scaled_segment, kernel_seconds in zip(scaled_trace.segments, segment_seconds, strict=True)
     )
@@ -209,18 +210,21 @@ def _build_stage_segments(
 @functools.lru_cache(maxsize=256)
 def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, ParameterSpec]]:
     """Parameters of the stage that is traced, by block."""
-    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks)
+    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing)
     locations = locate_stage_parameters(stage)
+    hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(stage.block_lists)}
     parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
     for parameter in stage.parameters():
         place, name = locations[id(parameter)]
-        parameters_by_place.setdefault(place, {})[name] = ParameterSpec(name, tuple(parameter.shape))
+        parameters_by_place.setdefault(place, {})[name] = ParameterSpec(
+            name, tuple(parameter.shape), is_hidden_matrix=id(parameter) in hidden_matrix_ids
+        )
     return parameters_by_place
 
 
 @functools.lru_cache(maxsize=256)
 def _compute_stage_order_keys(key: StageTraceKey) -> dict[tuple[BlockPlace, str], ParameterOrderKey]:
-    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks)
+    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing)
     locations = locate_stage_parameters(stage)
     return compute_order_keys([locations[id(parameter)] for parameter in stage.parameters()])
 
@@ -234,10 +238,10 @@ def arrange_stage(
     units: dict[BlockPlace, ShardingUnit] = {}
     parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {}
     keyed_parameters = [(order_keys[None, name], parameter) for name, parameter in traced_parameters[None].items()]
-    for list_index, num_blocks in enumerate(block_counts):
-        for position in range(num_blocks):
+    for list_index, positions in enumerate(_find_stage_block_positions(key, block_counts)):
+        for position in range(positions.num_blocks):
             place = (list_index, position)
-            traced_place = _find_traced_place(place, num_blocks)
+            traced_place = (list_index, positions.find_traced(position))
             parameters[place] = traced_parameters[traced_place]
             keyed_parameters += [
                 (build_order_key(order_keys, place, traced_place, parameter), parameter)
@@ -246,14 +250,15 @@ def arrange_stage(
             units[place] = ShardingUnit(len(units), f"stage {index}", tuple(parameters[place].values()))
     ordered_segments = tuple(
         (segment, units.get(place, root), parameters.get(place, traced_parameters[None]))
-        for segment, place in expand_to_full_depth(segments, block_counts)
+        for segment, place in expand_to_full_depth(segments, block_counts, key.trace_key.block_period)
     )
     stage_parameters = tuple(parameter for _, parameter in sorted(keyed_parameters, key=itemgetter(0)))
     return StageUnits(index, (root, *units.values()), stage_parameters), ordered_segments
 
 
-def _find_traced_place(place: tuple[int, int], num_blocks: int) -> tuple[int, int]:
-    list_index, position = place
-    if num_blocks <= TRACED_BLOCKS or position < TRACED_BLOCKS - 1:
-        return place
-    return (list_index, TRACED_BLOCKS - 1 if position == num_blocks - 1 else TRACED_BLOCKS - 2)
+def _find_stage_block_positions(key: StageTraceKey, block_counts: tuple[int, ...]) -> list[BlockPositions]:
+    period = key.trace_key.block_period
+    return [
+        BlockPositions(num_blocks, traced_blocks.num_blocks, period)
+        for num_blocks, traced_blocks in zip(block_counts, key.stage_blocks, strict=True)
+    ]

@@ -71,7 +71,11 @@ def predict_pipeline_time(
     ]
     timelines = simulate_timetable(timetable, stage_seconds, send_s)
     timelines_without_sending = simulate_timetable(timetable, stage_seconds, [0.0] * len(send_s))
-    updates = [rank_speed.predict_device_update(config, plan.updated_numels) for plan in plans]
+    updates = [
+        rank_speed.add_clipping(config, plan, rank_speed.predict_device_update(config, plan.updated_tensors))
+        for plan in plans
+    ]
+    norm_s = max(rank_speed.compute_update_collective_seconds(config, update) for update in updates)
     sync_seconds = [
         _compute_gradient_sync_seconds(config, timetable, stages, stage_seconds, rank)
         for rank in range(timetable.ranks)
@@ -89,6 +93,7 @@ def predict_pipeline_time(
     step_s = (
         max(end + _compute_update_seconds(update, speed) for end, update in zip(rank_ends, updates, strict=True))
         + stalled_s
+        + norm_s
     )
     computed_s = _compute_mean(
         sum(stage_passes[action.stage][action.kind].computed for action in timeline.actions) for timeline in timelines
@@ -97,7 +102,7 @@ def predict_pipeline_time(
     waited_s = max(timeline.end_s for timeline in timelines) - max(
         timeline.end_s for timeline in timelines_without_sending
     )
-    exposed_s = max(0.0, waited_s) + _compute_mean(seconds for seconds, _ in sync_seconds) + tied_s
+    exposed_s = max(0.0, waited_s) + _compute_mean(seconds for seconds, _ in sync_seconds) + tied_s + norm_s
     optimizer_s = _compute_mean(update.seconds for update in updates)
     update_seconds = [_compute_update_seconds(update, speed) for update in updates]
     idle_s = step_s - busy_s - exposed_s - _compute_mean(update_seconds) - stalled_s
@@ -119,7 +124,8 @@ def predict_pipeline_time(
         bubble_s=step_s - computed_s - exposed_s - optimizer_s,
         communication_s=_compute_mean_sent_seconds(timetable, send_s)
         + _compute_mean(total for _, total in sync_seconds)
-        + tied_s,
+        + tied_s
+        + norm_s,
         limited_by="allocator" if degraded else max(seconds_by_limit, key=lambda name: seconds_by_limit[name]),
         degraded=degraded,
         idle_share=compute_idle_share(

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from bench.models import Family
+from bench.models.blocks import find_trained_layers
+from bench.models.checkpointing import BlockPositions, find_block_period, shorten_family
+from bench.optimizers import find_hidden_matrices
 from bench.prediction.trace.fake_process_group import split_model
-from bench.prediction.trace.scaled_trace import INNER_POSITION
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
-from bench.prediction.trace.trace_recorder import TRACED_BLOCKS, locate_parameters
+from bench.prediction.trace.trace_recorder import count_traced_blocks, locate_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape
 
@@ -46,6 +48,7 @@ def build_parameter_layout(
     split: TensorParallelSplit | None = None,
     *,
     shards_fp32_separately: bool = False,
+    shards_trained_separately: bool = False,
 ) -> ParameterLayout:
     """The layout of a model.
 
@@ -59,14 +62,20 @@ def build_parameter_layout(
         Over how many ranks layers are split: parameters are then the first rank's.
     shards_fp32_separately: bool
         Whether each of these modules is a unit of its own.
+    shards_trained_separately: bool
+        Whether each trained layer is, where others are frozen.
     """
-    model = (family.limit_blocks(TRACED_BLOCKS) or family).build_model()
+    period = find_block_period(family)
+    model = (shorten_family(family, count_traced_blocks(period), period) or family).build_model()
     with split_model(split, family, model):
-        return _build_layout(family, model, blocks_per_unit, scales_loss, shards_fp32_separately)
+        layers = set(family.find_fp32_modules(model)) if shards_fp32_separately else set()
+        if shards_trained_separately:
+            layers |= set(find_trained_layers(family, model))
+        return _build_layout(family, model, blocks_per_unit, scales_loss, layers)
 
 
 def _build_layout(
-    family: Family, model: nn.Module, blocks_per_unit: int, scales_loss: bool, shards_fp32_separately: bool
+    family: Family, model: nn.Module, blocks_per_unit: int, scales_loss: bool, layers: set[nn.Module]
 ) -> ParameterLayout:
     fp32_parameter_ids = (
         {id(parameter) for module in family.find_fp32_modules(model) for parameter in module.parameters()}
@@ -74,6 +83,7 @@ def _build_layout(
         else set()
     )
     fixed_bytes = family.find_stored_bytes(model)
+    hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(family.find_block_lists(model))}
     traced_parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
     locations = locate_parameters(family, model)
     for parameter in model.parameters():
@@ -84,6 +94,7 @@ def _build_layout(
             id(parameter) in fp32_parameter_ids,
             parameter.requires_grad,
             fixed_bytes.get(id(parameter)),
+            id(parameter) in hidden_matrix_ids,
         )
     block_counts = _count_blocks(family)
     list_paths = _find_block_list_paths(family, model)
@@ -96,7 +107,7 @@ def _build_layout(
     ]
     unit_by_place: dict[BlockPlace, ShardingUnit] = {}
     labels: dict[BlockPlace, str] = {None: ROOT_LABEL, LOSS_PLACE: LOSS_LABEL}
-    separate_layers = _list_fp32_layers(family, model) if shards_fp32_separately else {}
+    separate_layers = _list_separate_layers(family, model, layers)
     layer_units: dict[BlockPlace, dict[str, ShardingUnit]] = {}
     block_parameters = {
         place: tuple(
@@ -106,10 +117,13 @@ def _build_layout(
         )
         for place, named_parameters in traced_parameters.items()
     }
-    for list_index, num_blocks in enumerate(block_counts):
+    period = find_block_period(family)
+    traced_counts = [len(blocks) for blocks in family.find_block_lists(model)]
+    for list_index, (num_blocks, num_traced) in enumerate(zip(block_counts, traced_counts, strict=True)):
+        positions = BlockPositions(num_blocks, num_traced, period)
         for start in range(0, num_blocks, blocks_per_unit):
             places = [(list_index, position) for position in range(start, min(start + blocks_per_unit, num_blocks))]
-            traced_places = [_find_traced_place(place, num_blocks) for place in places]
+            traced_places = [_find_traced_place(place, positions) for place in places]
             parameters_by_place |= {
                 place: traced_parameters[traced_place]
                 for place, traced_place in zip(places, traced_places, strict=True)
@@ -123,7 +137,11 @@ def _build_layout(
                         if parameter.name.rpartition(".")[0] == layer
                     ]
                     unit = ShardingUnit(
-                        len(units) - 1, f"{labels[place]}.{layer}", tuple(layer_parameters), is_within_next_unit=True
+                        len(units) - 1,
+                        f"{labels[place]}.{layer}",
+                        tuple(layer_parameters),
+                        is_within_next_unit=True,
+                        list_index=list_index,
                     )
                     keyed_positions += [
                         (build_order_key(order_keys, place, traced_place, parameter), (len(units), index_in_unit))
@@ -136,7 +154,7 @@ def _build_layout(
                 unit_parameters = tuple(
                     parameter for traced_place in traced_places for parameter in block_parameters[traced_place]
                 )
-            unit = ShardingUnit(len(units) - 1, labels[places[0]], unit_parameters)
+            unit = ShardingUnit(len(units) - 1, labels[places[0]], unit_parameters, list_index=list_index)
             unit_order_keys = [
                 build_order_key(order_keys, place, traced_place, parameter)
                 for place, traced_place in zip(places, traced_places, strict=True)
@@ -177,22 +195,18 @@ def build_order_key(
     return (*place, order_keys[traced_place, parameter.name][2])
 
 
-def _list_fp32_layers(family: Family, model: nn.Module) -> dict[BlockPlace, list[str]]:
-    """Names within each block of the layers that stay in fp32 in fp16 runs."""
-    fp32_modules = set(family.find_fp32_modules(model))
+def _list_separate_layers(family: Family, model: nn.Module, layers: set[nn.Module]) -> dict[BlockPlace, list[str]]:
+    """Names within each block of the layers that are units of their own."""
     return {
-        (index, position): [name for name, layer in block.named_modules() if layer in fp32_modules]
+        (index, position): [name for name, layer in block.named_modules() if layer in layers]
         for index, blocks in enumerate(family.find_block_lists(model))
         for position, block in enumerate(blocks)
     }
 
 
-def _find_traced_place(place: tuple[int, int], num_blocks: int) -> tuple[int, int]:
+def _find_traced_place(place: tuple[int, int], positions: BlockPositions) -> tuple[int, int]:
     """The block of the shortened model that a block is like."""
-    list_index, position = place
-    if num_blocks <= TRACED_BLOCKS or position <= INNER_POSITION:
-        return place
-    return (list_index, TRACED_BLOCKS - 1) if position == num_blocks - 1 else (list_index, INNER_POSITION)
+    return (place[0], positions.find_traced(place[1]))
 
 
 def _count_blocks(family: Family) -> tuple[int, ...]:

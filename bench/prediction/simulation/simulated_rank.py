@@ -189,6 +189,7 @@ class SimulatedRank:
             self._run_kernels(kind, chunk.seconds, chunk.num_kernels)
         if chunk.communication_s:
             self._simulate_layer_collective(chunk.communication_s)
+            self.spent_seconds["transfer"] += chunk.transfer_s
 
     def _simulate_layer_collective(self, seconds: float) -> None:
         """Ranks that share a layer exchange something; what is computed next waits for it."""

@@ -10,12 +10,14 @@ from itertools import pairwise
 from bench.config.run_config import RunConfig
 from bench.core.units import GIB, MIB
 from bench.hardware.speeds import MatmulSpeed
+from bench.optimizers.base import UpdateCollective
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, PredictedRange
 from bench.prediction.simulation.parameter_layout import ParameterLayout
 from bench.prediction.simulation.simulated_rank import SimulatedRank, round_parts
 from bench.prediction.trace.scaled_trace import Chunk, ScaledTrace, SegmentAtBatch, expand_to_full_depth, merge_chunks
 from bench.prediction.trace.trace import END_PHASE, LOSS_PLACE
 from bench.strategies.step_plan import (
+    ALL_GATHER_STREAM,
     GRADIENT_MEMORY,
     GRADIENTS_HANDLED_ONE_BY_ONE,
     GRADIENTS_KEPT,
@@ -38,6 +40,8 @@ class OptimizerUpdate:
     """By the processors of the machine around the device."""
     transfer_s: float = 0.0
     """Of the seconds, those in which parameters come from the machine's memory and go back."""
+    collectives: tuple[tuple[UpdateCollective, str], ...] = ()
+    """What ranks exchange within the step, each with its group."""
 
 
 def simulate_step(
@@ -46,6 +50,7 @@ def simulate_step(
     layout: ParameterLayout,
     segments: Sequence[SegmentAtBatch],
     *,
+    block_period: int,
     num_micro_batches: int,
     synchronize_every_micro_batch: bool,
     update: OptimizerUpdate,
@@ -56,6 +61,8 @@ def simulate_step(
     ----------
     segments: sequence of SegmentAtBatch
         Of one micro-batch, or of two, of which the second stands for all later ones.
+    block_period: int
+        Blocks after which they repeat.
     """
     segments_by_micro_batch = [
         tuple(segment for segment in segments if segment.micro_batch == number) for number in (0, 1)
@@ -64,9 +71,17 @@ def simulate_step(
     for number in range(num_micro_batches):
         synchronize = synchronize_every_micro_batch or number == num_micro_batches - 1
         plan.begin_micro_batch(simulated_rank, synchronize=synchronize)
-        _simulate_micro_batch(simulated_rank, plan, layout, segments_by_micro_batch[min(number, 1)], merged_chunks)
+        _simulate_micro_batch(
+            simulated_rank, plan, layout, segments_by_micro_batch[min(number, 1)], merged_chunks, block_period
+        )
     simulated_rank.phase, simulated_rank.module = "optimizer", "optimizer"
     simulated_rank.allocate("optimizer temporaries", update.temporary_bytes, "temporaries")
+    for collective, group in update.collectives:
+        for _ in range(collective.count):
+            simulated_rank.run_collective(
+                "optimizer", collective.kind, collective.size, group, ALL_GATHER_STREAM, after="compute"
+            )
+        simulated_rank.wait_for_event("optimizer")
     if update.on_host:
         simulated_rank.simulate_host_optimizer_step(update.seconds)
     else:
@@ -91,13 +106,14 @@ def _simulate_micro_batch(
     layout: ParameterLayout,
     segments: tuple[SegmentAtBatch, ...],
     merged_chunks: MergedChunks,
+    block_period: int,
 ) -> None:
     root, outside_parameters = layout.units[0], layout.parameters_by_place[None]
     current_unit: ShardingUnit | None = None
     previous_segment: SegmentAtBatch | None = None
     simulated_rank.phase, simulated_rank.module = "forward", root.name
     plan.before_forward(simulated_rank, root)
-    for segment, place in expand_to_full_depth(segments, layout.block_counts):
+    for segment, place in expand_to_full_depth(segments, layout.block_counts, block_period):
         if segment.phase in (END_PHASE, "optimizer"):
             continue
         next_unit = layout.unit_by_place.get(place)
@@ -183,8 +199,8 @@ def _simulate_segment(
         layer_pass = chunks[-1].layer_pass
         if layer_pass is not None:
             layer_unit = layer_units[layer_pass.layer]
-            is_recomputation = segment.phase == "backward" and layer_pass.kind == "after_forward"
-            if is_recomputation or (current_unit is layer_unit and layer_pass.kind != "after_backward"):
+            stays_whole = segment.phase == "backward" and layer_pass.kind == "after_forward" and layer_unit.keeps_fp32
+            if stays_whole or (current_unit is layer_unit and layer_pass.kind != "after_backward"):
                 continue  # computed again within its own backward pass it has what it needs, and keeps it
             getattr(plan, layer_pass.kind)(simulated_rank, layer_unit)
             if layer_pass.kind == "before_backward":

@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
+from bench.finetune import stand_ins
 from bench.prediction.trace import kernels
 from bench.prediction.trace.cpu_memory import InPlaceSumDetector, compute_working_memory
 from bench.prediction.trace.kernels import (
@@ -62,6 +63,9 @@ COLLECTIVE_BY_OPERATOR = {
 ATTENTION_NAME_PART = "attention"
 """What the names of fused attention operators have in common."""
 
+
+GROUPED_MATMUL_NAME_PART = "grouped_mm"
+"""In the names of the operators that multiply the tokens of each expert with its weight."""
 
 KernelRecord = tuple[str, int, int, tuple[int, ...], int, int]
 """Operator name, kind, format, dimensions, FLOPs and bytes moved."""
@@ -201,6 +205,9 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         num_matmuls = ATTENTION_BACKWARD_MATMULS if "backward" in name else ATTENTION_FORWARD_MATMULS
         flops = 2 * num_matmuls * math.prod(attention_shape) // (2 if _is_causal(func, args, kwargs) else 1)
         return name, ATTENTION, format_, attention_shape, flops, bytes_moved
+    if GROUPED_MATMUL_NAME_PART in name:
+        flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        return name, MATMUL, format_, _find_grouped_matmul_shape(operands, flops), int(flops), bytes_moved
     if func._overloadpacket in flop_registry:
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         left, right = (
@@ -211,6 +218,18 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1], int(_is_transposed(left)))
         return name, MATMUL, format_, shape, int(flops), bytes_moved
     return name, MEMORY_BOUND, format_, (0, 0, 0, 0, 0), 0, bytes_moved
+
+
+def _find_grouped_matmul_shape(operands: Sequence[torch.Tensor], flops: int) -> tuple[int, ...]:
+    """As that of a batch of as many products as there are groups, all of one size; forward and backward in one
+    operator count as twice as many."""
+    left, right, ends = operands[:3]
+    groups, columns = ends.shape[0], right.shape[-1]
+    rows, depth = left.shape
+    if right.dim() == 2:  # cut along the depth
+        return groups, rows, columns, max(1, depth // groups), int(_is_transposed(left))
+    num_products = flops // (2 * rows * columns * depth)
+    return num_products * groups, max(1, rows // groups), columns, depth, 0
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
@@ -342,15 +361,18 @@ def _run_int8_matmul(
 def use_device_operators(device: str) -> Iterator[None]:
     """Within, attention and dropout allocate and compute as on `device`: cpu leaves them alone."""
     original_attention, original_dropout = functional.scaled_dot_product_attention, functional.dropout
+    original_int8_product = stand_ins.multiply_int8
     bitsandbytes: Any = sys.modules.get("bitsandbytes")
     original_matmul = bitsandbytes and bitsandbytes.matmul
     if device == "cuda":
         functional.scaled_dot_product_attention, functional.dropout = _run_fused_attention, _run_fused_dropout
+        stand_ins.multiply_int8 = stand_ins.multiply_int8_on_gpu
         if bitsandbytes:
             bitsandbytes.matmul = _run_int8_matmul
     try:
         yield
     finally:
         functional.scaled_dot_product_attention, functional.dropout = original_attention, original_dropout
+        stand_ins.multiply_int8 = original_int8_product
         if bitsandbytes:
             bitsandbytes.matmul = original_matmul

@@ -6,28 +6,27 @@ where a dimension is 1, operators leave out copies that they make otherwise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from bench.models.checkpointing import BlockPositions
 from bench.prediction.trace.kernels import FloatArray, IntArray, KernelArrays
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
+    TO_DEVICE,
+    TO_HOST,
     BlockPlace,
     GradientEvent,
     LayerPassEvent,
     Trace,
     TraceSegment,
 )
-from bench.prediction.trace.trace_recorder import TRACED_BLOCKS
 
 TRACED_BATCH_SIZES = (2, 3)
 """Batch sizes that are traced, from which all but 1 follow."""
-
-INNER_POSITION = 2
-"""The block that stands for the inner ones. The one before it is different: in backward it is the last of those that
-hold what all blocks share, and releases it."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ class ScaledSegment:
     """Bytes allocated (negative: released), base and slope."""
     lasting_changes: tuple[FloatArray, FloatArray]
     """The same of storages that outlive the segment they are made in, or were made in an earlier one."""
-    joint_free_lists: IntArray
-    """Per change the block list whose inner blocks' storages are all released here together, each in its turn; -1 for
-    none. The trace shows it for one inner block."""
+    joint_free_places: IntArray
+    """Per change the block list and the block in it that stands for others which all release such a storage here
+    together, each in its turn; -1 and -1 for none. Shape (changes, 2)."""
     kernels: tuple[KernelArrays, KernelArrays]
     """At the first and the second of the traced batch sizes."""
     collectives: tuple[ScaledCollective, ...] = ()
@@ -91,6 +90,8 @@ class Chunk:
     """Seconds in which nothing is computed, since ranks that share a layer exchange something; not in `seconds`."""
     layer_pass: LayerPassEvent | None = None
     """What begins or ends at the end."""
+    transfer_s: float = 0.0
+    """Of `communication_s`, copies between device and host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,20 +123,22 @@ class ScaledTrace:
         return (batch_size - first) / (second - first) if second > first else 0.0
 
 
-def build_scaled_trace(first: Trace, second: Trace, batch_sizes: tuple[int, int]) -> ScaledTrace:
-    """Prepare what was traced at two batch sizes (or one, twice).
+def build_scaled_trace(first: Trace, second: Trace, batch_sizes: tuple[int, int], period: int = 1) -> ScaledTrace:
+    """Prepare what was traced at two batch sizes (or one, twice), of blocks that repeat after `period` of them.
 
     Raises
     ------
     ValueError
         If the model does not do the same at both.
     """
-    joint_frees = _find_joint_frees(first.segments)
+    joint_frees = _find_joint_frees(first.segments, period)
     segments = tuple(
         _scale_segment(
             a,
             b,
-            np.array([joint_frees.get((index, position), -1) for position in range(len(a.changes))], dtype=np.int64),
+            np.array(
+                [joint_frees.get((index, position), (-1, -1)) for position in range(len(a.changes))], dtype=np.int64
+            ).reshape(-1, 2),
         )
         for index, (a, b) in enumerate(_pair_segments(first, second))
     )
@@ -171,7 +174,7 @@ def _pair_segments(first: Trace, second: Trace) -> Iterator[tuple[TraceSegment, 
         yield a, b
 
 
-def _scale_segment(a: TraceSegment, b: TraceSegment, joint_free_lists: IntArray) -> ScaledSegment:
+def _scale_segment(a: TraceSegment, b: TraceSegment, joint_free_places: IntArray) -> ScaledSegment:
     is_temporary = _find_temporary_changes(a)
     sizes = np.array([size for size, _ in a.changes], dtype=float)
     slopes = np.array([size for size, _ in b.changes], dtype=float) - sizes
@@ -185,7 +188,7 @@ def _scale_segment(a: TraceSegment, b: TraceSegment, joint_free_lists: IntArray)
         events=tuple(a.events),
         changes=(sizes, slopes),
         lasting_changes=(sizes * is_lasting, slopes * is_lasting),
-        joint_free_lists=joint_free_lists,
+        joint_free_places=joint_free_places,
         kernels=(build_kernel_arrays(a), build_kernel_arrays(b)),
         collectives=tuple(
             ScaledCollective(
@@ -196,8 +199,8 @@ def _scale_segment(a: TraceSegment, b: TraceSegment, joint_free_lists: IntArray)
     )
 
 
-def _find_joint_frees(segments: Sequence[TraceSegment]) -> dict[tuple[int, int], int]:
-    """Releases, by segment and change, of what every inner block made and all lose at the same time, with its list.
+def _find_joint_frees(segments: Sequence[TraceSegment], period: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """Releases, by segment and change, of what every inner block made and all lose at the same time, with its place.
 
     Autocast's copies of the weights are such: they last until the forward pass is over. What is released in the pass
     of the block that comes next is not: of that each inner block releases its predecessor's.
@@ -217,18 +220,19 @@ def _find_joint_frees(segments: Sequence[TraceSegment]) -> dict[tuple[int, int],
     index_by_place = {
         (segment.phase, segment.micro_batch, segment.place): index for index, segment in enumerate(segments)
     }
-    joint_frees: dict[tuple[int, int], int] = {}
+    joint_frees: dict[tuple[int, int], tuple[int, int]] = {}
+    repeated_positions = range(1 + period, 1 + 2 * period)
     for number, (index, order) in allocations.items():
         segment = segments[index]
         if (
             segment.place is None
             or segment.place == LOSS_PLACE
-            or segment.place[1] != INNER_POSITION
+            or segment.place[1] not in repeated_positions
             or number not in frees
         ):
             continue
         neighbour_index = index_by_place.get(
-            (segment.phase, segment.micro_batch, (segment.place[0], INNER_POSITION - 1))
+            (segment.phase, segment.micro_batch, (segment.place[0], segment.place[1] - period))
         )
         twin_storage = storage_by_order.get((neighbour_index, order)) if neighbour_index is not None else None
         free_position = frees[number]
@@ -237,7 +241,7 @@ def _find_joint_frees(segments: Sequence[TraceSegment]) -> dict[tuple[int, int],
             and free_position[0] != index
             and frees.get(twin_storage, (None,))[0] == free_position[0]
         ):
-            joint_frees[free_position] = segment.place[0]
+            joint_frees[free_position] = segment.place
     return joint_frees
 
 
@@ -284,7 +288,7 @@ def build_chunks(
     segment: ScaledSegment,
     batch_weight: float,
     kernel_seconds: FloatArray | None,
-    block_counts: tuple[int, ...] = (),
+    block_positions: Sequence[BlockPositions] = (),
     time_collective: Callable[[str, float], float] = lambda kind, size: 0.0,
 ) -> tuple[Chunk, ...]:
     """The chunks of a segment at a batch size.
@@ -293,16 +297,17 @@ def build_chunks(
     ----------
     batch_weight: float
         As `ScaledTrace.compute_batch_weight` says for the batch size.
-    block_counts: tuple of int
-        Blocks per list of the whole model; none if that is what was traced.
+    block_positions: sequence of BlockPositions
+        Per list; none if the whole model was traced.
     kernel_seconds: array or None
         Of each kernel; None where speeds are unknown.
     time_collective: callable
         Seconds of a collective among ranks that share a layer: of its kind and its bytes.
     """
-    repetitions = np.ones(len(segment.joint_free_lists))
-    for index, length in enumerate(block_counts):
-        repetitions[segment.joint_free_lists == index] = max(1, length - TRACED_BLOCKS + 1)
+    repetitions = np.ones(len(segment.joint_free_places))
+    for index, (list_index, position) in enumerate(segment.joint_free_places if block_positions else ()):
+        if list_index >= 0:
+            repetitions[index] = max(1, block_positions[list_index].count_alike(position))
     changes = np.rint(segment.changes[0] + batch_weight * segment.changes[1]) * repetitions
     lasting_changes = np.rint(segment.lasting_changes[0] + batch_weight * segment.lasting_changes[1]) * repetitions
     chunks = []
@@ -312,6 +317,12 @@ def build_chunks(
         levels, lasting_levels = np.cumsum(changes[start:end]), np.cumsum(lasting_changes[start:end])
         peak_index = int(np.argmax(levels)) if end > start else 0
         is_last = chunk_index == len(segment.chunk_ends) - 1
+        collective_seconds = [
+            (collective.kind, time_collective(collective.kind, collective.compute_bytes(batch_weight)))
+            for collective in segment.collectives
+            if kernel_start <= collective.kernels_before < kernel_end
+            or (is_last and collective.kernels_before == kernel_end)
+        ]
         chunks.append(
             Chunk(
                 peak_bytes=float(levels[peak_index]) if end > start else 0.0,
@@ -322,12 +333,8 @@ def build_chunks(
                 num_kernels=kernel_end - kernel_start,
                 completed_gradient=event.parameter if isinstance(event, GradientEvent) else None,
                 layer_pass=event if isinstance(event, LayerPassEvent) else None,
-                communication_s=sum(
-                    time_collective(collective.kind, collective.compute_bytes(batch_weight))
-                    for collective in segment.collectives
-                    if kernel_start <= collective.kernels_before < kernel_end
-                    or (is_last and collective.kernels_before == kernel_end)
-                ),
+                communication_s=sum(seconds for _, seconds in collective_seconds),
+                transfer_s=sum(seconds for kind, seconds in collective_seconds if kind in (TO_HOST, TO_DEVICE)),
             )
         )
         start, kernel_start = end, kernel_end
@@ -365,32 +372,72 @@ def merge_chunks(chunks: Sequence[Chunk], gradient_sizes: Sequence[float]) -> Ch
         layer_pass=chunks[-1].layer_pass,
         gradient_bytes_at_peak=gradient_bytes_at_peak,
         communication_s=sum(chunk.communication_s for chunk in chunks),
+        transfer_s=sum(chunk.transfer_s for chunk in chunks),
+    )
+
+
+def compute_offloaded_bytes(scaled_trace: ScaledTrace, batch_size: int, positions: Sequence[BlockPositions]) -> float:
+    """Of the activations that are on the host when a micro-batch's forward pass is over."""
+    batch_weight = scaled_trace.compute_batch_weight(batch_size)
+    return sum(
+        collective.compute_bytes(batch_weight) * positions[segment.place[0]].count_alike(segment.place[1])
+        for segment in scaled_trace.segments
+        if segment.phase == "forward" and segment.micro_batch == 0 and segment.place not in (None, LOSS_PLACE)
+        for collective in segment.collectives
+        if collective.kind == TO_HOST and segment.place is not None
+    )
+
+
+def find_segment_block_positions(
+    segments: Sequence[SegmentAtBatch | ScaledSegment], block_counts: tuple[int, ...], period: int
+) -> tuple[BlockPositions, ...]:
+    """Where the blocks that were traced stand in the whole model, whose lists have so many."""
+    traced_counts = [0] * len(block_counts)
+    for place in (segment.place for segment in segments):
+        if place is not None and place != LOSS_PLACE:
+            traced_counts[place[0]] = max(traced_counts[place[0]], place[1] + 1)
+    return tuple(
+        BlockPositions(num_blocks, num_traced, period)
+        for num_blocks, num_traced in zip(block_counts, traced_counts, strict=True)
     )
 
 
 def expand_to_full_depth(
-    segments: tuple[SegmentAtBatch, ...], block_counts: tuple[int, ...]
+    segments: Sequence[SegmentAtBatch], block_counts: tuple[int, ...], period: int = 1
 ) -> Iterator[tuple[SegmentAtBatch, BlockPlace]]:
     """Every segment of the whole model in order, with the place it has there.
 
     Parameters
     ----------
-    segments: tuple of SegmentAtBatch
+    segments: sequence of SegmentAtBatch
         Of the shortened model.
     block_counts: tuple of int
         Blocks per list of the whole model.
+    period: int
+        Blocks after which they repeat.
     """
-    for segment in segments:
+    block_positions = find_segment_block_positions(segments, block_counts, period)
+
+    def find_repeated_list(segment: SegmentAtBatch) -> tuple[str, int, int] | None:
+        """Of a block that stands for others: phase, micro-batch and list."""
         if segment.place is None or segment.place == LOSS_PLACE:
-            yield segment, segment.place
+            return None
+        list_index, position = segment.place
+        is_repeated = position in block_positions[list_index].repeated_positions
+        return (segment.phase, segment.micro_batch, list_index) if is_repeated else None
+
+    for repeated_list, run in itertools.groupby(segments, find_repeated_list):
+        if repeated_list is None:
+            for segment in run:
+                if segment.place is None or segment.place == LOSS_PLACE:
+                    yield segment, segment.place
+                else:
+                    yield segment, (segment.place[0], block_positions[segment.place[0]].find_whole(segment.place[1]))
             continue
-        index, position = segment.place
-        num_blocks = block_counts[index]
-        if num_blocks <= TRACED_BLOCKS or position < INNER_POSITION:
-            yield segment, segment.place
-        elif position > INNER_POSITION:
-            yield segment, (index, num_blocks - 1)
-        else:
-            inner_positions = range(INNER_POSITION, num_blocks - 1)
-            for inner_position in inner_positions if segment.phase == "forward" else reversed(inner_positions):
-                yield segment, (index, inner_position)
+        phase, _, list_index = repeated_list
+        positions = block_positions[list_index]
+        segments_by_position = {segment.place[1]: segment for segment in run if segment.place is not None}
+        whole_positions = positions.list_repeated_places()
+        for position in whole_positions if phase == "forward" else reversed(whole_positions):
+            if positions.find_traced(position) in segments_by_position:
+                yield segments_by_position[positions.find_traced(position)], (list_index, position)

@@ -17,7 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward
 
 from bench.core import processes
 from bench.models import Family
-from bench.models.base import checkpoint_blocks
+from bench.models.checkpointing import checkpoint_blocks, find_block_period
 from bench.models.division import PipelineStageModule
 from bench.prediction.trace.op_recorder import use_device_operators
 from bench.prediction.trace.trace import (
@@ -45,6 +45,8 @@ class StageBlocks:
     """Number of blocks: no more than are traced, where it stands for a trace."""
     has_first_block: bool
     has_last_block: bool
+    first_position: int | None = None
+    """Of its first block in the list, where what is done to a block depends on it: such stages are not shortened."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,15 @@ def list_stage_blocks(block_counts: tuple[int, ...], blocks: range) -> tuple[Sta
     for index, (start, end) in enumerate(pairwise(list_bounds)):
         first, last = max(start, blocks.start), min(end, blocks.stop)
         if first < last:
-            stage_blocks.append(StageBlocks(index, last - first, first == start, last == end))
+            stage_blocks.append(StageBlocks(index, last - first, first == start, last == end, first - start))
     return tuple(stage_blocks)
 
 
-def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...]) -> tuple[StageBlocks, ...]:
-    """The stage that is traced in a stage's place: long lists are shortened."""
+def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...], period: int) -> tuple[StageBlocks, ...]:
+    """The stage that is traced in a stage's place: long lists are shortened, unless blocks are not checkpointed
+    alike."""
+    if period > 1:
+        return stage_blocks
     return tuple(
         StageBlocks(
             blocks.list_index, min(blocks.num_blocks, TRACED_BLOCKS), blocks.has_first_block, blocks.has_last_block
@@ -88,11 +93,17 @@ def build_short_stage(
     family: Family, stage_blocks: tuple[StageBlocks, ...], checkpointing: str = "none"
 ) -> tuple[Family, PipelineStageModule]:
     """A stage with few blocks, on meta, and the family of the short model it is made of."""
-    short_family = family.limit_blocks(TRACED_BLOCKS + SPARE_TRACED_BLOCKS) or family
+    is_whole = find_block_period(family, checkpointing) > 1
+    short_family = (None if is_whole else family.limit_blocks(TRACED_BLOCKS + SPARE_TRACED_BLOCKS)) or family
     model = short_family.build_model()
     model.train()
     block_counts = [len(blocks) for blocks in short_family.find_block_lists(model)]
     checkpoint_blocks(short_family, model, checkpointing)
+    if is_whole:
+        assert stage_blocks[0].first_position is not None
+        start = sum(block_counts[: stage_blocks[0].list_index]) + stage_blocks[0].first_position
+        num_blocks = sum(blocks.num_blocks for blocks in stage_blocks)
+        return short_family, short_family.build_stage(model, range(start, start + num_blocks))
     first_blocks, last_blocks = stage_blocks[0], stage_blocks[-1]
     start = sum(block_counts[: first_blocks.list_index])
     if not first_blocks.has_first_block:

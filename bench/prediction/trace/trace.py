@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.core.precision import Precision
 from bench.models import Family
+from bench.models.checkpointing import find_block_period
 from bench.prediction.trace.op_recorder import KernelRecord
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
@@ -22,6 +23,10 @@ LOSS_PLACE = (-1, 0)
 
 END_PHASE = "end"
 """The phase between a backward pass and what comes next, in which logits and loss are let go."""
+
+
+TO_HOST, TO_DEVICE = "to-host", "to-device"
+"""What is noted as a collective, since computation waits for it as well: copies of activations that are offloaded."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,17 @@ class TraceKey:
     """Autocast keeps what it casts of parameters until the forward pass is over."""
     shards_fp32_separately: bool = False
     """Layers that stay in fp32 in fp16 runs are sharded by themselves, within their blocks."""
+    shards_trained_separately: bool = False
+    """So are trained layers of blocks that are frozen otherwise."""
+    loss_chunks: int | None = None
+    """The loss is computed in so many chunks; None for all of it at once."""
+    activation_offload: bool = False
+    """Blocks offload what they keep for backward."""
+
+    @property
+    def block_period(self) -> int:
+        """Blocks after which they, and what checkpointing does to them, repeat."""
+        return find_block_period(self.family, self.activation_checkpointing)
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class CollectiveEvent:
     kernel: int
     """Kernels of the segment started by then."""
     kind: str
-    """all-reduce, all-gather or reduce-scatter."""
+    """all-reduce, all-gather or reduce-scatter; or `TO_HOST`, `TO_DEVICE`."""
     size: int
     """Bytes of the whole."""
 

@@ -100,7 +100,9 @@ def add_loaded_traces(traces: dict[tuple[TraceKey | StageTraceKey, int], Trace])
 def load_scaled_trace(key: TraceKey | StageTraceKey, batch_sizes: tuple[int, int]) -> ScaledTrace:
     """The trace at any batch size, from two traces (or one)."""
     load_traces([(key, size) for size in dict.fromkeys(batch_sizes)])
-    return build_scaled_trace(_loaded_traces[key, batch_sizes[0]], _loaded_traces[key, batch_sizes[1]], batch_sizes)
+    trace_key = key.trace_key if isinstance(key, StageTraceKey) else key
+    first, second = (_loaded_traces[key, batch_size] for batch_size in batch_sizes)
+    return build_scaled_trace(first, second, batch_sizes, trace_key.block_period)
 
 
 class HashableHardware:

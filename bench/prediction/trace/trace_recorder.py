@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.core import processes
 from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
-from bench.models.base import checkpoint_blocks, fill_buffers
+from bench.models.activation_offload import PinnedTransfer, offload_activations
+from bench.models.blocks import find_trained_layers
+from bench.models.checkpointing import BlockPositions, checkpoint_blocks, shorten_family
+from bench.models.chunked_loss import ChunkedLoss
 from bench.models.division import strip_checkpoint_wrappers
+from bench.models.materialize import fill_buffers
 from bench.prediction.trace.cpu_memory import track_rng_states
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
@@ -28,6 +33,8 @@ from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, Storage
 from bench.prediction.trace.trace import (
     END_PHASE,
     LOSS_PLACE,
+    TO_DEVICE,
+    TO_HOST,
     BlockPlace,
     CollectiveEvent,
     GradientEvent,
@@ -42,10 +49,16 @@ from bench.strategies import Stepper
 from bench.strategies.tensor_parallel.split import find_local_shape, wrap_like_dtensor
 
 TRACED_BLOCKS = 4
-"""Blocks per list that are traced: the first, two inner ones, which must be alike, and the last."""
+"""Blocks per list that are traced: the first, two inner ones, which must be alike, and the last. Where blocks are not
+alike, or not checkpointed alike, there is a period instead of each but the first."""
 
 
-def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_BLOCKS) -> Trace:
+def count_traced_blocks(period: int) -> int:
+    """Blocks per list that a trace has at most."""
+    return 1 + (TRACED_BLOCKS - 1) * period
+
+
+def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> Trace:
     """Trace one step on fake tensors.
 
     Parameters
@@ -54,18 +67,23 @@ def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_B
         What to trace.
     batch_size: int
         Sequences per micro-batch.
-    max_blocks: int or None
-        Blocks per list at most, None for all of them.
+    whole_model: bool
+        Trace all blocks.
     """
-    family = (None if max_blocks is None else key.family.limit_blocks(max_blocks)) or key.family
+    period = key.block_period
+    family = (None if whole_model else shorten_family(key.family, count_traced_blocks(period), period)) or key.family
     model = family.build_model()
     model.train()
     if key.precision.uses_float8:
         float8.convert_to_float8(family, model, key.precision)
     if key.precision.scales_loss and key.autocast:
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
-    checkpoint_blocks(family, model, key.activation_checkpointing)
+    block_positions = None if period == 1 else find_block_positions(family, key.family, period)
+    checkpoint_blocks(family, model, key.activation_checkpointing, block_positions)
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
+    if key.activation_offload:
+        offload_activations(family, model, PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder))
+    chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
     with (
         split_model(key.split, family, model),
         processes.pause_garbage_collection(),
@@ -78,7 +96,9 @@ def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_B
         locations = locate_parameters(family, model)
         trace_recorder.watch_model(family, model, locations)
         if key.shards_fp32_separately:
-            trace_recorder.watch_fp32_layers(family, model)
+            trace_recorder.watch_layers(family, model, set(family.find_fp32_modules(model)))
+        if key.shards_trained_separately:
+            trace_recorder.watch_layers(family, model, set(find_trained_layers(family, model)))
         if key.widens_outputs:
             model.register_forward_hook(_convert_logits_to_fp32)
         engine = Engine(
@@ -90,6 +110,7 @@ def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_B
             synchronize_every_micro_batch=False,
             enter_phase=trace_recorder.enter_phase,
             loss=family.compute_loss,
+            chunked_loss=chunked_loss,
         )
         batch_factories = [
             lambda: family.build_batch(batch_size, key.sequence_length, torch.Generator())
@@ -107,6 +128,18 @@ def trace_step(key: TraceKey, batch_size: int, max_blocks: int | None = TRACED_B
     return Trace(
         trace_recorder.segments, trace_recorder.inputs_bytes, trace_recorder.outputs_bytes, trace_recorder.logits_bytes
     )
+
+
+def find_block_positions(short_family: Family, family: Family, period: int) -> list[BlockPositions]:
+    """Where the blocks of a shortened model stand in the whole one, for each list."""
+    counts, short_counts = (
+        [len(blocks) for blocks in one_family.find_block_lists(one_family.build_model())]
+        for one_family in (family, short_family)
+    )
+    return [
+        BlockPositions(num_blocks, num_traced, period)
+        for num_blocks, num_traced in zip(counts, short_counts, strict=True)
+    ]
 
 
 def _enter_gpu_autocast(key: TraceKey) -> contextlib.AbstractContextManager[None]:
@@ -128,6 +161,25 @@ def locate_parameters(family: Family, model: nn.Module) -> dict[int, tuple[Block
     return locations
 
 
+class TracedTransfer:
+    """Stands for copies to a host that has another memory than the device."""
+
+    def __init__(self, trace_recorder: TraceRecorder) -> None:
+        self._trace_recorder = trace_recorder
+
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On meta, seen by nobody."""
+        with _disable_current_modes():
+            on_meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            host_copy = torch.empty_like(on_meta)
+        self._trace_recorder.note_collective(TO_HOST, host_copy.nbytes)
+        return host_copy
+
+    def copy_to_device(self, host_copy: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self._trace_recorder.note_collective(TO_DEVICE, host_copy.nbytes)
+        return torch.empty_strided(host_copy.shape, host_copy.stride(), dtype=host_copy.dtype, device=device)
+
+
 class TraceRecorder:
     """Sorts what the recorder sees into segments."""
 
@@ -136,7 +188,7 @@ class TraceRecorder:
         self._accesses: list[list[KernelAccesses]] = []
         self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
         self._on_cpu = on_cpu
-        self.op_recorder = OpRecorder(self._note_memory_change, self._note_kernel, self._note_collective, on_cpu=on_cpu)
+        self.op_recorder = OpRecorder(self._note_memory_change, self._note_kernel, self.note_collective, on_cpu=on_cpu)
         self._micro_batch = -1
         self._counting_inputs = False
         self._gradient_storages: dict[tuple[int, str], int] = {}
@@ -185,12 +237,11 @@ class TraceRecorder:
         block.register_forward_pre_hook(start_forward)
         block.register_forward_hook(end_forward)
 
-    def watch_fp32_layers(self, family: Family, model: nn.Module) -> None:
+    def watch_layers(self, family: Family, model: nn.Module, layers: set[nn.Module]) -> None:
         """Note where the passes of layers that are sharded by themselves begin and end."""
-        fp32_modules = set(family.find_fp32_modules(model))
         for block in (block for blocks in family.find_block_lists(model) for block in blocks):
             for name, layer in block.named_modules():
-                if layer in fp32_modules:
+                if layer in layers:
                     self._watch_layer(layer, strip_checkpoint_wrappers(name))
 
     def _watch_layer(self, layer: nn.Module, name: str) -> None:
@@ -199,9 +250,14 @@ class TraceRecorder:
             counts = len(segment.changes), len(segment.kernels), len(segment.gradients)
             segment.visits.append(LayerPassEvent(*counts, name, kind))
 
+        gradients = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        ends_with_gradient = len(gradients) == 1  # its input's may be added to others', and is complete later
+        if ends_with_gradient:
+            gradients[0].register_post_accumulate_grad_hook(lambda _parameter: note_pass("after_backward"))
+
         def start_forward(_layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             note_pass("before_forward")
-            if inputs[0].requires_grad:
+            if inputs[0].requires_grad and not ends_with_gradient:
                 inputs[0].register_hook(lambda _gradient: note_pass("after_backward"))
 
         def end_forward(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
@@ -245,7 +301,7 @@ class TraceRecorder:
             self.segments[-1].kernels.append(kernel)
             self._accesses[-1].append(KernelAccesses(reads, writes))
 
-    def _note_collective(self, kind: str, size: int) -> None:
+    def note_collective(self, kind: str, size: int) -> None:
         if self.segments and not self._counting_inputs:
             segment = self.segments[-1]
             segment.collectives.append(CollectiveEvent(len(segment.kernels), kind, size))

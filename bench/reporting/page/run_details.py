@@ -29,6 +29,9 @@ CONFIG_GROUPS = ("model", "strategy", "precision", "optimizer", "finetune", "har
 OMITTED_FIELDS = {"hardware": {"sources", "speeds", "gpu_names"}}
 """Parts of a section that nobody types: of what really runs they change nothing."""
 
+HF_OPTION_NAME = "hf"
+"""Of the model whose shape a file says."""
+
 UNQUOTED_TEXT = re.compile(r"[A-Za-z_][\w./-]*")
 """A text that needs no quotes in Hydra's grammar."""
 OPTION_NAME = re.compile(r"[\w.-]{1,100}")
@@ -69,7 +72,9 @@ def list_overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> l
     sections = {**config, **({"strategy": {**(config.get("strategy") or {}), **requested}} if requested else {})}
     for group in CONFIG_GROUPS:
         section = sections.get(group) or {}
-        if section.get("name") and section["name"] != ADDED_KNOB_DEFAULTS.get(group, {}).get("name"):
+        if group == "model" and section.get("family") == HF_OPTION_NAME:  # which is named after its file
+            overrides.append(f"{group}={HF_OPTION_NAME}")
+        elif section.get("name") and section["name"] != ADDED_KNOB_DEFAULTS.get(group, {}).get("name"):
             is_hardware_file = group == "hardware" and not _load_option(group, str(section["name"]))
             overrides.append(f"{group}={section['name']}{'.yaml' if is_hardware_file else ''}")
     defaults = _load_option("", "config")
@@ -78,6 +83,7 @@ def list_overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> l
         name: seconds_by_device.get(device, 0.0) for name, seconds_by_device in DEFAULT_SETTLING_S.items()
     }  # what null stands for
     defaults = {**defaults, "measurement": {**defaults.get("measurement", {}), **settling_defaults}}
+    defaults["gradient_accumulation"] = 1  # what null stands for where no global batch is asked for
     for key, value in sections.items():
         if key in CONFIG_GROUPS:
             overrides += _list_section_overrides(key, json.dumps(value or {}))
@@ -99,7 +105,10 @@ def list_overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> l
 def _list_section_overrides(group: str, content: str) -> list[str]:
     """The fields of a section, given as JSON, that its option's file says otherwise, or does not have."""
     section = json.loads(content)
-    option = _load_option(group, str(section.get("name")))
+    is_from_file = group == "model" and section.get("family") == HF_OPTION_NAME
+    option = _load_option(group, HF_OPTION_NAME if is_from_file else str(section.get("name")))
+    if is_from_file:
+        section |= section.pop("config")  # what the file says, and what was set instead, which are not told apart
     omitted_fields = {"name", *OMITTED_FIELDS.get(group, ())}
     option_values, section_values = flatten_config(option, omitted_fields), flatten_config(section, omitted_fields)
     if not option:  # nobody here knows its file
@@ -108,6 +117,8 @@ def _list_section_overrides(group: str, content: str) -> list[str]:
     for path, value in section_values.items():
         if path in option_values:
             overrides += [] if option_values[path] == value else [f"{group}.{path}={format_override_value(value)}"]
+        elif is_from_file:
+            overrides.append(f"{group}.{path}={format_override_value(value)}")
         elif value is not None and ADDED_KNOB_DEFAULTS.get(group, {}).get(path) != value:
             overrides.append(f"+{group}.{path}={format_override_value(value)}")
     return overrides

@@ -38,6 +38,7 @@ SETTING_FORMATTERS: dict[str, Callable[[Any], str]] = {
     "compile": lambda value: "compiled" if value else "not compiled",
     "attention": lambda value: f"attention {value}",
     "optimizer": str,
+    "gradient_clip_norm": lambda value: f"gradients clipped to {value:g}",
     "optimizer_implementation": lambda value: f"optimizer {value}",
     "parameter_dtype": lambda value: f"parameters {value}",
     "compute_dtype": lambda value: f"compute {value}",

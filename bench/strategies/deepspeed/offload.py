@@ -75,7 +75,7 @@ class DeepSpeedOffloadStage1And2Plan(DeepSpeedStage1And2Plan):
         )
         if self._accumulates_on_host:
             kept_bytes += max(self._touched_numel_per_rank) * self._device_itemsize
-        return kept_bytes + compute_optimizer_bytes(self.inputs, self.updated_numels)
+        return kept_bytes + compute_optimizer_bytes(self.inputs, self.updated_tensors)
 
     @property
     def _accumulates_on_host(self) -> bool:
@@ -211,7 +211,7 @@ class DeepSpeedOffloadStage3Plan(DeepSpeedStage3Plan):
         """In fp32 the partition, its states, gradients as they are reduced and as the optimizer has them."""
         kept_bytes = self._own_numel * self._compute_itemsize if self._offloads_parameters else 0.0
         if self.updates_on_host:
-            kept_bytes += self._own_numel * (4 + 4 + 4) + compute_optimizer_bytes(self.inputs, self.updated_numels)
+            kept_bytes += self._own_numel * (4 + 4 + 4) + compute_optimizer_bytes(self.inputs, self.updated_tensors)
         return kept_bytes
 
     @property
@@ -225,7 +225,7 @@ class DeepSpeedOffloadStage3Plan(DeepSpeedStage3Plan):
         parameter_bytes = 0 if self._offloads_parameters else self._own_numel * self._compute_itemsize
         if not self.updates_on_host:
             parameter_bytes += self._own_numel * 4
-            allocate_optimizer_state(device, self.inputs, self.updated_numels)
+            allocate_optimizer_state(device, self.inputs, self.updated_tensors)
             device.allocate("gradient partitions", self._own_numel * 4, GRADIENT_MEMORY)
         device.allocate("parameters", parameter_bytes, PARAMETER_MEMORY)
         self._allocate_buffers(device)

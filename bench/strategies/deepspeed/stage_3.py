@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bench.optimizers import UpdatedTensor
 from bench.strategies.deepspeed.stages_0_to_2 import name_parameter_gradient
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -95,15 +96,22 @@ class DeepSpeedStage3Plan(StepPlan):
         return self._parameters[name].numel < self._knobs.persistence_threshold
 
     @property
-    def updated_numels(self) -> Sequence[int]:
-        """All partitions, as one tensor."""
-        return [sum(self._partition_numels.values())]
+    def norm_groups(self) -> Sequence[str]:
+        """All ranks, each with its partition of the gradients."""
+        return (WORLD_GROUP,)
+
+    @property
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
+        """All partitions of what is trained, as one tensor."""
+        trained_numels = (numel for name, numel in self._partition_numels.items() if self._parameters[name].is_trained)
+        return [UpdatedTensor((sum(trained_numels),))]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Partitions, a copy of them in fp32 to update, states, gradients' partitions and the bucket."""
         (own_numel,) = self.updated_numels
-        device.allocate("parameters", own_numel * (self._compute_itemsize + 4), PARAMETER_MEMORY)
-        allocate_optimizer_state(device, self.inputs, self.updated_numels)
+        stored_numel = sum(self._partition_numels.values())
+        device.allocate("parameters", stored_numel * self._compute_itemsize + own_numel * 4, PARAMETER_MEMORY)
+        allocate_optimizer_state(device, self.inputs, self.updated_tensors)
         device.allocate("gradient partitions", own_numel * 4, GRADIENT_MEMORY)
         self._allocate_buffers(device)
 

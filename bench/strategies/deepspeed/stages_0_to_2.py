@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from bench.optimizers import UpdatedTensor
 from bench.strategies.step_plan import (
     ALL_GATHER_STREAM,
     GRADIENT_MEMORY,
@@ -86,6 +87,7 @@ class DeepSpeedStage1And2Plan(StepPlan):
         self._buffer_itemsize = self._compute_itemsize
         self._casts_gradients = self._compute_itemsize != self._reduce_itemsize
         self._named_parameters = list_in_flat_order(inputs.units)
+        self._frozen_bytes = count_frozen_numel(inputs) * self._compute_itemsize
         parameters = [parameter for _, parameter in self._named_parameters]
         alignment = 2 * inputs.world_size
         self._padded_numel = -(-sum(parameter.numel for parameter in parameters) // alignment) * alignment
@@ -110,15 +112,21 @@ class DeepSpeedStage1And2Plan(StepPlan):
         self._pending_events: list[str] = []
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def norm_groups(self) -> Sequence[str]:
+        """All ranks, each with its partition of the gradients."""
+        return (WORLD_GROUP,)
+
+    @property
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The partition, as one tensor."""
-        return [self._partition_numel]
+        return [UpdatedTensor((self._partition_numel,))]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Parameters, a copy of this rank's partition, and its optimizer state."""
         master_bytes = self._partition_numel * self.inputs.parameter_itemsize
-        device.allocate("parameters", self._padded_numel * self._compute_itemsize + master_bytes, PARAMETER_MEMORY)
-        allocate_optimizer_state(device, self.inputs, self.updated_numels)
+        parameter_bytes = self._padded_numel * self._compute_itemsize + self._frozen_bytes
+        device.allocate("parameters", parameter_bytes + master_bytes, PARAMETER_MEMORY)
+        allocate_optimizer_state(device, self.inputs, self.updated_tensors)
 
     def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
         """The buffers come with the first gradient."""
@@ -277,21 +285,28 @@ class DeepSpeedBf16Stage1Plan(StepPlan):
         self._compute_itemsize = inputs.precision.compute_dtype.itemsize
         alignment = 2 * inputs.world_size
         self._padded_numel = (
-            -(-sum(parameter.numel for unit in inputs.units for parameter in unit.parameters) // alignment) * alignment
+            -(-sum(parameter.numel for parameter in inputs.trained_parameters) // alignment) * alignment
         )
+        self._frozen_bytes = count_frozen_numel(inputs) * self._compute_itemsize
         self._synchronize = True
 
     @property
-    def updated_numels(self) -> Sequence[int]:
+    def norm_groups(self) -> Sequence[str]:
+        """All ranks, each with its partition of the gradients."""
+        return (WORLD_GROUP,)
+
+    @property
+    def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The partition, as one tensor."""
-        return [self._padded_numel // self.inputs.world_size]
+        return [UpdatedTensor((self._padded_numel // self.inputs.world_size,))]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Parameters, all gradients, and this rank's partition with its states."""
         master_bytes = self.updated_numels[0] * self.inputs.parameter_itemsize
-        device.allocate("parameters", self._padded_numel * self._compute_itemsize + master_bytes, PARAMETER_MEMORY)
+        parameter_bytes = self._padded_numel * self._compute_itemsize + self._frozen_bytes
+        device.allocate("parameters", parameter_bytes + master_bytes, PARAMETER_MEMORY)
         device.allocate("gradients", self._padded_numel * self.inputs.reduce_itemsize, GRADIENT_MEMORY)
-        allocate_optimizer_state(device, self.inputs, self.updated_numels)
+        allocate_optimizer_state(device, self.inputs, self.updated_tensors)
 
     def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
         """Remember whether gradients are reduced."""
@@ -343,13 +358,18 @@ def all_reduce_flat(device: PlanDevice, name: str, size: float) -> None:
 
 
 def list_in_flat_order(units: Sequence[ShardingUnit]) -> list[tuple[str, ParameterSpec]]:
-    """Parameters as they lie in the flat tensor, each with the name of its gradient.
+    """Trained parameters as they lie in the flat tensor, each with the name of its gradient.
 
     Embeddings, the blocks in order, and the norms that follow them (a T5's encoder's too, which lies in the middle).
     """
-    parameters = [(unit, parameter) for unit in units for parameter in unit.parameters]
+    parameters = [(unit, parameter) for unit in units for parameter in unit.trained_parameters]
     parameters.sort(key=lambda pair: pair[0].is_root and len(pair[1].shape) < 2)
     return [(name_parameter_gradient(unit, parameter), parameter) for unit, parameter in parameters]
+
+
+def count_frozen_numel(inputs: PlanInputs) -> int:
+    """Elements of the parameters that stay as they are, and where they are."""
+    return sum(parameter.numel for unit in inputs.units for parameter in unit.parameters if not parameter.is_trained)
 
 
 def name_parameter_gradient(unit: ShardingUnit, parameter: ParameterSpec) -> str:

@@ -19,6 +19,7 @@ from bench.core.installation import format_install_command
 from bench.core.precision import PARAMETER_MIXING, Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf, Within
+from bench.optimizers.updated_tensor import FLAT_TENSORS, WHOLE_TENSORS
 from bench.strategies.base import (
     BuildOptimizer,
     StepSettings,
@@ -119,6 +120,7 @@ class DeepSpeedStrategy(Strategy):
     max_reuse_distance: Annotated[int, NUMEL_RANGE]
     """Parameters used again within so many elements stay whole in stage 3."""
 
+    supported_finetunes = ("full", "lora")
     supported_mixings = (PARAMETER_MIXING,)
     single_mixing_reason = "whose optimizer keeps narrow parameters in fp32 as well"
 
@@ -187,8 +189,24 @@ class DeepSpeedStrategy(Strategy):
                 "reduce gradients in fp32: choose stage 1, 2 or 3, precision fp32 or tf32, or strategy ddp."
             )
 
+    @property
+    def updated_tensor_kind(self) -> str:
+        """Stage 0 leaves the optimizer to torch."""
+        return FLAT_TENSORS if self.stage else WHOLE_TENSORS
+
     def check_step(self, settings: StepSettings) -> None:
         """DeepSpeed itself decides when gradients are reduced and freed."""
+        if settings.offloads_activations:
+            raise ImpossibleError(
+                f"activation_offload=true is not valid for strategy={self.name}, "
+                "which has an offload of its own: choose false."
+            )
+        if settings.has_chunked_loss and self.stage == 3:
+            raise ImpossibleError(
+                f"loss=chunked is not valid for strategy={self.name}, "
+                "whose stage 3 has the head's weight whole within the head's own passes alone: "
+                "choose loss=whole."
+            )
         if settings.keep_gradients:
             raise ImpossibleError(
                 "optimizer.keep_gradients=true is not valid for strategy=deepspeed, which frees gradients itself: "
@@ -211,7 +229,7 @@ class DeepSpeedStrategy(Strategy):
             )
 
     def compute_state_bytes_per_parameter(
-        self, precision: Precision, states_per_parameter: int, world_size: int
+        self, precision: Precision, states_per_parameter: float, world_size: int
     ) -> float:
         """As torch's in stage 0. Else one copy of the states and of the parameters that the optimizer updates; and, as
         they are computed with, parameters (up to stage 2 every rank's) and gradients (in stage 1 every rank's)."""
@@ -296,7 +314,7 @@ class DeepSpeedStrategy(Strategy):
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,  # for its log alone: batches come from outside
             "gradient_accumulation_steps": context.num_micro_batches,
-            "gradient_clipping": 0.0,  # no other strategy clips; DeepSpeed's default is a norm of 1
+            "gradient_clipping": context.gradient_clip_norm or 0.0,  # DeepSpeed's default is a norm of 1
             "zero_optimization": zero_options,
             "zero_allow_untested_optimizer": True,  # torch's own, SGD among them
             "zero_force_ds_cpu_optimizer": False,
@@ -322,6 +340,8 @@ class DeepSpeedStrategy(Strategy):
             "strategy.contiguous_gradients=false": not self.contiguous_gradients and self.stage > 0,
             "strategy.prefetch_bucket_size=0, which gathers module by module": self.stage == 3
             and self.prefetch_bucket_size == 0,
+            "offloading beside frozen parameters": self.has_offloaded_state
+            and any(not parameter.is_trained for unit in inputs.units for parameter in unit.parameters),
             "strategy.offload_optimizer=nvme": self.offload_optimizer == "nvme",
             "strategy.offload_parameters=nvme": self.offload_parameters == "nvme",
         }

@@ -21,6 +21,8 @@ from bench.core.precision import Precision
 from bench.models import Batch, Family
 from bench.models.division import PipelineStageModule, split_blocks_into_stages
 from bench.strategies.base import WrapContext
+from bench.strategies.ddp import KEEP_BUFFERS
+from bench.strategies.global_norm import clip_by_global_norm
 from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, GPIPE, INTERLEAVED, ONE_F_ONE_B, Timetable
 from bench.strategies.pipeline.step_plans import find_tied_parameters
 from bench.strategies.stepper import StepEngine, Stepper, TimeSpans
@@ -42,6 +44,8 @@ class TiedParameter:
     copies: list[nn.Parameter]
     group: dist.ProcessGroup | None
     """The ranks of this pipeline that have others; None where there are none."""
+    num_stages: int
+    """That have one, on this rank and on others."""
 
     def sum_gradients(self) -> None:
         """Give every copy the sum of all copies' gradients, so that all are updated alike."""
@@ -82,6 +86,19 @@ class PipelinedModel(nn.Module):
         self.group = group
         self.stage_output_dtype = stage_output_dtype
         """Of what stages hand over."""
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """By the norm over all stages: of what several stages share, and of what copies of a stage share, one counts.
+        Gradients of what is shared are summed already."""
+        num_tied = {id(copy): tied.num_stages for tied in self.tied_parameters for copy in tied.copies}
+        num_copies = dist.get_world_size() // self.timetable.ranks
+        clip_by_global_norm(
+            (
+                (parameter, num_tied.get(id(parameter), 1) * (1 if isinstance(parameter, DTensor) else num_copies))
+                for parameter in self.parameters()
+            ),
+            max_norm,
+        )
 
 
 def build_pipelined_model(
@@ -139,6 +156,7 @@ def _wrap_in_ddp(stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank has filled its copy with the same values
+        **KEEP_BUFFERS,
     )
 
 
@@ -158,7 +176,7 @@ def _build_tied_parameters(
             groups_by_ranks[ranks] = _create_own_group(ranks, mesh)
         if rank in ranks:
             copies = [filled_parameters[stage, name] for stage in stages if stage % timetable.ranks == rank]
-            tied_parameters.append(TiedParameter(copies, groups_by_ranks.get(ranks)))
+            tied_parameters.append(TiedParameter(copies, groups_by_ranks.get(ranks), len(stages)))
     return tied_parameters
 
 

@@ -16,6 +16,7 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
 from bench.core.typed_config import OneOf
 from bench.models import Family
+from bench.optimizers.updated_tensor import DTENSORS, WHOLE_TENSORS
 from bench.strategies.base import (
     StepSettings,
     Strategy,
@@ -123,7 +124,7 @@ class PipelinedStrategy(Strategy):
         if family.num_blocks is None:
             raise ImpossibleError(
                 f"strategy={self.name} is not valid for model.family={family.family}, which does not say how it is cut "
-                "into stages: choose a model of family t5 or gpt, or give the family a `build_stage`."
+                "into stages: choose a model of family t5, gpt, llama or moe, or give the family a `build_stage`."
             )
         timetable = self.timetable
         if timetable.num_stages > family.num_blocks:
@@ -153,6 +154,10 @@ class PipelinedStrategy(Strategy):
         if self.data_parallel == "ddp":
             require_stored_reduce_dtype(f"strategy={self.name} with strategy.data_parallel=ddp", precision, ", or fsdp")
 
+    @property
+    def updated_tensor_kind(self) -> str:
+        return DTENSORS if self.data_parallel == "fsdp" else WHOLE_TENSORS
+
     def check_optimizer(self, name: str, implementation: str) -> None:
         """torch 2.13 has no fused SGD on the DTensors of FSDP."""
         if self.data_parallel == "fsdp" and (name, implementation) == ("sgd", "fused"):
@@ -168,6 +173,17 @@ class PipelinedStrategy(Strategy):
 
     def check_step(self, settings: StepSettings) -> None:
         """Micro-batches of the schedule accumulate gradients; there are none beside them."""
+        if settings.offloads_activations:
+            raise ImpossibleError(
+                f"activation_offload=true is not valid for strategy={self.name}, "
+                "whose stages hold several micro-batches at once: choose false."
+            )
+        if settings.has_chunked_loss:
+            raise ImpossibleError(
+                f"loss=chunked is not valid for strategy={self.name}, "
+                "whose schedules compute the loss from the last stage's logits: "
+                "choose loss=whole."
+            )
         if settings.num_micro_batches > 1:
             raise ImpossibleError(
                 f"gradient_accumulation={settings.num_micro_batches} is not valid for strategy={self.name}, whose "
@@ -187,6 +203,10 @@ class PipelinedStrategy(Strategy):
         return build_pipelined_model(
             model, context, self.timetable, self.data_parallel, uses_autocast=self.uses_autocast(context.precision)
         )
+
+    def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        assert isinstance(module, PipelinedModel)
+        module.clip_gradients(max_norm)
 
     def build_stepper(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool

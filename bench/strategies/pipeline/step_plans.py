@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.optimizers import UpdatedTensor
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     GRADIENT_MEMORY,
     PARAMETER_MEMORY,
     REDUCTION_MEMORY,
+    WORLD_GROUP,
     ParameterSpec,
     PlanDevice,
     PlanInputs,
@@ -61,7 +63,12 @@ class StagePlan(RankPlan):
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         updated_numel = sum(self.updated_numels)
         device.allocate("parameters", updated_numel * self.parameter_itemsize, PARAMETER_MEMORY)
-        allocate_optimizer_state(device, self.inputs, self.updated_numels)
+        allocate_optimizer_state(device, self.inputs, self.updated_tensors)
+
+    @property
+    def norm_groups(self) -> Sequence[str]:
+        """All ranks, which divide what several of them have by their number."""
+        return (WORLD_GROUP,)
 
     gathers_units = False
     """Whether units are gathered, one by one, as the first micro-batch comes to them."""
@@ -120,9 +127,9 @@ class SingleCopyStagePlan(StagePlan):
     """One copy of the model."""
 
     @property
-    def updated_numels(self) -> list[int]:
+    def updated_tensors(self) -> list[UpdatedTensor]:
         """All parameters of the rank's stages."""
-        return [parameter.numel for stage in self.stages for parameter in stage.parameters]
+        return [parameter.build_updated_tensor() for stage in self.stages for parameter in stage.parameters]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Gradients too, if they are kept."""
@@ -180,12 +187,10 @@ class ShardedStagePlan(StagePlan):
         self._accumulated_units: set[tuple[int, int]] = set()
 
     @property
-    def updated_numels(self) -> list[int]:
+    def updated_tensors(self) -> list[UpdatedTensor]:
         """The first copy's shards, which are never smaller than the others'."""
         return [
-            parameter.compute_first_shard_numel(self._num_copies)
-            for stage in self.stages
-            for parameter in stage.parameters
+            parameter.build_first_shard(self._num_copies) for stage in self.stages for parameter in stage.parameters
         ]
 
     def _compute_padded_numel(self, unit: ShardingUnit) -> int:
@@ -276,7 +281,9 @@ class ShardedStagePlan(StagePlan):
             device.free("reduce input")
             device.allocate("reduce input", self._compute_padded_numel(unit) * self._reduce_itemsize, REDUCTION_MEMORY)
             if self.inputs.is_on_cpu:
-                allocate_copy_in_briefly(device, unit, self._num_copies, self._reduce_itemsize, self._reduce_itemsize)
+                allocate_copy_in_briefly(
+                    device, unit.trained_parameters, self._num_copies, self._reduce_itemsize, self._reduce_itemsize
+                )
             if self._converts_gradients:
                 device.free(f"accumulated {stage.index} {unit.index}")
             else:

@@ -52,6 +52,16 @@ def localize_parameters(model: nn.Module) -> None:
                 )
 
 
+def list_local_parameters(model: nn.Module) -> list[tuple[nn.Parameter, DTensorSpec | None]]:
+    """Each parameter of a model after `localize_parameters`, with what it is a part of; None where it was plain."""
+    specs = {
+        id(module.original): module[0]._spec
+        for module in model.modules()
+        if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], _DTensorParametrization)
+    }
+    return [(parameter, specs.get(id(parameter))) for parameter in model.parameters()]
+
+
 def find_local_shape(tensor: torch.Tensor) -> torch.Size:
     """Shape of what this rank has of a tensor, which may be whole."""
     return tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape

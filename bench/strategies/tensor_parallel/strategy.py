@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -24,6 +25,7 @@ from bench.core.presentation import NODE_GPUS_PLACEHOLDER, Presentation, Trainin
 from bench.core.typed_config import OneOf
 from bench.models import Family
 from bench.models.base import list_dividing_families
+from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, PARTS
 from bench.strategies.base import (
     BuildOptimizer,
     StepSettings,
@@ -34,8 +36,9 @@ from bench.strategies.base import (
 )
 from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
 from bench.strategies.fsdp import FSDP2Strategy
+from bench.strategies.global_norm import clip_by_global_norm, count_parts
 from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
-from bench.strategies.tensor_parallel.split import TensorParallelSplit, localize_parameters
+from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters, localize_parameters
 
 FSDP_KIND, DDP_KIND, NO_DATA_PARALLEL = "fsdp", "ddp", "none"
 
@@ -178,6 +181,10 @@ class TensorParallelStrategy(Strategy):
         if self.data_parallel == DDP_KIND:
             require_stored_reduce_dtype(f"strategy={self.name} with strategy.data_parallel=ddp", precision, ", or fsdp")
 
+    @property
+    def updated_tensor_kind(self) -> str:
+        return DIVIDED_DTENSORS if self.data_parallel == FSDP_KIND else PARTS
+
     def check_optimizer(self, name: str, implementation: str) -> None:
         """With fsdp parameters are DTensors, as FSDP2's are."""
         if self.data_parallel == FSDP_KIND:
@@ -193,6 +200,17 @@ class TensorParallelStrategy(Strategy):
 
     def check_step(self, settings: StepSettings) -> None:
         """Blocks are not compiled: torch 2.13 compiled a small GPT's, but not a small T5's within two minutes."""
+        if settings.offloads_activations:
+            raise ImpossibleError(
+                f"activation_offload=true is not valid for strategy={self.name}, "
+                "whose blocks keep parts that wait for other ranks: choose false."
+            )
+        if settings.has_chunked_loss:
+            raise ImpossibleError(
+                f"loss=chunked is not valid for strategy={self.name}, "
+                "whose head and loss are divided over the vocabulary: "
+                "choose loss=whole."
+            )
         if settings.compile:
             raise ImpossibleError(
                 f"compile=true is not valid for strategy={self.name}: torch's compiler does not get through every kind "
@@ -288,6 +306,18 @@ class TensorParallelStrategy(Strategy):
                 parameter
             )
         return build([{"params": parameters} for parameters in parameters_by_mesh.values()])  # type: ignore[misc]
+
+    def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """By the norm of all ranks' parts: torch's own function adds up neither plain parts nor DTensors of different
+        meshes."""
+        world_size = dist.get_world_size()
+        clip_by_global_norm(
+            (
+                (parameter, world_size / count_parts(parameter if isinstance(parameter, DTensor) else spec))
+                for parameter, spec in list_local_parameters(module)
+            ),
+            max_norm,
+        )
 
     def plan(self, inputs: PlanInputs) -> StepPlan:
         """That of the data parallelism, over what each rank has of the layers."""

@@ -1,4 +1,4 @@
-"""A Llama, as somebody outside would add it: rotary embeddings, whose frequencies are buffers; a head of its own."""
+"""GPT-NeoX, as somebody outside would add it: rotary embeddings, whose frequencies are buffers; a head of its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from bench.models import Batch
-from bench.models.base import IGNORED_LABEL, Family, FlopCount, fill_buffers
-from bench.models.gpt import register_causal_sdpa
+from bench.models.base import IGNORED_LABEL, Family, FlopCount
+from bench.models.materialize import fill_buffers
+from bench.models.pretrained import ignore_packed_sequences
 
 
 @dataclass(frozen=True)
-class Llama(Family):
-    """Shape of a Llama."""
+class NeoX(Family):
+    """Shape of a GPT-NeoX."""
 
     vocabulary_size: int
     hidden_size: int
@@ -25,46 +26,47 @@ class Llama(Family):
     num_heads: int
     intermediate_size: int
     block_size: int
-    num_key_value_heads: int | None = None
     buffers_filled: bool = False
     """The model comes with its buffers, not on meta."""
     dropout: float = 0.0
-    activation: str = "silu"
+    activation: str = "gelu"
 
-    preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.llama.modeling_llama",)
+    preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.gpt_neox.modeling_gpt_neox",)
 
     def build_model(self) -> nn.Module:
-        """`LlamaForCausalLM` on meta."""
-        from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaForCausalLM
+        """`GPTNeoXForCausalLM` on meta."""
+        from transformers import GPTNeoXConfig
+        from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXForCausalLM
 
-        config = LlamaConfig(
+        config = GPTNeoXConfig(
             vocab_size=self.vocabulary_size,
             hidden_size=self.hidden_size,
             num_hidden_layers=self.num_layers,
             num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_key_value_heads,
             intermediate_size=self.intermediate_size,
             max_position_embeddings=self.block_size,
             hidden_act=self.activation,
             attention_dropout=self.dropout,
             use_cache=False,
-            attn_implementation=register_causal_sdpa() if self.attention == "sdpa" else self.attention,
+            attn_implementation=self.attention,
         )
+        ignore_packed_sequences()
         with torch.device("meta"):
-            model = LlamaForCausalLM(config)
+            model = GPTNeoXForCausalLM(config)
         if self.buffers_filled:
             for module in model.modules():
                 fill_buffers(module, self, torch.device("cpu"))
         return model
 
     def build_buffer(self, module: nn.Module, name: str, device: torch.device) -> torch.Tensor:
-        """The rotary embedding's frequencies, and a copy of them."""
-        head_size = self.hidden_size // self.num_heads
-        return 1.0 / 10_000 ** (torch.arange(0, head_size, 2, device=device) / head_size)
+        """The rotary embedding's frequencies, and a copy of them: a quarter of each head is rotated."""
+        rotated = self.hidden_size // self.num_heads // 4
+        return 1.0 / 10_000 ** (torch.arange(0, rotated, 2, device=device) / rotated)
 
     def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
         """Ones in norms."""
+        if name.endswith("bias"):
+            return 0.0
         return None if "norm" in name else 0.02
 
     def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
@@ -72,13 +74,13 @@ class Llama(Family):
         tokens = torch.randint(0, self.vocabulary_size, (num_sequences, sequence_length), generator=generator)
         return Batch({"input_ids": tokens}, labels=nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL))
 
-    def limit_blocks(self, max_blocks: int) -> Llama:
+    def limit_blocks(self, max_blocks: int) -> NeoX:
         """Fewer layers."""
         return dataclasses.replace(self, num_layers=min(max_blocks, self.num_layers))
 
     def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         """The one list of blocks."""
-        return [model.get_submodule("model.layers")]  # type: ignore[list-item]
+        return [model.get_submodule("gpt_neox.layers")]  # type: ignore[list-item]
 
     def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Hand the hidden states from block to block."""
@@ -90,10 +92,9 @@ class Llama(Family):
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Of the products with weights, and of attention's."""
         length, hidden = sequence_length, self.hidden_size
-        key_value_width = hidden // self.num_heads * (self.num_key_value_heads or self.num_heads)
         final = 2 * length * hidden * self.intermediate_size
         return FlopCount(
-            blocks_linear=self.num_layers * (4 * length * hidden * (hidden + key_value_width) + 3 * final),
+            blocks_linear=self.num_layers * (8 * length * hidden * hidden + 2 * final),
             blocks_attention=self.num_layers * 4 * length**2 * hidden,
             blocks_last_linear=self.num_layers * final,
             outside_blocks=2 * length * hidden * self.vocabulary_size,

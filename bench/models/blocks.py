@@ -1,0 +1,59 @@
+"""What is done to a model's blocks before a strategy wraps them: grouping and compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from bench.models.base import Family
+
+
+def compile_blocks(family: Family, model: nn.Module) -> None:
+    """Compile each block in place, after it was checkpointed and before it is wrapped."""
+    for blocks in family.find_block_lists(model):
+        for block in blocks:
+            block.compile()
+
+
+class BlockGroup(nn.Module):
+    """Several consecutive blocks that are called as one."""
+
+    def __init__(self, family: Family, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.family = family
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the blocks in turn, with the call the model makes for one block."""
+        return self.family.run_blocks(list(self.blocks), *args, **kwargs)
+
+
+def find_trained_layers(family: Family, model: nn.Module) -> list[nn.Module]:
+    """Where other parameters are frozen, the layers of the blocks that are trained; none where everything is."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return []
+    modules = (module for blocks in family.find_block_lists(model) for module in blocks.modules())
+    return [
+        module for module in modules if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    ]
+
+
+def group_blocks(family: Family, model: nn.Module, blocks_per_unit: int) -> list[nn.Module]:
+    """Put every `blocks_per_unit` consecutive blocks into one `BlockGroup`, and return the units in running order.
+
+    With one block per unit the model stays as it is. Groups never span two block lists (encoder and decoder).
+    """
+    units: list[nn.Module] = []
+    for blocks in family.find_block_lists(model):
+        if blocks_per_unit > 1:
+            all_blocks = list(blocks)
+            groups = [
+                BlockGroup(family, all_blocks[start : start + blocks_per_unit])
+                for start in range(0, len(all_blocks), blocks_per_unit)
+            ]
+            del blocks[:]
+            blocks.extend(groups)
+        units.extend(blocks)
+    return units

@@ -1,0 +1,156 @@
+"""Mixture of experts: which experts a token goes to, and the products of all experts at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+GROUPED_EXPERTS = "grouped"
+"""What `compute_grouped_experts` is called among transformers' implementations of experts."""
+
+ROUTINGS = ("router", "balanced", "skewed")
+"""How tokens are sent to experts: as the model's router says, evenly, or at random with some experts more popular."""
+
+
+@dataclass
+class Routing:
+    """The experts of each position of a sequence: the same for every sequence, layer and strategy, and in every step.
+
+    A router with random weights would send similar tokens to the same few experts; one that was trained is held to an
+    even load by its loss.
+    """
+
+    kind: str
+    """Of `ROUTINGS`."""
+    skew: float
+    """Exponent of Zipf's law for ``skewed``: the popularity of the n-th expert is proportional to ``n**-skew``."""
+    sequence_length: int = 0
+    """Of the batch that the model reads."""
+
+    def note_sequence_length(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook of the decoder."""
+        tokens = kwargs.get("input_ids")
+        self.sequence_length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
+
+    def choose_experts(self, routed_experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """The experts instead of those that the router chose; shape (tokens, experts per token)."""
+        num_tokens, num_choices = routed_experts.shape
+        positions = torch.arange(self.sequence_length, device=routed_experts.device)
+        if self.kind == "balanced":
+            first_choices = positions[:, None] * num_choices
+            experts = (first_choices + torch.arange(num_choices, device=positions.device)) % num_experts
+        else:
+            # The largest of logarithms of shares plus Gumbel noise: drawn without replacement (Kool et al. 2019,
+            # arXiv:1903.06059).
+            generator = torch.Generator(positions.device).manual_seed(0)
+            uniform = torch.rand(self.sequence_length, num_experts, device=positions.device, generator=generator)
+            log_shares = -self.skew * torch.arange(1, num_experts + 1, device=positions.device).log()
+            experts = (log_shares - (-uniform.log()).log()).topk(num_choices).indices
+        return experts.repeat(num_tokens // self.sequence_length, 1)
+
+
+def list_experts(model: nn.Module) -> list[Any]:
+    """The modules that hold the experts of a layer: transformers gives each class of them this attribute."""
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def count_idle_parameters(model: Any) -> int:
+    """Parameters of the experts that a token does not go to."""
+    experts_per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if experts_per_token is None:
+        return 0
+    return sum(
+        sum(parameter.numel() for parameter in experts.parameters())
+        * (experts.num_experts - experts_per_token)
+        // experts.num_experts
+        for experts in list_experts(model)
+    )
+
+
+def prepare_experts(model: Any, routing: Routing) -> None:
+    """Have the experts of a model, if it has some, follow a routing."""
+    all_experts = list_experts(model)
+    for experts in all_experts:
+        experts._bench_routing = routing
+    if all_experts:
+        model.get_decoder().register_forward_pre_hook(routing.note_sequence_length, with_kwargs=True)
+
+
+def register_grouped_experts() -> str:
+    """Name of `compute_grouped_experts`, for a configuration's ``experts_implementation``."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(GROUPED_EXPERTS, compute_grouped_experts)
+    for operator, formula in (
+        (torch.ops.aten._grouped_mm, _count_grouped_flops),
+        (torch.ops.transformers.grouped_mm_fallback, _count_grouped_flops),
+        (torch.ops.transformers.grouped_mm_fallback_backward, _count_grouped_backward_flops),
+    ):
+        if operator not in flop_registry:
+            register_flop_formula(operator)(formula)
+    return GROUPED_EXPERTS
+
+
+def _count_grouped_flops(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
+    """Of (rows, depth) times (experts, depth, columns), or (rows, depth) times (depth, columns) cut along the depth:
+    every row, or slice of the depth, is one expert's."""
+    return 2 * math.prod(left_shape) * right_shape[-1]
+
+
+def _count_grouped_backward_flops(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * _count_grouped_flops(left_shape, right_shape)
+
+
+def compute_grouped_experts(
+    experts: Any, hidden: torch.Tensor, routed_experts: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts' results for each token, added up by weight.
+
+    Rows are sorted by expert, so that each of the two products is one operator for all experts.
+
+    Parameters
+    ----------
+    experts: module
+        One of transformers' classes of experts, whose weights have the experts as their first dimension.
+    hidden: tensor
+        Shape (tokens, width).
+    routed_experts: tensor
+        The experts that the router chose; shape (tokens, experts per token).
+    weights: tensor
+        How much each of them counts; the same shape.
+    """
+    routing: Routing = experts._bench_routing
+    if routing.kind != "router":
+        routed_experts = routing.choose_experts(routed_experts, experts.num_experts)
+    num_choices = routed_experts.shape[1]
+    row_experts, order = routed_experts.flatten().sort(stable=True)
+    ends = torch.searchsorted(row_experts, torch.arange(experts.num_experts, device=hidden.device), right=True).int()
+    first_name = "gate_up_proj" if experts.has_gate else "up_proj"
+    rows = _multiply_grouped(experts, first_name, hidden[order // num_choices], row_experts, ends)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _multiply_grouped(experts, "down_proj", rows, row_experts, ends)
+    if experts.has_post_expert_norm:
+        rows = experts.post_expert_norm(rows)
+    rows = rows * weights.flatten()[order, None]
+    return rows[order.argsort()].unflatten(0, (-1, num_choices)).sum(dim=1).to(hidden.dtype)
+
+
+def _multiply_grouped(
+    experts: Any, name: str, rows: torch.Tensor, row_experts: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Each row times the weight of its expert, in the format of autocast, which does not know grouped products."""
+    weight, device = getattr(experts, name), rows.device.type
+    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_autocast else weight.dtype
+    weight, rows = weight.to(dtype), rows.to(dtype)
+    weight = weight if experts.is_transposed else weight.transpose(-2, -1)
+    if dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm"):
+        result = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
+    else:
+        result = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+    return result + getattr(experts, f"{name}_bias").to(dtype)[row_experts] if experts.has_bias else result

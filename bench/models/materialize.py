@@ -1,0 +1,161 @@
+"""Give a model that was built on meta its weights: the same values however it is sharded."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from bench.core.units import MIB
+from bench.models.base import Family
+
+DEFAULT_STD = 0.02
+"""GPT-2's, for parameters that nobody draws at random otherwise."""
+
+MAX_CPU_DRAWN_NUMEL = MIB
+"""Up to this size parameters are drawn on the CPU: models of a few million parameters have equal losses on CPU and GPU
+(`bench.check`). Larger ones are drawn where they go, which takes a GPU no time."""
+
+
+class Materializer:
+    """Fills the parameters of a model with random values that depend on their names and the seed alone.
+
+    Each parameter is drawn whole from a generator of its own, and a sharded one then keeps its shard: one process,
+    DDP and FSDP at every factor start from equal weights, and no rank ever holds more than one whole parameter
+    besides its own. Tied parameters stay tied.
+
+    Create it before the model is wrapped, since it remembers every parameter's name.
+
+    Parameters
+    ----------
+    model: nn.Module
+        On meta.
+    family: Family
+        Says how each parameter is distributed.
+    device: torch.device
+        Where the parameters go.
+    seed: int
+        Seed of all weights.
+    """
+
+    def __init__(self, model: nn.Module, family: Family, device: torch.device, seed: int) -> None:
+        self._family = family
+        self._device = device
+        self._seed = seed
+        first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._name_of_parameter = {
+            (id(module), name): first_name[id(parameter)]
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        self._parameters = {id(parameter): (parameter, name) for name, parameter in model.named_parameters()}
+        self._filled_parameters: dict[str, nn.Parameter] = {}
+        self._keep_on_cpu = False
+        self.arrange_parameter: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, full_parameter: (
+            full_parameter
+        )
+        """Puts a whole parameter, drawn by its name, into the order in which it is sharded."""
+
+    def build_for_part(self, part: nn.Module) -> Materializer:
+        """What fills a module that was made of the model's parameters: what it shares with others becomes its own."""
+        part_materializer = copy.copy(self)
+        part_materializer._name_of_parameter = {
+            (id(module), name): self._parameters[id(parameter)][1]
+            for module in part.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        part_materializer._filled_parameters = {}
+        return part_materializer
+
+    def list_parameter_names(self, part: nn.Module) -> list[str]:
+        """The names that the whole model has for a part's parameters, while they are still on meta."""
+        return [self._parameters[id(parameter)][1] for parameter in part.parameters()]
+
+    def fill_model(self, model: nn.Module, *, keep_on_cpu: bool = False) -> None:
+        """Fill every parameter of `model` that is still on meta, whether whole or sharded (DTensor).
+
+        With `keep_on_cpu` each is drawn and sharded on the device, then kept on the CPU.
+        """
+        self._keep_on_cpu = keep_on_cpu
+        for module in model.modules():
+            self.fill_module(module)
+
+    def fill_module(self, module: nn.Module, *, constants: bool = True) -> None:
+        """Fill the parameters that belong to `module` itself, not to its children.
+
+        Without `constants` those that start as ones or zeros are drawn at random like the others.
+        """
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                setattr(
+                    module,
+                    name,
+                    self._fill_parameter(self._name_of_parameter[id(module), name], parameter, constants=constants),
+                )
+        fill_buffers(module, self._family, self._device)
+        self._family.convert_drawn_parameters(module)
+
+    def _fill_parameter(self, name: str, meta_parameter: nn.Parameter, *, constants: bool) -> nn.Parameter:
+        if name not in self._filled_parameters:
+            full_parameter = torch.empty(meta_parameter.shape, dtype=meta_parameter.dtype, device=self._device)
+            std = self._family.find_init_std(name, full_parameter)
+            if not constants:
+                std = std or DEFAULT_STD
+            if std is None:
+                full_parameter.fill_(1.0)
+            elif std == 0:
+                full_parameter.zero_()
+            else:
+                self._draw_values(name, full_parameter, std)
+            value = full_parameter
+            if isinstance(meta_parameter, DTensor):
+                arranged_parameter = self.arrange_parameter(name, full_parameter)
+                value = distribute_tensor(
+                    arranged_parameter, meta_parameter.device_mesh, meta_parameter.placements, src_data_rank=None
+                )
+            value = value.cpu() if self._keep_on_cpu else value
+            self._filled_parameters[name] = nn.Parameter(value, requires_grad=meta_parameter.requires_grad)
+        return self._filled_parameters[name]
+
+    def _draw_values(self, name: str, full_parameter: torch.Tensor, std: float) -> None:
+        """Fill a parameter at random: a small one on the CPU, so that it is the same on every kind of device."""
+        digest = hashlib.sha256(f"{self._seed}:{self._family.find_seed_name(name)}".encode()).digest()
+        device = torch.device("cpu") if full_parameter.numel() <= MAX_CPU_DRAWN_NUMEL else self._device
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+        if device == self._device:
+            full_parameter.normal_(std=std, generator=generator)
+        else:
+            full_parameter.copy_(
+                torch.empty(full_parameter.shape, dtype=full_parameter.dtype).normal_(std=std, generator=generator)
+            )
+
+
+def fill_buffers(module: nn.Module, family: Family, device: torch.device) -> None:
+    """Give a module its own buffers, not its children's, on a device: what is on meta gets what the family says.
+
+    Raises
+    ------
+    ImpossibleError
+        If the family does not say what a buffer holds.
+    """
+    for name, buffer in module.named_buffers(recurse=False):
+        value = family.build_buffer(module, name, device) if buffer.is_meta else buffer.to(device)
+        module.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)
+
+
+@functools.lru_cache(maxsize=64)
+def count_buffer_bytes(family: Family) -> int:
+    """Bytes of all buffers of a family's model, of which every device has a copy."""
+    model = family.build_model()
+    if not any(True for _ in model.buffers()):
+        return 0
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            fill_buffers(module, family, torch.device("cpu"))
+    return sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())

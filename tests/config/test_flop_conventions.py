@@ -1,0 +1,111 @@
+"""What others count as FLOPs, against numbers that were published with their formulas."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.config.flop_conventions import (
+    FLOP_CONVENTIONS,
+    compute_convention_tflops,
+    count_flops_per_sequence,
+    count_llm_foundry_flops,
+    count_megatron_flops,
+    count_nanogpt_flops,
+    count_palm_flops,
+    count_position_parameters,
+)
+from bench.config.run_config import compute_speed_columns
+from bench.core.errors import ImpossibleError, UsageError
+from bench.records.published import read_published_lines
+from bench.validation.runs import MPT_SHAPES
+from tests.conftest import compose_run_config, run_command
+
+RUN = ("gpus=1", "strategy=single", "hardware=a100_80gb", "precision=bf16", "mode=predict", "sequence_length=64")
+H100_TFLOPS = 989.5
+"""The dense peak in bf16 that llm-foundry divides by."""
+
+
+def test_palm_540b_reaches_the_utilization_that_its_paper_prints() -> None:
+    """238.3K tokens/s on 6,144 TPU v4 of 275 TFLOP/s are 46.2 %, and 45.7 % without attention (section 4.1)."""
+    tokens_per_second, peak_flops = 238.3e3, 6144 * 275e12
+    whole = count_palm_flops(540_350_000_000, layers=118, heads=48, head_size=256, length=2048)
+    assert whole * tokens_per_second / peak_flops == pytest.approx(0.462, abs=0.0005)
+    without_attention = count_palm_flops(540_350_000_000, layers=118, heads=48, head_size=256, length=0)
+    assert without_attention * tokens_per_second / peak_flops == pytest.approx(0.457, abs=0.0005)
+
+
+def test_megatrons_end_to_end_days_follow_from_its_flops() -> None:
+    """Section 5.1: GPT-3 of 175B, 300B tokens, 1,024 GPUs at 140 TFLOP/s: 34 days, with 8 T P for the equation."""
+    flops = count_megatron_flops(1, 2048, layers=96, width=12288, vocabulary=51200) * 300e9 / 2048
+    assert flops / (1024 * 140e12) / 86400 == pytest.approx(34, rel=0.03)
+
+
+def test_llm_foundrys_rows_have_the_utilization_they_print() -> None:
+    """Every H100 row in bf16 with its tokens per second and its MFU."""
+    rows: dict[tuple[str, ...], dict[str, float]] = {}
+    shapes: dict[tuple[str, ...], tuple[str, int]] = {}
+    for line in read_published_lines():
+        if line["source_key"] == "llm_foundry" and line["gpu"] == "h100_80gb" and line["precision"] == "amp_bf16":
+            key = tuple(line[name] for name in ("model", "gpu_count", "sequence_length", "batch_size_per_gpu", "note"))
+            rows.setdefault(key, {})[line["metric"]] = float(line["value"])
+            shapes[key] = line["model"].removeprefix("MPT-"), int(line["sequence_length"])
+    errors = []
+    for key, values in rows.items():
+        if {"mfu", "tokens_per_second_per_gpu"} <= values.keys():
+            name, length = shapes[key]
+            width, layers, heads = MPT_SHAPES[name]
+            config = compose_run_config(
+                *("model=mpt_7b", f"model.hidden_size={width}", f"model.num_layers={layers}"),
+                *(f"model.num_heads={heads}", f"model.block_size={length}"),
+            )
+            flops = count_llm_foundry_flops(config.model.num_parameters, layers, width, length)
+            mfu = 100 * flops * values["tokens_per_second_per_gpu"] / (H100_TFLOPS * 1e12)
+            errors.append(mfu / values["mfu"] - 1)
+    assert len(errors) >= 15
+    assert max(map(abs, errors)) < 0.01
+
+
+def test_nanogpts_parameters_leave_out_the_positions() -> None:
+    """GPT-2 of 124M: 124,439,808 parameters, of which 786,432 are positions; n_positions x n_embd."""
+    assert count_nanogpt_flops(124_439_808, 786_432, 12, 12, 64, 1024) == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
+    assert count_position_parameters(compose_run_config("model=gpt_125m").model) == 2048 * 768
+    assert count_position_parameters(compose_run_config("model=llama_tiny").model) == 0
+
+
+def test_the_suites_own_are_those_of_its_columns() -> None:
+    config = compose_run_config("model=gpt_tiny", "activation_checkpointing=full", *RUN)
+    columns = compute_speed_columns(config, 0.5)
+    assert compute_convention_tflops("model", config, 0.5) == pytest.approx((columns["tflops_per_gpu"], columns["mfu"]))
+    assert compute_convention_tflops("hardware", config, 0.5) == pytest.approx(
+        (columns["hardware_tflops_per_gpu"], columns["hfu"])
+    )
+
+
+def test_of_a_mixture_the_parameters_of_a_token_are_counted() -> None:
+    config = compose_run_config("model=moe_tiny", *RUN)
+    model = config.model
+    attention = 12 * model.num_layers * model.num_heads * (model.head_size or model.hidden_size // model.num_heads) * 64  # type: ignore[attr-defined]
+    assert count_flops_per_sequence("palm", config) == 64 * (6 * model.num_active_parameters + attention)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("convention", FLOP_CONVENTIONS[2:])
+def test_a_formula_is_refused_for_layers_it_is_not_for(convention: str) -> None:
+    config = compose_run_config("model=t5_tiny", *RUN)
+    with pytest.raises(ImpossibleError, match=f"flops={convention} is not valid for model=t5_tiny"):
+        count_flops_per_sequence(convention, config)
+
+
+def test_an_unknown_convention_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"flops=mosaic is not valid: choose model, hardware, megatron, palm"):
+        count_flops_per_sequence("mosaic", compose_run_config("model=gpt_tiny", *RUN))
+
+
+@pytest.mark.slow
+def test_the_table_of_a_prediction_is_in_the_convention_that_was_asked_for() -> None:
+    typed = ("model=gpt_tiny", *RUN[:-2], "sequence_length=64", "batch_size_per_gpu=8", "activation_checkpointing=none")
+    answer = run_command("bench.predict", *typed, "flops=megatron")
+    assert answer.returncode == 0, answer.stderr
+    assert "TFLOP/s (megatron)" in answer.stdout
+    refused = run_command("bench.predict", *typed, "flops=mosaic")
+    assert refused.returncode == 2
+    assert "flops=mosaic is not valid: choose model, hardware" in refused.stderr

@@ -1,1 +1,0 @@
-"""Llama for fsdp-bench."""
