@@ -28,6 +28,7 @@ RELATIVE_NOISE = 1e-9
 ON_A100 = ("hardware=a100_80gb", "gpus=8", "gpus_per_node=4", "precision=bf16", "sequence_length=128")
 GPT = ("model=gpt_tiny", *ON_A100)
 T5 = ("model=t5_tiny", *ON_A100)
+LLAMA = ("model=llama_tiny", *ON_A100)
 ON_CPU = ("hardware=cpu", "gpus=2", "precision=fp32", "sequence_length=64")
 OF_THE_PAPER = ("hardware=a100_80gb", "gpus_per_node=8", "strategy=fsdp1", "precision=bf16", "sequence_length=512")
 
@@ -65,6 +66,11 @@ CASES: tuple[tuple[str, ...], ...] = (
     ("model=t5_tiny", *ON_CPU, "strategy=fsdp", "precision=bf16"),
     ("model=t5_611m", *OF_THE_PAPER, "strategy=ddp", "gpus=8", "batch_size_per_gpu=8"),
     ("model=t5_11b", *OF_THE_PAPER, "gpus=64", "batch_size_per_gpu=16", "activation_checkpointing=full"),
+    ("model=gpt_2b7", *OF_THE_PAPER, "gpus=16"),
+    (*LLAMA, "strategy=fsdp", "gradient_clip_norm=1", "activation_checkpointing=every_2"),
+    (*LLAMA, "strategy=ddp", "optimizer=muon", "loss=chunked"),
+    (*LLAMA, "strategy=fsdp", "activation_checkpointing=operators", "activation_offload=true"),
+    ("model=moe_tiny", *ON_A100, "strategy=fsdp"),
     ("model=mpt_7b", "hardware=h100_80gb", "gpus=16", "strategy=fsdp", "precision=bf16", "sequence_length=2048"),
 )
 """Tiny models with every way to store and to send, and some of the paper's."""

@@ -432,7 +432,7 @@ def test_the_file_is_not_written_anew_under_the_same_version(
     """Only under a higher one."""
     copied = Path(shutil.copy(golden_predictions.FILE, tmp_path))
     moved = copy.deepcopy(golden["predictions"])
-    moved[sorted(moved)[0]]["memory.reserved.high"] += 1
+    moved[sorted(moved)[0]]["memory.reserved.high"] *= 1 + 1e-6
     monkeypatch.setattr(golden_predictions, "FILE", copied)
     monkeypatch.setattr(golden_predictions, "predict_cases", lambda: moved)
     monkeypatch.setattr(golden_predictions, "describe_libraries", lambda: golden["libraries"])
@@ -465,3 +465,16 @@ def test_a_comment_and_a_new_strategy_leave_the_version_as_it_is(
     after_strategy = run_copy(tmp_path)
     assert before[0] == after_remark[0] == after_strategy[0]
     assert len({before[1], after_remark[1], after_strategy[1]}) == 3
+
+
+def test_what_is_remembered_here_depends_on_every_package_that_computes_predictions() -> None:
+    code = (
+        "import sys; import bench.prediction.predictor; "
+        "print(*sorted({m.split('.')[1] for m in sys.modules if m.startswith('bench.')}))"
+    )
+    imported = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
+    hashed = {source.partition("/")[0] for source in cache.PREDICTING_SOURCES}
+    # What is on the row, and what reads and writes rows and command lines.
+    assert imported - hashed <= {"config", "records"}
