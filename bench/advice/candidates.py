@@ -18,6 +18,7 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import get_field_types, validate_value
 from bench.hardware import Hardware
+from bench.models.base import BUDGET
 from bench.models.checkpointing import CHECKPOINTING_MODES
 
 DEFAULT_STRATEGIES = ("ddp", "fsdp")
@@ -30,6 +31,8 @@ LAST_RESORT_STRATEGIES = ("tensor_parallel",)
 """Compared besides where nothing else fits: they make the largest layer smaller, at the price of waiting in each."""
 PREFERRED_PRECISIONS = ("bf16", "fp16", "fp32")
 """The first that the GPU has a peak for is taken unless asked otherwise."""
+COMPARED_BUDGETS = ("budget_20", "budget_40", "budget_60", "budget_80")
+"""What ``activation_checkpointing=budget`` comes to, each with the largest batch that fits."""
 MAX_MULTI_NODE_FACTORS = 8
 """Sharding factors compared that span nodes, besides the world size: beyond some hundred ranks a shard is small, and
 what the next doubling saves is little."""
@@ -132,7 +135,11 @@ def _list_combinations(section_settings: RunSettings, knobs: Mapping[str, Sequen
     )
     common_axes: dict[str, Sequence[str]] = {key: values for key, values in knobs.items() if key not in ("strategy",)}
     common_axes.setdefault("precision", [choose_default_precision(section_values["hardware"])])
-    common_axes.setdefault("activation_checkpointing", CHECKPOINTING_MODES)
+    common_axes["activation_checkpointing"] = [
+        mode
+        for asked in common_axes.get("activation_checkpointing", CHECKPOINTING_MODES)
+        for mode in (COMPARED_BUDGETS if asked == BUDGET else (asked,))
+    ]
     for strategy in _choose_strategies(knobs, gpus):
         strategy_fields = compose_config({"strategy": strategy})["strategy"]
         axes = {**common_axes, "strategy": [strategy]}

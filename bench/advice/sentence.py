@@ -16,6 +16,7 @@ from bench.core.errors import ImpossibleError
 from bench.core.presentation import build_variant, format_number
 from bench.core.units import GIB
 from bench.models import Family
+from bench.models.checkpointing import describe_checkpointing
 from bench.planning.run_predictions import Unpredictable, predict_configs
 from bench.prediction.prediction import FITS
 
@@ -245,7 +246,7 @@ def describe_candidate(candidate: RankedCandidate) -> str:
     """``FSDP2 full shard with no activation checkpointing, bf16, batch 8``."""
     config = candidate.config
     return (
-        f"{format_strategy(config)} with {CHECKPOINTING_LABELS[config.activation_checkpointing]}, "
+        f"{format_strategy(config)} with {describe_checkpointing(config.activation_checkpointing)}, "
         f"{config.precision.name}, batch {config.batch_size_per_gpu}"
     )
 
@@ -287,12 +288,6 @@ def _compute_uncertainty(candidate: RankedCandidate) -> float:
 
 
 # --- How a candidate and its numbers are called, the same in the table, the details and the advice.
-
-CHECKPOINTING_LABELS = {
-    "none": "no activation checkpointing",
-    "selective": "selective checkpointing",
-    "full": "full checkpointing",
-}
 
 MEMORY_PART_LABELS = {
     "parameters": "parameters",

@@ -65,9 +65,9 @@ def count_flops_per_sequence(convention: str, config: RunConfig) -> float:
     require_choice("flops", convention, FLOP_CONVENTIONS)
     family, length = config.model, config.sequence_length
     if convention in ("model", "hardware"):
-        flop_count = config.trained_model.count_flops_per_sequence(length)
-        checkpointing = config.activation_checkpointing
-        return flop_count.model_flops if convention == "model" else flop_count.compute_hardware_flops(checkpointing)
+        if convention == "hardware":
+            return config.hardware_flops_per_sequence
+        return config.trained_model.count_flops_per_sequence(length).model_flops
     dimensions = [getattr(family, name, None) for name in ("num_layers", "hidden_size", "num_heads", "vocabulary_size")]
     if None in dimensions:
         raise ImpossibleError(

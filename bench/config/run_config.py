@@ -26,8 +26,9 @@ from bench.core.typed_config import OneOf, Within, build_dataclass, get_field_ty
 from bench.finetune import Finetune, FullFinetune, load_finetune
 from bench.hardware import Hardware
 from bench.models import Family, float8, load_family
-from bench.models.base import SEQUENCE_LENGTH_RANGE
-from bench.models.checkpointing import VALID_CHECKPOINTING
+from bench.models.base import SEQUENCE_LENGTH_RANGE, find_checkpointing_budget
+from bench.models.checkpointing import CHECKPOINTING_MODES, VALID_CHECKPOINTING
+from bench.models.checkpointing_budget import count_recomputed_flops
 from bench.models.chunked_loss import DEFAULT_LOSS_CHUNKS, check_chunked_loss
 from bench.optimizers import OptimizerConfig, load_optimizer
 from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
@@ -160,6 +161,11 @@ class RunConfig:
                 "activation_offload=true is not valid with compile=true, whose blocks keep what the compiler chooses: "
                 "choose false."
             )
+        if find_checkpointing_budget(self.activation_checkpointing) is not None and self.compile:
+            raise ImpossibleError(
+                f"activation_checkpointing={self.activation_checkpointing} is not valid with compile=true, whose "
+                f"compiled operators are not those of the model: choose {', '.join(CHECKPOINTING_MODES)}."
+            )
         if self.loss_chunks is not None:
             check_chunked_loss(self.model)
         self.finetune.check(self.model, self.precision, self.hardware.device)
@@ -174,6 +180,16 @@ class RunConfig:
                 self.activation_offload,
                 self.finetune.name,
             )
+        )
+
+    @functools.cached_property
+    def hardware_flops_per_sequence(self) -> int:
+        """FLOPs of a sequence's forward and backward pass, with what is computed again."""
+        mode = self.activation_checkpointing
+        return self.trained_model.count_flops_per_sequence(self.sequence_length).compute_hardware_flops(
+            mode,
+            loss_in_chunks=self.loss_chunks is not None,
+            budget_flops=count_recomputed_flops(self.trained_model, self.sequence_length, mode),
         )
 
     @property
@@ -467,9 +483,7 @@ def compute_speed_columns(config: RunConfig, step_time_s: float) -> dict[str, An
     sequences = config.batch_size_per_gpu * config.gradient_accumulation
     flop_count = config.trained_model.count_flops_per_sequence(config.sequence_length)
     model_flops = sequences * flop_count.model_flops
-    hardware_flops = sequences * flop_count.compute_hardware_flops(
-        config.activation_checkpointing, loss_in_chunks=config.loss_chunks is not None
-    )
+    hardware_flops = sequences * config.hardware_flops_per_sequence
     tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
     peak_tflops = config.hardware.peak_tflops.get(config.precision.peak)
     causal_flops = sequences * flop_count.causal_model_flops

@@ -131,7 +131,10 @@ class AdapterFlopCount(FlopCount):
         """Forward and backward without recomputation."""
         return self.compute_hardware_flops("none")
 
-    def compute_hardware_flops(self, activation_checkpointing: str, *, loss_in_chunks: bool = False) -> int:
+    def compute_hardware_flops(
+        self, activation_checkpointing: str, *, loss_in_chunks: bool = False, budget_flops: int | None = None
+    ) -> int:
+        """`budget_flops` is not needed: all is counted."""
         flops = count_training_flops(self.family, self.sequence_length, activation_checkpointing)
         return flops + (self.outside_blocks if self.head is None else self.head) * loss_in_chunks
 
@@ -178,7 +181,7 @@ def _count_step_flops(family: Family, sequence_length: int, activation_checkpoin
     sdpa_family = dataclasses.replace(family, base=dataclasses.replace(family.base, attention=attention))  # type: ignore
     model = sdpa_family.build_model()
     model.train()
-    checkpoint_blocks(sdpa_family, model, activation_checkpointing)
+    checkpoint_blocks(sdpa_family, model, activation_checkpointing, sequence_length=sequence_length)
     batch = sdpa_family.build_batch(1, sequence_length, torch.Generator())
     inputs = {name: tensor.to("meta") for name, tensor in batch.inputs.items()}
     flop_counter = _MatmulFlopCounter()

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from bench import records
-from bench.config.compose import compose_config
-from bench.config.run_config import RunConfig, build_run_config
+from bench.config.run_config import RunConfig
 from bench.core import processes
 from bench.core.command_line import refuse_unreadable_store
 from bench.core.errors import ImpossibleError, invalid_value_error
@@ -38,6 +37,7 @@ from bench.launch.ranks import (
     wait_for_ranks,
 )
 from bench.planning.request import SweepRequest
+from bench.planning.sweep_plan import compose_run
 from bench.rank.run_rank import RankCoordinates
 from bench.records import Record, claims
 from bench.tracking import NO_TRACKER, TrackerClient
@@ -273,7 +273,7 @@ def compose_single_run(request: SweepRequest, device: DetectedDevice) -> RunConf
         If it cannot be executed here.
     """
     profile = load_local_profile(request.cluster)
-    config = build_run_config(compose_config(request.points[0]))
+    config = compose_run(request.points[0])
     check_run_on_host(config, profile, device)
     with refuse_unreadable_store(request.store):
         records.list_attempts(request.store, config.run_id)

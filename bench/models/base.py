@@ -52,14 +52,22 @@ DropoutRate = Annotated[float, Within(0, 1, exclusive_maximum=True)]
 # --- FLOPs, and which of them the modes of activation checkpointing compute again.
 
 NONE, FULL, SELECTIVE, OPERATORS = "none", "full", "selective", "operators"
-"""Modes of activation checkpointing, beside ``every_K``."""
+"""Modes of activation checkpointing, beside ``every_K`` and ``budget_P``."""
 
-INTERVAL_PREFIX = "every_"
+INTERVAL_PREFIX, BUDGET_PREFIX = "every_", "budget_"
+
+BUDGET = "budget"
+"""Asks for a ``budget_P`` to be chosen: what no run has, but who asks for one."""
 
 
 def find_checkpointing_interval(mode: str) -> int | None:
     """K of ``every_K``; None for the modes that treat all blocks alike."""
     return int(mode.removeprefix(INTERVAL_PREFIX)) if mode.startswith(INTERVAL_PREFIX) else None
+
+
+def find_checkpointing_budget(mode: str) -> int | None:
+    """P of ``budget_P``, in percent; None for other modes."""
+    return int(mode.removeprefix(BUDGET_PREFIX)) if mode.startswith(BUDGET_PREFIX) else None
 
 
 @dataclass(frozen=True)
@@ -98,9 +106,16 @@ class FlopCount:
         """Forward and backward without recomputation: backward takes each product twice."""
         return 3 * (self.blocks_linear + self.blocks_attention + self.outside_blocks)
 
-    def compute_hardware_flops(self, activation_checkpointing: str, *, loss_in_chunks: bool = False) -> int:
+    def compute_hardware_flops(
+        self, activation_checkpointing: str, *, loss_in_chunks: bool = False, budget_flops: int | None = None
+    ) -> int:
         """What the device executes: `model_flops` and the forward products that checkpointing, and a loss in chunks,
         compute again.
+
+        Parameters
+        ----------
+        budget_flops: int or None
+            What ``budget_P`` computes again (`bench.models.checkpointing_budget.count_recomputed_flops`).
 
         Raises
         ------
@@ -110,6 +125,8 @@ class FlopCount:
         executed_flops = self.model_flops
         if loss_in_chunks:
             executed_flops += self.outside_blocks if self.head is None else self.head
+        if budget_flops is not None:
+            return executed_flops + budget_flops
         interval = find_checkpointing_interval(activation_checkpointing)
         if interval is not None:
             if not self.recomputed_by_block:

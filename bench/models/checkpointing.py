@@ -14,7 +14,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from bench.core.typed_config import OneOf
-from bench.models.base import FULL, NONE, OPERATORS, SELECTIVE, Family, find_checkpointing_interval
+from bench.models.base import (
+    BUDGET_PREFIX,
+    FULL,
+    NONE,
+    OPERATORS,
+    SELECTIVE,
+    Family,
+    find_checkpointing_budget,
+    find_checkpointing_interval,
+)
+from bench.models.checkpointing_budget import KeepingPolicy, Occurrence, choose_kept_results
 
 CHECKPOINTING_MODES = (NONE, FULL, SELECTIVE)
 """Those that advice compares where nothing is said."""
@@ -25,8 +35,10 @@ VALID_CHECKPOINTING = OneOf(
     *CHECKPOINTING_MODES,
     OPERATORS,
     *(f"every_{interval}" for interval in range(2, MAX_CHECKPOINTING_INTERVAL + 1)),
-    description=f"{', '.join(CHECKPOINTING_MODES)}, {OPERATORS}, or every_K with a whole number K of at least 2 and at "
-    f"most {MAX_CHECKPOINTING_INTERVAL}",
+    *(f"{BUDGET_PREFIX}{percent}" for percent in range(1, 100)),
+    description=f"{', '.join(CHECKPOINTING_MODES)}, {OPERATORS}, every_K with a whole number K of at least 2 and at "
+    f"most {MAX_CHECKPOINTING_INTERVAL}, budget_P with a whole number P (percent) of at least 1 and at most 99, or "
+    "budget, for the largest that is predicted to fit",
 )
 
 WEIGHT_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -106,8 +118,25 @@ def is_block_checkpointed(mode: str, position: int) -> bool:
     return mode != NONE if interval is None else (position + 1) % interval == 0
 
 
+def describe_checkpointing(mode: str) -> str:
+    """A mode in words, for sentences."""
+    interval, budget = find_checkpointing_interval(mode), find_checkpointing_budget(mode)
+    if interval is not None:
+        return f"checkpointing of one block in {interval}"
+    if budget is not None:
+        return f"checkpointing that keeps {budget} % of activations"
+    return {NONE: "no activation checkpointing", OPERATORS: "checkpointing by operator"}.get(
+        mode, f"{mode} checkpointing"
+    )
+
+
 def checkpoint_blocks(
-    family: Family, model: nn.Module, mode: str, block_positions: Sequence[BlockPositions] | None = None
+    family: Family,
+    model: nn.Module,
+    mode: str,
+    block_positions: Sequence[BlockPositions] | None = None,
+    *,
+    sequence_length: int | None = None,
 ) -> None:
     """Wrap blocks so that backward computes their activations again.
 
@@ -115,12 +144,16 @@ def checkpoint_blocks(
     as they are. ``selective`` keeps the results of matrix products with weights and computes the rest again, attention
     scores among it: what "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022,
     arXiv:2205.05198) calls selective activation recomputation. ``operators`` keeps the results of all matrix products,
-    of fused attention and of collectives, and computes the rest again: torchtitan's choice of operators.
+    of fused attention and of collectives, and computes the rest again: torchtitan's choice of operators. ``budget_P``
+    keeps what is worth most within P percent of what a block keeps without checkpointing
+    (`bench.models.checkpointing_budget`).
 
     Parameters
     ----------
     block_positions: sequence of BlockPositions or None
         Of each list of a shortened model, whose blocks are treated as those of the whole model.
+    sequence_length: int or None
+        Of the sequences that the model will be given: ``budget_P`` depends on it.
     """
     if mode == NONE:
         return
@@ -130,11 +163,24 @@ def checkpoint_blocks(
     }
     if mode in _SAVING_POLICIES:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _SAVING_POLICIES[mode])
+    budget = find_checkpointing_budget(mode)
+    choices = None
+    if budget is not None:
+        assert sequence_length is not None
+        choices = choose_kept_results(family, sequence_length, budget)
     for list_index, blocks in enumerate(family.find_block_lists(model)):
         for index, block in enumerate(blocks):
             position = index if block_positions is None else block_positions[list_index].find_whole(index)
+            if choices is not None:
+                kept = choices[list_index][index].kept
+                options["context_fn"] = functools.partial(_build_budget_contexts, kept)
             if is_block_checkpointed(mode, position):
                 blocks[index] = checkpoint_wrapper(block, **options)
+
+
+def _build_budget_contexts(kept: frozenset[Occurrence]) -> Any:
+    """Of one pass of a block: its operators are counted anew."""
+    return create_selective_checkpoint_contexts(KeepingPolicy(kept))
 
 
 def _is_weight_product(operator: Any) -> bool:

@@ -14,6 +14,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core import processes
 from bench.core.command_line import refuse_unreadable_store
 from bench.core.errors import ImpossibleError
+from bench.planning.checkpointing_choice import choose_budget
 from bench.prediction.cache import compute_predictor_version, find_user_packages
 from bench.rank.environment import list_changed_variables
 from bench.records import Record
@@ -141,7 +142,7 @@ def _add_point(
 ) -> None:
     """Put one point where it belongs."""
     try:
-        config = build_run_config(compose_config(point))
+        config = compose_run(point)
         check_run(config)
     except ImpossibleError as error:
         plan.impossible.append((" ".join(f"{key}={value}" for key, value in point.items()), str(error)))
@@ -156,6 +157,19 @@ def _add_point(
         plan.recorded_rows[config.run_id] = record
     else:
         plan.to_run.append(config)
+
+
+def compose_run(point: RunSettings) -> RunConfig:
+    """The run that settings come to.
+
+    Raises
+    ------
+    UsageError
+        On settings that are a mistake.
+    ImpossibleError
+        Where they cannot be combined.
+    """
+    return build_run_config(compose_config(choose_budget(point)))
 
 
 def _find_recorded_row(store: Path, run_id: str, *, force: bool) -> Record | None:

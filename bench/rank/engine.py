@@ -116,6 +116,7 @@ def build_engine(
     device: torch.device,
     world_size: int = 1,
     activation_checkpointing: str = "none",
+    sequence_length: int | None = None,
     loss_chunks: int | None = None,
     activation_offload: bool = False,
     compile: bool = False,
@@ -138,7 +139,7 @@ def build_engine(
     materializer = Materializer(model, family, device, seed)
     if precision.scales_loss and strategy.uses_autocast(precision):
         disable_autocast(family.find_fp32_modules(model), device)
-    checkpoint_blocks(family, model, activation_checkpointing)
+    checkpoint_blocks(family, model, activation_checkpointing, sequence_length=sequence_length)
     if activation_offload:
         offload_activations(family, model, PinnedTransfer())
     if compile:

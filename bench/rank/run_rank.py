@@ -110,6 +110,7 @@ def run_rank(
             device=device,
             world_size=config.gpus,
             activation_checkpointing=config.activation_checkpointing,
+            sequence_length=config.sequence_length,
             loss_chunks=config.loss_chunks,
             activation_offload=config.activation_offload,
             compile=config.compile,

@@ -113,10 +113,7 @@ def _rank_with_settings(case: GuideCase, option: TrainingOption, settings: RunSe
 def _compute_untimed_key(candidate: RankedCandidate) -> tuple[int, float]:
     """What comes first where no time is predicted: a larger batch moves less per token; then what computes least."""
     config = candidate.config
-    flops_per_sequence = config.trained_model.count_flops_per_sequence(config.sequence_length).compute_hardware_flops(
-        config.activation_checkpointing, loss_in_chunks=config.loss_chunks is not None
-    )
-    return -config.batch_size_per_gpu, flops_per_sequence
+    return -config.batch_size_per_gpu, config.hardware_flops_per_sequence
 
 
 def _merge_settings(case: GuideCase, option_settings: RunSettings) -> RunSettings:

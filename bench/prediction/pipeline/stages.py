@@ -210,7 +210,9 @@ def _build_stage_segments(
 @functools.lru_cache(maxsize=256)
 def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, ParameterSpec]]:
     """Parameters of the stage that is traced, by block."""
-    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing)
+    _, stage = build_short_stage(
+        key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing, key.trace_key.sequence_length
+    )
     locations = locate_stage_parameters(stage)
     hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(stage.block_lists)}
     parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
@@ -224,7 +226,9 @@ def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, 
 
 @functools.lru_cache(maxsize=256)
 def _compute_stage_order_keys(key: StageTraceKey) -> dict[tuple[BlockPlace, str], ParameterOrderKey]:
-    _, stage = build_short_stage(key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing)
+    _, stage = build_short_stage(
+        key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing, key.trace_key.sequence_length
+    )
     locations = locate_stage_parameters(stage)
     return compute_order_keys([locations[id(parameter)] for parameter in stage.parameters()])
 

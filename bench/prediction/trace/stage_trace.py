@@ -90,7 +90,10 @@ def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...], period: int) -> 
 
 
 def build_short_stage(
-    family: Family, stage_blocks: tuple[StageBlocks, ...], checkpointing: str = "none"
+    family: Family,
+    stage_blocks: tuple[StageBlocks, ...],
+    checkpointing: str = "none",
+    sequence_length: int | None = None,
 ) -> tuple[Family, PipelineStageModule]:
     """A stage with few blocks, on meta, and the family of the short model it is made of."""
     is_whole = find_block_period(family, checkpointing) > 1
@@ -98,7 +101,7 @@ def build_short_stage(
     model = short_family.build_model()
     model.train()
     block_counts = [len(blocks) for blocks in short_family.find_block_lists(model)]
-    checkpoint_blocks(short_family, model, checkpointing)
+    checkpoint_blocks(short_family, model, checkpointing, sequence_length=sequence_length)
     if is_whole:
         assert stage_blocks[0].first_position is not None
         start = sum(block_counts[: stage_blocks[0].list_index]) + stage_blocks[0].first_position
@@ -141,7 +144,9 @@ def find_handover_dtype(key: TraceKey) -> torch.dtype:
 def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
     """Trace a micro-batch of some size through a stage, forward and backward."""
     trace_key = key.trace_key
-    family, stage = build_short_stage(trace_key.family, key.stage_blocks, trace_key.activation_checkpointing)
+    family, stage = build_short_stage(
+        trace_key.family, key.stage_blocks, trace_key.activation_checkpointing, trace_key.sequence_length
+    )
     is_first = key.stage_blocks[0].list_index == 0 and key.stage_blocks[0].has_first_block
     block_counts = [len(blocks) for blocks in family.find_block_lists(family.build_model())]
     is_last = key.stage_blocks[-1].list_index == len(block_counts) - 1 and key.stage_blocks[-1].has_last_block

@@ -79,7 +79,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
     if key.precision.scales_loss and key.autocast:
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
-    checkpoint_blocks(family, model, key.activation_checkpointing, block_positions)
+    checkpoint_blocks(family, model, key.activation_checkpointing, block_positions, sequence_length=key.sequence_length)
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
     if key.activation_offload:
         offload_activations(family, model, PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder))
