@@ -182,7 +182,7 @@ class RunConfig:
             )
         )
 
-    @functools.cached_property
+    @property
     def hardware_flops_per_sequence(self) -> int:
         """FLOPs of a sequence's forward and backward pass, with what is computed again."""
         mode = self.activation_checkpointing

@@ -84,13 +84,13 @@ class FlopCount:
     blocks_attention: int
     """Scores and their product with the values, inside the blocks."""
     blocks_last_linear: int
-    """Of `blocks_linear`, the last product of each block: checkpointing stops short of computing it again, because
-    its result is no input of the block's backward."""
+    """Of `blocks_linear`, the last product of each block where its result is no input of the block's backward:
+    checkpointing stops short of computing it again."""
     outside_blocks: int
     """Matrix products outside the blocks: the head over the vocabulary."""
     recomputed_by_block: tuple[tuple[int, ...], ...] = ()
-    """Per list and block, what computing the block again takes: all its products but the last. Empty where a family
-    does not say."""
+    """Per list and block, what computing the block again takes: its products but `blocks_last_linear`. Empty where a
+    family does not say."""
     head: int | None = None
     """Of `outside_blocks`, the head over the vocabulary; None for all of it."""
     causal_attention: int = 0

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -41,8 +40,8 @@ VALID_CHECKPOINTING = OneOf(
     "budget, for the largest that is predicted to fit",
 )
 
-WEIGHT_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-"""What linear layers run."""
+WEIGHT_PRODUCTS = ("mm", "addmm")
+"""What linear layers run; experts, grouped products."""
 
 PRODUCT_NAMES = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
@@ -184,7 +183,8 @@ def _build_budget_contexts(kept: frozenset[Occurrence]) -> Any:
 
 
 def _is_weight_product(operator: Any) -> bool:
-    return operator in WEIGHT_PRODUCTS
+    name = operator._schema.name.partition("::")[2]
+    return name in WEIGHT_PRODUCTS or GROUPED_PRODUCT_NAME_PART in name
 
 
 def _is_product_or_collective(operator: Any) -> bool:

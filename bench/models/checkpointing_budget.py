@@ -4,6 +4,9 @@ A pass of the model on meta tells, for every operator of a block, what its resul
 would take. Recomputation runs every operator whose result is not kept, so that bytes and time of operators add up, and
 the best choice within a budget is a 0-1 knapsack: torch solves it, as it does for compiled regions
 (``torch._functorch.config.activation_memory_budget``, whose meaning of a share is the one here).
+
+Attention is taken to be one operator. Where a device has none that is fused (on a CPU, for a bias that is learned), its
+products are computed again although its result was to be kept.
 """
 
 from __future__ import annotations

@@ -27,6 +27,9 @@ UNDIVIDED_ARCHITECTURES = {
 }
 """Those whose layers tensor parallelism cannot divide, and why."""
 
+NORM_LAST_ARCHITECTURES = ("olmo2", "gemma2", "gemma3_text")
+"""Those whose blocks end in a norm, which keeps the last product for backward."""
+
 UNSTAGED_ARCHITECTURES = ("granite",)
 """Those whose forward pass does to what a stage takes what it does to embeddings."""
 
@@ -122,13 +125,14 @@ class LlamaFamily(PretrainedFamily):
         final_linear = 2 * length * hidden * self.intermediate_size
         linear = 2 * length * hidden * (2 * query_width + 2 * kv_width) + 3 * final_linear
         attention = 4 * length * length * query_width
+        unrecomputed_linear = 0 if self.architecture in NORM_LAST_ARCHITECTURES else final_linear
         return FlopCount(
             blocks_linear=self.num_layers * linear,
             blocks_attention=self.num_layers * attention,
             causal_attention=self.num_layers * attention,
-            blocks_last_linear=self.num_layers * final_linear,
+            blocks_last_linear=self.num_layers * unrecomputed_linear,
             outside_blocks=2 * length * hidden * self.vocabulary_size,
-            recomputed_by_block=((linear + attention - final_linear,) * self.num_layers,),
+            recomputed_by_block=((linear + attention - unrecomputed_linear,) * self.num_layers,),
         )
 
     def check_sequence_length(self, sequence_length: int) -> None:

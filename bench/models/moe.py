@@ -177,7 +177,8 @@ class MixtureOfExpertsFamily(PretrainedFamily):
         dense_width = self.dense_intermediate_size or 0
         expert_linear = projections + experts * per_expert + hidden * self.num_experts
         dense_linear = projections + 3 * hidden * dense_width
-        last_width = (self.num_shared_experts or self.experts_per_token) * self.intermediate_size
+        # The sum over a token's experts keeps what each gave: only shared experts end in a product nobody keeps.
+        last_width = self.num_shared_experts * self.intermediate_size
         attention = 2 * length * length * heads * (key_size + head_size)
         recomputed_dense = 2 * length * (dense_linear - hidden * dense_width) + attention
         recomputed_expert = 2 * length * (expert_linear - hidden * last_width) + attention

@@ -44,7 +44,11 @@ def trace_flops(family: Family, sequence_length: int) -> FlopCount:
         head.register_forward_pre_hook(recorder.enter_head)
         head.register_forward_hook(recorder.leave_head)
     batch = family.build_batch(1, sequence_length, torch.Generator())
-    with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+        torch.autograd.graph.saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor),
+    ):
         model(**{name: tensor.to("meta") for name, tensor in batch.inputs.items()})
     recomputed_by_block = tuple(tuple(recorder.recomputed.get(block, 0) for block in blocks) for blocks in block_lists)
     return FlopCount(
@@ -65,10 +69,11 @@ class _FlopRecorder(TorchDispatchMode):
         super().__init__()
         self.block_depth = 0
         self.causal_depth = self.causal_attention = 0
-        self.linear = self.attention = self.last_linear = self.outside = self._newest_linear = self._flops_before = 0
+        self.linear = self.attention = self.last_linear = self.outside = self._flops_before = 0
+        self._flops_at_last_save = 0
         self.head = self._flops_before_head = 0
         self.recomputed: dict[nn.Module, int] = {}
-        """Of each block all but its last product with a weight."""
+        """Of each block, the products before autograd keeps the last tensor for its backward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -82,7 +87,6 @@ class _FlopRecorder(TorchDispatchMode):
                 self.causal_attention += flops if self.causal_depth else 0
             else:
                 self.linear += flops
-                self._newest_linear = flops
         return results
 
     def enter_head(self, *_: Any) -> None:
@@ -97,13 +101,19 @@ class _FlopRecorder(TorchDispatchMode):
     def leave_causal(self, *_: Any) -> None:
         self.causal_depth -= 1
 
+    def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called with what autograd keeps: an operator's inputs before it runs."""
+        if self.block_depth:
+            self._flops_at_last_save = self.linear + self.attention
+        return tensor
+
     def enter_block(self, *_: Any) -> None:
         if not self.block_depth:
-            self._flops_before = self.linear + self.attention
+            self._flops_before = self._flops_at_last_save = self.linear + self.attention
         self.block_depth += 1
 
     def leave_block(self, block: nn.Module, *_: Any) -> None:
         self.block_depth -= 1
         if not self.block_depth:
-            self.last_linear += self._newest_linear
-            self.recomputed[block] = self.linear + self.attention - self._flops_before - self._newest_linear
+            self.last_linear += self.linear + self.attention - self._flops_at_last_save
+            self.recomputed[block] = self._flops_at_last_save - self._flops_before

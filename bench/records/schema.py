@@ -77,7 +77,8 @@ COLUMNS: tuple[RecordColumn, ...] = (
         gradient_accumulation="micro-batches per optimizer step",
     ),
     *_build_columns(
-        "string", activation_checkpointing="none, full, selective, operators, or every_K (every K-th block)"
+        "string",
+        activation_checkpointing="none, full, selective, operators, every_K (every K-th block), or budget_P (P %)",
     ),
     *_build_columns("boolean", compile="blocks compiled with torch.compile"),
     *_build_columns(

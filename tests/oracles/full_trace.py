@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from bench.config.run_config import RunConfig
 from bench.core.errors import ImpossibleError
 from bench.models import Batch
+from bench.models.checkpointing_budget import count_recomputed_flops
 from bench.prediction.prediction import MEMORY_PARTS
 from bench.prediction.trace.cpu_memory import InPlaceSumDetector, compute_working_memory, track_rng_states
 from bench.prediction.trace.fake_process_group import join_fake_process_group
@@ -138,6 +139,9 @@ def _train_steps(config: RunConfig, tracker: _StorageTracker) -> tuple[Engine, l
     family = copy.copy(config.trained_model)
     with _disable_current_modes():
         model = family.build_model().to(config.precision.parameter_dtype)
+        count_recomputed_flops(
+            family, config.sequence_length, config.activation_checkpointing
+        )  # with a model of its own
     object.__setattr__(family, "build_model", lambda: model)  # on meta, where a fake tensor would be one too many
     engine = build_engine(
         family,
@@ -147,6 +151,7 @@ def _train_steps(config: RunConfig, tracker: _StorageTracker) -> tuple[Engine, l
         device=device,
         world_size=config.gpus,
         activation_checkpointing=config.activation_checkpointing,
+        sequence_length=config.sequence_length,
         loss_chunks=config.loss_chunks,
         activation_offload=config.activation_offload,
         compile=False,

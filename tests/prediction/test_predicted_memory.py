@@ -86,6 +86,8 @@ UNTUNED = [
     (*MINGPT, "model.num_layers=9", "strategy=single", "activation_checkpointing=every_2"),
     (*NARROW_T5, "model.num_decoder_layers=8", "strategy=fsdp", "gpus=2", "activation_checkpointing=every_2"),
     (*NARROW_T5, "precision=bf16", "strategy=single", "activation_checkpointing=operators"),
+    (*MINGPT, "strategy=single", "sequence_length=256", "activation_checkpointing=budget_30"),
+    (*NARROW_T5, "precision=bf16", "strategy=fsdp", "gpus=2", "activation_checkpointing=budget_60"),
     (*MINGPT, "model.vocabulary_size=13118", "strategy=fsdp1", "gpus=2", "loss=chunked", "loss_chunks=3"),
     (*MINGPT, "model.vocabulary_size=13118", "strategy=single", "loss=chunked", "precision=bf16"),
     # More blocks than are traced of others, with and without a sliding window by turns.

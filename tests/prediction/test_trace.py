@@ -110,7 +110,7 @@ def composed_and_whole(run: RunConfig) -> tuple[list[tuple[SegmentAtBatch, Block
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "operators", "every_2"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "operators", "every_2", "budget_40"])
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "bf16", "strategy": "fsdp"}])
 def test_a_model_traced_with_few_blocks_is_the_whole_model(model, checkpointing, settings):
     run = deep(model, activation_checkpointing=checkpointing, **settings)

@@ -17,6 +17,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.launch.local import LocalLauncher
 from bench.planning import run_predictions, sweep_plan
+from bench.planning.checkpointing_choice import CHOICES, choose_budget
 from bench.planning.run_predictions import compute_rough_step_s, predict_configs, predict_duration_s
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
 from bench.prediction.predictor import build_predicted_row, predict_runs
@@ -482,3 +483,55 @@ def test_memory_is_predicted_to_run_out_where_it_did():
     ]
     assert len(found) >= 14
     assert found == [row["oom_phase"] for row in ran_out]
+
+
+# --- activation_checkpointing=budget: the most that fits.
+
+BUDGET_RUN = {
+    "model": "llama_tiny",
+    "hardware": "a100_80gb",
+    "gpus": "2",
+    "strategy": "fsdp",
+    "precision": "bf16",
+    "sequence_length": "512",
+    "batch_size_per_gpu": "64",
+    "activation_checkpointing": "budget",
+    "mode": "predict",
+}
+
+
+def test_the_largest_budget_that_fits_is_taken() -> None:
+    chosen = [
+        choose_budget({**BUDGET_RUN, "hardware.memory_gb": memory_gb})["activation_checkpointing"]
+        for memory_gb in ("80", "2.6", "2.4", "1")
+    ]
+    positions = [CHOICES.index(mode) for mode in chosen]
+    assert (chosen[0], chosen[-1]) == ("none", "full")
+    assert positions == sorted(positions)
+    assert len(set(positions)) > 2
+    memory_gb = ("80", "2.6", "2.4", "1")[next(i for i, mode in enumerate(chosen) if mode.startswith("budget"))]
+    mode = next(mode for mode in chosen if mode.startswith("budget"))
+    settings = {**BUDGET_RUN, "hardware.memory_gb": memory_gb}
+    larger = CHOICES[CHOICES.index(mode) - 1]
+    fits = [
+        prediction.memory.verdict
+        for prediction in predict_runs(
+            [
+                build_run_config(compose_config({**settings, "activation_checkpointing": choice}))
+                for choice in (mode, larger)
+            ]
+        )
+    ]
+    assert fits[0] == FITS != fits[1]
+
+
+def test_a_row_has_the_budget_that_was_chosen(store: Path) -> None:
+    typed = [f"{key}={value}" for key, value in BUDGET_RUN.items() if key != "batch_size_per_gpu"]
+    assert sweep.main([*typed, "batch_size_per_gpu=1", f"store={store}", "report=false"]) == 0
+    (row,) = rows(store)
+    assert (row["status"], row["activation_checkpointing"]) == ("ok", "none")
+
+
+def test_a_budget_needs_a_limit() -> None:
+    with pytest.raises(ImpossibleError, match="hardware=cpu, whose memory is not limited"):
+        choose_budget({"model": "gpt_tiny", "hardware": "cpu", "activation_checkpointing": "budget"})
