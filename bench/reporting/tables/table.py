@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from bench.config.flop_conventions import ConvertedSpeeds, convert_speeds
 from bench.core import presentation
 from bench.records import Record, matching, to_frame
 
@@ -98,8 +99,11 @@ VERSION_COLUMNS = ("torch_version", "git_sha")
 """Columns that are named of a row only where nothing else tells it apart."""
 
 
-def prepare_table(records: Sequence[Record]) -> pd.DataFrame:
+def prepare_table(records: Sequence[Record], speeds: ConvertedSpeeds | None = None) -> pd.DataFrame:
     """One row per record with the schema's columns and, beside them, the ones figures group by.
+
+    Speeds are shown as `speeds` have them, None for the model's own FLOPs: ``counted_tflops`` per rank, their share of
+    the peak ``counted_mfu``, and ``flop_convention``, which says what they count.
 
     ``precision`` says how what is mixed is mixed, so that figures, each of one precision, compare one way of it.
     Added: ``place`` (device and hardware: rows of two places never share axes), ``workload`` (batch and sequence),
@@ -110,6 +114,10 @@ def prepare_table(records: Sequence[Record]) -> pd.DataFrame:
     together: ``fit_question`` and ``time_question`` (None where it answers none).
     """
     frame = to_frame(list(records))
+    speeds = speeds or convert_speeds("model", records)
+    frame["counted_tflops"] = pd.array(speeds.tflops, dtype="Float64")
+    frame["counted_mfu"] = pd.array(speeds.peak_shares, dtype="Float64")
+    frame["flop_convention"] = speeds.convention
     for column in ("model", "precision"):
         frame[column] = frame[column].fillna(f"{column} not stated")
     frame["precision"] = [
