@@ -353,7 +353,7 @@ def _list_shared_settings(table: pd.DataFrame) -> list[str]:
         values = table[column].dropna().unique()
         if len(values) == 1 and table[column].notna().all():
             phrases.append(format_setting(values[0]))
-    return phrases
+    return [phrase for phrase in phrases if phrase]
 
 
 def _format_period(table: pd.DataFrame) -> str:

@@ -6,6 +6,7 @@ drawn under (`workload`, `limit`, `settings`) or, where one variant was tried in
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,10 @@ SETTING_FORMATTERS: dict[str, Callable[[Any], str]] = {
     "compile": lambda value: "compiled" if value else "not compiled",
     "attention": lambda value: f"attention {value}",
     "optimizer": str,
-    "gradient_clip_norm": lambda value: f"gradients clipped to {value:g}",
+    **{
+        column: functools.partial(presentation.format_optional_setting, column)
+        for column in presentation.OPTIONAL_SETTING_FORMATTERS
+    },
     "optimizer_implementation": lambda value: f"optimizer {value}",
     "parameter_dtype": lambda value: f"parameters {value}",
     "compute_dtype": lambda value: f"compute {value}",
@@ -232,13 +236,20 @@ def _format_workload(batch: int | None, sequence: int | None) -> str:
 def _format_settings(frame: pd.DataFrame) -> list[str]:
     """Per row, those of `SETTING_FORMATTERS` that differ between runs of the same model in the same place."""
     phrases: dict[Any, list[str]] = {index: [] for index in frame.index}
-    for column, format_setting in SETTING_FORMATTERS.items():
+    for column in SETTING_FORMATTERS:
         scope_columns = ["place", "model", *EXTRA_SCOPE_COLUMNS.get(column, [])]
         for _, group in frame.groupby(scope_columns, dropna=False, sort=False):
             if group[column].nunique(dropna=False) > 1:
                 for index, value in group[column].items():
-                    phrases[index].append(f"{column} not stated" if pd.isna(value) else format_setting(value))
-    return [" · ".join(phrases[index]) for index in frame.index]
+                    phrases[index].append(_format_setting(column, value))
+    return [" · ".join(phrase for phrase in phrases[index] if phrase) for index in frame.index]
+
+
+def _format_setting(column: str, value: Any) -> str:
+    """What a heading says of a setting; empty where nothing is to be said."""
+    if column in presentation.OPTIONAL_SETTING_FORMATTERS:
+        return SETTING_FORMATTERS[column](None if pd.isna(value) else value)
+    return f"{column} not stated" if pd.isna(value) else SETTING_FORMATTERS[column](value)
 
 
 def _build_variant_suffixes(frame: pd.DataFrame, records: Sequence[Record]) -> list[str]:
