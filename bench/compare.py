@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bench.comparison import compare_records
 from bench.comparison.arguments import parse_compare_arguments
+from bench.config.flop_conventions import convert_speeds, replace_speeds
 from bench.core.command_line import open_stdout_console, report_usage_errors, run_main
 from bench.reporting.builder import describe_unreadable, read_store
 from bench.reporting.regressions.files import write_comparison
@@ -26,7 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     request = parse_compare_arguments(arguments, __doc__)
     base, candidate = read_store(request.base), read_store(request.candidate)
-    comparison = compare_records(base.records, candidate.records, request.settings)
+    speeds = convert_speeds(request.flops, [*base.records, *candidate.records])
+    records = replace_speeds([*base.records, *candidate.records], speeds)
+    base_count = len(base.records)
+    comparison = compare_records(records[:base_count], records[base_count:], request.settings)
+    if speeds.note:
+        comparison = replace(comparison, notes=(*comparison.notes, speeds.note.removesuffix(".")))
     store_names = str(request.base), str(request.candidate)
     write_comparison(
         comparison,

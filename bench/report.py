@@ -1,12 +1,13 @@
-"""`python -m bench.report STORE [--output DIR]`: figures and one self-contained HTML page from records."""
+"""`python -m bench.report STORE [--output DIR] [flops=NAME]`: figures and one self-contained HTML page of records."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
+from bench.config.flop_conventions import FLOP_CONVENTIONS, add_flops_option, convert_speeds, read_flops_option
 from bench.core.command_line import build_parser, parse_path_argument, report_usage_errors, run_main
-from bench.core.errors import require_at_least
+from bench.core.errors import require_at_least, require_choice
 from bench.core.presentation import format_plural
 from bench.reporting import read_store, write_report
 from bench.reporting.builder import MAX_FIGURES
@@ -35,18 +36,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="COUNT",
         help=f"the most static figures to draw, of all sections together (default: {MAX_FIGURES})",
     )
-    options = parser.parse_args(arguments)
+    add_flops_option(parser, "what TFLOP/s and MFU of the figures and tables count")
+    options = parser.parse_args(read_flops_option(arguments))
     output = options.output or (options.store if options.store.is_dir() else options.store.parent) / "report"
     require_at_least("--figures", options.figures, 0)
+    require_choice("flops", options.flops, FLOP_CONVENTIONS)
     contents = read_store(options.store)
+    speeds = convert_speeds(options.flops, contents.records)
     page_path = write_report(
-        contents, str(options.store), output, interactive=options.interactive, max_figures=options.figures
+        contents,
+        str(options.store),
+        output,
+        interactive=options.interactive,
+        max_figures=options.figures,
+        speeds=speeds,
     )
     left_out_note = f", {format_plural(len(contents.unreadable), 'file')} left out:" if contents.unreadable else ""
     print(page_path)
     print(format_plural(len(contents.records), "run") + left_out_note)
     for problem in contents.unreadable:
         print(f"  {problem}")
+    if speeds.note:
+        print(speeds.note)
     return 0
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.comparison.comparing import ComparisonSettings
+from bench.config.flop_conventions import FLOP_CONVENTIONS, add_flops_option, read_flops_option
 from bench.core.command_line import build_parser, parse_path_argument
-from bench.core.errors import UsageError
+from bench.core.errors import UsageError, require_choice
 from bench.planning.request import parse_tracker
 from bench.tracking import Tracker
 
@@ -49,6 +50,8 @@ class CompareRequest:
     markdown_path: Path | None
     json_path: Path | None
     junit_path: Path | None
+    flops: str
+    """What FLOPs the TFLOP/s count: one of `FLOP_CONVENTIONS`."""
 
 
 def parse_compare_arguments(arguments: Sequence[str] | None, description: str | None) -> CompareRequest:
@@ -57,7 +60,7 @@ def parse_compare_arguments(arguments: Sequence[str] | None, description: str | 
     Raises
     ------
     UsageError
-        If a percentage is out of range, or a setting of the tracker is none.
+        If a percentage is out of range, a setting of the tracker is none, or there is no such way to count FLOPs.
     """
     parser = build_parser("compare", description, EPILOG)
     parser.add_argument("base", type=parse_path_argument, metavar="BASE", help="rows from before")
@@ -76,7 +79,9 @@ def parse_compare_arguments(arguments: Sequence[str] | None, description: str | 
     parser.add_argument(
         "--junit", type=parse_path_argument, metavar="FILE", help="write a test report, for a CI system"
     )
-    options = parser.parse_args(arguments)
+    add_flops_option(parser, "what TFLOPS count")
+    options = parser.parse_args(read_flops_option(arguments))
+    require_choice("flops", options.flops, FLOP_CONVENTIONS)
     fractions = {name: getattr(options, name) / 100 for name in PERCENT_OPTIONS if getattr(options, name) is not None}
     return CompareRequest(
         base=options.base,
@@ -87,6 +92,7 @@ def parse_compare_arguments(arguments: Sequence[str] | None, description: str | 
         markdown_path=options.markdown,
         json_path=options.json,
         junit_path=options.junit,
+        flops=options.flops,
     )
 
 

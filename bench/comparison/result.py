@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.comparison.hosts import EnvironmentDifference
 from bench.core.errors import invalid_value_error
+from bench.core.presentation import OPTIONAL_SETTING_FORMATTERS, format_optional_setting
 from bench.core.units import GIB
 from bench.records import Record
 
@@ -112,6 +113,7 @@ def _format_short_name(record: Record) -> str:
         parts.append(f"checkpointing {record['activation_checkpointing']}")
     if record.get("compile"):
         parts.append("compiled")
+    parts += [format_optional_setting(column, record.get(column)) for column in OPTIONAL_SETTING_FORMATTERS]
     if record.get("memory_limit_bytes") is not None:
         parts.append(f"limit {record['memory_limit_bytes'] / GIB:.3g} GiB")
     return " ".join(part for part in parts if part)

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
-from bench.config.run_config import RunConfig
-from bench.core.errors import ImpossibleError, require_choice
-from bench.models import Family
+import argparse
+import functools
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-FLOP_CONVENTIONS = ("model", "hardware", "megatron", "palm", "nanogpt", "llm_foundry")
-"""Values of ``flops=``. The first two are the suite's own: without and with recomputation, attention in full."""
+from bench.core.errors import ImpossibleError, UsageError, require_choice
+from bench.core.presentation import BENCH_DIR, format_plural
+
+if TYPE_CHECKING:
+    from bench.config.run_config import RunConfig
+    from bench.models import Family
+
+# What needs torch is imported where it is needed: reports that count FLOPs as rows do are made without it.
+
+CONVENTION_LABELS = {
+    "model": "model",
+    "hardware": "hardware",
+    "causal": "causal model",
+    "megatron": "Megatron",
+    "palm": "PaLM",
+    "nanogpt": "nanoGPT",
+    "llm_foundry": "llm-foundry",
+}
+"""Values of ``flops=``, and what stands before TFLOP/s in tables and figures."""
+
+FLOP_CONVENTIONS = tuple(CONVENTION_LABELS)
+
+SUITE_COLUMNS = {
+    "model": ("tflops_per_gpu", "mfu"),
+    "hardware": ("hardware_tflops_per_gpu", "hfu"),
+    "causal": ("causal_tflops_per_gpu", "causal_mfu"),
+}
+"""Columns of the suite's own conventions: without recomputation, with it, and with half of the scores where attention
+is causal; the first two count attention in full."""
 
 POSITION_TABLES = ("wpe", "position_embeddings", "embed_positions")
 """How models call their tables of learned positions."""
@@ -49,30 +81,22 @@ def count_megatron_flops(sequences: int, length: int, layers: int, width: int, v
     return 96 * sequences * length * layers * width**2 * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
 
 
-def count_flops_per_sequence(convention: str, config: RunConfig) -> float:
-    """FLOPs of a step of one sequence, as a convention counts them.
+def count_flops_per_sequence(convention: str, family: Family, length: int) -> float:
+    """FLOPs of a step of one sequence of so many tokens, as others count them.
 
     Of a mixture of experts N are the parameters that a token goes through. Adapters are counted as if all parameters
-    were trained, by all conventions but the suite's own.
+    were trained.
 
     Raises
     ------
-    UsageError
-        If there is no such convention.
     ImpossibleError
-        If its formula is not for this model.
+        If the formula is not for this model.
     """
-    require_choice("flops", convention, FLOP_CONVENTIONS)
-    family, length = config.model, config.sequence_length
-    if convention in ("model", "hardware"):
-        if convention == "hardware":
-            return config.hardware_flops_per_sequence
-        return config.trained_model.count_flops_per_sequence(length).model_flops
     dimensions = [getattr(family, name, None) for name in ("num_layers", "hidden_size", "num_heads", "vocabulary_size")]
     if None in dimensions:
         raise ImpossibleError(
             f"flops={convention} is not valid for model={family.name}, whose layers its formula is not for: choose "
-            "model or hardware, or a model of family gpt, llama or moe."
+            "model, hardware or causal, or a model of family gpt, llama or moe."
         )
     layers, width, heads, vocabulary = dimensions
     assert layers is not None
@@ -91,6 +115,7 @@ def count_flops_per_sequence(convention: str, config: RunConfig) -> float:
     return length * count_llm_foundry_flops(parameters, layers, width, length)
 
 
+@functools.cache
 def count_position_parameters(family: Family) -> int:
     """Parameters of the tables of learned positions, 0 where there are none."""
     return sum(
@@ -100,9 +125,171 @@ def count_position_parameters(family: Family) -> int:
     )
 
 
-def compute_convention_tflops(convention: str, config: RunConfig, step_time_s: float) -> tuple[float, float | None]:
-    """TFLOP/s per rank as a convention counts, and their share of the precision's dense peak, None where unknown."""
+def compute_convention_tflops(
+    convention: str, config: RunConfig, step_time_s: float
+) -> tuple[float | None, float | None]:
+    """TFLOP/s per rank as a convention counts, and their share of the precision's dense peak, None where unknown.
+
+    Raises
+    ------
+    UsageError
+        If there is no such convention, or its formula is not for this model.
+    """
+    from bench.config.run_config import compute_speed_columns
+
+    columns = compute_speed_columns(config, step_time_s)
     sequences = config.batch_size_per_gpu * config.gradient_accumulation
-    tflops = sequences * count_flops_per_sequence(convention, config) / step_time_s / 1e12
     peak_tflops = config.hardware.peak_tflops.get(config.precision.peak)
+    return _compute_tflops(convention, columns, config.model, config.sequence_length, sequences, peak_tflops)
+
+
+def compute_record_tflops(convention: str, record: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """The same of a row: what `compute_convention_tflops` says of the run's configuration and step time.
+
+    Raises
+    ------
+    UsageError
+        If there is no such convention, or the row lacks what it takes.
+    """
+    config = record.get("config") or {}
+    length, batch_size = record.get("sequence_length"), record.get("batch_size_per_gpu")
+    if convention in SUITE_COLUMNS or record.get("step_time_median_s") is None:
+        family = None
+    elif not config.get("model") or length is None or batch_size is None:
+        raise ImpossibleError(
+            f"flops={convention} is not valid for rows without a configuration, such as published ones: choose model."
+        )
+    else:
+        _require_own_family(convention, config["model"])
+        family = _build_family(json.dumps(config["model"], sort_keys=True))
+    sequences = (batch_size or 0) * (record.get("gradient_accumulation") or 1)
+    peak_name = (config.get("precision") or {}).get("peak")
+    peak_tflops = ((config.get("hardware") or {}).get("peak_tflops") or {}).get(peak_name)
+    return _compute_tflops(convention, record, family, length or 0, sequences, peak_tflops)
+
+
+def _compute_tflops(
+    convention: str,
+    columns: Mapping[str, Any],
+    family: Family | None,
+    length: int,
+    sequences: int,
+    peak_tflops: float | None,
+) -> tuple[float | None, float | None]:
+    """TFLOP/s and share of the peak, of `sequences` of `length` tokens in a step.
+
+    Parameters
+    ----------
+    columns: mapping
+        Columns of a row: those of `SUITE_COLUMNS`, and the time of a step.
+    family: Family, optional
+        The model; None where only `columns` are needed, or no time is known.
+    """
+    require_choice("flops", convention, FLOP_CONVENTIONS)
+    if convention in SUITE_COLUMNS:
+        tflops, share = (columns.get(column) for column in SUITE_COLUMNS[convention])
+        return tflops, share
+    if family is None:
+        return None, None
+    flops = sequences * count_flops_per_sequence(convention, family, length)
+    tflops = flops / columns["step_time_median_s"] / 1e12
     return tflops, tflops / peak_tflops if peak_tflops else None
+
+
+def _require_own_family(convention: str, model_fields: Mapping[str, Any]) -> None:
+    """Raise `ImpossibleError` unless a model's family is a file of the suite: what rows name is not imported."""
+    name = str(model_fields.get("family"))
+    if not (name.isidentifier() and (BENCH_DIR / "models" / f"{name}.py").is_file()):
+        raise ImpossibleError(
+            f"flops={convention} is not valid for model={model_fields.get('name')} of a row, whose family={name} is no "
+            "file of bench/models: choose model, hardware or causal."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _build_family(content: str) -> Family:
+    """The model of a row, given its section of the configuration as JSON."""
+    from bench.core.typed_config import build_dataclass
+    from bench.models import load_family
+
+    values = json.loads(content)
+    family_class = load_family(values["family"])
+    family: Family = build_dataclass("model", family_class, family_class.complete_fields(values))
+    return family
+
+
+def format_tflops_label(convention: str, noun: str) -> str:
+    """What an axis or a column of TFLOP/s is called: ``model TFLOP/s per GPU``."""
+    return f"{CONVENTION_LABELS[convention]} TFLOP/s per {noun}"
+
+
+# --- The option of commands that show rows, and the speeds of many rows in one convention.
+
+
+def add_flops_option(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """Add ``--flops``, which `read_flops_option` lets users write ``flops=`` too."""
+    parser.add_argument(
+        "--flops",
+        default="model",
+        metavar="CONVENTION",
+        help=f"{help_text}: {', '.join(FLOP_CONVENTIONS)} (default: model)",
+    )
+
+
+def read_flops_option(arguments: Sequence[str] | None) -> list[str]:
+    """A command line, None for this process's, with ``flops=`` as an option that argparse knows."""
+    typed = sys.argv[1:] if arguments is None else arguments
+    return [f"--{argument}" if argument.startswith("flops=") else argument for argument in typed]
+
+
+@dataclass(frozen=True)
+class ConvertedSpeeds:
+    """TFLOP/s per rank and their share of the peak, of rows in their order; None where unknown."""
+
+    convention: str
+    tflops: Sequence[float | None]
+    peak_shares: Sequence[float | None]
+    reasons: Mapping[str, int]
+    """Why some rows have none although they have a time, and how many."""
+
+    @property
+    def note(self) -> str:
+        """What is counted where it is not the model's own FLOPs, and which rows have no speed; else empty."""
+        if self.convention == "model":
+            return ""
+        reasons_text = "".join(
+            f" {format_plural(count, 'row')} without: {reason}" for reason, count in self.reasons.items()
+        )
+        return f"TFLOP/s and MFU are counted as flops={self.convention}.{reasons_text}"
+
+
+def convert_speeds(convention: str, records: Sequence[Mapping[str, Any]]) -> ConvertedSpeeds:
+    """The speeds of rows as a convention counts them.
+
+    Raises
+    ------
+    UsageError
+        If there is no such convention.
+    """
+    require_choice("flops", convention, FLOP_CONVENTIONS)
+    speeds: list[tuple[float | None, float | None]] = []
+    reasons: Counter[str] = Counter()
+    for record in records:
+        tflops = share = None
+        try:
+            tflops, share = compute_record_tflops(convention, record)
+        except UsageError as error:
+            reasons[str(error)] += 1
+        else:
+            if tflops is None and record.get("tflops_per_gpu") is not None:
+                reasons[f"no {SUITE_COLUMNS[convention][0]}." if convention in SUITE_COLUMNS else "no step time."] += 1
+        speeds.append((tflops, share))
+    return ConvertedSpeeds(convention, [tflops for tflops, _ in speeds], [share for _, share in speeds], reasons)
+
+
+def replace_speeds(records: Sequence[Mapping[str, Any]], speeds: ConvertedSpeeds) -> list[dict[str, Any]]:
+    """Rows whose ``tflops_per_gpu`` and ``mfu`` are those of `speeds`."""
+    return [
+        {**record, "tflops_per_gpu": tflops, "mfu": share}
+        for record, tflops, share in zip(records, speeds.tflops, speeds.peak_shares, strict=True)
+    ]

@@ -12,9 +12,10 @@ import ast
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench.core.plugins import find_source_file, list_entry_points
 from bench.core.precision import AUTOCAST_MIXING
@@ -271,6 +272,19 @@ def split_finetune(sharding: str) -> tuple[str, str]:
     """What of a kind says how a model is spread, and what says which part of it is trained."""
     base, _, suffix = sharding.rpartition("_")
     return (base, suffix) if suffix in get_finetune_labels() else (sharding, "")
+
+
+OPTIONAL_SETTING_FORMATTERS: Mapping[str, Callable[[Any], str]] = {
+    "gradient_clip_norm": lambda value: f"gradients clipped to {value:g}",
+    "loss_chunks": lambda value: f"loss in {value} chunks",
+    "activation_offload": lambda _: "activations offloaded",
+}
+"""Columns of what is done only where it is asked for, and what names say of it; of empty ones they say nothing."""
+
+
+def format_optional_setting(column: str, value: Any) -> str:
+    """What a name says of a column of `OPTIONAL_SETTING_FORMATTERS`; empty for what is not done."""
+    return OPTIONAL_SETTING_FORMATTERS[column](value) if value else ""
 
 
 def _infer_kind(strategy: str | None, sharding_factor: int | None, world_size: int | None) -> str:

@@ -223,6 +223,10 @@ class Family(ABC):
     def count_tokens_per_sequence(self, sequence_length: int) -> int:
         """Tokens the model reads per sequence."""
 
+    def count_expert_tokens(self, sequence_length: int) -> tuple[int, ...]:
+        """Tokens of a sequence that each expert of a layer takes; empty for a model without experts."""
+        return ()
+
     @abstractmethod
     def check_sequence_length(self, sequence_length: int) -> None:
         """Raise `UsageError` if the model cannot take sequences of this length."""

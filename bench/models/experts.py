@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,27 @@ class Routing:
             log_shares = -self.skew * torch.arange(1, num_experts + 1, device=positions.device).log()
             experts = (log_shares - (-uniform.log()).log()).topk(num_choices).indices
         return experts.repeat(num_tokens // self.sequence_length, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def count_expert_tokens(
+    kind: str, skew: float, num_experts: int, experts_per_token: int, sequence_length: int
+) -> tuple[int, ...]:
+    """Tokens of a sequence that each expert takes, as a CPU draws them.
+
+    Of ``router`` it is expected, not known, that random weights send every token to experts drawn with equal chances.
+    """
+    routing = Routing("skewed", 0.0) if kind == "router" else Routing(kind, skew)
+    routing.sequence_length = sequence_length
+    experts = routing.choose_experts(torch.zeros(sequence_length, experts_per_token, dtype=torch.long), num_experts)
+    return tuple(experts.flatten().bincount(minlength=num_experts).tolist())
+
+
+def find_expert_choice(model: Any) -> tuple[int, int] | None:
+    """Experts of a layer, and how many of them a token goes to; None for a model without experts."""
+    experts_per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    all_experts = list_experts(model)
+    return (all_experts[0].num_experts, experts_per_token) if all_experts and experts_per_token is not None else None
 
 
 def list_experts(model: nn.Module) -> list[Any]:

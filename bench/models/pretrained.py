@@ -15,7 +15,14 @@ from torch import nn
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.models.base import Batch, Family, FlopCount
 from bench.models.checkpointing import BlockPositions
-from bench.models.experts import Routing, count_idle_parameters, prepare_experts, register_grouped_experts
+from bench.models.experts import (
+    Routing,
+    count_expert_tokens,
+    count_idle_parameters,
+    find_expert_choice,
+    prepare_experts,
+    register_grouped_experts,
+)
 from bench.models.pretrained_modules import (
     count_unused_positions,
     fill_pretrained_buffers,
@@ -41,6 +48,8 @@ class ModuleFacts(NamedTuple):
     """Per list, blocks after which they repeat; None where they do not."""
     num_idle_parameters: int
     """Of experts that a token does not go to."""
+    expert_choice: tuple[int, int] | None
+    """Experts of a layer and how many of them a token goes to; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class PretrainedFamily(Family):
             count_unused_positions(model),
             tuple(find_period(model.get_submodule(name)) for name in names),  # type: ignore[arg-type]
             count_idle_parameters(model),
+            find_expert_choice(model),
         )
 
     @functools.cached_property
@@ -174,6 +184,12 @@ class PretrainedFamily(Family):
 
     def count_tokens_per_sequence(self, sequence_length: int) -> int:
         return self._task.count_tokens(self._find_lengths(sequence_length))
+
+    def count_expert_tokens(self, sequence_length: int) -> tuple[int, ...]:
+        if self._module_facts.expert_choice is None:
+            return ()
+        routing, (_, length) = self._build_routing(), self._find_lengths(sequence_length)
+        return count_expert_tokens(routing.kind, routing.skew, *self._module_facts.expert_choice, length)
 
     def check_sequence_length(self, sequence_length: int) -> None:
         self._task.check_sequence_length(self._text_config, sequence_length, self._module_facts.num_unused_positions)

@@ -342,7 +342,12 @@ def _build_segments(
     scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size))
     batch_weight = scaled_trace.compute_batch_weight(batch_size)
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
-    segment_seconds = rank_speed.compute_seconds_per_segment(hashable_hardware.hardware, key.precision, segment_kernels)
+    segment_seconds = rank_speed.compute_seconds_per_segment(
+        hashable_hardware.hardware,
+        key.precision,
+        segment_kernels,
+        key.family.count_expert_tokens(key.sequence_length),
+    )
     block_counts = build_parameter_layout(key.family, 1, key.precision.scales_loss, key.split).block_counts
     block_positions = find_segment_block_positions(scaled_trace.segments, block_counts, key.block_period)
     time_collective = rank_speed.build_layer_collective_timer(

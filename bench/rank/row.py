@@ -276,6 +276,8 @@ def build_configured_columns(config: RunConfig) -> Record:
         "mixed_precision": _describe_mixed_precision(config),
         "gradient_accumulation_sync": config.gradient_accumulation_sync,
         "gradient_clip_norm": config.gradient_clip_norm,
+        "loss_chunks": config.loss_chunks,
+        "activation_offload": config.activation_offload or None,
         "seed": config.seed,
         "config": values,
         "requested": config.requested,

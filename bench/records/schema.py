@@ -224,6 +224,14 @@ COLUMNS: tuple[RecordColumn, ...] = (
         gradient_clip_norm="norm that gradients were scaled to be within, before the step; empty: left alone",
     ),
     *_build_columns(
+        "Int64",
+        loss_chunks="parts of a sequence whose loss was computed one after the other; empty: the whole loss",
+    ),
+    *_build_columns(
+        "boolean",
+        activation_offload="true: what blocks keep for backward waited in the host's memory; empty: on the device",
+    ),
+    *_build_columns(
         "boolean", gradient_accumulation_sync="gradients communicated after every micro-batch, not only the last"
     ),
     *_build_columns(

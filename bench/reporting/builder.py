@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pandas as pd
 
+from bench.config.flop_conventions import ConvertedSpeeds
 from bench.core import presentation
 from bench.core.errors import UsageError
 from bench.core.files import replace_file
@@ -63,6 +64,7 @@ def write_report(
     *,
     interactive: bool = True,
     max_figures: int = MAX_FIGURES,
+    speeds: ConvertedSpeeds | None = None,
 ) -> Path:
     """Draw the report of rows already read; `store_name` says where they come from. Returns the page's path.
 
@@ -70,6 +72,8 @@ def write_report(
     ----------
     max_figures: int
         The most static figures to draw; of every section the first ones, and how many there would be is said.
+    speeds: ConvertedSpeeds, optional
+        The speeds that are shown; None for the model's own FLOPs.
 
     Raises
     ------
@@ -77,7 +81,7 @@ def write_report(
         If `output` cannot be written.
     """
     output = Path(output)
-    table = prepare_table(contents.records)
+    table = prepare_table(contents.records, speeds)
     palette = style.build_palette(table["variant_key"])
     final_runs = drop_batch_search_tries(table)
     with style.apply_report_style():
@@ -90,7 +94,7 @@ def write_report(
     try:
         (output / "figures").mkdir(parents=True, exist_ok=True)
         svg_texts = _save_figures(sections, output / "figures", max_figures)
-        html = page.render_page(store_name, contents, table, sections, svg_texts, charts)
+        html = page.render_page(store_name, contents, table, sections, svg_texts, charts, speeds.note if speeds else "")
         replace_file(output / "index.html", html)
     except OSError as error:
         raise UsageError(f"Cannot write to {output} ({error.strerror}): choose another folder with --output.") from None

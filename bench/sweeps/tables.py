@@ -178,6 +178,9 @@ def _format_run_cells(config: RunConfig) -> list[str | Text]:
     ]
 
 
+SHORT_SETTING_NAMES = {"activation_checkpointing": "checkpointing"}
+
+
 def _describe_differing_settings(configs: Sequence[RunConfig]) -> dict[str, str]:
     """By run_id, the settings that tell runs of one model apart and have no column: ``checkpointing=full``."""
     values: dict[tuple[str, str], set[Any]] = {}
@@ -187,7 +190,7 @@ def _describe_differing_settings(configs: Sequence[RunConfig]) -> dict[str, str]
             values.setdefault((config.model.name, name), set()).add(value)
     return {
         config.run_id: " ".join(
-            f"{name.rpartition('.')[2].removeprefix('activation_')}={format_override_value(value)}"
+            f"{SHORT_SETTING_NAMES.get(name, name.rpartition('.')[2])}={format_override_value(value)}"
             for name, value in run_settings.items()
             if len(values[config.model.name, name]) > 1
         )
@@ -206,6 +209,7 @@ def _list_settings(config: RunConfig) -> dict[str, Any]:
     knobs = {name: value for name, value in requested_knobs.items() if name not in ("name", "sharding_factor")}
     return {
         **{name: value for name, value in scalars.items() if name not in shown_elsewhere},
+        "gradient_clip_norm": config.gradient_clip_norm,
         **{f"{config.strategy.name}.{name}": value for name, value in knobs.items()},
         **{f"finetune.{name}": str(value) for name, value in vars(config.finetune).items() if name != "name"},
     }

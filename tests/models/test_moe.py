@@ -123,6 +123,17 @@ def test_a_skewed_router_follows_zipfs_law() -> None:
     assert even == pytest.approx([2500] * 16, rel=0.1)
 
 
+def test_a_model_says_what_its_experts_take() -> None:
+    model = build_tiny("mixtral", routing="balanced")
+    assert set(model.count_expert_tokens(64)) == {64 * model.experts_per_token // model.num_experts}
+    skewed, drawn = (build_tiny("mixtral", routing=kind).count_expert_tokens(512) for kind in ("skewed", "router"))
+    routing = Routing("skewed", 1.0)
+    assert list(skewed) == count_tokens(routing, model.num_experts, 512, model.experts_per_token)
+    assert sum(skewed) == sum(drawn) == 512 * model.experts_per_token
+    assert max(skewed) - min(skewed) > max(drawn) - min(drawn) > 0
+    assert compose_run_config("model=llama_tiny").model.count_expert_tokens(64) == ()
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     for overrides, reason in (
         (("model.experts_per_token=9",), "model.experts_per_token=9 is not valid: choose at most model.num_experts=8"),

@@ -46,6 +46,59 @@ def matmuls(shapes: list[tuple[int, int, int, int]], format_: str = "bf16") -> K
     )
 
 
+def make_grouped(operator: str, groups: int, m: int, n: int, k: int, format_: str = "bf16") -> KernelArrays:
+    """One operator that multiplies the tokens of each expert, of shapes as the trace has them."""
+    return dataclasses.replace(matmuls([(groups, m, n, k)], format_), operators=(operator,), bytes_moved=np.zeros(1))
+
+
+def compute_grouped_seconds(operator: str, expert_tokens: tuple[int, ...], m: int, n: int, k: int) -> float:
+    format_, precision = ("fp32", FP32) if "fallback" in operator else ("bf16", BF16)
+    grouped = make_grouped(operator, len(expert_tokens), m, n, k, format_)
+    return float(compute_kernel_seconds(grouped, H100, precision, expert_tokens)[0])
+
+
+ROWS = "_grouped_mm", 512, 4096, 4096
+DEPTH = "_grouped_mm.depth", 4096, 4096, 512
+ONE_BY_ONE = "grouped_mm_fallback", 512, 4096, 4096
+
+
+@pytest.mark.parametrize(("operator", "m", "n", "k"), [ROWS, DEPTH])
+def test_even_experts_cost_what_a_batch_of_equal_products_costs(operator: str, m: int, n: int, k: int) -> None:
+    batch = compute_kernel_seconds(make_grouped(operator, 8, m, n, k), H100, BF16)[0]
+    assert compute_grouped_seconds(operator, (512,) * 8, m, n, k) == pytest.approx(batch)
+
+
+@pytest.mark.parametrize(("operator", "m", "n", "k"), [ROWS, DEPTH, ONE_BY_ONE])
+def test_uneven_experts_cost_more_and_their_order_does_not_matter(operator: str, m: int, n: int, k: int) -> None:
+    even = compute_grouped_seconds(operator, (512,) * 8, m, n, k)
+    uneven_tokens = (400, 430, 460, 490, 520, 550, 590, 656)
+    uneven = compute_grouped_seconds(operator, uneven_tokens, m, n, k)
+    assert sum(uneven_tokens) == 8 * 512
+    assert even < uneven < 1.5 * even
+    assert compute_grouped_seconds(operator, uneven_tokens[::-1], m, n, k) == pytest.approx(uneven)
+
+
+def test_every_experts_rows_are_rounded_up_to_whole_tiles() -> None:
+    """Of 128 rows: 8 experts with 4 tiles each are 32 tiles, with a row more each they are 40, of 16 columns of tiles;
+    in waves of 132 multiprocessors 4 and 5."""
+    launch_s = H100.speeds.launch.kernel_us * 1e-6  # type: ignore[union-attr]
+    full, more = (
+        compute_grouped_seconds("_grouped_mm", (rows,) * 8, rows, 4096, 4096) - launch_s for rows in (512, 513)
+    )
+    assert more / full == pytest.approx(5 / 4)
+
+
+def test_the_expert_with_most_tokens_holds_up_the_gradient_of_weights() -> None:
+    spread = compute_grouped_seconds("_grouped_mm.depth", (512,) * 8, 128, 256, 512)
+    all_in_one = compute_grouped_seconds("_grouped_mm.depth", (4096, *(0,) * 7), 128, 256, 512)
+    assert all_in_one > 4 * spread
+
+
+def test_without_experts_nothing_depends_on_them() -> None:
+    kernels = matmuls([(8, 512, 4096, 4096), (1, 100, 200, 300)])
+    assert (compute_kernel_seconds(kernels, H100, BF16, (1, 2, 3)) == compute_kernel_seconds(kernels, H100, BF16)).all()
+
+
 def others(operator: str, bytes_moved: float, kind: int = MEMORY_BOUND, flops: float = 0.0) -> KernelArrays:
     return KernelArrays(
         operators=(operator,),

@@ -12,16 +12,21 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from bench.comparison.result import name_configurations
 from bench.core import presentation
 from bench.core.errors import UsageError
+from bench.rank.row import build_configured_columns
 from bench.records import StoreContents, read_latest_attempts
+from bench.records.matching import build_run_key
 from bench.report import main
 from bench.reporting import build_report, write_report
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import FIGURE_MODULES, memory, oom_map, scaling, spread, throughput
+from bench.reporting.tables import frontier
 from bench.reporting.tables.table import compute_step_times_s, prepare_table
-from tests.conftest import ROOT
+from bench.sweeps.tables import _describe_differing_settings
+from tests.conftest import ROOT, compose_run_config
 from tests.records_fixture import make_default_sweep, make_record, write_store
 
 CUDA = {"device": "cuda", "hardware": "h100_80gb", "gpu_name": "NVIDIA H100 80GB HBM3", "precision": "bf16"}
@@ -129,6 +134,9 @@ def test_repeats_are_one_mark_with_their_range():
         {"compile": True},
         {"memory_limit_bytes": 2**29},
         {"attention": "eager"},
+        {"gradient_clip_norm": 1.0},
+        {"loss_chunks": 8},
+        {"activation_offload": True},
         {"optimizer_implementation": "foreach"},
         {"reduce_dtype": "bf16"},
         {"nodes": 2},
@@ -152,6 +160,52 @@ def test_nothing_is_averaged_over_a_setting_and_the_difference_is_named(setting)
         names = zip(*(cells[name] for name in ("place", "precision", "evidence", "heading", "variant")), strict=True)
         assert len(set(names)) == 2
     assert (spread.select(table)["repeats"] == 1).all()
+
+
+KNOBS = {
+    "loss=chunked": "loss in 8 chunks",
+    "activation_offload=true": "activations offloaded",
+    "gradient_clip_norm=1.5": "gradients clipped to 1.5",
+    "global_batch=16": "accumulation 4",
+    "gradient_accumulation=2": "accumulation 2",
+    "compile=true": "compiled",
+}
+"""Knobs of a run of two ranks with two sequences each, and what names say of them."""
+
+
+@pytest.mark.parametrize("knob", KNOBS)
+def test_runs_that_differ_in_a_knob_alone_have_names_of_their_own(knob):
+    common = ("model=gpt_tiny", "gpus=2", "strategy=ddp", "hardware=a100_80gb", "mode=predict", "batch_size_per_gpu=2")
+    configs = [compose_run_config(*common, *typed) for typed in ((), (knob,))]
+    rows = [
+        {**make_record(), **build_configured_columns(config), "hardware": "a100_80gb", "gpu_name": None}
+        for config in configs
+    ]
+    assert rows[0]["run_id"] != rows[1]["run_id"]
+    table = prepare_table(rows)
+    default, other = table["heading"]
+    assert KNOBS[knob] in other
+    assert "not stated" not in default
+    assert other != default
+    assert all(variant.startswith("DDP") for variant in table["variant"])
+    assert [len(points) for points in throughput.select(table)["points"]] == [1, 1]
+    limits = ({"status": "ok"}, {"status": "oom", "batch_size_per_gpu": 64})
+    tried = prepare_table(
+        [{**row, **limit, "run_id": f"{row['run_id']}{n}"} for row in rows for n, limit in enumerate(limits)]
+    )
+    cells = frontier.build_frontier_cells(tried)
+    assert len(set(zip(cells["heading"], cells["lane"], strict=True))) == len(cells) == 2
+    names = name_configurations(rows, [build_run_key(row) or {} for row in rows])
+    assert KNOBS[knob] in names[1]
+    assert KNOBS[knob] not in names[0]
+    assert len(set(_describe_differing_settings(configs).values())) == 2
+
+
+def test_what_is_not_done_is_not_named():
+    rows = [make_record(), make_record(gradient_clip_norm=1.0)]
+    assert [heading.endswith("gradients clipped to 1") for heading in prepare_table(rows)["heading"]] == [False, True]
+    everywhere = prepare_table([make_record(repeat=repeat, gradient_clip_norm=1.0) for repeat in range(2)])
+    assert not any("clipped" in heading for heading in everywhere["heading"])
 
 
 def test_what_only_tells_repeats_apart_is_no_setting():

@@ -98,6 +98,12 @@ def test_what_differs_from_most_is_part_of_the_name() -> None:
     assert choices == {"DDP", "ZeRO-1", "FSDP2 full shard", "FSDP2 full shard, checkpointing full"}
 
 
+def test_what_one_strategy_alone_does_is_part_of_its_name() -> None:
+    chunked, compiled = rows(loss_chunks=8)[2], rows(compile=True)[2]
+    choices = set(trade.select(prepare_table([*rows(compile=False), chunked, compiled]))["choice"])
+    assert {"FSDP2 full shard", "FSDP2 full shard, loss in 8 chunks", "FSDP2 full shard, compiled"} <= choices
+
+
 KINDS = {
     *("ddp", "ddp bf16", "ddp powersgd", "zero1"),
     *("fsdp/full_replication", "fsdp/hybrid_shard", "fsdp/full_shard", "fsdp/full_shard full", "fsdp/shard_grad_op"),

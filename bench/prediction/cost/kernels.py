@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from bench.core.precision import Precision, get_torch_dtype
 from bench.hardware import Hardware
@@ -12,6 +15,9 @@ from bench.prediction.trace.kernels import (
     ATTENTION,
     ATTENTION_BACKWARD_MATMULS,
     ATTENTION_FORWARD_MATMULS,
+    FALLBACK_NAME_PART,
+    GROUPED_DEPTH_SUFFIX,
+    GROUPED_MATMUL_NAME_PART,
     MATMUL,
     MEMORY_BOUND,
     OPERAND_FORMATS,
@@ -136,6 +142,10 @@ one's speed: smaller tiles read each operand more often. The guide draws the sha
 K_SPLIT_COUNTS = (1, 2, 4, 8)
 """Parts that k may be cut into, each a thread block of its own; their results are added in a further pass."""
 
+GROUPED_TILE_ROWS, GROUPED_TILE_COLUMNS, GROUPED_TILE_DEPTH = 128, 256, 64
+"""Tile of `torch.nn.functional.grouped_mm`, whose thread blocks of all experts run in common waves. Assumed of every
+GPU, not measured: the one that aten/src/ATen/native/cuda/GroupMM.cu has CUTLASS use for large products on sm90."""
+
 OPERATOR_BANDWIDTH_SHARES = {
     "embedding_dense_backward": 0.20,
     "_embedding_bag_dense_backward": 0.20,
@@ -155,8 +165,16 @@ HEAD_DIMENSION_MULTIPLE = 32
 """Fused attention is compiled for head dimensions that are multiples of this, and pads others."""
 
 
-def compute_kernel_seconds(kernels: KernelArrays, hardware: Hardware, precision: Precision) -> FloatArray:
+def compute_kernel_seconds(
+    kernels: KernelArrays, hardware: Hardware, precision: Precision, expert_tokens: Sequence[int] = ()
+) -> FloatArray:
     """Seconds of each kernel alone on the device, one after the other. On a CPU without what is spent around operators.
+
+    Parameters
+    ----------
+    expert_tokens: sequence of int
+        Tokens of a sequence that each expert takes, of the model whose kernels these are. On a CPU, which rounds
+        nothing up, it makes no difference.
 
     Raises
     ------
@@ -180,12 +198,14 @@ def compute_kernel_seconds(kernels: KernelArrays, hardware: Hardware, precision:
             np.where(kernels.kinds == MEMORY_BOUND, memory_seconds, arithmetic_seconds) + speeds.launch.kernel_us * 1e-6
         )
     return (
-        np.maximum(memory_seconds, _compute_arithmetic_seconds(kernels, hardware, precision))
+        np.maximum(memory_seconds, _compute_arithmetic_seconds(kernels, hardware, precision, expert_tokens))
         + speeds.launch.kernel_us * 1e-6
     )
 
 
-def _compute_arithmetic_seconds(kernels: KernelArrays, hardware: Hardware, precision: Precision) -> FloatArray:
+def _compute_arithmetic_seconds(
+    kernels: KernelArrays, hardware: Hardware, precision: Precision, expert_tokens: Sequence[int]
+) -> FloatArray:
     """Seconds of arithmetic on a GPU, for kernels that wait for nothing else."""
     speeds = hardware.speeds
     assert speeds is not None
@@ -196,6 +216,15 @@ def _compute_arithmetic_seconds(kernels: KernelArrays, hardware: Hardware, preci
         if np.any(selected := is_matmul & (kernels.formats == format_index)):
             peak_flops, efficiency = _find_peak_flops(format_name, hardware, speeds, precision)
             seconds[selected] = compute_matmul_seconds(kernels.dims[selected, :4], peak_flops * efficiency, speeds)
+            for index in _find_grouped_kernels(kernels, selected) if expert_tokens else ():
+                seconds[index] = compute_grouped_matmul_seconds(
+                    kernels.operators[index],
+                    kernels.dims[index],
+                    kernels.flops[index],
+                    expert_tokens,
+                    peak_flops * efficiency,
+                    speeds,
+                )
     if np.any(is_attention):
         # Its operands are of two formats: one number per row of scores is kept in fp32, whatever it computes in.
         peak_flops, _ = _find_peak_flops(precision.compute, hardware, speeds, precision)
@@ -235,6 +264,54 @@ def compute_matmul_seconds(shapes: FloatArray, flops_per_s: float, speeds: Hardw
             best_seconds, np.min(waves * flops_per_block / (flops_per_multiprocessor * tile_efficiency), axis=1)
         )
     return best_seconds
+
+
+def _find_grouped_kernels(kernels: KernelArrays, selected: npt.NDArray[np.bool_]) -> list[int]:
+    """Indices of those of the selected kernels that multiply the tokens of each expert with its weight."""
+    return [int(index) for index in np.flatnonzero(selected) if GROUPED_MATMUL_NAME_PART in kernels.operators[index]]
+
+
+def compute_grouped_matmul_seconds(
+    operator: str,
+    dims: FloatArray,
+    flops: float,
+    expert_tokens: Sequence[int],
+    flops_per_s: float,
+    speeds: HardwareSpeeds,
+) -> float:
+    """Seconds of the products of all experts, each of its own tokens, that wait for nothing but arithmetic.
+
+    As `compute_matmul_seconds` has it, with the thread blocks of all experts in common waves: every expert's rows are
+    rounded up to whole tiles. Where experts share out the depth, thread blocks differ in length, and the longest takes
+    as long as it does. An operator that multiplies one expert after the other runs waves of its own for each.
+
+    Parameters
+    ----------
+    dims: array
+        As in `KernelArrays`: batch (experts times products), and m, n, k of an expert that has its even share.
+    flops: float
+        Of all of it.
+    """
+    assert speeds.matmul is not None
+    batch, m, n, k = dims[:4]
+    shares = np.array(expert_tokens) / sum(expert_tokens)
+    num_products = batch / len(shares)
+    flops_per_multiprocessor, half_depth = flops_per_s / speeds.matmul.multiprocessors, speeds.matmul.half_depth
+    tile_flops_per_depth = 2 * GROUPED_TILE_ROWS * GROUPED_TILE_COLUMNS
+    if operator.endswith(GROUPED_DEPTH_SUFFIX):
+        depths = flops / (2 * m * n) * shares
+        depths = GROUPED_TILE_DEPTH * np.ceil(depths / GROUPED_TILE_DEPTH) + half_depth
+        thread_blocks = batch * np.ceil(m / GROUPED_TILE_ROWS) * np.ceil(n / GROUPED_TILE_COLUMNS)
+        waves = np.ceil(thread_blocks / speeds.matmul.multiprocessors)
+        depth = max(waves * depths.mean(), depths.max())
+        return float(depth * tile_flops_per_depth / flops_per_multiprocessor)
+    rows = flops / (2 * n * k * num_products) * shares
+    if FALLBACK_NAME_PART in operator:
+        shapes = np.array([(num_products, expert_rows, n, k) for expert_rows in rows if expert_rows])
+        return float(compute_matmul_seconds(shapes, flops_per_s, speeds).sum())
+    thread_blocks = num_products * np.ceil(rows / GROUPED_TILE_ROWS).sum() * np.ceil(n / GROUPED_TILE_COLUMNS)
+    waves = np.ceil(thread_blocks / speeds.matmul.multiprocessors)
+    return float(waves * tile_flops_per_depth * (k + half_depth) / flops_per_multiprocessor)
 
 
 def _find_peak_flops(

@@ -126,12 +126,12 @@ def build_layer_collective_timer(
 
 
 def compute_seconds_per_segment(
-    hardware: Hardware, precision: Precision, kernels: Sequence[KernelArrays]
+    hardware: Hardware, precision: Precision, kernels: Sequence[KernelArrays], expert_tokens: Sequence[int]
 ) -> list[FloatArray] | list[None]:
-    """Seconds of each kernel, None where speeds are unknown."""
+    """Seconds of each kernel, None where speeds are unknown; `expert_tokens` as `compute_kernel_seconds` takes them."""
     if not is_speed_known(hardware, precision):
         return [None] * len(kernels)
-    seconds = compute_kernel_seconds(concatenate_kernels(kernels), hardware, precision)
+    seconds = compute_kernel_seconds(concatenate_kernels(kernels), hardware, precision, expert_tokens)
     return np.split(seconds, np.cumsum([len(arrays) for arrays in kernels])[:-1])
 
 

@@ -194,7 +194,10 @@ def _build_stage_segments(
     batch_weight = scaled_trace.compute_batch_weight(num_sequences)
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
     segment_seconds = rank_speed.compute_seconds_per_segment(
-        hashable_hardware.hardware, key.trace_key.precision, segment_kernels
+        hashable_hardware.hardware,
+        key.trace_key.precision,
+        segment_kernels,
+        key.trace_key.family.count_expert_tokens(key.trace_key.sequence_length),
     )
     return tuple(
         SegmentAtBatch(

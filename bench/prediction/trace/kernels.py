@@ -20,6 +20,16 @@ ATTENTION_FORWARD_MATMULS, ATTENTION_BACKWARD_MATMULS = 2, 5
 """Matrix products over the square of scores in fused attention, whose backward computes the scores again (Dao et al.
 2022, arXiv:2205.14135, algorithms 2 and 4). Causal attention leaves out the half that is masked."""
 
+GROUPED_MATMUL_NAME_PART = "grouped_mm"
+"""In the names of the operators that multiply the tokens of each expert with its weight."""
+
+FALLBACK_NAME_PART = "fallback"
+"""In those of them that multiply one expert after the other."""
+
+GROUPED_DEPTH_SUFFIX = ".depth"
+"""Behind such a name where the depth of the product is what experts share out, as in the gradients of their weights;
+else it is the rows of the left operand."""
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

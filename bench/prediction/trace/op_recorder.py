@@ -27,6 +27,8 @@ from bench.prediction.trace.kernels import (
     ATTENTION,
     ATTENTION_BACKWARD_MATMULS,
     ATTENTION_FORWARD_MATMULS,
+    GROUPED_DEPTH_SUFFIX,
+    GROUPED_MATMUL_NAME_PART,
     MATMUL,
     MEMORY_BOUND,
     OPERAND_FORMATS,
@@ -63,9 +65,6 @@ COLLECTIVE_BY_OPERATOR = {
 ATTENTION_NAME_PART = "attention"
 """What the names of fused attention operators have in common."""
 
-
-GROUPED_MATMUL_NAME_PART = "grouped_mm"
-"""In the names of the operators that multiply the tokens of each expert with its weight."""
 
 KernelRecord = tuple[str, int, int, tuple[int, ...], int, int]
 """Operator name, kind, format, dimensions, FLOPs and bytes moved."""
@@ -207,6 +206,8 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         return name, ATTENTION, format_, attention_shape, flops, bytes_moved
     if GROUPED_MATMUL_NAME_PART in name:
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        if operands[1].dim() == 2:
+            name += GROUPED_DEPTH_SUFFIX
         return name, MATMUL, format_, _find_grouped_matmul_shape(operands, flops), int(flops), bytes_moved
     if func._overloadpacket in flop_registry:
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)

@@ -1,4 +1,4 @@
-"""Model TFLOP/s per rank against the number of ranks."""
+"""TFLOP/s per rank against the number of ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from bench.config.flop_conventions import format_tflops_label
 from bench.core.presentation import CPU_NOTE, build_slug, format_list, get_rank_noun, get_rank_nouns
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection, create_figure, draw_header
@@ -38,7 +39,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     the start of its implementation's full-shard line (F = world size = 1) if there is one, and of full replication
     (F = 1) likewise, and then stands in both.
     """
-    drawable_cells = select_drawable_cells(build_cells(table, "tflops_per_gpu"))
+    drawable_cells = select_drawable_cells(build_cells(table, "counted_tflops"))
     kept_points = []
     for _, facet in iterate_groups(drawable_cells[drawable_cells["world_size"].notna()], *FACET_COLUMNS):
         if facet["world_size"].nunique() < 2 or facet["median"].notna().sum() == 0:
@@ -79,6 +80,7 @@ def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
 def _draw_scaling(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> Drawing:
     first_row = facet.iloc[0]
     noun = get_rank_noun(first_row["device"])
+    speed_label = format_tflops_label(first_row["flop_convention"], noun)
     cpu_note = CPU_NOTE if first_row["device"] == "cpu" else ""
     title = f"Scaling: {first_row['model']}, {first_row['precision']}"
     detail = " · ".join(part for part in (first_row["workload"], first_row["limit"], first_row["settings"]) if part)
@@ -96,11 +98,11 @@ def _draw_scaling(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
     axes.set_ylim(0, facet["high"].max() * 1.15)
     axes.grid(axis="y")
     axes.set_xlabel(f"{get_rank_nouns(first_row['device'])} (world size, logarithmic)")
-    axes.set_ylabel(f"TFLOP/s per {noun}")
+    axes.set_ylabel(speed_label.removeprefix("model "))
     draw_header(figure, title, "\n".join(part for part in (detail, first_row["place"], cpu_note) if part))
     lanes.draw_legend(figure, legend_entries)
     alt_text = (
-        f"Line chart of model TFLOP/s per {noun} of {first_row['model']} in {first_row['precision']} on "
+        f"Line chart of {speed_label} of {first_row['model']} in {first_row['precision']} on "
         f"{first_row['place']} at "
         f"{format_list([str(world_size) for world_size in world_sizes])} ranks for "
         f"{format_list(list(facet['series'].unique()), 12)}."

@@ -10,6 +10,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from bench.config.flop_conventions import format_tflops_label
 from bench.core.presentation import (
     CPU_NOTE,
     MISSING,
@@ -76,7 +77,7 @@ VALUE_COLUMNS = ["tflops", "tflops_low", "tflops_high", "memory", "memory_low", 
 
 
 POINT_COLUMNS = (
-    *("tflops_per_gpu", "exposed_communication", "peak_reserved_bytes", "peak_allocated_bytes"),
+    *("counted_tflops", "exposed_communication", "peak_reserved_bytes", "peak_allocated_bytes"),
     *("step_time_median_s", "step_time_ci_low_s", "step_time_ci_high_s"),
     *("peak_reserved_low_bytes", "peak_reserved_high_bytes"),
 )
@@ -90,10 +91,11 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     Returns
     -------
     DataFrame
-        The columns of `FACET`, ``device``, ``evidence``, ``strategy``, ``series`` (the line), ``sharding_factor``,
-        ``nodes``; median model TFLOP/s per rank (``tflops``), peak memory in bytes (``memory``: reserved, or allocated
-        where that is all that is known; of a predicted run out of memory what it would need), each with ``_low`` and
-        ``_high``; ``exposed``, the share of the step in exposed communication; ``out_of_memory`` and ``degraded``;
+        The columns of `FACET`, ``device``, ``flop_convention``, ``evidence``, ``strategy``, ``series`` (the line),
+        ``sharding_factor``, ``nodes``; median TFLOP/s per rank (``tflops``), peak memory in bytes (``memory``:
+        reserved, or allocated where that is all that is known; of a predicted run out of memory what it would need),
+        each with ``_low`` and ``_high``; ``exposed``, the share of the step in exposed communication;
+        ``out_of_memory`` and ``degraded``;
         ``states``, the bytes of one copy's parameters, gradients and Adam state where they follow; ``capacity``, the
         bytes of the device. What is unknown is NaN.
     """
@@ -103,6 +105,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
     needed_columns = [
         "status",
         "device",
+        "flop_convention",
         "fit_question",
         "optimizer",
         "parameter_dtype",
@@ -145,7 +148,7 @@ def _build_point(rows: list[dict[str, Any]]) -> dict[str, Any]:
     is_predicted = row["evidence"] == "predicted"
     fit_question = row["fit_question"]
     has_fp32_adam = row["optimizer"] == "adamw" and row["parameter_dtype"] == "fp32" and pd.notna(row["parameters"])
-    tflops = _compute_median_and_range(list_known_values(fitting_rows, "tflops_per_gpu"))
+    tflops = _compute_median_and_range(list_known_values(fitting_rows, "counted_tflops"))
     if is_predicted and pd.notna(row["step_time_ci_high_s"]):
         step_s = row["step_time_median_s"]
         tflops = (tflops[0], *(tflops[0] * step_s / row[f"step_time_ci_{end}_s"] for end in ("high", "low")))
@@ -155,7 +158,7 @@ def _build_point(rows: list[dict[str, Any]]) -> dict[str, Any]:
     if is_predicted and pd.notna(row["peak_reserved_low_bytes"]):
         memory_bytes = (memory_bytes[0], float(row["peak_reserved_low_bytes"]), float(row["peak_reserved_high_bytes"]))
     return {
-        **{name: row[name] for name in (*FACET_COLUMNS, "device", "evidence", "strategy")},
+        **{name: row[name] for name in (*FACET_COLUMNS, "device", "flop_convention", "evidence", "strategy")},
         "series": get_strategy_label(row["strategy"])
         + row["variant"].partition(" · ")[1]
         + row["variant"].partition(" · ")[2],
@@ -227,7 +230,7 @@ def _draw_sharding_factor(facet: pd.DataFrame) -> Drawing:
     unit, unit_bytes = choose_memory_unit(float(facet["memory"].max()) if facet["memory"].notna().any() else 0.0)
     panel_titles = {
         "memory": f"peak memory per {noun} ({unit})",
-        "tflops": f"model TFLOP/s per {noun}",
+        "tflops": format_tflops_label(first_row["flop_convention"], noun),
         "exposed": "communication not hidden (% of the step)",
     }
     for axes, panel in zip(panel_axes, panel_names, strict=True):
@@ -398,7 +401,8 @@ def _format_memory(value: float) -> str:
 
 def _build_listing(facet: pd.DataFrame) -> FigureTable:
     noun = get_rank_noun(facet["device"].iloc[0])
-    columns = ["Strategy", "F", "Evidence", f"Peak memory per {noun}", f"TFLOP/s per {noun}", "Not hidden", ""]
+    speed_label = format_tflops_label(facet["flop_convention"].iloc[0], noun).removeprefix("model ")
+    columns = ["Strategy", "F", "Evidence", f"Peak memory per {noun}", speed_label, "Not hidden", ""]
     rows = [
         [
             str(row["series"]),

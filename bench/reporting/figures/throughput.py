@@ -1,9 +1,10 @@
-"""Model TFLOP/s per rank by strategy and model size."""
+"""TFLOP/s per rank by strategy and model size."""
 
 from __future__ import annotations
 
 import pandas as pd
 
+from bench.config.flop_conventions import format_tflops_label
 from bench.core.presentation import CPU_NOTE, build_slug, format_number, get_rank_noun
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection
@@ -11,13 +12,13 @@ from bench.reporting.tables.cells import build_cells, iterate_groups, select_dra
 from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
 
 HOW_TO_READ = (
-    "Longer is faster. A bar is the model FLOPs of one training step (forward and backward, nothing counted twice "
-    "for recomputation) divided by the median step time and by the number of ranks, so it says how well each device "
-    "is used, whatever the size of the model. Compare bars under one heading: they differ only in how the model is "
-    "spread. DDP keeps a whole copy of parameters, gradients and optimizer state on every rank and sends gradients; "
-    "FSDP keeps a shard of each and gathers a block's parameters when it needs them. With a sharding factor F, a "
-    "copy is spread over F ranks: F = 1 is full replication, F = number of ranks is full shard, and hybrid is in "
-    "between. A cross at the start of a lane is a run that ran out of memory: a result, not a gap. "
+    "Longer is faster. A bar is the FLOPs of one training step, counted as the axis says (model: forward and backward, "
+    "nothing counted twice for recomputation), divided by the median step time and by the number of ranks, so it says "
+    "how well each device is used, whatever the size of the model. Compare bars under one heading: they differ only in "
+    "how the model is spread. DDP keeps a whole copy of parameters, gradients and optimizer state on every rank and "
+    "sends gradients; FSDP keeps a shard of each and gathers a block's parameters when it needs them. With a sharding "
+    "factor F, a copy is spread over F ranks: F = 1 is full replication, F = number of ranks is full shard, and hybrid "
+    "is in between. A cross at the start of a lane is a run that ran out of memory: a result, not a gap. "
     "Headings say the model, the number of ranks, and the batch: 4 × 128 is 4 sequences of 128 tokens on every rank."
 )
 FIGURE = ReportFigure(
@@ -32,7 +33,7 @@ FIGURE = ReportFigure(
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
     """A row per configuration: TFLOP/s per rank (``median``, ``low``, ``high``, ``points``) or out of memory."""
-    return select_drawable_cells(build_cells(table, "tflops_per_gpu"))
+    return select_drawable_cells(build_cells(table, "counted_tflops"))
 
 
 def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> ReportSection:
@@ -54,6 +55,7 @@ def _draw_throughput(
     shown_cells = pd.DataFrame([lane.row for group in groups for lane in group.lanes])
     device = shown_cells["device"].iloc[0]
     noun = get_rank_noun(device)
+    speed_label = format_tflops_label(shown_cells["flop_convention"].iloc[0], noun)
     cpu_note = CPU_NOTE if device == "cpu" else ""
     title = f"TFLOP/s per {noun}, {subject}"
     figure, axes = lanes.build_lane_axes(groups, title, f"{place}\n{cpu_note}", lanes.build_legend_entries(shown_cells))
@@ -61,18 +63,20 @@ def _draw_throughput(
     for group in groups:
         for lane in group.lanes:
             _draw_lane(axes, lane, palette[lane.row["variant"]])
-    axes.set_xlabel(f"model TFLOP/s per {noun}")
+    axes.set_xlabel(speed_label)
     fastest_cell = (
         shown_cells.sort_values("median", na_position="first").iloc[-1] if shown_cells["median"].notna().any() else None
     )
-    alt_text = f"Bar chart of model TFLOP/s per {noun} for {len(shown_cells)} configurations in {subject} on {place}."
+    alt_text = f"Bar chart of {speed_label} for {len(shown_cells)} configurations in {subject} on {place}."
     if fastest_cell is not None:
         alt_text += (
             f" Highest: {lanes.format_lane_label(fastest_cell)}, {fastest_cell['heading']}, "
             f"{format_number(fastest_cell['median'])} TFLOP/s."
         )
     alt_text += f" Out of memory: {int((shown_cells['out_of_memory'] > 0).sum())}."
-    caption = f"Model TFLOP/s per {noun} in {subject} on {place}. " + (f"{cpu_note}. " if cpu_note else "")
+    caption = f"{speed_label[0].upper()}{speed_label[1:]} in {subject} on {place}. " + (
+        f"{cpu_note}. " if cpu_note else ""
+    )
     return Drawing(build_slug("throughput", subject, place), title, figure, caption.strip(), alt_text)
 
 

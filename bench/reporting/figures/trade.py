@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -91,15 +90,9 @@ def _choose_precisions(rows: pd.DataFrame) -> list[str]:
 
 
 def _find_usual_settings(settings_texts: list[str]) -> set[str]:
-    """Settings that most of the rows have which have that setting at all."""
+    """Settings that most of the rows have."""
     setting_counts = Counter(setting for text in settings_texts for setting in text.split(" · ") if setting)
-    knob_counts = Counter(_parse_knob_name(setting) for setting in setting_counts.elements())
-    return {setting for setting, count in setting_counts.items() if 2 * count > knob_counts[_parse_knob_name(setting)]}
-
-
-def _parse_knob_name(setting: str) -> str:
-    """What a setting sets: the knob of ``knob=value``, the first word of ``checkpointing none``."""
-    return re.split(r"[= ]", setting)[0]
+    return {setting for setting, count in setting_counts.items() if 2 * count > len(settings_texts)}
 
 
 def _format_choice(row: pd.Series, usual_settings: set[str]) -> str:

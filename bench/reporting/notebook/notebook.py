@@ -17,6 +17,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import plotly.offline
 
+from bench.config.flop_conventions import convert_speeds
 from bench.core import presentation
 from bench.records import Record, read_latest_attempts
 from bench.records.published import PUBLISHED_CSV, read_published_records
@@ -59,6 +60,8 @@ class Notebook:
     figures_dir: str | Path | None = None
     """A folder: every static figure that is shown is also saved there, as PNG and as SVG. None saves nothing."""
     results_dir: Path = RESULTS_DIR
+    flops: str = "model"
+    """What FLOPs the TFLOP/s and MFU of figures count: one of `bench.config.flop_conventions.FLOP_CONVENTIONS`."""
     _committed_records: list[Record] = field(default_factory=list, init=False, repr=False)
     _own_records: list[Record] = field(default_factory=list, init=False, repr=False)
     _has_plotly_js: bool = field(default=False, init=False, repr=False)
@@ -77,7 +80,8 @@ class Notebook:
 
     def build_table(self, **columns: Any) -> pd.DataFrame:
         """The same rows as the table that figures are drawn from."""
-        return prepare_table(self.select_records(**columns))
+        records = self.select_records(**columns)
+        return prepare_table(records, convert_speeds(self.flops, records))
 
     def describe_rows(self) -> CellOutput:
         """Which rows there are, by kind of evidence and device."""
@@ -110,7 +114,7 @@ class Notebook:
             command = "python -m bench.notebooks store=DIR"
             return CellOutput(f"<p>{message}<code>{command}</code>, its figures are drawn here.</p>",
                          f"No store of your own was given: {command}")  # fmt: skip
-        all_runs = prepare_table(self._own_records)
+        all_runs = prepare_table(self._own_records, convert_speeds(self.flops, self._own_records))
         final_runs = drop_batch_search_tries(all_runs)
         parts = []
         for figure_module in figure_modules:

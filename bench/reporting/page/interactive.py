@@ -18,6 +18,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.config.flop_conventions import format_tflops_label
 from bench.core import presentation
 from bench.reporting.drawing import style
 from bench.reporting.drawing.lanes import is_degraded
@@ -72,7 +73,7 @@ def build_explorer_charts(table: pd.DataFrame, palette: dict[str, style.VariantS
 def _build_explorer_chart(
     place: str, rows: pd.DataFrame, palette: dict[str, style.VariantStyle]
 ) -> InteractiveChart | None:
-    fitted_rows = rows[(rows["status"] == "ok") & rows["tflops_per_gpu"].notna() & rows["peak_allocated_bytes"].notna()]
+    fitted_rows = rows[(rows["status"] == "ok") & rows["counted_tflops"].notna() & rows["peak_allocated_bytes"].notna()]
     oom_rows = rows[rows["status"] == "oom"]
     if fitted_rows.empty:
         return None
@@ -85,6 +86,7 @@ def _build_explorer_chart(
     oom_memory_bytes = oom_memory_bytes.fillna(1.06 * largest_bytes)
     unit, unit_bytes = presentation.choose_memory_unit(largest_bytes)
     noun = presentation.get_rank_noun(rows["device"].iloc[0])
+    speed_label = format_tflops_label(rows["flop_convention"].iloc[0], noun)
     traces: list[PlotlyTrace] = []
     groups = list(iterate_groups(sort_rows(pd.concat([fitted_rows, oom_rows])), "variant", "evidence"))
     for group_index, ((variant, evidence), group) in enumerate(groups):
@@ -101,7 +103,7 @@ def _build_explorer_chart(
                     **_build_point_trace(
                         fitted_group,
                         fitted_group["peak_allocated_bytes"] / unit_bytes,
-                        fitted_group["tflops_per_gpu"],
+                        fitted_group["counted_tflops"],
                         noun,
                     ),
                     "marker": _build_marker(variant_style, str(evidence)),
@@ -130,19 +132,19 @@ def _build_explorer_chart(
     if len(degraded_rows):
         traces.append(
             _build_degraded_trace(
-                degraded_rows, degraded_rows["peak_allocated_bytes"] / unit_bytes, degraded_rows["tflops_per_gpu"], noun
+                degraded_rows, degraded_rows["peak_allocated_bytes"] / unit_bytes, degraded_rows["counted_tflops"], noun
             )
         )
     if len(oom_rows):
         traces.append(_build_legend_trace(OOM_LABEL))
-    layout = style.build_plotly_layout(f"peak allocated memory per {noun} ({unit})", f"model TFLOP/s per {noun}")
+    layout = style.build_plotly_layout(f"peak allocated memory per {noun} ({unit})", speed_label)
     layout["xaxis"]["rangemode"] = "tozero"
-    fastest_row = fitted_rows.iloc[int(fitted_rows["tflops_per_gpu"].astype(float).argmax())]
+    fastest_row = fitted_rows.iloc[int(fitted_rows["counted_tflops"].astype(float).argmax())]
     alt = (
-        f"Scatter chart of {presentation.format_plural(len(fitted_rows), 'run')} on {place}: model TFLOP/s per {noun} "
+        f"Scatter chart of {presentation.format_plural(len(fitted_rows), 'run')} on {place}: {speed_label} "
         "against peak "
         f"allocated memory. Fastest: {fastest_row['variant']}, {fastest_row['heading']}, "
-        f"{presentation.format_number(float(fastest_row['tflops_per_gpu']))} TFLOP/s at "
+        f"{presentation.format_number(float(fastest_row['counted_tflops']))} TFLOP/s at "
         f"{presentation.format_memory(fastest_row['peak_allocated_bytes'])}. "
         f"Out of memory: {len(oom_rows)}. The same runs are in the table."
     )
@@ -187,7 +189,7 @@ def format_hover(row: dict[Any, Any], noun: str) -> str:
         + (f" in {row['oom_phase']}" if row["status"] == "oom" and pd.notna(row["oom_phase"]) else ""),
     ]
     if is_ok:
-        lines.append(f"{presentation.format_number(float(row['tflops_per_gpu']))} TFLOP/s per {noun}")
+        lines.append(f"{presentation.format_number(float(row['counted_tflops']))} TFLOP/s per {noun}")
         if pd.notna(row["step_time_median_s"]):
             lines.append(f"{presentation.format_seconds(float(row['step_time_median_s']))} per step")
         lines.append(f"{presentation.format_memory(float(row['peak_allocated_bytes']))} allocated at the peak")
@@ -234,6 +236,7 @@ def _build_scaling_chart(
 ) -> InteractiveChart:
     first_row = facet.iloc[0]
     noun, nouns = presentation.get_rank_noun(first_row["device"]), presentation.get_rank_nouns(first_row["device"])
+    speed_label = format_tflops_label(first_row["flop_convention"], noun)
     traces: list[PlotlyTrace] = []
     for (series, evidence), points in iterate_groups(facet, "series", "evidence"):
         points = points.sort_values("world_size")
@@ -294,7 +297,7 @@ def _build_scaling_chart(
     if (facet["out_of_memory"] > 0).any():
         traces.append(_build_legend_trace(OOM_LABEL))
     world_sizes = sorted({int(size) for size in facet["world_size"]})
-    layout = style.build_plotly_layout(f"{nouns} (world size, logarithmic)", f"model TFLOP/s per {noun}")
+    layout = style.build_plotly_layout(f"{nouns} (world size, logarithmic)", speed_label)
     layout["xaxis"] |= {"type": "log", "tickvals": world_sizes, "ticktext": [str(size) for size in world_sizes]}
     title_parts = [
         first_row["model"],
@@ -306,7 +309,7 @@ def _build_scaling_chart(
     ]
     title = " · ".join(str(name) for name in title_parts if name)
     alt = (
-        f"Line chart of model TFLOP/s per {noun} of {title} at "
+        f"Line chart of {speed_label} of {title} at "
         f"{presentation.format_list([str(size) for size in world_sizes], 12)} "
         f"{nouns} for {presentation.format_list(list(dict.fromkeys(facet['series'])), 12)}. "
         "The same runs are in the table."

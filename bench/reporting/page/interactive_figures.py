@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from bench.config.flop_conventions import format_tflops_label
 from bench.core.presentation import format_memory, format_number, format_percent
 from bench.core.units import GIB
 from bench.reporting.drawing import style
@@ -75,7 +76,8 @@ def build_trade_off_figure(selected: pd.DataFrame) -> go.Figure:
     """
     noun = "GPU" if selected["device"].iloc[0] == "cuda" else "process"
     title = f"Memory against speed: {sharding_factor.describe_subject(selected)}"
-    figure = _create_figure(title, f"peak memory per {noun} (GiB)", f"model TFLOP/s per {noun}")
+    speed_label = format_tflops_label(selected["flop_convention"].iloc[0], noun)
+    figure = _create_figure(title, f"peak memory per {noun} (GiB)", speed_label)
     figure.update_yaxes(rangemode="tozero")
     ticks = [step * 10**power for power in range(-3, 4) for step in (1, 2, 5)]
     figure.update_xaxes(type="log", tickvals=ticks, title=f"peak memory per {noun} (GiB, logarithmic)")

@@ -165,6 +165,7 @@ def render_page(
     sections: list[ReportSection],
     svg_texts: dict[str, str],
     charts: Sequence[InteractiveChart] = (),
+    speed_note: str = "",
 ) -> str:
     """The complete page as HTML, figures included.
 
@@ -176,6 +177,8 @@ def render_page(
         Text of the SVG of every drawing, by its name.
     charts: sequence of Chart
         Figures to hover over; with none, the page does not carry the library that draws them.
+    speed_note: str
+        Which FLOPs speeds count, and which rows have none of these; empty where there is nothing to say.
     """
     environment = Environment(
         loader=PackageLoader("bench.reporting.page", ""),
@@ -202,6 +205,7 @@ def render_page(
         script=script,
         hashes=" ".join(f"'sha256-{_hash_script(text)}'" for text in executed_scripts),
         lead=_describe_runs(table, places),
+        speed_note=speed_note,
         counts=_count_values(table["status"], STATUS_MEANINGS),
         evidence=_count_values(table["evidence"], EVIDENCE_MEANINGS),
         places=places,
@@ -349,7 +353,7 @@ def _list_shared_settings(table: pd.DataFrame) -> list[str]:
         values = table[column].dropna().unique()
         if len(values) == 1 and table[column].notna().all():
             phrases.append(format_setting(values[0]))
-    return phrases
+    return [phrase for phrase in phrases if phrase]
 
 
 def _format_period(table: pd.DataFrame) -> str:

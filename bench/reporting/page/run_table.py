@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -113,8 +113,8 @@ RUN_TABLE_COLUMNS = (
     RunTableColumn("Status", _describe_outcome, _get_status, filter_name="Status"),
     RunTableColumn(
         "TFLOP/s per rank",
-        _build_formatter("tflops_per_gpu", presentation.format_number),
-        _build_getter("tflops_per_gpu"),
+        _build_formatter("counted_tflops", presentation.format_number),
+        _build_getter("counted_tflops"),
         is_number=True,
     ),
     RunTableColumn("Step median (p95)", _format_step_time, _build_getter("step_time_median_s"), is_number=True),
@@ -136,7 +136,7 @@ RUN_TABLE_COLUMNS = (
         _build_getter("peak_device_used_bytes"),
         is_number=True,
     ),
-    RunTableColumn("MFU", _build_formatter("mfu", _format_share), _build_getter("mfu"), is_number=True),
+    RunTableColumn("MFU", _build_formatter("counted_mfu", _format_share), _build_getter("counted_mfu"), is_number=True),
     RunTableColumn(
         "Tokens/s per rank",
         _build_formatter(TOKENS_COLUMN, presentation.format_number),
@@ -173,6 +173,8 @@ ALWAYS_SHOWN_COLUMNS = (
     "Evidence",
 )
 """Columns that are shown even if they are empty."""
+SPEED_COLUMNS = ("TFLOP/s per rank", "MFU")
+"""Columns that depend on which FLOPs are counted."""
 SUMMARIZED_COLUMNS = ("Device", "Sweep", "Repeat")
 """Columns that are left out if they are the same in every run: the summary says it once."""
 
@@ -185,9 +187,16 @@ def list_plain_rows(frame: pd.DataFrame, *dropped_columns: str) -> list[dict[str
 
 def select_columns(rows: Sequence[RowValues]) -> list[RunTableColumn]:
     """The columns that say something about these runs: those of `ALWAYS_SHOWN_COLUMNS`, and the others that have a
-    value."""
-    return [
+    value. Speeds are named after the FLOPs that they count where these are not the model's own."""
+    columns = [
         column for column in RUN_TABLE_COLUMNS if column.title in ALWAYS_SHOWN_COLUMNS or _has_information(column, rows)
+    ]
+    convention = next((row["flop_convention"] for row in rows), "model")
+    if convention == "model":
+        return columns
+    return [
+        replace(column, title=f"{column.title} ({convention})") if column.title in SPEED_COLUMNS else column
+        for column in columns
     ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.core.presentation import OPTIONAL_SETTING_FORMATTERS
 from bench.records.published import GB, load_published
 
 PAPER_HARDWARE = "a100_80gb"
@@ -31,6 +32,7 @@ PAPER_FILTERS: Mapping[str, tuple[Any, ...]] = {
     "compile": (False,),
     "optimizer": ("adamw",),
     "limit": ("",),
+    **dict.fromkeys(OPTIONAL_SETTING_FORMATTERS, (pd.NA,)),
 }
 PAPER_FSDP_FILTERS: Mapping[str, tuple[Any, ...]] = {
     "reshard_after_forward": (True,),

@@ -49,16 +49,18 @@ def build_cells(table: pd.DataFrame, value_column: str, *extra_columns: str) -> 
     Returns
     -------
     DataFrame
-        The columns of `CELL_COLUMNS`, ``heading``, ``device``, ``variant_key``, and: ``median``, ``low``, ``high`` and
-        ``points`` of column `value_column` over the repeats that have it (NaN and empty if none has); the median of
-        each column in `extra_columns`, under its name; ``fitted`` and ``out_of_memory``, numbers of repeats;
-        ``oom_phase`` and ``oom_bytes`` of the first that ran out; ``degraded``, whether any was not representative.
+        The columns of `CELL_COLUMNS`, ``heading``, ``device``, ``flop_convention``, ``variant_key``, and: ``median``,
+        ``low``, ``high`` and ``points`` of column `value_column` over the repeats that have it (NaN and empty if none
+        has); the median of each column in `extra_columns`, under its name; ``fitted`` and ``out_of_memory``, numbers of
+        repeats; ``oom_phase`` and ``oom_bytes`` of the first that ran out; ``degraded``, whether any was not
+        representative.
     """
     completed_rows = table[table["status"].isin(["ok", "oom"])]
     needed_columns = [
         *NUMBER_COLUMNS,
         "heading",
         "device",
+        "flop_convention",
         "variant_key",
         "status",
         "oom_phase",
@@ -107,7 +109,9 @@ def _build_cell(rows: list[dict[str, Any]], value_column: str, extra_columns: tu
     return {
         **{
             name: first_row[name]
-            for name in dict.fromkeys((*CELL_COLUMNS, *NUMBER_COLUMNS, "heading", "device", "variant_key"))
+            for name in dict.fromkeys(
+                (*CELL_COLUMNS, *NUMBER_COLUMNS, "heading", "device", "flop_convention", "variant_key")
+            )
         },
         "median": compute_median(points),
         "low": points[0] if points else float("nan"),

@@ -213,13 +213,13 @@ def _name_cells(cells: list[dict[str, Any]]) -> None:
             cell["variant_key"].label,
             *(phrase for phrase in dict.fromkeys(cell_phrases) if phrase not in model_phrases),
         ]
-        cell["lane"], cell["heading"] = " · ".join(lane_parts), " · ".join(heading_parts)
+        cell["lane"], cell["heading"] = (" · ".join(filter(None, parts)) for parts in (lane_parts, heading_parts))
         common_phrases = [
             _format_setting(path, question.get(path))
             for path in (*input_fields, *ALWAYS_NAMED_SETTINGS)
             if path not in differing_fields
         ]
-        cell["shared"] = ", ".join(common_phrases).replace(", ×", " ×")
+        cell["shared"] = ", ".join(filter(None, common_phrases)).replace(", ×", " ×")
 
 
 ALWAYS_NAMED_SETTINGS = ("activation_checkpointing",)
@@ -237,11 +237,12 @@ def _has_several_values(cells: list[dict[str, Any]], path: str) -> bool:
 
 
 def _format_setting(path: str, value: Any) -> str:
+    """What a name says of a part of a question; empty where `loss_chunks` says it, or there is nothing to say."""
     name = path.rpartition(".")[2]
-    input_phrases = {BATCH_FIELD: f"batch {value}", "sequence_length": f"× {value}"}
-    return input_phrases.get(path) or (
-        SETTING_FORMATTERS[name](value) if name in SETTING_FORMATTERS else f"{name}={_format_value(value)}"
-    )
+    phrases = {BATCH_FIELD: f"batch {value}", "sequence_length": f"× {value}", "loss": ""}
+    if path in phrases:
+        return phrases[path]
+    return SETTING_FORMATTERS[name](value) if name in SETTING_FORMATTERS else f"{name}={_format_value(value)}"
 
 
 def _format_value(value: Any) -> str:

@@ -6,6 +6,7 @@ drawn under (`workload`, `limit`, `settings`) or, where one variant was tried in
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from bench.config.flop_conventions import ConvertedSpeeds, convert_speeds
 from bench.core import presentation
 from bench.records import Record, matching, to_frame
 
@@ -38,7 +40,10 @@ SETTING_FORMATTERS: dict[str, Callable[[Any], str]] = {
     "compile": lambda value: "compiled" if value else "not compiled",
     "attention": lambda value: f"attention {value}",
     "optimizer": str,
-    "gradient_clip_norm": lambda value: f"gradients clipped to {value:g}",
+    **{
+        column: functools.partial(presentation.format_optional_setting, column)
+        for column in presentation.OPTIONAL_SETTING_FORMATTERS
+    },
     "optimizer_implementation": lambda value: f"optimizer {value}",
     "parameter_dtype": lambda value: f"parameters {value}",
     "compute_dtype": lambda value: f"compute {value}",
@@ -98,8 +103,11 @@ VERSION_COLUMNS = ("torch_version", "git_sha")
 """Columns that are named of a row only where nothing else tells it apart."""
 
 
-def prepare_table(records: Sequence[Record]) -> pd.DataFrame:
+def prepare_table(records: Sequence[Record], speeds: ConvertedSpeeds | None = None) -> pd.DataFrame:
     """One row per record with the schema's columns and, beside them, the ones figures group by.
+
+    Speeds are shown as `speeds` have them, None for the model's own FLOPs: ``counted_tflops`` per rank, their share of
+    the peak ``counted_mfu``, and ``flop_convention``, which says what they count.
 
     ``precision`` says how what is mixed is mixed, so that figures, each of one precision, compare one way of it.
     Added: ``place`` (device and hardware: rows of two places never share axes), ``workload`` (batch and sequence),
@@ -110,6 +118,10 @@ def prepare_table(records: Sequence[Record]) -> pd.DataFrame:
     together: ``fit_question`` and ``time_question`` (None where it answers none).
     """
     frame = to_frame(list(records))
+    speeds = speeds or convert_speeds("model", records)
+    frame["counted_tflops"] = pd.array(speeds.tflops, dtype="Float64")
+    frame["counted_mfu"] = pd.array(speeds.peak_shares, dtype="Float64")
+    frame["flop_convention"] = speeds.convention
     for column in ("model", "precision"):
         frame[column] = frame[column].fillna(f"{column} not stated")
     frame["precision"] = [
@@ -224,13 +236,20 @@ def _format_workload(batch: int | None, sequence: int | None) -> str:
 def _format_settings(frame: pd.DataFrame) -> list[str]:
     """Per row, those of `SETTING_FORMATTERS` that differ between runs of the same model in the same place."""
     phrases: dict[Any, list[str]] = {index: [] for index in frame.index}
-    for column, format_setting in SETTING_FORMATTERS.items():
+    for column in SETTING_FORMATTERS:
         scope_columns = ["place", "model", *EXTRA_SCOPE_COLUMNS.get(column, [])]
         for _, group in frame.groupby(scope_columns, dropna=False, sort=False):
             if group[column].nunique(dropna=False) > 1:
                 for index, value in group[column].items():
-                    phrases[index].append(f"{column} not stated" if pd.isna(value) else format_setting(value))
-    return [" · ".join(phrases[index]) for index in frame.index]
+                    phrases[index].append(_format_setting(column, value))
+    return [" · ".join(phrase for phrase in phrases[index] if phrase) for index in frame.index]
+
+
+def _format_setting(column: str, value: Any) -> str:
+    """What a heading says of a setting; empty where nothing is to be said."""
+    if column in presentation.OPTIONAL_SETTING_FORMATTERS:
+        return SETTING_FORMATTERS[column](None if pd.isna(value) else value)
+    return f"{column} not stated" if pd.isna(value) else SETTING_FORMATTERS[column](value)
 
 
 def _build_variant_suffixes(frame: pd.DataFrame, records: Sequence[Record]) -> list[str]:
