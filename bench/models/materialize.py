@@ -91,15 +91,18 @@ class Materializer:
 
         Without `constants` those that start as ones or zeros are drawn at random like the others.
         """
+        is_drawn = False
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
+                is_drawn = True
                 setattr(
                     module,
                     name,
                     self._fill_parameter(self._name_of_parameter[id(module), name], parameter, constants=constants),
                 )
         fill_buffers(module, self._family, self._device)
-        self._family.convert_drawn_parameters(module)
+        if is_drawn:
+            self._family.convert_drawn_parameters(module)
 
     def _fill_parameter(self, name: str, meta_parameter: nn.Parameter, *, constants: bool) -> nn.Parameter:
         if name not in self._filled_parameters:
