@@ -44,7 +44,7 @@ class AdaptedFamily(Family):
     adapter_spec: AdapterSpec
     precision: Precision
     storage_dtype: torch.dtype
-    """In which the strategy hands parameters to the model: that of the numbers that weights of 4 bits are packed into."""
+    """In which the strategy hands parameters to the model; weights of 4 bits are packed into numbers of this format."""
 
     def build_model(self) -> nn.Module:
         """The base's model on meta, with adapters."""

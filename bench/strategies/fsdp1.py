@@ -113,8 +113,8 @@ class FSDP1Strategy(ShardingStrategy):
         if settings.finetune == "qlora" and casts_parameters:
             raise ImpossibleError(
                 f"precision={settings.precision.name} is not valid for strategy={self.name} with finetune=qlora, since "
-                "torch's FSDP1 keeps the parameters of a block in one flat parameter and would cast packed weights with "
-                "it: choose bf16_pure, precision.mixing=autocast, or strategy fsdp."
+                "torch's FSDP1 keeps the parameters of a block in one flat parameter and would cast packed weights "
+                "with it: choose bf16_pure, precision.mixing=autocast, or strategy fsdp."
             )
         if (
             self.resolved_sharding_factor == 1
