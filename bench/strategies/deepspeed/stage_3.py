@@ -107,7 +107,7 @@ class DeepSpeedStage3Plan(StepPlan):
         return [UpdatedTensor((sum(trained_numels),))]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
-        """Partitions, a copy in fp32 to update, states, gradients' partitions, the bucket, scales of quantised weights."""
+        """Partitions, a copy in fp32 to update, states, gradients' partitions, the bucket and scales."""
         (own_numel,) = self.updated_numels
         stored_numel = sum(self._partition_numels.values())
         stored_bytes = stored_numel * self._compute_itemsize + self.inputs.scale_bytes
