@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,25 @@ def test_frozen_weights_are_those_that_full_training_starts_from(model: Any) -> 
         drawn = drawn.T if model is WIDE_GPT else drawn
         restored = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
         assert (restored - drawn).abs().mean() < 0.1 * drawn.abs().mean(), name  # NF4 errs by 8 % of a normal weight
+
+
+@needs_both
+def test_a_weight_that_was_quantised_is_not_kept_as_it_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose_run_config(*WIDE_GPT, "finetune=qlora", "strategy=single")
+    drawn_weights: list[weakref.ref[torch.nn.Parameter]] = []
+    quantise = family.quantise_drawn_weight
+
+    def quantise_and_remember(module: Any) -> None:
+        if adapters.is_quantised(module):
+            drawn_weights.append(weakref.ref(module.weight))
+        quantise(module)
+
+    monkeypatch.setattr(family, "quantise_drawn_weight", quantise_and_remember)
+    model = config.trained_model.build_model()
+    materializer = Materializer(model, config.trained_model, torch.device("cpu"), 5)
+    materializer.fill_model(model)
+    assert len(drawn_weights) == len(config.trained_model.list_converted_modules(model)) > 0
+    assert all(weight() is None for weight in drawn_weights)
 
 
 @needs_both
