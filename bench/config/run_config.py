@@ -155,7 +155,7 @@ class RunConfig:
         self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
         self.optimizer.check_tensors(self.strategy.name, self.strategy.updated_tensor_kind)
         self.optimizer.check_offloaded_state(self.strategy.name, self.strategy.offloaded_state)
-        self.strategy.check_finetune(self.finetune.name)
+        self.strategy.check_finetune(self.finetune.name, self.finetune.quantised_bits)
         if self.activation_offload and self.compile:
             raise ImpossibleError(
                 "activation_offload=true is not valid with compile=true, whose blocks keep what the compiler chooses: "
@@ -201,7 +201,12 @@ class RunConfig:
     @functools.cached_property
     def trained_model(self) -> Family:
         """The model as it is trained: with adapters, if it has some."""
-        return self.finetune.adapt_family(self.model, self.precision)
+        handed_dtype = (
+            self.precision.parameter_dtype
+            if self.strategy.uses_autocast(self.precision)
+            else self.precision.compute_dtype
+        )
+        return self.finetune.adapt_family(self.model, self.precision, handed_dtype)
 
     @property
     def operator_libraries(self) -> tuple[str, ...]:

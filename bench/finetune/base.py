@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from bench.core import plugins
 from bench.core.errors import ImpossibleError, require_choice
 from bench.core.installation import format_install_command
@@ -44,8 +46,13 @@ class Finetune(ABC):
         return tuple(filter(is_installed, self.required_packages)) if device == "cpu" else ()
 
     @abstractmethod
-    def adapt_family(self, family: Family, precision: Precision) -> Family:
-        """The model as it is trained."""
+    def adapt_family(self, family: Family, precision: Precision, storage_dtype: torch.dtype) -> Family:
+        """The model as it is trained. The strategy hands parameters to it in `storage_dtype`."""
+
+    @property
+    def quantised_bits(self) -> int | None:
+        """Bits of a frozen weight; None where none is quantised."""
+        return None
 
     def check(self, family: Family, precision: Precision, device: str) -> None:
         """Raise `UsageError` where a knob makes no sense for this model, precision and device (cpu or cuda)."""

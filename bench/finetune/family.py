@@ -24,9 +24,15 @@ from bench.finetune.adapters import (
     add_adapters,
     find_adapter_init_std,
 )
-from bench.finetune.quantised import find_quantised_bytes, prepare_drawn_weights, quantise_drawn_weight, quantise_layers
+from bench.finetune.quantised import (
+    find_quantised_formats,
+    list_quantised_layers,
+    prepare_drawn_weights,
+    quantise_drawn_weight,
+    quantise_layers,
+)
 from bench.models import Batch, Family, FlopCount
-from bench.models.base import FULL, NONE, find_checkpointing_interval
+from bench.models.base import FULL, NONE, StoredFormat, find_checkpointing_interval
 from bench.models.checkpointing import checkpoint_blocks, shorten_family
 
 
@@ -37,12 +43,14 @@ class AdaptedFamily(Family):
     base: Family
     adapter_spec: AdapterSpec
     precision: Precision
+    storage_dtype: torch.dtype
+    """In which the strategy hands parameters to the model; weights of 4 bits are packed into numbers of this format."""
 
     def build_model(self) -> nn.Module:
         """The base's model on meta, with adapters."""
         model = self.base.build_model()
         if self.adapter_spec.bits is not None:
-            quantise_layers(self.base, model, self.adapter_spec, self.precision)
+            quantise_layers(self.base, model, self.adapter_spec, self.precision, self.storage_dtype)
         add_adapters(self.base, model, self.adapter_spec)
         if self.adapter_spec.bits is not None:
             prepare_drawn_weights(model)
@@ -63,8 +71,11 @@ class AdaptedFamily(Family):
         if self.adapter_spec.bits is not None:
             quantise_drawn_weight(module)
 
-    def find_stored_bytes(self, model: nn.Module) -> dict[int, int]:
-        return find_quantised_bytes(model) if self.adapter_spec.bits is not None else {}
+    def list_converted_modules(self, model: nn.Module) -> list[nn.Module]:
+        return list_quantised_layers(model) if self.adapter_spec.bits is not None else []
+
+    def find_stored_formats(self, model: nn.Module) -> dict[int, StoredFormat]:
+        return find_quantised_formats(model) if self.adapter_spec.bits is not None else {}
 
     @property
     def block_period(self) -> int:

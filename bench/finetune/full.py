@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from bench.core.precision import Precision
 from bench.finetune.base import Finetune
 from bench.models import Family
@@ -11,5 +13,5 @@ from bench.models import Family
 
 @dataclass(frozen=True)
 class FullFinetune(Finetune):
-    def adapt_family(self, family: Family, precision: Precision) -> Family:
+    def adapt_family(self, family: Family, precision: Precision, storage_dtype: torch.dtype) -> Family:
         return family

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
+import torch
+
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
@@ -38,10 +40,12 @@ class LoRA(Finetune):
 
     required_packages: ClassVar[tuple[str, ...]] = ("peft",)
 
-    def adapt_family(self, family: Family, precision: Precision) -> Family:
+    def adapt_family(self, family: Family, precision: Precision, storage_dtype: torch.dtype) -> Family:
         from bench.finetune.family import AdaptedFamily
 
-        return AdaptedFamily(family.name, family.family, family.attention, family, self.adapter_spec, precision)
+        return AdaptedFamily(
+            family.name, family.family, family.attention, family, self.adapter_spec, precision, storage_dtype
+        )
 
     @property
     def adapter_spec(self) -> AdapterSpec:

@@ -46,6 +46,10 @@ class QLoRA(LoRA):
     def adapter_spec(self) -> AdapterSpec:
         return AdapterSpec(self.rank, self.alpha, tuple(self.target_modules), self.bits, self.double_quantisation)
 
+    @property
+    def quantised_bits(self) -> int:
+        return self.bits
+
     def check(self, family: Family, precision: Precision, device: str) -> None:
         """As LoRA, no loss scaling, and only weights that the library can read back."""
         from bench.finetune.adapters import find_linear_layers

@@ -29,6 +29,7 @@ from bench.finetune.adapters import (
 )
 from bench.finetune.stand_ins import SCALES_PER_OUTER_SCALE, WEIGHTS_PER_SCALE, QuantisedLinear
 from bench.models import Family
+from bench.models.base import StoredFormat
 
 WEIGHT_CODE_SIZE, SCALE_CODE_SIZE = 2**4, 2**8
 """Values that a weight and a scale may have."""
@@ -36,18 +37,21 @@ WEIGHT_CODE_SIZE, SCALE_CODE_SIZE = 2**4, 2**8
 FP32_BYTES = 4
 
 
-def quantise_layers(family: Family, model: nn.Module, adapter_spec: AdapterSpec, precision: Precision) -> None:
+def quantise_layers(
+    family: Family, model: nn.Module, adapter_spec: AdapterSpec, precision: Precision, storage_dtype: torch.dtype
+) -> None:
     """Put layers that hold quantised weights into the place of every linear layer of the blocks, on meta.
 
-    Packed weights are stored as numbers of the parameters' format: T5 converts what it puts into a layer to the format
-    of the layer's weight.
+    Weights of 4 bits are packed into numbers of the format in which the strategy hands parameters to the model: what
+    casts parameters leaves these as they are, a flat parameter has one format, and T5 converts what it puts into a
+    layer to the format of the layer's weight.
     """
     for parent, name, layer in list(iterate_linear_layers(family, model)):
         inputs, outputs = find_layer_dimensions(layer)
         bias = layer.bias is not None
         quantised_layer: Any
         if adapter_spec.uses_stand_ins:
-            quantised_layer = QuantisedLinear(inputs, outputs, bias, adapter_spec.bits or 0, precision)
+            quantised_layer = QuantisedLinear(inputs, outputs, bias, adapter_spec.bits or 0, precision, storage_dtype)
         elif adapter_spec.bits == 4:
             quantised_layer = _import_bitsandbytes().nn.Linear4bit(
                 inputs,
@@ -56,7 +60,7 @@ def quantise_layers(family: Family, model: nn.Module, adapter_spec: AdapterSpec,
                 compute_dtype=precision.compute_dtype,
                 compress_statistics=adapter_spec.double_quantisation,
                 quant_type="nf4",
-                quant_storage=precision.parameter_dtype,
+                quant_storage=storage_dtype,
                 device="meta",
             )
         else:
@@ -75,7 +79,7 @@ def prepare_drawn_weights(model: nn.Module) -> None:
 
     What was a `Conv1D` is drawn the other way round.
     """
-    for module in _list_quantised_layers(model):
+    for module in list_quantised_layers(model):
         module.weight = nn.Parameter(torch.empty(module.drawn_shape, device="meta"), requires_grad=False)
 
 
@@ -162,18 +166,19 @@ def _quantise_stand_in_weight(module: QuantisedLinear, weight: torch.Tensor) -> 
     module.weight = nn.Parameter(packed_weight, requires_grad=False)
 
 
-def find_quantised_bytes(model: nn.Module) -> dict[int, int]:
-    """Bytes of every quantised weight with its scales, by the identity of the parameter."""
-    bytes_by_id = {}
-    for module in _list_quantised_layers(model):
+def find_quantised_formats(model: nn.Module) -> dict[int, StoredFormat]:
+    """Every quantised weight as it is stored, by the identity of the parameter as it is drawn."""
+    formats = {}
+    for module in list_quantised_layers(model):
         num_weights = module.in_features * module.out_features
         if module.bits == 4:
-            bytes_by_id[id(module.weight)] = num_weights // 2 + count_scale_bytes(
-                num_weights, has_double_quantisation=module.double_quantisation
-            )
+            shape = (num_weights // 2 // module.quant_storage.itemsize, 1)
+            scale_bytes = count_scale_bytes(num_weights, has_double_quantisation=module.double_quantisation)
+            formats[id(module.weight)] = StoredFormat(shape, num_weights // 2, scale_bytes)
         else:
-            bytes_by_id[id(module.weight)] = num_weights + FP32_BYTES * module.out_features
-    return bytes_by_id
+            shape = (module.out_features, module.in_features)
+            formats[id(module.weight)] = StoredFormat(shape, num_weights, FP32_BYTES * module.out_features)
+    return formats
 
 
 def count_scale_bytes(num_weights: int, *, has_double_quantisation: bool) -> int:
@@ -193,5 +198,5 @@ def _import_bitsandbytes() -> Any:
     return importlib.import_module("bitsandbytes")
 
 
-def _list_quantised_layers(model: nn.Module) -> list[Any]:
+def list_quantised_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if is_quantised(module)]

@@ -77,12 +77,14 @@ class AdaptedLinear(nn.Module):
 class QuantisedLinear(nn.Linear):
     """A layer whose weight has 4 or 8 bits."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, bits: int, precision: Precision) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, bits: int, precision: Precision, storage_dtype: torch.dtype
+    ) -> None:
         super().__init__(inputs, outputs, bias, device="meta")
         self.weight.requires_grad_(False)
         self.bits = bits
         self.compute_dtype = precision.compute_dtype
-        self.quant_storage = precision.parameter_dtype
+        self.quant_storage = storage_dtype
         self.scales: tuple[torch.Tensor, ...] = ()
         """Of 8 bits: one per row. Of 4: one per block; or in 8 bits, with their values, their offset and their own
         scales."""

@@ -145,6 +145,18 @@ class FlopCount:
 
 
 @dataclass(frozen=True)
+class StoredFormat:
+    """A parameter that is not stored as it was drawn."""
+
+    shape: tuple[int, ...]
+    """Of the tensor that holds it."""
+    num_bytes: int
+    """Of this tensor."""
+    scale_bytes: int
+    """Of what belongs to it and is no parameter."""
+
+
+@dataclass(frozen=True)
 class Family(ABC):
     """A model family and the shape of one model in it. Subclasses add the dimensions as fields."""
 
@@ -238,6 +250,10 @@ class Family(ABC):
     def convert_drawn_parameters(self, module: nn.Module) -> None:
         """A module's own parameters have just been drawn: for what is not stored as it was drawn."""
 
+    def list_converted_modules(self, model: nn.Module) -> list[nn.Module]:
+        """Modules that `convert_drawn_parameters` changes: they are drawn whole, and sharded as they are stored."""
+        return []
+
     def build_buffer(self, module: nn.Module, name: str, device: torch.device) -> torch.Tensor:
         """What a module's buffer holds, such as the frequencies of rotary embeddings: `build_model` leaves it on meta.
 
@@ -260,8 +276,8 @@ class Family(ABC):
             "its model has on meta: give it a `build_buffer`, or choose a model without buffers."
         )
 
-    def find_stored_bytes(self, model: nn.Module) -> dict[int, int]:
-        """Bytes of the parameters that are stored in a format of their own, by their identity."""
+    def find_stored_formats(self, model: nn.Module) -> dict[int, StoredFormat]:
+        """The parameters that are not stored as they were drawn, by their identity."""
         return {}
 
     def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:

@@ -91,15 +91,17 @@ class Materializer:
 
         Without `constants` those that start as ones or zeros are drawn at random like the others.
         """
+        drawn_names = {}
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                setattr(
-                    module,
-                    name,
-                    self._fill_parameter(self._name_of_parameter[id(module), name], parameter, constants=constants),
-                )
+                drawn_names[name] = self._name_of_parameter[id(module), name]
+                setattr(module, name, self._fill_parameter(drawn_names[name], parameter, constants=constants))
         fill_buffers(module, self._family, self._device)
-        self._family.convert_drawn_parameters(module)
+        if drawn_names:
+            self._family.convert_drawn_parameters(module)
+        for name, model_name in drawn_names.items():
+            if getattr(module, name) is not self._filled_parameters[model_name]:  # converted: its memory is freed
+                del self._filled_parameters[model_name]
 
     def _fill_parameter(self, name: str, meta_parameter: nn.Parameter, *, constants: bool) -> nn.Parameter:
         if name not in self._filled_parameters:

@@ -261,8 +261,9 @@ class Strategy(ABC):
     def check_optimizer(self, name: str, implementation: str) -> None:
         """Raise `ImpossibleError` where the strategy's parameters cannot be updated that way."""
 
-    def check_finetune(self, name: str) -> None:
-        """Raise `ImpossibleError` where the strategy cannot train a part of a model like that."""
+    def check_finetune(self, name: str, quantised_bits: int | None) -> None:
+        """Raise `ImpossibleError` where the strategy cannot train a part of a model like that, or beside weights of so
+        few bits."""
         if name not in self.supported_finetunes:
             untrained_kind = "quantised weights" if name == "qlora" else "frozen parameters"
             raise ImpossibleError(
@@ -459,9 +460,27 @@ def list_strategies() -> dict[str, type[Strategy]]:
     return dict(sorted(strategy_classes.items(), key=lambda item: item[1].presentation.position))
 
 
+PACKED_BITS = 4
+"""Of the quantised weights that are parameters packed into numbers of another format."""
+
+
 def format_strategies_for_finetune(finetune: str) -> str:
     """The strategies that can train a part of a model like that, for a sentence."""
     return _format_matching_strategies(lambda strategy: finetune in strategy.supported_finetunes)
+
+
+def require_packed_bits(strategy_name: str, quantised_bits: int | None) -> None:
+    """Raise `ImpossibleError` where what is sharded is not what a quantised layer computes with.
+
+    bitsandbytes 0.50.2 computes with a layer's parameter where that has 4 bits, but with ``Linear8bitLt.state.CB``, the
+    whole weight, where it has 8.
+    """
+    if quantised_bits not in (None, PACKED_BITS):
+        raise ImpossibleError(
+            f"finetune=qlora is not valid with strategy={strategy_name} for finetune.bits={quantised_bits}, since "
+            "bitsandbytes keeps such a weight whole in the state of its layer, whatever becomes of the parameter: "
+            f"choose finetune.bits={PACKED_BITS}, or strategy ddp, single or zero1."
+        )
 
 
 def format_float8_strategies() -> str:

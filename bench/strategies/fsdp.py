@@ -173,7 +173,10 @@ class FSDP2Strategy(ShardingStrategy):
             )
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
-        """Shard each unit, then the root with what is left (the shared embedding among it), then fill the shards."""
+        """Shard each unit, then the root with what is left (the shared embedding among it), then fill the shards.
+
+        What is not stored as it is drawn, as quantised weights, is filled just before its unit is sharded.
+        """
         casts_parameters = context.precision.is_mixed and not self.uses_autocast(context.precision)
         fp32_layers = (
             list(context.family.find_fp32_modules(model)) if context.precision.scales_loss and casts_parameters else []
@@ -197,10 +200,13 @@ class FSDP2Strategy(ShardingStrategy):
             fully_shard(layer, mp_policy=fp32_policy, reshard_after_forward=self.reshard_after_forward, **options)
             for layer in fp32_layers
         ]
-        units: list[FSDPModule] = [
-            fully_shard(unit, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
-            for unit in group_blocks(context.family, model, self.blocks_per_unit)
-        ]
+        units: list[FSDPModule] = []
+        for unit in group_blocks(context.family, model, self.blocks_per_unit):
+            for layer in context.family.list_converted_modules(unit):
+                context.materializer.fill_module(layer)
+            units.append(
+                fully_shard(unit, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **options)
+            )
         # The root is needed again as soon as backward starts, so it is never resharded after forward.
         fully_shard(model, mp_policy=policy, reshard_after_forward=False, **options)
         self._configure_prefetch(units, sharded_layers)
@@ -298,10 +304,16 @@ class FSDP2Plan(ShardedPlan):
             (self._compute_shard_numel(parameter), self.inputs.find_compute_itemsize(parameter))
             for parameter in unit.trained_parameters
         ]
+        casts = [self._casts_unit(unit) and parameter.quantised_bytes is None for parameter in unit.parameters]
         return _UnitSizes(
             sum(shard_numels),
+            sum(
+                numel * self.inputs.find_stored_itemsize(parameter)
+                for numel, parameter in zip(shard_numels, unit.parameters, strict=True)
+            ),
             sum(shard_bytes),
-            _compute_cast_peak_bytes(shard_bytes) if self._casts_unit(unit) else 0,
+            sum(size for size, is_cast in zip(shard_bytes, casts, strict=True) if is_cast),
+            _compute_cast_peak_bytes(shard_bytes, casts),
             sum(numel for numel, _ in trained_shards),
             sum(numel * size for numel, size in trained_shards),
         )
@@ -309,6 +321,9 @@ class FSDP2Plan(ShardedPlan):
     def compute_shard_numel(self, unit: ShardingUnit) -> int:
         """Of all its parameters' shards."""
         return self._unit_sizes[unit.index].shard_numel
+
+    def compute_shard_bytes(self, unit: ShardingUnit) -> int:
+        return self._unit_sizes[unit.index].stored_bytes
 
     def compute_gradient_shard_numel(self, unit: ShardingUnit) -> int:
         """Of the shards of those that are trained."""
@@ -467,14 +482,15 @@ class FSDP2Plan(ShardedPlan):
         device.run_hooks()
         # What is cast comes one parameter after the other, each gone when it is cast.
         stored_bytes = [
-            self._compute_shard_numel(parameter) * self.inputs.parameter_itemsize for parameter in unit.parameters
+            self._compute_shard_numel(parameter) * self.inputs.find_stored_itemsize(parameter)
+            for parameter in unit.parameters
         ]
         self._upload_shard(device, unit, max(stored_bytes) if self._casts_unit(unit) else sum(stored_bytes))
         if self._sharding_factor == 1:
             return
         shard_bytes = self._unit_sizes[unit.index].shard_bytes
         if self._casts_unit(unit):
-            device.allocate("cast", shard_bytes, ALL_GATHER_MEMORY)
+            device.allocate("cast", self._unit_sizes[unit.index].cast_bytes, ALL_GATHER_MEMORY)
             device.free(f"upload {unit.index}")
         device.allocate(f"buffer {unit.index}", shard_bytes * self._sharding_factor, ALL_GATHER_MEMORY)
         device.free("cast")
@@ -536,8 +552,12 @@ class _UnitSizes:
 
     shard_numel: int
     """Elements of its shards."""
+    stored_bytes: int
+    """Bytes of them as they are stored."""
     shard_bytes: int
     """Bytes of them in the format they are computed in."""
+    cast_bytes: int
+    """Of these, bytes of what is cast before it is gathered."""
     cast_peak_bytes: int
     """Bytes that casting one parameter after the other needs beyond the whole unit."""
     trained_shard_numel: int
@@ -546,10 +566,10 @@ class _UnitSizes:
     """Bytes of these in the format they are computed in."""
 
 
-def _compute_cast_peak_bytes(sizes: Sequence[int]) -> int:
-    """With one rank per copy each parameter is cast, copied and forgotten before the next one's turn."""
+def _compute_cast_peak_bytes(sizes: Sequence[int], casts: Sequence[bool]) -> int:
+    """With one rank per copy each parameter that is cast is copied and forgotten before the next one's turn."""
     allocated, peak = 0, 0
-    for size in sizes:
-        peak = max(peak, allocated + 2 * size)
+    for size, is_cast in zip(sizes, casts, strict=True):
+        peak = max(peak, allocated + (2 if is_cast else 1) * size)
         allocated += size
     return peak - allocated

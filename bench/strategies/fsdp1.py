@@ -110,6 +110,12 @@ class FSDP1Strategy(ShardingStrategy):
                 "themselves: choose bf16, or strategy fsdp."
             )
         casts_parameters = settings.precision.is_mixed and not self.uses_autocast(settings.precision)
+        if settings.finetune == "qlora" and casts_parameters:
+            raise ImpossibleError(
+                f"precision={settings.precision.name} is not valid for strategy={self.name} with finetune=qlora, since "
+                "torch's FSDP1 keeps the parameters of a block in one flat parameter and would cast packed weights "
+                "with it: choose bf16_pure, precision.mixing=autocast, or strategy fsdp."
+            )
         if (
             self.resolved_sharding_factor == 1
             and casts_parameters
@@ -253,6 +259,9 @@ class FSDP1Plan(ShardedPlan):
     def compute_shard_numel(self, unit: ShardingUnit) -> int:
         """Of its flat parameter, padding included."""
         return self._flat_numel[unit.index] // self._sharding_factor
+
+    def compute_shard_bytes(self, unit: ShardingUnit) -> int:
+        return self.compute_shard_numel(unit) * self.inputs.parameter_itemsize
 
     def compute_gradient_shard_numel(self, unit: ShardingUnit) -> int:
         return self.compute_shard_numel(unit) if unit.trained_parameters else 0
@@ -458,7 +467,7 @@ class FSDP1Plan(ShardedPlan):
             return
         self._unsharded_units.add(index)
         device.run_hooks()
-        self._upload_shard(device, unit, self.compute_shard_numel(unit) * self.inputs.parameter_itemsize)
+        self._upload_shard(device, unit, self.compute_shard_bytes(unit))
         if self._sharding_factor == 1:
             if self._offloads_parameters:
                 self._pending_all_gathers.add(index)

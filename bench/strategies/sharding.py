@@ -17,7 +17,7 @@ from bench.core.precision import AUTOCAST_MIXING
 from bench.core.precision import PARAMETER_MIXING as MIXED_PARAMETERS
 from bench.core.typed_config import Within
 from bench.optimizers.updated_tensor import DTENSORS
-from bench.strategies.base import BuildOptimizer, Strategy, WrapContext, format_strategies_for_finetune
+from bench.strategies.base import BuildOptimizer, Strategy, WrapContext, require_packed_bits
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
@@ -56,7 +56,7 @@ class ShardingStrategy(Strategy):
     cpu_offload: bool
     """Keep the shards and the optimizer step on the CPU."""
 
-    supported_finetunes: ClassVar[tuple[str, ...]] = ("full", "lora")
+    supported_finetunes: ClassVar[tuple[str, ...]] = ("full", "lora", "qlora")
     supported_mixings: ClassVar[tuple[str, ...]] = (MIXED_PARAMETERS, AUTOCAST_MIXING)
     shards_fp32_layers_separately = True
     takes_float8 = True
@@ -80,15 +80,10 @@ class ShardingStrategy(Strategy):
                 "strategy.cpu_offload=true is not valid on a CPU, where parameters are already: choose false."
             )
 
-    def check_finetune(self, name: str) -> None:
-        """Packed weights have scales, which would have to be sharded with them."""
-        if name == "qlora":
-            raise ImpossibleError(
-                f"finetune=qlora is not valid with strategy={self.name}, which would shard packed weights without the "
-                "scales that belong to them: choose finetune=lora with strategy fsdp, or strategy "
-                f"{format_strategies_for_finetune(name)}."
-            )
-        super().check_finetune(name)
+    def check_finetune(self, name: str, quantised_bits: int | None) -> None:
+        """Quantised weights of 4 bits are parameters like others."""
+        super().check_finetune(name, quantised_bits)
+        require_packed_bits(self.name, quantised_bits)
 
     def describe_effective_strategy(self, world_size: int) -> str:
         """Full or hybrid sharding, ZeRO-2 behaviour, or nothing sharded at all."""
@@ -139,6 +134,10 @@ class ShardedPlan(StepPlan):
         """Elements of a unit that the first rank stores."""
 
     @abstractmethod
+    def compute_shard_bytes(self, unit: ShardingUnit) -> int:
+        """Bytes of these."""
+
+    @abstractmethod
     def compute_gradient_shard_numel(self, unit: ShardingUnit) -> int:
         """Elements of a unit's reduced gradients that the first rank keeps; 0 where nothing of it is trained."""
 
@@ -152,11 +151,10 @@ class ShardedPlan(StepPlan):
         """Offloaded shards of parameters and gradients, and of optimizer state if it goes with them."""
         if not self._offloads_parameters:
             return 0.0
-        numel = sum(
-            self.compute_shard_numel(unit) + self.compute_gradient_shard_numel(unit) for unit in self._units.values()
-        )
+        units = self._units.values()
+        gradient_bytes = sum(map(self.compute_gradient_shard_numel, units)) * self.inputs.parameter_itemsize
         state_bytes = compute_optimizer_bytes(self.inputs, self.updated_tensors) if self.updates_on_host else 0.0
-        return numel * self.inputs.parameter_itemsize + state_bytes
+        return sum(map(self.compute_shard_bytes, units)) + gradient_bytes + state_bytes
 
     @property
     def optimizer_transfer_bytes(self) -> float:
@@ -166,16 +164,13 @@ class ShardedPlan(StepPlan):
         return 3 * sum(self.updated_numels) * self.inputs.parameter_itemsize
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
-        """Shards and their optimizer state, unless the CPU has them."""
+        """Shards and their optimizer state, unless the CPU has them, and the scales of quantised weights."""
         if not self.updates_on_host:
             allocate_optimizer_state(device, self.inputs, self.updated_tensors)
+        device.allocate("scales", self.inputs.scale_bytes, PARAMETER_MEMORY)
         if self._offloads_parameters:
             return
-        shard_bytes = {
-            index: self.compute_shard_numel(unit) * self.inputs.parameter_itemsize
-            for index, unit in self._units.items()
-        }
-        device.allocate("parameters", sum(shard_bytes.values()), PARAMETER_MEMORY)
+        device.allocate("parameters", sum(map(self.compute_shard_bytes, self._units.values())), PARAMETER_MEMORY)
         if self.inputs.keep_gradients:
             for index, unit in self._units.items():
                 if numel := self.compute_gradient_shard_numel(unit):
@@ -201,7 +196,7 @@ class ShardedPlan(StepPlan):
             device.allocate(f"upload {unit.index}", size, ALL_GATHER_MEMORY)
             device.copy_host_device(
                 f"upload {unit.index}",
-                self.compute_shard_numel(unit) * self.inputs.parameter_itemsize,
+                self.compute_shard_bytes(unit),
                 ALL_GATHER_STREAM,
             )
 

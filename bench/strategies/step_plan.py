@@ -46,7 +46,7 @@ def name_unit_gradients(unit: ShardingUnit) -> str:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter as the model has it."""
+    """One parameter as the model has it, or as it is stored where it is quantised."""
 
     name: str
     """Within its block; for the root, within the model."""
@@ -55,8 +55,10 @@ class ParameterSpec:
     """Computed in fp32 even where the rest is in 16 bits."""
     is_trained: bool = True
     """Has a gradient and optimizer state."""
-    fixed_bytes: int | None = None
-    """What it takes in any precision: quantised, with its scales."""
+    quantised_bytes: int | None = None
+    """Bytes of a quantised weight, in any precision."""
+    scale_bytes: int = 0
+    """Bytes of its scales, which no strategy shards."""
     is_hidden_matrix: bool = False
     """The weight of a layer within a block, with two dimensions."""
 
@@ -156,8 +158,19 @@ class PlanInputs:
         return self.precision.parameter_dtype.itemsize
 
     def compute_stored_bytes(self, parameter: ParameterSpec) -> int:
-        fixed_bytes = parameter.fixed_bytes
-        return parameter.numel * self.parameter_itemsize if fixed_bytes is None else fixed_bytes
+        """Whole, without scales."""
+        if parameter.quantised_bytes is not None:
+            return parameter.quantised_bytes
+        return parameter.numel * self.parameter_itemsize
+
+    def find_stored_itemsize(self, parameter: ParameterSpec) -> int:
+        """Of one element of a parameter as it is stored: what is quantised is stored as the model takes it."""
+        return self.parameter_itemsize if parameter.quantised_bytes is None else self.cast_itemsize
+
+    @functools.cached_property
+    def scale_bytes(self) -> int:
+        """Of all quantised weights: every rank has them."""
+        return sum(parameter.scale_bytes for unit in self.units for parameter in unit.parameters)
 
     @property
     def reduce_itemsize(self) -> int:
@@ -315,7 +328,8 @@ class ReplicatedPlan(StepPlan):
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Everything is there all the time but the gradients."""
         parameters = [parameter for unit in self.inputs.units for parameter in unit.parameters]
-        device.allocate("parameters", sum(map(self.inputs.compute_stored_bytes, parameters)), PARAMETER_MEMORY)
+        stored_bytes = sum(map(self.inputs.compute_stored_bytes, parameters)) + self.inputs.scale_bytes
+        device.allocate("parameters", stored_bytes, PARAMETER_MEMORY)
         allocate_optimizer_state(device, self.inputs, self.updated_tensors)
         if self.inputs.keep_gradients:
             for unit in self.inputs.units:

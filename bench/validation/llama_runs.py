@@ -74,7 +74,7 @@ EXCLUSION_REASONS = {
     "fms_acceleration_refs, LoRA": (
         "predictions of adapters need the package peft; with it, and 16 as the adapters' rank (read in another version "
         "of the source), the two rows of one GPU without other kernels (34 and 36) were predicted 0.75 and 0.86 % too "
-        "low; FSDP1 refuses adapters here"
+        "low, those of two GPUs with FSDP1 (35 and 37) 8.9 and 10.1 % too low, for a reason that was not found"
     ),
     "fms_acceleration_refs, GPTQ and bitsandbytes": "4-bit weights of other libraries, or bitsandbytes is needed",
     "fms_acceleration_refs, Santacoder": (

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,73 @@ def test_quantised_weights_train_as_predicted(execute: Execute, model: Any, name
         assert losses["8"] == pytest.approx(lora["losses"], rel=1e-3)
 
 
+SHARDED_QLORA_MODELS = {
+    "t5": WIDE_T5,
+    "gpt": WIDE_GPT,
+    "llama": ("model=llama_tiny", "model.intermediate_size=320"),
+    "moe": ("model=moe_tiny",),
+}
+SHARDED_QLORA_RUNS = {
+    "t5": ("fsdp", "fsdp1 4", "fsdp bf16", "fsdp1 bf16_pure"),
+    "gpt": ("fsdp accumulated", "fsdp1 hybrid", "fsdp replicated"),
+    "llama": ("fsdp", "fsdp 4", "fsdp1", "fsdp1 4", "fsdp1 recomputed"),
+    "moe": ("fsdp", "fsdp1"),
+}
+
+
+@needs_both
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED_QLORA_RUNS)
+def test_quantised_weights_that_are_sharded_train_as_in_one_process(execute: Execute, name: str) -> None:
+    qlora = (*SHARDED_QLORA_MODELS[name], *STEPS, "finetune=qlora")
+    two, four = ("gpus=2", "batch_size_per_gpu=2"), ("gpus=4", "batch_size_per_gpu=1")
+    overrides_by_name = {
+        "fsdp": ("strategy=fsdp", *two),
+        "fsdp 4": ("strategy=fsdp", *four),
+        "fsdp bf16": ("strategy=fsdp", *two, "precision=bf16"),
+        "fsdp replicated": ("strategy=fsdp", "strategy.sharding_factor=1", *two),
+        "fsdp accumulated": ("strategy=fsdp", "strategy.reshard_after_forward=false", *two, "gradient_accumulation=2"),
+        "fsdp1": ("strategy=fsdp1", *two),
+        "fsdp1 4": ("strategy=fsdp1", *four),
+        "fsdp1 bf16_pure": ("strategy=fsdp1", *two, "precision=bf16_pure"),
+        "fsdp1 hybrid": ("strategy=fsdp1", "strategy.sharding_factor=2", *four),
+        "fsdp1 recomputed": ("strategy=fsdp1", *two, "activation_checkpointing=full"),
+    }
+    runs = [(*qlora, *overrides_by_name[run_name]) for run_name in SHARDED_QLORA_RUNS[name]]
+    single, *records = execute((*qlora, "strategy=single", "batch_size_per_gpu=4"), *runs)
+    for run_name, record, overrides in zip(SHARDED_QLORA_RUNS[name], records, runs, strict=True):
+        assert record["status"] == "ok", record["error"]
+        expected = predict_run(compose_run_config(*overrides)).memory.allocated.value
+        assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), run_name
+        assert record["peak_allocated_bytes"] < single["peak_allocated_bytes"], run_name
+        if run_name == "fsdp accumulated":
+            continue  # twice as many sentences
+        rounding = 1e-2 if "bf16" in run_name else 1e-6
+        assert record["losses"] == pytest.approx(single["losses"], rel=rounding), run_name
+    assert single["losses"][-1] < single["losses"][0] - 0.4
+
+
+@needs("peft", "bitsandbytes", "deepspeed")
+@pytest.mark.slow
+def test_deepspeed_trains_adapters_beside_quantised_weights(execute: Execute) -> None:
+    qlora = (*SHARDED_QLORA_MODELS["llama"], *STEPS, "finetune=qlora")
+    stages = [
+        (*qlora, "strategy=deepspeed", f"strategy.stage={stage}", "strategy.reduce_bucket_size=2000", "gpus=2")
+        for stage in (0, 1, 2, 3)
+    ]
+    runs = [
+        (*qlora, "strategy=single", "batch_size_per_gpu=4"),
+        *((*stage, "batch_size_per_gpu=2") for stage in stages),
+    ]
+    single, *others = execute(*runs)
+    for stage, (record, overrides) in enumerate(zip(others, runs[1:], strict=True)):
+        assert record["status"] == "ok", record["error"]
+        assert record["losses"] == pytest.approx(single["losses"], rel=1e-6)
+        if stage < 3:
+            expected = predict_run(compose_run_config(*overrides)).memory.allocated.value
+            assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), overrides
+
+
 def build_filled_model(*run_overrides: str) -> torch.nn.Module:
     config = compose_run_config(*run_overrides, "strategy=single", "seed=5")
     model = config.trained_model.build_model()
@@ -176,17 +244,36 @@ def test_frozen_weights_are_those_that_full_training_starts_from(model: Any) -> 
     assert all(parameter.requires_grad for parameter in adapters.values())
     assert all(not parameter.any() for name, parameter in adapters.items() if "lora_B" in name)
     config = compose_run_config(*model, "finetune=qlora", "strategy=single")
-    fixed = config.trained_model.find_stored_bytes(config.trained_model.build_model())
+    stored_formats = config.trained_model.find_stored_formats(config.trained_model.build_model())
     quantised = build_filled_model(*model, "finetune=qlora")
     import bitsandbytes as bnb
 
     layers = {name: module for name, module in quantised.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
-    assert len(layers) == len(fixed)
+    assert len(layers) == len(stored_formats)
     for name, layer in layers.items():
         drawn = full[name.replace(".base_layer", "") + ".weight"]
         drawn = drawn.T if model is WIDE_GPT else drawn
         restored = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
         assert (restored - drawn).abs().mean() < 0.1 * drawn.abs().mean(), name  # NF4 errs by 8 % of a normal weight
+
+
+@needs_both
+def test_a_weight_that_was_quantised_is_not_kept_as_it_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose_run_config(*WIDE_GPT, "finetune=qlora", "strategy=single")
+    drawn_weights: list[weakref.ref[torch.nn.Parameter]] = []
+    quantise = family.quantise_drawn_weight
+
+    def quantise_and_remember(module: Any) -> None:
+        if adapters.is_quantised(module):
+            drawn_weights.append(weakref.ref(module.weight))
+        quantise(module)
+
+    monkeypatch.setattr(family, "quantise_drawn_weight", quantise_and_remember)
+    model = config.trained_model.build_model()
+    materializer = Materializer(model, config.trained_model, torch.device("cpu"), 5)
+    materializer.fill_model(model)
+    assert len(drawn_weights) == len(config.trained_model.list_converted_modules(model)) > 0
+    assert all(weight() is None for weight in drawn_weights)
 
 
 @needs_both
@@ -204,23 +291,34 @@ def test_a_quantised_weight_takes_half_a_byte_and_its_scales() -> None:
     pairs = list(zip(plain.units[1].parameters, narrow.units[1].parameters, strict=True))
     assert {parameter.is_trained for parameter, _ in pairs} == {True, False}
     assert [parameter.is_trained for parameter, _ in pairs] == [parameter.is_trained for _, parameter in pairs]
-    quantised = [parameter for _, parameter in pairs if parameter.fixed_bytes is not None]
+    quantised = [(drawn.numel, parameter) for drawn, parameter in pairs if parameter.quantised_bytes is not None]
     assert len(quantised) == 4  # attention in and out, feed-forward in and out
-    assert all(parameter.fixed_bytes > parameter.numel // 2 for parameter in quantised)
+    assert all(parameter.quantised_bytes == num_weights // 2 for num_weights, parameter in quantised)
+    assert all(parameter.numel == num_weights // 8 for num_weights, parameter in quantised)  # in numbers of 4 bytes
+    assert all(parameter.scale_bytes > num_weights // 64 for num_weights, parameter in quantised)
 
 
 REFUSED_CASES = [
     (("finetune=lora", "strategy=fsdp1", "strategy.sharding_factor=1", "gpus=2"), "strategy.sharding_factor=1 is not"),
     (("finetune=lora", "strategy=fsdp1", "gpus=2", "precision=fp16"), "precision=fp16 is not valid for strategy=fsdp1"),
-    (("finetune=qlora", "strategy=fsdp1", "gpus=2"), "with strategy fsdp, or strategy ddp, single or zero1."),
-    (("finetune=qlora", "strategy=fsdp", "gpus=2"), "packed weights without the scales"),
+    (
+        ("finetune=qlora", "model.hidden_size=64", "strategy=fsdp1", "gpus=2", "precision=bf16"),
+        "in one flat parameter and would cast packed weights with it: choose bf16_pure, precision.mixing=autocast, or",
+    ),
+    *(
+        (
+            ("finetune=qlora", "finetune.bits=8", f"strategy={strategy}", "gpus=2"),
+            f"finetune=qlora is not valid with strategy={strategy} for finetune.bits=8, since bitsandbytes keeps",
+        )
+        for strategy in ("fsdp", "fsdp1", "deepspeed")
+    ),
     (
         ("finetune=lora", "strategy=data_parallel", "gpus=2", "hardware=a100_80gb"),
         "choose finetune=full, or strategy ddp, deepspeed, fsdp, fsdp1, single or zero1.",
     ),
     (
-        ("finetune=qlora", "strategy=deepspeed", "gpus=2"),
-        "quantised weights beside others: choose finetune=full or lora, or strategy ddp, single or zero1.",
+        ("finetune=qlora", "strategy=data_parallel", "gpus=2", "hardware=a100_80gb"),
+        "quantised weights beside others: choose finetune=full, or strategy ddp, deepspeed, fsdp, fsdp1, single or",
     ),
     (("finetune=qlora", "strategy=single", "precision=fp16"), "precision=fp16 is not valid with finetune=qlora"),
     (("finetune=lora", "finetune.rank=33"), "finetune.rank=33 is not valid: choose a whole number from 1 to 32"),

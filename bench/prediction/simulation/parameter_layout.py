@@ -82,18 +82,20 @@ def _build_layout(
         if scales_loss
         else set()
     )
-    fixed_bytes = family.find_stored_bytes(model)
+    stored_formats = family.find_stored_formats(model)
     hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(family.find_block_lists(model))}
     traced_parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
     locations = locate_parameters(family, model)
     for parameter in model.parameters():
         place, name = locations[id(parameter)]
+        stored_format = stored_formats.get(id(parameter))
         traced_parameters.setdefault(place, {})[name] = ParameterSpec(
             name,
-            tuple(find_local_shape(parameter)),
+            tuple(find_local_shape(parameter)) if stored_format is None else stored_format.shape,
             id(parameter) in fp32_parameter_ids,
             parameter.requires_grad,
-            fixed_bytes.get(id(parameter)),
+            None if stored_format is None else stored_format.num_bytes,
+            0 if stored_format is None else stored_format.scale_bytes,
             id(parameter) in hidden_matrix_ids,
         )
     block_counts = _count_blocks(family)

@@ -107,10 +107,11 @@ class DeepSpeedStage3Plan(StepPlan):
         return [UpdatedTensor((sum(trained_numels),))]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
-        """Partitions, a copy of them in fp32 to update, states, gradients' partitions and the bucket."""
+        """Partitions, a copy in fp32 to update, states, gradients' partitions, the bucket and scales."""
         (own_numel,) = self.updated_numels
         stored_numel = sum(self._partition_numels.values())
-        device.allocate("parameters", stored_numel * self._compute_itemsize + own_numel * 4, PARAMETER_MEMORY)
+        stored_bytes = stored_numel * self._compute_itemsize + self.inputs.scale_bytes
+        device.allocate("parameters", stored_bytes + own_numel * 4, PARAMETER_MEMORY)
         allocate_optimizer_state(device, self.inputs, self.updated_tensors)
         device.allocate("gradient partitions", own_numel * 4, GRADIENT_MEMORY)
         self._allocate_buffers(device)

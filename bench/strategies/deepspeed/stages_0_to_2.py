@@ -87,7 +87,7 @@ class DeepSpeedStage1And2Plan(StepPlan):
         self._buffer_itemsize = self._compute_itemsize
         self._casts_gradients = self._compute_itemsize != self._reduce_itemsize
         self._named_parameters = list_in_flat_order(inputs.units)
-        self._frozen_bytes = count_frozen_numel(inputs) * self._compute_itemsize
+        self._frozen_bytes = count_frozen_numel(inputs) * self._compute_itemsize + inputs.scale_bytes
         parameters = [parameter for _, parameter in self._named_parameters]
         alignment = 2 * inputs.world_size
         self._padded_numel = -(-sum(parameter.numel for parameter in parameters) // alignment) * alignment
@@ -287,7 +287,7 @@ class DeepSpeedBf16Stage1Plan(StepPlan):
         self._padded_numel = (
             -(-sum(parameter.numel for parameter in inputs.trained_parameters) // alignment) * alignment
         )
-        self._frozen_bytes = count_frozen_numel(inputs) * self._compute_itemsize
+        self._frozen_bytes = count_frozen_numel(inputs) * self._compute_itemsize + inputs.scale_bytes
         self._synchronize = True
 
     @property

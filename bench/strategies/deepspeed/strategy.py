@@ -25,6 +25,7 @@ from bench.strategies.base import (
     StepSettings,
     Strategy,
     WrapContext,
+    require_packed_bits,
     require_sharding_factor,
     require_stored_reduce_dtype,
 )
@@ -120,7 +121,7 @@ class DeepSpeedStrategy(Strategy):
     max_reuse_distance: Annotated[int, NUMEL_RANGE]
     """Parameters used again within so many elements stay whole in stage 3."""
 
-    supported_finetunes = ("full", "lora")
+    supported_finetunes = ("full", "lora", "qlora")
     supported_mixings = (PARAMETER_MIXING,)
     single_mixing_reason = "whose optimizer keeps narrow parameters in fp32 as well"
 
@@ -172,6 +173,11 @@ class DeepSpeedStrategy(Strategy):
                     f"strategy.{name}={getattr(self, name)} is not valid on a CPU, where there is no device to "
                     "offload from: choose none."
                 )
+
+    def check_finetune(self, name: str, quantised_bits: int | None) -> None:
+        """Quantised weights of 4 bits are parameters like others."""
+        super().check_finetune(name, quantised_bits)
+        require_packed_bits(self.name, quantised_bits)
 
     def check_precision(self, precision: Precision) -> None:
         """In fp32, or bf16 with fp32 master weights, optimizer state and reduction."""
