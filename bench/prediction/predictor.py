@@ -136,7 +136,7 @@ def _list_traces(config: RunConfig) -> list[tuple[TraceKey | StageTraceKey, int]
     return [
         (build_trace_key(config), traced_size)
         for batch_size in batch_sizes
-        for traced_size in set(list_traced_batch_sizes(batch_size))
+        for traced_size in set(list_traced_batch_sizes(batch_size, is_compiled=config.compile))
     ]
 
 
@@ -180,7 +180,9 @@ class SimulatedStep:
 
 def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool) -> list[SimulatedStep]:
     """The different steps of a period, each by itself."""
-    scaled_trace = load_scaled_trace(build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device))
+    scaled_trace = load_scaled_trace(
+        build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
+    )
     counted_plans = config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))
     return [
         SimulatedStep(count, _simulate_rank(config, speed, timeline, scaled_trace, plan), plan)
@@ -213,7 +215,9 @@ def _simulate_rank(
 def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     """A device after the first of a process that drives several, its time left out."""
     key = build_trace_key(config)
-    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(config.sequences_per_device))
+    scaled_trace = load_scaled_trace(
+        key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
+    )
     plan = config.strategy.plan_other_devices(_build_plan_inputs(config, scaled_trace))
     assert plan is not None
     simulated_rank = SimulatedRank(rank_speed.RankSpeed())
@@ -313,7 +317,7 @@ def _find_transfer_speed(config: RunConfig) -> float:
 def _compute_offloaded_bytes(config: RunConfig) -> float:
     """Of activations on the host."""
     key, batch_size = build_trace_key(config), config.sequences_per_device
-    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size))
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size, is_compiled=config.compile))
     positions = find_segment_block_positions(
         scaled_trace.segments,
         _build_layout(config).block_counts,
@@ -339,7 +343,7 @@ def _build_segments(
     transfer_s_per_byte: float
         Of a copy between device and host.
     """
-    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size))
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size, is_compiled=key.compile))
     batch_weight = scaled_trace.compute_batch_weight(batch_size)
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
     segment_seconds = rank_speed.compute_seconds_per_segment(

@@ -17,8 +17,6 @@ from bench.core.errors import ImpossibleError, UsageError
 from bench.hardware.detect import DetectedDevice, refuse_unsupported
 from bench.models import float8
 from bench.prediction.predictor import predict_run
-from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
-from bench.prediction.trace.kernels import MEMORY_BOUND
 from bench.prediction.trace.trace import TraceKey
 from bench.prediction.trace.trace_recorder import trace_step
 from bench.sweeps.predict_sweep import refuse_unpredictable
@@ -138,18 +136,6 @@ def test_compiled_on_h100_a_model_of_7_billion_gains_what_torchao_s_readme_says_
     # Llama 3 8B on 8 H100, compiled, selective checkpointing, FSDP2: 1.25, all-gathers in FP8 too, hidden here.
     assert seconds["bf16"] / seconds["fp8"] == pytest.approx(1.25, abs=0.1)
     assert memory["fp8"] == pytest.approx(memory["bf16"], rel=0.05)
-
-
-def test_the_scale_of_a_whole_tensor_is_known_only_when_it_was_read() -> None:
-    memory_kernels = [(name, MEMORY_BOUND, 0, (0, 0, 0, 0, 0), 0, 0) for name in ("abs", "max", "mul")]
-    uses = [
-        KernelAccesses(((1, 100),), ((2, 100),)),
-        KernelAccesses(((2, 100),), ((3, 4),)),
-        KernelAccesses(((1, 100), (3, 4)), ((4, 100),)),
-    ]
-    kernels, became = fuse_kernels(memory_kernels, uses, {4: 9, 3: 2})
-    assert became == [0, 0, 1]
-    assert [kernel[-1] for kernel in kernels] == [100 + 4, 100 + 4 + 100]
 
 
 @needs_library

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -332,3 +333,16 @@ def test_fresh_random_runs_need_what_is_predicted(tmp_path: Path, monkeypatch: p
     worst, run = errors[0]
     assert abs(worst) < MAX_RANDOM_ERROR, f"{worst:+.2%}: {run}"
     assert statistics.fmean(abs(error) for error, _ in errors) < MAX_RANDOM_MEAN
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+def test_compiled_blocks_need_what_is_predicted_and_others_more(execute: Callable[..., list[dict[str, Any]]]) -> None:
+    run = ("model=t5_tiny", "strategy=single", "precision=bf16", "hardware=cpu")
+    (row,) = execute((*run, "measurement.warmup_steps=2", "measurement.steps=2", "compile=true"))
+    compiled, plain = (
+        predict_run(compose_run_config(*run, f"compile={flag}", "mode=predict")).memory.allocated.value
+        for flag in ("true", "false")
+    )
+    assert compiled == pytest.approx(row["peak_allocated_bytes"], rel=0.02)
+    assert plain > 1.1 * row["peak_allocated_bytes"]

@@ -16,8 +16,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.models.checkpointing import find_block_period
 from bench.prediction.predictor import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
-from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
-from bench.prediction.trace.kernels import ATTENTION, MATMUL, MEMORY_BOUND
+from bench.prediction.trace.kernels import ATTENTION, MATMUL
 from bench.prediction.trace.op_recorder import OpRecorder, _is_causal, use_device_operators
 from bench.prediction.trace.scaled_trace import (
     SegmentAtBatch,
@@ -168,9 +167,10 @@ def test_few_blocks_at_two_batch_sizes_are_the_whole_model_at_another(model, che
     assert [scene.chunks for scene, _ in expand_to_full_depth(few, lengths)] == [scene.chunks for scene in expected]
 
 
-def test_a_batch_of_one_is_traced_itself():
-    assert list_traced_batch_sizes(1) == (1, 1)
-    assert list_traced_batch_sizes(2) == list_traced_batch_sizes(64) == (2, 3)
+def test_a_batch_of_one_and_every_batch_of_compiled_blocks_is_traced_itself():
+    for size in (1, 2, 64):
+        assert list_traced_batch_sizes(size, is_compiled=True) == (size, size)
+        assert list_traced_batch_sizes(size, is_compiled=False) == ((1, 1) if size == 1 else (2, 3))
 
 
 def test_models_that_differ_between_batch_sizes_are_refused():
@@ -326,8 +326,8 @@ def test_compiled_blocks_move_fewer_bytes_and_compute_the_same(model, checkpoint
     )
     plain, compiled = (trace_step(dataclasses.replace(key, compile=flag), 2) for flag in (False, True))
     for before, after in zip(plain.segments, compiled.segments, strict=True):
-        assert sorted(size for size, _ in before.changes) == sorted(size for size, _ in after.changes)
-        assert sum(kernel[4] for kernel in before.kernels) == sum(kernel[4] for kernel in after.kernels)
+        products = [sum(kernel[4] for kernel in segment.kernels if kernel[1] == MATMUL) for segment in (before, after)]
+        assert products[0] == products[1]
         moved = [sum(kernel[5] for kernel in segment.kernels) for segment in (before, after)]
         if before.place is None or before.place == LOSS_PLACE:
             assert moved[0] == moved[1]
@@ -335,18 +335,3 @@ def test_compiled_blocks_move_fewer_bytes_and_compute_the_same(model, checkpoint
             assert 0.2 * moved[0] < moved[1] < moved[0]
             assert len(after.kernels) < 0.8 * len(before.kernels)
         assert all(event.kernel <= len(after.kernels) for event in after.gradients)
-
-
-def test_a_fused_kernel_reads_what_comes_in_and_writes_what_is_read_later():
-    add, mm = ("add", MEMORY_BOUND, 0, (0,) * 5, 0, 24), ("mm", MATMUL, 0, (1, 2, 2, 2, 0), 16, 48)
-    uses = [
-        KernelAccesses(((1, 8), (2, 8)), ((3, 8),)),
-        KernelAccesses(((3, 8), (2, 8)), ((4, 8),)),
-        KernelAccesses(((4, 8),), ((5, 8),)),
-    ]
-    kernels, became = fuse_kernels([add, add, mm], uses, {1: 0, 2: 1, 3: 1, 4: 2})
-    assert kernels == [("fused", MEMORY_BOUND, 0, (0,) * 5, 0, 8 + 8 + 8), mm]
-    assert became == [0, 0, 1]
-    kernels, became = fuse_kernels([add, add, mm], uses, {1: 0, 2: 1, 3: 1, 4: 2}, collective_positions={1})
-    assert [kernel[5] for kernel in kernels] == [8 + 8 + 8, 8 + 8 + 8, 48]
-    assert became == [0, 1, 2]

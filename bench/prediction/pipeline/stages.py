@@ -113,7 +113,7 @@ def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey |
     return [
         (stage_key, size)
         for stage_key in stage_keys
-        for size in set(list_traced_batch_sizes(_count_sequences(config, timetable)))
+        for size in set(list_traced_batch_sizes(_count_sequences(config, timetable), is_compiled=config.compile))
     ]
 
 
@@ -145,7 +145,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
         block_counts = tuple(blocks.num_blocks for blocks in stage_blocks)
         segments = _build_stage_segments(stage_key, num_sequences, HashableHardware(config.hardware), block_counts)
         units, ordered_segments = arrange_stage(index, stage_key, block_counts, segments)
-        scaled_trace = load_scaled_trace(stage_key, list_traced_batch_sizes(num_sequences))
+        scaled_trace = load_scaled_trace(stage_key, list_traced_batch_sizes(num_sequences, is_compiled=config.compile))
         is_last = index == timetable.num_stages - 1
         stages.append(
             SimulatedPipelineStage(
@@ -158,7 +158,8 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
                 else scaled_trace.outputs_bytes[0]
                 + scaled_trace.compute_batch_weight(num_sequences) * scaled_trace.outputs_bytes[1],
                 logits_bytes=_compute_logits_bytes(config, key, num_sequences) if is_last else 0.0,
-                sequence_bytes=scaled_trace.inputs_bytes[1] or scaled_trace.inputs_bytes[0],
+                sequence_bytes=scaled_trace.inputs_bytes[1]
+                or scaled_trace.inputs_bytes[0] / scaled_trace.traced_batch_sizes[0],
             )
         )
     return stages
@@ -190,7 +191,7 @@ def _compute_logits_bytes(config: RunConfig, key: TraceKey, num_sequences: int) 
 def _build_stage_segments(
     key: StageTraceKey, num_sequences: int, hashable_hardware: HashableHardware, block_counts: tuple[int, ...]
 ) -> tuple[SegmentAtBatch, ...]:
-    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(num_sequences))
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(num_sequences, is_compiled=key.trace_key.compile))
     batch_weight = scaled_trace.compute_batch_weight(num_sequences)
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
     segment_seconds = rank_speed.compute_seconds_per_segment(

@@ -244,7 +244,8 @@ CPU_ALLOCATED_RATIO = RatioRange(0.97, 1.0, 1.03)
 
 CUDA_ALLOCATED_RATIO = RatioRange(0.95, 1.0, 1.07)
 """The same on a GPU. The published peaks of Figure 8(b) are within 2.5 % (results/predicted/ACCURACY.md); nothing was
-measured by us. Where torch chooses other kernels than were traced, or a compiler keeps less, it is further off."""
+measured by us. Where torch chooses other kernels than were traced, or Inductor plans compiled blocks otherwise for a
+GPU than for a CPU, it is further off."""
 
 CROSS_STREAM_FACTOR = 1.35
 """Memory that was freed while another stream used it, over what playing the step shows of it: fitted on the difference

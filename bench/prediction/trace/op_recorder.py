@@ -69,9 +69,6 @@ ATTENTION_NAME_PART = "attention"
 KernelRecord = tuple[str, int, int, tuple[int, ...], int, int]
 """Operator name, kind, format, dimensions, FLOPs and bytes moved."""
 
-StorageAccesses = tuple[tuple[int, int], ...]
-"""Storages a kernel reads or writes: number and bytes."""
-
 
 class OpRecorder(TorchDispatchMode):
     """Calls back for every storage and every kernel.
@@ -81,7 +78,7 @@ class OpRecorder(TorchDispatchMode):
     on_memory_change: callable
         Takes the number of bytes of a storage (negative when it is released) and a number that names the storage.
     on_kernel: callable
-        Takes a `KernelRecord`, the storages it reads and those it writes.
+        Takes a `KernelRecord`.
     on_collective: callable
         Takes the kind of a collective among ranks that share a layer and the bytes of the whole.
     on_cpu: bool
@@ -91,7 +88,7 @@ class OpRecorder(TorchDispatchMode):
     def __init__(
         self,
         on_memory_change: Callable[[int, int], None],
-        on_kernel: Callable[[KernelRecord, StorageAccesses, StorageAccesses], None],
+        on_kernel: Callable[[KernelRecord], None],
         on_collective: Callable[[str, int], None] = lambda kind, size: None,
         *,
         on_cpu: bool,
@@ -134,9 +131,7 @@ class OpRecorder(TorchDispatchMode):
                 kind, max(map(_count_distinct_bytes, (*_iterate_tensors(args), *_iterate_tensors(out))))
             )
         elif is_kernel(func):
-            self._on_kernel(
-                describe_kernel(func, args, kwargs, out), self._list_accesses((args, kwargs)), self._list_accesses(out)
-            )
+            self._on_kernel(describe_kernel(func, args, kwargs, out))
         return out
 
     def track_storage(self, tensor: torch.Tensor) -> None:
@@ -158,15 +153,6 @@ class OpRecorder(TorchDispatchMode):
         size, number = self._live_storages.get(tensor.untyped_storage()._cdata, (0, 0))
         return number if size == tensor.nbytes else 0
 
-    def _list_accesses(self, value: Any) -> StorageAccesses:
-        """Of tensors whose storages were tracked: number and bytes."""
-        keyed_tensors = ((tensor.untyped_storage()._cdata, tensor) for tensor in _iterate_tensors(value))
-        return tuple(
-            (self._live_storages[key][1], _count_distinct_bytes(tensor))
-            for key, tensor in keyed_tensors
-            if key in self._live_storages
-        )
-
     def _replace_storage(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """One storage takes another's place: in a real run they are the same."""
         key, storage = old.untyped_storage()._cdata, new.untyped_storage()
@@ -177,7 +163,7 @@ class OpRecorder(TorchDispatchMode):
     def close(self) -> None:
         """Take no further notice of anything."""
         self._on_memory_change = lambda size, number: None
-        self._on_kernel = lambda kernel, reads, writes: None
+        self._on_kernel = lambda kernel: None
         self._on_collective = lambda kind, size: None
 
     def _note_free(self, key: int) -> None:
@@ -189,7 +175,7 @@ class OpRecorder(TorchDispatchMode):
 def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord:
     """Operator name, kind, format, dimensions, FLOPs and bytes moved of one call."""
     name = func._schema.name.partition("::")[2]
-    operands = list(_iterate_tensors((args, kwargs)))
+    operands = list(_iterate_tensors((args, {key: value for key, value in kwargs.items() if key != "out"})))
     results = list(_iterate_tensors(out))
     bytes_moved = sum(map(_count_distinct_bytes, operands)) + sum(map(_count_distinct_bytes, results))
     format_ = min((FORMAT_BY_DTYPE.get(tensor.dtype, OTHER_FORMAT) for tensor in operands), default=OTHER_FORMAT)
@@ -302,6 +288,19 @@ def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: tor
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
+def run_attention_backward(
+    gradient: Any, query: Any, key: Any, value: Any, bias: Any, output: Any, log_sum_exp: Any, is_causal: bool
+) -> Any:
+    """Gradients of query, key and value; its buffers are there while it runs."""
+    buffers = [
+        torch.empty_like(query, dtype=torch.float32),  # both kernels add up the query's gradient in fp32
+        torch.empty_like(log_sum_exp),
+    ]
+    gradients = torch.ops.bench.attention_backward(gradient, query, key, value, bias, output, log_sum_exp, is_causal)
+    del buffers
+    return gradients
+
+
 class _FakeFusedAttention(torch.autograd.Function):
     """What a fused kernel keeps from forward to backward, and what backward needs for a while."""
 
@@ -317,14 +316,7 @@ class _FakeFusedAttention(torch.autograd.Function):
         query, key, value, bias, output, log_sum_exp = ctx.saved_tensors
         needs_bias_gradient = bias is not None and ctx.needs_input_grad[3]
         scores = query.new_empty(*query.shape[:3], key.shape[2]) if needs_bias_gradient else None
-        query_gradient_fp32 = torch.empty_like(
-            query, dtype=torch.float32
-        )  # both kernels add up the query's gradient in fp32
-        row_sums = torch.empty_like(log_sum_exp)
-        gradients = torch.ops.bench.attention_backward(
-            gradient, query, key, value, bias, output, log_sum_exp, ctx.causal
-        )
-        del query_gradient_fp32, row_sums
+        gradients = run_attention_backward(gradient, query, key, value, bias, output, log_sum_exp, ctx.causal)
         bias_gradient = None if scores is None else scores.sum_to_size(bias.shape)
         return (*gradients, bias_gradient, None)
 

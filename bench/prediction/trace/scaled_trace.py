@@ -1,7 +1,8 @@
 """A trace made ready to be simulated: at any batch size, at the model's true depth, in pieces between gradients.
 
 What a trace counts grows linearly with the batch, so two traces give all others. A batch of one is traced itself:
-where a dimension is 1, operators leave out copies that they make otherwise.
+where a dimension is 1, operators leave out copies that they make otherwise. So is every batch of compiled blocks: what
+the compiler keeps for backward and what it fuses depends on the size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from bench.prediction.trace.trace import (
 )
 
 TRACED_BATCH_SIZES = (2, 3)
-"""Batch sizes that are traced, from which all but 1 follow."""
+"""Batch sizes that are traced, from which all but 1 follow where blocks are not compiled."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,9 @@ def build_scaled_trace(first: Trace, second: Trace, batch_sizes: tuple[int, int]
     )
 
 
-def list_traced_batch_sizes(batch_size: int) -> tuple[int, int]:
+def list_traced_batch_sizes(batch_size: int, *, is_compiled: bool) -> tuple[int, int]:
     """Which batch sizes to trace for a batch of some size."""
-    return (1, 1) if batch_size == 1 else TRACED_BATCH_SIZES
+    return (batch_size, batch_size) if is_compiled or batch_size == 1 else TRACED_BATCH_SIZES
 
 
 def _pair_segments(first: Trace, second: Trace) -> Iterator[tuple[TraceSegment, TraceSegment]]:

@@ -19,6 +19,7 @@ from bench.core import processes
 from bench.models import Family
 from bench.models.checkpointing import checkpoint_blocks, find_block_period
 from bench.models.division import PipelineStageModule
+from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.op_recorder import use_device_operators
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
@@ -162,6 +163,8 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
         tensor_options: dict[str, Any] = {"dtype": find_handover_dtype(trace_key), "requires_grad": requires_grad}
         return tuple(torch.empty(batch_size, *shape, **tensor_options) for shape in shapes)
 
+    if trace_key.compile:
+        compile_blocks(stage.block_lists)
     trace_recorder = TraceRecorder(on_cpu=trace_key.device == "cpu")
     with (
         processes.pause_garbage_collection(),
@@ -196,8 +199,6 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
         trace_recorder.start_segment("backward", None)
         del stage_output, outputs, loss, input_gradients
         trace_recorder.op_recorder.close()
-    if trace_key.compile:
-        trace_recorder.fuse_segments()
     gradient_sizes = {name: parameter.nbytes for parameter, (_, name) in _list_located_parameters(stage)}
     for segment in trace_recorder.segments:
         segment.gradients = [

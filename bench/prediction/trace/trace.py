@@ -44,7 +44,7 @@ class TraceKey:
     device: str
     """cpu or cuda: whose attention kernels."""
     compile: bool = False
-    """Blocks' kernels are fused."""
+    """Blocks are compiled (`bench.prediction.trace.compiled_blocks`)."""
     widens_outputs: bool = False
     """The model's outputs are converted to fp32."""
     split: TensorParallelSplit | None = None

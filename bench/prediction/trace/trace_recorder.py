@@ -26,10 +26,10 @@ from bench.models.checkpointing import BlockPositions, checkpoint_blocks, shorte
 from bench.models.chunked_loss import ChunkedLoss
 from bench.models.division import strip_checkpoint_wrappers
 from bench.models.materialize import fill_buffers
+from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.cpu_memory import track_rng_states
 from bench.prediction.trace.fake_process_group import split_model
-from bench.prediction.trace.fusion import KernelAccesses, fuse_kernels
-from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, StorageAccesses, use_device_operators
+from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, use_device_operators
 from bench.prediction.trace.trace import (
     END_PHASE,
     LOSS_PLACE,
@@ -80,6 +80,8 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
     checkpoint_blocks(family, model, key.activation_checkpointing, block_positions, sequence_length=key.sequence_length)
+    if key.compile:
+        compile_blocks(family.find_block_lists(model))
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
     if key.activation_offload:
         offload_activations(family, model, PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder))
@@ -96,9 +98,9 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         locations = locate_parameters(family, model)
         trace_recorder.watch_model(family, model, locations)
         if key.shards_fp32_separately:
-            trace_recorder.watch_layers(family, model, set(family.find_fp32_modules(model)))
+            trace_recorder.watch_layers(family, model, set(family.find_fp32_modules(model)), key.compile)
         if key.shards_trained_separately:
-            trace_recorder.watch_layers(family, model, set(find_trained_layers(family, model)))
+            trace_recorder.watch_layers(family, model, set(find_trained_layers(family, model)), key.compile)
         if key.widens_outputs:
             model.register_forward_hook(_convert_logits_to_fp32)
         engine = Engine(
@@ -120,8 +122,6 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
             loss = engine.step(micro_batches)
         trace_recorder.op_recorder.close()
         del loss
-    if key.compile:
-        trace_recorder.fuse_segments()
     for segment in trace_recorder.segments:
         sort_simultaneous_frees(segment)
     trace_recorder.free_gradients_at_events()
@@ -185,7 +185,6 @@ class TraceRecorder:
 
     def __init__(self, *, on_cpu: bool) -> None:
         self.segments: list[TraceSegment] = []
-        self._accesses: list[list[KernelAccesses]] = []
         self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
         self._on_cpu = on_cpu
         self.op_recorder = OpRecorder(self._note_memory_change, self._note_kernel, self.note_collective, on_cpu=on_cpu)
@@ -237,14 +236,15 @@ class TraceRecorder:
         block.register_forward_pre_hook(start_forward)
         block.register_forward_hook(end_forward)
 
-    def watch_layers(self, family: Family, model: nn.Module, layers: set[nn.Module]) -> None:
-        """Note where the passes of layers that are sharded by themselves begin and end."""
+    def watch_layers(self, family: Family, model: nn.Module, layers: set[nn.Module], is_compiled: bool) -> None:
+        """Note where the passes of layers that are sharded by themselves begin and end; of layers within compiled
+        blocks, where those of their blocks do."""
         for block in (block for blocks in family.find_block_lists(model) for block in blocks):
             for name, layer in block.named_modules():
                 if layer in layers:
-                    self._watch_layer(layer, strip_checkpoint_wrappers(name))
+                    self._watch_layer(layer, strip_checkpoint_wrappers(name), block if is_compiled else layer)
 
-    def _watch_layer(self, layer: nn.Module, name: str) -> None:
+    def _watch_layer(self, layer: nn.Module, name: str, watched_module: nn.Module) -> None:
         def note_pass(kind: str) -> None:
             segment = self.segments[-1]
             counts = len(segment.changes), len(segment.kernels), len(segment.gradients)
@@ -260,13 +260,14 @@ class TraceRecorder:
             if inputs[0].requires_grad and not ends_with_gradient:
                 inputs[0].register_hook(lambda _gradient: note_pass("after_backward"))
 
-        def end_forward(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        def end_forward(_layer: nn.Module, _inputs: Any, output: Any) -> None:
             note_pass("after_forward")
-            if output.requires_grad:
-                output.register_hook(lambda _gradient: note_pass("before_backward"))
+            hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _gradient: note_pass("before_backward"))
 
-        layer.register_forward_pre_hook(start_forward)
-        layer.register_forward_hook(end_forward)
+        watched_module.register_forward_pre_hook(start_forward)
+        watched_module.register_forward_hook(end_forward)
 
     def _note_outputs(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self.start_segment("forward", LOSS_PLACE)
@@ -288,7 +289,6 @@ class TraceRecorder:
 
     def start_segment(self, phase: str, place: BlockPlace) -> None:
         self.segments.append(TraceSegment(phase, self._micro_batch, place))
-        self._accesses.append([])
 
     def _note_memory_change(self, size: int, number: int) -> None:
         if self._counting_inputs:
@@ -296,10 +296,9 @@ class TraceRecorder:
         elif self.segments:
             self.segments[-1].changes.append((size, number))
 
-    def _note_kernel(self, kernel: KernelRecord, reads: StorageAccesses, writes: StorageAccesses) -> None:
+    def _note_kernel(self, kernel: KernelRecord) -> None:
         if self.segments and not self._counting_inputs:
             self.segments[-1].kernels.append(kernel)
-            self._accesses[-1].append(KernelAccesses(reads, writes))
 
     def note_collective(self, kind: str, size: int) -> None:
         if self.segments and not self._counting_inputs:
@@ -333,32 +332,6 @@ class TraceRecorder:
             segment.changes = changes + [change for change in segment.changes[start:] if change not in late_frees]
             segment.gradients = [event for event in moved_events if isinstance(event, GradientEvent)]
             segment.visits = [event for event in moved_events if isinstance(event, LayerPassEvent)]
-
-    def fuse_segments(self) -> None:
-        """Put the kernels of every block together as a compiler does."""
-        all_accesses = (kernel_accesses for segment_accesses in self._accesses for kernel_accesses in segment_accesses)
-        last_reader = {
-            number: index for index, kernel_accesses in enumerate(all_accesses) for number, _ in kernel_accesses.reads
-        }
-        next_number = 0
-        for segment, segment_accesses in zip(self.segments, self._accesses, strict=True):
-            first_number, next_number = next_number, next_number + len(segment_accesses)
-            if segment.place is None or segment.place == LOSS_PLACE:
-                continue
-            collective_positions = {event.kernel for event in segment.collectives}
-            segment.kernels, fused_positions = fuse_kernels(
-                segment.kernels, segment_accesses, last_reader, first_number, collective_positions
-            )
-            new_positions = [*fused_positions, len(segment.kernels)]
-            segment.gradients = [
-                dataclasses.replace(event, kernel=new_positions[event.kernel]) for event in segment.gradients
-            ]
-            segment.visits = [
-                dataclasses.replace(event, kernel=new_positions[event.kernel]) for event in segment.visits
-            ]
-            segment.collectives = [
-                dataclasses.replace(event, kernel=new_positions[event.kernel]) for event in segment.collectives
-            ]
 
 
 def fill_with_fake_tensors(model: nn.Module, family: Family, key: TraceKey) -> None:

@@ -1,0 +1,286 @@
+"""Blocks as torch.compile makes them: the program that its compiler writes for a block is run on fake tensors.
+
+AOTAutograd traces a block's forward and backward, its min-cut partitioner decides what is kept for backward and what is
+computed again, and Inductor decides which operators become one kernel, which results never reach memory, and when a
+buffer is freed or taken over by another. Inductor's program allocates and frees tensors and calls kernels; here its
+tensors are fake, and a fused kernel is an operator that computes nothing. No C++ or Triton compiler is called.
+
+Inductor plans for a CPU, whatever the device: its plan for a GPU can only be made where Triton is. The partitioner is
+the same for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from bench.prediction.trace.op_recorder import run_attention_backward
+
+FUSED_OPERATOR = "fused"
+"""Name of a kernel that the compiler wrote."""
+
+IN_PLACE_POINTER_NAME_PART = "in_out_ptr"
+"""In the names of parameters of a kernel that it reads and then writes."""
+
+RNG_STATE_BYTES = torch.default_generator.get_state().nbytes
+"""What an operator that may draw random numbers keeps for when it is computed again."""
+
+REPLACED_OPERATORS = {
+    "torch.ops.higher_order.run_and_save_rng_state": "run_and_save_rng_state",
+    "torch.ops.higher_order.run_with_rng_state": "run_with_rng_state",
+    "torch.ops.bench.attention_backward.default": "attention_backward",
+}
+"""Operators of a program for which functions of this module are called: the compiler leaves out buffers of attention
+that nothing reads, and fake tensors have no state of random numbers."""
+
+Program = Callable[[list[Any]], Any]
+"""Takes its inputs in a list, which it empties, and returns its results."""
+
+_graph_numbers = itertools.count()
+"""What tells a checkpointed block's operators from another's."""
+
+torch.library.define(f"bench::{FUSED_OPERATOR}", "(Tensor[] operands, Tensor(a!)[] results) -> ()")
+
+
+@torch.library.register_fake(f"bench::{FUSED_OPERATOR}")
+def _(operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    """Computes nothing."""
+
+
+def compile_blocks(block_lists: Iterable[Iterable[nn.Module]]) -> None:
+    """Give each block, after it was checkpointed, the forward and backward that ``block.compile()`` gives it.
+
+    Blocks are compiled when they are first called, for the shapes of that call.
+    """
+    programs: dict[str, Program] = {}
+    for blocks in block_lists:
+        for block in blocks:
+            block.forward = _CompiledForward(block, programs)
+
+
+class _CompiledForward:
+    """The forward of a block."""
+
+    def __init__(self, block: nn.Module, programs: dict[str, Program]) -> None:
+        self._body = block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
+        self._run_body = _build_checkpointed_forward(block) if isinstance(block, CheckpointWrapper) else block.forward
+        self._programs = programs
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        values, structure = pytree.tree_flatten((args, kwargs))
+        state = dict(itertools.chain(self._body.named_parameters(), self._body.named_buffers()))
+        tensors = [*state.values(), *(value for value in values if isinstance(value, torch.Tensor))]
+        if self._compiled is None:
+            self._compiled = self._compile(list(state), values, structure, tensors)
+        return self._compiled(tensors)
+
+    def _compile(
+        self, state_names: list[str], values: list[Any], structure: pytree.TreeSpec, tensors: list[torch.Tensor]
+    ) -> Callable[..., Any]:
+        from torch._functorch.aot_autograd import aot_function
+        from torch._inductor.compile_fx import partition_fn
+        from torch._inductor.decomposition import select_decomp_table
+
+        def run_block(tensors: list[torch.Tensor]) -> list[Any]:
+            inputs = iter(tensors[len(state_names) :])
+            call_values = [next(inputs) if isinstance(value, torch.Tensor) else value for value in values]
+            args, kwargs = pytree.tree_unflatten(call_values, structure)
+            with _reparametrize_module(self._body, dict(zip(state_names, tensors, strict=False))):
+                leaves, output_structure = pytree.tree_flatten(self._run_body(*args, **kwargs))
+            input_numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+            returned_inputs = [input_numbers.get(id(leaf)) for leaf in leaves]
+            outputs.append((returned_inputs, output_structure))
+            return [leaf for leaf, number in zip(leaves, returned_inputs, strict=True) if number is None]
+
+        outputs: list[tuple[list[int | None], pytree.TreeSpec]] = []
+        compiled: Callable[..., Any] = aot_function(
+            run_block,
+            fw_compiler=lambda graph, inputs: self._build_program(graph, inputs, is_backward=False),
+            bw_compiler=lambda graph, inputs: self._build_program(graph, inputs, is_backward=True),
+            partition_fn=partition_fn,
+            decompositions=select_decomp_table(),
+        )
+        fake_mode = detect_fake_mode(tensors)
+        assert fake_mode is not None
+        with (
+            _disable_current_modes(),
+            fake_mode,
+            tracing(TracingContext(fake_mode)),
+            mock.patch.object(torch, "get_rng_state", torch.random.get_rng_state),  # which a trace on a CPU follows
+        ):
+            _run_once(compiled, tensors)
+        returned_inputs, output_structure = outputs[0]
+
+        def run_compiled(tensors: list[torch.Tensor]) -> Any:
+            """What the block returns as it got it is no output of the program: no gradient is added up in there."""
+            results = iter(compiled(tensors))
+            leaves = [next(results) if number is None else tensors[number] for number in returned_inputs]
+            return pytree.tree_unflatten(leaves, output_structure)
+
+        return run_compiled
+
+    def _build_program(self, graph: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Program:
+        """What Inductor makes of a graph: of equal graphs once."""
+        text = f"{is_backward} {graph.print_readable(print_output=False, include_stride=True, include_device=True)}"
+        if text not in self._programs:
+            self._programs[text] = _build_program(graph, inputs, is_backward=is_backward)
+        return self._programs[text]
+
+
+def _build_checkpointed_forward(block: CheckpointWrapper) -> Callable[..., Any]:
+    """The forward of a checkpointed block for the compiler: operators are marked with what is to become of them, as by
+    ``torch._higher_order_ops.wrap.tag_activation_checkpoint``."""
+    make_contexts = block.checkpoint_fn.keywords.get("context_fn") or (
+        lambda: create_selective_checkpoint_contexts(_prefer_recomputing)
+    )
+    graph_number = next(_graph_numbers)
+
+    def make_numbered_contexts() -> tuple[Any, Any]:
+        forward_context, recomputation_context = make_contexts()
+        forward_context.ac_graph_id = graph_number
+        return forward_context, recomputation_context
+
+    def run_checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            block._checkpoint_wrapped_module.forward,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=make_numbered_contexts,
+            early_stop=False,
+            **kwargs,
+        )
+
+    return run_checkpointed
+
+
+def _prefer_recomputing(_context: Any, _operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _run_once(compiled: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
+    """Forward and backward, which compiles both."""
+    inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    outputs = [output for output in pytree.tree_leaves(compiled(inputs)) if isinstance(output, torch.Tensor)]
+    differentiable_outputs = [output for output in outputs if output.requires_grad]
+    differentiable_inputs = [tensor for tensor in inputs if tensor.requires_grad]
+    if differentiable_outputs:
+        gradients = [torch.empty_like(output) for output in differentiable_outputs]
+        torch.autograd.grad(differentiable_outputs, differentiable_inputs, gradients, allow_unused=True)
+
+
+def _build_program(graph: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Program:
+    """Inductor's program for a graph, as `torch._inductor.compile_fx` has it written."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop, view_to_reshape
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    view_to_reshape(graph)
+    with torch.no_grad():
+        fake_mode = fake_tensor_prop(graph, inputs)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
+        stack.enter_context(config.patch({"cpp.vec_isa_ok": False}))
+        stack.enter_context(V.set_fake_mode(fake_mode))
+        _recursive_post_grad_passes(graph, is_inference=False)
+        lowering = GraphLowering(graph, example_inputs=inputs, is_backward=is_backward)
+        for context in (DebugContext(), V.set_graph_handler(lowering), V.set_extern_kernel_nodes([])):
+            stack.enter_context(context)
+        lowering.run(*inputs)
+        _report_output_strides(lowering)
+        source = lowering.codegen()[0].value
+    return _load_program(source, lowering.constants)
+
+
+def _report_output_strides(lowering: Any) -> None:
+    """Tell AOTAutograd how the forward's results lie in memory, which the backward is compiled for."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        context.output_strides += [
+            tuple(str(stride) for stride in output.get_layout().stride)  # type: ignore[misc]
+            if output.has_tensor_output()
+            else None
+            for output in lowering.graph_outputs
+        ]
+
+
+def _load_program(source: str, constants: dict[str, torch.Tensor]) -> Program:
+    """Make the text a function, whose tensors are fake and whose fused kernels are operators."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    namespace: dict[str, Any] = {"__name__": "compiled_block"}
+    with (
+        mock.patch.object(
+            AsyncCompile, "cpp_pybinding", lambda self, types, source: _build_fused_kernel(types, source)
+        ),
+        mock.patch.object(AsyncCompile, "wait"),
+    ):
+        for operator, name in REPLACED_OPERATORS.items():
+            source = source.replace(operator, name)
+        exec(compile(source, "<compiled block>", "exec"), namespace)
+    namespace |= {
+        **constants,
+        "empty_strided_cpu": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+        "reinterpret_tensor": lambda tensor, size, stride, offset: torch.as_strided(
+            tensor, size, stride, tensor.storage_offset() + offset
+        ),
+        "assert_size_stride": lambda *_: None,
+        "assert_alignment": lambda *_: None,
+        "run_and_save_rng_state": lambda operator, *args, **kwargs: (
+            torch.empty(RNG_STATE_BYTES, dtype=torch.uint8),
+            operator(*args, **kwargs),
+        ),
+        "attention_backward": _run_attention_backward,
+        "run_with_rng_state": lambda _state, operator, *args, **kwargs: operator(*args, **kwargs),
+    }
+    program: Program = namespace["call"]
+
+    def run_program(inputs: list[Any]) -> Any:
+        return program(inputs)
+
+    run_program._boxed_call = True  # type: ignore[attr-defined]
+    return run_program
+
+
+def _run_attention_backward(gradient: Any, query: Any, key: Any, value: Any, bias: Any, *others: Any) -> Any:
+    scores = None if bias is None else query.new_empty(*query.shape[:3], key.shape[2])  # whose sum is bias's gradient
+    gradients = run_attention_backward(gradient, query, key, value, bias, *others)
+    del scores
+    return gradients
+
+
+def _build_fused_kernel(parameter_types: list[str], source: str) -> Callable[..., None]:
+    """A kernel whose parameters are of these C++ types: what is not const is written."""
+    parameters = re.search(r"kernel\((.*?)\)", source, re.DOTALL)
+    assert parameters is not None
+    names = [parameter.split()[-1] for parameter in parameters[1].split(",")]
+    is_read = [
+        kind.startswith("const") or IN_PLACE_POINTER_NAME_PART in name
+        for kind, name in zip(parameter_types, names, strict=True)
+    ]
+    is_written = [not kind.startswith("const") for kind in parameter_types]
+
+    def run_kernel(*arguments: Any) -> None:
+        torch.ops.bench.fused(
+            [value for value, read in zip(arguments, is_read, strict=True) if read],
+            [value for value, written in zip(arguments, is_written, strict=True) if written],
+        )
+
+    return run_kernel
