@@ -1,4 +1,6 @@
-"""Hundreds of processes that write to one store at the same moment: ``python -m tests.store_writers STORE``.
+"""Hundreds of processes that write to one store at the same moment: ``python -m tests.store_writers STORE SEEN``.
+
+The last of those that are killed writes on until a reader has made the file SEEN.
 
 Prints how each of them ended, by what it was to do: 0 it wrote its row, 1 the row was another's, -9 it was killed.
 """
@@ -69,16 +71,22 @@ def fork_writer(job: Callable[[Path, int], None], store: Path, writer: int, gate
         os._exit(code)
 
 
-def main(store: Path) -> None:
+READER_PATIENCE_S = 120
+
+
+def main(store: Path, seen: Path) -> None:
     gate = os.pipe()
     tasks = [(globals()[kind], writer) for kind, number in WRITER_COUNTS.items() for writer in range(number)]
     random.Random(0).shuffle(tasks)
     kind_by_pid = {fork_writer(job, store, writer, gate): job.__name__ for job, writer in tasks}
     os.close(gate[1])
-    for process, kind in kind_by_pid.items():
-        if kind == "doomed":
-            time.sleep(random.Random(process).uniform(0, 0.05))
-            os.kill(process, signal.SIGKILL)
+    doomed_pids = [process for process, kind in kind_by_pid.items() if kind == "doomed"]
+    deadline = time.monotonic() + READER_PATIENCE_S
+    for process in doomed_pids:
+        while process == doomed_pids[-1] and not seen.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(random.Random(process).uniform(0, 0.05))
+        os.kill(process, signal.SIGKILL)
     exit_codes: dict[str, list[int]] = {kind: [] for kind in WRITER_COUNTS}
     for process, kind in kind_by_pid.items():
         exit_codes[kind].append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
@@ -86,4 +94,4 @@ def main(store: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -169,7 +169,11 @@ def open_worker_pool(
 
 
 def _initialize_worker(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
+    """One thread for each: GNU's OpenMP waits forever for the threads of the process that this one was forked from."""
+    import torch
+
     bind_to_parent()
+    torch.set_num_threads(1)
     if initializer is not None:
         initializer(*initargs)
 

@@ -294,3 +294,24 @@ def test_a_name_that_looks_like_markup_is_planned(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     assert sweep.main(["model=t5_tiny", "model.name='[/a]'", "hardware=a100_80gb", "mode=predict", "dry_run=true"]) == 0
     assert "[/a]" in capsys.readouterr().out
+
+
+USE_THREADS_THEN_FORK = """
+import torch
+from bench.core import processes
+
+def add_up():
+    return float(torch.ones(2000, 2000).tril().sum())
+
+torch.set_num_threads(2)
+here = add_up()
+with processes.open_worker_pool(1) as pool:
+    assert pool.submit(add_up).result(timeout=60) == here
+"""
+
+
+def test_a_worker_computes_where_its_parent_did_so_with_threads() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", USE_THREADS_THEN_FORK], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

@@ -375,7 +375,7 @@ def test_a_real_run_lasts_as_long_on_every_rank(execute: Callable[..., list[dict
     assert row["status"] == "ok", row["error"]
     times = [rank["step_times_s"] for rank in row["ranks"]]
     assert len(times[0]) == len(times[1]) == row["timed_steps"] > 1
-    assert row["timed_s"] > 0.5  # about a second: steps are faster or slower than those it was estimated from
+    assert row["timed_s"] > 0.2  # about a second: steps are faster or slower than those it was estimated from
     assert row["warmup_s"] >= 0.5
     assert row["warmup_steps"] > 2
     assert row["load_average"] >= 0
