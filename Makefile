@@ -1,8 +1,10 @@
 # make install create the environment: .venv
 # make sweep   create the environment, run the default sweep, write the report
-# make test    create the environment, run the checks and all tests: three processes share most of them, two have those
+# make test    create the environment, run the checks and the tests: three processes share most of them, two have those
 #              with SLURM, and when they are through come, one by one, those that hold processor time against a limit;
-#              the last lines of each part say which tests did not run, and why
+#              of long tests a third runs, another with every commit; the last lines of each part say which tests did
+#              not run, and why
+# make test-all   the same with all long tests, as does make test-extras LONG_TESTS_ONE_IN=1
 # make quick   the tests that take less than half a second each: a minute on two cores
 # make timing  the tests that compare step times, on a machine with nothing else to do; no part of make test
 # make scale   what `make test` does for some, for 10,000 rows (reported within a minute and 1 GB), 4,000 predictions, every
@@ -28,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PREDICTED := results/predicted
 PAPER  := model_scale prefetch rate_limiter gpt_175b_scale t5_11b_scale memory sharding_factor
 
-.PHONY: install sweep test quick fuzz scale kills test-slurm timing predictions docs docs-serve notebooks cluster cluster-down lint types clean
+.PHONY: install sweep test test-all quick fuzz scale kills test-slurm timing predictions docs docs-serve notebooks cluster cluster-down lint types clean
 
 install: $(VENV)/.installed
 
@@ -40,6 +42,12 @@ APART := $(filter-out tests/launch/test_slurm_units.py tests/launch/test_slurm_p
 
 # Tests that compare times need a machine on which nothing else runs, and say so if it is not.
 TIMING := tests/calibration/test_cpu_times.py
+
+# Long tests: one in so many.
+test test-extras: export LONG_TESTS_ONE_IN := 3
+
+test-all:
+	$(MAKE) test LONG_TESTS_ONE_IN=1
 
 test: lint types
 	@log=$$(mktemp); status=0; \

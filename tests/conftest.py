@@ -7,8 +7,9 @@ import os
 import resource
 import subprocess
 import sys
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,20 +100,64 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what needs an optional extra that is not installed."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs an optional extra that is not installed, and most long tests where a share is asked for."""
     skip_tests_missing_extras(items)
+    num_shares = int(os.environ.get("LONG_TESTS_ONE_IN", "1"))
+    if num_shares > 1:
+        left_out = draw_long_tests_to_leave_out(items, num_shares, read_commit())
+        config.stash[LEFT_OUT_KEY] = Counter(item.nodeid.partition("::")[0] for item in left_out)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process that shares tests with others says which long ones it left out; all leave out the same."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash.get(LEFT_OUT_KEY, {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT_KEY] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Say in the last lines of all which tests did not run, and why: a skipped test has not passed."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
+    left_out = config.stash.get(LEFT_OUT_KEY, None) or Counter()
+    if terminal and left_out:
+        terminal.write_line(
+            f"NOT RUN: {left_out.total()} long tests of {len(left_out)} files, which other commits draw and `make "
+            "test-all` runs",
+            yellow=True,
+        )
     skipped = terminal.stats.get("skipped", []) if terminal else []
     for reason in sorted({report.longrepr[2] for report in skipped}):
         files = Counter(report.nodeid.partition("::")[0] for report in skipped if report.longrepr[2] == reason)
         skip_counts = ", ".join(f"{count} of {file}" for file, count in sorted(files.items()))
         terminal.write_line(f"NOT RUN: {skip_counts}: {reason.removeprefix('Skipped: ')}", yellow=True)
+
+
+# --- Long tests, of which every commit runs others.
+
+LEFT_OUT_KEY = pytest.StashKey[Counter[str]]()
+
+
+def read_commit() -> str:
+    """The checked-out commit; nothing outside a repository."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def draw_long_tests_to_leave_out(items: Sequence[pytest.Item], num_shares: int, commit: str) -> list[pytest.Item]:
+    """All long tests but one in `num_shares`, by a hash of the commit and of what the test is called: every process
+    draws the same."""
+    return [
+        item
+        for item in items
+        if item.get_closest_marker("long") and zlib.crc32(f"{commit} {item.nodeid}".encode()) % num_shares
+    ]
 
 
 # --- Tests that need an optional extra of the package.

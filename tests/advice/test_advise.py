@@ -133,6 +133,7 @@ def read_case(capsys, *arguments: str) -> dict[str, Any]:
     return advice_case
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECISION_PATHS)
 def test_path_and_leaf(name, capsys):

@@ -152,6 +152,7 @@ ROW_KEYS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_json_has_the_documented_keys(small):
     assert set(small) == {"format", "tokens", "sections", "left_out"}
     assert small["tokens"] == 1e9
@@ -264,6 +265,7 @@ def test_gpus_without_bf16_train_in_fp16(capsys):
     assert {row["precision"] for row in found["sections"][0]["ranked"]} == {"fp16"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hardware", ["cpu", "gpu"])
 def test_without_speeds_memory_alone_is_ranked(hardware, capsys):
     found = data(capsys, "model=gpt_tiny", f"hardware={hardware}", "gpus=2", "batch_size_per_gpu=2")
@@ -322,6 +324,7 @@ def test_a_copy_that_the_host_does_not_hold_is_no_matter_of_the_gpu(capsys):
     assert "a whole copy of the model for each GPU does not fit (what a rank offloads needs" in section["advice"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asked_for", [(), ("strategy=fsdp",), ("strategy=ddp",)])
 def test_more_gpus_are_tried_with_tensor_parallelism_too(asked_for, capsys):
     """Where the largest layer does not fit however thinly it is sharded, an eighth of it does."""
@@ -382,6 +385,7 @@ def test_the_table_can_be_read(capsys):
     assert "more: top=all" in out
 
 
+@pytest.mark.long
 def test_a_model_that_fits_on_one_gpu_and_one_that_does_not(capsys):
     typed = ("hardware=a100_80gb", "gpus=8", "sequence_length=512", "precision=bf16", "activation_checkpointing=full")
     (section,) = data(capsys, "model=t5_2b", *typed)["sections"]

@@ -489,6 +489,7 @@ def fail_on_rank_1(process: CalibrationProcess) -> None:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_that_fails_ends_the_others():
     with pytest.raises(Exception, match="rank 1 is out of sorts"):
@@ -530,6 +531,7 @@ def check_written(output: Path, processes: str) -> None:
     assert predict.main(question) == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_writes_a_file_that_predictions_take(tmp_path, capsys):
     output = tmp_path / "new" / "mine.yaml"
@@ -551,6 +553,7 @@ def test_the_command_writes_a_file_that_predictions_take(tmp_path, capsys):
     assert output.read_bytes() == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torchruns_processes_take_part_and_the_first_writes(known, tmp_path):
     output = tmp_path / "mine.yaml"
@@ -564,6 +567,7 @@ def test_torchruns_processes_take_part_and_the_first_writes(known, tmp_path):
     check_written(output, "2 processes on 1 node")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_busy_machine_is_refused(known, tmp_path):
     output = tmp_path / "mine.yaml"
@@ -858,6 +862,7 @@ def test_on_a_cpu_everything_adds_up() -> None:
     assert parts == pytest.approx(before.step_s.value)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_quick_calibration_times_everything_there_is_to_fit() -> None:
     progress_messages: list[str] = []
@@ -906,6 +911,7 @@ def test_measured_rows_are_compared_with_a_hardware_file_or_refused(
     assert "a file with speeds" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted((ROOT / "results" / "calibration").glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_committed_table_is_what_comes_out_today(file: Path) -> None:

@@ -44,6 +44,7 @@ GPU_DEVICE = DetectedDevice("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80 * 2**
 LIBRARIES = ("accelerate", "deepspeed", "lightning")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_cpu_passes(tmp_path: Path) -> None:
     file = tmp_path / "check.json"

@@ -479,6 +479,7 @@ def test_bad_input_is_a_sentence_and_nothing_is_overwritten(arguments, words, tm
     assert row.read_bytes() == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_as_a_person_types_it(stores):
     done = run_command("bench.compare", *(str(store) for store in stores))
@@ -512,6 +513,7 @@ def group_step_times(rows):
     return times
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "most"),

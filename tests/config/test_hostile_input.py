@@ -295,6 +295,7 @@ def clear_compose_caches() -> None:
     compose._composed_values.clear()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @limit_examples(60)
 @given(file_contents)

@@ -276,6 +276,7 @@ def list_possible_configs(points: list[dict[str, str]]) -> list[RunConfig]:
     return list(configs.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4, 8])
 @pytest.mark.parametrize("hardware", GPUS)
@@ -393,6 +394,7 @@ def outcome(compose_one: Callable[[RunSettings], dict[str, Any]], settings: RunS
         return "refused"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_parts_put_together_are_what_hydra_composes_whole(seed):

@@ -46,6 +46,7 @@ def test_a_door_is_one_screen():
         assert len(path.read_text().splitlines()) <= 60, path
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_commands_run_from_the_wheel(installed, tmp_path):
     script = str(installed / "bin" / "fsdp-bench")

@@ -95,6 +95,7 @@ def test_a_command_that_is_still_being_imported_ends(tmp_path, name):
     assert process.returncode == -signal.SIGINT  # 130 in a shell
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "module"), [("predict", ""), ("calibrate", "tests.calibrate_anyway")])
 def test_a_command_at_work_in_several_processes_ends(tmp_path, name, module):
@@ -188,6 +189,7 @@ def test_a_run_on_one_machine_listens_on_loopback_alone(tmp_path, strategy):
         process.process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_calibration_listens_on_loopback_alone(tmp_path):
     process = start_command(tmp_path, "calibrate", "tests.calibrate_anyway")

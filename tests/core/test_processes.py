@@ -183,6 +183,7 @@ for run in (("strategy=fsdp", "gpus=8"), ("strategy=pipeline", "gpus=4"), ("stra
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_predictions_follow_each_other_where_autograd_has_threads_for_gpus(fake_cuda):
     done = subprocess.run(

@@ -147,6 +147,7 @@ def test_panels_show_what_runs_send(specification, tmp_path):
     assert all(column.removeprefix("summary:") in known_columns for column in columns if column.startswith("summary:"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_same_dashboard_is_updated_and_another_name_is_another(monkeypatch):
     with fake_wandb() as server:
@@ -170,6 +171,7 @@ def test_the_same_dashboard_is_updated_and_another_name_is_another(monkeypatch):
         assert server.unknown_requests == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("login", [False, True])
 def test_without_a_login_or_a_server_nothing_is_changed_and_it_is_said(login, monkeypatch):

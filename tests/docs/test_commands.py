@@ -83,6 +83,7 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", list_pages(for_cluster=False), ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_a_page_can_be_executed(page: Path, page_folder: Path) -> None:
     execute_page(page, for_cluster=False)

@@ -83,12 +83,14 @@ def test_it_is_short() -> None:
     assert [line for line in lines if len(line) > MAX_LINE_LENGTH] == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sweep", "predict", "accuracy"])
 def test_its_numbers_are_those_of_rows(name: str) -> None:
     assert read_section(name) == GENERATED[name]()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_strategies_have_the_evidence_that_rows_give_them() -> None:
     shown = read_section("evidence").splitlines()

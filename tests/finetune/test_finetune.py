@@ -48,6 +48,7 @@ def assert_memory_as_predicted(record: dict[str, Any], run_overrides: tuple[str,
     assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.02), run_overrides
 
 
+@pytest.mark.long
 @needs_peft
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -126,6 +127,7 @@ def test_adapters_of_every_family_learn_as_in_one_process(execute: Execute, name
     assert records[0]["losses"][-1] < records[0]["losses"][0] - 0.01
 
 
+@pytest.mark.long
 @needs_both
 @pytest.mark.slow
 @pytest.mark.parametrize(

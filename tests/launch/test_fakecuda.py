@@ -435,6 +435,7 @@ result = [[each.name for each in samples], min(min(each.seconds) for each in sam
         assert first == f"device {rank}"
 
 
+@pytest.mark.long
 def test_the_bare_script_trains_on_gpus(machine: FakeCudaProcess) -> None:
     script = """
 import contextlib, io, json, sys

@@ -73,6 +73,7 @@ def read_trace_events(folder: Path, name: str | None) -> list[dict[str, Any]]:
     return events
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_is_an_error_that_names_it(finished: dict[str, Record]) -> None:
     row = finished[DYING]
     assert (row["status"], row["error"].partition("; ")[0]) == ("error", "rank 1 was killed by SIGKILL")

@@ -76,6 +76,7 @@ def out_of_memory(tmp_path_factory) -> SweepProcess:
     return run_sweep(store, "-m", *TWO_RANKS, "strategy=ddp,fsdp", f"+model.fault={','.join(OOM_FAULTS)}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("fault", OOM_FAULTS)
 def test_out_of_memory_is_a_row_with_phase_bytes_and_rank(out_of_memory, fault, strategy):
@@ -131,6 +132,7 @@ def failing(tmp_path_factory) -> SweepProcess:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ERROR_MESSAGES)
 def test_a_failing_rank_is_an_error_that_names_it(failing, fault):
     row = read_only_row(failing.store, fault=fault)
@@ -216,6 +218,7 @@ def cleaning() -> Iterator[list[SweepProcess]]:
         process.clean_up()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "Ctrl-C", "SIGTERM of everything"])
 def test_a_stopped_sweep_ends_at_once_and_loses_nothing(interrupted, cleaning, how):
     signal_number = signal.SIGTERM if "SIGTERM" in how else signal.SIGINT
@@ -252,6 +255,7 @@ def test_a_killed_sweep_finishes_its_current_run_and_no_other(interrupted, clean
     assert read_attempts_by_run(interrupted.store)[current][-1]["status"] == "ok"
 
 
+@pytest.mark.long
 def test_a_sweep_outlives_its_job_and_says_which_run_was_lost(interrupted, cleaning):
     process, current = interrupted.start_until_run_trains(0)
     cleaning.append(process)
@@ -322,6 +326,7 @@ def test_the_same_command_completes_what_was_interrupted(interrupted):
 # --- A few of the kills of ``make kills``, the same ones each time.
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_kills_at_random_moments_lose_nothing(capsys):
     assert kills.main(["--on", "local", "--kills", "2", "--runs", "2", "--seed", "12"]) == 0

@@ -481,6 +481,7 @@ def test_the_same_command_completes_what_was_struck(struck, limited):
 # Watching and cancelling; the controller
 
 
+@pytest.mark.long
 def test_cancelled_watched_and_without_a_controller(idle_slurm, tmp_path):
     store, log = tmp_path / "store", tmp_path / "log"
     command = (*SLEEPY, "repeat=0,1,2")

@@ -322,6 +322,7 @@ def test_equal_code_is_copied_once_and_knows_its_commit(idle_slurm, tmp_path):
 # Plans
 
 
+@pytest.mark.long
 def test_a_dry_run_shows_arrays_costs_and_scripts_and_submits_nothing(idle_slurm, tmp_path):
     store = tmp_path / "store"
     before = idle_slurm.squeue("-t", "all")
@@ -505,6 +506,7 @@ def test_a_job_that_would_wait_for_ever_is_taken_back(idle_slurm, tmp_path, caps
     assert run_jobs_command("collect", tmp_path).stdout == f"Nothing submitted from {tmp_path} is open.\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

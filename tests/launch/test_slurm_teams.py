@@ -151,6 +151,7 @@ def _owner(store: Path, run_id: str) -> object:
     return claim and claim.owner.get("user")
 
 
+@pytest.mark.long
 def test_a_store_of_ones_own_says_what_keeps_others_out(idle_slurm, shared):
     shared.sweep(shared.alice, "seed=1")
     (shared.store / submissions.JOBS_FOLDER / ".lock").chmod(0o600)

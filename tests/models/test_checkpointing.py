@@ -112,6 +112,7 @@ def test_hardware_flops_are_those_of_a_step(model: str, mode: str) -> None:
     assert formula == pytest.approx(traced, rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "mode"),
     [

@@ -31,6 +31,7 @@ STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=
 H100 = ("hardware=h100_80gb", "mode=predict", "sequence_length=512", "batch_size_per_gpu=4")
 
 
+@pytest.mark.long
 @needs_library
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), [(SMALL_T5, "fsdp"), (SMALL_GPT, "ddp")], ids=["t5", "gpt"])

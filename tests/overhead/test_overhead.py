@@ -134,6 +134,7 @@ def test_both_sides_do_the_same_work(model: str) -> None:
     assert counter.get_total_flops() == 2 * config.model.count_flops_per_sequence(16).model_flops
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_both_sides_run_and_take_the_same_steps() -> None:
     overrides = ["model=t5_tiny", *SMALL, "measurement.steps=3", "measurement.warmup_steps=2"]

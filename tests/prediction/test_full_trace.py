@@ -63,6 +63,7 @@ def test_it_says_what_was_measured(row: dict[str, Any]) -> None:
     assert compute_relative_error(row) <= TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", MEMORY_ROWS, ids=format_title)
 def test_it_says_what_was_measured_of_every_strategy(row: dict[str, Any]) -> None:
     assert compute_relative_error(row) <= TOLERANCE

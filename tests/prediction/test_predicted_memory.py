@@ -114,6 +114,7 @@ def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_predictions_agree_with_every_measured_row() -> None:
     """Of every third, unless all of them are asked for (`make scale`)."""
@@ -176,6 +177,7 @@ def test_predictions_agree_with_the_full_trace(model: str, strategy: str) -> Non
     check_against_trace(compose_run_config(f"model={model}", f"strategy={strategy}", gpus, "hardware=a100_80gb"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", UNTUNED, ids=" ".join)
 def test_predictions_agree_with_the_full_trace_of_shapes_nobody_tuned_on(overrides: tuple[str, ...]) -> None:
@@ -228,6 +230,7 @@ def test_a_model_that_comes_with_its_buffers_is_predicted_as_well() -> None:
     assert left.memory.allocated == filled.memory.allocated
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_model_with_buffers_trains_and_needs_what_is_predicted(execute: Execute) -> None:
     """The frequencies of rotary embeddings, which only the family knows."""
@@ -242,12 +245,14 @@ def test_a_model_with_buffers_trains_and_needs_what_is_predicted(execute: Execut
         )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", LARGE, ids=" ".join)
 def test_predictions_agree_with_the_full_trace_of_large_models(overrides: tuple[str, ...]) -> None:
     check_against_trace(compose_run_config(*overrides, "hardware=a100_80gb"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs("accelerate", "bitsandbytes", "deepspeed", "lightning", "peft", "torchao")
 def test_every_strategy_side_by_side_needs_what_is_predicted() -> None:
@@ -302,6 +307,7 @@ def check_every_kind(configs: Sequence[RunConfig]) -> None:
     assert sum(config.model.num_parameters % 2 for config in configs) > len(configs) / 8
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_committed_random_runs_need_what_is_predicted() -> None:
     rows = sorted(read_latest_attempts(STORE).records, key=lambda row: str(row["run_id"]))
@@ -323,6 +329,7 @@ def test_committed_random_runs_are_those_of_the_seed_and_of_every_kind() -> None
     check_every_kind([build_run_config(row["config"]) for row in rows.values()])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_fresh_random_runs_need_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path / "cache"))

@@ -387,6 +387,7 @@ def test_gradients_that_fsdp1_replaces_where_it_made_them_can_be_used_again_at_o
 PRINT_VERSIONS = "from bench.prediction.cache import *; print(compute_predictor_version(), compute_code_hash())"
 
 
+@pytest.mark.long
 def test_no_number_moves_without_a_new_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path))
     golden = read_golden()

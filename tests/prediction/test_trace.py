@@ -107,6 +107,7 @@ def composed_and_whole(run: RunConfig) -> tuple[list[tuple[SegmentAtBatch, Block
     return list(expand_to_full_depth(composed_segments, lengths, period)), scenes(whole, whole, (2, 2), 2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "operators", "every_2", "budget_40"])
@@ -153,6 +154,7 @@ def test_other_batch_sizes_follow_from_two(model, settings):
     assert [scene.chunks for scene in foretold] == [scene.chunks for scene in scenes(seen, seen, (7, 7), 7)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("hardware", ["cpu", "a100_80gb"])

@@ -358,6 +358,7 @@ def test_rows_of_before_there_was_a_least_time_are_still_the_same_runs() -> None
     assert compose_run_config(*SMALL_T5, "measurement.min_timed_s=1").run_id != config.run_id
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_real_run_lasts_as_long_on_every_rank(execute: Callable[..., list[dict[str, Any]]]) -> None:
     (row,) = execute(
@@ -446,6 +447,7 @@ def _check_for_infinity(rank: int, backend_name: str, store_path: str, answers: 
         answers.put(str(error))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "answer"), [("cuda:fake", "No backend type"), ("cpu:gloo,cuda:fake", 1.0)])
 def test_infinity_in_an_offloaded_gradient_is_found_by_all_ranks_where_gloo_is_beside_the_gpus(

@@ -425,6 +425,7 @@ def rehearse_rank_0(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path
     return len(computed), alive
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("run", STRATEGIES, ids=lambda run: " ".join(run))
 def test_no_logits_are_in_memory_when_parameters_are_updated(

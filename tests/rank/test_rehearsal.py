@@ -139,6 +139,7 @@ def test_gathered_parameters_hold_sensible_values(strategy: str, precision: str)
     assert losses[0].item() == pytest.approx(math.log(config.model.vocabulary_size), rel=0.15)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp strategy.sharding_factor=1", "fsdp1 strategy.sharding_factor=1"])
 def test_with_whole_copies_a_rehearsal_starts_as_one_process_does(strategy: str, execute: Execute) -> None:
@@ -229,6 +230,7 @@ REHEARSED_AGAIN = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_rehearsals_hold_what_the_real_rank_0_held(tmp_path: Path) -> None:
     """Rehearsed here and now, against rows measured with 4 real processes."""
@@ -260,6 +262,7 @@ def test_rehearsals_hold_what_the_real_rank_0_held(tmp_path: Path) -> None:
             assert alone == pytest.approx(real, rel=WORST), rehearsed["config"]["strategy"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_both_hold_the_same_when_made_now(execute: Execute) -> None:
     """Not against committed rows: two real processes beside the rehearsal, with knobs those rows do not have."""
@@ -278,6 +281,7 @@ def test_both_hold_the_same_when_made_now(execute: Execute) -> None:
             assert alone == pytest.approx(real, rel=WORST)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_runs_out_of_memory_says_where(execute: Execute) -> None:
     """The miniature of Figure 6(a): DDP bursts, full sharding among more ranks fits."""
@@ -322,6 +326,7 @@ def test_nothing_is_communicated_so_nothing_is_exposed(execute: Execute) -> None
 # Pieces
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sweep_goes_on_where_its_time_was_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """However short a piece, one run is made in it, and none twice."""

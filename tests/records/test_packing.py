@@ -580,6 +580,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(typed, words, live, packe
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sweep_into_a_packed_store_repeats_nothing_and_writes_forced_runs_beside_it(tmp_path):
     store = tmp_path / "store"

@@ -32,6 +32,7 @@ records.write_row(sys.argv[1], make_record())
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hundreds_of_writers_at_once_lose_and_tear_nothing(tmp_path, monkeypatch):
     for setting in ("MIN_INDEXED_ROWS", "MAX_STALE_SHARE", "MIN_FILE_AGE_NS"):

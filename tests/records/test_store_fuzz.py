@@ -156,6 +156,7 @@ def put(path: Path, content: bytes) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @examples(500)
 @given(content=ROWS)
@@ -176,6 +177,7 @@ def test_a_damaged_row_is_left_out_or_harmless(content, tmp_path_factory, health
     assert json.loads(encode_record(row))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @examples(8)
 @given(contents=st.lists(ROWS, min_size=30, max_size=30), most=st.integers(2, 6))

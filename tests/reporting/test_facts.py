@@ -275,6 +275,7 @@ def test_where_a_side_has_no_interval_the_difference_has_none():
     assert drawn.tables[0].rows[0][3:6] == ["100 (96.0 to 107)", "80.0", "20.0"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_measured_and_rehearsed_with_one_command_come_to_a_figure(tmp_path):
     store = tmp_path / "store"

@@ -328,6 +328,7 @@ def test_unknown_peaks_do_not_break_the_figure():
     assert draw_section(rows).drawings
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_frontier_is_measured_rehearsed_and_predicted_with_one_command(tmp_path):
     store = tmp_path / "store"

@@ -96,6 +96,7 @@ class RenderedPage(HTMLParser):
         self.loaded += [values[name] for name in names.get(tag, []) if values.get(name)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_command_renders_all_to_pages_that_are_complete_in_themselves(tmp_path):
     done = run_command("bench.notebooks", f"output={tmp_path}")
@@ -160,6 +161,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_they_run_from_the_repository_with_a_store_of_ones_own(tmp_path):
     store = write_store(tmp_path / "store", make_default_sweep(("fp32",)))

@@ -341,6 +341,7 @@ def test_one_world_size_is_no_scaling():
     assert "(all have 2)" in section.notice
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_page_is_complete_in_itself(default):
     page = Page(default / "report" / "index.html")
@@ -483,6 +484,7 @@ def long_and_many():
     return rows + [make_record(model=names[0], strategy="fsdp", config=knob, **CUDA) for knob in knobs]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS, long_and_many()], ids=["default sweep", "long and many"])
 def test_no_label_covers_another(rows):
@@ -575,6 +577,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
         build_report(tmp_path / "missing", tmp_path / "report")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_label_of_the_committed_predictions_covers_another():
     rows = read_latest_attempts(ROOT / "results" / "predicted" / "a100_80gb").records
@@ -583,6 +586,7 @@ def test_no_label_of_the_committed_predictions_covers_another():
             assert overlaps(drawing.figure) == [], drawing.name
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["measured/strategies", "measured/cpu_pipelines", "predicted/a100_80gb"])
 def test_a_figure_whose_needs_are_not_met_draws_nothing_of_these_rows(store):

@@ -171,6 +171,7 @@ def milliseconds(text: str) -> float:
     return float(number.replace(",", "")) * (1000 if unit == "s" else 1)
 
 
+@pytest.mark.long
 def test_a_click_on_a_heading_sorts_by_the_numbers_behind_the_texts(page):
     heading = page.locator("#runs-table thead th", has_text="Peak allocated")
     assert heading.get_attribute("aria-sort") is None

@@ -77,6 +77,7 @@ def test_a_report_is_made_without_torch():
     assert subprocess.run([sys.executable, "-c", asked], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.long
 def test_ten_thousand_rows_are_loaded_in_about_a_second(store):
     found = measured(f"rows = len(records.load({str(store)!r}))")
     assert found["rows"] == NUM_ROWS

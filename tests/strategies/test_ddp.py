@@ -23,6 +23,7 @@ from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_hook_rounds_and_otherwise_computes_the_same(execute: Callable[..., list[dict[str, Any]]]) -> None:
     run = (*SMALL_T5, *STEPS, "strategy=ddp", "gpus=2")
@@ -41,6 +42,7 @@ def test_a_hook_rounds_and_otherwise_computes_the_same(execute: Callable[..., li
         assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_is_held_while_the_last_bucket_is_sent_is_predicted(execute: Callable[..., list[dict[str, Any]]]) -> None:
     """Its last gradient is the embedding's, the largest of all: autograd may have it beside what DDP keeps of it."""
@@ -99,6 +101,7 @@ def test_without_a_hook_a_run_is_what_it_was() -> None:
 Execute = Callable[..., list[dict[str, Any]]]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
 def test_zero_computes_what_one_process_does_and_keeps_what_is_predicted(execute: Execute, model: Any) -> None:

@@ -42,6 +42,7 @@ def build_stage_overrides(number: int, *more: str) -> tuple[str, ...]:
     return ("strategy=deepspeed", f"strategy.stage={number}", BUCKET, *sharded, *more)
 
 
+@pytest.mark.long
 @needs_library
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
@@ -71,6 +72,7 @@ def test_every_stage_computes_what_one_process_does(execute: Execute, model: Any
         assert len(log.read_text().splitlines()) < 20
 
 
+@pytest.mark.long
 @needs_library
 @pytest.mark.slow
 def test_micro_batches_and_narrow_formats(execute: Execute) -> None:
@@ -239,6 +241,7 @@ BF16 = (
 )
 
 
+@pytest.mark.long
 @needs_library
 @pytest.mark.slow
 def test_memory_in_bf16_and_with_persistent_parameters_is_predicted(execute: Execute) -> None:
@@ -547,6 +550,7 @@ def test_a_prediction_says_what_is_offloaded(capsys: pytest.CaptureFixture[str])
     assert run.strategy.describe_effective_strategy(8) == "deepspeed/stage_3_offload"
 
 
+@pytest.mark.long
 @needs_library
 @pytest.mark.slow
 def test_on_a_cpu_the_library_takes_what_is_predicted_of_device_and_host_together() -> None:

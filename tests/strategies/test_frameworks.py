@@ -57,6 +57,7 @@ KNOBS: dict[str, list[tuple[str, str, str]]] = {
 """What is trained as the plain strategy does it: backend, processes and a setting."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in FRAMEWORKS])
 def test_a_framework_computes_what_the_plain_strategy_does_and_keeps_what_is_predicted(

@@ -42,6 +42,7 @@ MIXING_OPTIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision"),

@@ -102,6 +102,7 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         cache.cache_clear()
 
 
+@pytest.mark.long
 def test_all_runs_are_there(rows: dict[tuple[str, str, str], Record]) -> None:
     assert len(rows) == 2 * 2 * 3
     assert {row["status"] for row in rows.values()} == {"ok"}
@@ -216,6 +217,7 @@ def test_a_period_longer_than_the_run_makes_that_run_alone_impossible(site: Path
     assert "measurement.steps=4 is not valid: choose at least 8" in shown
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategies", ["ddp,local_sgd,fsdp", "local_sgd"])
 def test_it_is_ranked_among_the_others_and_alone(strategies: str, site: Path) -> None:
     typed = ("model=neox_tiny", f"strategy={strategies}", "gpus=8", *NETWORK[:1])
@@ -225,6 +227,7 @@ def test_it_is_ranked_among_the_others_and_alone(strategies: str, site: Path) ->
     assert "local_sgd" in json.dumps(values)
 
 
+@pytest.mark.long
 def test_it_is_advised(site: Path) -> None:
     """Where the network is slow, and in the list of names; the family as any other."""
     slow = ("hardware.speeds.links.node_gb_s=0.2", "model=neox_tiny", *NETWORK)
@@ -237,6 +240,7 @@ def test_it_is_advised(site: Path) -> None:
     assert "local_sgd" not in run_command(None, "bench.advise", "names")
 
 
+@pytest.mark.long
 def test_reports_show_its_name_and_colour(site: Path, store: Path, tmp_path: Path) -> None:
     run_command(site, "bench.report", str(store), "--output", str(tmp_path / "with"))
     run_command(None, "bench.report", str(store), "--output", str(tmp_path / "without"))
@@ -335,6 +339,7 @@ def test_no_test_of_something_else_fails(site: Path) -> None:
 NewFile = Callable[[Path], None]
 
 
+@pytest.mark.long
 def test_in_the_suite_itself_it_is_one_file_and_its_yaml(tmp_path: Path) -> None:
     """A copy of the suite with the strategy, a GPU, a tracker and a figure put beside its own."""
     for folder in ("bench", "conf", "results/published"):

@@ -27,6 +27,7 @@ def losses(record: dict[str, Any]) -> list[float]:
     return record["losses"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
 def test_every_strategy_and_factor_has_the_losses_of_one_process(execute: Execute, model: tuple[str, ...]) -> None:
     four = [
@@ -83,6 +84,7 @@ ACCUMULATION = [
 ]
 
 
+@pytest.mark.long
 def test_no_knob_changes_what_is_computed(execute: Execute) -> None:
     two = (*SMALL_T5, *STEPS, "gpus=2")
     plain, *others = execute(
@@ -101,6 +103,7 @@ def test_no_knob_changes_what_is_computed(execute: Execute) -> None:
     assert accumulated[1]["effective"]["static_graph"] is True
 
 
+@pytest.mark.long
 def test_narrow_formats_train_close_to_fp32(execute: Execute) -> None:
     keys = [
         (name, precision) for name in ("ddp", "fsdp", "fsdp1") for precision in ("fp32", "bf16", "fp16", "bf16_pure")
@@ -124,6 +127,7 @@ def test_narrow_formats_train_close_to_fp32(execute: Execute) -> None:
         assert runs[name, "bf16_pure"]["peak_allocated_bytes"] < 0.75 * runs[name, "fp32"]["peak_allocated_bytes"]
 
 
+@pytest.mark.long
 def test_compiled_blocks_compute_the_same(execute: Execute) -> None:
     one = (*SMALL_GPT, "model.num_layers=1", *STEPS, "gpus=2", "strategy=fsdp")
     compiled = (*one, "compile=true", "activation_checkpointing=full")

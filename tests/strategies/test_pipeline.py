@@ -106,6 +106,7 @@ def predicted(*overrides: str) -> float:
     return predict_run(compose_run_config(*overrides)).memory.allocated.value
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PARITY)
 def test_stages_train_as_one_process_does_and_keep_what_is_predicted(execute: Execute, family: str) -> None:
@@ -124,6 +125,7 @@ def test_stages_train_as_one_process_does_and_keep_what_is_predicted(execute: Ex
             assert row["bubble"] > 0.3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_narrow_formats_checkpointing_and_the_first_stage_alone(execute: Execute) -> None:
     deep = (*SMALL_GPT, "model.num_layers=12", *STEPS, "gpus=2", *PIPELINE, "strategy.micro_batches=4")

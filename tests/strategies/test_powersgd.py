@@ -25,6 +25,7 @@ HOOK = "strategy.communication_hook=powersgd"
 STEPS = ("sequence_length=16", "measurement.warmup_steps=4", "measurement.steps=4", "optimizer.learning_rate=1e-3")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_powersgd_is_exact_until_it_starts_and_trains_on(execute: Callable[..., list[dict[str, Any]]]) -> None:
     run = (*SMALL_T5, *STEPS, "strategy=ddp", "gpus=2", "batch_size_per_gpu=2")
@@ -112,6 +113,7 @@ def test_nothing_is_kept_of_what_is_frozen() -> None:
         assert whole.held[name][0] > 0
 
 
+@pytest.mark.long
 @needs_peft
 @pytest.mark.slow
 def test_adapters_are_sent_as_factors_in_the_memory_that_is_predicted(

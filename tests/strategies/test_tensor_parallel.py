@@ -65,6 +65,7 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RUNS)
 def test_split_layers_compute_what_one_process_does_and_keep_what_is_predicted(execute: Execute, family: str) -> None:

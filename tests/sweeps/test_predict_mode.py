@@ -500,6 +500,7 @@ BUDGET_RUN = {
 }
 
 
+@pytest.mark.long
 def test_the_largest_budget_that_fits_is_taken() -> None:
     chosen = [
         choose_budget({**BUDGET_RUN, "hardware.memory_gb": memory_gb})["activation_checkpointing"]

@@ -72,6 +72,7 @@ def known_times(tmp_path_factory) -> SweepProcess:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -114,6 +115,7 @@ def test_a_sweep_without_a_terminal_is_quiet(known_times):
 THREE = ("-m", *FAKE_MODEL_OVERRIDES, "strategy=ddp", "gpus=2", "+model.step_s=0.2", "repeat=0,1,2")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sweeps_side_by_side_execute_every_run_once(tmp_path):
     shared, own = tmp_path / "shared" / "store", tmp_path / "own" / "store"
@@ -169,6 +171,7 @@ def five(tmp_path) -> tuple[Path, list[str]]:
     return store, [config.run_id for config in configs]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_results_are_not_repeated_unless_forced_and_failures_are(five):
     store, ids = five
@@ -631,6 +634,7 @@ def test_a_search_ends_at_the_most_tokens_a_run_may_have():
     assert search.largest_batch_size == most
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_largest_batch_is_really_the_largest(tmp_path):
     limit_gib = 0.09

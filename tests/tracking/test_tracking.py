@@ -66,6 +66,7 @@ def run_and_row(swept: SweepProcess, fault: str) -> tuple[OfflineRun, records.Re
     return read_offline_runs(swept.store / ".tracking")[build_attempt_id(row)], row
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_holds_everything_its_row_says(swept, fault):
@@ -152,6 +153,7 @@ def closed_port() -> str:
         return f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_unreachable_server_fails_and_delays_nothing(monkeypatch, tmp_path):
     add_wandb_login(monkeypatch, closed_port())

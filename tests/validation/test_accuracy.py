@@ -61,6 +61,7 @@ def test_what_is_not_compared_has_a_reason() -> None:
     assert all(reason for reason in EXCLUSION_REASONS.values())
 
 
+@pytest.mark.long
 def test_speed_is_within_the_goal_on_rows_nothing_was_tuned_on(results: list[CaseResult]) -> None:
     speed_summary = summarize_errors(select_speed_results(results, tuned=False))
     assert speed_summary.mean <= 0.05
@@ -95,6 +96,7 @@ def of_strategies() -> list[QualitativeComparison]:
     return compare_strategies(predict_runs)
 
 
+@pytest.mark.long
 def test_zero_3_of_2021_is_as_fast_as_one_adapter_lets_it(of_strategies: list[QualitativeComparison]) -> None:
     (shape,) = [candidate for candidate in of_strategies if "Megatron's Table 2" in candidate.statement]
     published = [float(number) for number in shape.published.split(", ")]
@@ -169,6 +171,7 @@ def test_every_source_is_compared_or_has_a_reason_not_to_be(published: list[Publ
     assert not [source for source in sources - compared if not any(fnmatch(source, name) for name in reasons)]
 
 
+@pytest.mark.long
 def test_the_committed_page_is_what_comes_out_today(results: list[CaseResult]) -> None:
     assert build_accuracy_page(results) == ACCURACY_PAGE.read_text(encoding="utf-8"), (
         "run python -m bench.predict validate"
