@@ -72,7 +72,7 @@ ASSUMPTIONS = {
 
 EXCLUSION_REASONS = {
     "fms_acceleration_refs, LoRA": (
-        "predictions of adapters need the package peft; with it, and 16 as the adapters' rank (read in another version "
+        "the rank of the adapters is not stated; with 16 (read in another version "
         "of the source), the two rows of one GPU without other kernels (34 and 36) were predicted 0.75 and 0.86 % too "
         "low, those of two GPUs with FSDP1 (35 and 37) 8.9 and 10.1 % too low, for a reason that was not found"
     ),
