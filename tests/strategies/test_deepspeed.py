@@ -24,7 +24,7 @@ from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.run import main
 from bench.strategies.deepspeed.stages_0_to_2 import find_ranks_of_parameters
 from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit, StepPlan
-from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config, needs
+from tests.conftest import ROOT, SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config, needs
 from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -45,7 +45,7 @@ def build_stage_overrides(number: int, *more: str) -> tuple[str, ...]:
 @pytest.mark.long
 @needs_library
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
+@pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT, SMALL_LLAMA, SMALL_MOE], ids=["t5", "gpt", "llama", "moe"])
 def test_every_stage_computes_what_one_process_does(execute: Execute, model: Any, tmp_path: Path) -> None:
     overrides_by_stage = {
         number: (*model, *STEPS, *build_stage_overrides(number), "gpus=4", "batch_size_per_gpu=2") for number in STAGES
