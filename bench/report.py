@@ -43,14 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_choice("flops", options.flops, FLOP_CONVENTIONS)
     contents = read_store(options.store)
     speeds = convert_speeds(options.flops, contents.records)
-    page_path = write_report(
-        contents,
-        str(options.store),
-        output,
-        interactive=options.interactive,
-        max_figures=options.figures,
-        speeds=speeds,
-    )
+    settings = {"interactive": options.interactive, "max_figures": options.figures, "speeds": speeds}
+    page_path = write_report(contents, str(options.store), output, **settings)
     left_out_note = f", {format_plural(len(contents.unreadable), 'file')} left out:" if contents.unreadable else ""
     print(page_path)
     print(format_plural(len(contents.records), "run") + left_out_note)

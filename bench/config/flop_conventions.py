@@ -151,21 +151,30 @@ def compute_record_tflops(convention: str, record: Mapping[str, Any]) -> tuple[f
     UsageError
         If there is no such convention, or the row lacks what it takes.
     """
-    config = record.get("config") or {}
+    if convention in SUITE_COLUMNS:
+        return _compute_tflops(convention, record, None, 0, 0, None)
+    config = _get_section(record, "config")
+    model_fields = _get_section(config, "model")
     length, batch_size = record.get("sequence_length"), record.get("batch_size_per_gpu")
-    if convention in SUITE_COLUMNS or record.get("step_time_median_s") is None:
+    if record.get("step_time_median_s") is None:
         family = None
-    elif not config.get("model") or length is None or batch_size is None:
+    elif not model_fields or length is None or batch_size is None:
         raise ImpossibleError(
             f"flops={convention} is not valid for rows without a configuration, such as published ones: choose model."
         )
     else:
-        _require_own_family(convention, config["model"])
-        family = _build_family(json.dumps(config["model"], sort_keys=True))
+        _require_own_family(convention, model_fields)
+        family = _build_family(json.dumps(model_fields, sort_keys=True))
     sequences = (batch_size or 0) * (record.get("gradient_accumulation") or 1)
-    peak_name = (config.get("precision") or {}).get("peak")
-    peak_tflops = ((config.get("hardware") or {}).get("peak_tflops") or {}).get(peak_name)
+    peaks = _get_section(_get_section(config, "hardware"), "peak_tflops")
+    peak_tflops = peaks.get(str(_get_section(config, "precision").get("peak")))
     return _compute_tflops(convention, record, family, length or 0, sequences, peak_tflops)
+
+
+def _get_section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of a row's configuration; empty where a row has something else in its place."""
+    section = values.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _compute_tflops(

@@ -80,7 +80,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
     checkpoint_blocks(family, model, key.activation_checkpointing, block_positions, sequence_length=key.sequence_length)
-    if key.compile:
+    if key.compile and key.split is None:  # where ranks share layers the compiler's program is not known
         compile_blocks(family.find_block_lists(model))
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
     if key.activation_offload:
