@@ -61,6 +61,13 @@ def _(operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
     """Computes nothing."""
 
 
+if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm.out", "Meta"):
+    # Without one, fake tensors have torch compute it, on tensors of full size.
+    @torch.library.impl("aten::_scaled_mm.out", "Meta")
+    def _(*_: Any, out: torch.Tensor, **__: Any) -> torch.Tensor:
+        return out
+
+
 def compile_blocks(block_lists: Iterable[Iterable[nn.Module]]) -> None:
     """Give each block, after it was checkpointed, the forward and backward that ``block.compile()`` gives it.
 
