@@ -151,6 +151,13 @@ def test_jobs_end_with_the_cluster(folder: Path, tmp_path: Path, remove: list[st
 
 
 @pytest.mark.slow
+def test_the_temporary_tables_of_another_database_server_are_left_alone(folder: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir="/tmp", prefix="#sql-temptable-", suffix=".MAI") as table:
+        start(folder, NODES="1")
+        assert Path(table.name).exists()
+
+
+@pytest.mark.slow
 def test_two_clusters_side_by_side(folder: Path, other_folder: Path) -> None:
     first = start(folder, **SMALL, PORT="23456")
     second = start(other_folder, **SMALL, PORT="23456")  # taken by now
