@@ -11,6 +11,7 @@ import json
 import os
 import sqlite3
 import sys
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -131,16 +132,22 @@ LOCK_TIMEOUT_S = 30.0
 
 MAX_KEYS_PER_QUERY = 500
 
+MAX_UNUSED_S = 30 * 24 * 3600.0
+"""How long what another version of the predictor remembered stays after it was last written."""
+
 
 def find_cache_file() -> Path | None:
-    """The file, None if nothing is to be remembered."""
+    """The file of this version of the predictor, None if nothing is to be remembered.
+
+    Each has one of its own: checkouts that are used in turn leave each other's alone.
+    """
     folder = os.environ.get(CACHE_DIR_VARIABLE)
     if folder == "":
         return None
     if folder is None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = str(Path(home) / "fsdp-bench")
-    return Path(folder) / "predictions.sqlite"
+    return Path(folder) / f"predictions-{compute_code_hash()}.sqlite"
 
 
 def read_entries(kind: str, keys: Iterable[str]) -> dict[str, Any]:
@@ -151,26 +158,24 @@ def read_entries(kind: str, keys: Iterable[str]) -> dict[str, Any]:
         for start in range(0, len(all_keys) if database else 0, MAX_KEYS_PER_QUERY):
             key_batch = all_keys[start : start + MAX_KEYS_PER_QUERY]
             placeholders = ",".join("?" * len(key_batch))
-            query = f"SELECT key, value FROM entries WHERE kind = ? AND version = ? AND key IN ({placeholders})"
+            query = f"SELECT key, value FROM entries WHERE kind = ? AND key IN ({placeholders})"
             assert database is not None
-            for key, value in database.execute(query, (kind, compute_code_hash(), *key_batch)):
+            for key, value in database.execute(query, (kind, *key_batch)):
                 values_by_key[key] = json.loads(zlib.decompress(value))
     return values_by_key
 
 
 def write_entries(kind: str, values: Mapping[str, Any]) -> None:
-    """Remember values under their keys, and forget those of other versions; without effect where nobody can write."""
+    """Remember values under their keys; without effect where nobody can write."""
     with contextlib.suppress(sqlite3.Error, OSError), _open_database() as database:
         if database is None or not values:
             return
-        version = compute_code_hash()
         rows = [
-            (kind, version, key, zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1))
+            (kind, key, zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1))
             for key, value in values.items()
         ]
         with database:
-            database.execute("DELETE FROM entries WHERE version <> ?", (version,))
-            database.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", rows)
+            database.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", rows)
 
 
 @contextlib.contextmanager
@@ -180,12 +185,21 @@ def _open_database() -> Iterator[sqlite3.Connection | None]:
         yield None
         return
     file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        _remove_unused_files(file.parent)
     database = sqlite3.connect(file, timeout=LOCK_TIMEOUT_S)
     try:
         database.execute(
-            "CREATE TABLE IF NOT EXISTS entries (kind TEXT, version TEXT, key TEXT, value BLOB,"
-            " PRIMARY KEY (kind, version, key))"
+            "CREATE TABLE IF NOT EXISTS entries (kind TEXT, key TEXT, value BLOB, PRIMARY KEY (kind, key))"
         )
         yield database
     finally:
         database.close()
+
+
+def _remove_unused_files(folder: Path) -> None:
+    """Remove what versions of the predictor remembered that have not written for long."""
+    for file in folder.glob("predictions*.sqlite"):
+        with contextlib.suppress(OSError):
+            if time.time() - file.stat().st_mtime > MAX_UNUSED_S:
+                file.unlink()

@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import itertools
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -80,15 +81,32 @@ def test_a_prediction_is_made_once(empty_cache, monkeypatch):
     assert predict_runs([runs[1], runs[0], runs[1]]) == [first[1], first[0], first[1]]
 
 
-def test_a_change_of_the_predictor_forgets_everything(empty_cache, monkeypatch):
+def test_a_changed_predictor_remembers_nothing_of_another_and_leaves_it_alone(empty_cache, monkeypatch):
     run = config()
     predict_run(run)
-    monkeypatch.setattr(cache, "compute_code_hash", lambda: "another")
-    assert cache.read_entries("prediction", [predictor.compute_prediction_id(run)]) == {}
+    entry = predictor.compute_prediction_id(run)
+    remembered = cache.read_entries("prediction", [entry])
+    assert remembered
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "compute_code_hash", lambda: "another")
+        assert cache.read_entries("prediction", [entry]) == {}
+        cache.write_entries("prediction", {entry: 1})
+    assert cache.read_entries("prediction", [entry]) == remembered
+
+
+def test_what_a_predictor_remembered_that_is_no_longer_used_goes(empty_cache, monkeypatch):
     cache.write_entries("prediction", {"x": 1})
-    monkeypatch.undo()
-    monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, str(empty_cache))
-    assert cache.read_entries("prediction", [predictor.compute_prediction_id(run)]) == {}
+    for version, unused_days in (("recent", 1), ("old", 31)):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "compute_code_hash", lambda version=version: version)
+            cache.write_entries("prediction", {"x": 1})
+            written_at = time.time() - unused_days * 24 * 3600
+            os.utime(cache.find_cache_file(), (written_at, written_at))
+    monkeypatch.setattr(cache, "compute_code_hash", lambda: "new")
+    cache.write_entries("prediction", {"x": 1})
+    versions = {file.stem.removeprefix("predictions-") for file in empty_cache.iterdir()}
+    assert len(versions) == 3
+    assert {"recent", "new"} < versions
 
 
 @needs("peft")
@@ -126,7 +144,7 @@ def test_without_a_place_to_remember_predictions_are_made_all_the_same(empty_cac
 
 def test_a_damaged_cache_is_no_obstacle(empty_cache):
     expected = predict_run(config())
-    (empty_cache / "predictions.sqlite").write_bytes(b"no database" * 1000)
+    cache.find_cache_file().write_bytes(b"no database" * 1000)
     assert predict_run(config()) == expected
 
 
