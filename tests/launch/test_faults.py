@@ -23,6 +23,7 @@ from tests.fake_model import (
     run_sweep,
     wait_until,
 )
+from tests.slurm_cluster import list_descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -284,12 +285,13 @@ def test_a_killed_controller_leaves_its_job_at_work_alone(interrupted, cleaning)
     attempts = len(read_attempts_by_run(interrupted.store).get(current, []))
     (controller,) = process.list_pids("submitit.local._local")
     (job,) = [number for number in process.list_pids("submitit.core._submit") if has_controller_parent(number)]
-    ranks = {number for number in process.list_pids("submitit.core._submit") if number != job}
     os.kill(controller, signal.SIGKILL)
     beside: set[int] = set()
 
     def has_ended() -> bool:
-        beside.update(set(process.list_pids("submitit.")) - ranks - {job, controller})
+        ranks = list_descendants([job])  # of this run, or of a next one of the job's
+        others = set(process.list_pids("submitit.")) - {job, controller, *ranks}
+        beside.update(others - set(list_descendants([job])))
         return process.process.poll() is not None
 
     assert wait_until(has_ended, 180)
