@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bench.config.flop_conventions import FLOP_CONVENTIONS, add_flops_option, convert_speeds, read_flops_option
+from bench.config.flop_conventions import add_flops_option, convert_speeds, read_flops_option
 from bench.core.command_line import build_parser, parse_path_argument, report_usage_errors, run_main
-from bench.core.errors import require_at_least, require_choice
+from bench.core.errors import require_at_least
 from bench.core.presentation import format_plural
 from bench.reporting import read_store, write_report
 from bench.reporting.builder import MAX_FIGURES
@@ -38,13 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_flops_option(parser, "what TFLOP/s and MFU of the figures and tables count")
     options = parser.parse_args(read_flops_option(arguments))
-    output = options.output or (options.store if options.store.is_dir() else options.store.parent) / "report"
+    store = options.store
+    output = options.output or (store if store.is_dir() else store.parent) / "report"
     require_at_least("--figures", options.figures, 0)
-    require_choice("flops", options.flops, FLOP_CONVENTIONS)
-    contents = read_store(options.store)
+    contents = read_store(store)
     speeds = convert_speeds(options.flops, contents.records)
-    settings = {"interactive": options.interactive, "max_figures": options.figures, "speeds": speeds}
-    page_path = write_report(contents, str(options.store), output, **settings)
+    page_path = write_report(
+        contents, str(store), output, interactive=options.interactive, max_figures=options.figures, speeds=speeds
+    )
     left_out_note = f", {format_plural(len(contents.unreadable), 'file')} left out:" if contents.unreadable else ""
     print(page_path)
     print(format_plural(len(contents.records), "run") + left_out_note)

@@ -17,7 +17,7 @@ from bench.checks.session import CheckReport, check_machine
 from bench.config.run_config import RunConfig
 from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
-from bench.prediction.cache import find_cache_file
+from bench.prediction.cache import find_cache_folder
 
 
 def check_machine_once(
@@ -41,8 +41,8 @@ def check_machine_once(
     """
     if device.kind != "cuda" or not any(config.hardware.device == "cuda" for config in configs):
         return
-    cache_path = find_cache_file()
-    passed_path = cache_path.with_name("checked.json") if cache_path else None
+    folder = find_cache_folder()
+    passed_path = None if folder is None else folder / "checked.json"
     machine_key = _compute_machine_key(device)
     passed_keys: list[str] = []
     if passed_path is not None:

@@ -151,24 +151,21 @@ def compute_record_tflops(convention: str, record: Mapping[str, Any]) -> tuple[f
     UsageError
         If there is no such convention, or the row lacks what it takes.
     """
-    if convention in SUITE_COLUMNS:
-        return _compute_tflops(convention, record, None, 0, 0, None)
+    if convention in SUITE_COLUMNS or record.get("step_time_median_s") is None:
+        return _compute_tflops(convention, record)
     config = _get_section(record, "config")
     model_fields = _get_section(config, "model")
     length, batch_size = record.get("sequence_length"), record.get("batch_size_per_gpu")
-    if record.get("step_time_median_s") is None:
-        family = None
-    elif not model_fields or length is None or batch_size is None:
+    if not model_fields or length is None or batch_size is None:
         raise ImpossibleError(
             f"flops={convention} is not valid for rows without a configuration, such as published ones: choose model."
         )
-    else:
-        _require_own_family(convention, model_fields)
-        family = _build_family(json.dumps(model_fields, sort_keys=True))
-    sequences = (batch_size or 0) * (record.get("gradient_accumulation") or 1)
+    _require_own_family(convention, model_fields)
+    family = _build_family(json.dumps(model_fields, sort_keys=True))
+    sequences = batch_size * (record.get("gradient_accumulation") or 1)
     peaks = _get_section(_get_section(config, "hardware"), "peak_tflops")
     peak_tflops = peaks.get(str(_get_section(config, "precision").get("peak")))
-    return _compute_tflops(convention, record, family, length or 0, sequences, peak_tflops)
+    return _compute_tflops(convention, record, family, length, sequences, peak_tflops)
 
 
 def _get_section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -180,10 +177,10 @@ def _get_section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _compute_tflops(
     convention: str,
     columns: Mapping[str, Any],
-    family: Family | None,
-    length: int,
-    sequences: int,
-    peak_tflops: float | None,
+    family: Family | None = None,
+    length: int = 0,
+    sequences: int = 0,
+    peak_tflops: float | None = None,
 ) -> tuple[float | None, float | None]:
     """TFLOP/s and share of the peak, of `sequences` of `length` tokens in a step.
 

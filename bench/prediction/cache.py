@@ -136,18 +136,22 @@ MAX_UNUSED_S = 30 * 24 * 3600.0
 """How long what another version of the predictor remembered stays after it was last written."""
 
 
+def find_cache_folder() -> Path | None:
+    """Where this machine's user has what is remembered, None if nothing is to be."""
+    folder = os.environ.get(CACHE_DIR_VARIABLE)
+    if folder is not None:
+        return Path(folder) if folder else None
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "fsdp-bench"
+
+
 def find_cache_file() -> Path | None:
     """The file of this version of the predictor, None if nothing is to be remembered.
 
     Each has one of its own: checkouts that are used in turn leave each other's alone.
     """
-    folder = os.environ.get(CACHE_DIR_VARIABLE)
-    if folder == "":
-        return None
-    if folder is None:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = str(Path(home) / "fsdp-bench")
-    return Path(folder) / f"predictions-{compute_code_hash()}.sqlite"
+    folder = find_cache_folder()
+    return None if folder is None else folder / f"predictions-{compute_code_hash()}.sqlite"
 
 
 def read_entries(kind: str, keys: Iterable[str]) -> dict[str, Any]:
