@@ -12,7 +12,7 @@ import bench.jobs
 import bench.sweep
 from bench.records import Record
 from tests.fake_model import FAKE_MODEL_OVERRIDES, read_attempts_by_run, wait_until
-from tests.slurm_cluster import SLURM_TIMEOUT_S
+from tests.slurm_cluster import SLURM_TIMEOUT_S, list_job_processes
 
 FAKE_MODEL_RUN = (*(override for override in FAKE_MODEL_OVERRIDES if override != "hardware=cpu"), "strategy=ddp")
 """A run of a second, of a model that misbehaves on request: ``+model.fault=kill:backward:3``."""
@@ -72,20 +72,6 @@ def wait_for_training(store: Path, num_runs: int = 1, timeout_s: float = SLURM_T
         return sum(any("forward" in log.read_text() for log in store.glob(f"{claim.stem}/*.log")) for claim in claimed)
 
     return wait_until(lambda: count_training_runs() >= num_runs, timeout_s)
-
-
-def list_job_processes(conf: str) -> list[int]:
-    """Live processes that belong to any job of the cluster with this slurm.conf."""
-    pids = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError):  # it has just ended, or is a zombie
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            is_of_cluster = f"SLURM_CONF={conf}".encode() in variables
-            if is_of_cluster and any(variable.startswith(b"SLURM_JOB_ID=") for variable in variables):
-                pids.append(int(folder.name))
-    return pids
 
 
 def wait_for_no_processes(conf: str, timeout_s: float = SLURM_TIMEOUT_S) -> bool:

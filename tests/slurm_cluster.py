@@ -133,15 +133,25 @@ class SlurmTestCluster:
         Down alone would not do: SLURM takes an answer that the node gave before its end, and that is read seconds
         later, for its return, and starts jobs on it.
         """
-        pids = [self.read_daemon_pid(f"slurmd.{name}")]
+        daemon = self.read_daemon_pid(f"slurmd.{name}")
         log = str(self.state / "log" / f"slurmd.{name}.log")
-        pids += [pid for pid in list_pids() if _read_command_name(pid) == "slurmstepd" and log in _list_open_files(pid)]
-        pids += list_descendants(pids[1:])
-        for pid in pids:
+        stopped: set[int] = set()
+        while started := self._list_node_processes(daemon, log) - stopped:  # what they have started meanwhile, too
+            for pid in started:
+                send_signal(pid, signal.SIGSTOP)
+            stopped |= started
+            self.wait_for("the processes to stop", lambda pids=started: all(map(has_stopped_or_ended, pids)))  # type: ignore[misc]
+        for pid in stopped:
             send_signal(pid, signal.SIGKILL)
         if mark_down:
             for state in ("down", "drain"):
                 self.scontrol("update", f"nodename={name}", f"state={state}", "reason=killed")
+
+    def _list_node_processes(self, daemon: int, log: str) -> set[int]:
+        """A slurmd, those it has forked to become slurmstepd or that are, and all that these have started."""
+        forked = [pid for pid in list_pids() if pid != daemon and _read_command_name(pid) in ("slurmd", "slurmstepd")]
+        roots = [daemon, *(pid for pid in forked if log in _list_open_files(pid))]
+        return {pid for pid in (*roots, *list_descendants(roots)) if not has_ended(pid)}
 
     def wait_for_saved_state(self) -> None:
         """Wait until slurmctld has written down its queue, as it does within 5 s; a SIGKILL forgets what came later."""
@@ -195,10 +205,12 @@ def idle_slurm(slurm: SlurmTestCluster) -> Iterator[SlurmTestCluster]:
 
 
 def make_idle(cluster: SlurmTestCluster) -> None:
-    """Bring back what is dead and end what runs."""
+    """Bring back what is dead and end what runs, processes of jobs that SLURM has lost sight of too."""
     if not cluster.is_up():
         cluster.restore()
     cluster.cancel_all()
+    for pid in list_job_processes(cluster.env["SLURM_CONF"]):
+        send_signal(pid, signal.SIGKILL)
     if not cluster.can_allocate_everything():
         cluster.restart_controller()  # it counts anew
         cluster.wait_for("the nodes whole", cluster.can_allocate_everything)
@@ -246,6 +258,11 @@ def has_ended(pid: int) -> bool:
     return _read_stat(pid)[:1] in ([], ["Z"], ["X"])
 
 
+def has_stopped_or_ended(pid: int) -> bool:
+    """Whether a process can start no other any more, after ``SIGSTOP`` at least not for now."""
+    return _read_stat(pid)[:1] == ["T"] or has_ended(pid)
+
+
 def list_descendants(pids: list[int]) -> list[int]:
     """What these processes have started, and what that has started ..."""
     parents = {pid: int(status[1]) for pid in list_pids() if (status := _read_stat(pid))}
@@ -255,6 +272,36 @@ def list_descendants(pids: list[int]) -> list[int]:
     ]:
         descendant_pids += more
     return descendant_pids
+
+
+def list_job_processes(conf: str) -> list[int]:
+    """Live processes that belong to any job of the cluster with this slurm.conf."""
+    pids = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        with suppress(OSError):  # it has just ended, or is a zombie
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            is_of_cluster = f"SLURM_CONF={conf}".encode() in variables
+            if is_of_cluster and any(variable.startswith(b"SLURM_JOB_ID=") for variable in variables):
+                pids.append(int(folder.name))
+    return pids
+
+
+def describe_processes(pids: list[int]) -> list[str]:
+    """Of each process: its state, parent, job and command line, for the message of a test that finds it."""
+    descriptions = []
+    for pid in pids:
+        with suppress(OSError):
+            folder = Path(f"/proc/{pid}")
+            status = dict(
+                line.split(":\t", 1) for line in (folder / "status").read_text().splitlines() if ":\t" in line
+            )
+            variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            job = [variable for variable in variables if variable.startswith(("SLURM_JOB_ID=", "SLURM_STEP_ID="))]
+            command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            descriptions.append(f"{pid}: {status['State']}, parent {status['PPid']}, {' '.join(job)}: {command}")
+    return descriptions
 
 
 def read_start_ticks(pid: int) -> int:

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster_sweeps import wait_for_no_processes
 from tests.slurm_cluster import (
     NODE_NAMES,
     ROOT,
     SCRIPT,
     SlurmTestCluster,
+    describe_processes,
     has_ended,
+    list_job_processes,
     list_pids,
     remove_slurm_variables,
     run_cluster_script,
@@ -292,6 +295,8 @@ def test_a_node_that_dies_comes_back(idle_slurm: SlurmTestCluster) -> None:
     idle_slurm.restore()
     idle_slurm.cancel_all()
     assert idle_slurm.read_node_states() == dict.fromkeys(NODE_NAMES, "idle")
+    conf = idle_slurm.env["SLURM_CONF"]
+    assert wait_for_no_processes(conf), describe_processes(list_job_processes(conf))
 
 
 @pytest.mark.slow

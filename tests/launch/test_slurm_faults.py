@@ -33,7 +33,6 @@ from tests.cluster_sweeps import (
     call_main,
     find_run_attempts,
     format_store_override,
-    list_job_processes,
     run_jobs_command,
     submit_sweep,
     wait_for_no_processes,
@@ -44,7 +43,9 @@ from tests.slurm_cluster import (
     NODE_NAMES,
     SLURM_TIMEOUT_S,
     SlurmTestCluster,
+    describe_processes,
     list_descendants,
+    list_job_processes,
     make_idle,
     read_start_ticks,
 )
@@ -166,7 +167,8 @@ def let_go(*runs: Run) -> None:
 def check_nothing_left(cluster: SlurmTestCluster, *stores: Path) -> None:
     """No job, no process, no claim and no file of an unfinished row."""
     cluster.wait_for("an empty queue", lambda: not cluster.squeue())
-    assert wait_for_no_processes(os.environ["SLURM_CONF"]), list_job_processes(os.environ["SLURM_CONF"])
+    conf = os.environ["SLURM_CONF"]
+    assert wait_for_no_processes(conf), describe_processes(list_job_processes(conf))
     for store in stores:
         left = [
             (store / claims.CLAIMS_FOLDER / f"{run_id}.claim").read_text() for run_id in claims.list_claimed_runs(store)
