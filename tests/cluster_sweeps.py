@@ -12,7 +12,7 @@ import bench.jobs
 import bench.sweep
 from bench.records import Record
 from tests.fake_model import FAKE_MODEL_OVERRIDES, read_attempts_by_run, wait_until
-from tests.slurm_cluster import SLURM_TIMEOUT_S, list_job_processes
+from tests.slurm_cluster import SLURM_TIMEOUT_S, list_pids
 
 FAKE_MODEL_RUN = (*(override for override in FAKE_MODEL_OVERRIDES if override != "hardware=cpu"), "strategy=ddp")
 """A run of a second, of a model that misbehaves on request: ``+model.fault=kill:backward:3``."""
@@ -74,6 +74,32 @@ def wait_for_training(store: Path, num_runs: int = 1, timeout_s: float = SLURM_T
     return wait_until(lambda: count_training_runs() >= num_runs, timeout_s)
 
 
-def wait_for_no_processes(conf: str, timeout_s: float = SLURM_TIMEOUT_S) -> bool:
-    """Whether no process of any job is there any more, after some time to go."""
-    return wait_until(lambda: not list_job_processes(conf), timeout_s)
+def list_job_processes(conf: str) -> list[int]:
+    """Live processes that belong to any job of the cluster with this slurm.conf."""
+    pids = []
+    for pid in list_pids():
+        variables = _read_strings(pid, "environ")
+        if f"SLURM_CONF={conf}" in variables and any(variable.startswith("SLURM_JOB_ID=") for variable in variables):
+            pids.append(pid)
+    return pids
+
+
+def check_no_processes(conf: str) -> None:
+    """No process of any job is there any more, after some time to go; else the message says which is."""
+    gone = wait_until(lambda: not list_job_processes(conf), SLURM_TIMEOUT_S)
+    assert gone, [_describe_job_process(pid) for pid in list_job_processes(conf)]
+
+
+def _describe_job_process(pid: int) -> str:
+    job = " ".join(
+        line for line in _read_strings(pid, "environ") if line.startswith(("SLURM_JOB_ID=", "SLURM_STEP_ID="))
+    )
+    return f"{pid} of {job}: {' '.join(_read_strings(pid, 'cmdline'))}"
+
+
+def _read_strings(pid: int, file_name: str) -> list[str]:
+    """Environment or command line of a process; empty where it has just ended, or is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/{file_name}").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []

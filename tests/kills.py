@@ -25,7 +25,7 @@ from pathlib import Path
 
 from bench.records import Record
 from tests import slurm_cluster
-from tests.cluster_sweeps import ONE_NODE, run_jobs_command
+from tests.cluster_sweeps import ONE_NODE, list_job_processes, run_jobs_command
 from tests.fake_model import (
     FAKE_MODEL_OVERRIDES,
     ROOT,
@@ -35,7 +35,6 @@ from tests.fake_model import (
     read_attempts_by_run,
     wait_until,
 )
-from tests.slurm_cluster import list_job_processes
 
 ROLES = ("sweep", "controller", "worker", "rank")
 

@@ -139,8 +139,8 @@ class SlurmTestCluster:
         while started := self._list_node_processes(daemon, log) - stopped:  # what they have started meanwhile, too
             for pid in started:
                 send_signal(pid, signal.SIGSTOP)
-            stopped |= started
-            self.wait_for("the processes to stop", lambda pids=started: all(map(has_stopped_or_ended, pids)))  # type: ignore[misc]
+            stopped.update(started)
+            self.wait_for("the processes to stop", lambda: all(map(has_stopped_or_ended, stopped)))
         for pid in stopped:
             send_signal(pid, signal.SIGKILL)
         if mark_down:
@@ -205,12 +205,10 @@ def idle_slurm(slurm: SlurmTestCluster) -> Iterator[SlurmTestCluster]:
 
 
 def make_idle(cluster: SlurmTestCluster) -> None:
-    """Bring back what is dead and end what runs, processes of jobs that SLURM has lost sight of too."""
+    """Bring back what is dead and end what runs."""
     if not cluster.is_up():
         cluster.restore()
     cluster.cancel_all()
-    for pid in list_job_processes(cluster.env["SLURM_CONF"]):
-        send_signal(pid, signal.SIGKILL)
     if not cluster.can_allocate_everything():
         cluster.restart_controller()  # it counts anew
         cluster.wait_for("the nodes whole", cluster.can_allocate_everything)
@@ -272,36 +270,6 @@ def list_descendants(pids: list[int]) -> list[int]:
     ]:
         descendant_pids += more
     return descendant_pids
-
-
-def list_job_processes(conf: str) -> list[int]:
-    """Live processes that belong to any job of the cluster with this slurm.conf."""
-    pids = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        with suppress(OSError):  # it has just ended, or is a zombie
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            is_of_cluster = f"SLURM_CONF={conf}".encode() in variables
-            if is_of_cluster and any(variable.startswith(b"SLURM_JOB_ID=") for variable in variables):
-                pids.append(int(folder.name))
-    return pids
-
-
-def describe_processes(pids: list[int]) -> list[str]:
-    """Of each process: its state, parent, job and command line, for the message of a test that finds it."""
-    descriptions = []
-    for pid in pids:
-        with suppress(OSError):
-            folder = Path(f"/proc/{pid}")
-            status = dict(
-                line.split(":\t", 1) for line in (folder / "status").read_text().splitlines() if ":\t" in line
-            )
-            variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            job = [variable for variable in variables if variable.startswith(("SLURM_JOB_ID=", "SLURM_STEP_ID="))]
-            command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-            descriptions.append(f"{pid}: {status['State']}, parent {status['PPid']}, {' '.join(job)}: {command}")
-    return descriptions
 
 
 def read_start_ticks(pid: int) -> int:

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster_sweeps import wait_for_no_processes
+from tests.cluster_sweeps import check_no_processes, list_job_processes
 from tests.slurm_cluster import (
     NODE_NAMES,
     ROOT,
     SCRIPT,
     SlurmTestCluster,
-    describe_processes,
     has_ended,
-    list_job_processes,
     list_pids,
+    make_idle,
     remove_slurm_variables,
     run_cluster_script,
     send_signal,
@@ -38,6 +37,16 @@ MARK = "# bench test cluster"
 """Of the lines that clusters add to it, followed by their folder."""
 
 DAEMONS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd")
+
+
+@pytest.fixture(name="idle_slurm")
+def idle_slurm_without_processes(idle_slurm: SlurmTestCluster) -> Iterator[SlurmTestCluster]:
+    """The test cluster, on which no process of these jobs stays, be it that SLURM has lost sight of one: they are not
+    the suite's own, which must leave none."""
+    yield idle_slurm
+    make_idle(idle_slurm)
+    for pid in list_job_processes(idle_slurm.env["SLURM_CONF"]):
+        send_signal(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -295,8 +304,18 @@ def test_a_node_that_dies_comes_back(idle_slurm: SlurmTestCluster) -> None:
     idle_slurm.restore()
     idle_slurm.cancel_all()
     assert idle_slurm.read_node_states() == dict.fromkeys(NODE_NAMES, "idle")
+
+
+@pytest.mark.slow
+def test_what_a_dying_node_is_starting_dies_with_it(idle_slurm: SlurmTestCluster) -> None:
+    job = submit(idle_slurm, "for i in $(seq 9000); do sleep 1000 & sleep 0.002; done", "--no-requeue")
     conf = idle_slurm.env["SLURM_CONF"]
-    assert wait_for_no_processes(conf), describe_processes(list_job_processes(conf))
+    idle_slurm.wait_for("the job's processes", lambda: len(list_job_processes(conf)) > 9)
+    (node,) = idle_slurm.squeue("-o", "%B")
+    idle_slurm.kill_node(node, mark_down=True)
+    check_no_processes(conf)
+    idle_slurm.restore()
+    assert idle_slurm.read_job_state(job) == "NODE_FAIL"
 
 
 @pytest.mark.slow

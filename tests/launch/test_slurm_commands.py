@@ -20,6 +20,7 @@ from tests.cluster_sweeps import (
     call_main,
     find_run_attempts,
     format_store_override,
+    list_job_processes,
     run_jobs_command,
     submit_sweep,
     wait_for_training,
@@ -27,13 +28,7 @@ from tests.cluster_sweeps import (
 from tests.conftest import ROOT
 from tests.fake_model import read_attempts_by_run
 from tests.fake_wandb import add_wandb_login, fake_wandb, remove_wandb_login
-from tests.slurm_cluster import (
-    SlurmTestCluster,
-    list_descendants,
-    list_job_processes,
-    remove_slurm_variables,
-    running_cluster,
-)
+from tests.slurm_cluster import SlurmTestCluster, list_descendants, remove_slurm_variables, running_cluster
 from tests.wandb_files import read_offline_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -31,11 +31,12 @@ from tests.cluster_sweeps import (
     LONG_RUN,
     TWO_NODES,
     call_main,
+    check_no_processes,
     find_run_attempts,
     format_store_override,
+    list_job_processes,
     run_jobs_command,
     submit_sweep,
-    wait_for_no_processes,
     wait_for_training,
 )
 from tests.fake_model import OOM_REQUEST_BYTES, ROOT, read_attempts_by_run, read_row_files, wait_until
@@ -43,9 +44,7 @@ from tests.slurm_cluster import (
     NODE_NAMES,
     SLURM_TIMEOUT_S,
     SlurmTestCluster,
-    describe_processes,
     list_descendants,
-    list_job_processes,
     make_idle,
     read_start_ticks,
 )
@@ -167,8 +166,7 @@ def let_go(*runs: Run) -> None:
 def check_nothing_left(cluster: SlurmTestCluster, *stores: Path) -> None:
     """No job, no process, no claim and no file of an unfinished row."""
     cluster.wait_for("an empty queue", lambda: not cluster.squeue())
-    conf = os.environ["SLURM_CONF"]
-    assert wait_for_no_processes(conf), describe_processes(list_job_processes(conf))
+    check_no_processes(os.environ["SLURM_CONF"])
     for store in stores:
         left = [
             (store / claims.CLAIMS_FOLDER / f"{run_id}.claim").read_text() for run_id in claims.list_claimed_runs(store)
@@ -824,7 +822,7 @@ def test_a_run_finds_room_for_its_row_on_a_disk_that_filled_up(idle_slurm, share
             (row,) = run.rows
             check_whole(row)
         assert late.rows == []
-        assert wait_for_no_processes(os.environ["SLURM_CONF"])
+        check_no_processes(os.environ["SLURM_CONF"])
         collected = run_jobs_command("collect", store)
         assert collected.returncode == 1
         assert collected.stderr == f"store={store} cannot be written: No space left on device.\n"

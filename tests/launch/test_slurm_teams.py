@@ -16,9 +16,9 @@ import pytest
 from bench import records
 from bench.launch.slurm import submissions
 from bench.records import Record, claims
-from tests.cluster_sweeps import FAKE_MODEL_RUN, ONE_RANK, format_store_override
+from tests.cluster_sweeps import FAKE_MODEL_RUN, ONE_RANK, format_store_override, list_job_processes
 from tests.fake_model import read_attempts_by_run
-from tests.slurm_cluster import SlurmTestCluster, list_job_processes
+from tests.slurm_cluster import SlurmTestCluster
 from tests.unix_accounts import Account, create_team
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
