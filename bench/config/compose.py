@@ -34,6 +34,9 @@ OWN_CONF_VARIABLE = "BENCH_CONF"
 HARDWARE_GROUP = "hardware"
 """The group whose option may also be a file anywhere."""
 
+PRESET_FOLDERS = ("price",)
+"""Folders of conf with values of a field by name: no groups, since the field takes other values too."""
+
 MEMORY_KEY, DEVICE_MEMORY_KEY = "hardware.memory_gb", "hardware.speeds.outside.device_gib"
 """Set alone, the former changes the latter: memory as sold, and what of it a device reports."""
 
@@ -76,8 +79,14 @@ def list_config_groups() -> dict[str, list[str]]:
     return {
         folder.name: sorted({file.stem for conf in _list_conf_folders() for file in conf.glob(f"{folder.name}/*.yaml")})
         for folder in sorted(CONF_FOLDER.iterdir())
-        if folder.is_dir()
+        if folder.is_dir() and folder.name not in PRESET_FOLDERS
     }
+
+
+@functools.cache
+def list_presets(folder: str) -> list[str]:
+    """What one of `PRESET_FOLDERS` holds, by name."""
+    return sorted({file.stem for conf in _list_conf_folders() for file in conf.glob(f"{folder}/*.yaml")})
 
 
 def _list_conf_folders() -> tuple[Path, ...]:
