@@ -37,11 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _print_answer(answer: AdviceAnswer, question: AdviceQuestion) -> None:
     """Data, and nothing but data, on the standard output."""
     if question.output_format != "table":
-        print((format_answer_json if question.output_format == "json" else format_answer_csv)(answer, question.tokens))
+        print((format_answer_json if question.output_format == "json" else format_answer_csv)(answer, question.budget))
         return
     console = open_stdout_console(WIDTH_WITHOUT_TERMINAL)
     console.print(
-        build_answer_tables(answer, question.tokens, question.max_rows, question.flops), highlight=False, crop=False
+        build_answer_tables(answer, question.budget, question.max_rows, question.flops), highlight=False, crop=False
     )
     for section in answer.sections if question.shows_details else []:
         details = build_candidate_details(section.ranking.top_candidate, section.rule_comparisons)

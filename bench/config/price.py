@@ -63,7 +63,7 @@ class CostTerms:
     offers: tuple[PriceOffer, ...] = ()
     """Those asked for: each for its kind of GPU. Empty where no dollars are asked for."""
     pue: float | None = None
-    """Power usage effectiveness of the data centre: energy of all of it by that of its machines; None to leave it out."""
+    """Power usage effectiveness: energy of the data centre by that of its machines; None to leave it out."""
     power_share: float | None = None
     """Share of its board power that a GPU draws on average; None for all of it, which is an upper bound."""
 
@@ -90,8 +90,7 @@ class CostTerms:
         raise invalid_value_error(
             PRICE_GROUP,
             ",".join(offer.name for offer in self.offers),
-            f"a number of dollars per GPU-hour{''.join(f' or {option}' for option in known_offers)} for hardware={name} "
-            f"(it is for {', '.join(str(offer.hardware) for offer in self.offers)})",
+            f"{' or '.join((*known_offers, 'a number of dollars per GPU-hour'))} for hardware={name}",
         )
 
     def compute_dollars(self, config: RunConfig, gpu_hours: float | None) -> float | None:
@@ -99,9 +98,8 @@ class CostTerms:
         offer = self.choose_offer(config)
         if offer is None or gpu_hours is None:
             return None
-        return gpu_hours * offer.dollars_per_gpu_hour * offer.compute_billed_gpus(config.active_devices) / (
-            config.active_devices
-        )
+        gpus = config.active_devices or config.gpus  # a prediction keeps no device busy
+        return gpu_hours * offer.compute_billed_gpus(gpus) / gpus * offer.dollars_per_gpu_hour
 
     def compute_kwh(self, config: RunConfig, gpu_hours: float | None) -> float | None:
         """Energy of the GPUs in so many of a run's GPU-hours: board power x share x hours (x PUE); None where nobody
@@ -112,20 +110,18 @@ class CostTerms:
         return gpu_hours * power_w / 1000 * (self.power_share or 1.0) * (self.pue or 1.0)
 
     def describe(self, config: RunConfig) -> list[str]:
-        """Sentences that say what a run's dollars and kWh stand on; none where neither was asked for."""
+        """Sentences that say what a run's dollars and kWh stand on."""
         offer, power_w = self.choose_offer(config), config.hardware.power_w
         sentences = [] if offer is None else [f"Price: {offer.describe()}."]
-        if not self.is_asked:
-            return sentences
         if power_w is None:
-            return [*sentences, f"Energy: not known, since hardware={config.hardware.name} has no power_w."]
-        share = (
-            "all the time (an upper bound)" if self.power_share is None else f"times power_share={self.power_share:g}"
-        )
-        others = (
-            f"times pue={self.pue:g}" if self.pue is not None else "without cooling and other losses (pue= adds them)"
-        )
-        return [*sentences, f"Energy: {power_w:g} W of board power per GPU {share}, {others}; hosts are left out."]
+            unknown_text = f"Energy: not known, since hardware={config.hardware.name} has no power_w."
+            return [*sentences, unknown_text] if self.is_asked else sentences
+        share = "all the time, an upper bound" if self.power_share is None else f"x power_share={self.power_share:g}"
+        losses = "without cooling and other losses (pue=)" if self.pue is None else f"x pue={self.pue:g}"
+        return [*sentences, f"Energy: {power_w:g} W of board power per GPU {share}; {losses}; hosts are left out."]
+
+
+NO_COST_TERMS = CostTerms()
 
 
 def parse_cost_terms(price: Any, pue: Any, power_share: Any) -> CostTerms:
@@ -151,7 +147,7 @@ def parse_cost_terms(price: Any, pue: Any, power_share: Any) -> CostTerms:
 def _parse_price(price: Any) -> tuple[PriceOffer, ...]:
     value = _read_number(price)
     presets = list_presets(PRICE_GROUP)
-    expected = f"{DOLLAR_BOUNDS.describe_valid(float)} (dollars per GPU-hour), or of {', '.join(presets)}"
+    expected = f"{DOLLAR_BOUNDS.describe_valid(float)} (dollars per GPU-hour), or one of {', '.join(presets)}"
     if value is None:
         return ()
     if isinstance(value, str):
@@ -162,7 +158,7 @@ def _parse_price(price: Any) -> tuple[PriceOffer, ...]:
     try:
         dollars = validate_value(PRICE_GROUP, PRICE_HINT, value)
     except UsageError:
-        raise invalid_value_error(PRICE_GROUP, value, expected) from None
+        raise invalid_value_error(PRICE_GROUP, price, expected) from None
     return (PriceOffer(f"{dollars:g}", dollars),)
 
 
