@@ -390,6 +390,12 @@ def test_a_dry_run_says_what_fits_how_long_it_takes_and_what_it_costs(store, mon
     assert f"{hours:.1f} GPU-hours, ${hours * 3.4309:.2f}, {hours * 0.4 * 1.5:.2f} kWh." in shown
     for part in (f"{64 * seconds / 3600 * 3.4309:.2f}", "Price: aws_p4de, $3.4309", "x pue=1.5"):
         assert part in shown
+    assert not store.exists()
+    assert sweep.main([*CLUSTER, f"store={store}", "skip_oom=true"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 runs, 0 done, 2 to run, 2 skipped: predicted not to fit" in shown
+    assert "2 runs in 2 arrays" in shown
+    assert not store.exists()
 
 
 def test_predictions_of_a_sweep_tell_what_a_billion_tokens_cost_and_no_row_knows_the_price(store, monkeypatch, capsys):
@@ -405,12 +411,6 @@ def test_predictions_of_a_sweep_tell_what_a_billion_tokens_cost_and_no_row_knows
     assert "1 runs, 1 done, 0 to run" in capsys.readouterr().out
     assert sweep.main([*typed, "price=aws_p5"]) == 2
     assert "price=aws_p5 is not valid: choose aws_p4de or" in capsys.readouterr().err
-    assert not store.exists()
-    assert sweep.main([*CLUSTER, f"store={store}", "skip_oom=true"]) == 0
-    shown = capsys.readouterr().out
-    assert "4 runs, 0 done, 2 to run, 2 skipped: predicted not to fit" in shown
-    assert "2 runs in 2 arrays" in shown
-    assert not store.exists()
 
 
 def test_a_dry_run_without_a_predictor_says_why_and_guesses(store, monkeypatch, capsys):
