@@ -24,6 +24,7 @@ from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError, UsageError
 from bench.planning.run_predictions import predict_configs
+from bench.prediction.parameter_counts import recall_parameter_counts
 from bench.prediction.prediction import MemoryPrediction, Prediction
 
 
@@ -76,6 +77,7 @@ def answer_question(
             skipped_sections.append((question.format_heading(settings), str(error)))
     if not section_candidates:
         raise UsageError(skipped_sections[0][1])
+    recall_parameter_counts(candidates.to_predict[0].config.model for _, candidates in section_candidates)
     sections = []
     for settings, candidates in section_candidates:
         on_progress(f"{question.format_heading(settings)}: predicting {len(candidates.to_predict)} candidates")

@@ -1,7 +1,7 @@
 """How fast questions are answered, in units of ``python -c "import torch, transformers"`` on the same machine.
 
-Processor time of the processes (user and system), so that what else the machine does distorts less. `make timing` runs it
-and prints the ratios.
+Processor time of the processes (user and system), so that what else the machine does distorts less. `make timing` runs
+it and prints the ratios.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from bench.core.errors import UsageError, invalid_value_error
 from bench.core.presentation import MISSING, TrainingTerm, format_number
 from bench.finetune import list_finetunes
 from bench.models.checkpointing import CHECKPOINTING_MODES
+from bench.prediction.parameter_counts import recall_parameter_counts
 from bench.strategies import Strategy, list_strategies
 
 
@@ -374,6 +375,7 @@ def build_guidance(
         candidates = build_candidates(settings, _build_case_knobs(settings, question))
         question.budget.cost_terms.choose_offer(candidates.to_predict[0].config)
         case_candidates.append((settings, candidates))
+    recall_parameter_counts(candidates.to_predict[0].config.model for _, candidates in case_candidates)
     return [
         _build_case_guidance(settings, candidates, question, on_progress) for settings, candidates in case_candidates
     ]
