@@ -24,7 +24,7 @@ from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError, UsageError
 from bench.planning.run_predictions import predict_configs
-from bench.prediction.parameter_counts import recall_parameter_counts
+from bench.prediction.parameter_facts import recall_parameter_counts
 from bench.prediction.prediction import MemoryPrediction, Prediction
 
 

@@ -38,7 +38,7 @@ from bench.core.errors import UsageError, invalid_value_error
 from bench.core.presentation import MISSING, TrainingTerm, format_number
 from bench.finetune import list_finetunes
 from bench.models.checkpointing import CHECKPOINTING_MODES
-from bench.prediction.parameter_counts import recall_parameter_counts
+from bench.prediction.parameter_facts import recall_parameter_counts
 from bench.strategies import Strategy, list_strategies
 
 
