@@ -87,11 +87,7 @@ ANY_KEY = "*"
 def list_config_groups() -> dict[str, list[str]]:
     """The configuration groups and their options, as the folders under ``conf`` say: the suite's, and for the same
     groups those that installed packages and one's own folder bring."""
-    return {
-        folder.name: list_options(folder.name)
-        for folder in sorted(CONF_FOLDER.iterdir())
-        if folder.is_dir()
-    }
+    return {folder.name: list_options(folder.name) for folder in sorted(CONF_FOLDER.iterdir()) if folder.is_dir()}
 
 
 def parse_overrides(arguments: list[str]) -> list[Override]:
@@ -251,7 +247,8 @@ def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
         else:
             field_overrides.append(text)
     parts = _compose_parts(choices)
-    for text in sorted(field_overrides, key=lambda text: not text.startswith(f"{NETWORK_GROUP}.")):  # hardware's need it
+    # hardware's fields are set over the network's links
+    for text in sorted(field_overrides, key=lambda text: not text.startswith(f"{NETWORK_GROUP}.")):
         override = _parse_override(text)
         section = _get_top_level_key(override)
         if section not in parts or (
@@ -390,7 +387,7 @@ def _derive_part_value(part: ConfigPart) -> dict[str, Any]:
     base_name = parse_likeness(part.option)
     assert base_name is not None
     base_part = ConfigPart(part.key, (f"{part.key}={base_name}",))
-    _composed_values[base_part] = read_base_values(base_name)
+    _composed_values.setdefault(base_part, read_base_values(base_name))
     own_values: dict[str, Any] = {}
     for override in map(_parse_override, part.fields):
         *section_names, name = override.key_or_group.split(".")[1:]

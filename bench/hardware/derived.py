@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ def derive_hardware_values(own: Mapping[str, Any], base: Mapping[str, Any], base
         {key: value for key, value in base.items() if key not in (*NAMING_FIELDS, "sources")},
         {key: value for key, value in own.items() if key not in (LIKE_FIELD, "sources")},
     )
-    values["name"] = own.get("name") or f"like_{base_name}"
+    values = {"name": own.get("name") or f"like_{base_name}", **values}
     values.setdefault("gpu_names", [])
     own_names = {name for name, _ in list_leaves(own)}
     sources = _mark_base_sources(base, own_names, base_name) | own_sources
@@ -143,15 +144,42 @@ def _cover_formats(values: dict[str, Any], base_name: str) -> dict[str, str]:
 # --- Which numbers of a description nobody measured or published.
 
 
+MIN_ASSUMED_SHARE = 0.5
+"""Share of a description's numbers above which answers say how many are assumed."""
+
+LIKENESS_PATTERN = re.compile(r"assumed: as (\w+), |derived: (\w+)'s ")
+"""In sources, the description that a number was taken from."""
+
+
+def list_numbers(hardware: Hardware) -> list[str]:
+    """Dotted names of the numbers of a description, as far as it has them."""
+    return [
+        name
+        for name, value in list_leaves(dataclasses.asdict(hardware))
+        if _is_numeric(name) and type(value) in (int, float)
+    ]
+
+
 def list_assumed_fields(hardware: Hardware) -> list[str]:
     """Dotted names of the numbers of a description that are assumed or derived, or have no source at all."""
     return [
         name
-        for name, value in list_leaves(dataclasses.asdict(hardware))
-        if _is_numeric(name)
-        and value is not None
-        and (find_source(hardware.sources, name) or ASSUMED_PREFIXES[0]).startswith(ASSUMED_PREFIXES)
+        for name in list_numbers(hardware)
+        if (find_source(hardware.sources, name) or ASSUMED_PREFIXES[0]).startswith(ASSUMED_PREFIXES)
     ]
+
+
+def describe_assumed_share(hardware: Hardware) -> str | None:
+    """How much of a description nobody measured or published, in a sentence without a full stop; None where that is
+    less than `MIN_ASSUMED_SHARE` and nothing is derived."""
+    numbers, assumed = list_numbers(hardware), list_assumed_fields(hardware)
+    is_derived = any(text.startswith("derived:") for text in hardware.sources.values())
+    if not assumed or (len(assumed) < MIN_ASSUMED_SHARE * len(numbers) and not is_derived):
+        return None
+    matches = map(LIKENESS_PATTERN.match, hardware.sources.values())
+    base_names = sorted({match[1] or match[2] for match in matches if match is not None})
+    like_text = f", from {' and '.join(base_names)}" if base_names else ""
+    return f"{len(assumed)} of the {len(numbers)} numbers of hardware={hardware.name} are assumed or derived{like_text}"
 
 
 def find_source(sources: Mapping[str, str], name: str) -> str | None:

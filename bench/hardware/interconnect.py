@@ -196,7 +196,7 @@ def describe_network(hardware: Hardware, gpus: int, gpus_per_node: int, changed_
     per_node = min(gpus, gpus_per_node)
     plural = noun + ("es" if noun == "process" else "s") * (per_node > 1)
     gpu_text = f"{per_node} {plural} per node" + (
-        "" if per_node == 1 else f" on {words.gpu_link if words else 'links'} {links.gpu_gb_s:g} GB/s"
+        "" if per_node == 1 else f" on {words.gpu_link if words else 'links'} at {links.gpu_gb_s:g} GB/s"
     )
     rate = links.node_gb_s * BITS_PER_BYTE / links.adapters
     node_text = f"between nodes {links.adapters} x {rate:.4g} Gb/s {words.node_link if words else ''}".rstrip()
@@ -218,5 +218,3 @@ def _describe_origin(hardware: Hardware, network: str | None) -> str:
     if hardware.interconnect is None:
         return f"as hardware={hardware.name} says"
     return f"assumed: {hardware.interconnect.machine}"
-
-
