@@ -29,7 +29,7 @@ from bench.core.option_files import (  # noqa: F401 - the folder and its variabl
 )
 from bench.core.typed_config import read_plain_yaml
 from bench.hardware import interconnect
-from bench.hardware.derived import LIKE_FIELD, derive_hardware_values
+from bench.hardware.derived import LIKE_FIELD, LIKE_PREFIX, derive_hardware_values
 from bench.hardware.hardware_file import (
     YAML_SUFFIX,
     hardware_to_dict,
@@ -42,6 +42,8 @@ from bench.hardware.hardware_file import (
 
 HARDWARE_GROUP = "hardware"
 """The group whose option may also be a file anywhere, or ``like:`` another option."""
+
+ESCAPED_LIKE_PREFIX = LIKE_PREFIX.replace(":", "\\:")
 
 NETWORK_GROUP = interconnect.GROUP
 """The group whose option replaces links of the hardware, and may be several joined."""
@@ -166,7 +168,7 @@ def _count_range_values(values: RangeSweep) -> float:
 
 def _check_group_option(override: Override) -> None:
     if override.key_or_group in list_config_groups():
-        for value in list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]:
+        for value in list_override_values(override) if override.is_sweep_override() else [override.value()]:
             _require_group_option(override.key_or_group, str(value))
 
 
@@ -197,9 +199,14 @@ def _parse_hardware_path(group: str, value: str) -> Path | None:
 
 def list_override_values(override: Override) -> list[str]:
     """The values an override gives its key, each as it would be typed: several for a sweep."""
-    if override.is_sweep_override():
-        return [str(value) for value in override.sweep_string_iterator()]
-    return [override.get_value_element_as_str()]
+    values = (
+        [str(value) for value in override.sweep_string_iterator()]
+        if override.is_sweep_override()
+        else [override.get_value_element_as_str()]
+    )
+    if override.key_or_group == HARDWARE_GROUP:  # Hydra writes every colon with a backslash
+        return [value.replace(ESCAPED_LIKE_PREFIX, LIKE_PREFIX, 1) for value in values]
+    return values
 
 
 class ConfigPart(NamedTuple):

@@ -21,6 +21,9 @@ YAML_SUFFIX = ".yaml"
 
 GROUP = "hardware"
 
+UNDESCRIBED_OPTIONS = ("auto", "cpu", "gpu", "gpu_rocm")
+"""Options that describe no kind of GPU, which nothing is like."""
+
 MAX_LIKENESSES = 8
 """Descriptions that may be like one another in a row."""
 
@@ -48,7 +51,7 @@ def read_base_values(name: Any, depth: int = 0) -> dict[str, Any]:
     UsageError
         If there is none of that name, or it is like itself.
     """
-    options = [option for option in list_options(GROUP) if option not in ("auto", "cpu", "gpu")]
+    options = [option for option in list_options(GROUP) if option not in UNDESCRIBED_OPTIONS]
     if name not in options:
         raise invalid_value_error(f"{GROUP}.{LIKE_FIELD}", name, options)
     if depth > MAX_LIKENESSES:

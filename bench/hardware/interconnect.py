@@ -200,8 +200,8 @@ def describe_network(hardware: Hardware, gpus: int, gpus_per_node: int, changed_
     )
     rate = links.node_gb_s * BITS_PER_BYTE / links.adapters
     node_text = f"between nodes {links.adapters} x {rate:.4g} Gb/s {words.node_link if words else ''}".rstrip()
-    gpu_origin = _describe_origin(hardware, words and words.gpu_network)
-    node_origin = _describe_origin(hardware, words and words.node_network)
+    gpu_origin = _describe_origin(hardware, words.gpu_network if words else None)
+    node_origin = _describe_origin(hardware, words.node_network if words else None)
     changes = f", but {', '.join(changed_links)}" if changed_links else ""
     if gpus <= gpus_per_node:
         return f"{gpu_text}, one node ({gpu_origin}{changes}; network= changes it)."
