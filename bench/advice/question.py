@@ -216,7 +216,8 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
   format, tokens, sections[], left_out[]
-  sections[]: question (its network: what is assumed of the links), advice, warnings[], ranked[], infeasible[], impossible[], rules_of_thumb[]
+  sections[]: question (with network: what is assumed of the links), advice, warnings[], ranked[], infeasible[],
+    impossible[], rules_of_thumb[]
   ranked[], infeasible[]: rank, status, overrides, strategy, sharding_factor, precision, activation_checkpointing,
     batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, causal_tflops_per_gpu, causal_mfu,
     tokens_per_second_per_gpu, tokens_per_second,
