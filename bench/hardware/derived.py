@@ -152,12 +152,20 @@ LIKENESS_PATTERN = re.compile(r"assumed: as (\w+), |derived: (\w+)'s ")
 
 
 def list_numbers(hardware: Hardware) -> list[str]:
-    """Dotted names of the numbers of a description, as far as it has them."""
-    return [
-        name
-        for name, value in list_leaves(dataclasses.asdict(hardware))
-        if _is_numeric(name) and type(value) in (int, float)
-    ]
+    """Dotted names of the numbers of a description, without those that are what PyTorch or NCCL has everywhere."""
+    return [name for name in _list_own_numbers(hardware) if _is_numeric(name)]
+
+
+def _list_own_numbers(section: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the numbers in a section that are not at their default."""
+    for field in dataclasses.fields(section):
+        value, name = getattr(section, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _list_own_numbers(value, f"{name}.")
+        elif isinstance(value, dict):
+            yield from (f"{name}.{key}" for key, number in value.items() if type(number) in (int, float))
+        elif type(value) in (int, float) and value != field.default:
+            yield name
 
 
 def list_assumed_fields(hardware: Hardware) -> list[str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import pytest
 
 from bench.config.compose import list_config_groups, list_override_values, parse_overrides
 from bench.core.errors import UsageError
 from bench.hardware import Hardware
-from bench.hardware.derived import describe_assumed_share, find_source, list_assumed_fields, list_leaves
+from bench.hardware.derived import describe_assumed_share, find_source, list_assumed_fields, list_numbers
 from bench.hardware.hardware_file import UNDESCRIBED_OPTIONS, read_hardware_file
 from bench.planning.run_predictions import predict_configs
 from bench.prediction.prediction import Prediction
@@ -129,17 +126,9 @@ def test_what_is_not_said_is_the_others() -> None:
     }
     assert {field: getattr(like, field) for field in same} == same
     assert (like.name, like.gpu_names) == ("like_a100_80gb", [])
-    assert len(list_assumed_fields(like)) == len([name for name, _ in list_leaves_of_numbers(like)])
+    assert list_assumed_fields(like) == list_numbers(like)
+    assert {"memory_gb", "speeds.links.latency", "host.memory_gib", "peak_tflops.bf16"} < set(list_numbers(like))
     assert find_source(like.sources, "memory_gb").startswith("assumed: as a100_80gb, https://")  # type: ignore[union-attr]
-
-
-def list_leaves_of_numbers(hardware: Hardware) -> list[tuple[str, Any]]:
-    values = {
-        key: value
-        for key, value in dataclasses.asdict(hardware).items()
-        if key not in ("memory_limit_gib", "cpu_threads", "interconnect", "sources")
-    }
-    return [(name, value) for name, value in list_leaves(values) if isinstance(value, int | float)]
 
 
 def test_other_formats_and_the_memory_a_device_reports_follow() -> None:
