@@ -311,7 +311,7 @@ def test_own_sweeps(own_sweep, content):
     ("text", "sentence"),
     [
         ("device: cuda\nmemory_gb: '141'\n", "hardware.memory_gb=141 is not valid: choose a number of GB"),
-        ("memory_gb: 141\n", "hardware.device=null is not valid: choose cpu, cuda."),
+        ("memory_gb: 141\n", "hardware.device=null is not valid: choose cpu, cuda, rocm."),
         ("device: cuda\nmemory_gb: !!binary aGVsbG8=\n", "choose a file whose values are text, numbers, "),
     ],
 )
