@@ -25,6 +25,8 @@ from bench.prediction.prediction import (
     prediction_from_plain,
     prediction_to_plain,
 )
+from bench.prediction.simulation.allocator_replay import AllocatorReplay
+from bench.prediction.simulation.caching_allocator import CachingAllocator
 from bench.prediction.simulation.parameter_layout import ParameterLayout, build_parameter_layout
 from bench.prediction.simulation.simulated_rank import SimulatedRank, round_parts
 from bench.prediction.simulation.step import (
@@ -58,6 +60,9 @@ from bench.strategies.step_plan import PARAMETER_MEMORY, TENSOR_GROUP, PlanInput
 
 MIN_RUNS_FOR_PROCESSES = 40
 """Runs from which on it pays to share the work among processes."""
+
+NUM_REPLAYED_STEPS = 2
+"""The first makes optimizer state and fills the allocator's cache; the second is like all later ones."""
 
 RUNS_PER_TASK = 32
 """Runs a process takes at a time."""
@@ -191,12 +196,43 @@ def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: b
     ]
 
 
+def _replay_step(
+    config: RunConfig, speed: rank_speed.RankSpeed, capacity: float
+) -> tuple[SimulatedRank, AllocatorReplay]:
+    """The rank and its allocator after the second step, whose memory and time are those of all later ones.
+
+    Parameters
+    ----------
+    capacity: float
+        Bytes the allocator may have of the device.
+    """
+    key = build_trace_key(config)
+    scaled_trace = load_scaled_trace(
+        key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
+    )
+    replay = AllocatorReplay(
+        CachingAllocator(capacity, expandable_segments=False),
+        find_segment_block_positions(scaled_trace.segments, _build_layout(config).block_counts, key.block_period),
+    )
+    for _ in range(NUM_REPLAYED_STEPS):
+        (_, plan) = config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))[-1]
+        replay.begin_step(plan.updated_numels)
+        simulated_rank = _simulate_rank(config, speed, False, scaled_trace, plan, replay)
+        replay.end_step(simulated_rank.processor_time)
+    return simulated_rank, replay
+
+
 def _simulate_rank(
-    config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool, scaled_trace: ScaledTrace, plan: StepPlan
+    config: RunConfig,
+    speed: rank_speed.RankSpeed,
+    timeline: bool,
+    scaled_trace: ScaledTrace,
+    plan: StepPlan,
+    replay: AllocatorReplay | None = None,
 ) -> SimulatedRank:
     """The rank after a step that follows a plan."""
     key = build_trace_key(config)
-    simulated_rank = SimulatedRank(rank_speed.add_host_transfers(config, speed), timeline=timeline)
+    simulated_rank = SimulatedRank(rank_speed.add_host_transfers(config, speed), timeline=timeline, replay=replay)
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
     tensor_group = _find_tensor_group(config)

@@ -11,24 +11,21 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bench.core.units import MIB
 from bench.prediction.prediction import MEMORY_PARTS, TimelineSpan
+from bench.prediction.simulation.allocator_replay import AllocatorReplay
+from bench.prediction.simulation.caching_allocator import CachingAllocator
 from bench.prediction.trace.scaled_trace import Chunk
+from bench.prediction.trace.trace import BlockPlace
 from bench.strategies.step_plan import (
-    ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
+    COMPUTE_STREAM,
     GRADIENT_MEMORY,
     OPTIMIZER_MEMORY,
     REDUCE_STREAM,
-    REDUCTION_MEMORY,
     REPLICA_STREAM,
 )
 
-COMPUTE_STREAM = "compute"
 STREAMS = (COMPUTE_STREAM, ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM)
-
-MIN_OWN_SEGMENT_BYTES = 10 * MIB
-"""From this size on the caching allocator gives a block a segment of its own (``kMinLargeAlloc``)."""
 
 ACTIVATION_MEMORY, TEMPORARY_MEMORY = "activations", "temporaries"
 
@@ -57,8 +54,8 @@ class RankSpeed:
     """Share of its speed that computation loses while something is sent."""
     transfer_s_per_byte: float = 0.0
     """Between the device and its machine's memory, in one direction."""
-    retry_s_per_byte: float = 0.0
-    """Above 0: the device stands still for so long whenever a large buffer is allocated beside the computation."""
+    device_memory_s_per_byte: float = 0.0
+    """Of memory that the caching allocator asks the device for, in which the processor waits."""
 
 
 @dataclass
@@ -74,8 +71,9 @@ class MemoryPeak:
 class SimulatedRank:
     """Implements `bench.strategies.step_plan.PlanDevice`, and simulates the model's own segments in between."""
 
-    def __init__(self, speed: RankSpeed, *, timeline: bool = False) -> None:
+    def __init__(self, speed: RankSpeed, *, timeline: bool = False, replay: AllocatorReplay | None = None) -> None:
         self._speed = speed
+        self._replay = replay
         self._allocations: dict[str, tuple[float, str]] = {}
         self._part_bytes = dict.fromkeys(MEMORY_PARTS, 0.0)
         self._allocated_bytes = 0.0
@@ -87,6 +85,8 @@ class SimulatedRank:
         """Allocated before the first step, which is not the one that is simulated."""
         self.peak_active_bytes = 0.0
         self.phase, self.module = "forward", ""
+        self.place: BlockPlace = None
+        """Where the computation is in the whole model."""
         self.processor_time = 0.0
         self.stream_times = dict.fromkeys(STREAMS, 0.0)
         self._event_times: dict[str, float] = {}
@@ -98,6 +98,9 @@ class SimulatedRank:
         self._collective_spans: deque[tuple[float, float]] = deque()
         self._communicator_times: dict[str, float] = {}
         self.updated_on_host = False
+        self._seen_device_bytes, self._seen_retries = (
+            (0, 0) if replay is None else (replay.allocator.device_allocated, replay.allocator.num_retries)
+        )
 
     @property
     def timeline(self) -> tuple[TimelineSpan, ...]:
@@ -106,7 +109,7 @@ class SimulatedRank:
 
     # Memory
 
-    def allocate(self, name: str, size: float, part: str) -> None:
+    def allocate(self, name: str, size: float, part: str, *, stream: str = COMPUTE_STREAM) -> None:
         """As `PlanDevice` says. What is held under the name already is freed first."""
         if name in self._allocations:
             self.free(name)
@@ -114,17 +117,22 @@ class SimulatedRank:
         self._part_bytes[part] += size
         self._allocated_bytes += size
         self._note_peak(0.0, 0.0)
-        if (
-            self._speed.retry_s_per_byte
-            and part in (ALL_GATHER_MEMORY, REDUCTION_MEMORY)
-            and size >= MIN_OWN_SEGMENT_BYTES
-        ):
-            self._retry_allocation(size)
+        if self._replay is not None:
+            self._replay.hold(name, size, stream, self.processor_time)
+            self._wait_for_allocator(self._replay.allocator)
 
-    def _retry_allocation(self, size: float) -> None:
-        """The allocator waits for all streams, gives back what it caches and asks the device anew."""
+    def _wait_for_allocator(self, allocator: CachingAllocator) -> None:
+        """The processor waits for memory that the device was asked for. If the allocator had to retry it has waited for
+        all streams and given back what it cached, with the device at a standstill."""
+        device_bytes, num_retries = allocator.device_allocated, allocator.num_retries
+        seconds = (device_bytes - self._seen_device_bytes) * self._speed.device_memory_s_per_byte
+        has_retried = num_retries > self._seen_retries
+        self._seen_device_bytes, self._seen_retries = device_bytes, num_retries
+        if not has_retried:
+            self.processor_time += seconds
+            return
         start = self.stream_times[COMPUTE_STREAM]
-        end = max(self.processor_time, *self.stream_times.values()) + size * self._speed.retry_s_per_byte
+        end = max(self.processor_time, *self.stream_times.values()) + seconds
         self.processor_time = end
         for stream in self.stream_times:
             self.stream_times[stream] = end
@@ -139,9 +147,12 @@ class SimulatedRank:
         size, part = allocation
         self._part_bytes[part] -= size
         self._allocated_bytes -= size
-        if after is not None and (ready_time := self.stream_times[after]) > self.processor_time:
-            heapq.heappush(self._delayed_frees, (ready_time, size))
+        is_late = after is not None and self.stream_times[after] > self.processor_time
+        if after is not None and is_late:
+            heapq.heappush(self._delayed_frees, (self.stream_times[after], size))
             self._delayed_free_bytes += size
+        if self._replay is not None:
+            self._replay.free(name, self.stream_times[after] if after is not None and is_late else None)
 
     def _note_peak(self, extra_bytes: float, lasting_bytes: float, gradient_bytes: float = 0.0) -> None:
         """Note a new peak, `extra_bytes` what is allocated now; `lasting_bytes` of it in storages that stay."""
@@ -167,6 +178,8 @@ class SimulatedRank:
 
     def note_initial_bytes(self) -> None:
         """What is held now is there before the first step, too, but for optimizer state and gradients that are kept."""
+        if self._replay is not None:
+            self._replay.end_building()
         self.initial_bytes = sum(
             size
             for name, (size, part) in self._allocations.items()
@@ -178,10 +191,15 @@ class SimulatedRank:
         self._allocations[name] = (self._allocations.get(name, (0.0, part))[0] + size, part)
         self._part_bytes[part] += size
         self._allocated_bytes += size
+        if self._replay is not None:
+            self._replay.grow(name, size, self.processor_time)
 
     def simulate_chunk(self, chunk: Chunk, kind: str) -> None:
         """A piece of the model's own computation."""
         self._note_peak(chunk.peak_bytes, chunk.lasting_bytes_at_peak, chunk.gradient_bytes_at_peak)
+        if self._replay is not None:
+            self._replay.play(chunk.pieces, self.place, self.processor_time)
+            self._wait_for_allocator(self._replay.allocator)
         self._allocated_bytes += chunk.net_bytes
         self._part_bytes[ACTIVATION_MEMORY] += chunk.lasting_net_bytes
         self._part_bytes[TEMPORARY_MEMORY] += chunk.net_bytes - chunk.lasting_net_bytes

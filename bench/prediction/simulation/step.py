@@ -126,6 +126,7 @@ def _simulate_micro_batch(
             if segment.phase == "backward" and previous_segment.place == LOSS_PLACE and place != LOSS_PLACE:
                 plan.before_backward(simulated_rank, root)
         simulated_rank.phase, simulated_rank.module = segment.phase, layout.place_labels[place]
+        simulated_rank.place = place
         if next_unit is not None and next_unit is not current_unit:
             current_unit = next_unit
             enter_unit = plan.before_forward if segment.phase == "forward" else plan.before_backward
