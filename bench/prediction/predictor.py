@@ -164,10 +164,6 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
         )
     if not rank_speed.is_host_speed_known(config):
         return Prediction(memory_prediction, None)
-    if is_degraded(memory_prediction):
-        simulated_steps = _simulate_period(
-            config, rank_speed.add_allocator_retries(rank_speed.build_rank_speed(config)), timeline
-        )
     counted_ranks = [(step.count, step.simulated_rank) for step in simulated_steps]
     return Prediction(memory_prediction, rank_speed.predict_time(config, counted_ranks, memory_prediction))
 

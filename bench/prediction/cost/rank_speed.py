@@ -43,11 +43,6 @@ rate limiter as in Figure 6(c) of the FSDP paper; GPT-175B at batch 2 on 128 GPU
 again. That memory is short follows from memory; how slow it is then is a rough number."""
 
 
-def add_allocator_retries(speed: RankSpeed) -> RankSpeed:
-    """The same rank when every buffer it gathers into or reduces from makes the allocator retry."""
-    return dataclasses.replace(speed, retry_s_per_byte=ALLOCATOR_RETRY_S_PER_BYTE)
-
-
 def build_rank_speed(config: RunConfig) -> RankSpeed:
     """How fast the rank of a run is; a standstill where the hardware's speeds are unknown."""
     hardware, speeds = config.hardware, config.hardware.speeds
@@ -71,6 +66,7 @@ def build_rank_speed(config: RunConfig) -> RankSpeed:
         unit_hooks_s=speeds.launch.unit_us * 1e-6,
         min_kernel_s=speeds.launch.kernel_us * 1e-6,
         overlap_loss=speeds.overlap_loss,
+        device_memory_s_per_byte=0.0 if speeds.processor is not None else ALLOCATOR_RETRY_S_PER_BYTE,
     )
 
 

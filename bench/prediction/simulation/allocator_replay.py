@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from bench.models.checkpointing import BlockPositions
 from bench.prediction.simulation.caching_allocator import AllocatorFullError, Block, CachingAllocator
-from bench.prediction.trace.scaled_trace import MemoryEvent, MemoryPiece, StorageOrigin
+from bench.prediction.trace.scaled_trace import Chunk, MemoryEvent, MemoryPiece, StorageOrigin
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
 from bench.strategies.step_plan import COMPUTE_STREAM
 
@@ -41,6 +42,8 @@ class AllocatorReplay:
     _held: dict[str, list[Block]] = field(default_factory=dict)
     _persistent_names: set[str] = field(default_factory=set)
     _storages: dict[StorageKind, dict[int, Block]] = field(default_factory=lambda: defaultdict(dict))
+    _kept_gradients: list[Block] = field(default_factory=list)
+    """What `grow` will say the name of."""
     _state_bytes: float = 0.0
     _is_building: bool = True
 
@@ -64,9 +67,9 @@ class AllocatorReplay:
         """All streams are done; what of the step is left is freed."""
         for name in [name for name in self._held if name not in self._persistent_names]:
             self.free(name, None)
-        for blocks in self._storages.values():
-            for block in blocks.values():
-                self.allocator.free(block)
+        for block in [*self._kept_gradients, *(block for blocks in self._storages.values() for block in blocks.values())]:
+            self.allocator.free(block)
+        self._kept_gradients = []
         self._storages.clear()
         self.allocator.collect_late_frees(max(now, self.allocator.last_ready_time))
 
@@ -94,7 +97,8 @@ class AllocatorReplay:
         """Hold more under a name; or, of what is held under it, so many bytes less."""
         blocks = self._held.setdefault(name, [])
         if size > 0:
-            blocks += self._allocate_all([size], COMPUTE_STREAM, now)
+            blocks += self._kept_gradients or self._allocate_all([size], COMPUTE_STREAM, now)
+            self._kept_gradients = []
         while size < 0 and blocks:
             size += blocks[0].size
             self.allocator.free(blocks.pop(0))
@@ -104,8 +108,8 @@ class AllocatorReplay:
         for block in self._held.pop(name, ()):
             self.allocator.free(block, ready_time)
 
-    def play(self, pieces: Iterable[MemoryPiece], place: BlockPlace, now: float) -> None:
-        """The storages that the model's own computation makes and frees.
+    def play(self, chunk: Chunk, place: BlockPlace, now: float) -> None:
+        """The storages that the model's own computation makes and frees, and its gradients that stay.
 
         Parameters
         ----------
@@ -113,7 +117,9 @@ class AllocatorReplay:
             Where it is in the whole model.
         """
         local_blocks: dict[int, Block] = {}
-        for piece in pieces:
+        for piece, kept_size in zip_longest(chunk.pieces, chunk.kept_sizes, fillvalue=0.0):
+            if not isinstance(piece, MemoryPiece):
+                continue
             for event in piece.events:
                 if self.is_full:
                     return
@@ -124,6 +130,7 @@ class AllocatorReplay:
                         self.allocator.free(local_blocks.pop(event.number))
                 else:
                     self._play_lasting(event, event.origin, place, piece.segment.place, now)
+            self._kept_gradients += self._allocate_all([kept_size], COMPUTE_STREAM, now)
         for block in local_blocks.values():
             self.allocator.free(block)
 

@@ -198,7 +198,7 @@ class SimulatedRank:
         """A piece of the model's own computation."""
         self._note_peak(chunk.peak_bytes, chunk.lasting_bytes_at_peak, chunk.gradient_bytes_at_peak)
         if self._replay is not None:
-            self._replay.play(chunk.pieces, self.place, self.processor_time)
+            self._replay.play(chunk, self.place, self.processor_time)
             self._wait_for_allocator(self._replay.allocator)
         self._allocated_bytes += chunk.net_bytes
         self._part_bytes[ACTIVATION_MEMORY] += chunk.lasting_net_bytes

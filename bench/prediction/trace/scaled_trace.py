@@ -100,6 +100,8 @@ class Chunk:
     """Of `communication_s`, copies between device and host."""
     pieces: tuple[MemoryPiece, ...] = ()
     """The changes of memory that it sums up."""
+    kept_sizes: tuple[float, ...] = ()
+    """Bytes of the gradients that stay after each of the pieces but the last, where there are several."""
 
 
 @dataclass(frozen=True)
@@ -476,6 +478,7 @@ def merge_chunks(chunks: Sequence[Chunk], gradient_sizes: Sequence[float]) -> Ch
         communication_s=sum(chunk.communication_s for chunk in chunks),
         transfer_s=sum(chunk.transfer_s for chunk in chunks),
         pieces=tuple(piece for chunk in chunks for piece in chunk.pieces),
+        kept_sizes=tuple(gradient_sizes),
     )
 
 
