@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Sequence
 
@@ -27,14 +28,18 @@ from bench.prediction.prediction import (
 )
 from bench.prediction.simulation.allocator_replay import AllocatorReplay
 from bench.prediction.simulation.caching_allocator import CachingAllocator
+from bench.prediction.simulation.device_memory import (
+    ReplayedMemory,
+    compute_inputs_bytes,
+    is_replay_needed,
+    predict_memory,
+    predict_retries,
+)
 from bench.prediction.simulation.parameter_layout import ParameterLayout, build_parameter_layout
 from bench.prediction.simulation.simulated_rank import SimulatedRank, round_parts
 from bench.prediction.simulation.step import (
     build_first_device_segments,
     build_other_device_segments,
-    compute_inputs_bytes,
-    is_degraded,
-    predict_memory,
     simulate_step,
 )
 from bench.prediction.trace.scaled_trace import (
@@ -153,6 +158,9 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     largest_step = max(simulated_steps, key=lambda step: step.simulated_rank.peak.size)
     host_bytes = max(step.plan.host_bytes for step in simulated_steps) + _compute_offloaded_bytes(config)
     memory_prediction = predict_memory(config, largest_step.simulated_rank, host_bytes)
+    if is_replay_needed(config, memory_prediction):
+        replayed = _replay_memory(config, memory_prediction)
+        memory_prediction = predict_memory(config, largest_step.simulated_rank, host_bytes, replayed)
     phase_peaks = [round_parts(step.simulated_rank.phase_peaks) for step in simulated_steps]
     memory_prediction = dataclasses.replace(
         memory_prediction,
@@ -164,8 +172,18 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
         )
     if not rank_speed.is_host_speed_known(config):
         return Prediction(memory_prediction, None)
-    counted_ranks = [(step.count, step.simulated_rank) for step in simulated_steps]
-    return Prediction(memory_prediction, rank_speed.predict_time(config, counted_ranks, memory_prediction))
+    time_prediction = _predict_time(config, simulated_steps)
+    retries = predict_retries(memory_prediction, largest_step.simulated_rank)
+    if time_prediction is not None and retries.high_share:
+        retrying_speed = rank_speed.add_allocator_retries(rank_speed.build_rank_speed(config))
+        retrying_time = _predict_time(config, _simulate_period(config, retrying_speed, timeline))
+        assert retrying_time is not None
+        time_prediction = rank_speed.blend_retries(time_prediction, retrying_time, retries)
+    return Prediction(memory_prediction, time_prediction)
+
+
+def _predict_time(config: RunConfig, simulated_steps: Sequence[SimulatedStep]) -> TimePrediction | None:
+    return rank_speed.predict_time(config, [(step.count, step.simulated_rank) for step in simulated_steps])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,22 +210,30 @@ def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: b
     ]
 
 
-def _replay_step(
-    config: RunConfig, speed: rank_speed.RankSpeed, capacity: float
-) -> tuple[SimulatedRank, AllocatorReplay]:
-    """The rank and its allocator after the second step, whose memory and time are those of all later ones.
+def _replay_memory(config: RunConfig, memory: MemoryPrediction) -> ReplayedMemory:
+    """What the model of the allocator makes of a run with as much memory as it asks for, and with what there is."""
+    reserved_bytes = replay_steps(config).allocator.peak_reserved
+    assert memory.capacity is not None
+    return ReplayedMemory(
+        reserved_bytes, reserved_bytes <= memory.capacity or not replay_steps(config, memory.capacity).is_full
+    )
+
+
+def replay_steps(config: RunConfig, capacity: float = math.inf) -> AllocatorReplay:
+    """The allocator after the second step, whose memory is that of all later ones.
 
     Parameters
     ----------
     capacity: float
-        Bytes the allocator may have of the device.
+        Bytes it may have of the device.
     """
+    speed = rank_speed.build_rank_speed(config)
     key = build_trace_key(config)
     scaled_trace = load_scaled_trace(
         key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
     )
     replay = AllocatorReplay(
-        CachingAllocator(capacity, expandable_segments=False),
+        CachingAllocator(capacity),
         find_segment_block_positions(scaled_trace.segments, _build_layout(config).block_counts, key.block_period),
     )
     for _ in range(NUM_REPLAYED_STEPS):
@@ -215,7 +241,7 @@ def _replay_step(
         replay.begin_step(plan.updated_numels)
         simulated_rank = _simulate_rank(config, speed, False, scaled_trace, plan, replay)
         replay.end_step(simulated_rank.processor_time)
-    return simulated_rank, replay
+    return replay
 
 
 def _simulate_rank(

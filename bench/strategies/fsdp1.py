@@ -399,9 +399,7 @@ class FSDP1Plan(ShardedPlan):
             )
         if self._sharding_factor > 1:
             result_name = f"reduced {index}"
-            device.allocate(
-                result_name, reduce_bytes / self._sharding_factor, REDUCTION_MEMORY, stream=REDUCE_STREAM
-            )
+            device.allocate(result_name, reduce_bytes / self._sharding_factor, REDUCTION_MEMORY, stream=REDUCE_STREAM)
             self._start_gradient_reduction(device, unit, reduce_bytes)
         else:
             result_name = source_name
@@ -478,9 +476,7 @@ class FSDP1Plan(ShardedPlan):
                 device.copy_within_device("cast", size + self._flat_numel[index] * self.inputs.parameter_itemsize)
             return
         if self._casts_unit(unit):
-            device.allocate(
-                f"cast {index}", size / self._sharding_factor, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM
-            )
+            device.allocate(f"cast {index}", size / self._sharding_factor, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM)
         if self._strategy.limit_all_gathers:
             device.limit_all_gathers(MAX_ALL_GATHERS_IN_FLIGHT)
         device.allocate(f"whole {index}", size, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM)

@@ -67,8 +67,9 @@ class AllocatorReplay:
         """All streams are done; what of the step is left is freed."""
         for name in [name for name in self._held if name not in self._persistent_names]:
             self.free(name, None)
-        for block in [*self._kept_gradients, *(block for blocks in self._storages.values() for block in blocks.values())]:
-            self.allocator.free(block)
+        for blocks in (self._kept_gradients, *(blocks.values() for blocks in self._storages.values())):
+            for block in blocks:
+                self.allocator.free(block)
         self._kept_gradients = []
         self._storages.clear()
         self.allocator.collect_late_frees(max(now, self.allocator.last_ready_time))

@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 
 from bench.prediction.prediction import MEMORY_PARTS, TimelineSpan
 from bench.prediction.simulation.allocator_replay import AllocatorReplay
-from bench.prediction.simulation.caching_allocator import CachingAllocator
+from bench.prediction.simulation.caching_allocator import MIN_OWN_SEGMENT_BYTES
 from bench.prediction.trace.scaled_trace import Chunk
 from bench.prediction.trace.trace import BlockPlace
 from bench.strategies.step_plan import (
+    ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
     COMPUTE_STREAM,
     GRADIENT_MEMORY,
     OPTIMIZER_MEMORY,
     REDUCE_STREAM,
+    REDUCTION_MEMORY,
     REPLICA_STREAM,
 )
 
@@ -54,8 +56,8 @@ class RankSpeed:
     """Share of its speed that computation loses while something is sent."""
     transfer_s_per_byte: float = 0.0
     """Between the device and its machine's memory, in one direction."""
-    device_memory_s_per_byte: float = 0.0
-    """Of memory that the caching allocator asks the device for, in which the processor waits."""
+    retry_s_per_byte: float = 0.0
+    """Above 0: the device stands still for so long whenever a large buffer is allocated beside the computation."""
 
 
 @dataclass
@@ -74,7 +76,7 @@ class SimulatedRank:
     def __init__(self, speed: RankSpeed, *, timeline: bool = False, replay: AllocatorReplay | None = None) -> None:
         self._speed = speed
         self._replay = replay
-        self._allocations: dict[str, tuple[float, str]] = {}
+        self._allocations: dict[str, tuple[float, str, str]] = {}
         self._part_bytes = dict.fromkeys(MEMORY_PARTS, 0.0)
         self._allocated_bytes = 0.0
         self._delayed_frees: list[tuple[float, float]] = []
@@ -84,6 +86,10 @@ class SimulatedRank:
         self.initial_bytes = 0.0
         """Allocated before the first step, which is not the one that is simulated."""
         self.peak_active_bytes = 0.0
+        self._side_stream_bytes = 0.0
+        self._peak_compute_stream_bytes = 0.0
+        self._side_streams: dict[str, tuple[float, float]] = {}
+        """What is allocated on each stream but the one that computes, and the most of it so far."""
         self.phase, self.module = "forward", ""
         self.place: BlockPlace = None
         """Where the computation is in the whole model."""
@@ -98,9 +104,8 @@ class SimulatedRank:
         self._collective_spans: deque[tuple[float, float]] = deque()
         self._communicator_times: dict[str, float] = {}
         self.updated_on_host = False
-        self._seen_device_bytes, self._seen_retries = (
-            (0, 0) if replay is None else (replay.allocator.device_allocated, replay.allocator.num_retries)
-        )
+        self.largest_retried_bytes = 0.0
+        """Of a buffer beside the computation, among those for which the allocator may have to retry."""
 
     @property
     def timeline(self) -> tuple[TimelineSpan, ...]:
@@ -113,26 +118,25 @@ class SimulatedRank:
         """As `PlanDevice` says. What is held under the name already is freed first."""
         if name in self._allocations:
             self.free(name)
-        self._allocations[name] = (size, part)
+        self._allocations[name] = (size, part, stream)
         self._part_bytes[part] += size
         self._allocated_bytes += size
+        if stream != COMPUTE_STREAM:
+            level, peak = self._side_streams.get(stream, (0.0, 0.0))
+            self._side_streams[stream] = level + size, max(peak, level + size)
+            self._side_stream_bytes += size
         self._note_peak(0.0, 0.0)
         if self._replay is not None:
             self._replay.hold(name, size, stream, self.processor_time)
-            self._wait_for_allocator(self._replay.allocator)
+        if part in (ALL_GATHER_MEMORY, REDUCTION_MEMORY) and size >= MIN_OWN_SEGMENT_BYTES:
+            self.largest_retried_bytes = max(self.largest_retried_bytes, size)
+            if self._speed.retry_s_per_byte:
+                self._retry_allocation(size)
 
-    def _wait_for_allocator(self, allocator: CachingAllocator) -> None:
-        """The processor waits for memory that the device was asked for. If the allocator had to retry it has waited for
-        all streams and given back what it cached, with the device at a standstill."""
-        device_bytes, num_retries = allocator.device_allocated, allocator.num_retries
-        seconds = (device_bytes - self._seen_device_bytes) * self._speed.device_memory_s_per_byte
-        has_retried = num_retries > self._seen_retries
-        self._seen_device_bytes, self._seen_retries = device_bytes, num_retries
-        if not has_retried:
-            self.processor_time += seconds
-            return
+    def _retry_allocation(self, size: float) -> None:
+        """The allocator waits for all streams, gives back what it caches and asks the device anew."""
         start = self.stream_times[COMPUTE_STREAM]
-        end = max(self.processor_time, *self.stream_times.values()) + seconds
+        end = max(self.processor_time, *self.stream_times.values()) + size * self._speed.retry_s_per_byte
         self.processor_time = end
         for stream in self.stream_times:
             self.stream_times[stream] = end
@@ -144,9 +148,13 @@ class SimulatedRank:
         allocation = self._allocations.pop(name, None)
         if allocation is None:
             return
-        size, part = allocation
+        size, part, stream = allocation
         self._part_bytes[part] -= size
         self._allocated_bytes -= size
+        if stream != COMPUTE_STREAM:
+            level, peak = self._side_streams[stream]
+            self._side_streams[stream] = level - size, peak
+            self._side_stream_bytes -= size
         is_late = after is not None and self.stream_times[after] > self.processor_time
         if after is not None and is_late:
             heapq.heappush(self._delayed_frees, (self.stream_times[after], size))
@@ -159,6 +167,7 @@ class SimulatedRank:
         level = self._allocated_bytes + extra_bytes
         if level > self.phase_peaks.get(self.phase, 0.0):
             self.phase_peaks[self.phase] = level
+        self._peak_compute_stream_bytes = max(self._peak_compute_stream_bytes, level - self._side_stream_bytes)
         if level > self.peak.size:
             parts = dict(self._part_bytes)
             parts[ACTIVATION_MEMORY] += lasting_bytes
@@ -168,6 +177,11 @@ class SimulatedRank:
         while self._delayed_frees and self._delayed_frees[0][0] <= self.processor_time:
             self._delayed_free_bytes -= heapq.heappop(self._delayed_frees)[1]
         self.peak_active_bytes = max(self.peak_active_bytes, level + self._delayed_free_bytes)
+
+    @property
+    def stream_peaks_bytes(self) -> float:
+        """Peaks of all streams together: what one has cached the others cannot use."""
+        return self._peak_compute_stream_bytes + sum(peak for _, peak in self._side_streams.values())
 
     @property
     def elapsed_s(self) -> float:
@@ -182,13 +196,13 @@ class SimulatedRank:
             self._replay.end_building()
         self.initial_bytes = sum(
             size
-            for name, (size, part) in self._allocations.items()
+            for name, (size, part, _) in self._allocations.items()
             if part != OPTIMIZER_MEMORY and not name.startswith(GRADIENT_NAME_PREFIXES)
         )
 
     def grow_allocation(self, name: str, size: float, part: str) -> None:
         """Hold more under a name, without a look at the peak: whoever calls has taken it into account."""
-        self._allocations[name] = (self._allocations.get(name, (0.0, part))[0] + size, part)
+        self._allocations[name] = (self._allocations.get(name, (0.0, part))[0] + size, part, COMPUTE_STREAM)
         self._part_bytes[part] += size
         self._allocated_bytes += size
         if self._replay is not None:
@@ -199,7 +213,6 @@ class SimulatedRank:
         self._note_peak(chunk.peak_bytes, chunk.lasting_bytes_at_peak, chunk.gradient_bytes_at_peak)
         if self._replay is not None:
             self._replay.play(chunk, self.place, self.processor_time)
-            self._wait_for_allocator(self._replay.allocator)
         self._allocated_bytes += chunk.net_bytes
         self._part_bytes[ACTIVATION_MEMORY] += chunk.lasting_net_bytes
         self._part_bytes[TEMPORARY_MEMORY] += chunk.net_bytes - chunk.lasting_net_bytes

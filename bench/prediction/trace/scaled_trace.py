@@ -122,7 +122,12 @@ class StorageOrigins:
 
     def __init__(self, segments: Sequence[TraceSegment]) -> None:
         self._segments = [
-            (segment.phase, segment.micro_batch, segment.place, [number for size, number in segment.changes if size > 0])
+            (
+                segment.phase,
+                segment.micro_batch,
+                segment.place,
+                [number for size, number in segment.changes if size > 0],
+            )
             for segment in segments
         ]
 
