@@ -219,8 +219,8 @@ def _replay_memory(config: RunConfig, memory: MemoryPrediction) -> ReplayedMemor
     )
 
 
-def replay_steps(config: RunConfig, capacity: float = math.inf) -> AllocatorReplay:
-    """The allocator after the second step, whose memory is that of all later ones.
+def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int = NUM_REPLAYED_STEPS) -> AllocatorReplay:
+    """The allocator after some steps, its peaks and counts those of the last one.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ def replay_steps(config: RunConfig, capacity: float = math.inf) -> AllocatorRepl
         CachingAllocator(capacity),
         find_segment_block_positions(scaled_trace.segments, _build_layout(config).block_counts, key.block_period),
     )
-    for _ in range(NUM_REPLAYED_STEPS):
+    for _ in range(num_steps):
         (_, plan) = config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))[-1]
         replay.begin_step(plan.updated_numels)
         simulated_rank = _simulate_rank(config, speed, False, scaled_trace, plan, replay)

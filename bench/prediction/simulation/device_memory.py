@@ -1,4 +1,4 @@
-"""From what a simulated rank holds to what its device must have: rounding, fragmentation, what lies outside the allocator,
+"""From what a simulated rank holds to what its device must have: what is reserved, what lies outside the allocator,
 whether it fits, and how likely the allocator is to flush and retry."""
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ CROSS_STREAM_FACTOR = 1.35
 of active and allocated memory in Figure 8(b) of the FSDP paper, 15 to 16 GB (Figure 8(c) was not used)."""
 
 STREAM_PEAKS_RATIO = RatioRange(1.0, 1.1, 1.25)
-"""Reserved memory over the peaks of all streams together, where nothing is played through the model of the allocator: a
-stream cannot use what another has cached, and blocks are rounded and split. Fitted: of 90 runs of T5 and GPT with DDP,
-FSDP1 and FSDP2 that were played, 95 in 100 were between 1.03 and 1.17 and half of them below 1.07; times `REPLAY_RATIO`."""
+"""Reserved memory over the peaks of all streams together, where nothing is played through the model of the allocator:
+a stream cannot use what another has cached, and blocks are rounded and split. Fitted: of 90 runs of T5 and GPT with
+DDP, FSDP1 and FSDP2 that were played, 95 in 100 were between 1.03 and 1.17, half of them below 1.07; times
+`REPLAY_RATIO`."""
 
 REPLAY_RATIO = RatioRange(0.98, 1.03, 1.07)
-"""Reserved memory over what the model of the allocator reserves for the simulated steps. Fitted: 1.01 to 1.05 for device
-memory of fms_acceleration's Mistral 7B (rows 10, 11, 13, 34 and 36 of published_more.csv)."""
+"""Reserved memory over what the model of the allocator reserves for the simulated steps. Fitted: 1.01 to 1.05 for
+device memory of fms_acceleration's Mistral 7B (rows 10, 11, 13, 34 and 36 of its a100_80gb.csv)."""
 
 LATE_FREE_RATIO = RatioRange(0.0, 0.6, 1.1)
-"""Reserved beyond that, over what comes back late since other streams use it: more of it than the simulation shows, and
-gaps that it leaves. Fitted: 0.1 to 0.3 in fms_acceleration's rows of FSDP1, 0.3 to 1 in Figure 8(b) of the FSDP paper."""
+"""Reserved beyond that, over what comes back late since other streams use it: more of it than the simulation shows,
+and gaps that it leaves. Fitted: 0.1 to 0.3 in fms_acceleration's rows of FSDP1, 0.3 to 1 in Figure 8(b) of the FSDP
+paper."""
 
 NUM_CUBLAS_HANDLES = 2
 """The thread that runs forward and the one that runs backward have one each, and each handle has a workspace."""
