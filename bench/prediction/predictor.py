@@ -233,7 +233,7 @@ def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int =
         key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
     )
     replay = AllocatorReplay(
-        CachingAllocator(capacity),
+        CachingAllocator(capacity, expandable_segments=config.expandable_segments),
         find_segment_block_positions(scaled_trace.segments, _build_layout(config).block_counts, key.block_period),
     )
     for _ in range(num_steps):

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from bench.config.run_config import RunConfig
+from bench.core.errors import UsageError
 from bench.core.units import GIB, MIB
 from bench.prediction.prediction import FITS
 from bench.prediction.predictor import predict_run, replay_steps
@@ -181,3 +182,15 @@ def test_a_cache_that_can_be_given_back_does_not_keep_a_run_from_fitting():
     assert short.memory.reserved.value <= limit + 1
     assert short.memory.verdict == FITS
     assert short.time.retry_probability == 0
+
+
+def test_expandable_segments_reserve_less_and_are_refused_on_a_cpu():
+    reserved = {}
+    for is_expandable in ("false", "true"):
+        config = build_config(strategy="fsdp1", gpus=2, batch_size_per_gpu=8, expandable_segments=is_expandable)
+        memory = predict_run(config).memory
+        reserved[is_expandable] = memory.reserved.value
+        assert memory.active.value <= memory.reserved.value
+    assert reserved["true"] < 0.97 * reserved["false"]
+    with pytest.raises(UsageError, match="expandable_segments=true is not valid on a CPU"):
+        build_config(hardware="cpu", precision="fp32", expandable_segments="true")

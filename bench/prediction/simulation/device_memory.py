@@ -209,12 +209,11 @@ def _predict_fit(
 
 def is_replay_needed(config: RunConfig, memory: MemoryPrediction) -> bool:
     """Whether it is worth the time to play the step through the model of the allocator: where memory may be short, and
-    is not short for certain."""
-    return (
-        config.hardware.device == "cuda"
-        and config.devices_per_process == 1
-        and memory.capacity is not None
-        and memory.allocated.low <= memory.capacity <= memory.wanted.high
+    is not short for certain; and with expandable segments."""
+    if config.hardware.device != "cuda" or config.devices_per_process > 1 or memory.capacity is None:
+        return False
+    return memory.allocated.low <= memory.capacity and (
+        config.expandable_segments or memory.wanted.high >= memory.capacity
     )
 
 
