@@ -31,6 +31,7 @@ from bench.prediction.simulation.caching_allocator import CachingAllocator
 from bench.prediction.simulation.device_memory import (
     ReplayedMemory,
     compute_inputs_bytes,
+    compute_workspace_bytes,
     is_replay_needed,
     predict_memory,
     predict_retries,
@@ -244,6 +245,26 @@ def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int =
     return replay
 
 
+def predict_reentrant_peak(config: RunConfig) -> float:
+    """Peak of allocated memory in bytes if blocks were checkpointed around their units, and reentrantly, as Hugging
+    Face's Trainer does by default: runs of the suite checkpoint within units, and not so.
+
+    To reshard a unit without trained parameters, torch's FSDP1 registers hooks on its inputs
+    (``_register_post_backward_reshard_only_hook``). These hold the graph nodes that accumulate the inputs' gradients.
+    Inputs of a reentrant checkpoint are leaves, so such a node holds the input with its gradient, and the input holds
+    the hooks: all of them stay until backward ends and the hooks are removed.
+    """
+    scaled_trace = load_scaled_trace(
+        build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
+    )
+    keeps = config.strategy.name == "fsdp1" and config.activation_checkpointing == "full"
+    return compute_workspace_bytes(config) + max(
+        _simulate_rank(config, rank_speed.RankSpeed(), False, scaled_trace, plan, keeps_frozen_inputs=keeps).peak.size
+        for count, plan in config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))
+        if count
+    )
+
+
 def _simulate_rank(
     config: RunConfig,
     speed: rank_speed.RankSpeed,
@@ -251,10 +272,17 @@ def _simulate_rank(
     scaled_trace: ScaledTrace,
     plan: StepPlan,
     replay: AllocatorReplay | None = None,
+    *,
+    keeps_frozen_inputs: bool = False,
 ) -> SimulatedRank:
     """The rank after a step that follows a plan."""
     key = build_trace_key(config)
-    simulated_rank = SimulatedRank(rank_speed.add_host_transfers(config, speed), timeline=timeline, replay=replay)
+    simulated_rank = SimulatedRank(
+        rank_speed.add_host_transfers(config, speed),
+        timeline=timeline,
+        replay=replay,
+        keeps_frozen_inputs=keeps_frozen_inputs,
+    )
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
     tensor_group = _find_tensor_group(config)

@@ -73,9 +73,18 @@ class MemoryPeak:
 class SimulatedRank:
     """Implements `bench.strategies.step_plan.PlanDevice`, and simulates the model's own segments in between."""
 
-    def __init__(self, speed: RankSpeed, *, timeline: bool = False, replay: AllocatorReplay | None = None) -> None:
+    def __init__(
+        self,
+        speed: RankSpeed,
+        *,
+        timeline: bool = False,
+        replay: AllocatorReplay | None = None,
+        keeps_frozen_inputs: bool = False,
+    ) -> None:
         self._speed = speed
         self._replay = replay
+        self.keeps_frozen_inputs = keeps_frozen_inputs
+        """Inputs of frozen units, and their gradients, stay until backward ends."""
         self._allocations: dict[str, tuple[float, str, str]] = {}
         self._part_bytes = dict.fromkeys(MEMORY_PARTS, 0.0)
         self._allocated_bytes = 0.0

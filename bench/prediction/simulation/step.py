@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from bench.optimizers.base import UpdateCollective
 from bench.prediction.simulation.parameter_layout import ParameterLayout
-from bench.prediction.simulation.simulated_rank import SimulatedRank
+from bench.prediction.simulation.simulated_rank import ACTIVATION_MEMORY, SimulatedRank
 from bench.prediction.trace.scaled_trace import Chunk, SegmentAtBatch, expand_to_full_depth, merge_chunks
 from bench.prediction.trace.trace import END_PHASE, LOSS_PLACE
 from bench.strategies.step_plan import (
@@ -22,6 +23,8 @@ from bench.strategies.step_plan import (
     StepPlan,
     name_unit_gradients,
 )
+
+FROZEN_INPUTS_NAME = "inputs of frozen units"
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ def _simulate_micro_batch(
     root, outside_parameters = layout.units[0], layout.parameters_by_place[None]
     current_unit: ShardingUnit | None = None
     previous_segment: SegmentAtBatch | None = None
+    input_bytes: dict[int, float] = defaultdict(float)
     simulated_rank.phase, simulated_rank.module = "forward", root.name
     plan.before_forward(simulated_rank, root)
     for segment, place in expand_to_full_depth(segments, layout.block_counts, block_period):
@@ -116,6 +120,8 @@ def _simulate_micro_batch(
         if previous_segment is not None:
             if current_unit is not None and (next_unit is not current_unit or segment.phase != previous_segment.phase):
                 _leave_unit(simulated_rank, plan, current_unit, previous_segment.phase)
+                if previous_segment.phase == "backward":
+                    _keep_frozen_input(simulated_rank, current_unit, input_bytes[current_unit.index])
                 current_unit = None
             if segment.phase == "forward" and place == LOSS_PLACE:
                 plan.after_forward(simulated_rank, root)
@@ -127,6 +133,8 @@ def _simulate_micro_batch(
             current_unit = next_unit
             enter_unit = plan.before_forward if segment.phase == "forward" else plan.before_backward
             enter_unit(simulated_rank, current_unit)
+        if segment.phase == "forward" and current_unit is not None:
+            input_bytes[current_unit.index] += _sum_over_chunks(segment, "lasting_net_bytes")
         parameters = layout.parameters_by_place.get(place, outside_parameters)
         _simulate_segment(
             simulated_rank,
@@ -143,8 +151,16 @@ def _simulate_micro_batch(
     simulated_rank.module = root.name
     plan.after_backward(simulated_rank, root)
     plan.after_micro_batch_backward(simulated_rank)
+    simulated_rank.free(FROZEN_INPUTS_NAME)
     for chunk in (chunk for segment in segments if segment.phase == END_PHASE for chunk in segment.chunks):
         simulated_rank.simulate_chunk(chunk, "backward")
+
+
+def _keep_frozen_input(simulated_rank: SimulatedRank, unit: ShardingUnit, input_bytes: float) -> None:
+    """What a checkpointed unit kept of its forward pass, and the gradient of it, stay where the rank is said to keep
+    them."""
+    if simulated_rank.keeps_frozen_inputs and not unit.is_root and not unit.trained_parameters:
+        simulated_rank.grow_allocation(FROZEN_INPUTS_NAME, 2 * input_bytes, ACTIVATION_MEMORY)
 
 
 class MergedChunks:
