@@ -24,6 +24,7 @@ from tests.conftest import compose_run_config
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
         (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
+        (11 * MIB + 512, 11 * MIB + 512, 12 * MIB),
     ],
 )
 def test_sizes_are_rounded_and_segments_are_as_large_as_torch_s(size, block_bytes, segment_bytes):
