@@ -113,6 +113,8 @@ class RunConfig:
     """What blocks keep for backward waits in the memory of the machine around the device."""
     gradient_clip_norm: Annotated[float | None, Within(0, 1e38, exclusive_minimum=True)] = None
     """Scale all gradients together so that their norm is at most this before the optimizer's step; null: leave them."""
+    expandable_segments: bool = False
+    """torch's caching allocator grows segments by pages (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``)."""
 
     def __post_init__(self) -> None:
         if self.is_rehearsed and self.devices_per_process > 1:
@@ -141,6 +143,10 @@ class RunConfig:
         if self.sequences_per_rank * self.sequence_length > MAX_TOKENS_PER_PROCESS:
             valid_values = f"fewer sequences, or shorter ones: at most {MAX_TOKENS_PER_PROCESS} tokens in one process"
             raise invalid_value_error("batch_size_per_gpu", self.batch_size_per_gpu, valid_values, ImpossibleError)
+        if self.expandable_segments and self.hardware.device == "cpu":
+            raise ImpossibleError(
+                "expandable_segments=true is not valid on a CPU, which has no caching allocator: choose false."
+            )
         self.model.check_sequence_length(self.sequence_length)
         self.strategy.check_model(self.model, self.batch_size_per_gpu, self.sequence_length)
         self.strategy.check_device(self.hardware.device)

@@ -61,6 +61,7 @@ ADDED_FIELD_DEFAULTS: dict[str, object] = {
     "loss": "whole",
     "loss_chunks": None,
     "activation_offload": False,
+    "expandable_segments": False,
 }
 """The same of fields that are no sections."""
 

@@ -278,6 +278,7 @@ OPTIONAL_SETTING_FORMATTERS: Mapping[str, Callable[[Any], str]] = {
     "gradient_clip_norm": lambda value: f"gradients clipped to {value:g}",
     "loss_chunks": lambda value: f"loss in {value} chunks",
     "activation_offload": lambda _: "activations offloaded",
+    "expandable_segments": lambda _: "expandable segments",
 }
 """Columns of what is done only where it is asked for, and what names say of it; of empty ones they say nothing."""
 

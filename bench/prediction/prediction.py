@@ -8,7 +8,7 @@ from typing import Any
 
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too close to call", "does not fit"
 
-MEMORY_RANGES = ("allocated", "active", "reserved", "device_used")
+MEMORY_RANGES = ("allocated", "active", "reserved", "device_used", "wanted")
 """Peaks of memory that are predicted with an interval."""
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "reduced", "temporaries")
@@ -34,6 +34,8 @@ class MemoryPrediction:
     reserved: PredictedRange
     device_used: PredictedRange
     """Reserved, and what lies outside the allocator: CUDA context, communicators."""
+    wanted: PredictedRange
+    """What the caching allocator would reserve if the device had as much as it asks for."""
     parts: dict[str, int]
     """What the peak of `allocated` consists of, per name in `MEMORY_PARTS`."""
     phase: str
@@ -99,7 +101,11 @@ class TimePrediction:
     offloading host link (between GPU and memory of its machine) or host memory (its bandwidth, where processors carry
     out the optimizer's step)."""
     degraded: bool
-    """Memory is so nearly exhausted that the allocator flushes and retries."""
+    """Memory is probably so nearly exhausted that the allocator flushes and retries."""
+    retry_probability: float = 0.0
+    """That it does so in every step."""
+    retry_s: float = 0.0
+    """Seconds of the step that retries are expected to take: some, times how likely they are. In `bubble_s`."""
     idle_share: float | None = None
     """Of a pipeline: share of the step in which a rank is in no stage and in no optimizer, mean over ranks, as a run
     measures it: waiting for kernels or collectives within a stage does not count. None elsewhere."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Sequence
 
@@ -25,14 +26,21 @@ from bench.prediction.prediction import (
     prediction_from_plain,
     prediction_to_plain,
 )
+from bench.prediction.simulation.allocator_replay import AllocatorReplay
+from bench.prediction.simulation.caching_allocator import CachingAllocator
+from bench.prediction.simulation.device_memory import (
+    ReplayedMemory,
+    compute_inputs_bytes,
+    compute_workspace_bytes,
+    is_replay_needed,
+    predict_memory,
+    predict_retries,
+)
 from bench.prediction.simulation.parameter_layout import ParameterLayout, build_parameter_layout
 from bench.prediction.simulation.simulated_rank import SimulatedRank, round_parts
 from bench.prediction.simulation.step import (
     build_first_device_segments,
     build_other_device_segments,
-    compute_inputs_bytes,
-    is_degraded,
-    predict_memory,
     simulate_step,
 )
 from bench.prediction.trace.scaled_trace import (
@@ -58,6 +66,9 @@ from bench.strategies.step_plan import PARAMETER_MEMORY, TENSOR_GROUP, PlanInput
 
 MIN_RUNS_FOR_PROCESSES = 40
 """Runs from which on it pays to share the work among processes."""
+
+NUM_REPLAYED_STEPS = 2
+"""The first makes optimizer state and fills the allocator's cache; the second is like all later ones."""
 
 RUNS_PER_TASK = 32
 """Runs a process takes at a time."""
@@ -148,6 +159,9 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     largest_step = max(simulated_steps, key=lambda step: step.simulated_rank.peak.size)
     host_bytes = max(step.plan.host_bytes for step in simulated_steps) + _compute_offloaded_bytes(config)
     memory_prediction = predict_memory(config, largest_step.simulated_rank, host_bytes)
+    if is_replay_needed(config, memory_prediction):
+        replayed = _replay_memory(config, memory_prediction)
+        memory_prediction = predict_memory(config, largest_step.simulated_rank, host_bytes, replayed)
     phase_peaks = [round_parts(step.simulated_rank.phase_peaks) for step in simulated_steps]
     memory_prediction = dataclasses.replace(
         memory_prediction,
@@ -159,12 +173,18 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
         )
     if not rank_speed.is_host_speed_known(config):
         return Prediction(memory_prediction, None)
-    if is_degraded(memory_prediction):
-        simulated_steps = _simulate_period(
-            config, rank_speed.add_allocator_retries(rank_speed.build_rank_speed(config)), timeline
-        )
-    counted_ranks = [(step.count, step.simulated_rank) for step in simulated_steps]
-    return Prediction(memory_prediction, rank_speed.predict_time(config, counted_ranks, memory_prediction))
+    time_prediction = _predict_time(config, simulated_steps)
+    retries = predict_retries(memory_prediction, largest_step.simulated_rank)
+    if time_prediction is not None and retries.high_share:
+        retrying_speed = rank_speed.add_allocator_retries(rank_speed.build_rank_speed(config))
+        retrying_time = _predict_time(config, _simulate_period(config, retrying_speed, timeline))
+        assert retrying_time is not None
+        time_prediction = rank_speed.blend_retries(time_prediction, retrying_time, retries)
+    return Prediction(memory_prediction, time_prediction)
+
+
+def _predict_time(config: RunConfig, simulated_steps: Sequence[SimulatedStep]) -> TimePrediction | None:
+    return rank_speed.predict_time(config, [(step.count, step.simulated_rank) for step in simulated_steps])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,12 +211,78 @@ def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: b
     ]
 
 
+def _replay_memory(config: RunConfig, memory: MemoryPrediction) -> ReplayedMemory:
+    """What the model of the allocator makes of a run with as much memory as it asks for, and with what there is."""
+    reserved_bytes = replay_steps(config).allocator.peak_reserved
+    assert memory.capacity is not None
+    return ReplayedMemory(
+        reserved_bytes, reserved_bytes <= memory.capacity or not replay_steps(config, memory.capacity).is_full
+    )
+
+
+def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int = NUM_REPLAYED_STEPS) -> AllocatorReplay:
+    """The allocator after some steps, its peaks and counts those of the last one.
+
+    Parameters
+    ----------
+    capacity: float
+        Bytes it may have of the device.
+    """
+    speed = rank_speed.build_rank_speed(config)
+    key = build_trace_key(config)
+    scaled_trace = load_scaled_trace(
+        key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
+    )
+    replay = AllocatorReplay(
+        CachingAllocator(capacity, expandable_segments=config.expandable_segments),
+        find_segment_block_positions(scaled_trace.segments, _build_layout(config).block_counts, key.block_period),
+    )
+    for _ in range(num_steps):
+        (_, plan) = config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))[-1]
+        replay.begin_step(plan.updated_numels)
+        simulated_rank = _simulate_rank(config, speed, False, scaled_trace, plan, replay)
+        replay.end_step(simulated_rank.processor_time)
+    return replay
+
+
+def predict_reentrant_peak(config: RunConfig) -> float:
+    """Peak of allocated memory in bytes if blocks were checkpointed around their units, and reentrantly, as Hugging
+    Face's Trainer does by default: runs of the suite checkpoint within units, and not so.
+
+    To reshard a unit without trained parameters, torch's FSDP1 registers hooks on its inputs
+    (``_register_post_backward_reshard_only_hook``). These hold the graph nodes that accumulate the inputs' gradients.
+    Inputs of a reentrant checkpoint are leaves, so such a node holds the input with its gradient, and the input holds
+    the hooks: all of them stay until backward ends and the hooks are removed.
+    """
+    scaled_trace = load_scaled_trace(
+        build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
+    )
+    keeps = config.strategy.name == "fsdp1" and config.activation_checkpointing == "full"
+    return compute_workspace_bytes(config) + max(
+        _simulate_rank(config, rank_speed.RankSpeed(), False, scaled_trace, plan, keeps_frozen_inputs=keeps).peak.size
+        for count, plan in config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))
+        if count
+    )
+
+
 def _simulate_rank(
-    config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool, scaled_trace: ScaledTrace, plan: StepPlan
+    config: RunConfig,
+    speed: rank_speed.RankSpeed,
+    timeline: bool,
+    scaled_trace: ScaledTrace,
+    plan: StepPlan,
+    replay: AllocatorReplay | None = None,
+    *,
+    keeps_frozen_inputs: bool = False,
 ) -> SimulatedRank:
     """The rank after a step that follows a plan."""
     key = build_trace_key(config)
-    simulated_rank = SimulatedRank(rank_speed.add_host_transfers(config, speed), timeline=timeline)
+    simulated_rank = SimulatedRank(
+        rank_speed.add_host_transfers(config, speed),
+        timeline=timeline,
+        replay=replay,
+        keeps_frozen_inputs=keeps_frozen_inputs,
+    )
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
     tensor_group = _find_tensor_group(config)

@@ -278,6 +278,7 @@ def build_configured_columns(config: RunConfig) -> Record:
         "gradient_clip_norm": config.gradient_clip_norm,
         "loss_chunks": config.loss_chunks,
         "activation_offload": config.activation_offload or None,
+        "expandable_segments": config.expandable_segments or None,
         "seed": config.seed,
         "config": values,
         "requested": config.requested,

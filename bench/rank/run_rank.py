@@ -176,6 +176,8 @@ def run_rank(
                 num_nodes=config.nodes,
                 device_info=outcome.device,
             )
+        if config.expandable_segments:
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         limit_bytes = config.hardware.memory_limit_bytes
         if limit_bytes is not None:
             memory_limit = MemoryLimit(limit_bytes, devices)

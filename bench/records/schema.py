@@ -230,6 +230,7 @@ COLUMNS: tuple[RecordColumn, ...] = (
     *_build_columns(
         "boolean",
         activation_offload="true: what blocks keep for backward waited in the host's memory; empty: on the device",
+        expandable_segments="true: torch's caching allocator grew its segments by pages; empty: fixed segments",
     ),
     *_build_columns(
         "boolean", gradient_accumulation_sync="gradients communicated after every micro-batch, not only the last"

@@ -27,6 +27,7 @@ from bench.strategies.step_plan import (
     GRADIENT_MEMORY,
     GRADIENTS_ACCUMULATED,
     GRADIENTS_KEPT,
+    REDUCE_STREAM,
     REDUCTION_MEMORY,
     SHARD_GROUP,
     ParameterSpec,
@@ -439,6 +440,7 @@ class FSDP2Plan(ShardedPlan):
             output_name,
             numel * self.inputs.reduce_itemsize,
             GRADIENT_MEMORY if output_name == shard_name else REDUCTION_MEMORY,
+            stream=REDUCE_STREAM,
         )
         self._start_gradient_reduction(device, unit, reduce_bytes)
         if self._offloads_parameters:  # the CPU takes the result as it comes
@@ -446,7 +448,7 @@ class FSDP2Plan(ShardedPlan):
             return
         if not is_reduced_as_stored:
             name = f"cast {index}" if is_accumulated else shard_name
-            device.allocate(name, numel * self.inputs.parameter_itemsize, GRADIENT_MEMORY)
+            device.allocate(name, numel * self.inputs.parameter_itemsize, GRADIENT_MEMORY, stream=REDUCE_STREAM)
             if is_accumulated:
                 device.free(name)
         if output_name != shard_name and not self._has_replicas:
@@ -495,9 +497,13 @@ class FSDP2Plan(ShardedPlan):
             return
         shard_bytes = self._unit_sizes[unit.index].shard_bytes
         if self._casts_unit(unit):
-            device.allocate("cast", self._unit_sizes[unit.index].cast_bytes, ALL_GATHER_MEMORY)
+            device.allocate(
+                "cast", self._unit_sizes[unit.index].cast_bytes, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM
+            )
             device.free(f"upload {unit.index}")
-        device.allocate(f"buffer {unit.index}", shard_bytes * self._sharding_factor, ALL_GATHER_MEMORY)
+        device.allocate(
+            f"buffer {unit.index}", shard_bytes * self._sharding_factor, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM
+        )
         device.free("cast")
         device.free(f"upload {unit.index}")
         device.run_collective(

@@ -393,13 +393,13 @@ class FSDP1Plan(ShardedPlan):
             source_name, gradient_itemsize = f"gradient shard {index}", parameter_itemsize
         if reduce_itemsize != gradient_itemsize:
             source_name = f"reduce input {index}"
-            device.allocate(source_name, reduce_bytes, REDUCTION_MEMORY)
+            device.allocate(source_name, reduce_bytes, REDUCTION_MEMORY, stream=REDUCE_STREAM)
             device.copy_within_device(
                 "to the format that is reduced", flat_numel * (reduce_itemsize + gradient_itemsize)
             )
         if self._sharding_factor > 1:
             result_name = f"reduced {index}"
-            device.allocate(result_name, reduce_bytes / self._sharding_factor, REDUCTION_MEMORY)
+            device.allocate(result_name, reduce_bytes / self._sharding_factor, REDUCTION_MEMORY, stream=REDUCE_STREAM)
             self._start_gradient_reduction(device, unit, reduce_bytes)
         else:
             result_name = source_name
@@ -427,7 +427,7 @@ class FSDP1Plan(ShardedPlan):
             device.free(result_name)
             return
         if needs_cast:
-            device.allocate(f"cast {index}", size, GRADIENT_MEMORY)
+            device.allocate(f"cast {index}", size, GRADIENT_MEMORY, stream=REDUCE_STREAM)
             device.free(result_name)
             result_name = f"cast {index}"
         if result_name == shard_name:  # reduced where it is
@@ -437,7 +437,7 @@ class FSDP1Plan(ShardedPlan):
             shard_name not in self._gradient_shards or self._sharding_factor == 1
         ):  # what was added to is replaced, by the stream that made it
             device.free(shard_name)
-            device.allocate(shard_name, size, GRADIENT_MEMORY)
+            device.allocate(shard_name, size, GRADIENT_MEMORY, stream=REDUCE_STREAM)
             self._gradient_shards.add(shard_name)
 
     def after_micro_batch_backward(self, device: PlanDevice) -> None:
@@ -476,10 +476,10 @@ class FSDP1Plan(ShardedPlan):
                 device.copy_within_device("cast", size + self._flat_numel[index] * self.inputs.parameter_itemsize)
             return
         if self._casts_unit(unit):
-            device.allocate(f"cast {index}", size / self._sharding_factor, ALL_GATHER_MEMORY)
+            device.allocate(f"cast {index}", size / self._sharding_factor, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM)
         if self._strategy.limit_all_gathers:
             device.limit_all_gathers(MAX_ALL_GATHERS_IN_FLIGHT)
-        device.allocate(f"whole {index}", size, ALL_GATHER_MEMORY)
+        device.allocate(f"whole {index}", size, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM)
         device.run_collective(f"all-gather {index}", "all-gather", size, SHARD_GROUP, ALL_GATHER_STREAM)
         device.free(f"cast {index}", after=ALL_GATHER_STREAM)
         device.free(f"upload {index}", after=ALL_GATHER_STREAM)

@@ -26,6 +26,8 @@ PARAMETER_MEMORY, GRADIENT_MEMORY, OPTIMIZER_MEMORY, ALL_GATHER_MEMORY, REDUCTIO
 )
 """What memory is held for."""
 
+COMPUTE_STREAM = "compute"
+
 ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM = "gather", "reduce", "replicate"
 """Streams that communicate beside the one that computes."""
 
@@ -190,8 +192,9 @@ class PlanInputs:
 class PlanDevice(Protocol):
     """One rank's device, as a plan acts on it."""
 
-    def allocate(self, name: str, size: float, part: str) -> None:
-        """Allocate `size` bytes under a name, for one of PARAMETERS ... REDUCED. What is held under it is freed."""
+    def allocate(self, name: str, size: float, part: str, *, stream: str = COMPUTE_STREAM) -> None:
+        """Allocate `size` bytes under a name, for one of PARAMETERS ... REDUCED. What is held under it is freed. The
+        caching allocator can use them again only on the stream that they are allocated on."""
 
     def grow_allocation(self, name: str, size: float, part: str) -> None:
         """Hold more under a name, or less: without a look at the peak."""

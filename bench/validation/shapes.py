@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from bench.config.run_config import RunConfig
 from bench.prediction.prediction import Prediction
-from bench.prediction.simulation.step import RETRY_CAPACITY_SHARE
 from bench.validation.runs import FSDP_PAPER_OVERRIDES, build_published_config, compute_mask_bytes
 
 PredictFunction = Callable[[Sequence[RunConfig]], list[Prediction]]
@@ -97,8 +96,10 @@ def _compare_rate_limiter(predict: PredictFunction) -> list[QualitativeCompariso
         texts = [f"{unlimited_prediction.time.step_s.value / limited_prediction.time.step_s.value:.2f}"]
         for label, prediction in (("with it", limited_prediction), ("without", unlimited_prediction)):
             assert prediction.time is not None
-            degraded = ", degraded" if prediction.time.degraded else ""
-            texts.append(f"{label} {prediction.memory.reserved.value / 1e9:.0f} GB reserved{degraded}")
+            texts.append(
+                f"{label} {prediction.memory.wanted.value / 1e9:.0f} GB wanted, retries in "
+                f"{prediction.time.retry_probability:.0%} of cases"
+            )
         comparisons.append(
             QualitativeComparison(
                 f"Figure 6(c): time without over time with the rate limiter, T5-11B, {nodes} machines, batch 2",
@@ -124,12 +125,14 @@ def _compare_allocator_cliff(predict: PredictFunction) -> QualitativeComparison:
     configs = [_build_gpt_config("128", "2"), _build_gpt_config("192", "2")]
     texts = []
     for config, prediction in zip(configs, predict(configs), strict=True):
-        reserved, capacity = prediction.memory.reserved.value, prediction.memory.capacity
+        capacity, time = prediction.memory.capacity, prediction.time
         assert capacity is not None
-        # What is held throughout is reserved, too, with as much lost between blocks as of all the rest.
-        reserved *= 1 + compute_mask_bytes(config) / prediction.memory.active.value
-        outcome = "degraded" if reserved > RETRY_CAPACITY_SHARE * capacity else "not degraded"
-        texts.append(f"{outcome} at {config.gpus} ({reserved / 1e9:.0f} of {capacity / 1e9:.0f} GB reserved)")
+        assert time is not None
+        wanted_bytes = prediction.memory.wanted.value + compute_mask_bytes(config)
+        texts.append(
+            f"in {time.retry_probability:.0%} of cases at {config.gpus} ({wanted_bytes / 1e9:.0f} GB wanted of "
+            f"{capacity / 1e9:.0f}, a step {time.step_s.low:.0f} to {time.step_s.high:.0f} s)"
+        )
     return QualitativeComparison(
         "Figure 7(b): GPT-175B, batch 2: the allocator retries at 128 GPUs, not at 192",
         "90.2 TFLOPS at 128 (80 GB reserved), 186.5 at 192 (79 GB)",

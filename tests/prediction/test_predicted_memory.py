@@ -22,7 +22,7 @@ from bench.models.materialize import count_buffer_bytes
 from bench.optimizers import UpdatedTensor
 from bench.prediction.cost.rank_speed import predict_device_update
 from bench.prediction.predictor import predict_run, predict_runs
-from bench.prediction.simulation.step import compute_workspace_bytes
+from bench.prediction.simulation.device_memory import compute_workspace_bytes
 from bench.rank.memory_probe import CpuMemoryProbe
 from bench.records.reading import read_latest_attempts
 from tests.conftest import FULL_SCALE, ROOT, compose_run_config, needs

@@ -21,9 +21,7 @@ from bench.models.t5 import T5Family
 from bench.planning.batch_search import choose_next_batch_size
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
-from bench.prediction.cost import rank_speed
 from bench.prediction.cost.collectives import CollectiveGroup
-from bench.prediction.pipeline import predictor
 from bench.prediction.pipeline.stages import build_pipeline_stages, find_shared_parameters
 from bench.prediction.pipeline.time import (
     StageSeconds,
@@ -35,7 +33,6 @@ from bench.prediction.pipeline.time import (
 )
 from bench.prediction.prediction import TimePrediction
 from bench.prediction.predictor import build_predicted_row, build_trace_key, predict_run, predict_runs
-from bench.prediction.simulation import step
 from bench.rank.row import _compute_idle_share
 from bench.rank.timed_loop import RankSamples
 from bench.records.reading import read_latest_attempts
@@ -666,30 +663,3 @@ def test_a_predicted_bubble_counts_what_a_measured_one_counts() -> None:
     assert row["bubble"] == time.idle_share
     alone = compose_run_config("model=gpt_125m", "mode=predict", "gpus=2", "hardware=h100_80gb")
     assert "bubble" not in build_predicted_row(alone, predict_run(alone))
-
-
-@pytest.mark.slow
-def test_an_allocator_that_retries_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ("model=gpt_2b7", "strategy.stages=4", "gpus=16", "hardware=a100_80gb", "batch_size_per_gpu=8")
-    sharded = pipelined(*run, "strategy.data_parallel=fsdp")
-
-    def degraded(config: RunConfig, on: bool) -> TimePrediction:
-        monkeypatch.setattr(step, "RETRY_CAPACITY_SHARE", 0.0 if on else 2.0)
-        found = predictor.predict_pipeline(config, build_trace_key(config), timeline=False).time
-        assert found is not None
-        assert found.degraded is on
-        return found
-
-    fast, slow = degraded(sharded, False), degraded(sharded, True)
-    # A stage is gathered once, in the format it computes with, and reduced once: at least that is taken anew.
-    stage = sharded.model.num_parameters / 4 * 2 * 2
-    assert slow.step_s.value - fast.step_s.value > 0.5 * stage * rank_speed.ALLOCATOR_RETRY_S_PER_BYTE
-    assert slow.bubble_s - fast.bubble_s == pytest.approx(slow.step_s.value - fast.step_s.value)
-    assert slow.limited_by == "allocator" != fast.limited_by
-    # A rank that stands still in its stage is no bubble to the stage_timer, but those that wait for it are.
-    assert slow.idle_share is not None
-    assert fast.idle_share is not None
-    assert 0 < slow.idle_share < fast.idle_share
-    # DDP's buckets are there before a step begins.
-    replicated = pipelined(*run, "strategy.data_parallel=ddp")
-    assert degraded(replicated, True).step_s.value == pytest.approx(degraded(replicated, False).step_s.value)

@@ -17,9 +17,10 @@ from bench.optimizers import OptimizerConfig, UpdatedTensor
 from bench.optimizers.base import TENSORS_PER_UPDATE_KERNEL, MatrixProduct, UpdateCollective
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
 from bench.prediction.cost.kernels import compute_kernel_seconds
-from bench.prediction.prediction import MemoryPrediction, PredictedRange, TimePrediction
+from bench.prediction.prediction import PredictedRange, TimePrediction
+from bench.prediction.simulation.device_memory import AllocatorRetries
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
-from bench.prediction.simulation.step import OptimizerUpdate, is_degraded
+from bench.prediction.simulation.step import OptimizerUpdate
 from bench.prediction.trace.kernels import MATMUL, OPERAND_FORMATS, FloatArray, KernelArrays, concatenate_kernels
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP, RankPlan, StepPlan
 
@@ -46,6 +47,36 @@ again. That memory is short follows from memory; how slow it is then is a rough 
 def add_allocator_retries(speed: RankSpeed) -> RankSpeed:
     """The same rank when every buffer it gathers into or reduces from makes the allocator retry."""
     return dataclasses.replace(speed, retry_s_per_byte=ALLOCATOR_RETRY_S_PER_BYTE)
+
+
+def blend_retries(fast: TimePrediction, slow: TimePrediction, retries: AllocatorRetries) -> TimePrediction:
+    """The time of a step in which the allocator retries for a share of its buffers, of two in which it does so for none
+    and for all.
+
+    The interval reaches from the fewest retries to the most that are likely.
+    """
+
+    def blend(fast_s: float, slow_s: float, share: float) -> float:
+        return fast_s + share * (slow_s - fast_s)
+
+    step_s = PredictedRange(
+        blend(fast.step_s.value, slow.step_s.value, retries.share),
+        blend(fast.step_s.low, slow.step_s.low, retries.low_share),
+        blend(fast.step_s.high, slow.step_s.high, retries.high_share),
+    )
+    degraded = retries.probability > 0.5
+    return dataclasses.replace(
+        fast,
+        step_s=step_s,
+        compute_s=blend(fast.compute_s, slow.compute_s, retries.share),
+        exposed_communication_s=blend(fast.exposed_communication_s, slow.exposed_communication_s, retries.share),
+        optimizer_s=blend(fast.optimizer_s, slow.optimizer_s, retries.share),
+        bubble_s=blend(fast.bubble_s, slow.bubble_s, retries.share),
+        limited_by="allocator" if degraded else fast.limited_by,
+        degraded=degraded,
+        retry_probability=retries.probability,
+        retry_s=step_s.value - fast.step_s.value,
+    )
 
 
 def build_rank_speed(config: RunConfig) -> RankSpeed:
@@ -237,9 +268,7 @@ def compute_update_collective_seconds(config: RunConfig, update: OptimizerUpdate
     )
 
 
-def predict_time(
-    config: RunConfig, counted_ranks: Sequence[tuple[int, SimulatedRank]], memory: MemoryPrediction
-) -> TimePrediction | None:
+def predict_time(config: RunConfig, counted_ranks: Sequence[tuple[int, SimulatedRank]]) -> TimePrediction | None:
     """The mean time of the simulated steps of a period with its parts, None where speeds are unknown.
 
     Parameters
@@ -256,7 +285,6 @@ def predict_time(
         part: sum(count * rank.spent_seconds[part] for count, rank in counted_ranks) / period
         for part in simulated_rank.spent_seconds
     }
-    degraded = is_degraded(memory)
     is_host_link_bound = spent_seconds["transfer"] > 0.5 * spent_seconds["communication"]
     seconds_by_limit = {
         "compute": spent_seconds["compute"],
@@ -274,8 +302,8 @@ def predict_time(
         optimizer_s=spent_seconds["optimizer"],
         bubble_s=elapsed_s - spent_seconds["compute"] - spent_seconds["exposed"] - spent_seconds["optimizer"],
         communication_s=spent_seconds["communication"],
-        limited_by="allocator" if degraded else max(seconds_by_limit, key=lambda name: seconds_by_limit[name]),
-        degraded=degraded,
+        limited_by=max(seconds_by_limit, key=lambda name: seconds_by_limit[name]),
+        degraded=False,
         timeline=simulated_rank.timeline,
     )
 

@@ -10,7 +10,7 @@ from bench.prediction.cost import rank_speed
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipeline_stages
 from bench.prediction.pipeline.time import predict_pipeline_time
 from bench.prediction.prediction import Prediction
-from bench.prediction.simulation import step
+from bench.prediction.simulation.device_memory import predict_memory
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.trace.trace import TraceKey
 from bench.strategies.pipeline.schedule import FORWARD, ONE_F_ONE_B, PipelineAction, Timetable
@@ -34,17 +34,11 @@ def predict_pipeline(config: RunConfig, key: TraceKey, *, timeline: bool) -> Pre
         for rank in ranks
     ]
     simulated_ranks = [_simulate_rank(config, timetable, stages, plans[rank], rank) for rank in ranks]
-    memories = [step.predict_memory(config, simulated_rank) for simulated_rank in simulated_ranks]
-    stalled_seconds = [
-        _compute_stalled_seconds(config, timetable, stages, plans[rank], rank)
-        if step.is_degraded(memories[rank])
-        else 0.0
-        for rank in ranks
-    ]
+    memories = [predict_memory(config, simulated_rank) for simulated_rank in simulated_ranks]
     largest_memory = memories[max(ranks, key=lambda rank: simulated_ranks[rank].peak.size)]
     return Prediction(
         largest_memory,
-        predict_pipeline_time(config, timetable, stages, plans, largest_memory, stalled_seconds, timeline=timeline),
+        predict_pipeline_time(config, timetable, stages, plans, timeline=timeline),
     )
 
 
@@ -61,25 +55,15 @@ def _build_rank_plan(config: RunConfig, stages: Sequence[SimulatedPipelineStage]
     return config.strategy.plan_stages([stage.units for stage in stages], plan_inputs)
 
 
-def _compute_stalled_seconds(
-    config: RunConfig, timetable: Timetable, stages: Sequence[SimulatedPipelineStage], plan: StagePlan, rank: int
-) -> float:
-    """Seconds of a step in which a rank's allocator retries: at no pace at all, nothing else holds up its kernels."""
-    return _simulate_rank(
-        config, timetable, stages, plan, rank, rank_speed.add_allocator_retries(UNTIMED_SPEED)
-    ).spent_seconds["launch"]
-
-
 def _simulate_rank(
     config: RunConfig,
     timetable: Timetable,
     stages: Sequence[SimulatedPipelineStage],
     plan: StagePlan,
     rank: int,
-    speed: RankSpeed = UNTIMED_SPEED,
 ) -> SimulatedRank:
     """Memory of one rank over a step."""
-    simulated_rank = SimulatedRank(speed)
+    simulated_rank = SimulatedRank(UNTIMED_SPEED)
     on_cpu = config.hardware.device == "cpu"
     # On a CPU each share is a view of the whole batch.
     num_sequences = config.batch_size_per_gpu * (config.gpus if on_cpu else timetable.ranks)

@@ -18,9 +18,9 @@ from bench.prediction.cost.collectives import (
     compute_collective_seconds,
 )
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, find_shared_parameters
-from bench.prediction.prediction import MemoryPrediction, PredictedRange, TimelineSpan, TimePrediction
+from bench.prediction.prediction import PredictedRange, TimelineSpan, TimePrediction
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
-from bench.prediction.simulation.step import OptimizerUpdate, is_degraded
+from bench.prediction.simulation.step import OptimizerUpdate
 from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, PipelineAction, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan
 from bench.strategies.step_plan import ParameterSpec
@@ -42,17 +42,13 @@ def predict_pipeline_time(
     timetable: Timetable,
     stages: Sequence[SimulatedPipelineStage],
     plans: Sequence[StagePlan],
-    memory: MemoryPrediction,
-    stalled_seconds: Sequence[float],
     *,
     timeline: bool,
 ) -> TimePrediction | None:
     """The time of a step, its parts as means over ranks; None where the hardware's speeds are unknown.
 
-    Parameters
-    ----------
-    stalled_seconds: sequence of float
-        Per rank: seconds in which its allocator retries. All wait for the rank that stands still longest.
+    Ranks allocate the same in every step, and nothing that they free is still used by another stream: the allocator
+    need not retry.
     """
     if not rank_speed.is_speed_known(config.hardware, config.precision):
         return None
@@ -85,14 +81,12 @@ def predict_pipeline_time(
         sum(all_reduce.seconds for all_reduce in tied_all_reduces if rank in all_reduce.ranks)
         for rank in range(timetable.ranks)
     )
-    stalled_s = max(stalled_seconds)
     rank_ends = add_tied_all_reduces(
         [timeline.end_s + exposed for timeline, (exposed, _) in zip(timelines, sync_seconds, strict=True)],
         tied_all_reduces,
     )
     step_s = (
         max(end + _compute_update_seconds(update, speed) for end, update in zip(rank_ends, updates, strict=True))
-        + stalled_s
         + norm_s
     )
     computed_s = _compute_mean(
@@ -105,15 +99,14 @@ def predict_pipeline_time(
     exposed_s = max(0.0, waited_s) + _compute_mean(seconds for seconds, _ in sync_seconds) + tied_s + norm_s
     optimizer_s = _compute_mean(update.seconds for update in updates)
     update_seconds = [_compute_update_seconds(update, speed) for update in updates]
-    idle_s = step_s - busy_s - exposed_s - _compute_mean(update_seconds) - stalled_s
+    idle_s = step_s - busy_s - exposed_s - _compute_mean(update_seconds)
     seconds_by_limit = {
         "compute": computed_s,
         "network": exposed_s,
         "memory bandwidth": optimizer_s,
         PIPELINE_BUBBLE: idle_s,
-        "kernel launches": step_s - computed_s - exposed_s - optimizer_s - idle_s - stalled_s,
+        "kernel launches": step_s - computed_s - exposed_s - optimizer_s - idle_s,
     }
-    degraded = is_degraded(memory)
     return TimePrediction(
         step_s=PredictedRange(
             step_s, step_s * (1 - rank_speed.TIME_INTERVAL_SHARE), step_s * (1 + rank_speed.TIME_INTERVAL_SHARE)
@@ -126,11 +119,11 @@ def predict_pipeline_time(
         + _compute_mean(total for _, total in sync_seconds)
         + tied_s
         + norm_s,
-        limited_by="allocator" if degraded else max(seconds_by_limit, key=lambda name: seconds_by_limit[name]),
-        degraded=degraded,
+        limited_by=max(seconds_by_limit, key=lambda name: seconds_by_limit[name]),
+        degraded=False,
         idle_share=compute_idle_share(
             timelines,
-            [a + b + c for (a, _), b, c in zip(sync_seconds, update_seconds, stalled_seconds, strict=True)],
+            [exposed + seconds for (exposed, _), seconds in zip(sync_seconds, update_seconds, strict=True)],
             step_s,
         ),
         timeline=_build_timeline(timelines, updates, step_s) if timeline else (),

@@ -11,12 +11,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from bench.core.units import MIB
 from bench.prediction.prediction import MEMORY_PARTS, TimelineSpan
+from bench.prediction.simulation.allocator_replay import AllocatorReplay
+from bench.prediction.simulation.caching_allocator import MIN_OWN_SEGMENT_BYTES
 from bench.prediction.trace.scaled_trace import Chunk
+from bench.prediction.trace.trace import BlockPlace
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
+    COMPUTE_STREAM,
     GRADIENT_MEMORY,
     OPTIMIZER_MEMORY,
     REDUCE_STREAM,
@@ -24,11 +27,7 @@ from bench.strategies.step_plan import (
     REPLICA_STREAM,
 )
 
-COMPUTE_STREAM = "compute"
 STREAMS = (COMPUTE_STREAM, ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM)
-
-MIN_OWN_SEGMENT_BYTES = 10 * MIB
-"""From this size on the caching allocator gives a block a segment of its own (``kMinLargeAlloc``)."""
 
 ACTIVATION_MEMORY, TEMPORARY_MEMORY = "activations", "temporaries"
 
@@ -74,9 +73,19 @@ class MemoryPeak:
 class SimulatedRank:
     """Implements `bench.strategies.step_plan.PlanDevice`, and simulates the model's own segments in between."""
 
-    def __init__(self, speed: RankSpeed, *, timeline: bool = False) -> None:
+    def __init__(
+        self,
+        speed: RankSpeed,
+        *,
+        timeline: bool = False,
+        replay: AllocatorReplay | None = None,
+        keeps_frozen_inputs: bool = False,
+    ) -> None:
         self._speed = speed
-        self._allocations: dict[str, tuple[float, str]] = {}
+        self._replay = replay
+        self.keeps_frozen_inputs = keeps_frozen_inputs
+        """Inputs of frozen units, and their gradients, stay until backward ends."""
+        self._allocations: dict[str, tuple[float, str, str]] = {}
         self._part_bytes = dict.fromkeys(MEMORY_PARTS, 0.0)
         self._allocated_bytes = 0.0
         self._delayed_frees: list[tuple[float, float]] = []
@@ -86,7 +95,13 @@ class SimulatedRank:
         self.initial_bytes = 0.0
         """Allocated before the first step, which is not the one that is simulated."""
         self.peak_active_bytes = 0.0
+        self._side_stream_bytes = 0.0
+        self._peak_compute_stream_bytes = 0.0
+        self._side_streams: dict[str, tuple[float, float]] = {}
+        """What is allocated on each stream but the one that computes, and the most of it so far."""
         self.phase, self.module = "forward", ""
+        self.place: BlockPlace = None
+        """Where the computation is in the whole model."""
         self.processor_time = 0.0
         self.stream_times = dict.fromkeys(STREAMS, 0.0)
         self._event_times: dict[str, float] = {}
@@ -98,6 +113,8 @@ class SimulatedRank:
         self._collective_spans: deque[tuple[float, float]] = deque()
         self._communicator_times: dict[str, float] = {}
         self.updated_on_host = False
+        self.largest_retried_bytes = 0.0
+        """Of a buffer beside the computation, among those for which the allocator may have to retry."""
 
     @property
     def timeline(self) -> tuple[TimelineSpan, ...]:
@@ -106,20 +123,24 @@ class SimulatedRank:
 
     # Memory
 
-    def allocate(self, name: str, size: float, part: str) -> None:
+    def allocate(self, name: str, size: float, part: str, *, stream: str = COMPUTE_STREAM) -> None:
         """As `PlanDevice` says. What is held under the name already is freed first."""
         if name in self._allocations:
             self.free(name)
-        self._allocations[name] = (size, part)
+        self._allocations[name] = (size, part, stream)
         self._part_bytes[part] += size
         self._allocated_bytes += size
+        if stream != COMPUTE_STREAM:
+            level, peak = self._side_streams.get(stream, (0.0, 0.0))
+            self._side_streams[stream] = level + size, max(peak, level + size)
+            self._side_stream_bytes += size
         self._note_peak(0.0, 0.0)
-        if (
-            self._speed.retry_s_per_byte
-            and part in (ALL_GATHER_MEMORY, REDUCTION_MEMORY)
-            and size >= MIN_OWN_SEGMENT_BYTES
-        ):
-            self._retry_allocation(size)
+        if self._replay is not None:
+            self._replay.hold(name, size, stream, self.processor_time)
+        if part in (ALL_GATHER_MEMORY, REDUCTION_MEMORY) and size >= MIN_OWN_SEGMENT_BYTES:
+            self.largest_retried_bytes = max(self.largest_retried_bytes, size)
+            if self._speed.retry_s_per_byte:
+                self._retry_allocation(size)
 
     def _retry_allocation(self, size: float) -> None:
         """The allocator waits for all streams, gives back what it caches and asks the device anew."""
@@ -136,18 +157,26 @@ class SimulatedRank:
         allocation = self._allocations.pop(name, None)
         if allocation is None:
             return
-        size, part = allocation
+        size, part, stream = allocation
         self._part_bytes[part] -= size
         self._allocated_bytes -= size
-        if after is not None and (ready_time := self.stream_times[after]) > self.processor_time:
-            heapq.heappush(self._delayed_frees, (ready_time, size))
+        if stream != COMPUTE_STREAM:
+            level, peak = self._side_streams[stream]
+            self._side_streams[stream] = level - size, peak
+            self._side_stream_bytes -= size
+        is_late = after is not None and self.stream_times[after] > self.processor_time
+        if after is not None and is_late:
+            heapq.heappush(self._delayed_frees, (self.stream_times[after], size))
             self._delayed_free_bytes += size
+        if self._replay is not None:
+            self._replay.free(name, self.stream_times[after] if after is not None and is_late else None)
 
     def _note_peak(self, extra_bytes: float, lasting_bytes: float, gradient_bytes: float = 0.0) -> None:
         """Note a new peak, `extra_bytes` what is allocated now; `lasting_bytes` of it in storages that stay."""
         level = self._allocated_bytes + extra_bytes
         if level > self.phase_peaks.get(self.phase, 0.0):
             self.phase_peaks[self.phase] = level
+        self._peak_compute_stream_bytes = max(self._peak_compute_stream_bytes, level - self._side_stream_bytes)
         if level > self.peak.size:
             parts = dict(self._part_bytes)
             parts[ACTIVATION_MEMORY] += lasting_bytes
@@ -159,6 +188,11 @@ class SimulatedRank:
         self.peak_active_bytes = max(self.peak_active_bytes, level + self._delayed_free_bytes)
 
     @property
+    def stream_peaks_bytes(self) -> float:
+        """Peaks of all streams together: what one has cached the others cannot use."""
+        return self._peak_compute_stream_bytes + sum(peak for _, peak in self._side_streams.values())
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since the step began, until the computing stream is done."""
         return self.stream_times[COMPUTE_STREAM]
@@ -167,21 +201,27 @@ class SimulatedRank:
 
     def note_initial_bytes(self) -> None:
         """What is held now is there before the first step, too, but for optimizer state and gradients that are kept."""
+        if self._replay is not None:
+            self._replay.end_building()
         self.initial_bytes = sum(
             size
-            for name, (size, part) in self._allocations.items()
+            for name, (size, part, _) in self._allocations.items()
             if part != OPTIMIZER_MEMORY and not name.startswith(GRADIENT_NAME_PREFIXES)
         )
 
     def grow_allocation(self, name: str, size: float, part: str) -> None:
         """Hold more under a name, without a look at the peak: whoever calls has taken it into account."""
-        self._allocations[name] = (self._allocations.get(name, (0.0, part))[0] + size, part)
+        self._allocations[name] = (self._allocations.get(name, (0.0, part))[0] + size, part, COMPUTE_STREAM)
         self._part_bytes[part] += size
         self._allocated_bytes += size
+        if self._replay is not None:
+            self._replay.grow(name, size, self.processor_time)
 
     def simulate_chunk(self, chunk: Chunk, kind: str) -> None:
         """A piece of the model's own computation."""
         self._note_peak(chunk.peak_bytes, chunk.lasting_bytes_at_peak, chunk.gradient_bytes_at_peak)
+        if self._replay is not None:
+            self._replay.play(chunk, self.place, self.processor_time)
         self._allocated_bytes += chunk.net_bytes
         self._part_bytes[ACTIVATION_MEMORY] += chunk.lasting_net_bytes
         self._part_bytes[TEMPORARY_MEMORY] += chunk.net_bytes - chunk.lasting_net_bytes

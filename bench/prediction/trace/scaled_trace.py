@@ -7,6 +7,7 @@ the compiler keeps for backward and what it fuses depends on the size.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ class ScaledSegment:
     kernels: tuple[KernelArrays, KernelArrays]
     """At the first and the second of the traced batch sizes."""
     collectives: tuple[ScaledCollective, ...] = ()
+    storages: tuple[int, ...] = ()
+    """Per change the number of its storage."""
+    storage_origins: StorageOrigins | None = None
+    """Of the whole trace."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,102 @@ class Chunk:
     """What begins or ends at the end."""
     transfer_s: float = 0.0
     """Of `communication_s`, copies between device and host."""
+    pieces: tuple[MemoryPiece, ...] = ()
+    """The changes of memory that it sums up."""
+    kept_sizes: tuple[float, ...] = ()
+    """Bytes of the gradients that stay after each of the pieces but the last, where there are several."""
+
+
+@dataclass(frozen=True)
+class StorageOrigin:
+    """Where a storage of a trace is made."""
+
+    phase: str
+    micro_batch: int
+    place: BlockPlace
+    segment: int
+    """Index of the segment, -1 within blocks, where the blocks that a block stands for have one each."""
+    order: int
+    """Of the segment's storages: blocks that are alike make theirs in the same order."""
+
+
+class StorageOrigins:
+    """The origin of every storage of a trace, found when first asked for."""
+
+    def __init__(self, segments: Sequence[TraceSegment]) -> None:
+        self._segments = [
+            (
+                segment.phase,
+                segment.micro_batch,
+                segment.place,
+                [number for size, number in segment.changes if size > 0],
+            )
+            for segment in segments
+        ]
+
+    @functools.cached_property
+    def by_number(self) -> dict[int, StorageOrigin]:
+        return {
+            number: StorageOrigin(phase, micro_batch, place, -1 if _is_block(place) else index, order)
+            for index, (phase, micro_batch, place, numbers) in enumerate(self._segments)
+            for order, number in enumerate(numbers)
+        }
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """A storage is made or freed."""
+
+    size: int
+    """Bytes; 0 where it is freed."""
+    number: int
+    """Of the storage in the trace."""
+    origin: StorageOrigin | None
+    """None: it is freed within the segment that it is made in."""
+    frees_all_alike: bool = False
+    """With it go those of all blocks that its block stands for."""
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryPiece:
+    """The changes of memory between two events of a segment, at a batch size."""
+
+    segment: ScaledSegment
+    start: int
+    end: int
+    batch_weight: float
+
+    @functools.cached_property
+    def events(self) -> tuple[MemoryEvent, ...]:
+        """In order, without what is neither there at the peak nor after the piece."""
+        segment, origins = self.segment, self.segment.storage_origins
+        if origins is None or self.start == self.end:
+            return ()
+        span = slice(self.start, self.end)
+        sizes = np.rint(segment.changes[0][span] + self.batch_weight * segment.changes[1][span]).astype(np.int64)
+        peak_index = int(np.argmax(np.cumsum(sizes)))
+        is_lasting = (segment.lasting_changes[0][span] != 0) | (segment.lasting_changes[1][span] != 0)
+        numbers = segment.storages[span]
+        last_indices = {number: index for index, number in enumerate(numbers)}
+        first_indices = {number: index for index, number in reversed(list(enumerate(numbers)))}
+        events = []
+        for index, number in enumerate(numbers):
+            first, last = first_indices[number], last_indices[number]
+            if first < last and not (first <= peak_index < last):
+                continue
+            events.append(
+                MemoryEvent(
+                    max(0, int(sizes[index])),
+                    number,
+                    origins.by_number[number] if is_lasting[index] else None,
+                    segment.joint_free_places[self.start + index][0] >= 0,
+                )
+            )
+        return tuple(events)
+
+
+def _is_block(place: BlockPlace) -> bool:
+    return place is not None and place != LOSS_PLACE
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +234,7 @@ def build_scaled_trace(first: Trace, second: Trace, batch_sizes: tuple[int, int]
         If the model does not do the same at both.
     """
     joint_frees = _find_joint_frees(first.segments, period)
+    origins = StorageOrigins(first.segments)
     segments = tuple(
         _scale_segment(
             a,
@@ -140,6 +242,7 @@ def build_scaled_trace(first: Trace, second: Trace, batch_sizes: tuple[int, int]
             np.array(
                 [joint_frees.get((index, position), (-1, -1)) for position in range(len(a.changes))], dtype=np.int64
             ).reshape(-1, 2),
+            origins,
         )
         for index, (a, b) in enumerate(_pair_segments(first, second))
     )
@@ -175,7 +278,9 @@ def _pair_segments(first: Trace, second: Trace) -> Iterator[tuple[TraceSegment, 
         yield a, b
 
 
-def _scale_segment(a: TraceSegment, b: TraceSegment, joint_free_places: IntArray) -> ScaledSegment:
+def _scale_segment(
+    a: TraceSegment, b: TraceSegment, joint_free_places: IntArray, origins: StorageOrigins
+) -> ScaledSegment:
     is_temporary = _find_temporary_changes(a)
     sizes = np.array([size for size, _ in a.changes], dtype=float)
     slopes = np.array([size for size, _ in b.changes], dtype=float) - sizes
@@ -197,6 +302,8 @@ def _scale_segment(a: TraceSegment, b: TraceSegment, joint_free_places: IntArray
             )
             for first_event, second_event in zip(a.collectives, b.collectives, strict=True)
         ),
+        storages=tuple(number for _, number in a.changes),
+        storage_origins=origins,
     )
 
 
@@ -336,6 +443,7 @@ def build_chunks(
                 layer_pass=event if isinstance(event, LayerPassEvent) else None,
                 communication_s=sum(seconds for _, seconds in collective_seconds),
                 transfer_s=sum(seconds for kind, seconds in collective_seconds if kind in (TO_HOST, TO_DEVICE)),
+                pieces=(MemoryPiece(segment, start, end, batch_weight),),
             )
         )
         start, kernel_start = end, kernel_end
@@ -374,6 +482,8 @@ def merge_chunks(chunks: Sequence[Chunk], gradient_sizes: Sequence[float]) -> Ch
         gradient_bytes_at_peak=gradient_bytes_at_peak,
         communication_s=sum(chunk.communication_s for chunk in chunks),
         transfer_s=sum(chunk.transfer_s for chunk in chunks),
+        pieces=tuple(piece for chunk in chunks for piece in chunk.pieces),
+        kept_sizes=tuple(gradient_sizes),
     )
 
 
