@@ -1,0 +1,123 @@
+"""``python -m bench.calibration.fit_published``: fit the kernel curves of conf/hardware to published microbenchmarks.
+
+Without arguments every device is fitted and its file compared; ``--write`` writes the numbers, and docs/results/kernels.md
+with how well they fit. Names of devices limit what is compared or written, not what is fitted: devices without points
+take the median of others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.calibration.published.device_fit import DeviceFit, fit_devices
+from bench.calibration.published.page import PAGE_PATH, build_page
+from bench.calibration.published.yaml_text import set_values
+from bench.core.command_line import report_usage_errors, run_main
+from bench.core.errors import require_choice
+from bench.core.installation import DATA_FOLDER
+from bench.core.typed_config import build_dataclass
+from bench.hardware import Hardware
+from bench.hardware.attention_kernels import EFFICIENT, FLASH_2
+
+HARDWARE_FOLDER = DATA_FOLDER / "conf" / "hardware"
+RELATIVE_TOLERANCE = 0.01
+"""Within which numbers are the same: solvers differ in the third digit."""
+
+
+def read_device(path: Path) -> Hardware | None:
+    """A described GPU that has speeds, None for anything else. Shares for one kernel stand for FlashAttention-2's."""
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    speeds = values.get("speeds") if isinstance(values, dict) else None
+    if not speeds or values.get("device") == "cpu":
+        return None
+    attention = speeds.get("attention")
+    if attention and "kernels" not in attention:
+        speeds["attention"] = {"kernels": {FLASH_2: attention, EFFICIENT: attention}}
+    hardware: Hardware = build_dataclass("hardware", Hardware, values)
+    return hardware
+
+
+def fit_described_devices(folder: Path = HARDWARE_FOLDER) -> dict[str, DeviceFit]:
+    """By name: all devices that are described in a folder and known to `bench.calibration.published.devices`."""
+    described = [read_device(path) for path in sorted(folder.glob("*.yaml"))]
+    return fit_devices([hardware for hardware in described if hardware is not None])
+
+
+def find_differences(fit: DeviceFit, path: Path) -> list[str]:
+    """Places of a file whose numbers are not those of a fit."""
+    written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    different = []
+    for place, value in fit.values.items():
+        found: Any = written
+        for key in place.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if not _are_close(value, found):
+            different.append(f"{place}: {found} in the file, {value} by the fit")
+    return different
+
+
+def _are_close(value: Any, other: Any) -> bool:
+    if isinstance(value, Mapping):
+        return isinstance(other, Mapping) and value.keys() == other.keys() and all(
+            _are_close(value[key], other[key]) for key in value
+        )
+    return isinstance(other, (int, float)) and math.isclose(value, other, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-6)
+
+
+def write_device(fit: DeviceFit, path: Path) -> None:
+    """Put the numbers of a fit, and where each comes from, into a description."""
+    text = path.read_text(encoding="utf-8")
+    values: dict[Sequence[str], Any] = {}
+    nested: dict[Sequence[str], Any] = {}
+    for place, value in fit.values.items():
+        keys = tuple(place.split("."))
+        if keys[:3] == ("speeds", "attention", "kernels"):
+            values[keys[:2]] = {"kernels": value}
+        else:
+            nested[keys] = value
+    sources = _replace_sources(yaml.safe_load(text).get("sources", {}), fit)
+    path.write_text(set_values(text, {**values, **nested, ("sources",): sources}), encoding="utf-8")
+
+
+def _replace_sources(sources: Mapping[str, str], fit: DeviceFit) -> dict[str, str]:
+    """Those of a file without what is said of numbers that have been replaced."""
+    places = list(fit.values)
+    kept = {
+        name: text
+        for name, text in sources.items()
+        if not any(place == name or place.startswith(f"{name}.") or name.startswith(f"{place}.") for place in places)
+    }
+    return {**kept, **fit.sources}
+
+
+@report_usage_errors
+def main(arguments: list[str] | None = None) -> int:
+    """Fit, and compare or write; returns 0, or 1 if files have other numbers than the fit."""
+    parser = argparse.ArgumentParser(prog="python -m bench.calibration.fit_published", description=__doc__)
+    parser.add_argument("devices", nargs="*", help="names under conf/hardware; all that are known if left out")
+    parser.add_argument("--write", action="store_true", help="write the numbers instead of comparing them")
+    options = parser.parse_args(arguments)
+    fits = fit_described_devices()
+    for name in options.devices:
+        require_choice("device", name, tuple(fits))
+    different = []
+    for name in options.devices or fits:
+        path = HARDWARE_FOLDER / f"{name}.yaml"
+        if options.write:
+            write_device(fits[name], path)
+        different += [f"{name}: {difference}" for difference in find_differences(fits[name], path)]
+    if options.write:
+        PAGE_PATH.write_text(build_page(fits), encoding="utf-8")
+    print("\n".join(different) if different else f"{len(options.devices or fits)} devices: numbers are those of the fit")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
