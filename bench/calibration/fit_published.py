@@ -75,26 +75,17 @@ def write_device(fit: DeviceFit, path: Path) -> None:
     """Put the numbers of a fit, and where each comes from, into a description."""
     text = path.read_text(encoding="utf-8")
     values: dict[Sequence[str], Any] = {}
-    nested: dict[Sequence[str], Any] = {}
     for place, value in fit.values.items():
         keys = tuple(place.split("."))
         if keys[:3] == ("speeds", "attention", "kernels"):
-            values[keys[:2]] = {"kernels": value}
+            values[keys[:2]] = {"kernel": "auto", "kernels": value}
         else:
-            nested[keys] = value
-    sources = _replace_sources(yaml.safe_load(text).get("sources", {}), fit)
-    path.write_text(set_values(text, {**values, **nested, ("sources",): sources}), encoding="utf-8")
-
-
-def _replace_sources(sources: Mapping[str, str], fit: DeviceFit) -> dict[str, str]:
-    """Those of a file without what is said of numbers that have been replaced."""
-    places = list(fit.values)
-    kept = {
-        name: text
-        for name, text in sources.items()
-        if not any(place == name or place.startswith(f"{name}.") or name.startswith(f"{place}.") for place in places)
-    }
-    return {**kept, **fit.sources}
+            values[keys] = value
+    for name in yaml.safe_load(text).get("sources", {}):
+        if any(place == name or f"{place}.".startswith(f"{name}.") or name.startswith(f"{place}.") for place in fit.values):
+            values["sources", name] = None  # it is about a number that has been replaced
+    values |= {("sources", name): source for name, source in fit.sources.items()}
+    path.write_text(set_values(text, values), encoding="utf-8")
 
 
 @report_usage_errors

@@ -122,9 +122,6 @@ class LinkSpeeds:
     gpu_group_share: dict[Annotated[str, OneOf("2", "4", "8")], Annotated[float, MULTIPLE_BOUNDS]] | None = None
     """By number of GPUs of a node that take part: bandwidth of large collectives as a multiple of `gpu_efficiency`.
     Null for 1 everywhere; numbers in between are interpolated by their logarithm."""
-    gpu_fill_us: Annotated[float, Within(0, 1e6, unit="microseconds")] = 0.0
-    """Microseconds that filling the pipeline of chunks takes inside a node, per square root of a MB (10^6 bytes) that
-    each rank receives: chunks are larger the more there is to send."""
     gpu_all_reduce: Annotated[float, MULTIPLE_BOUNDS] = 1.0
     """Bus bandwidth of large all-reduces inside a node as a multiple of other collectives': switches from NVLink 4 on
     add up what passes through them."""

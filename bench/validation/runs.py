@@ -73,20 +73,11 @@ LLM_FOUNDRY_OVERRIDES = {
 parameters and optimizer state in fp32 (composer/trainer/mosaic_fsdp_utils.py, get_mixed_precision)."""
 
 LLM_FOUNDRY_HARDWARE_OVERRIDES = {
-    "a100": {
-        "hardware.speeds.links.node_gb_s": "200",
-        "hardware.speeds.attention.forward": "0.60",
-        "hardware.speeds.attention.backward": "0.45",
-        "hardware.speeds.attention.half_width": "64",
-    },
-    "h100": {
-        "hardware.speeds.attention.forward": "0.50",
-        "hardware.speeds.attention.backward": "0.35",
-        "hardware.speeds.attention.half_width": "128",
-    },
+    "a100": {"hardware.speeds.links.node_gb_s": "200", "hardware.speeds.attention.kernel": "triton_2022"},
+    "h100": {"hardware.speeds.attention.kernel": "triton_2022"},
 }
-"""Its A100 clusters have 1600 Gb/s between nodes. Its attention is FlashAttention of 2022, in Triton: 25 to 40 % of the
-peak on A100 (arXiv:2307.08691), at head dimension 128 two thirds of the asymptotic shares here; on H100 fitted."""
+"""Its A100 clusters have 1600 Gb/s between nodes. Its attention is FlashAttention of 2022 in Triton: ``attn_impl`` of
+https://github.com/mosaicml/llm-foundry/blob/12a631913c786ac70e33e42047d2eae6f443ee69/scripts/train/benchmarking/submit_benchmarks.py."""
 
 LLM_FOUNDRY_2024_GPU_COUNTS = (128, 256, 512)
 """H100 counts of llm-foundry's sweep of 2024, which asks for forward prefetch and BACKWARD_PRE

@@ -30,7 +30,8 @@ INITIAL_ATTENTION = (0.6, 0.5, 32.0, 128.0)
 """Forward, backward, half_width, half_length."""
 INITIAL_WEIGHT = 0.05
 """Weight of these beside that of a timing, so that what no point shows stays where it begins."""
-INITIAL_FILL_US = 8.0
+LARGE_COLLECTIVE_BYTES, LARGE_COLLECTIVE_WEIGHT = 2**24, 4
+"""From this size on, where FSDP gathers, a timing counts so many times."""
 
 SIGNIFICANT_DIGITS = 3
 
@@ -174,22 +175,26 @@ def predict_collectives(points: pd.DataFrame, links: LinkSpeeds) -> FloatArray:
 
 
 def fit_links(points: pd.DataFrame, links: LinkSpeeds) -> LinkSpeeds:
-    """Bandwidth by number of GPUs, latency, filling of the pipeline, and what switches that add save an all-reduce."""
+    """Bandwidth by number of GPUs, latency, and what switches that add save an all-reduce."""
     group_sizes: Sequence[int] = sorted(points.ranks.unique())
+    large = points[points.size_bytes >= LARGE_COLLECTIVE_BYTES]
+    weighted = pd.concat([points, *[large] * (LARGE_COLLECTIVE_WEIGHT - 1)])
 
     def build(parameters: FloatArray) -> LinkSpeeds:
         rates = np.array(parameters[: len(group_sizes)]) / links.gpu_gb_s
         shares = {str(size): float(rate / rates.max()) for size, rate in zip(group_sizes, rates, strict=True)}
-        latency, fill_us, all_reduce = (float(parameter) for parameter in parameters[len(group_sizes) :])
+        latency, all_reduce = (float(parameter) for parameter in parameters[len(group_sizes) :])
         return dataclasses.replace(
             links,
             gpu_efficiency=min(1.0, float(rates.max())),
             gpu_group_share=shares,
             gpu_latency=latency,
-            gpu_fill_us=fill_us,
             gpu_all_reduce=all_reduce,
         )
 
-    measured = points.seconds.tolist()
-    initial = [links.gpu_gb_s * 0.7] * len(group_sizes) + [1.0, INITIAL_FILL_US, 1.0]
-    return build(fit_least_squares(lambda parameters: predict_collectives(points, build(parameters)), measured, initial))
+    initial = [links.gpu_gb_s * 0.7] * len(group_sizes) + [1.0, 1.0]
+    return build(
+        fit_least_squares(
+            lambda parameters: predict_collectives(weighted, build(parameters)), weighted.seconds.tolist(), initial
+        )
+    )

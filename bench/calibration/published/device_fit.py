@@ -339,7 +339,7 @@ def _fit_links(fit: DeviceFit) -> None:
     assert fitted.gpu_group_share is not None
     shares = {size: round_number(share) for size, share in fitted.gpu_group_share.items()}
     fit.set("speeds.links.gpu_group_share", shares, source)
-    for key in ("gpu_efficiency", "gpu_latency", "gpu_fill_us", "gpu_all_reduce"):
+    for key in ("gpu_efficiency", "gpu_latency", "gpu_all_reduce"):
         fit.set(f"speeds.links.{key}", round_number(getattr(fitted, key)), source)
 
 

@@ -14,7 +14,7 @@ INDENT = 2
 def set_values(text: str, values: Mapping[Sequence[str], Any]) -> str:
     """The text of a YAML file with other values at some places, by the keys that lead to each.
 
-    A place that is missing is added at the end of the mapping it belongs to.
+    A place that is missing is added at the end of the mapping it belongs to; one whose value is None is taken out.
 
     Raises
     ------
@@ -35,11 +35,11 @@ def _set_value(lines: list[str], path: list[str], value: Any) -> None:
         if place is None:
             if not is_last:
                 raise ValueError(f"there is no {'.'.join(path[: depth + 1])}")
-            lines[end:end] = _render(key, value, depth * INDENT)
+            lines[end:end] = _render(key, value, depth * INDENT) if value is not None else []
             return
         start, end = place, _find_end(lines, place, end, depth * INDENT)
         if is_last:
-            lines[start:end] = _render(key, value, depth * INDENT)
+            lines[start:end] = _render(key, value, depth * INDENT) if value is not None else []
         elif ":" in lines[start] and not re.fullmatch(r"\s*(#.*)?", lines[start].split(":", 1)[1]):
             raise ValueError(f"{'.'.join(path[: depth + 1])} is written in one line")
         else:

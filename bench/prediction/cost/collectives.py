@@ -124,8 +124,7 @@ def compute_collective_seconds(kind: str, size_bytes: float, group: CollectiveGr
             + size_bytes * tree_seconds_per_byte / protocol.bandwidth_share
             for protocol in TREE_PROTOCOLS
         ]
-    fill_s = links.gpu_fill_us * 1e-6 * math.sqrt(received_bytes / 1e6) if is_in_node else 0.0
-    return min(protocol_seconds) + fill_s
+    return min(protocol_seconds)
 
 
 def compute_bus_bandwidth(kind: str, size_bytes: float, group: CollectiveGroup, links: LinkSpeeds) -> float:
