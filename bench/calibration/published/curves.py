@@ -26,6 +26,7 @@ BF16_BYTES = 2
 
 INITIAL_OVERHEAD_US = 3.0
 INITIAL_PRODUCTS = (0.75, 48.0)
+INITIAL_STREAMING = (0.8, 3.0)
 INITIAL_ATTENTION = (0.6, 0.5, 32.0, 128.0)
 """Forward, backward, half_width, half_length."""
 INITIAL_WEIGHT = 0.05
@@ -111,6 +112,24 @@ def fit_product_efficiency(
     return min(
         MAX_SHARE, float(fit_least_squares(predict, count_product_seconds(points).tolist(), INITIAL_PRODUCTS[:1])[0])
     )
+
+
+# --- Kernels bound by memory.
+
+
+def predict_streaming(points: pd.DataFrame, share: float, kernel_us: float, bandwidth_gb_s: float) -> FloatArray:
+    """Seconds of kernels that read and write so many bytes once."""
+    return points.bytes.to_numpy(dtype=float) / (share * bandwidth_gb_s * 1e9) + kernel_us * 1e-6
+
+
+def fit_streaming(points: pd.DataFrame, bandwidth_gb_s: float) -> tuple[float, float]:
+    """Share of the bandwidth on paper, and the microseconds that a kernel takes beyond its bytes."""
+    share, kernel_us = fit_least_squares(
+        lambda parameters: predict_streaming(points, float(parameters[0]), float(parameters[1]), bandwidth_gb_s),
+        points.seconds.tolist(),
+        INITIAL_STREAMING,
+    )
+    return min(MAX_SHARE, float(share)), float(kernel_us)
 
 
 # --- Fused attention.

@@ -23,7 +23,7 @@ from bench.calibration.published.devices import (
 from bench.hardware import Hardware
 from bench.hardware.attention_kernels import AOTRITON, EFFICIENT, FLASH_2, TRITON_2022
 from bench.hardware.speeds import AttentionKernelSpeed, LinkSpeeds
-from bench.hardware.sustained_clocks import compute_sustained_share
+from bench.hardware.sustained_clocks import compute_sustained_share, compute_training_share
 from bench.prediction.cost.kernels import OPERATOR_BANDWIDTH_SHARES
 
 MIN_POINTS = 20
@@ -166,7 +166,7 @@ def _set_sustained_shares(fit: DeviceFit) -> None:
     if power_w is None:
         return
     efficiency = _get_efficiency(fit)
-    share = round_number(compute_sustained_share(power_w, fit.peak_tflops * _get_16_bit_efficiency(efficiency)))
+    share = round_number(compute_training_share(power_w, fit.peak_tflops * _get_16_bit_efficiency(efficiency)))
     law = f"fitted: {power_w:g} W by the law of bench/hardware/sustained_clocks.py, fp8 and tf32 as 16-bit formats"
     fit.set("speeds.matmul.sustained_share", {name: share for name in efficiency if name != "fp32"}, law)
     kernels = fit.values.get("speeds.attention.kernels")
@@ -186,26 +186,66 @@ def _get_16_bit_efficiency(efficiency: Mapping[str, float]) -> float:
 def _fit_memory(fit: DeviceFit) -> None:
     assert fit.hardware.memory_bandwidth_gb_s is not None
     bandwidth, names = fit.hardware.memory_bandwidth_gb_s, POINT_NAMES.get(fit.hardware.name, ())
-    if shares := points.read_memory_shares(names, bandwidth):
-        best = round_number(min(curves.MAX_SHARE, max(shares)))
-        fit.set("speeds.memory_efficiency", best, f"fitted: the best of {len(shares)} kernels bound by memory ({MICRO})")
-        norms = points.read_norm_bandwidths(names)
-        if norms:
-            relative = {name: round_number(min(1.0, rate / bandwidth / best)) for name, rate in norms.items()}
-            source = f"fitted: PyTorch's norms, https://github.com/NVIDIA/cudnn-frontend ({MICRO}); the others are rough"
-            fit.set("speeds.operators", {**OPERATOR_BANDWIDTH_SHARES, **relative}, source)
+    if len(norms := points.read_streaming_norms(names)) >= MIN_POINTS / 2:
+        kept, held_out = curves.hold_out_third(norms)
+        trial_share, trial_us = curves.fit_streaming(kept, bandwidth)
+        fit.errors["streaming kernels"] = CurveErrors.compare(
+            curves.predict_streaming(held_out, trial_share, trial_us, bandwidth), held_out.seconds.to_numpy(dtype=float)
+        )
+        share, kernel_us = curves.fit_streaming(norms, bandwidth)
+        source = f"fitted: {len(norms)} fused norms, https://github.com/NVIDIA/cudnn-frontend ({MICRO})"
+        fit.set("speeds.memory_efficiency", round_number(share), source)
+        fit.set("speeds.launch.kernel_us", round_number(kernel_us), source)
+        relative = {
+            name: round_number(min(1.0, rate / bandwidth / share))
+            for name, rate in points.read_norm_bandwidths(names).items()
+        }
+        source = f"fitted: PyTorch's norms, https://github.com/NVIDIA/cudnn-frontend ({MICRO}); the others are rough"
+        fit.set("speeds.operators", {**OPERATOR_BANDWIDTH_SHARES, **relative}, source)
+    elif shares := points.read_best_bandwidth_shares(names):
+        source = f"fitted: the best of {len(shares)} elementwise kernels or copies ({MICRO})"
+        fit.set("speeds.memory_efficiency", round_number(max(shares)), source)
 
 
 def _assume_memory(fit: DeviceFit, fits: Mapping[str, DeviceFit]) -> None:
-    if "speeds.memory_efficiency" not in fit.values:
-        value, text = _take_median(fit, fits, lambda other: _find_fitted(other, "speeds.memory_efficiency"))
+    for place in ("speeds.memory_efficiency", "speeds.launch.kernel_us"):
+        if place in fit.values:
+            continue
+        groups = [*list_similar_devices(fit.hardware.name), tuple(fits)]
+        value, text = _take_median(fit, fits, lambda other, place=place: _find_fitted(other, place), groups)
         if value is not None:
-            fit.set("speeds.memory_efficiency", value, f"assumed: {text}")
+            fit.set(place, value, f"assumed: {text}")
     if "speeds.operators" not in fit.values:
-        for group in list_similar_devices(fit.hardware.name)[:1]:
-            others = [fits[name] for name in group if name in fits and _find_fitted(fits[name], "speeds.operators")]
-            if others:
-                fit.set("speeds.operators", others[0].values["speeds.operators"], _describe_assumption(others))
+        _assume_norms(fit, fits)
+
+
+def _assume_norms(fit: DeviceFit, fits: Mapping[str, DeviceFit]) -> None:
+    """PyTorch's norms as fast per multiprocessor as where they were timed: they are not bound by memory."""
+    assert fit.hardware.memory_bandwidth_gb_s is not None
+    share = fit.values.get("speeds.memory_efficiency")
+    timed = {
+        name: points.read_norm_bandwidths(POINT_NAMES[name]) for name in fits if name in POINT_NAMES
+    }
+    rates_by_operator: dict[str, list[float]] = {}
+    for name, rates in timed.items():
+        for operator, rate in rates.items():
+            rates_by_operator.setdefault(operator, []).append(rate / _count_multiprocessors(fits[name]))
+    if not rates_by_operator or not isinstance(share, float):
+        return
+    reachable = fit.hardware.memory_bandwidth_gb_s * share
+    relative = {
+        operator: round_number(min(1.0, statistics.median(rates) * _count_multiprocessors(fit) / reachable))
+        for operator, rates in rates_by_operator.items()
+    }
+    others = ", ".join(name for name, rates in timed.items() if rates)
+    source = f"assumed: norms per multiprocessor as on {others}; the others are rough"
+    fit.set("speeds.operators", {**OPERATOR_BANDWIDTH_SHARES, **relative}, source)
+
+
+def _count_multiprocessors(fit: DeviceFit) -> int:
+    assert fit.hardware.speeds is not None
+    assert fit.hardware.speeds.matmul is not None
+    return fit.hardware.speeds.matmul.multiprocessors
 
 
 def _find_fitted(fit: DeviceFit, name: str) -> object:
@@ -347,17 +387,16 @@ def _fit_links(fit: DeviceFit) -> None:
 
 
 def _take_median(
-    fit: DeviceFit, fits: Mapping[str, DeviceFit], find: Callable[[DeviceFit], object]
+    fit: DeviceFit,
+    fits: Mapping[str, DeviceFit],
+    find: Callable[[DeviceFit], object],
+    groups: Sequence[Sequence[str]] | None = None,
 ) -> tuple[float | None, str]:
     """Of devices of the same architecture that have points, else of the nearest one's."""
-    for group in list_similar_devices(fit.hardware.name):
+    for group in list_similar_devices(fit.hardware.name) if groups is None else groups:
         others = [(fits[name], find(fits[name])) for name in group if name in fits and name != fit.hardware.name]
         known = [(other, value) for other, value in others if isinstance(value, float)]
         if known:
             value = round_number(float(np.median([value for _, value in known])))
-            return value, _describe_assumption([other for other, _ in known]).removeprefix("assumed: ")
+            return value, f"the median of {', '.join(other.hardware.name for other, _ in known)}"
     return None, "no device like it was timed"
-
-
-def _describe_assumption(others: Sequence[DeviceFit]) -> str:
-    return f"assumed: the median of {', '.join(other.hardware.name for other in others)}"

@@ -23,8 +23,9 @@ MIN_ENGINE_QUERIES = 2048
 """From this length on the attention of an inference engine takes longer than what the engine does around it. Its
 timings are left out where the kernel was timed by itself."""
 
-STREAMING_NORM_BYTES = 64e6
-"""A norm's forward that moves this much is bound by memory, not by its launch or by caches of up to 50 MB."""
+MIN_NORM_WIDTH = 2048
+"""Narrower norms are those of heads."""
+BF16_BYTES = 2
 
 
 @functools.cache
@@ -162,23 +163,23 @@ def read_collectives(name: str) -> pd.DataFrame:
     return points[["kind", "ranks", "size_bytes", "seconds"]].reset_index(drop=True)
 
 
-def read_memory_shares(names: Sequence[str], bandwidth_gb_s: float) -> list[float]:
-    """Shares of the bandwidth on paper that kernels bound by memory reached: elementwise, copies, norms' forward."""
-    points = select_points(names, "^elementwise|^device-local copy|_norm fwd bandwidth|bandwidth efficiency .default")
-    shares = []
-    for point in points.itertuples():
-        value = float(point.value)
-        if str(point.unit).startswith("share of"):
-            continue  # fitted by their authors together with a latency
-        milliseconds = pd.Series([point.note]).str.extract(r"([\d.]+) ms$")[0].astype(float)[0]
-        if "norm" in point.what and not milliseconds * 1e-3 * value * 1e9 >= STREAMING_NORM_BYTES:
-            continue
-        shares.append(value / POINT_BANDWIDTHS_GB_S.get(point.gpu, bandwidth_gb_s))
-    return shares
+def read_best_bandwidth_shares(names: Sequence[str]) -> list[float]:
+    """Shares of the bandwidth on paper that the best elementwise kernels and copies reached."""
+    points = select_points(names, "^elementwise|^device-local copy")
+    return (points.value.astype(float) / points.gpu.map(POINT_BANDWIDTHS_GB_S)).tolist()
+
+
+def read_streaming_norms(names: Sequence[str]) -> pd.DataFrame:
+    """Forward passes of RMSNorm that one fused kernel carries out (torch.compile's, cuDNN's): bytes, seconds."""
+    points = select_points(names, "^rms_norm fwd bandwidth, (?:torch_compile|cudnn)")
+    shapes = points["size"].str.extract(r"N=(\d+) C=(\d+)").astype(float)
+    points["bytes"] = 2 * BF16_BYTES * shapes[0] * shapes[1]  # read and written once
+    points["seconds"] = points.bytes / points.value.astype(float) / 1e9
+    return points.loc[shapes[1] >= MIN_NORM_WIDTH, ["bytes", "seconds"]].reset_index(drop=True)
 
 
 def read_norm_bandwidths(names: Sequence[str]) -> dict[str, float]:
-    """Median GB/s of PyTorch's own norms, by the name of the operator, from streaming sizes or the largest there is."""
+    """Median GB/s of PyTorch's own norms, by the name of the operator."""
     operators = {
         "native_layer_norm": "^layer_norm fwd bandwidth, pytorch",
         "native_layer_norm_backward": "^layer_norm bwd bandwidth, pytorch",
@@ -189,7 +190,7 @@ def read_norm_bandwidths(names: Sequence[str]) -> dict[str, float]:
     for operator, pattern in operators.items():
         points = select_points(names, pattern)
         columns = points["size"].str.extract(r"C=(\d+)")[0].astype(float)
-        wide = points[columns >= 2048]
+        wide = points[columns >= MIN_NORM_WIDTH]
         if len(wide):
             bandwidths[operator] = float(wide.value.astype(float).median())
     return bandwidths

@@ -19,7 +19,7 @@ def set_values(text: str, values: Mapping[Sequence[str], Any]) -> str:
     Raises
     ------
     ValueError
-        If a mapping on the way is missing or written in one line.
+        If a mapping on the way is missing, or one that holds others is written in one line.
     """
     lines = text.splitlines()
     for path, value in values.items():
@@ -40,10 +40,14 @@ def _set_value(lines: list[str], path: list[str], value: Any) -> None:
         start, end = place, _find_end(lines, place, end, depth * INDENT)
         if is_last:
             lines[start:end] = _render(key, value, depth * INDENT) if value is not None else []
-        elif ":" in lines[start] and not re.fullmatch(r"\s*(#.*)?", lines[start].split(":", 1)[1]):
-            raise ValueError(f"{'.'.join(path[: depth + 1])} is written in one line")
-        else:
+        elif re.fullmatch(r"\s*(#.*)?", lines[start].split(":", 1)[1]):
             start += 1
+        elif depth == len(path) - 2:
+            mapping = yaml.safe_load("\n".join(lines[start:end]).strip())[key]
+            lines[start:end] = _render(key, {**mapping, path[-1]: value}, depth * INDENT)
+            return
+        else:
+            raise ValueError(f"{'.'.join(path[: depth + 1])} is written in one line")
 
 
 def _find_key(lines: Sequence[str], start: int, end: int, indent: int, key: str) -> int | None:
