@@ -17,37 +17,26 @@ from typing import Any
 import yaml
 
 from bench.calibration.published.device_fit import DeviceFit, fit_devices
+from bench.calibration.published.devices import find_architecture
 from bench.calibration.published.page import PAGE_PATH, build_page
 from bench.calibration.published.yaml_text import set_values
+from bench.config.compose import compose_config
+from bench.config.run_config import build_run_config
 from bench.core.command_line import report_usage_errors, run_main
 from bench.core.errors import require_choice
 from bench.core.installation import DATA_FOLDER
-from bench.core.typed_config import build_dataclass
 from bench.hardware import Hardware
-from bench.hardware.attention_kernels import EFFICIENT, FLASH_2
+from bench.hardware.attention_kernels import FLASH_2
 
 HARDWARE_FOLDER = DATA_FOLDER / "conf" / "hardware"
 RELATIVE_TOLERANCE = 0.01
 """Within which numbers are the same: solvers differ in the third digit."""
 
 
-def read_device(path: Path) -> Hardware | None:
-    """A described GPU that has speeds, None for anything else. Shares for one kernel stand for FlashAttention-2's."""
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    speeds = values.get("speeds") if isinstance(values, dict) else None
-    if not speeds or values.get("device") == "cpu":
-        return None
-    attention = speeds.get("attention")
-    if attention and "kernels" not in attention:
-        speeds["attention"] = {"kernels": {FLASH_2: attention, EFFICIENT: attention}}
-    hardware: Hardware = build_dataclass("hardware", Hardware, values)
-    return hardware
-
-
-def fit_described_devices(folder: Path = HARDWARE_FOLDER) -> dict[str, DeviceFit]:
-    """By name: all devices that are described in a folder and known to `bench.calibration.published.devices`."""
-    described = [read_device(path) for path in sorted(folder.glob("*.yaml"))]
-    return fit_devices([hardware for hardware in described if hardware is not None])
+def read_described_devices() -> list[Hardware]:
+    """Every GPU that is described and has speeds, complete with what its description takes from another one."""
+    names = [path.stem for path in sorted(HARDWARE_FOLDER.glob("*.yaml")) if find_architecture(path.stem)]
+    return [build_run_config(compose_config({"mode": "predict", "hardware": name})).hardware for name in names]
 
 
 def find_differences(fit: DeviceFit, path: Path) -> list[str]:
@@ -65,8 +54,10 @@ def find_differences(fit: DeviceFit, path: Path) -> list[str]:
 
 def _are_close(value: Any, other: Any) -> bool:
     if isinstance(value, Mapping):
-        return isinstance(other, Mapping) and value.keys() == other.keys() and all(
-            _are_close(value[key], other[key]) for key in value
+        return (
+            isinstance(other, Mapping)
+            and value.keys() == other.keys()
+            and all(_are_close(value[key], other[key]) for key in value)
         )
     return isinstance(other, (int, float)) and math.isclose(value, other, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-6)
 
@@ -78,14 +69,22 @@ def write_device(fit: DeviceFit, path: Path) -> None:
     for place, value in fit.values.items():
         keys = tuple(place.split("."))
         if keys[:3] == ("speeds", "attention", "kernels"):
-            values[keys[:2]] = {"kernel": "auto", "kernels": value}
+            assert isinstance(value, dict)
+            values[keys[:2]] = {"kernel": _name_default_kernel(value), "kernels": value}
         else:
             values[keys] = value
     for name in yaml.safe_load(text).get("sources", {}):
-        if any(place == name or f"{place}.".startswith(f"{name}.") or name.startswith(f"{place}.") for place in fit.values):
+        if any(
+            place == name or f"{place}.".startswith(f"{name}.") or name.startswith(f"{place}.") for place in fit.values
+        ):
             values["sources", name] = None  # it is about a number that has been replaced
     values |= {("sources", name): source for name, source in fit.sources.items()}
     path.write_text(set_values(text, values), encoding="utf-8")
+
+
+def _name_default_kernel(kernels: Mapping[str, Any]) -> str:
+    """PyTorch's choice; by name on devices without FlashAttention, whose description may be like one that has it."""
+    return "auto" if FLASH_2 in kernels else next(iter(kernels))
 
 
 @report_usage_errors
@@ -95,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("devices", nargs="*", help="names under conf/hardware; all that are known if left out")
     parser.add_argument("--write", action="store_true", help="write the numbers instead of comparing them")
     options = parser.parse_args(arguments)
-    fits = fit_described_devices()
+    fits = fit_devices(read_described_devices())
     for name in options.devices:
         require_choice("device", name, tuple(fits))
     different = []
@@ -106,7 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
         different += [f"{name}: {difference}" for difference in find_differences(fits[name], path)]
     if options.write:
         PAGE_PATH.write_text(build_page(fits), encoding="utf-8")
-    print("\n".join(different) if different else f"{len(options.devices or fits)} devices: numbers are those of the fit")
+    print(
+        "\n".join(different) if different else f"{len(options.devices or fits)} devices: numbers are those of the fit"
+    )
     return 1 if different else 0
 
 

@@ -162,9 +162,7 @@ def _count_attention_flops(points: pd.DataFrame) -> FloatArray:
     return np.asarray(2 * num_matmuls * square / np.where(points.is_causal, 2, 1), dtype=float)
 
 
-def fit_attention(
-    points: pd.DataFrame, multiprocessors: int, peak_tflops: float
-) -> tuple[AttentionKernelSpeed, float]:
+def fit_attention(points: pd.DataFrame, multiprocessors: int, peak_tflops: float) -> tuple[AttentionKernelSpeed, float]:
     """One kernel's numbers, and the microseconds that an inference engine adds around it."""
 
     def build(parameters: FloatArray) -> AttentionKernelSpeed:

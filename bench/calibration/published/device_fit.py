@@ -14,6 +14,8 @@ from bench.calibration.published.curves import CurveErrors, round_number
 from bench.calibration.published.devices import (
     ATTENTION_KERNELS_BY_ARCHITECTURE,
     LINK_POINTS,
+    PCIE_POINTS,
+    PCIE_THROUGH_HOST,
     POINT_NAMES,
     POINT_PEAK_TFLOPS,
     find_architecture,
@@ -29,6 +31,7 @@ from bench.prediction.cost.kernels import OPERATOR_BANDWIDTH_SHARES
 MIN_POINTS = 20
 """For a curve with a shape of its own; of fewer, one number is fitted."""
 
+GROUP_SIZES = ("2", "4", "8")
 ASSUMED_FP32_EFFICIENCY = 0.85
 ASSUMED_HALF_DEPTH = 64.0
 TYPICAL_HEAD_DIMENSION = 128
@@ -89,6 +92,7 @@ def fit_devices(all_hardware: Sequence[Hardware]) -> dict[str, DeviceFit]:
         _assume_products(fit, fits)
         _assume_memory(fit, fits)
         _assume_attention(fit, fits)
+        _assume_links(fit, fits)
         _set_sustained_shares(fit)
     return fits
 
@@ -111,7 +115,9 @@ def _fit_products(fit: DeviceFit) -> None:
             curves.count_product_seconds(held_out),
         )
         matmul, _ = curves.fit_products(bursts, multiprocessors, fit.peak_tflops, bandwidth)
-        source = f"fitted: {len(bursts)} products in short bursts, https://github.com/ai-dynamo/aiconfigurator ({MICRO})"
+        source = (
+            f"fitted: {len(bursts)} products in short bursts, https://github.com/ai-dynamo/aiconfigurator ({MICRO})"
+        )
         fit.set("speeds.matmul.efficiency", {"bf16": round_number(matmul.efficiency["bf16"])}, source)
         fit.timed_formats.add("bf16")
         fit.set("speeds.matmul.half_depth", round_number(max(1.0, matmul.half_depth)), source)
@@ -223,9 +229,7 @@ def _assume_norms(fit: DeviceFit, fits: Mapping[str, DeviceFit]) -> None:
     """PyTorch's norms as fast per multiprocessor as where they were timed: they are not bound by memory."""
     assert fit.hardware.memory_bandwidth_gb_s is not None
     share = fit.values.get("speeds.memory_efficiency")
-    timed = {
-        name: points.read_norm_bandwidths(POINT_NAMES[name]) for name in fits if name in POINT_NAMES
-    }
+    timed = {name: points.read_norm_bandwidths(POINT_NAMES[name]) for name in fits if name in POINT_NAMES}
     rates_by_operator: dict[str, list[float]] = {}
     for name, rates in timed.items():
         for operator, rate in rates.items():
@@ -325,15 +329,16 @@ def _assume_kernel(
         elif name == TRITON_2022:
             forward = backward = 1 / TRITON_2022_SLOWDOWN
             reason = "FlashAttention-2 is 1.3 to 2.5 times faster, arXiv:2307.08691"
-        scaled = {"forward": round_number(base["forward"] * forward), "backward": round_number(base["backward"] * backward)}
+        scaled = {
+            "forward": round_number(base["forward"] * forward),
+            "backward": round_number(base["backward"] * backward),
+        }
         return {**base, **scaled}, f"assumed: {reason}, which is as {text}"
     numbers, text = _take_kernel_median(name, fit, fits)
     return numbers, f"assumed: as {text}"
 
 
-def _take_kernel_median(
-    name: str, fit: DeviceFit, fits: Mapping[str, DeviceFit]
-) -> tuple[dict[str, float], str]:
+def _take_kernel_median(name: str, fit: DeviceFit, fits: Mapping[str, DeviceFit]) -> tuple[dict[str, float], str]:
     """Of devices like this one, else of all that have the kernel."""
     for group in [*list_similar_devices(fit.hardware.name), tuple(fits)]:
         others = [fits[other] for other in group if other in fits and _is_kernel_fitted(fits[other], name)]
@@ -381,6 +386,21 @@ def _fit_links(fit: DeviceFit) -> None:
     fit.set("speeds.links.gpu_group_share", shares, source)
     for key in ("gpu_efficiency", "gpu_latency", "gpu_all_reduce"):
         fit.set(f"speeds.links.{key}", round_number(getattr(fitted, key)), source)
+
+
+def _assume_links(fit: DeviceFit, fits: Mapping[str, DeviceFit]) -> None:
+    """Shares by number of GPUs where no collective was timed; the bandwidth itself is as its file has it."""
+    if fit.hardware.name in LINK_POINTS:
+        return
+    shares, source = dict.fromkeys(GROUP_SIZES, 1.0), "assumed: the same for any number of GPUs"
+    timed = [fits[name].values["speeds.links.gpu_group_share"] for name in PCIE_POINTS if name in fits]
+    if fit.hardware.name in PCIE_THROUGH_HOST and timed:
+        for size in GROUP_SIZES:
+            shares[size] = round_number(statistics.geometric_mean(by_size[size] for by_size in timed))  # type: ignore[index]
+        source = f"assumed: the geometric mean of {' and '.join(PCIE_POINTS)}"
+    fit.set("speeds.links.gpu_group_share", shares, source)
+    fit.set("speeds.links.gpu_latency", 1.0, "assumed: NCCL's own model")
+    fit.set("speeds.links.gpu_all_reduce", 1.0, "assumed: no switch adds anything up")
 
 
 # --- What stands in.

@@ -140,6 +140,11 @@ LINK_POINTS = {
 """Whose collectives inside a node were timed."""
 
 
+PCIE_THROUGH_HOST = ("t4", "a10", "a10g", "a6000", "rtx_3090", "l4", "rtx_4090", "rtx_6000_ada", "rtx_5090")
+"""Cards without peer-to-peer: what their collectives lose with the number of GPUs is between two that were timed."""
+PCIE_POINTS = ("l40s", "rtx_pro_6000")
+
+
 def find_architecture(name: str) -> str | None:
     """Of a device under ``conf/hardware``; None where the table above lacks it."""
     return next((architecture for architecture, names in ARCHITECTURES.items() if name in names), None)

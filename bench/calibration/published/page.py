@@ -84,7 +84,9 @@ def _build_attention(fits: Mapping[str, DeviceFit]) -> str:
         for kernel, numbers in kernels.items():
             cells = [f"{numbers[key]:.3g}" for key in ("forward", "backward", "half_width", "half_length")]
             origin = fit.sources[f"speeds.attention.kernels.{kernel}"].partition(":")[0]
-            rows.append(f"| {name} | {kernel} | {' | '.join(cells)} | {numbers.get('sustained_share', 1.0):.3g} | {origin} |")
+            rows.append(
+                f"| {name} | {kernel} | {' | '.join(cells)} | {numbers.get('sustained_share', 1.0):.3g} | {origin} |"
+            )
     heading = (
         "## Attention\n\n| device | kernel | forward | backward | half width | half length | left while training | numbers are |\n"
         "|---|---|--:|--:|--:|--:|--:|---|"

@@ -114,7 +114,17 @@ def read_attention(names: Sequence[str]) -> pd.DataFrame:
         selected = is_timed_at_length & (points.gpu == gpu)
         points.loc[selected, "tflops"] = estimate_burst_tflops(points.tflops[selected], BURST_DEVICE_POWERS_W[gpu])
     is_deterministic = points.note.str.contains("deterministic backward True") & points.is_backward
-    columns = ["batch", "heads", "queries", "head_dimension", "is_causal", "is_backward", "kernel", "tflops", "is_engine"]
+    columns = [
+        "batch",
+        "heads",
+        "queries",
+        "head_dimension",
+        "is_causal",
+        "is_backward",
+        "kernel",
+        "tflops",
+        "is_engine",
+    ]
     kept = points[(points.kernel != "") & ~is_deterministic]
     has_library = kept.kernel.isin(kept.kernel[~kept.is_engine])
     kept = kept[~kept.is_engine | (~has_library & (kept.queries >= MIN_ENGINE_QUERIES))]

@@ -19,7 +19,7 @@ def set_values(text: str, values: Mapping[Sequence[str], Any]) -> str:
     Raises
     ------
     ValueError
-        If a mapping on the way is missing, or one that holds others is written in one line.
+        If a mapping on the way that holds others is written in one line.
     """
     lines = text.splitlines()
     for path, value in values.items():
@@ -28,18 +28,18 @@ def set_values(text: str, values: Mapping[Sequence[str], Any]) -> str:
 
 
 def _set_value(lines: list[str], path: list[str], value: Any) -> None:
-    start, end = 0, len(lines)
+    start, end, is_set = 0, len(lines), value is not None
     for depth, key in enumerate(path):
         place = _find_key(lines, start, end, depth * INDENT, key)
         is_last = depth == len(path) - 1
         if place is None:
-            if not is_last:
-                raise ValueError(f"there is no {'.'.join(path[: depth + 1])}")
-            lines[end:end] = _render(key, value, depth * INDENT) if value is not None else []
+            for missing_key in reversed(path[depth + 1 :]):
+                value = {missing_key: value}
+            lines[end:end] = _render(key, value, depth * INDENT) if is_set else []
             return
         start, end = place, _find_end(lines, place, end, depth * INDENT)
         if is_last:
-            lines[start:end] = _render(key, value, depth * INDENT) if value is not None else []
+            lines[start:end] = _render(key, value, depth * INDENT) if is_set else []
         elif re.fullmatch(r"\s*(#.*)?", lines[start].split(":", 1)[1]):
             start += 1
         elif depth == len(path) - 2:
@@ -68,6 +68,9 @@ def _render(key: str, value: Any, indent: int) -> list[str]:
     """A mapping of mappings as a block of one line for each, anything else in one line."""
     space = " " * indent
     if isinstance(value, Mapping) and any(isinstance(item, Mapping) for item in value.values()):
-        return [f"{space}{key}:", *(line for name, item in value.items() for line in _render(name, item, indent + INDENT))]
+        return [
+            f"{space}{key}:",
+            *(line for name, item in value.items() for line in _render(name, item, indent + INDENT)),
+        ]
     flow = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()
     return [f"{space}{key}: {flow.removesuffix('...').strip()}"]

@@ -221,7 +221,9 @@ def _compute_arithmetic_seconds(
     for format_index, format_name in enumerate(OPERAND_FORMATS):
         if np.any(selected := is_matmul & (kernels.formats == format_index)):
             peak_flops, efficiency = _find_peak_flops(format_name, hardware, speeds, precision)
-            seconds[selected] = compute_matmul_seconds(kernels.dims[selected, :4], peak_flops * efficiency, speeds.matmul)
+            seconds[selected] = compute_matmul_seconds(
+                kernels.dims[selected, :4], peak_flops * efficiency, speeds.matmul
+            )
             for index in _find_grouped_kernels(kernels, selected) if expert_tokens else ():
                 seconds[index] = compute_grouped_matmul_seconds(
                     kernels.operators[index],
