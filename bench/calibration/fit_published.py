@@ -1,8 +1,8 @@
 """``python -m bench.calibration.fit_published``: fit the kernel curves of conf/hardware to published microbenchmarks.
 
-Without arguments every device is fitted and its file compared; ``--write`` writes the numbers, and docs/results/kernels.md
-with how well they fit. Names of devices limit what is compared or written, not what is fitted: devices without points
-take the median of others.
+Without arguments every device is fitted and its file compared; ``--write`` writes the numbers, and
+docs/results/kernels.md with how well they fit. Names of devices limit what is compared or written, not what is fitted:
+devices without points take the median of others.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ EFFICIENT, FLASH_2, FLASH_3, CUDNN, TRITON_2022, AOTRITON, SDPA = (
     "sdpa",
 )
 ATTENTION_KERNELS = (EFFICIENT, FLASH_2, FLASH_3, CUDNN, TRITON_2022, AOTRITON, SDPA)
-"""The memory-efficient kernel (CUTLASS, of xFormers; any GPU, takes biases), FlashAttention-2 (arXiv:2307.08691; compute
-capability 8.0 on), FlashAttention-3 (arXiv:2407.08608; 9.0 alone, a package of its own that PyTorch does not call),
-cuDNN's (8.0 on), FlashAttention of 2022 written in Triton (llm-foundry's with ALiBi), AOTriton (AMD), and whatever
-PyTorch picked where a device was calibrated."""
+"""The memory-efficient kernel (CUTLASS, of xFormers; any GPU, takes biases), FlashAttention-2 (arXiv:2307.08691;
+compute capability 8.0 on), FlashAttention-3 (arXiv:2407.08608; 9.0 alone, a package of its own that PyTorch does not
+call), cuDNN's (8.0 on), FlashAttention of 2022 written in Triton (llm-foundry's with ALiBi), AOTriton (AMD), and
+whatever PyTorch picked where a device was calibrated."""
 
 CUDNN_FIRST_VERSION = (2, 12)
 """PyTorch from which its wheels ask cuDNN first on compute capabilities 9 and 10: ``check_prefer_cudnn_attention`` of

@@ -93,6 +93,7 @@ def fit_devices(all_hardware: Sequence[Hardware]) -> dict[str, DeviceFit]:
         _assume_memory(fit, fits)
         _assume_attention(fit, fits)
         _assume_links(fit, fits)
+    for fit in fits.values():
         _set_sustained_shares(fit)
     return fits
 

@@ -23,6 +23,11 @@ MIN_ENGINE_QUERIES = 2048
 """From this length on the attention of an inference engine takes longer than what the engine does around it. Its
 timings are left out where the kernel was timed by itself."""
 
+ATTENTION_COLUMNS = [
+    *("gpu", "batch", "heads", "queries", "head_dimension", "is_causal", "is_backward"),
+    *("kernel", "tflops", "is_engine", "source_url"),
+]
+
 MIN_NORM_WIDTH = 2048
 """Narrower norms are those of heads."""
 BF16_BYTES = 2
@@ -89,7 +94,8 @@ def read_attention(names: Sequence[str]) -> pd.DataFrame:
     -------
     DataFrame
         Columns batch, heads, queries, head_dimension (the mean of queries' and values'), is_causal, is_backward,
-        kernel, tflops (half of the square where causal), is_engine: of an inference engine, with its overhead.
+        kernel, tflops (half of the square where causal), is_engine: of an inference engine, with its overhead; gpu
+        and source_url.
     """
     points = select_points(names, "^attention (?:forward|backward|fwd|bwd) bf16")
     size = points["size"]
@@ -128,7 +134,7 @@ def read_attention(names: Sequence[str]) -> pd.DataFrame:
     kept = points[(points.kernel != "") & ~is_deterministic]
     has_library = kept.kernel.isin(kept.kernel[~kept.is_engine])
     kept = kept[~kept.is_engine | (~has_library & (kept.queries >= MIN_ENGINE_QUERIES))]
-    return kept[["gpu", *columns, "source_url"]].reset_index(drop=True)
+    return kept[ATTENTION_COLUMNS].reset_index(drop=True)
 
 
 def estimate_burst_tflops(sustained_tflops: pd.Series, board_power_w: float) -> pd.Series:
