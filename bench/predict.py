@@ -23,6 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
         from bench.validation.command import main as validate
 
         return validate(arguments[1:])
+    if arguments[:1] == ["device"]:
+        from bench.advice.own_device import main as describe_device
+
+        return describe_device(arguments[1:])
     question = parse_predict_arguments(arguments, __doc__)
     answer = answer_with_progress(answer_question, question)
     if question.timeline_path is not None:
