@@ -185,8 +185,8 @@ def predict_collectives(points: pd.DataFrame, links: LinkSpeeds) -> FloatArray:
     """Seconds of collectives among GPUs of one node."""
     return np.array(
         [
-            compute_collective_seconds(point.kind, point.size_bytes, CollectiveGroup(point.ranks, point.ranks), links)
-            for point in points.itertuples()
+            compute_collective_seconds(str(kind), float(size_bytes), CollectiveGroup(int(ranks), int(ranks)), links)
+            for kind, size_bytes, ranks in zip(points.kind, points.size_bytes, points.ranks, strict=True)
         ]
     )
 

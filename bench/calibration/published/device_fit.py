@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -219,7 +220,7 @@ def _assume_memory(fit: DeviceFit, fits: Mapping[str, DeviceFit]) -> None:
         if place in fit.values:
             continue
         groups = [*list_similar_devices(fit.hardware.name), tuple(fits)]
-        value, text = _take_median(fit, fits, lambda other, place=place: _find_fitted(other, place), groups)
+        value, text = _take_median(fit, fits, functools.partial(_find_fitted, place), groups)
         if value is not None:
             fit.set(place, value, f"assumed: {text}")
     if "speeds.operators" not in fit.values:
@@ -253,7 +254,7 @@ def _count_multiprocessors(fit: DeviceFit) -> int:
     return fit.hardware.speeds.matmul.multiprocessors
 
 
-def _find_fitted(fit: DeviceFit, name: str) -> object:
+def _find_fitted(name: str, fit: DeviceFit) -> object:
     return None if fit.sources.get(name, "assumed").startswith("assumed") else fit.values[name]
 
 

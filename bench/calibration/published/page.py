@@ -88,7 +88,7 @@ def _build_attention(fits: Mapping[str, DeviceFit]) -> str:
                 f"| {name} | {kernel} | {' | '.join(cells)} | {numbers.get('sustained_share', 1.0):.3g} | {origin} |"
             )
     heading = (
-        "## Attention\n\n| device | kernel | forward | backward | half width | half length | left while training | numbers are |\n"
-        "|---|---|--:|--:|--:|--:|--:|---|"
+        "## Attention\n\n| device | kernel | forward | backward | half width | half length | left while training | "
+        "numbers are |\n|---|---|--:|--:|--:|--:|--:|---|"
     )
     return "\n".join([heading, *rows, ""])

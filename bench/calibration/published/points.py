@@ -12,6 +12,7 @@ from bench.calibration.published.devices import BURST_DEVICE_POWERS_W, POINT_BAN
 from bench.core.installation import DATA_FOLDER
 from bench.hardware.attention_kernels import CUDNN, EFFICIENT, FLASH_2, FLASH_3
 from bench.hardware.sustained_clocks import POWER_EXPONENT, SUSTAINED_SHARE_AT_ONE_WATT
+from bench.prediction.trace.kernels import ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS
 
 POINTS_FOLDER = DATA_FOLDER / "results" / "published"
 POINTS_FILES = ("micro.csv", "micro_attention.csv")
@@ -27,6 +28,10 @@ ATTENTION_COLUMNS = [
     *("gpu", "batch", "heads", "queries", "head_dimension", "is_causal", "is_backward"),
     *("kernel", "tflops", "is_engine", "source_url"),
 ]
+
+MIN_SECONDS_TIMED_AT_LENGTH = 120e-6
+"""Below this the timings of SimuMax are the same 90 to 110 us whatever the work: the processor started no kernel
+sooner. They say nothing of the GPU and are left out."""
 
 MIN_NORM_WIDTH = 2048
 """Narrower norms are those of heads."""
@@ -116,22 +121,14 @@ def read_attention(names: Sequence[str]) -> pd.DataFrame:
     points["kernel"] = _name_kernels(points)
     # The shares count the whole square of scores, of which the causal kernel computes half.
     points["tflops"] = _convert_to_tflops(points) * np.where(is_timed_at_length, 0.5, 1.0)
+    num_matmuls = np.where(points.is_backward, ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS)
+    causal_flops = num_matmuls * points.batch * points.heads * points.queries**2 * points.head_dimension
+    is_late_start = is_timed_at_length & (causal_flops / points.tflops / 1e12 < MIN_SECONDS_TIMED_AT_LENGTH)
     for gpu in points.gpu[is_timed_at_length].unique():
         selected = is_timed_at_length & (points.gpu == gpu)
         points.loc[selected, "tflops"] = estimate_burst_tflops(points.tflops[selected], BURST_DEVICE_POWERS_W[gpu])
     is_deterministic = points.note.str.contains("deterministic backward True") & points.is_backward
-    columns = [
-        "batch",
-        "heads",
-        "queries",
-        "head_dimension",
-        "is_causal",
-        "is_backward",
-        "kernel",
-        "tflops",
-        "is_engine",
-    ]
-    kept = points[(points.kernel != "") & ~is_deterministic]
+    kept = points[(points.kernel != "") & ~is_deterministic & ~is_late_start]
     has_library = kept.kernel.isin(kept.kernel[~kept.is_engine])
     kept = kept[~kept.is_engine | (~has_library & (kept.queries >= MIN_ENGINE_QUERIES))]
     return kept[ATTENTION_COLUMNS].reset_index(drop=True)
