@@ -26,7 +26,6 @@ from bench.core.command_line import report_usage_errors, run_main
 from bench.core.errors import require_choice
 from bench.core.installation import DATA_FOLDER
 from bench.hardware import Hardware
-from bench.hardware.attention_kernels import FLASH_2
 
 HARDWARE_FOLDER = DATA_FOLDER / "conf" / "hardware"
 RELATIVE_TOLERANCE = 0.01
@@ -59,6 +58,8 @@ def _are_close(value: Any, other: Any) -> bool:
             and value.keys() == other.keys()
             and all(_are_close(value[key], other[key]) for key in value)
         )
+    if isinstance(value, str):
+        return bool(value == other)
     return isinstance(other, (int, float)) and math.isclose(value, other, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-6)
 
 
@@ -67,12 +68,7 @@ def write_device(fit: DeviceFit, path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     values: dict[Sequence[str], Any] = {}
     for place, value in fit.values.items():
-        keys = tuple(place.split("."))
-        if keys[:3] == ("speeds", "attention", "kernels"):
-            assert isinstance(value, dict)
-            values[keys[:2]] = {"kernel": _name_default_kernel(value), "kernels": value}
-        else:
-            values[keys] = value
+        values[tuple(place.split("."))] = value
     for name in yaml.safe_load(text).get("sources", {}):
         if any(
             place == name or f"{place}.".startswith(f"{name}.") or name.startswith(f"{place}.") for place in fit.values
@@ -80,11 +76,6 @@ def write_device(fit: DeviceFit, path: Path) -> None:
             values["sources", name] = None  # it is about a number that has been replaced
     values |= {("sources", name): source for name, source in fit.sources.items()}
     path.write_text(set_values(text, values), encoding="utf-8")
-
-
-def _name_default_kernel(kernels: Mapping[str, Any]) -> str:
-    """PyTorch's choice; by name on devices without FlashAttention, whose description may be like one that has it."""
-    return "auto" if FLASH_2 in kernels else next(iter(kernels))
 
 
 @report_usage_errors

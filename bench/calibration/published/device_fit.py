@@ -42,6 +42,9 @@ TRITON_2022_SLOWDOWN = 1.8
 """FlashAttention-2 against the kernel in Triton: 1.3 to 2.5 times faster, here the geometric mean (arXiv:2307.08691,
 section 4.1)."""
 
+SDPA_SOURCE = (
+    "https://github.com/pytorch/pytorch/issues/169849 (what PyTorch picks: bench/hardware/attention_kernels.py)"
+)
 MICRO = "results/published/micro.csv"
 
 
@@ -313,6 +316,9 @@ def _assume_attention(fit: DeviceFit, fits: Mapping[str, DeviceFit]) -> None:
             fit.sources[place] += f"; backward assumed: its ratio to forward on {text}"
         else:
             complete[name], fit.sources[place] = _assume_kernel(name, fit, fits, complete)
+    # By name on devices without FlashAttention, whose description may be like that of one that has it.
+    choice = "auto" if FLASH_2 in complete else next(iter(complete))
+    fit.set("speeds.attention.kernel", choice, SDPA_SOURCE)
     fit.values["speeds.attention.kernels"] = {
         name: {key: numbers[key] for key in ("forward", "backward", "half_width", "half_length")}
         for name, numbers in complete.items()
