@@ -347,13 +347,19 @@ def _assume_kernel(
 
 
 def _take_kernel_median(name: str, fit: DeviceFit, fits: Mapping[str, DeviceFit]) -> tuple[dict[str, float], str]:
-    """Of devices like this one, else of all that have the kernel."""
+    """Of devices like this one, else of all that have the kernel; slower as products are, where they are slower."""
     for group in [*list_similar_devices(fit.hardware.name), tuple(fits)]:
         others = [fits[other] for other in group if other in fits and _is_kernel_fitted(fits[other], name)]
         if others:
             kernels = [_get_kernels(other)[name] for other in others]
-            numbers = {key: round_number(statistics.median(kernel[key] for kernel in kernels)) for key in kernels[0]}
-            return numbers, "on " + ", ".join(other.hardware.name for other in others)
+            numbers = {key: statistics.median(kernel[key] for kernel in kernels) for key in kernels[0]}
+            theirs = statistics.median(_get_16_bit_efficiency(_get_efficiency(other)) for other in others)
+            slowdown = min(1.0, _get_16_bit_efficiency(_get_efficiency(fit)) / theirs)
+            numbers |= {key: numbers[key] * slowdown for key in ("forward", "backward")}
+            return (
+                {key: round_number(value) for key, value in numbers.items()},
+                f"on {', '.join(other.hardware.name for other in others)}, less what products lose against theirs",
+            )
     raise ValueError(f"no described device has timings of the attention kernel {name}")
 
 
