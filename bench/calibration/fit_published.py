@@ -26,6 +26,7 @@ from bench.core.command_line import report_usage_errors, run_main
 from bench.core.errors import require_choice
 from bench.core.installation import DATA_FOLDER
 from bench.hardware import Hardware
+from bench.hardware.derived import list_leaves
 
 HARDWARE_FOLDER = DATA_FOLDER / "conf" / "hardware"
 RELATIVE_TOLERANCE = 0.01
@@ -69,11 +70,12 @@ def write_device(fit: DeviceFit, path: Path) -> None:
     values: dict[Sequence[str], Any] = {}
     for place, value in fit.values.items():
         values[tuple(place.split("."))] = value
-    for name in yaml.safe_load(text).get("sources", {}):
-        if any(
-            place == name or f"{place}.".startswith(f"{name}.") or name.startswith(f"{place}.") for place in fit.values
-        ):
-            values["sources", name] = None  # it is about a number that has been replaced
+    written = yaml.safe_load(text)
+    leaves = [name for name, _ in list_leaves(written)]
+    for name in written.get("sources", {}):
+        about = [leaf for leaf in leaves if f"{leaf}.".startswith(f"{name}.")]
+        if about and all(any(f"{leaf}.".startswith(f"{place}.") for place in fit.values) for leaf in about):
+            values["sources", name] = None  # all that it is about has been replaced, or is not there
     values |= {("sources", name): source for name, source in fit.sources.items()}
     path.write_text(set_values(text, values), encoding="utf-8")
 

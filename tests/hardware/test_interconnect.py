@@ -131,7 +131,7 @@ def test_fields_of_a_network_and_of_links_can_be_set() -> None:
 def test_a_network_says_the_sources_of_what_it_changed_and_is_on_the_row() -> None:
     config = build_config(network="aws_p4d")
     assert config.hardware.sources["speeds.links.node_gb_s"].startswith("network=aws_p4d: https://")
-    assert config.hardware.sources["speeds.links.gpu_efficiency"].startswith("https://"), "which it did not change"
+    assert config.hardware.sources["speeds.links.gpu_efficiency"].startswith("fitted: "), "which it did not change"
     assert config.to_dict()["hardware"]["interconnect"]["node_network"] == "AWS p4d"
 
 

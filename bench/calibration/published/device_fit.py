@@ -179,7 +179,8 @@ def _set_sustained_shares(fit: DeviceFit) -> None:
     efficiency = _get_efficiency(fit)
     share = round_number(compute_training_share(power_w, fit.peak_tflops * _get_16_bit_efficiency(efficiency)))
     law = f"fitted: {power_w:g} W by the law of bench/hardware/sustained_clocks.py, fp8 and tf32 as 16-bit formats"
-    fit.set("speeds.matmul.sustained_share", {name: share for name in efficiency if name != "fp32"}, law)
+    # CUDA cores, which compute in fp32, draw less power than Tensor Cores do.
+    fit.set("speeds.matmul.sustained_share", {name: 1.0 if name == "fp32" else share for name in efficiency}, law)
     kernels = fit.values.get("speeds.attention.kernels")
     assert isinstance(kernels, dict)
     for numbers in kernels.values():
