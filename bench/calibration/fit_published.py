@@ -87,9 +87,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("devices", nargs="*", help="names under conf/hardware; all that are known if left out")
     parser.add_argument("--write", action="store_true", help="write the numbers instead of comparing them")
     options = parser.parse_args(arguments)
-    fits = fit_devices(read_described_devices())
+    described = read_described_devices()
     for name in options.devices:
-        require_choice("device", name, tuple(fits))
+        require_choice("device", name, tuple(hardware.name for hardware in described))
+    fits = fit_devices(described)
     different = []
     for name in options.devices or fits:
         path = HARDWARE_FOLDER / f"{name}.yaml"

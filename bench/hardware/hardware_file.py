@@ -49,10 +49,9 @@ def convert_earlier_attention(values: dict[str, Any]) -> dict[str, Any]:
     had names say it: it becomes the one that PyTorch picks. Values are left as they were.
     """
     speeds = values.get("speeds")
-    attention = speeds.get("attention") if isinstance(speeds, dict) else None
-    if not isinstance(attention, dict) or "forward" not in attention:
-        return values
-    return {**values, "speeds": {**speeds, "attention": {"kernels": {SDPA: attention}}}}
+    if isinstance(speeds, dict) and isinstance(speeds.get("attention"), dict) and "forward" in speeds["attention"]:
+        return {**values, "speeds": {**speeds, "attention": {"kernels": {SDPA: speeds["attention"]}}}}
+    return values
 
 
 def read_base_values(name: Any, depth: int = 0) -> dict[str, Any]:
