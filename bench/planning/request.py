@@ -218,7 +218,8 @@ def parse_tracker(arguments: Sequence[str]) -> Tracker:
 def _check_sweep_device(sweep: str, required_device: str | None, hardware_names: set[str]) -> None:
     """Raise `UsageError` for a sweep that is for one kind of device and would be executed on another."""
     for name in sorted(hardware_names):
-        if required_device is not None and _get_hardware_field({"hardware": name}, "device") != required_device:
+        device = _get_hardware_field({"hardware": name}, "device")
+        if required_device is not None and ("cuda" if device == "rocm" else device) != required_device:
             raise UsageError(
                 f"sweep={sweep} is for {required_device}, and hardware={name} is not: choose another sweep, or "
                 "mode=predict "

@@ -14,7 +14,7 @@ from bench.core.option_files import find_option_file
 from bench.hardware import refuse_unsupported
 from bench.hardware.derived import NUMERIC_SECTIONS, find_source, list_leaves, list_numbers
 from bench.hardware.detect import DetectedDevice
-from bench.planning.request import find_hardware_description
+from bench.planning.request import find_hardware_description, parse_sweep_request
 from bench.planning.run_predictions import predict_configs
 from bench.prediction.prediction import Prediction
 from tests.conftest import CPU, ROOT, compose_run_config
@@ -210,3 +210,9 @@ def test_a_run_is_refused_where_the_gpu_has_another_memory() -> None:
         refuse_unsupported(config.hardware, device, config.precision, compile_blocks=False)
     usual = compose_run_config("hardware=a100_80gb").hardware
     refuse_unsupported(usual, device, config.precision, compile_blocks=False)
+
+
+def test_a_sweep_for_gpus_takes_those_of_both_vendors() -> None:
+    for device, option in ((A100, "a100_80gb"), (MI300X, "mi300x")):
+        points = parse_sweep_request(["sweep=single_gpu"], multirun=True, device=device).points
+        assert {point["hardware"] for point in points} == {option}
