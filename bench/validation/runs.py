@@ -320,24 +320,9 @@ def convert_to_gigabytes(size_bytes: float) -> float:
 # --- Constants chosen without one of the sources, to see what they are worth on it.
 
 
-def _build_overrides(matmul_efficiency: float, memory_efficiency: float, node_efficiency: float) -> dict[str, str]:
-    """Overrides of the constants that were fitted."""
-    return {
-        "hardware.speeds.matmul.efficiency.bf16": f"{matmul_efficiency}",
-        "hardware.speeds.memory_efficiency": f"{memory_efficiency}",
-        "hardware.speeds.links.node_efficiency": f"{node_efficiency}",
-    }
-
-
-_TUNED_ON_FSDP_PAPER = _build_overrides(matmul_efficiency=0.79, memory_efficiency=0.9, node_efficiency=0.75)
-_TUNED_ON_LLM_FOUNDRY = _build_overrides(matmul_efficiency=0.72, memory_efficiency=0.9, node_efficiency=0.9)
-
 OVERRIDES_WITHOUT_SOURCE: dict[str, dict[str, dict[str, str]]] = {
-    "llm_foundry": {
-        "a100_40gb": _TUNED_ON_FSDP_PAPER,
-        "a100_80gb": _TUNED_ON_FSDP_PAPER,
-        "h100_80gb": _TUNED_ON_FSDP_PAPER,
-    },
-    "fsdp_paper": {"a100_80gb": _TUNED_ON_LLM_FOUNDRY},
+    "llm_foundry": {"a100_40gb": {}, "a100_80gb": {}, "h100_80gb": {}},
+    "fsdp_paper": {"a100_80gb": {"hardware.speeds.matmul.sustained_share.bf16": "0.882"}},
 }
-"""By source left out, then by hardware: overrides."""
+"""By source left out, then by hardware: overrides. Of kernels one number was chosen on training runs, for all devices
+(`bench.hardware.sustained_clocks.TRAINING_SHARE`): the FSDP paper alone asks for the same 0.96, llm-foundry for 0.93."""
