@@ -5,6 +5,7 @@ Every number of ``conf/hardware`` has its source in the same file, or says which
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -127,6 +128,17 @@ class LinkSpeeds:
     add up what passes through them."""
     gloo: GlooSpeed | None = None
     """Where collectives are gloo's; null where they are NCCL's."""
+
+    def compute_reached_gb_s(self, num_gpus: int) -> float:
+        """GB/s that large collectives reach among so many GPUs of a node, one direction."""
+        share, shares = 1.0, self.gpu_group_share
+        if shares:
+            sizes = sorted(map(int, shares))
+            below = max((size for size in sizes if size <= num_gpus), default=sizes[0])
+            above = min((size for size in sizes if size >= num_gpus), default=sizes[-1])
+            weight = math.log(num_gpus / below) / math.log(above / below) if above > below else 0.0
+            share = shares[str(below)] ** (1 - weight) * shares[str(above)] ** weight
+        return self.gpu_gb_s * self.gpu_efficiency * share
 
 
 @dataclass(frozen=True)

@@ -324,5 +324,5 @@ OVERRIDES_WITHOUT_SOURCE: dict[str, dict[str, dict[str, str]]] = {
     "llm_foundry": {"a100_40gb": {}, "a100_80gb": {}, "h100_80gb": {}},
     "fsdp_paper": {"a100_80gb": {"hardware.speeds.matmul.sustained_share.bf16": "0.882"}},
 }
-"""By source left out, then by hardware: overrides. Of kernels one number was chosen on training runs, for all devices
-(`bench.hardware.sustained_clocks.TRAINING_SHARE`): the FSDP paper alone asks for the same 0.96, llm-foundry for 0.93."""
+"""By source left out, then by hardware: overrides. One number of kernels was chosen on training runs, for all devices
+(`bench.hardware.sustained_clocks.TRAINING_SHARE`): the FSDP paper alone asks for 0.96 too, llm-foundry for 0.93."""

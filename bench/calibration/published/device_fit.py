@@ -20,7 +20,6 @@ from bench.calibration.published.devices import (
     POINT_NAMES,
     POINT_PEAK_TFLOPS,
     find_architecture,
-    find_board_power,
     list_similar_devices,
 )
 from bench.hardware import Hardware
@@ -173,7 +172,7 @@ def _find_fitted_efficiency(fit: DeviceFit, format_: str) -> float | None:
 
 def _set_sustained_shares(fit: DeviceFit) -> None:
     """What the power limit leaves of products, and of each attention kernel."""
-    power_w = find_board_power(fit.hardware)
+    power_w = fit.hardware.power_w
     if power_w is None:
         return
     efficiency = _get_efficiency(fit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bench.hardware import Hardware
 from bench.hardware.attention_kernels import AOTRITON, CUDNN, EFFICIENT, FLASH_2, FLASH_3, TRITON_2022
 
 ARCHITECTURES = {
@@ -87,41 +86,6 @@ POINT_BANDWIDTHS_GB_S = {
 }
 """Memory bandwidth on paper of cards whose elementwise kernels were timed, in GB/s (their vendor's data sheets)."""
 
-BOARD_POWERS_W = {
-    "v100_16gb": 300,
-    "v100_32gb": 300,
-    "t4": 70,
-    "a100_40gb": 400,
-    "a100_80gb": 400,
-    "a100_pcie": 300,
-    "a100_pcie_40gb": 250,
-    "a6000": 300,
-    "a10": 150,
-    "a10g": 300,
-    "rtx_3090": 350,
-    "l40s": 350,
-    "l4": 72,
-    "rtx_4090": 450,
-    "rtx_6000_ada": 300,
-    "h100_80gb": 700,
-    "h100_pcie": 350,
-    "h100_nvl": 400,
-    "h200": 700,
-    "gh200": 700,
-    "b200": 1000,
-    "b300": 1100,
-    "gb200": 1200,
-    "gb300": 1400,
-    "rtx_pro_6000": 600,
-    "rtx_5090": 575,
-    "mi250x": 280,
-    "mi300x": 750,
-    "mi325x": 1000,
-    "mi355x": 1400,
-}
-"""Power limits of boards by their vendors' data sheets, in watts, where a description has none of its own (an MI250X's
-560 W are for two devices)."""
-
 BURST_DEVICE_POWERS_W = {"A100-PCIe-80GB": 300.0, "B200-SXM": 1000.0}
 """Of the boards whose kernels were timed at length."""
 
@@ -157,9 +121,3 @@ def list_similar_devices(name: str) -> list[tuple[str, ...]]:
         return []
     groups: Iterable[str] = (architecture, *NEAREST_ARCHITECTURES.get(architecture, ()))
     return [ARCHITECTURES[group] for group in groups]
-
-
-def find_board_power(hardware: Hardware) -> float | None:
-    """Watts: the description's own, else the table's."""
-    power_w = getattr(hardware, "power_w", None)
-    return float(power_w) if power_w else BOARD_POWERS_W.get(hardware.name)

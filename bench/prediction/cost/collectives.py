@@ -18,8 +18,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from bench.core.errors import require_choice
 from bench.hardware.speeds import GlooSpeed, LinkSpeeds
 
@@ -172,12 +170,7 @@ def _compute_node_seconds_per_byte(group: CollectiveGroup, links: LinkSpeeds) ->
     num_gpus = min(group.num_ranks, group.ranks_per_node)
     if num_gpus == 1:
         return 0.0
-    group_share = 1.0
-    if links.gpu_group_share:
-        sizes = sorted(links.gpu_group_share, key=int)
-        shares = [math.log(links.gpu_group_share[size]) for size in sizes]
-        group_share = math.exp(np.interp(math.log(num_gpus), [math.log(int(size)) for size in sizes], shares))
-    return 1 / (links.gpu_gb_s * links.gpu_efficiency * group_share * 1e9)
+    return 1 / (links.compute_reached_gb_s(num_gpus) * 1e9)
 
 
 def _compute_network_seconds_per_byte(group: CollectiveGroup, links: LinkSpeeds) -> float:
