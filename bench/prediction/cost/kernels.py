@@ -271,11 +271,11 @@ def compute_attention_seconds(
     peak_flops: float
         FLOP/s of the device on paper.
     """
-    kernels = attention.kernels
+    numbers_by_kernel = {name: dataclasses.astuple(kernel) for name, kernel in attention.kernels.items()}
     names = [_choose_attention_kernel(attention, operator.endswith(BIAS_SUFFIX)) for operator in operators]
     is_backward = np.array(["backward" in operator for operator in operators])
     forward, backward, half_width, half_length, sustained = np.array(
-        [dataclasses.astuple(kernels[name]) for name in names], dtype=float
+        [numbers_by_kernel[name] for name in names], dtype=float
     ).T
     batch, heads, queries, keys, head_dimension = dims.T
     num_matmuls = np.where(is_backward, ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS)
