@@ -16,7 +16,8 @@ from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR
 from bench.calibration.steps import STEP_SAMPLE
 from bench.core.errors import UsageError
 from bench.hardware import Hardware
-from bench.hardware.speeds import AttentionSpeed, LaunchOverhead, MatmulSpeed
+from bench.hardware.attention_kernels import SDPA
+from bench.hardware.speeds import AttentionKernelSpeed, AttentionSpeed, LaunchOverhead, MatmulSpeed
 from bench.prediction.cost.kernels import OPERATOR_BANDWIDTH_SHARES, build_operator_key
 
 INITIAL_PEAK_SHARE, INITIAL_HALF_SPEED_SIZE = 0.6, 64.0
@@ -64,7 +65,7 @@ def fit_gpu(samples: Sequence[CalibrationSample], base: Hardware) -> SingleDevic
             64.0,
             _choose_workspace_mib(base),
         ),
-        attention=AttentionSpeed(INITIAL_PEAK_SHARE, INITIAL_PEAK_SHARE, INITIAL_HALF_SPEED_SIZE),
+        attention=_build_attention(INITIAL_PEAK_SHARE, INITIAL_PEAK_SHARE, INITIAL_HALF_SPEED_SIZE),
         memory_bandwidth_gb_s=peak_bandwidth / 1e9,
         memory_efficiency=_round_significant(min(1.0, elementwise_bandwidth / peak_bandwidth)),
         overlap_loss=base.speeds.overlap_loss if base.speeds else DEFAULT_OVERLAP_LOSS,
@@ -117,7 +118,7 @@ def _fit_attention(
     def build_speeds(parameters: np.ndarray) -> SingleDeviceSpeeds:
         return dataclasses.replace(
             initial_speeds,
-            attention=AttentionSpeed(_limit_share(parameters[0]), _limit_share(parameters[1]), float(parameters[2])),
+            attention=_build_attention(_limit_share(parameters[0]), _limit_share(parameters[1]), float(parameters[2])),
         )
 
     def predict_seconds(parameters: np.ndarray) -> np.ndarray:
@@ -129,6 +130,11 @@ def _fit_attention(
         [INITIAL_PEAK_SHARE, INITIAL_PEAK_SHARE, INITIAL_HALF_SPEED_SIZE],
     )
     return build_speeds(np.array([_round_significant(parameter) for parameter in fitted_parameters]))
+
+
+def _build_attention(forward: float, backward: float, half_width: float) -> AttentionSpeed:
+    """Speeds of the kernel that was timed, whichever it was."""
+    return AttentionSpeed({SDPA: AttentionKernelSpeed(forward, backward, half_width)})
 
 
 def _predict_by_format(ordered_samples: Sequence[CalibrationSample], hardware: Hardware) -> np.ndarray:

@@ -25,6 +25,7 @@ from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within, build_dataclass, get_field_types, validate_value
 from bench.finetune import Finetune, FullFinetune, load_finetune
 from bench.hardware import Hardware
+from bench.hardware.hardware_file import convert_earlier_attention
 from bench.models import Family, float8, load_family
 from bench.models.base import SEQUENCE_LENGTH_RANGE, find_checkpointing_budget
 from bench.models.checkpointing import CHECKPOINTING_MODES, VALID_CHECKPOINTING
@@ -410,6 +411,7 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
         **get_added_strategy_knobs(raw["strategy"]),
         **raw["strategy"],
     }  # nor how its knobs of later were
+    raw["hardware"] = convert_earlier_attention(raw["hardware"])
     raw["model"] = section_classes["model"].complete_fields(raw["model"])  # type: ignore[attr-defined]
     built_sections = {key: _build_section(key, section_classes[key], raw[key]) for key in SECTION_NAMES}
     built_sections["measurement"] = fill_measurement_defaults(

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.hardware import Hardware
+from bench.hardware.attention_kernels import SDPA
+from bench.hardware.speeds import AttentionSpeed
 
 FIELDS_NOT_HASHED = (
     ("requested",),
@@ -127,10 +129,12 @@ def _drop_unused_formats(hardware: Hardware, peak: str) -> Hardware:
         peaks = {name: value for name, value in hardware.peak_tflops.items() if name not in FORMATS_ADDED_LATER}
         speeds = hardware.speeds
         if speeds is not None and speeds.matmul is not None:
-            efficiencies = {
-                name: value for name, value in speeds.matmul.efficiency.items() if name not in FORMATS_ADDED_LATER
-            }
-            speeds = dataclasses.replace(speeds, matmul=dataclasses.replace(speeds.matmul, efficiency=efficiencies))
+            efficiency, sustained = (
+                {name: share for name, share in shares.items() if name not in FORMATS_ADDED_LATER}
+                for shares in (speeds.matmul.efficiency, speeds.matmul.sustained_share)
+            )
+            matmul = dataclasses.replace(speeds.matmul, efficiency=efficiency, sustained_share=sustained)
+            speeds = dataclasses.replace(speeds, matmul=matmul)
         reduced_hardware = dataclasses.replace(hardware, peak_tflops=peaks, speeds=speeds)
         _reduced_hardware_cache[id(hardware)] = hardware, reduced_hardware
     return _reduced_hardware_cache[id(hardware)][1]
@@ -174,8 +178,14 @@ def _encode_json(value: Any) -> str:
 
 def _get_non_default_fields(section: Any) -> dict[str, Any]:
     """Fields of a dataclass inside a section that are not at their default: one that has a default came later."""
-    defaults = {field.name: field.default for field in dataclasses.fields(section)}
-    return {name: value for name, value in get_fields(section).items() if value != defaults[name]}
+    if isinstance(section, AttentionSpeed) and section.kernels.keys() == {SDPA}:
+        section = section.kernels[SDPA]  # as it was said before kernels had names
+    return {
+        field.name: value
+        for field in dataclasses.fields(section)
+        if (value := getattr(section, field.name)) != field.default
+        and (field.default_factory is dataclasses.MISSING or value != field.default_factory())
+    }
 
 
 def get_fields(section: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import yaml
 from bench.core.errors import UsageError, invalid_value_error
 from bench.core.option_files import find_option_file, list_options
 from bench.core.typed_config import build_dataclass, read_plain_yaml
+from bench.hardware.attention_kernels import SDPA
 from bench.hardware.derived import LIKE_FIELD, LIKE_PREFIX, derive_hardware_values
 from bench.hardware.description import Hardware
 
@@ -36,11 +37,21 @@ def read_hardware_values(path: Path, depth: int = 0) -> dict[str, Any]:
     UsageError
         If there is no such file, or what it is like is no description under ``conf/hardware``.
     """
-    values = read_plain_yaml(GROUP, path)
+    values = convert_earlier_attention(read_plain_yaml(GROUP, path))
     if LIKE_FIELD not in values:
         return values
     base_name = values[LIKE_FIELD]
     return derive_hardware_values(values, read_base_values(base_name, depth + 1), str(base_name))
+
+
+def convert_earlier_attention(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a description, whose speed of attention may be that of one kernel, as rows and files of before kernels
+    had names say it: it becomes the one that PyTorch picks. Values are left as they were.
+    """
+    speeds = values.get("speeds")
+    if isinstance(speeds, dict) and isinstance(speeds.get("attention"), dict) and "forward" in speeds["attention"]:
+        return {**values, "speeds": {**speeds, "attention": {"kernels": {SDPA: speeds["attention"]}}}}
+    return values
 
 
 def read_base_values(name: Any, depth: int = 0) -> dict[str, Any]:

@@ -149,6 +149,8 @@ def apply_network(hardware: dict[str, Any], values: dict[str, Any]) -> dict[str,
     words = {"machine": "a machine nobody described", "gpu_link": "links", "node_link": "network"} | (
         hardware.get("interconnect") or {}
     )
+    if network.gpu_link not in (None, words["gpu_link"]):  # what was fitted to links of another kind
+        link_values |= {"gpu_group_share": None, "gpu_all_reduce": 1.0}
     label = network.title or network.name
     if gpu_values or network.gpus_per_node:
         words |= {"gpu_link": network.gpu_link or words["gpu_link"], "gpu_network": label}

@@ -5,11 +5,13 @@ Every number of ``conf/hardware`` has its source in the same file, or says which
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from bench.core.errors import invalid_value_error
 from bench.core.typed_config import OneOf, Within
+from bench.hardware.attention_kernels import ATTENTION_KERNELS
 
 NUMBER_FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
@@ -25,7 +27,7 @@ class MatmulSpeed:
     """Matrix products on dense operands."""
 
     efficiency: dict[Annotated[str, OneOf(*NUMBER_FORMATS)], Annotated[float, SHARE_BOUNDS]]
-    """Share of the dense peak that large products reach while training, per format (fp32, tf32, bf16, fp16, fp8)."""
+    """Share of the dense peak that large products reach in short bursts, per format (fp32, tf32, bf16, fp16, fp8)."""
     multiprocessors: Annotated[int, Within(1, 100_000)]
     """Streaming multiprocessors: thread blocks that compute at once, for wave quantisation."""
     half_depth: Annotated[float, MULTIPLE_BOUNDS]
@@ -33,16 +35,42 @@ class MatmulSpeed:
     workspace_mib: Annotated[float, MULTIPLE_BOUNDS] = 8.125
     """MiB of the caching allocator that cuBLAS has per handle and stream: PyTorch gives it 2 x 4 MiB and 8 x 16 KiB,
     and 32 MiB from compute capability 9.0 on."""
+    sustained_share: dict[Annotated[str, OneOf(*NUMBER_FORMATS)], Annotated[float, SHARE_BOUNDS]] = field(
+        default_factory=dict
+    )
+    """Share of the speed of short bursts that is left when the device trains for hours and its power limit sets the
+    clocks (`bench.hardware.sustained_clocks`), per format; 1 where a format is missing."""
+
+    def compute_reached_share(self, format_: str) -> float | None:
+        """Share of the dense peak that large products reach while training; None where the format is unknown."""
+        efficiency = self.efficiency.get(format_)
+        return None if efficiency is None else efficiency * self.sustained_share.get(format_, 1.0)
+
+
+@dataclass(frozen=True)
+class AttentionKernelSpeed:
+    """One fused attention kernel: share of the dense peak that the products it computes reach, were they alone, the
+    heads wide and the sequences long."""
+
+    forward: Annotated[float, SHARE_BOUNDS]
+    backward: Annotated[float, SHARE_BOUNDS]
+    half_width: Annotated[float, Within(0, 1e6)]
+    """Head dimension at which the exponential and its like take as long as the products: half that speed."""
+    half_length: Annotated[float, Within(0, 1e6)] = 0.0
+    """Keys per query, half of them where attention is causal, at which a thread block starts and ends as long as it
+    multiplies: half that speed."""
+    sustained_share: Annotated[float, SHARE_BOUNDS] = 1.0
+    """As that of matrix products, at the power this kernel draws."""
 
 
 @dataclass(frozen=True)
 class AttentionSpeed:
-    """Fused attention kernels: share of the dense peak that the products they compute reach, were they alone."""
+    """Fused attention kernels."""
 
-    forward: Annotated[float, SHARE_BOUNDS]
-    backward: Annotated[float, SHARE_BOUNDS]
-    half_width: Annotated[float, MULTIPLE_BOUNDS]
-    """Head dimension at which the exponential and its like take as long as the products: half that speed."""
+    kernels: dict[Annotated[str, OneOf(*ATTENTION_KERNELS)], AttentionKernelSpeed]
+    """Those that run on the device, with `bench.hardware.attention_kernels` saying what each is."""
+    kernel: Annotated[str, OneOf("auto", *ATTENTION_KERNELS)] = "auto"
+    """The one that runs: `auto` for the one that PyTorch's `scaled_dot_product_attention` picks."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +120,25 @@ class LinkSpeeds:
     inside a node, where collectives are gloo's)."""
     gpu_latency: Annotated[float, MULTIPLE_BOUNDS] = 1.0
     """Latency of a collective inside a node, its start included, as a multiple of what NCCL's own model assumes."""
+    gpu_group_share: dict[Annotated[str, OneOf("2", "4", "8")], Annotated[float, MULTIPLE_BOUNDS]] | None = None
+    """By number of GPUs of a node that take part: bandwidth of large collectives as a multiple of `gpu_efficiency`.
+    Null for 1 everywhere; numbers in between are interpolated by their logarithm."""
+    gpu_all_reduce: Annotated[float, MULTIPLE_BOUNDS] = 1.0
+    """Bus bandwidth of large all-reduces inside a node as a multiple of other collectives': switches from NVLink 4 on
+    add up what passes through them."""
     gloo: GlooSpeed | None = None
     """Where collectives are gloo's; null where they are NCCL's."""
+
+    def compute_reached_gb_s(self, num_gpus: int) -> float:
+        """GB/s that large collectives reach among so many GPUs of a node, one direction."""
+        share, shares = 1.0, self.gpu_group_share
+        if shares:
+            sizes = sorted(map(int, shares))
+            below = max((size for size in sizes if size <= num_gpus), default=sizes[0])
+            above = min((size for size in sizes if size >= num_gpus), default=sizes[-1])
+            weight = math.log(num_gpus / below) / math.log(above / below) if above > below else 0.0
+            share = shares[str(below)] ** (1 - weight) * shares[str(above)] ** weight
+        return self.gpu_gb_s * self.gpu_efficiency * share
 
 
 @dataclass(frozen=True)

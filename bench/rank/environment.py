@@ -384,7 +384,7 @@ def compute_expected_tflops(hardware: Hardware, dtype_name: str) -> float | None
     peak, speeds = hardware.peak_tflops.get(dtype_name), hardware.speeds
     if peak is None or speeds is None or speeds.matmul is None:
         return None
-    efficiency = speeds.matmul.efficiency.get(dtype_name)
+    efficiency = speeds.matmul.compute_reached_share(dtype_name)
     return None if efficiency is None else peak * efficiency
 
 
@@ -396,10 +396,10 @@ def compute_expected_gb_s(hardware: Hardware, world_size: int, num_nodes: int) -
     links = hardware.speeds.links if hardware.speeds else None
     if links is None or links.gloo is not None or world_size == 1:
         return None
-    intra_node_gb_s = links.gpu_gb_s * links.gpu_efficiency
+    ranks_per_node = -(-world_size // num_nodes)
+    intra_node_gb_s = links.compute_reached_gb_s(ranks_per_node)
     if num_nodes == 1:
         return intra_node_gb_s
-    ranks_per_node = -(-world_size // num_nodes)
     inter_node_gb_s = links.node_gb_s * links.node_efficiency * min(1.0, ranks_per_node / links.adapters)
     return inter_node_gb_s if ranks_per_node == 1 else min(intra_node_gb_s, inter_node_gb_s)
 

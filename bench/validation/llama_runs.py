@@ -44,6 +44,7 @@ TORCHTITAN_OVERRIDES = {
     "strategy.degree": "8",
     "precision": "bf16",
     "hardware": "h100_80gb",
+    "hardware.speeds.attention.kernel": "flash2",
     "gpus_per_node": "8",
     "sequence_length": "8192",
     "activation_checkpointing": "full",

@@ -56,9 +56,11 @@ from bench.calibration.session import measure_compute
 from bench.calibration.steps import CALL_SAMPLE, STEP_SAMPLE
 from bench.core.errors import UsageError
 from bench.hardware import Hardware
+from bench.hardware.attention_kernels import SDPA
 from bench.hardware.detect import DetectedDevice
 from bench.hardware.hardware_file import format_hardware_yaml, read_hardware_file
 from bench.hardware.speeds import (
+    AttentionKernelSpeed,
     AttentionSpeed,
     GlooSpeed,
     HardwareSpeeds,
@@ -659,7 +661,7 @@ def make_attention_samples(shapes: Sequence[tuple[int, int, int, int]], format_:
 KNOWN_GPU = dataclasses.replace(
     H200_HARDWARE.speeds,  # type: ignore[type-var]
     matmul=MatmulSpeed({"fp32": 0.71, "tf32": 0.52, "bf16": 0.66, "fp16": 0.63}, 132, 90.0),
-    attention=AttentionSpeed(0.61, 0.42, 40.0),
+    attention=AttentionSpeed({SDPA: AttentionKernelSpeed(0.61, 0.42, 40.0)}),
     memory_efficiency=0.77,
     launch=LaunchOverhead(kernel_us=1.6, operator_us=7.5, unit_us=120.0),
 )
@@ -696,9 +698,9 @@ def test_known_speeds_of_a_gpu_come_back() -> None:
     for name in GPU_FORMATS:
         assert speeds.matmul.efficiency[name] == pytest.approx(KNOWN_GPU.matmul.efficiency[name], rel=0.01), name
     assert speeds.matmul.half_depth == pytest.approx(90.0, rel=0.05)
-    assert speeds.attention.forward == pytest.approx(0.61, rel=0.02)
-    assert speeds.attention.backward == pytest.approx(0.42, rel=0.02)
-    assert speeds.attention.half_width == pytest.approx(40.0, rel=0.05)
+    assert speeds.attention.kernels[SDPA].forward == pytest.approx(0.61, rel=0.02)
+    assert speeds.attention.kernels[SDPA].backward == pytest.approx(0.42, rel=0.02)
+    assert speeds.attention.kernels[SDPA].half_width == pytest.approx(40.0, rel=0.05)
     assert speeds.memory_efficiency == pytest.approx(0.77, rel=1e-3)
     assert speeds.launch == KNOWN_GPU.launch
     assert fit.memory_bandwidth_gb_s == 4800
@@ -714,7 +716,7 @@ def test_noise_of_a_gpu_moves_its_speeds_little() -> None:
     assert speeds.matmul is not None
     assert speeds.attention is not None
     assert speeds.matmul.efficiency["bf16"] == pytest.approx(0.66, rel=0.03)
-    assert speeds.attention.backward == pytest.approx(0.42, rel=0.05)
+    assert speeds.attention.kernels[SDPA].backward == pytest.approx(0.42, rel=0.05)
 
 
 def test_a_gpu_without_peaks_is_refused_in_a_sentence() -> None:

@@ -18,6 +18,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
 from bench.hardware.detect import DetectedDevice
 from bench.hardware.hardware_file import format_hardware_yaml, read_hardware_file
+from bench.hardware.speeds import AttentionKernelSpeed
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
 from bench.records import read_latest_attempts
@@ -56,7 +57,7 @@ def test_a_file_means_what_the_same_description_in_the_suite_means(described):
 def test_identity_is_the_content_not_path_date_or_layout(described):
     path = described()
     moved = described(lambda values: values["sources"].update(calibration="1999-12-31 on host elsewhere"))
-    written_out = described(lambda values: values["speeds"]["links"].update(gpu_latency=1.0, gloo=None))
+    written_out = described(lambda values: values["speeds"]["links"].update(gloo=None))
     (flow := moved.with_name("flow.yaml")).write_text(json.dumps(yaml.safe_load(path.read_text())))
     assert compute_run_id(path) == compute_run_id(moved) == compute_run_id(written_out) == compute_run_id(flow)
 
@@ -81,6 +82,15 @@ def test_numbers_that_came_later_leave_earlier_predictions_their_identity():
         before = row["config"]["hardware"]["speeds"]["links"]
         row["config"]["hardware"]["speeds"]["links"] = {**before, "gpu_latency": 1.0, "gloo": None}
         assert build_run_config(row["config"]).run_id == row["run_id"]
+
+
+def test_attention_of_before_kernels_had_names_is_the_kernel_that_runs(described):
+    speed = {"forward": 0.5, "backward": 0.4, "half_width": 30.0}
+    path = described(lambda values: values["speeds"].update(attention=dict(speed)))
+    attention = compose_run_config(f"hardware={path}").hardware.speeds.attention
+    assert attention.kernels == {"sdpa": AttentionKernelSpeed(**speed)}
+    named = described(lambda values: values["speeds"].update(attention={"kernels": {"sdpa": speed}}))
+    assert compute_run_id(path) == compute_run_id(named)
 
 
 def test_a_measurement_does_not_depend_on_what_is_believed_of_speeds(described):

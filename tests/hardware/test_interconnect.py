@@ -131,8 +131,18 @@ def test_fields_of_a_network_and_of_links_can_be_set() -> None:
 def test_a_network_says_the_sources_of_what_it_changed_and_is_on_the_row() -> None:
     config = build_config(network="aws_p4d")
     assert config.hardware.sources["speeds.links.node_gb_s"].startswith("network=aws_p4d: https://")
-    assert config.hardware.sources["speeds.links.gpu_efficiency"].startswith("https://"), "which it did not change"
+    assert config.hardware.sources["speeds.links.gpu_efficiency"].startswith("fitted: "), "which it did not change"
     assert config.to_dict()["hardware"]["interconnect"]["node_network"] == "AWS p4d"
+
+
+def test_links_of_another_kind_have_nothing_that_was_fitted_to_the_ones_there_were() -> None:
+    own, same, other = (
+        build_config(**settings).hardware.speeds.links  # type: ignore[union-attr]
+        for settings in ({}, {"network": "nvlink4"}, {"network": "pcie5_p2p"})
+    )
+    assert own.gpu_all_reduce > 1
+    assert (same.gpu_group_share, same.gpu_all_reduce) == (own.gpu_group_share, own.gpu_all_reduce)
+    assert (other.gpu_group_share, other.gpu_all_reduce) == (None, 1.0)
 
 
 def test_the_same_links_are_the_same_prediction_whatever_they_are_called() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from bench.core.precision import Precision
 from bench.hardware import Hardware
+from bench.hardware.attention_kernels import choose_sdpa_kernel
 from bench.hardware.speeds import LinkSpeeds
 from bench.prediction.cost.collectives import (
     CALIBRATED_COLLECTIVES,
@@ -16,8 +17,8 @@ from bench.prediction.cost.collectives import (
     compute_bus_bandwidth,
     compute_collective_seconds,
 )
-from bench.prediction.cost.kernels import compute_kernel_seconds
-from bench.prediction.trace.kernels import ATTENTION, MATMUL, MEMORY_BOUND, OPERAND_FORMATS, KernelArrays
+from bench.prediction.cost.kernels import compute_attention_seconds, compute_kernel_seconds
+from bench.prediction.trace.kernels import ATTENTION, BIAS_SUFFIX, MATMUL, MEMORY_BOUND, OPERAND_FORMATS, KernelArrays
 from tests.conftest import compose_run_config
 
 A100 = compose_run_config("hardware=a100_80gb").hardware
@@ -141,7 +142,11 @@ def test_a_large_product_reaches_the_stated_share_of_the_peak() -> None:
     assert A100.speeds is not None
     took = seconds(matmuls([(1, 16384, 12288, 12288)]))[0]
     reached = 2 * 16384 * 12288 * 12288 / took / (A100.peak_tflops["bf16"] * 1e12)
-    assert reached == pytest.approx(A100.speeds.matmul.efficiency["bf16"], rel=0.03)
+    matmul = A100.speeds.matmul
+    assert reached == pytest.approx(matmul.efficiency["bf16"] * matmul.sustained_share["bf16"], rel=0.03)
+    bursts = dataclasses.replace(A100.speeds, matmul=dataclasses.replace(matmul, sustained_share={}))
+    burst = seconds(matmuls([(1, 16384, 12288, 12288)]), dataclasses.replace(A100, speeds=bursts))[0]
+    assert took / burst == pytest.approx(1 / matmul.sustained_share["bf16"], rel=0.001)
 
 
 def test_a_wave_that_is_not_full_takes_longer_than_its_work() -> None:
@@ -175,6 +180,49 @@ def test_attention_backward_is_slower_per_flop_than_forward() -> None:
     assert flops / 312e12 < forward < backward
 
 
+def time_attention(
+    hardware: Hardware, shape: tuple[int, int, int, int, int], *, causal: bool = True, operator: str = "attention"
+) -> float:
+    """Seconds that fused attention of a shape (batch, heads, queries, keys, head dimension) takes forward."""
+    dims = np.array([shape], dtype=float)
+    flops = 4 * dims.prod(axis=1) / (2 if causal else 1)
+    assert hardware.speeds is not None
+    assert hardware.speeds.attention is not None
+    return float(compute_attention_seconds([operator], dims, flops, 989e12, hardware.speeds.attention, 132)[0])
+
+
+def test_attention_takes_longer_per_flop_where_heads_are_narrow_sequences_short_and_blocks_few() -> None:
+    narrow, wide = time_attention(H100, (8, 32, 4096, 4096, 64)), time_attention(H100, (8, 16, 4096, 4096, 128))
+    assert 1.1 * wide < narrow < 2 * wide, "as many FLOPs"
+    short, long = time_attention(H100, (64, 16, 512, 512, 128)), time_attention(H100, (8, 16, 4096, 4096, 128))
+    assert short > 1.2 * long / 8, "an eighth of the FLOPs"
+    assert time_attention(H100, (8, 16, 4096, 4096, 80)) == pytest.approx(
+        time_attention(H100, (8, 16, 4096, 4096, 96)), rel=0.001
+    ), "narrower heads are padded"
+    square = time_attention(H100, (8, 16, 4096, 4096, 128), causal=False)
+    assert 0.5 * square < long < 0.6 * square
+    assert time_attention(H100, (1, 1, 4096, 4096, 128)) > 2 * time_attention(H100, (8, 16, 4096, 4096, 128)) / 128
+
+
+def test_the_kernel_of_attention_is_the_one_that_torch_picks() -> None:
+    hopper, ampere, volta = ("cudnn", "flash3", "flash2", "efficient"), ("flash2", "efficient"), ("efficient",)
+    assert [choose_sdpa_kernel(kernels) for kernels in (hopper, ampere, volta)] == ["cudnn", "flash2", "efficient"]
+    assert choose_sdpa_kernel(hopper, torch_version=(2, 9)) == "flash2"
+    assert choose_sdpa_kernel(hopper, torch_version=(2, 5, 0)) == "cudnn"
+    assert choose_sdpa_kernel(hopper, torch_version=(2, 5, 1)) == "flash2"
+    assert choose_sdpa_kernel(ampere, has_bias=True) == "efficient"
+    assert choose_sdpa_kernel(("sdpa", *hopper)) == "sdpa", "whatever ran where it was timed"
+    with pytest.raises(ValueError, match="none of the attention kernels flash3"):
+        choose_sdpa_kernel(("flash3",))
+
+
+def test_a_bias_and_a_kernel_by_name_change_the_time_of_attention() -> None:
+    shape = (8, 16, 4096, 4096, 128)
+    assert time_attention(A100, shape, operator=f"attention{BIAS_SUFFIX}") > 1.3 * time_attention(A100, shape)
+    named = compose_run_config("hardware=a100_80gb", "hardware.speeds.attention.kernel=triton_2022").hardware
+    assert time_attention(named, shape) == pytest.approx(1.8 * time_attention(A100, shape), rel=0.02)
+
+
 def test_a_v100_has_no_speed_for_bf16() -> None:
     v100 = compose_run_config("hardware=v100_16gb", "precision=fp16").hardware
     with pytest.raises(ValueError, match="no speed for bf16"):
@@ -194,7 +242,8 @@ REPLICAS = CollectiveGroup(8, 1, concurrent_groups=8)
 def test_no_collective_beats_its_narrowest_link(kind: str, group: CollectiveGroup) -> None:
     for size in 10.0 ** np.arange(1, 11):
         bus = compute_bus_bandwidth(kind, size, group, links())
-        assert 0 < bus <= links().gpu_gb_s * links().gpu_efficiency * 1.0001
+        gain = links().gpu_all_reduce if kind == "all-reduce" and group.nodes == 1 else 1.0
+        assert 0 < bus <= links().gpu_gb_s * links().gpu_efficiency * gain * 1.0001
         if group.nodes > 1:
             # A tree all-reduce moves no more than its data, where the bus bandwidth is that of a ring.
             assert bus <= links().node_gb_s / group.concurrent_groups
@@ -222,7 +271,16 @@ def test_large_collectives_reach_what_nccl_tests_print() -> None:
     # https://github.com/stas00/ml-engineering/tree/master/network: 235 of 300 GB/s in an A100 node
     assert compute_bus_bandwidth("all-reduce", 4e9, NODE, links()) == pytest.approx(235, rel=0.02)
     # https://github.com/NVIDIA/nccl/issues/986: 350 of 450 GB/s in an H100 node
-    assert compute_bus_bandwidth("all-gather", 4e9, NODE, links(H100)) == pytest.approx(350, rel=0.02)
+    assert compute_bus_bandwidth("all-gather", 4e9, NODE, links(H100)) == pytest.approx(350, rel=0.03)
+
+
+def test_a_group_of_fewer_gpus_has_its_own_share_of_the_bandwidth() -> None:
+    shared = links(gpu_group_share={"2": 0.5, "4": 0.8, "8": 1.0})  # type: ignore[arg-type]
+    whole = compute_bus_bandwidth("all-gather", 8e9, NODE, shared)
+    ratio = {n: compute_bus_bandwidth("all-gather", 8e9, CollectiveGroup(n, n), shared) / whole for n in (2, 3, 4, 16)}
+    assert (ratio[2], ratio[4]) == (pytest.approx(0.5, rel=0.01), pytest.approx(0.8, rel=0.01))
+    assert 0.5 < ratio[3] < 0.8
+    assert ratio[16] == pytest.approx(1.0, rel=0.01), "beyond what was timed as the largest"
 
 
 def test_an_all_gather_among_many_nodes_reaches_what_was_measured() -> None:
@@ -268,7 +326,7 @@ def test_a_slow_network_slows_what_crosses_nodes_and_nothing_else() -> None:
 
 
 def test_congestion_grows_with_the_number_of_nodes() -> None:
-    congested, free = links(congestion=0.1), links(congestion=0.0)
+    congested, free = links(congestion=0.1, gpu_gb_s=900), links(congestion=0.0, gpu_gb_s=900)
     ratio = {
         nodes: compute_collective_seconds("all-gather", 10e9, CollectiveGroup(8 * nodes, 8), congested)
         / compute_collective_seconds("all-gather", 10e9, CollectiveGroup(8 * nodes, 8), free)

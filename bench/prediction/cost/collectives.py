@@ -95,9 +95,11 @@ def compute_collective_seconds(kind: str, size_bytes: float, group: CollectiveGr
     nvlink_steps, network_steps = group.num_ranks - group.nodes, group.nodes - 1
     received_share = 1.0 if kind in (BROADCAST, REDUCE) else (group.num_ranks - 1) / group.num_ranks
     received_bytes = passes * size_bytes * received_share
-    seconds_per_byte = _compute_seconds_per_byte(group, links)
-    base_scale_s = 1e-6 * (1.0 if group.nodes > 1 else links.gpu_latency)
-    step_scale_s = 1e-6 * (links.latency if group.nodes > 1 else links.gpu_latency)
+    is_in_node = group.nodes == 1
+    all_reduce_gain = links.gpu_all_reduce if kind == ALL_REDUCE else 1.0
+    seconds_per_byte = _compute_seconds_per_byte(group, links) / (all_reduce_gain if is_in_node else 1.0)
+    base_scale_s = 1e-6 * (links.gpu_latency if is_in_node else 1.0)
+    step_scale_s = 1e-6 * (links.gpu_latency if is_in_node else links.latency)
     protocol_seconds = [
         protocol.base_latency_us * base_scale_s
         + passes * (nvlink_steps * protocol.nvlink_step_us + network_steps * protocol.network_step_us) * step_scale_s
@@ -106,10 +108,18 @@ def compute_collective_seconds(kind: str, size_bytes: float, group: CollectiveGr
     ]
     if kind == ALL_REDUCE:
         nvlink_depth, network_depth = min(group.num_ranks, group.ranks_per_node) - 1, math.ceil(math.log2(group.nodes))
+        tree_seconds_per_byte = 2 * _compute_node_seconds_per_byte(group, links) / all_reduce_gain
+        if not is_in_node:
+            # Of two trees, each for half of the data, every node is an inner one in one and a leaf in the other: it
+            # sends everything twice, and once where there are but two nodes.
+            times_sent = 1 if group.nodes == 2 else 2
+            tree_seconds_per_byte = max(
+                tree_seconds_per_byte, times_sent * _compute_network_seconds_per_byte(group, links)
+            )
         protocol_seconds += [
             protocol.base_latency_us * base_scale_s
             + 2 * (nvlink_depth * protocol.nvlink_step_us + network_depth * protocol.network_step_us) * base_scale_s
-            + 2 * size_bytes * seconds_per_byte / protocol.bandwidth_share
+            + size_bytes * tree_seconds_per_byte / protocol.bandwidth_share
             for protocol in TREE_PROTOCOLS
         ]
     return min(protocol_seconds)
@@ -145,12 +155,26 @@ def _compute_seconds_per_byte(group: CollectiveGroup, links: LinkSpeeds) -> floa
     """Of what each rank receives, on the narrowest link of the ring.
 
     All rings together carry what one rank receives into each node, so a node's adapters serve the group as one link;
-    a group with fewer ranks in a node than the node has adapters reaches as many as it has ranks.
+    a group with fewer ranks in a node than the node has adapters reaches as many as it has ranks. Where one rank of a
+    group is in each node, nothing passes inside them.
     """
-    nvlink_s_per_byte = 1 / (links.gpu_gb_s * links.gpu_efficiency * 1e9)
+    node_s_per_byte = _compute_node_seconds_per_byte(group, links)
     if group.nodes == 1:
-        return nvlink_s_per_byte
+        return node_s_per_byte
+    network_s_per_byte = _compute_network_seconds_per_byte(group, links)
+    return max(node_s_per_byte, network_s_per_byte) if group.ranks_per_node > 1 else network_s_per_byte
+
+
+def _compute_node_seconds_per_byte(group: CollectiveGroup, links: LinkSpeeds) -> float:
+    """Of the links inside a node, for as many GPUs of the group as one has; 0 where it has one."""
+    num_gpus = min(group.num_ranks, group.ranks_per_node)
+    if num_gpus == 1:
+        return 0.0
+    return 1 / (links.compute_reached_gb_s(num_gpus) * 1e9)
+
+
+def _compute_network_seconds_per_byte(group: CollectiveGroup, links: LinkSpeeds) -> float:
+    """Of a node's adapters, as many of them as the group reaches and others leave it."""
     adapter_share = min(1.0, min(group.num_ranks, group.ranks_per_node) / links.adapters, 1 / group.concurrent_groups)
     network_s_per_byte = 1 / (links.node_gb_s * links.node_efficiency * adapter_share * 1e9)
-    network_s_per_byte *= 1 + links.congestion * math.log2(group.nodes / 2)
-    return max(nvlink_s_per_byte, network_s_per_byte) if group.ranks_per_node > 1 else network_s_per_byte
+    return network_s_per_byte * (1 + links.congestion * math.log2(group.nodes / 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,12 +10,14 @@ import numpy.typing as npt
 
 from bench.core.precision import Precision, get_torch_dtype
 from bench.hardware import Hardware
-from bench.hardware.speeds import HardwareSpeeds, ProcessorSpeed
+from bench.hardware.attention_kernels import choose_sdpa_kernel
+from bench.hardware.speeds import AttentionSpeed, HardwareSpeeds, MatmulSpeed, ProcessorSpeed
 from bench.prediction.trace.cpu_memory import find_query_block_size
 from bench.prediction.trace.kernels import (
     ATTENTION,
     ATTENTION_BACKWARD_MATMULS,
     ATTENTION_FORWARD_MATMULS,
+    BIAS_SUFFIX,
     FALLBACK_NAME_PART,
     GROUPED_DEPTH_SUFFIX,
     GROUPED_MATMUL_NAME_PART,
@@ -161,6 +164,9 @@ any step of a large model. A calibration measures them instead."""
 HALF_PRECISION_FORMATS = {"bf16", "fp16"}
 """Formats for which an operator may have a speed of its own."""
 
+ATTENTION_BLOCK_QUERIES = 128
+"""Queries that a thread block of fused attention takes (FlashAttention-2 and -3: 128 at head dimensions up to 128)."""
+
 HEAD_DIMENSION_MULTIPLE = 32
 """Fused attention is compiled for head dimensions that are multiples of this, and pads others."""
 
@@ -209,13 +215,15 @@ def _compute_arithmetic_seconds(
     """Seconds of arithmetic on a GPU, for kernels that wait for nothing else."""
     speeds = hardware.speeds
     assert speeds is not None
-    assert speeds.attention is not None
+    assert speeds.matmul is not None
     seconds = np.zeros(len(kernels))
     is_matmul, is_attention = kernels.kinds == MATMUL, kernels.kinds == ATTENTION
     for format_index, format_name in enumerate(OPERAND_FORMATS):
         if np.any(selected := is_matmul & (kernels.formats == format_index)):
             peak_flops, efficiency = _find_peak_flops(format_name, hardware, speeds, precision)
-            seconds[selected] = compute_matmul_seconds(kernels.dims[selected, :4], peak_flops * efficiency, speeds)
+            seconds[selected] = compute_matmul_seconds(
+                kernels.dims[selected, :4], peak_flops * efficiency, speeds.matmul
+            )
             for index in _find_grouped_kernels(kernels, selected) if expert_tokens else ():
                 seconds[index] = compute_grouped_matmul_seconds(
                     kernels.operators[index],
@@ -228,17 +236,65 @@ def _compute_arithmetic_seconds(
     if np.any(is_attention):
         # Its operands are of two formats: one number per row of scores is kept in fp32, whatever it computes in.
         peak_flops, _ = _find_peak_flops(precision.compute, hardware, speeds, precision)
-        is_backward = np.array(["backward" in operator for operator in kernels.operators])[is_attention]
-        attention_efficiency = np.where(is_backward, speeds.attention.backward, speeds.attention.forward)
-        head_dimension = kernels.dims[is_attention, 4]
-        padding_factor = (
-            HEAD_DIMENSION_MULTIPLE * np.ceil(head_dimension / HEAD_DIMENSION_MULTIPLE) + speeds.attention.half_width
-        ) / head_dimension
-        seconds[is_attention] = kernels.flops[is_attention] * padding_factor / (peak_flops * attention_efficiency)
+        assert speeds.attention is not None
+        seconds[is_attention] = compute_attention_seconds(
+            [kernels.operators[index] for index in np.flatnonzero(is_attention)],
+            kernels.dims[is_attention],
+            kernels.flops[is_attention],
+            peak_flops,
+            speeds.attention,
+            speeds.matmul.multiprocessors,
+        )
     return seconds
 
 
-def compute_matmul_seconds(shapes: FloatArray, flops_per_s: float, speeds: HardwareSpeeds) -> FloatArray:
+def compute_attention_seconds(
+    operators: Sequence[str],
+    dims: FloatArray,
+    flops: FloatArray,
+    peak_flops: float,
+    attention: AttentionSpeed,
+    multiprocessors: int,
+) -> FloatArray:
+    """Seconds of fused attention on a GPU.
+
+    Every thread block takes some queries of a head through its keys. To the time of its products comes that of the
+    exponentials between them (a head narrower by half has as many), of its start and end, and of multiprocessors that
+    wait for the last block: half a block's time on average, a whole one's where causal blocks differ in length.
+
+    Parameters
+    ----------
+    operators: sequence of str
+        Names; those of the backward pass say so, those with a bias end in `BIAS_SUFFIX`.
+    dims, flops: array
+        As in `KernelArrays`.
+    peak_flops: float
+        FLOP/s of the device on paper.
+    """
+    numbers_by_kernel = {name: dataclasses.astuple(kernel) for name, kernel in attention.kernels.items()}
+    names = [_choose_attention_kernel(attention, operator.endswith(BIAS_SUFFIX)) for operator in operators]
+    is_backward = np.array(["backward" in operator for operator in operators])
+    forward, backward, half_width, half_length, sustained = np.array(
+        [numbers_by_kernel[name] for name in names], dtype=float
+    ).T
+    batch, heads, queries, keys, head_dimension = dims.T
+    num_matmuls = np.where(is_backward, ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS)
+    is_causal = flops < 0.75 * 2 * num_matmuls * np.prod(dims, axis=1)
+    padded_dimension = HEAD_DIMENSION_MULTIPLE * np.ceil(head_dimension / HEAD_DIMENSION_MULTIPLE)
+    width_factor = (padded_dimension + half_width) / head_dimension
+    length_factor = 1 + half_length / (keys * np.where(is_causal, 0.5, 1.0))
+    thread_blocks = batch * heads * np.ceil(queries / ATTENTION_BLOCK_QUERIES)
+    tail_factor = 1 + multiprocessors * np.where(is_causal, 1.0, 0.5) / thread_blocks
+    reached_flops = peak_flops * np.where(is_backward, backward, forward) * sustained
+    return flops * width_factor * length_factor * tail_factor / reached_flops
+
+
+def _choose_attention_kernel(attention: AttentionSpeed, has_bias: bool) -> str:
+    """Name of the kernel that runs."""
+    return choose_sdpa_kernel(attention.kernels, has_bias=has_bias) if attention.kernel == "auto" else attention.kernel
+
+
+def compute_matmul_seconds(shapes: FloatArray, flops_per_s: float, matmul: MatmulSpeed) -> FloatArray:
     """Seconds of matrix products that wait for nothing but arithmetic.
 
     A thread block takes ``2 * rows * columns * (k / split + half_depth)`` multiplications and additions at the speed of
@@ -251,15 +307,14 @@ def compute_matmul_seconds(shapes: FloatArray, flops_per_s: float, speeds: Hardw
     flops_per_s: float
         What the whole device reaches on large products.
     """
-    assert speeds.matmul is not None
     batch, m, n, k = (column[:, None] for column in shapes.T)
-    flops_per_multiprocessor = flops_per_s / speeds.matmul.multiprocessors
+    flops_per_multiprocessor = flops_per_s / matmul.multiprocessors
     split_counts = np.array(K_SPLIT_COUNTS)[None, :]
     best_seconds = np.full(len(shapes), np.inf)
     for rows, columns, tile_efficiency in MATMUL_TILES:
         thread_blocks = batch * np.ceil(m / rows) * np.ceil(n / columns) * split_counts
-        waves = np.ceil(thread_blocks / speeds.matmul.multiprocessors)
-        flops_per_block = 2 * rows * columns * (k / split_counts + speeds.matmul.half_depth * (1 + (split_counts > 1)))
+        waves = np.ceil(thread_blocks / matmul.multiprocessors)
+        flops_per_block = 2 * rows * columns * (k / split_counts + matmul.half_depth * (1 + (split_counts > 1)))
         best_seconds = np.minimum(
             best_seconds, np.min(waves * flops_per_block / (flops_per_multiprocessor * tile_efficiency), axis=1)
         )
@@ -308,7 +363,7 @@ def compute_grouped_matmul_seconds(
     rows = flops / (2 * n * k * num_products) * shares
     if FALLBACK_NAME_PART in operator:
         shapes = np.array([(num_products, expert_rows, n, k) for expert_rows in rows if expert_rows])
-        return float(compute_matmul_seconds(shapes, flops_per_s, speeds).sum())
+        return float(compute_matmul_seconds(shapes, flops_per_s, speeds.matmul).sum())
     thread_blocks = num_products * np.ceil(rows / GROUPED_TILE_ROWS).sum() * np.ceil(n / GROUPED_TILE_COLUMNS)
     waves = np.ceil(thread_blocks / speeds.matmul.multiprocessors)
     return float(waves * tile_flops_per_depth * (k + half_depth) / flops_per_multiprocessor)
@@ -322,7 +377,7 @@ def _find_peak_flops(
         "tf32" if format_name == "fp32" and precision.tf32 else "fp32" if format_name == "other" else format_name
     )
     assert speeds.matmul is not None
-    peak_tflops, efficiency = hardware.peak_tflops.get(peak_name), speeds.matmul.efficiency.get(peak_name)
+    peak_tflops, efficiency = hardware.peak_tflops.get(peak_name), speeds.matmul.compute_reached_share(peak_name)
     if peak_tflops is None or efficiency is None:
         raise ValueError(f"hardware={hardware.name} has no speed for {peak_name}")
     return peak_tflops * 1e12, efficiency

@@ -30,6 +30,9 @@ GROUPED_DEPTH_SUFFIX = ".depth"
 """Behind such a name where the depth of the product is what experts share out, as in the gradients of their weights;
 else it is the rows of the left operand."""
 
+BIAS_SUFFIX = ".bias"
+"""Behind the name of a fused attention operator that adds a bias or a mask to the scores."""
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

@@ -27,6 +27,7 @@ from bench.prediction.trace.kernels import (
     ATTENTION,
     ATTENTION_BACKWARD_MATMULS,
     ATTENTION_FORWARD_MATMULS,
+    BIAS_SUFFIX,
     GROUPED_DEPTH_SUFFIX,
     GROUPED_MATMUL_NAME_PART,
     MATMUL,
@@ -61,6 +62,9 @@ COLLECTIVE_BY_OPERATOR = {
     "reduce_scatter_tensor": "reduce-scatter",
 }
 """Functional collectives of torch (namespace ``_c10d_functional``), and what they are."""
+
+FAKE_NAMESPACE = "bench"
+"""Of the operators that stand for those of CUDA devices."""
 
 ATTENTION_NAME_PART = "attention"
 """What the names of fused attention operators have in common."""
@@ -185,9 +189,12 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         format_ = FORMAT_BY_DTYPE.get(out.dtype, OTHER_FORMAT)
         return name, MATMUL, format_, shape, 2 * math.prod(shape[:4]), bytes_moved + 2 * working_bytes
     if ATTENTION_NAME_PART in name:
-        query, key = operands[1:3] if "backward" in name else operands[:2]
+        is_backward = "backward" in name
+        query, key = operands[1:3] if is_backward else operands[:2]
+        has_bias = func.namespace == FAKE_NAMESPACE and len(operands) > (6 if is_backward else 3)
+        name += BIAS_SUFFIX if has_bias else ""
         attention_shape = (*query.shape[:3], key.shape[2], query.shape[3])
-        num_matmuls = ATTENTION_BACKWARD_MATMULS if "backward" in name else ATTENTION_FORWARD_MATMULS
+        num_matmuls = ATTENTION_BACKWARD_MATMULS if is_backward else ATTENTION_FORWARD_MATMULS
         flops = 2 * num_matmuls * math.prod(attention_shape) // (2 if _is_causal(func, args, kwargs) else 1)
         return name, ATTENTION, format_, attention_shape, flops, bytes_moved
     if GROUPED_MATMUL_NAME_PART in name:
