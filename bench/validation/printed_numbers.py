@@ -86,11 +86,16 @@ def parse_count(text: str) -> int:
         As `split_number`; a number that is not whole, or below 1, is a ValueError.
     """
     number, unit = split_number(text)
-    suffix = unit[:1] if unit[:1] in BINARY_SUFFIXES and (len(unit) == 1 or not unit[1].isalpha()) else ""
-    number *= BINARY_SUFFIXES[suffix]
+    number *= BINARY_SUFFIXES.get(_find_suffix(unit), 1)
     if number != round(number) or number < 1:
         raise ValueError(f"{text.strip()} is not a whole number of at least 1")
     return round(number)
+
+
+def _find_suffix(unit: str) -> str:
+    """The k or m that a unit begins with, unless that is the beginning of a word."""
+    match = re.match(r"[km](?![a-z])", unit)
+    return match[0] if match else ""
 
 
 def parse_parameters(text: str) -> float | None:
@@ -135,7 +140,7 @@ def parse_seconds(text: str, unit: str) -> float:
 def parse_rate(text: str, unit: str) -> float:
     """A number per second, K and M as thousands and millions: 29K tokens/s."""
     number, own_unit = split_number(text)
-    suffix = own_unit[:1] if own_unit[:1] in ("k", "m") and (len(own_unit) == 1 or not own_unit[1].isalpha()) else ""
+    suffix = _find_suffix(own_unit)
     if not suffix and unit.strip().lower().startswith(("ktok", "k tok")):
         suffix = "k"
     return number * DECIMAL_SUFFIXES[suffix]
