@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Mapping
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.config.run_config import RunConfig
 from bench.core.installation import DATA_FOLDER
 from bench.hardware import Hardware
-from bench.prediction.prediction import PredictedRange
+from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction
+from bench.prediction.simulation.step import predict_fit
 
 INTERVALS_FILE = DATA_FOLDER / "results" / "predicted" / "intervals.json"
 
@@ -39,9 +42,10 @@ class IntervalFactors:
     low: float
     high: float
 
-    def apply_to(self, value: float) -> PredictedRange:
-        """The interval of a predicted value."""
-        return PredictedRange(value, value * self.low, value * self.high)
+    def widen(self, predicted: PredictedRange) -> PredictedRange:
+        """The interval of a predicted value, at least as wide as it is by itself."""
+        value = predicted.value
+        return PredictedRange(value, min(predicted.low, value * self.low), max(predicted.high, value * self.high))
 
 
 @functools.cache
@@ -64,3 +68,30 @@ def find_factors(metric: str, device_class: str, *, is_complete: bool = True) ->
     """The factors of one metric for a class of devices and of rows."""
     entry = load_interval_file()["factors"][metric][device_class][COMPLETE if is_complete else ROUGH]
     return IntervalFactors(entry["low"], entry["high"])
+
+
+def add_intervals(config: RunConfig, prediction: Prediction) -> Prediction:
+    """The same prediction with intervals that hold 19 times of 20, and the verdict that follows from them.
+
+    A calibrated CPU keeps its own, which are those of measured runs.
+    """
+    if config.hardware.device == "cpu":
+        return prediction
+    device_class = classify_hardware(config.hardware)
+    time = prediction.time
+    if time is not None:
+        time = dataclasses.replace(time, step_s=find_factors(STEP_TIME, device_class).widen(time.step_s))
+    return dataclasses.replace(prediction, memory=_add_memory_intervals(prediction.memory, device_class), time=time)
+
+
+def _add_memory_intervals(memory: MemoryPrediction, device_class: str) -> MemoryPrediction:
+    ranges = {
+        "allocated": find_factors(ALLOCATED, device_class).widen(memory.allocated),
+        "active": find_factors(ALLOCATED, device_class).widen(memory.active),
+        "reserved": find_factors(RESERVED, device_class).widen(memory.reserved),
+        "device_used": find_factors(DEVICE_USED, device_class).widen(memory.device_used),
+    }
+    verdict = memory.verdict
+    if memory.capacity is not None and not memory.is_host_memory_short:
+        verdict = predict_fit(ranges["allocated"], ranges["reserved"], memory.capacity, memory.beside)
+    return dataclasses.replace(memory, **ranges, verdict=verdict)
