@@ -81,15 +81,26 @@ def add_intervals(config: RunConfig, prediction: Prediction) -> Prediction:
     time = prediction.time
     if time is not None:
         time = dataclasses.replace(time, step_s=find_factors(STEP_TIME, device_class).widen(time.step_s))
-    return dataclasses.replace(prediction, memory=_add_memory_intervals(prediction.memory, device_class), time=time)
+    memory = _add_memory_intervals(prediction.memory, device_class, is_complete=True)
+    return dataclasses.replace(prediction, memory=memory, time=time)
 
 
-def _add_memory_intervals(memory: MemoryPrediction, device_class: str) -> MemoryPrediction:
+def find_rough_verdict(config: RunConfig, memory: MemoryPrediction) -> str | None:
+    """Whether a run fits of which something had to be assumed."""
+    if config.hardware.device == "cpu":
+        return memory.verdict
+    return _add_memory_intervals(memory, classify_hardware(config.hardware), is_complete=False).verdict
+
+
+def _add_memory_intervals(memory: MemoryPrediction, device_class: str, *, is_complete: bool) -> MemoryPrediction:
+    allocated, reserved, device_used = (
+        find_factors(metric, device_class, is_complete=is_complete) for metric in (ALLOCATED, RESERVED, DEVICE_USED)
+    )
     ranges = {
-        "allocated": find_factors(ALLOCATED, device_class).widen(memory.allocated),
-        "active": find_factors(ALLOCATED, device_class).widen(memory.active),
-        "reserved": find_factors(RESERVED, device_class).widen(memory.reserved),
-        "device_used": find_factors(DEVICE_USED, device_class).widen(memory.device_used),
+        "allocated": allocated.widen(memory.allocated),
+        "active": allocated.widen(memory.active),
+        "reserved": reserved.widen(memory.reserved),
+        "device_used": device_used.widen(memory.device_used),
     }
     verdict = memory.verdict
     if memory.capacity is not None and not memory.is_host_memory_short:

@@ -14,7 +14,7 @@ from bench.config.compose import compose_config, find_option_file
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
 from bench.records.published import PublishedLine
-from bench.validation.metrics import METRICS, Quantity, read_quantity
+from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
 from bench.validation.model_words import read_model
 from bench.validation.printed_numbers import is_blank, parse_count, parse_parameters
 from bench.validation.sources import (
@@ -110,7 +110,28 @@ def read_lines(lines: Sequence[PublishedLine]) -> list[Reading]:
     UsageError
         If the value of a metric that is a number cannot be read as one.
     """
-    return [read_line(number, line) for number, line in enumerate(lines, start=1)]
+    failed = {_describe_run(line) for line in lines if _says_failed(line)}
+    return [
+        Reading(number, line, reason="the run failed") if _is_of_failed_run(line, failed) else read_line(number, line)
+        for number, line in enumerate(lines, start=1)
+    ]
+
+
+MEASUREMENT_COLUMNS = ("metric", "value", "unit", "uncertainty", "provenance", "torch_version", "note")
+
+
+def _describe_run(line: PublishedLine) -> tuple[str, ...]:
+    return tuple(value or "" for column, value in line.items() if column not in MEASUREMENT_COLUMNS)
+
+
+def _says_failed(line: PublishedLine) -> bool:
+    text = (line.get("value") or "").lower()
+    return line.get("metric") == "outcome" and re.search(rf"{OOM_PATTERN}|fail|no result", text) is not None
+
+
+def _is_of_failed_run(line: PublishedLine, failed: set[tuple[str, ...]]) -> bool:
+    """Whether a row measures something of a run that another row says did not end well."""
+    return line.get("metric") != "outcome" and _describe_run(line) in failed
 
 
 def read_line(row: int, line: PublishedLine) -> Reading:

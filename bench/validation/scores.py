@@ -13,7 +13,7 @@ from bench.config.flop_conventions import SUITE_COLUMNS, count_flops_per_sequenc
 from bench.config.run_config import RunConfig, compute_speed_columns
 from bench.core.errors import UsageError
 from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
-from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors
+from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors, find_rough_verdict
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, Prediction, PredictedRange
 from bench.prediction.predictor import predict_runs
 from bench.validation.metrics import (
@@ -64,6 +64,8 @@ class Score:
     parameters: int
     gpus: int
     limited_by: str | None = None
+    fullness: float | None = None
+    """Predicted allocated memory against what the allocator may have, None where that is not known."""
 
     @property
     def kind(self) -> str:
@@ -149,7 +151,7 @@ def build_score(reading: Reading, prediction: Prediction) -> Score:
     UsageError
         If nothing is predicted of what the row measured.
     """
-    config, quantity = reading.config, reading.quantity
+    config, quantity, memory = reading.config, reading.quantity, prediction.memory
     assert quantity is not None
     value, low, high = _compute_range(reading, config, prediction, quantity)
     return Score(
@@ -158,7 +160,7 @@ def build_score(reading: Reading, prediction: Prediction) -> Score:
         predicted_value=value,
         low=low,
         high=high,
-        verdict=prediction.memory.verdict,
+        verdict=_find_verdict(reading, prediction),
         hardware=config.hardware.name,
         device_class=classify_hardware(config.hardware),
         strategy=config.effective_strategy,
@@ -166,6 +168,7 @@ def build_score(reading: Reading, prediction: Prediction) -> Score:
         parameters=config.model.num_parameters,
         gpus=config.gpus,
         limited_by=None if prediction.time is None else prediction.time.limited_by,
+        fullness=memory.allocated.value / memory.capacity if memory.capacity else None,
     )
 
 
@@ -173,7 +176,7 @@ def _compute_range(
     reading: Reading, config: RunConfig, prediction: Prediction, quantity: Quantity
 ) -> tuple[float, float, float]:
     if quantity.kind == FIT:
-        value = {FITS: 0.0, DOES_NOT_FIT: 1.0}.get(prediction.memory.verdict or "", 0.5)
+        value = {FITS: 0.0, DOES_NOT_FIT: 1.0}.get(_find_verdict(reading, prediction) or "", 0.5)
         return value, value, value
     factors = find_factors(
         INTERVAL_METRICS[quantity.kind], classify_hardware(config.hardware), is_complete=reading.is_complete
@@ -184,6 +187,11 @@ def _compute_range(
     step_s = _compute_step_seconds(reading, config, prediction)
     values = [_compute_speed(reading, config, quantity, step_s * factor) for factor in (1.0, factors.low, factors.high)]
     return values[0], min(values[1:]), max(values[1:])
+
+
+def _find_verdict(reading: Reading, prediction: Prediction) -> str | None:
+    """Whether the run fits; of a row of which something was assumed, as the wider interval says."""
+    return prediction.memory.verdict if reading.is_complete else find_rough_verdict(reading.config, prediction.memory)
 
 
 def _compute_bytes(reading: Reading, config: RunConfig, prediction: Prediction, quantity: Quantity) -> float:
