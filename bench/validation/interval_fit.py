@@ -77,9 +77,7 @@ class FittedInterval:
     """``fitted``, or what it was taken from."""
 
     def to_plain(self) -> dict[str, Any]:
-        return {
-            name: round(value, 4) if isinstance(value, float) else value for name, value in self.__dict__.items()
-        }
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in self.__dict__.items()}
 
 
 def list_residuals(scores: Iterable[Score], metric: str, *, is_complete: bool) -> list[Residual]:

@@ -19,7 +19,13 @@ from bench.validation.printed_numbers import (
 from bench.validation.training_words import NotExpressibleError
 
 SPEED, FIT = "speed", "fit"
-ALLOCATED, ACTIVE, RESERVED, DEVICE_USED, BETWEEN_STEPS = "allocated", "active", "reserved", "device used", "between steps"
+ALLOCATED, ACTIVE, RESERVED, DEVICE_USED, BETWEEN_STEPS = (
+    "allocated",
+    "active",
+    "reserved",
+    "device used",
+    "between steps",
+)
 KINDS = (SPEED, ALLOCATED, ACTIVE, RESERVED, DEVICE_USED, BETWEEN_STEPS, FIT)
 """What errors are summed up by: speed; peaks of memory; memory between steps; whether a run fits."""
 
@@ -68,14 +74,29 @@ METRICS: Mapping[str, Metric] = {
 
 METRIC_NAMES = {
     **dict.fromkeys(("iteration_time", "step_time_s", "step_time_median_s", "time_per_step"), "step_time"),
-    **dict.fromkeys(("iteration_time_s", "median_latency_per_batch", "seconds_per_step", "time_per_iteration"), "step_time"),
-    **dict.fromkeys(("tokens_per_sec_per_gpu", "tokens_per_gpu_per_second", "tps_per_gpu", "tgs", "wps"), "tokens_per_second_per_gpu"),
-    **dict.fromkeys(("tokens/s/gpu", "tokens_s_gpu", "tps", "tokens_per_second_per_device"), "tokens_per_second_per_gpu"),
-    **dict.fromkeys(("tokens_per_sec", "tokens/s", "throughput_tokens", "total_tokens_per_second"), "tokens_per_second"),
-    **dict.fromkeys(("samples_per_sec", "sequences_per_second", "throughput_samples", "samples/s"), "samples_per_second"),
-    **dict.fromkeys(("tflops", "tflop/s/gpu", "model_tflops_per_gpu", "tflops/gpu", "tflop_s_per_gpu"), "tflops_per_gpu"),
+    **dict.fromkeys(
+        ("iteration_time_s", "median_latency_per_batch", "seconds_per_step", "time_per_iteration"), "step_time"
+    ),
+    **dict.fromkeys(
+        ("tokens_per_sec_per_gpu", "tokens_per_gpu_per_second", "tps_per_gpu", "tgs", "wps"),
+        "tokens_per_second_per_gpu",
+    ),
+    **dict.fromkeys(
+        ("tokens/s/gpu", "tokens_s_gpu", "tps", "tokens_per_second_per_device"), "tokens_per_second_per_gpu"
+    ),
+    **dict.fromkeys(
+        ("tokens_per_sec", "tokens/s", "throughput_tokens", "total_tokens_per_second"), "tokens_per_second"
+    ),
+    **dict.fromkeys(
+        ("samples_per_sec", "sequences_per_second", "throughput_samples", "samples/s"), "samples_per_second"
+    ),
+    **dict.fromkeys(
+        ("tflops", "tflop/s/gpu", "model_tflops_per_gpu", "tflops/gpu", "tflop_s_per_gpu"), "tflops_per_gpu"
+    ),
     **dict.fromkeys(("peak_fraction", "hardware_utilization"), "hfu"),
-    **dict.fromkeys(("max_memory_allocated", "peak_allocated", "peak_allocated_bytes", "peak_memory_alloc"), "peak_memory_allocated"),
+    **dict.fromkeys(
+        ("max_memory_allocated", "peak_allocated", "peak_allocated_bytes", "peak_memory_alloc"), "peak_memory_allocated"
+    ),
     **dict.fromkeys(("max_memory_reserved", "peak_reserved", "peak_reserved_bytes"), "peak_memory_reserved"),
     **dict.fromkeys(("peak_active", "peak_active_bytes"), "peak_memory_active"),
     **dict.fromkeys(("memory_per_gpu", "memory", "max_memory", "gpu_memory", "peak_gpu_memory"), "peak_memory"),
@@ -123,7 +144,9 @@ def read_quantity(row: int, line: PublishedLine, renamed_metrics: Mapping[str, s
     """
     name = (line.get("metric") or "").strip()
     metric = renamed_metrics.get(name, name)
-    metric = renamed_metrics.get(metric, METRIC_NAMES.get(metric.lower().replace(" ", "_"), metric.lower().replace(" ", "_")))
+    metric = renamed_metrics.get(
+        metric, METRIC_NAMES.get(metric.lower().replace(" ", "_"), metric.lower().replace(" ", "_"))
+    )
     value, unit = (line.get("value") or "").strip(), line.get("unit") or ""
     if is_blank(name):
         raise NotExpressibleError("the metric is not stated")

@@ -171,7 +171,9 @@ def read_line(row: int, line: PublishedLine) -> Reading:
 
 
 def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> Overrides:
-    known = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in knowledge.settings.items()}
+    known = {
+        key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in knowledge.settings.items()
+    }
     taken_back = {key for key, value in known.items() if value == ""}
     known = {key: value for key, value in known.items() if value != ""}
     note, words = line.get("note") or "", Overrides()
@@ -192,7 +194,11 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> Overrides:
     if "sequence_length" not in settings:
         settings["sequence_length"] = str(_read_count(line, "sequence_length", "sequence length"))
     _extend_positions(settings, knowledge.block_size == "sequence_length")
-    if re.search(r"torch\.compile|\bcompiled?\b", note.lower()) and "compile" not in settings and not knowledge.uncompiled:
+    if (
+        re.search(r"torch\.compile|\bcompiled?\b", note.lower())
+        and "compile" not in settings
+        and not knowledge.uncompiled
+    ):
         settings["compile"] = "true"
     assumptions = [*words.assumptions, *knowledge.assumed]
     settings |= _read_batch(line, settings, assumptions)

@@ -64,6 +64,7 @@ class Score:
     parameters: int
     gpus: int
     limited_by: str | None = None
+    predicted_step_s: float | None = None
     fullness: float | None = None
     """Predicted allocated memory against what the allocator may have, None where that is not known."""
 
@@ -125,9 +126,7 @@ def score_readings(readings: Sequence[Reading]) -> tuple[list[Score], dict[int, 
     return scores, reasons
 
 
-def _predict(
-    readings: Sequence[Reading], reasons: dict[int, str]
-) -> Mapping[tuple[tuple[str, str], ...], Prediction]:
+def _predict(readings: Sequence[Reading], reasons: dict[int, str]) -> Mapping[tuple[tuple[str, str], ...], Prediction]:
     """All at once; one by one where something is refused only then."""
     settings = list(dict.fromkeys(reading.settings for reading in readings))
     configs = {reading.settings: reading.config for reading in readings}
@@ -168,6 +167,7 @@ def build_score(reading: Reading, prediction: Prediction) -> Score:
         parameters=config.model.num_parameters,
         gpus=config.gpus,
         limited_by=None if prediction.time is None else prediction.time.limited_by,
+        predicted_step_s=None if prediction.time is None else _compute_step_seconds(reading, config, prediction),
         fullness=memory.allocated.value / memory.capacity if memory.capacity else None,
     )
 
@@ -303,7 +303,12 @@ def pick_configurations(scores: Iterable[Score]) -> list[Score]:
     """One score per configuration and kind: rows with other metrics of the same step say the same again."""
     picked: dict[tuple[object, ...], Score] = {}
     for score in scores:
-        key = (score.reading.source, score.reading.settings, score.kind, round(score.log_ratio, 2) if score.is_counted else 0)
+        key = (
+            score.reading.source,
+            score.reading.settings,
+            score.kind,
+            round(score.log_ratio, 2) if score.is_counted else 0,
+        )
         picked.setdefault(key, score)
     return list(picked.values())
 
@@ -328,5 +333,3 @@ SIZE_CLASSES = (
 def classify_model_size(score: Score) -> str:
     """How large the model is, in words."""
     return next(name for limit, name in SIZE_CLASSES if score.parameters < limit)
-
-

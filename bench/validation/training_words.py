@@ -311,7 +311,9 @@ def _read_zero(words: str, stage: str) -> Overrides:
 
 
 def _read_fsdp(words: str) -> Overrides:
-    overrides = Overrides({"strategy": "fsdp" if re.search(r"fsdp ?2|fully_shard|per[- ]parameter", words) else "fsdp1"})
+    overrides = Overrides(
+        {"strategy": "fsdp" if re.search(r"fsdp ?2|fully_shard|per[- ]parameter", words) else "fsdp1"}
+    )
     settings = overrides.settings
     is_fsdp1 = settings["strategy"] == "fsdp1"
     if re.search(r"hybrid|hsdp|\b_hybrid", words):
