@@ -1,4 +1,4 @@
-"""Intervals of predictions from the residuals of published rows: how far from a prediction the truth lies 19 times of 20.
+"""Intervals of predictions from residuals of published rows: how far from a prediction the truth lies 19 times of 20.
 
 ``results/predicted/intervals.json`` holds the factors. ``python -m bench.predict validate --fit-intervals`` writes it:
 `bench.validation.interval_fit` says how they are chosen.
@@ -96,13 +96,14 @@ def _add_memory_intervals(memory: MemoryPrediction, device_class: str, *, is_com
     allocated, reserved, device_used = (
         find_factors(metric, device_class, is_complete=is_complete) for metric in (ALLOCATED, RESERVED, DEVICE_USED)
     )
-    ranges = {
-        "allocated": allocated.widen(memory.allocated),
-        "active": allocated.widen(memory.active),
-        "reserved": reserved.widen(memory.reserved),
-        "device_used": device_used.widen(memory.device_used),
-    }
-    verdict = memory.verdict
-    if memory.capacity is not None and not memory.is_host_memory_short:
-        verdict = predict_fit(ranges["allocated"], ranges["reserved"], memory.capacity, memory.beside)
-    return dataclasses.replace(memory, **ranges, verdict=verdict)
+    memory = dataclasses.replace(
+        memory,
+        allocated=allocated.widen(memory.allocated),
+        active=allocated.widen(memory.active),
+        reserved=reserved.widen(memory.reserved),
+        device_used=device_used.widen(memory.device_used),
+    )
+    if memory.capacity is None or memory.is_host_memory_short:
+        return memory
+    verdict = predict_fit(memory.allocated, memory.reserved, memory.capacity, memory.beside)
+    return dataclasses.replace(memory, verdict=verdict)

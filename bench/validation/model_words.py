@@ -1,4 +1,4 @@
-"""Names of models as people print them, as overrides: those of conf/model, and those of results/published/models.yaml."""
+"""Names of models as people print them, as overrides: those of conf/model and of results/published/models.yaml."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ def _describe_fit(scores: Sequence[Score]) -> str:
     wrong = [score for score in configurations if score.is_verdict_wrong]
     too_close = sum(score.verdict == TOO_CLOSE for score in configurations)
     text = (
-        f"Memory: of {len(configurations)} configurations that ran {len(wrong)} are said not to fit, and {too_close} to "
-        "be too close to call"
+        f"Memory: of {len(configurations)} configurations that ran {len(wrong)} are said not to fit, and {too_close} "
+        "to be too close to call"
     )
     if wrong:
         text += f" (rows {_list_numbers([score.reading.row for score in wrong])})"
@@ -96,7 +96,7 @@ def _list_numbers(numbers: Sequence[int]) -> str:
 def _format_rows(readings: Sequence[Reading], scores: Sequence[Score], reasons: Mapping[int, str]) -> str:
     scores_by_row = {score.reading.row: score for score in scores}
     head = ("row", "metric", "published", "predicted", "interval", "error", "fits", "read as", "assumed, or why not")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for reading in readings:
         score = scores_by_row.get(reading.row)
         label = (str(reading.row), reading.line.get("metric") or "-")

@@ -34,7 +34,7 @@ def read_published_table(path: Path) -> list[PublishedLine]:
             header = reader.fieldnames or []
             columns = {str(name).strip().lower(): name for name in header}
             _check_columns(path, list(columns))
-            lines = [
+            lines: list[PublishedLine] = [
                 {name: _clean(row.get(columns[name])) if name in columns else "" for name in _ALL_COLUMNS}
                 for row in reader
             ]

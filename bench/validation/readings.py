@@ -33,7 +33,7 @@ from bench.validation.training_words import (
 )
 
 COMPLETE, ROUGH = "complete", "rough"
-"""Classes of rows: all that decides the number is stated in the source or its public scripts; or something is assumed."""
+"""Classes of rows: all that decides the number is stated, in the source or its scripts; or something is assumed."""
 
 ACCUMULATION_PATTERNS = (
     r"(?:grad(?:ient)?[ _-]?acc?um(?:ulation)?(?:[ _]steps)?|gas|micro_num|accumulation(?: steps)?|\bga)[ =:]*(\d+)",
@@ -50,7 +50,7 @@ PARAMETER_TOLERANCE = 0.15
 EXTRA_MEMORY: Mapping[str, Callable[[RunConfig], float]] = {
     "causal_masks": lambda config: 4.0 * getattr(config.model, "num_layers", 0) * config.sequence_length**2
 }
-"""Bytes that those who measured held all the time, and this suite does not: minGPT's causal masks, fp32, one a block."""
+"""Bytes that those who measured held all the time, and this suite does not: minGPT's masks, fp32, one in a block."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from bench.config.run_config import RunConfig, compute_speed_columns
 from bench.core.errors import UsageError
 from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
 from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors, find_rough_verdict
-from bench.prediction.prediction import DOES_NOT_FIT, FITS, Prediction, PredictedRange
+from bench.prediction.prediction import DOES_NOT_FIT, FITS, PredictedRange, Prediction
 from bench.prediction.predictor import predict_runs
 from bench.validation.metrics import (
     ACTIVE,

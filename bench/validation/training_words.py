@@ -337,7 +337,7 @@ def _read_fsdp(words: str) -> Overrides:
 
 
 def _read_adapters(words: str) -> Overrides:
-    """Adapters by name; which layers they stand beside is not said by any, and assumed as the file under conf has it."""
+    """Adapters by name; which layers they stand beside no name says: those that the file under conf has."""
     if re.search(r"q-?lora", words):
         return Overrides({"finetune": "qlora"})
     if "lora" in words:
