@@ -202,6 +202,8 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> Overrides:
         settings["compile"] = "true"
     assumptions = [*words.assumptions, *knowledge.assumed]
     settings |= _read_batch(line, settings, assumptions)
+    if settings["strategy"] == "deepspeed" and settings.get("strategy.stage", "2") in ("2", "3"):
+        settings.setdefault("gradient_accumulation_sync", "true")  # gradients that are divided cannot be accumulated
     return Overrides({key: value for key, value in settings.items() if key not in taken_back}, assumptions)
 
 
