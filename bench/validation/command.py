@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.core.command_line import parse_path_argument
 from bench.core.errors import UsageError
@@ -15,6 +16,7 @@ from bench.prediction.intervals import INTERVALS_FILE, load_interval_file
 from bench.prediction.predictor import predict_runs
 from bench.records.published import PUBLISHED_CSV, PublishedLine, read_published_lines
 from bench.validation.figure import draw_accuracy_figure
+from bench.validation.gate import MovedError, compare_errors, render_moved
 from bench.validation.interval_fit import fit_intervals, write_intervals
 from bench.validation.leave_out import score_left_out
 from bench.validation.measured import render_step_times
@@ -120,12 +122,20 @@ def _write_accuracy(output: Path, *, fits_intervals: bool) -> int:
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page_text, encoding="utf-8")
-    summary = build_accuracy_summary(scores, left_out)
-    output.with_name(SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    moved = _write_summary(output.with_name(SUMMARY_FILE), build_accuracy_summary(scores, left_out))
     draw_accuracy_figure(scores, output.with_name(FIGURE_FILE))
     print(page_text.partition("## Speed, complete rows")[0])
+    if moved:
+        print(f"Errors that moved since the last page:\n\n{render_moved(moved)}\n")
     print(f"{_count_expressed(scores)} of {len(readings)} published numbers; the page with all of them: {output}")
     return 0
+
+
+def _write_summary(path: Path, summary: dict[str, Any]) -> list[MovedError]:
+    """Replace the summary; returns what moved against the one that lay there."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else summary
+    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return compare_errors(before, summary)
 
 
 def _count_expressed(scores: Sequence[Score]) -> int:

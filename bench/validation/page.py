@@ -265,7 +265,10 @@ def build_accuracy_summary(scores: Sequence[Score], left_out: Sequence[LeftOut])
             for part in left_out
             if part.scores
         },
-        "configurations": {build_configuration_key(score): round(score.error, 5) for score in counted},
+        "configurations": {
+            build_configuration_key(score): {"group": name_group(score), "error": round(score.error, 5)}
+            for score in counted
+        },
     }
 
 
