@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.prediction.prediction import TOO_CLOSE
+from bench.records.published import PublishedLine
 from bench.validation.leave_out import LEFT_OUT_KINDS, LeftOut
 from bench.validation.metrics import ACTIVE, ALLOCATED, BETWEEN_STEPS, DEVICE_USED, FIT, RESERVED, SPEED
 from bench.validation.readings import Reading
@@ -266,7 +267,7 @@ def build_accuracy_summary(scores: Sequence[Score], left_out: Sequence[LeftOut])
             if part.scores
         },
         "configurations": {
-            build_configuration_key(score): {"group": name_group(score), "error": round(score.error, 5)}
+            build_configuration_key(score.reading.line): {"group": name_group(score), "error": round(score.error, 5)}
             for score in counted
         },
     }
@@ -277,9 +278,8 @@ def name_group(score: Score) -> str:
     return f"{score.reading.source}, {score.kind}, {score.hardware}, {score.reading.source_class}"
 
 
-def build_configuration_key(score: Score) -> str:
+def build_configuration_key(line: PublishedLine) -> str:
     """What a row is found by again: the source, where in it, and what was run."""
-    line = score.reading.line
     columns = ("source_key", "figure_or_table", "model", "strategy", "sharding", "precision", "gpu", "gpu_count")
     more = ("sequence_length", "batch_size_per_gpu", "activation_checkpointing", "metric", "value", "note")
     return " | ".join((line[column] or "")[:40] for column in (*columns, *more))

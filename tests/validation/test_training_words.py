@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from bench.validation.metrics import read_quantity
-from bench.validation.model_words import read_model
 from bench.validation.printed_numbers import NoNumberError, parse_bytes, parse_count, parse_rate, parse_seconds
 from bench.validation.readings import Reading, read_line
 from bench.validation.training_words import (
@@ -207,7 +206,13 @@ def test_counts_that_are_missing_or_ranges_are_reasons(column: str) -> None:
 
 
 def test_numbers_are_read_as_people_print_them() -> None:
-    assert [parse_count(text) for text in ("8x", "8", "1k", "1,024", "4K", "2048 tokens")][:5] == [8, 8, 1024, 1024, 4096]
+    assert [parse_count(text) for text in ("8x", "8", "1k", "1,024", "4K", "2048 tokens")][:5] == [
+        8,
+        8,
+        1024,
+        1024,
+        4096,
+    ]
     assert parse_bytes("12.5 GiB", "") == parse_bytes("12.5", "GiB") == parse_bytes("12800", "MiB") == 12.5 * 2**30
     assert parse_bytes("40", "GB") == 40e9
     assert parse_rate("1.2M", "tokens/s") == parse_rate("1,200k", "") == 1.2e6
