@@ -97,7 +97,8 @@ def fit_interval(residuals: Sequence[Residual], *, is_device_left_out: bool) -> 
     by_source = _list_held_out(residuals, lambda residual: residual.source)
     by_device = _list_held_out(residuals, lambda residual: residual.device)
     held_out = [by_source, by_device] if is_device_left_out else [by_source]
-    margin = next((margin for margin in MARGINS if all(_is_covered(rows, margin) for rows in held_out)), MARGINS[-1])
+    sufficient = next((margin for margin in MARGINS if all(_is_covered(rows, margin) for rows in held_out)), None)
+    margin = MARGINS[-1] if sufficient is None else sufficient
     low, high = _compute_quantiles(residuals)
     return FittedInterval(
         low=math.exp(-margin * low),
@@ -107,7 +108,7 @@ def fit_interval(residuals: Sequence[Residual], *, is_device_left_out: bool) -> 
         margin=margin,
         coverage_by_source=_compute_coverage(by_source, margin),
         coverage_by_device=_compute_coverage(by_device, margin),
-        basis="fitted",
+        basis="fitted" if sufficient is not None else "fitted, the margin at its limit",
     )
 
 
