@@ -30,7 +30,7 @@ from bench.validation.scores import Score, score_readings
 from bench.validation.shapes import QualitativeComparison
 from bench.validation.strategies import compare_strategies
 
-SAMPLE_PER_GROUP = 1
+SAMPLE_PER_GROUP = 3
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def summary() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sample_scores(summary: dict[str, Any]) -> list[Score]:
-    """A configuration of every source, metric and device, predicted today."""
+    """Three configurations of every source, metric and device, predicted today."""
     keys = set(pick_sample(summary, SAMPLE_PER_GROUP))
     lines = [line for line in list_published_lines() if build_configuration_key(line) in keys]
     return score_readings([read_line(number, line) for number, line in enumerate(lines, start=1)])[0]
