@@ -17,6 +17,7 @@ from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
 from bench.prediction.cost import rank_speed
 from bench.prediction.cost.collectives import CollectiveGroup
+from bench.prediction.intervals import add_intervals
 from bench.prediction.pipeline import predictor, stages
 from bench.prediction.prediction import (
     MEMORY_RANGES,
@@ -88,7 +89,7 @@ def predict_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
         If the strategy states no plan.
     """
     if timeline:
-        return _simulate_run(config, timeline=True)
+        return add_intervals(config, _simulate_run(config, timeline=True))
     return predict_runs([config])[0]
 
 
@@ -115,7 +116,7 @@ def predict_runs(configs: Sequence[RunConfig]) -> list[Prediction]:
             "prediction", {key: prediction_to_plain(prediction) for key, prediction in new_predictions.items()}
         )
         predictions |= new_predictions
-    return [predictions[key] for key in keys]
+    return [add_intervals(config, predictions[key]) for key, config in zip(keys, configs, strict=True)]
 
 
 def compute_prediction_id(config: RunConfig) -> str:

@@ -150,6 +150,7 @@ def _build_record(line: PublishedLine) -> Record:
         "sequence_length": _parse_integer(line["sequence_length"]),
         "gradient_accumulation": _parse_note(line, r"(?:grad accum|GAS) (\d+)"),
         "activation_checkpointing": CHECKPOINTING_NAMES.get(line["activation_checkpointing"]),
+        "torch_version": _find_torch_version(line),
     }
     return {
         "format": FORMAT_VERSION,
@@ -253,6 +254,12 @@ def _find_family(model: str) -> str | None:
 def _parse_note(line: PublishedLine, pattern: str) -> int | None:
     match = re.search(pattern, line["note"])
     return int(match[1]) if match else None
+
+
+def _find_torch_version(line: PublishedLine) -> str | None:
+    """The version that is stated or follows from the source's scripts; bounds stay in ``source``."""
+    version = line.get("torch_version") or ""
+    return version if version[:1].isdecimal() else None
 
 
 def _parse_number(text: str) -> float | None:

@@ -1,347 +1,285 @@
-"""The accuracy page: what was compared, how far off it is, and on what it was tuned."""
+"""The accuracy page, and the summary that a test holds later predictions against."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
-from bench.config.run_config import RunConfig, compute_speed_columns
-from bench.prediction.prediction import DOES_NOT_FIT, Prediction
-from bench.validation import llama_runs
-from bench.validation.runs import (
-    ACTIVE,
-    ALLOCATED,
-    EXCLUSION_REASONS,
-    RESERVED,
-    SPEED,
-    TOKENS,
-    TUNED_GPU_COUNTS,
-    PublishedCase,
-    convert_to_gigabytes,
-)
+from bench.prediction.prediction import TOO_CLOSE
+from bench.records.published import PublishedLine
+from bench.validation.leave_out import LEFT_OUT_KINDS, LeftOut
+from bench.validation.metrics import ACTIVE, ALLOCATED, BETWEEN_STEPS, DEVICE_USED, FIT, RESERVED, SPEED
+from bench.validation.readings import Reading
+from bench.validation.scores import Score, group_by, pick_configurations, summarize_scores
 from bench.validation.shapes import QualitativeComparison
+from bench.validation.sources import load_sources
+from bench.validation.tables import SUMMARY_HEAD, format_groups, format_summary, format_table
 
 PAGE_HEAD = """# Accuracy of predictions
 
-What `python -m bench.predict validate` writes; a test compares it with this file. Nothing here was run by the suite:
-every row is a number that somebody published, and the prediction of the same configuration.
+What `python -m bench.predict validate` writes. Nothing here was run by the suite: every row is a number that somebody
+published (`results/published`), and the prediction of the same configuration.
 
 * **Error** is predicted against published, as a share of the published value: above 0 is too fast (or too much memory).
-* **TFLOPS** count recomputation, on both sides. A rate in tokens is converted with the suite's own count of FLOPs.
-* **Tuned on**: rows at {tuned} GPUs. The constants marked `fitted` in `conf/hardware` were chosen with these rows in
-  sight. **Left out**: all other GPU counts, and memory that is allocated or active.
-* **Tuned on the other source alone**: what the constants are worth on a source they have not seen. The FSDP paper has
-  no H100, so llm-foundry's H100 rows are then predicted with the shares of peak that A100 reach: what a prediction for
-  a GPU that nobody has measured is worth.
-* Conversions and assumptions, row by row, are in `bench/validation/runs.py`. Two were made with tuned rows in sight: T5
-  without dropout, and FlashAttention's speed on H100 (one row). One came of seeing rows that were left out, since at
-  512 GPUs they were predicted up to 14 % too fast: rings over many nodes have the latency that an issue about NCCL
-  reports, not what NCCL assumes (`latency` in `conf/hardware`; without it the mean error is the same).
+  Several metrics of one step count once.
+* **Complete** rows state all that decides the number, in the source or its public scripts; of **rough** rows something
+  was assumed. `results/published/sources.yaml` has, source by source, the software and what was assumed.
+* **Left out**: predicted with constants chosen without the rows of the same source, device or model family. What is
+  chosen on training rows at all is a few constants that all devices share (`bench/validation/leave_out.py`).
+* **Within interval**: the published number lies in the interval that predictions state for 19 of 20
+  (`results/predicted/intervals.json`, fitted to these rows by `validate --fit-intervals`).
+* Torch versions: before 2.1 checkpointing computed whole blocks again, since then it stops when backward has what it
+  needs. Rows are compared as their version (`torch_version`) does it.
 """
+
+TARGETS = (
+    ("speed, known devices", 0.04, 0.15),
+    ("speed, a device kind left out", 0.10, 0.20),
+    ("memory (allocator's peak), complete rows", 0.01, None),
+    ("memory (allocator's peak), all rows", 0.03, None),
+)
+"""What, and the largest mean and single error aimed at."""
+
+MISS_LIMIT = 0.10
+"""Mean error of a source from which on the page names a cause."""
 
 
 def render_accuracy_page(
-    results: Sequence[CaseResult],
-    other_results: dict[str, list[CaseResult]],
+    readings: Sequence[Reading],
+    scores: Sequence[Score],
+    reasons: Mapping[int, str],
+    left_out: Sequence[LeftOut],
     comparisons: Sequence[QualitativeComparison],
-    llama_results: Sequence[CaseResult],
+    intervals: Mapping[str, Any],
     figure_file: str,
 ) -> str:
-    """The whole page, in Markdown.
-
-    Parameters
-    ----------
-    results: sequence of Result
-        One per published number.
-    other_results: dict
-        By source: results of its rows with constants chosen on the other sources alone.
-    llama_results: sequence of Result
-        One per published number of models of the Llama family.
-    figure_file: str
-        Name of the picture beside the page.
-    """
-    speed_results = [result for result in results if result.case.is_counted and result.case.quantity == SPEED]
-    memory_results = [result for result in results if result.case.is_counted and result.case.quantity != SPEED]
-    held_out_results = [result for result in speed_results if not result.case.is_tuned]
-    parts = [PAGE_HEAD.format(tuned=" and ".join(map(str, TUNED_GPU_COUNTS)))]
-    parts += [
+    """The whole page, in Markdown; `comparisons` are what figures say beyond single numbers."""
+    counted = pick_configurations(score for score in scores if score.is_counted)
+    complete = [score for score in counted if score.reading.is_complete]
+    speed = [score for score in complete if score.kind == SPEED]
+    parts = [
+        PAGE_HEAD,
         "## In short",
-        _format_table(SUMMARY_HEAD, _list_summary_rows(speed_results, held_out_results, memory_results, other_results)),
-        _describe_fit(results),
+        format_table(SUMMARY_HEAD, _list_summary_rows(counted, left_out)),
+        describe_verdicts(scores),
+        "Targets, and what is reached:",
+        format_table(
+            ("what", "mean, aimed at", "reached", "worst, aimed at", "reached"), _list_targets(counted, left_out)
+        ),
+        f"![predicted against published]({figure_file})",
     ]
-    parts += [f"![predicted against published]({figure_file})"]
-    parts += ["## Speed, by what varies", "Rows left out of tuning."]
-    for title, get_key in (
-        ("source", lambda result: result.case.source),
-        ("hardware", lambda result: result.hardware),
-        ("model", classify_model_size),
-        ("GPUs", classify_gpu_count),
-        ("strategy", lambda result: result.strategy),
-        ("checkpointing", lambda result: result.case.config.activation_checkpointing),
-    ):
-        parts.append(_format_table((title, *SUMMARY_HEAD[1:]), _list_group_rows(held_out_results, get_key)))
+    parts += ["## Left out in turn", *_format_left_out(left_out)]
     parts += [
-        "## Memory, by what is measured",
-        _format_table(SUMMARY_HEAD, _list_group_rows(memory_results, lambda result: result.case.quantity)),
-    ]
-    parts += [
+        "## Speed, complete rows",
+        format_groups("source", speed, lambda score: score.reading.source),
+        format_groups("device", speed, lambda score: score.hardware),
+        format_groups("strategy", speed, lambda score: score.strategy),
+        format_groups("checkpointing", speed, lambda score: score.reading.config.activation_checkpointing),
+        format_groups("torch", speed, lambda score: score.reading.torch_version),
+        "## Memory",
+        format_groups(
+            "what",
+            [score for score in counted if score.kind != SPEED],
+            lambda score: f"{score.kind}, {score.reading.source_class}",
+        ),
+        "## Rough rows",
+        format_groups(
+            "rows",
+            [score for score in counted if not score.reading.is_complete],
+            lambda score: f"{score.reading.source}, {score.kind}, {score.strategy}",
+        ),
+        "## Intervals",
+        _format_intervals(intervals),
+        "## Where it misses",
+        _format_misses(counted),
         "## What must come out of the mechanism",
-        _format_table(COMPARISON_HEAD, map(_format_comparison, comparisons)),
+        format_table(
+            ("what", "published", "predicted"),
+            ((comparison.statement, comparison.published, comparison.predicted) for comparison in comparisons),
+        ),
+        "## Every complete configuration",
+        _format_configurations(complete),
+        "## Not compared",
+        _format_not_compared(readings, reasons),
     ]
-    parts += _list_llama_parts(llama_results)
-    parts += ["## Every row", _format_result_table(speed_results), _format_result_table(memory_results)]
-    parts += [
-        "### Shown, not counted",
-        _format_result_table([result for result in results if not result.case.is_counted]),
-    ]
-    exclusion_reasons = {**EXCLUSION_REASONS, **llama_runs.EXCLUSION_REASONS}
-    parts += ["## Not compared", _format_table(("rows", "why"), exclusion_reasons.items())]
     return "\n\n".join(parts) + "\n"
 
 
-def _list_llama_parts(results: Sequence[CaseResult]) -> list[str]:
-    return [
-        "## Models of the Llama family",
-        "No constant was chosen with these rows in sight. Several rows of a source may be one configuration.",
-        _format_table(
-            SUMMARY_HEAD,
-            _list_group_rows([result for result in results if result.case.is_counted], _name_llama_group),
-        ),
-        "Shown, not counted:",
-        _format_table(
-            SUMMARY_HEAD,
-            _list_group_rows([result for result in results if not result.case.is_counted], _name_llama_group),
-        ),
-        _format_table(("source", "assumed"), llama_runs.ASSUMPTIONS.items()),
-        _format_result_table(results),
-    ]
+def _list_summary_rows(counted: Sequence[Score], left_out: Sequence[LeftOut]) -> Iterable[tuple[str, ...]]:
+    def select(*kinds: str, is_complete: bool | None = None) -> list[Score]:
+        return [
+            score
+            for score in counted
+            if score.kind in kinds and (is_complete is None or score.reading.is_complete == is_complete)
+        ]
+
+    yield ("**speed, left out (each source in turn)**", *format_summary(_join(left_out, "source")))
+    yield ("speed, each device left out in turn", *format_summary(_join(left_out, "device")))
+    yield ("speed, each model family left out in turn", *format_summary(_join(left_out, "model family")))
+    yield ("speed of complete rows", *format_summary(select(SPEED, is_complete=True)))
+    yield ("speed of rough rows", *format_summary(select(SPEED, is_complete=False)))
+    yield ("memory, allocated or active, complete rows", *format_summary(select(ALLOCATED, ACTIVE, is_complete=True)))
+    yield ("memory between steps, all rows", *format_summary(select(BETWEEN_STEPS)))
+    yield ("memory that is reserved, complete rows", *format_summary(select(RESERVED, is_complete=True)))
+    yield ("memory used on the device, complete rows", *format_summary(select(DEVICE_USED, is_complete=True)))
+    yield ("memory of rough rows", *format_summary(select(ALLOCATED, RESERVED, DEVICE_USED, is_complete=False)))
 
 
-def _name_llama_group(result: CaseResult) -> str:
-    return f"{result.case.source}, {result.case.quantity}, {result.strategy}"
+def _join(left_out: Sequence[LeftOut], kind: str) -> list[Score]:
+    return [score for part in left_out if part.kind == kind for score in part.scores]
 
 
-SUMMARY_HEAD = ("rows", "count", "mean error", "worst", "bias", "within 5 %")
-COMPARISON_HEAD = ("what", "published", "predicted")
-
-
-def _list_summary_rows(
-    speed_results: list[CaseResult],
-    held_out_results: list[CaseResult],
-    memory_results: list[CaseResult],
-    other_results: dict[str, list[CaseResult]],
-) -> Iterable[tuple[str, ...]]:
-    yield ("**speed, left out**", *_format_summary(summarize_errors(held_out_results)))
-    yield (
-        "speed, tuned on",
-        *_format_summary(summarize_errors([result for result in speed_results if result.case.is_tuned])),
+def describe_verdicts(scores: Sequence[Score]) -> str:
+    """A sentence on whether runs that ran are said to fit."""
+    configurations = list({score.reading.settings: score for score in scores if score.quantity.ran}.values())
+    wrong = [score for score in configurations if score.is_verdict_wrong]
+    too_close = sum(score.verdict == TOO_CLOSE for score in configurations)
+    text = (
+        f"Of {len(configurations)} configurations that ran {len(wrong)} are said not to fit, and {too_close} to be too "
+        "close to call."
     )
-    for source, results in other_results.items():
-        for gpu_kind, group in group_results(results, lambda result: result.hardware[:4].upper()).items():
-            yield (
-                f"speed, {source} on {gpu_kind}, tuned on the other source alone",
-                *_format_summary(summarize_errors(group)),
+    out_of_memory = [score for score in scores if score.kind == FIT and not score.quantity.ran]
+    missed = sum(score.is_verdict_wrong for score in out_of_memory)
+    return text + f" Of {len(out_of_memory)} that ran out of memory {missed} are said to fit."
+
+
+def _list_targets(counted: Sequence[Score], left_out: Sequence[LeftOut]) -> Iterable[tuple[str, ...]]:
+    peaks = [score for score in counted if score.kind in (ALLOCATED, ACTIVE)]
+    groups = (
+        [score for score in counted if score.kind == SPEED and score.reading.is_complete],
+        _join(left_out, "device"),
+        [score for score in peaks if score.reading.is_complete],
+        peaks,
+    )
+    for (name, mean, worst), scores in zip(TARGETS, groups, strict=True):
+        summary = summarize_scores(scores) if scores else None
+        yield (
+            name,
+            f"{mean:.0%}",
+            "-" if summary is None else f"{summary.mean:.1%}",
+            "-" if worst is None else f"{worst:.0%}",
+            "-" if summary is None else f"{summary.worst:+.1%}",
+        )
+
+
+def _format_left_out(left_out: Sequence[LeftOut]) -> list[str]:
+    tables = []
+    for kind in LEFT_OUT_KINDS:
+        rows = [
+            (
+                part.name,
+                *format_summary(part.scores),
+                ", ".join(f"{key}={value}" for key, value in part.constants) or "-",
             )
-    reserved_results = [result for result in memory_results if result.case.quantity == RESERVED]
-    yield (
-        "memory, allocated and active",
-        *_format_summary(summarize_errors([result for result in memory_results if result not in reserved_results])),
-    )
-    yield (
-        "memory, reserved (its share of active memory was chosen on these rows)",
-        *_format_summary(summarize_errors(reserved_results)),
-    )
+            for part in left_out
+            if part.kind == kind
+        ]
+        tables.append(format_table((kind, *SUMMARY_HEAD[1:], "chosen otherwise"), rows))
+    return tables
 
 
-def _describe_fit(results: Sequence[CaseResult]) -> str:
-    configuration_results = {result.case.settings: result for result in results if result.case.is_counted}.values()
-    missed_labels = [result.case.label for result in configuration_results if not result.is_predicted_to_run]
-    close_call_labels = [result.case.label for result in configuration_results if result.fit == "too close to call"]
-    summary_text = (
-        f"{len(configuration_results) - len(missed_labels)} of {len(configuration_results)} configurations that ran "
-        "are predicted to run"
-    )
-    summary_text += f" ({len(close_call_labels)} of them too close to call)." if close_call_labels else "."
-    degraded_labels = [result.case.label for result in configuration_results if result.is_degraded]
-    summary_text += (
-        f" {len(degraded_labels)} are predicted to be slowed by an allocator that is nearly out of memory."
-        if degraded_labels
-        else ""
-    )
-    return summary_text + (f" Wrongly predicted not to fit: {'; '.join(missed_labels)}." if missed_labels else "")
+def _format_intervals(intervals: Mapping[str, Any]) -> str:
+    def format_share(share: float | None) -> str:
+        return "-" if share is None else f"{share:.0%}"
 
-
-def _list_group_rows(results: Sequence[CaseResult], get_key: Callable[[CaseResult], str]) -> Iterable[tuple[str, ...]]:
-    return (
-        (name, *_format_summary(summarize_errors(group)))
-        for name, group in sorted(group_results(results, get_key).items())
-    )
-
-
-def _format_summary(summary: ErrorSummary) -> tuple[str, ...]:
-    return (
-        str(summary.count),
-        f"{summary.mean:.1%}",
-        f"{summary.worst:+.1%}",
-        f"{summary.bias:+.1%}",
-        f"{summary.share_within_5_percent:.0%}",
-    )
-
-
-def _format_result_table(results: Sequence[CaseResult]) -> str:
-    head = ("source", "where", "hardware", "run", "quantity", "published", "predicted", "error", "")
-    return _format_table(head, map(_format_result, results))
-
-
-def _format_result(result: CaseResult) -> tuple[str, ...]:
-    case = result.case
-    published = f"{case.published_value:.1f}" + (f" ± {case.uncertainty:g}" if case.uncertainty else "")
-    role = "tuned on" if case.is_tuned else ""
-    notes = [
-        role,
-        "degraded" if result.is_degraded and case.quantity == SPEED else "",
-        "" if result.is_predicted_to_run else "does not fit",
+    rows = [
+        (
+            f"{metric}, {device_class}, {row_class}",
+            f"{entry['low'] - 1:+.0%} to {entry['high'] - 1:+.0%}",
+            f"{entry['residuals']} of {entry['groups']}",
+            format_share(entry["coverage_by_source"]),
+            format_share(entry["coverage_by_device"]),
+            entry["basis"],
+        )
+        for metric, classes in intervals["factors"].items()
+        for device_class, row_classes in classes.items()
+        for row_class, entry in row_classes.items()
     ]
+    head = (
+        "what, device known by, rows",
+        "truth against prediction",
+        "rows of groups",
+        "sources left out",
+        "devices left out",
+        "",
+    )
+    return format_table((*head[:3], f"{head[3]}: within", f"{head[4]}: within", "chosen"), rows)
+
+
+def _format_misses(counted: Sequence[Score]) -> str:
+    rows = []
+    for source, scores in group_by(counted, lambda score: score.reading.source).items():
+        for kind, group in group_by(scores, lambda score: score.kind).items():
+            summary = summarize_scores(group)
+            if summary.mean > MISS_LIMIT:
+                cause = load_sources().get(source, {}).get("miss_cause", "not found")
+                rows.append((source, kind, str(summary.count), f"{summary.mean:.1%}", f"{summary.bias:+.1%}", cause))
+    return format_table(("source", "what", "count", "mean error", "bias", "cause, as far as known"), rows)
+
+
+def _format_configurations(scores: Sequence[Score]) -> str:
+    head = ("source", "where", "device", "model", "strategy", "run", "metric", "published", "predicted", "error", "")
+    return format_table(head, map(_format_configuration, scores))
+
+
+def _format_configuration(score: Score) -> tuple[str, ...]:
+    line, config = score.reading.line, score.reading.config
+    scale = 1.0 if score.kind == SPEED else 1e9
+    run = f"{config.gpus} GPUs, batch {config.batch_size_per_gpu}, length {config.sequence_length}"
+    notes = ["" if score.is_within else "outside", "does not fit" if score.is_verdict_wrong else ""]
     return (
-        case.source,
-        case.figure_or_table,
-        result.hardware,
-        case.label,
-        case.quantity,
-        published,
-        f"{result.predicted_value:.1f}",
-        f"{result.error:+.1%}",
+        score.reading.source,
+        line["figure_or_table"].split(" with ")[0],
+        score.hardware,
+        line["model"].rpartition("/")[2],
+        score.strategy,
+        run,
+        score.quantity.metric,
+        f"{score.quantity.value / scale:.4g}",
+        f"{score.predicted_value / scale:.4g}",
+        f"{score.error:+.1%}",
         ", ".join(filter(None, notes)),
     )
 
 
-def _format_comparison(comparison: QualitativeComparison) -> tuple[str, str, str]:
-    return comparison.statement, comparison.published, comparison.predicted
+def _format_not_compared(readings: Sequence[Reading], reasons: Mapping[int, str]) -> str:
+    sources = {reading.row: reading.source for reading in readings}
+    groups = group_by(sorted(reasons), lambda row: f"{sources[row]}\t{reasons[row]}")
+    rows = ((*key.split("\t", 1), str(len(numbers))) for key, numbers in sorted(groups.items()))
+    return format_table(("source", "why", "rows"), rows)
 
 
-def _format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+# --- The summary that later predictions are held against.
 
 
-# --- How far off predictions are: signed errors and what they come to, without I/O.
+def build_accuracy_summary(scores: Sequence[Score], left_out: Sequence[LeftOut]) -> dict[str, Any]:
+    """Mean errors by group, and the error of every configuration: what ``accuracy.json`` holds."""
+    counted = pick_configurations(score for score in scores if score.is_counted)
+    return {
+        "groups": {
+            name: {"count": len(group), "mean_absolute_error": round(fmean(abs(score.error) for score in group), 5)}
+            for name, group in sorted(group_by(counted, name_group).items())
+        },
+        "left out": {
+            f"{part.kind}: {part.name}": round(fmean(abs(score.error) for score in part.scores), 5)
+            for part in left_out
+            if part.scores
+        },
+        "configurations": {
+            build_configuration_key(score.reading.line): {"group": name_group(score), "error": round(score.error, 5)}
+            for score in counted
+        },
+    }
 
 
-@dataclass(frozen=True)
-class CaseResult:
-    """A published number and what was predicted for it."""
-
-    case: PublishedCase
-    predicted_value: float
-    fit: str | None
-    """Whether the run was predicted to fit."""
-    is_degraded: bool
-    strategy: str
-    """What the strategy comes to: fsdp1/full_shard."""
-    parameters: int
-    gpus: int
-    hardware: str
-
-    @property
-    def error(self) -> float:
-        """Predicted against published, as a share of the published value; above 0 is too fast, or too much memory."""
-        return self.predicted_value / self.case.published_value - 1
-
-    @property
-    def is_predicted_to_run(self) -> bool:
-        """Not predicted to run out of memory: right for every run that was published as running."""
-        return self.fit != DOES_NOT_FIT
+def name_group(score: Score) -> str:
+    """What errors are held against each other by."""
+    return f"{score.reading.source}, {score.kind}, {score.hardware}, {score.reading.source_class}"
 
 
-def build_result(case: PublishedCase, prediction: Prediction) -> CaseResult:
-    """Compare one prediction with the published number."""
-    config = case.config
-    return CaseResult(
-        case=case,
-        predicted_value=_compute_predicted_value(case, prediction),
-        fit=prediction.memory.verdict,
-        is_degraded=prediction.time is not None and prediction.time.degraded,
-        strategy=config.strategy.describe_effective_strategy(config.gpus),
-        parameters=config.model.num_parameters,
-        gpus=config.gpus,
-        hardware=config.hardware.name,
-    )
-
-
-def _compute_predicted_value(case: PublishedCase, prediction: Prediction) -> float:
-    memory = prediction.memory
-    if case.quantity == SPEED:
-        return compute_tflops(case.config, prediction)
-    if case.quantity == TOKENS:
-        return compute_tokens_per_second(case.config, prediction)
-    peaks = {ALLOCATED: memory.allocated, ACTIVE: memory.active, RESERVED: memory.reserved}
-    return convert_to_gigabytes(peaks[case.quantity].value + case.extra_bytes)
-
-
-def compute_tflops(config: RunConfig, prediction: Prediction) -> float:
-    return _compute_rate(config, prediction, "hardware_tflops_per_gpu")
-
-
-def compute_tokens_per_second(config: RunConfig, prediction: Prediction) -> float:
-    return _compute_rate(config, prediction, "tokens_per_second_per_gpu")
-
-
-def _compute_rate(config: RunConfig, prediction: Prediction, column: str) -> float:
-    assert prediction.time is not None, f"{config.hardware.name} has no speeds"
-    return float(compute_speed_columns(config, prediction.time.step_s.value)[column])
-
-
-@dataclass(frozen=True)
-class ErrorSummary:
-    """Errors of some results, as shares."""
-
-    count: int
-    mean: float
-    """Of absolute errors."""
-    worst: float
-    """The largest error, with its sign."""
-    bias: float
-    """Mean of signed errors."""
-    share_within_5_percent: float
-    """Share of results within 5 %."""
-
-
-def summarize_errors(results: Sequence[CaseResult]) -> ErrorSummary:
-    """Mean, worst and bias of at least one result."""
-    errors = [result.error for result in results]
-    return ErrorSummary(
-        count=len(errors),
-        mean=fmean(map(abs, errors)),
-        worst=max(errors, key=abs),
-        bias=fmean(errors),
-        share_within_5_percent=sum(abs(error) <= 0.05 for error in errors) / len(errors),
-    )
-
-
-def group_results(results: Iterable[CaseResult], get_key: Callable[[CaseResult], str]) -> dict[str, list[CaseResult]]:
-    """Results by a property, in the order the properties first appear."""
-    groups: dict[str, list[CaseResult]] = {}
-    for result in results:
-        groups.setdefault(get_key(result), []).append(result)
-    return groups
-
-
-SIZE_CLASSES = (
-    (1e9, "below 1B"),
-    (5e9, "1B to 5B"),
-    (20e9, "5B to 20B"),
-    (100e9, "20B to 100B"),
-    (float("inf"), "above 100B"),
-)
-
-
-def classify_model_size(result: CaseResult) -> str:
-    """How large the model is, in words."""
-    return next(name for limit, name in SIZE_CLASSES if result.parameters < limit)
-
-
-def classify_gpu_count(result: CaseResult) -> str:
-    """How many GPUs, in words."""
-    limits = ((8, "8 (one node)"), (64, "16 to 64"), (256, "128 to 256"))
-    return next((name for limit, name in limits if result.gpus <= limit), "384 and more")
+def build_configuration_key(line: PublishedLine) -> str:
+    """What a row is found by again: the source, where in it, and what was run."""
+    columns = ("source_key", "figure_or_table", "model", "strategy", "sharding", "precision", "gpu", "gpu_count")
+    more = ("sequence_length", "batch_size_per_gpu", "activation_checkpointing", "metric", "value", "note")
+    return " | ".join((line[column] or "")[:40] for column in (*columns, *more))

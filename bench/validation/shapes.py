@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from bench.config.run_config import RunConfig
 from bench.prediction.prediction import Prediction
-from bench.validation.runs import FSDP_PAPER_OVERRIDES, build_published_config, compute_mask_bytes
+from bench.validation.readings import build_published_config
+from bench.validation.runs import FSDP_PAPER_OVERRIDES, compute_mask_bytes
 
 PredictFunction = Callable[[Sequence[RunConfig]], list[Prediction]]
 

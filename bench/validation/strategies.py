@@ -10,12 +10,27 @@ from bisect import bisect_left
 
 from bench.config.run_config import RunConfig
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, Prediction
-from bench.validation.page import compute_tflops
-from bench.validation.runs import FSDP_PAPER_OVERRIDES, SPEED, build_published_config, load_cases, load_published_rows
+from bench.validation.readings import build_published_config
+from bench.validation.runs import FSDP_PAPER_OVERRIDES, TFLOPS, compute_tflops, load_published_rows
 from bench.validation.shapes import PredictFunction, QualitativeComparison
 
 ONE_ADAPTER_OVERRIDES = {"hardware.speeds.links.node_gb_s": "25", "hardware.speeds.links.adapters": "1"}
 """One adapter of 200 Gb/s of the eight that a node of Megatron's cluster has."""
+
+MEGATRON_ZERO_3_OVERRIDES = {
+    "model": "gpt_175b",
+    "model.vocabulary_size": "51200",
+    "model.attention": "eager",
+    "hardware": "a100_80gb",
+    "hardware.speeds.links.node_gb_s": "200",
+    "precision": "fp16",
+    "precision.reduce": "fp16",
+    "strategy": "fsdp1",
+    "gpus_per_node": "8",
+    "sequence_length": "2048",
+    "activation_checkpointing": "full",
+}
+"""DeepSpeed's ZeRO-3 of 2021 as FSDP1."""
 
 BIGSCIENCE_OVERRIDES = {
     "model": "gpt_13b",
@@ -121,7 +136,7 @@ def _compare_tensor_parallel(predict: PredictFunction) -> QualitativeComparison:
     }
     published_speeds = [speeds_by_sharding[f"model-parallel {degree}"] for degree in TENSOR_PARALLEL_MODELS]
     return QualitativeComparison(
-        f"Megatron's Table 1: {SPEED} at a tensor parallel degree of 1, 2, 4 and 8 (no pipeline; micro-batches of "
+        f"Megatron's Table 1: {TFLOPS} at a tensor parallel degree of 1, 2, 4 and 8 (no pipeline; micro-batches of "
         f"{ASSUMED_MICRO_BATCH} assumed)",
         ", ".join(f"{speed:.0f}" for speed in published_speeds),
         ", ".join(f"{speed:.0f}" for speed in predicted_speeds),
@@ -129,19 +144,31 @@ def _compare_tensor_parallel(predict: PredictFunction) -> QualitativeComparison:
 
 
 def _compare_megatron_zero_3(predict: PredictFunction) -> QualitativeComparison:
-    zero_3_cases = [case for case in load_cases() if case.source == "megatron_sc21" and "174.6B" in case.label]
+    rows = [
+        row
+        for row in load_published_rows("megatron_sc21", "tflops_per_gpu")
+        if row["model"] == "GPT-174.6B" and row["strategy"] == "DeepSpeed ZeRO-3"
+    ]
     texts = []
     for label, extra_overrides in (("as FSDP1", {}), ("with one of 8 adapters", ONE_ADAPTER_OVERRIDES)):
         configs = [
-            build_published_config(tuple({**dict(case.settings), **extra_overrides}.items())) for case in zero_3_cases
+            _build_config(
+                {
+                    **MEGATRON_ZERO_3_OVERRIDES,
+                    **extra_overrides,
+                    "gpus": row["gpu_count"],
+                    "batch_size_per_gpu": row["batch_size_per_gpu"],
+                }
+            )
+            for row in rows
         ]
         predictions = predict(configs)
         speeds = [compute_tflops(config, prediction) for config, prediction in zip(configs, predictions, strict=True)]
         texts.append(f"{label} {', '.join(f'{speed:.0f}' for speed in speeds)}")
     return QualitativeComparison(
-        f"Megatron's Table 2: {SPEED} of DeepSpeed's ZeRO-3 of 2021, GPT-175B on 384, 768 and 1536 GPUs (one adapter: "
+        f"Megatron's Table 2: {TFLOPS} of DeepSpeed's ZeRO-3 of 2021, GPT-175B on 384, 768 and 1536 GPUs (one adapter: "
         "chosen with these rows in sight)",
-        ", ".join(f"{case.published_value:.0f}" for case in zero_3_cases),
+        ", ".join(f"{float(row['value']):.0f}" for row in rows),
         "; ".join(texts),
     )
 
@@ -180,7 +207,7 @@ def _compare_offloading(predict: PredictFunction) -> QualitativeComparison:
         row for row in load_published_rows("pytorch_blog_fsdp_intro", "tflops_per_gpu") if row["parameters"] == "175B"
     )
     return QualitativeComparison(
-        f"FSDP's introduction: {SPEED} of GPT-175B, parameters offloaded, 128 A100 (of 80 GB, predicted)",
+        f"FSDP's introduction: {TFLOPS} of GPT-175B, parameters offloaded, 128 A100 (of 80 GB, predicted)",
         published_row["value"],
         f"{offloaded_tflops:.0f} (not offloaded {plain_tflops:.0f})",
     )
@@ -288,7 +315,7 @@ def _compare_section_10_4(predict: PredictFunction) -> list[QualitativeCompariso
             f"{fit_texts[0]}, {fit_texts[1]}; {predictions[2].memory.verdict}",
         ),
         QualitativeComparison(
-            f"ZeRO's section 10.4: {SPEED} of ZeRO-2 at 13B on 128 V100 (batch 4 assumed)",
+            f"ZeRO's section 10.4: {TFLOPS} of ZeRO-2 at 13B on 128 V100 (batch 4 assumed)",
             zero_2_row["value"].replace(">", "more than "),
             f"{compute_tflops(configs[2], predictions[2]):.0f}",
         ),

@@ -31,7 +31,7 @@ from bench.report import main as report
 from bench.reporting.drawing import style
 from bench.reporting.figures import throughput
 from bench.reporting.tables.table import prepare_table
-from bench.validation.runs import MPT_SHAPES
+from bench.validation.model_words import read_model
 from tests.conftest import compose_run_config, run_command
 from tests.records_fixture import make_record, write_store
 
@@ -69,11 +69,9 @@ def test_llm_foundrys_rows_have_the_utilization_they_print() -> None:
     for key, values in rows.items():
         if {"mfu", "tokens_per_second_per_gpu"} <= values.keys():
             name, length = shapes[key]
-            width, layers, heads = MPT_SHAPES[name]
-            config = compose_run_config(
-                *("model=mpt_7b", f"model.hidden_size={width}", f"model.num_layers={layers}"),
-                *(f"model.num_heads={heads}", f"model.block_size={length}"),
-            )
+            model = read_model(f"MPT-{name}", "").settings | {"model.block_size": str(length)}
+            config = compose_run_config(*(f"{field}={value}" for field, value in model.items()))
+            layers, width = config.model.num_layers, config.model.hidden_size
             flops = count_llm_foundry_flops(config.model.num_parameters, layers, width, length)
             mfu = 100 * flops * values["tokens_per_second_per_gpu"] / (H100_TFLOPS * 1e12)
             errors.append(mfu / values["mfu"] - 1)

@@ -500,7 +500,7 @@ def test_offloading_is_predicted_to_save_the_device_and_fill_the_host(offload_kn
     assert plain.time is not None
     assert offloaded.time is not None
     assert offloaded.time.step_s.value > plain.time.step_s.value
-    assert offloaded.time.step_s.high / offloaded.time.step_s.value == pytest.approx(1.3)
+    assert offloaded.time.step_s.high >= 1.3 * offloaded.time.step_s.value * (1 - 1e-9)
     run = config(**{**LARGE, **offload_knobs})
     unknown = dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, host=None))
     assert predict_run(unknown).time is None

@@ -25,7 +25,8 @@ from bench.prediction.trace.kernels import MATMUL, OPERAND_FORMATS, FloatArray, 
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP, RankPlan, StepPlan
 
 TIME_INTERVAL_SHARE = 0.10
-"""Interval of a step's time, as a share of it."""
+"""Interval of a step's time on a calibrated CPU, as a share of it. That of GPUs comes from residuals of published rows
+(`bench.prediction.intervals`)."""
 
 OFFLOADED_TIME_INTERVAL_SHARE = 0.30
 """The same where something is offloaded. Speeds of links and of the machine's memory are those of benchmarks, and no
@@ -294,7 +295,7 @@ def predict_time(config: RunConfig, counted_ranks: Sequence[tuple[int, Simulated
         - spent_seconds["carried"],
         "kernel launches": spent_seconds["launch"],
     }
-    interval_share = OFFLOADED_TIME_INTERVAL_SHARE if config.uses_host_memory else TIME_INTERVAL_SHARE
+    interval_share = OFFLOADED_TIME_INTERVAL_SHARE if config.uses_host_memory else find_time_interval_share(config)
     return TimePrediction(
         step_s=PredictedRange(elapsed_s, elapsed_s * (1 - interval_share), elapsed_s * (1 + interval_share)),
         compute_s=spent_seconds["compute"],
@@ -306,6 +307,11 @@ def predict_time(config: RunConfig, counted_ranks: Sequence[tuple[int, Simulated
         degraded=False,
         timeline=simulated_rank.timeline,
     )
+
+
+def find_time_interval_share(config: RunConfig) -> float:
+    """Interval of a step's time beside that which `bench.prediction.intervals` gives it."""
+    return TIME_INTERVAL_SHARE if config.hardware.device == "cpu" else 0.0
 
 
 # --- What is kept or updated outside of the device, in the machine around it: how long that takes.

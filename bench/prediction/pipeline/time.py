@@ -107,10 +107,9 @@ def predict_pipeline_time(
         PIPELINE_BUBBLE: idle_s,
         "kernel launches": step_s - computed_s - exposed_s - optimizer_s - idle_s,
     }
+    interval_share = rank_speed.find_time_interval_share(config)
     return TimePrediction(
-        step_s=PredictedRange(
-            step_s, step_s * (1 - rank_speed.TIME_INTERVAL_SHARE), step_s * (1 + rank_speed.TIME_INTERVAL_SHARE)
-        ),
+        step_s=PredictedRange(step_s, step_s * (1 - interval_share), step_s * (1 + interval_share)),
         compute_s=computed_s,
         exposed_communication_s=exposed_s,
         optimizer_s=optimizer_s,

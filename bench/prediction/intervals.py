@@ -1,0 +1,110 @@
+"""Intervals of predictions from residuals of published rows: how far from a prediction the truth lies 19 times of 20.
+
+``results/predicted/intervals.json`` holds the factors. ``python -m bench.predict validate --fit-intervals`` writes it:
+`bench.validation.interval_fit` says how they are chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.config.run_config import RunConfig
+from bench.core.installation import DATA_FOLDER
+from bench.hardware import Hardware
+from bench.prediction.prediction import FITS, MemoryPrediction, PredictedRange, Prediction
+from bench.prediction.simulation.device_memory import predict_fit
+
+INTERVALS_FILE = DATA_FOLDER / "results" / "predicted" / "intervals.json"
+
+STEP_TIME, ALLOCATED, RESERVED, DEVICE_USED = "step time", "allocated", "reserved", "device used"
+INTERVAL_METRICS = (STEP_TIME, ALLOCATED, RESERVED, DEVICE_USED)
+"""What has an interval. Active memory has that of allocated memory."""
+
+TRAINING_ROWS, MICROBENCHMARKS, DERIVED = "training rows", "microbenchmarks", "derived"
+DEVICE_CLASSES = (TRAINING_ROWS, MICROBENCHMARKS, DERIVED)
+"""How a device's speed is known: published training rows of this device were compared; only its kernels were measured;
+or it is assumed or derived from another device."""
+
+COMPLETE, ROUGH = "complete", "rough"
+"""Whether everything that decides a row was stated; a user's own question is complete."""
+
+
+@dataclass(frozen=True)
+class IntervalFactors:
+    """The truth lies between `low` and `high` times the prediction."""
+
+    low: float
+    high: float
+
+    def widen(self, predicted: PredictedRange) -> PredictedRange:
+        """The interval of a predicted value, at least as wide as it is by itself."""
+        value = predicted.value
+        return PredictedRange(value, min(predicted.low, value * self.low), max(predicted.high, value * self.high))
+
+
+@functools.cache
+def load_interval_file(path: Path = INTERVALS_FILE) -> Mapping[str, Any]:
+    """The file as it was fitted."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def classify_hardware(hardware: Hardware) -> str:
+    """Which of `DEVICE_CLASSES` a device belongs to."""
+    if hardware.name in load_interval_file()["devices with training rows"]:
+        return TRAINING_ROWS
+    matmul_sources = [text for key, text in hardware.sources.items() if key.startswith("speeds.matmul")]
+    if not matmul_sources or any(text.startswith(("assumed", "derived")) for text in matmul_sources):
+        return DERIVED
+    return MICROBENCHMARKS
+
+
+def find_factors(metric: str, device_class: str, *, is_complete: bool = True) -> IntervalFactors:
+    """The factors of one metric for a class of devices and of rows."""
+    entry = load_interval_file()["factors"][metric][device_class][COMPLETE if is_complete else ROUGH]
+    return IntervalFactors(entry["low"], entry["high"])
+
+
+def add_intervals(config: RunConfig, prediction: Prediction) -> Prediction:
+    """The same prediction with intervals that hold 19 times of 20, and the verdict that follows from them.
+
+    A calibrated CPU keeps its own, which are those of measured runs.
+    """
+    if config.hardware.device == "cpu":
+        return prediction
+    device_class = classify_hardware(config.hardware)
+    time = prediction.time
+    if time is not None:
+        time = dataclasses.replace(time, step_s=find_factors(STEP_TIME, device_class).widen(time.step_s))
+    memory = _add_memory_intervals(prediction.memory, device_class, is_complete=True)
+    return dataclasses.replace(prediction, memory=memory, time=time)
+
+
+def find_rough_verdict(config: RunConfig, memory: MemoryPrediction) -> str | None:
+    """Whether a run fits of which something had to be assumed."""
+    if config.hardware.device == "cpu":
+        return memory.verdict
+    return _add_memory_intervals(memory, classify_hardware(config.hardware), is_complete=False).verdict
+
+
+def _add_memory_intervals(memory: MemoryPrediction, device_class: str, *, is_complete: bool) -> MemoryPrediction:
+    allocated, reserved, device_used = (
+        find_factors(metric, device_class, is_complete=is_complete) for metric in (ALLOCATED, RESERVED, DEVICE_USED)
+    )
+    finds_place = memory.verdict == FITS  # without an interval that is all that keeps what is allocated from fitting
+    memory = dataclasses.replace(
+        memory,
+        allocated=allocated.widen(memory.allocated),
+        active=allocated.widen(memory.active),
+        reserved=reserved.widen(memory.reserved),
+        device_used=device_used.widen(memory.device_used),
+    )
+    if memory.capacity is None or memory.is_host_memory_short:
+        return memory
+    verdict = predict_fit(memory.allocated, memory.capacity, memory.beside, finds_place=finds_place)
+    return dataclasses.replace(memory, verdict=verdict)

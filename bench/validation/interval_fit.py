@@ -1,0 +1,229 @@
+"""Factors of intervals from residuals of published rows, such that rows of a source or device left out lie within them.
+
+Conformal prediction by groups: a residual is the logarithm of true against predicted, a group one source on one device.
+Rows of a group share what makes them miss, so a new source is like a new group, not like more rows: an interval holds,
+on either side, the quantile of residuals of the group that needs most. It is then widened by a margin, the least (up
+to `MARGINS`) with which, if each source in turn (for devices without training rows: each device in turn, too) takes no
+part, `TARGET_COVERAGE` of the rows left out lie within the interval of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.prediction.intervals import (
+    ALLOCATED,
+    COMPLETE,
+    DERIVED,
+    INTERVAL_METRICS,
+    MICROBENCHMARKS,
+    ROUGH,
+    TRAINING_ROWS,
+)
+from bench.validation.metrics import BETWEEN_STEPS, SPEED
+from bench.validation.scores import INTERVAL_METRICS as METRIC_OF_KIND
+from bench.validation.scores import Score, group_by, pick_configurations
+
+TARGET_COVERAGE = 0.95
+"""Share of rows of a source, or device, left out that the margin must come to; 0.93 is asked for."""
+
+SIDE_LEVEL = 0.975
+"""Quantile of residuals on each side."""
+
+MIN_HALF_WIDTH = 0.005
+"""Of any interval, as a logarithm: what rounding in print leaves."""
+
+MARGINS = [round(1 + 0.05 * step, 2) for step in range(21)]
+
+MIN_RESIDUALS, MIN_GROUPS = 8, 2
+"""Of a class whose margin can be fitted."""
+
+SINGLE_GROUP_MARGIN = 1.5
+"""Assumed: of a class with fewer, over what it shows."""
+
+DERIVED_MARGIN = 1.5
+"""Assumed: half-widths on devices whose speed is derived, over those of devices known by microbenchmarks alone."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """How far the truth is from one prediction."""
+
+    source: str
+    device: str
+    log_ratio: float
+    """Natural logarithm of true against predicted, of step time or bytes."""
+
+
+@dataclass(frozen=True)
+class FittedInterval:
+    """An interval of one class, and how it holds on what took no part in it."""
+
+    low: float
+    high: float
+    """Factors of the prediction."""
+    residuals: int
+    groups: int
+    margin: float
+    coverage_by_source: float | None
+    coverage_by_device: float | None
+    """Share of rows within it when their source, or device, took no part; None where there is only one."""
+    basis: str
+    """``fitted``, or what it was taken from."""
+
+    def to_plain(self) -> dict[str, Any]:
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in self.__dict__.items()}
+
+
+def list_residuals(scores: Iterable[Score], metric: str, *, is_complete: bool) -> list[Residual]:
+    """Residuals of one metric and class of rows, each configuration once."""
+    return [
+        Residual(score.reading.source, score.hardware, score.log_ratio)
+        for score in pick_configurations(scores)
+        if score.is_counted
+        and score.kind != BETWEEN_STEPS
+        and METRIC_OF_KIND[score.kind] == metric
+        and score.reading.is_complete == is_complete
+    ]
+
+
+def fit_interval(residuals: Sequence[Residual], *, is_device_left_out: bool) -> FittedInterval:
+    """The interval of at least one residual."""
+    by_source = _list_held_out(residuals, lambda residual: residual.source)
+    by_device = _list_held_out(residuals, lambda residual: residual.device)
+    held_out = [by_source, by_device] if is_device_left_out else [by_source]
+    sufficient = next((margin for margin in MARGINS if all(_is_covered(rows, margin) for rows in held_out)), None)
+    margin = MARGINS[-1] if sufficient is None else sufficient
+    low, high = _compute_quantiles(residuals)
+    return FittedInterval(
+        low=math.exp(-margin * low),
+        high=math.exp(margin * high),
+        residuals=len(residuals),
+        groups=len({(residual.source, residual.device) for residual in residuals}),
+        margin=margin,
+        coverage_by_source=_compute_coverage(by_source, margin),
+        coverage_by_device=_compute_coverage(by_device, margin),
+        basis="fitted" if sufficient is not None else "fitted, the margin at its limit",
+    )
+
+
+HeldOut = list[tuple[float, float, float]]
+"""Of rows left out: residual, and the quantiles below and above of those that took part."""
+
+
+def _list_held_out(residuals: Sequence[Residual], get_name: Callable[[Residual], str]) -> HeldOut:
+    rows: HeldOut = []
+    for name, left_out in group_by(residuals, get_name).items():
+        rest = [residual for residual in residuals if get_name(residual) != name]
+        if rest:
+            low, high = _compute_quantiles(rest)
+            rows += [(residual.log_ratio, low, high) for residual in left_out]
+    return rows
+
+
+def _is_covered(rows: HeldOut, margin: float) -> bool:
+    coverage = _compute_coverage(rows, margin)
+    return coverage is None or coverage >= TARGET_COVERAGE
+
+
+def _compute_coverage(rows: HeldOut, margin: float) -> float | None:
+    if not rows:
+        return None
+    return sum(-margin * low <= ratio <= margin * high for ratio, low, high in rows) / len(rows)
+
+
+def _compute_quantiles(residuals: Sequence[Residual]) -> tuple[float, float]:
+    """Half-widths below and above, as logarithms: what the group needs that needs most on this side."""
+    groups = group_by(residuals, lambda residual: f"{residual.source} {residual.device}").values()
+    low, high = (
+        max(_compute_quantile([sign * residual.log_ratio for residual in group]) for group in groups)
+        for sign in (-1, 1)
+    )
+    return max(MIN_HALF_WIDTH, low), max(MIN_HALF_WIDTH, high)
+
+
+def _compute_quantile(values: Sequence[float]) -> float:
+    """The smallest value that `SIDE_LEVEL` of them do not exceed."""
+    return sorted(values)[math.ceil(SIDE_LEVEL * len(values)) - 1]
+
+
+def fit_intervals(scores: Sequence[Score]) -> dict[str, Any]:
+    """What ``intervals.json`` holds: factors by metric, class of device and class of row, and how they were chosen."""
+    return {
+        "target coverage": TARGET_COVERAGE,
+        "devices with training rows": sorted(
+            {score.hardware for score in scores if score.kind == SPEED and score.reading.is_complete}
+        ),
+        "factors": {metric: _fit_metric(scores, metric) for metric in INTERVAL_METRICS},
+    }
+
+
+def _fit_metric(scores: Sequence[Score], metric: str) -> dict[str, Any]:
+    residuals = {name: list_residuals(scores, metric, is_complete=name == COMPLETE) for name in (COMPLETE, ROUGH)}
+    classes: dict[str, dict[str, FittedInterval]] = {}
+    for device_class, is_device_left_out in ((TRAINING_ROWS, False), (MICROBENCHMARKS, True)):
+        classes[device_class] = _fit_row_classes(residuals, is_device_left_out=is_device_left_out)
+    classes[DERIVED] = {
+        name: _widen(interval, DERIVED_MARGIN, f"assumed: {DERIVED_MARGIN} times {MICROBENCHMARKS}")
+        for name, interval in classes[MICROBENCHMARKS].items()
+    }
+    if metric == ALLOCATED:
+        for rows in classes.values():
+            for name, interval in rows.items():
+                rows[name] = _keep_runs_possible(interval, scores, is_complete=name == COMPLETE)
+    return {
+        device_class: {name: interval.to_plain() for name, interval in rows.items()}
+        for device_class, rows in classes.items()
+    }
+
+
+def _fit_row_classes(
+    residuals: Mapping[str, Sequence[Residual]], *, is_device_left_out: bool
+) -> dict[str, FittedInterval]:
+    fitted: dict[str, FittedInterval] = {}
+    for name, other_name in ((COMPLETE, ROUGH), (ROUGH, COMPLETE)):
+        rows = residuals[name] or residuals[other_name]
+        groups = {(residual.source, residual.device) for residual in rows}
+        fitted[name] = fit_interval(rows, is_device_left_out=is_device_left_out)
+        if rows is not residuals[name] or len(rows) < MIN_RESIDUALS or len(groups) < MIN_GROUPS:
+            basis = f"assumed: {SINGLE_GROUP_MARGIN} times what {len(rows)} rows of {len(groups)} group(s) show"
+            fitted[name] = _widen(fitted[name], SINGLE_GROUP_MARGIN, basis)
+    complete, rough = fitted[COMPLETE], fitted[ROUGH]
+    if rough.low > complete.low or rough.high < complete.high:
+        fitted[ROUGH] = FittedInterval(
+            **{**rough.__dict__, "low": min(rough.low, complete.low), "high": max(rough.high, complete.high)}
+        )
+    return fitted
+
+
+def _widen(interval: FittedInterval, factor: float, basis: str) -> FittedInterval:
+    return FittedInterval(
+        **{
+            **interval.__dict__,
+            "low": interval.low**factor,
+            "high": interval.high**factor,
+            "margin": interval.margin * factor,
+            "basis": basis,
+        }
+    )
+
+
+def _keep_runs_possible(interval: FittedInterval, scores: Sequence[Score], *, is_complete: bool) -> FittedInterval:
+    """No run that was published as running is said not to fit: its least memory is at most the capacity."""
+    limits = [
+        1 / score.fullness
+        for score in scores
+        if score.quantity.ran and score.fullness and score.reading.is_complete == is_complete
+    ]
+    low = min([interval.low, *limits])
+    return FittedInterval(**{**interval.__dict__, "low": low})
+
+
+def write_intervals(intervals: Mapping[str, Any], path: Path) -> None:
+    """The file, with a line per class."""
+    path.write_text(json.dumps(intervals, indent=1) + "\n", encoding="utf-8")

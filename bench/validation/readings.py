@@ -1,0 +1,303 @@
+"""Rows of published tables as runs that can be predicted: how each was read, or why it is no run of this suite."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from bench.config.compose import compose_config, find_option_file
+from bench.config.run_config import RunConfig, build_run_config
+from bench.core.errors import UsageError
+from bench.records.published import PublishedLine
+from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
+from bench.validation.model_words import read_model
+from bench.validation.printed_numbers import is_blank, parse_count, parse_parameters
+from bench.validation.sources import (
+    SourceKnowledge,
+    find_source_knowledge,
+    find_torch_version,
+    recomputes_whole_blocks,
+)
+from bench.validation.training_words import (
+    NotExpressibleError,
+    Overrides,
+    read_checkpointing,
+    read_gpu,
+    read_precision,
+    read_strategy,
+)
+
+COMPLETE, ROUGH = "complete", "rough"
+"""Classes of rows: all that decides the number is stated, in the source or its scripts; or something is assumed."""
+
+ACCUMULATION_PATTERNS = (
+    r"(?:grad(?:ient)?[ _-]?acc?um(?:ulation)?(?:[ _]steps)?|gas|micro_num|accumulation(?: steps)?|\bga)[ =:]*(\d+)",
+    r"(\d+)[ -]micro-?batches",
+    r"(no) accumulation",
+)
+GLOBAL_BATCH_PATTERN = r"global[ -]?batch(?:[ -]?size)?[ =:]*(\d[\d,]*)(?![\d.,]*[mk] ?tok|\.\d)"
+NODE_PATTERN = r"(\d+) (?:gpus? )?per (?:node|machine|server|host)|(?:machines|nodes|servers) of (\d+)"
+DEFAULT_GPUS_PER_NODE = 8
+
+PARAMETER_TOLERANCE = 0.15
+"""Between the parameters that a row prints, rounded and with or without embeddings, and those of the shape."""
+
+EXTRA_MEMORY: Mapping[str, Callable[[RunConfig], float]] = {
+    "causal_masks": lambda config: 4.0 * getattr(config.model, "num_layers", 0) * config.sequence_length**2
+}
+"""Bytes that those who measured held all the time, and this suite does not: minGPT's masks, fp32, one in a block."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One row as it was read."""
+
+    row: int
+    """Its number in the file, 1 for the first after the header."""
+    line: PublishedLine
+    reason: str | None = None
+    """Why it is no run of this suite; then all that follows is empty."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """Overrides, as on the command line."""
+    quantity: Quantity | None = None
+    assumptions: tuple[str, ...] = ()
+    is_complete: bool = True
+    torch_version: str = "unknown"
+    flops: str = "model"
+    measures: str = "step"
+    recomputes_whole: bool = False
+    extra_memory: str | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        return build_published_config(self.settings)
+
+    @property
+    def source(self) -> str:
+        return self.line.get("source_key") or "-"
+
+    @property
+    def source_class(self) -> str:
+        return COMPLETE if self.is_complete else ROUGH
+
+    @property
+    def extra_bytes(self) -> float:
+        return EXTRA_MEMORY[self.extra_memory](self.config) if self.extra_memory else 0.0
+
+
+@functools.lru_cache(maxsize=10_000)
+def build_published_config(settings: tuple[tuple[str, str], ...]) -> RunConfig:
+    """The run that overrides come to.
+
+    Raises
+    ------
+    UsageError
+        If the suite refuses them.
+    """
+    return build_run_config(compose_config({"mode": "predict", **dict(settings)}))
+
+
+def read_lines(lines: Sequence[PublishedLine]) -> list[Reading]:
+    """Every row, in order.
+
+    Raises
+    ------
+    UsageError
+        If the value of a metric that is a number cannot be read as one.
+    """
+    failed = {_describe_run(line) for line in lines if _says_failed(line)}
+    return [
+        Reading(number, line, reason="the run failed") if _is_of_failed_run(line, failed) else read_line(number, line)
+        for number, line in enumerate(lines, start=1)
+    ]
+
+
+MEASUREMENT_COLUMNS = ("metric", "value", "unit", "uncertainty", "provenance", "torch_version", "note")
+
+
+def _describe_run(line: PublishedLine) -> tuple[str, ...]:
+    return tuple(value or "" for column, value in line.items() if column not in MEASUREMENT_COLUMNS)
+
+
+def _says_failed(line: PublishedLine) -> bool:
+    text = (line.get("value") or "").lower()
+    return line.get("metric") == "outcome" and re.search(rf"{OOM_PATTERN}|fail|no result", text) is not None
+
+
+def _is_of_failed_run(line: PublishedLine, failed: set[tuple[str, ...]]) -> bool:
+    """Whether a row measures something of a run that another row says did not end well."""
+    return line.get("metric") != "outcome" and _describe_run(line) in failed
+
+
+def read_line(row: int, line: PublishedLine) -> Reading:
+    """One row; what the row's source is known to do wins over what the words of the row usually mean.
+
+    Raises
+    ------
+    UsageError
+        As `read_lines`.
+    """
+    knowledge = find_source_knowledge(line)
+    try:
+        if knowledge.refuse:
+            raise NotExpressibleError(knowledge.refuse)
+        quantity = read_quantity(row, line, knowledge.metrics)
+        overrides = _read_words(line, knowledge)
+        settings = _order_settings(overrides.settings)
+        config = _build_config(settings)
+        _check_parameters(line, config)
+    except NotExpressibleError as error:
+        return Reading(row, line, reason=str(error))
+    version = find_torch_version(line)
+    whole = knowledge.recomputes_whole or recomputes_whole_blocks(version)
+    return Reading(
+        row=row,
+        line=line,
+        settings=settings,
+        quantity=quantity,
+        assumptions=tuple(dict.fromkeys(overrides.assumptions)),
+        is_complete=knowledge.complete and not overrides.assumptions,
+        torch_version=version,
+        flops=knowledge.flops or METRICS[quantity.metric].flops,
+        measures=knowledge.measures,
+        recomputes_whole=whole and config.activation_checkpointing == "full",
+        extra_memory=knowledge.extra_memory,
+    )
+
+
+def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> Overrides:
+    known = {
+        key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in knowledge.settings.items()
+    }
+    taken_back = {key for key, value in known.items() if value == ""}
+    known = {key: value for key, value in known.items() if value != ""}
+    note, words = line.get("note") or "", Overrides()
+    gpus = int(known["gpus"]) if "gpus" in known else _read_count(line, "gpu_count", "number of GPUs")
+    if "model" not in known:
+        words.add(read_model(line["model"], line["parameters"], note))
+    if "hardware" not in known:
+        words.add(read_gpu(line["gpu"]))
+    if "precision" not in known:
+        words.add(read_precision(line["precision"]))
+    if "strategy" not in known or "lora" in (line["strategy"] + line["sharding"]).lower():
+        words.add(read_strategy(line["strategy"], line["sharding"], gpus))
+    else:
+        words.add(_read_knobs(line, gpus, known["strategy"]))
+    if "activation_checkpointing" not in known:
+        words.add(read_checkpointing(line["activation_checkpointing"]))
+    settings = {"gpus": str(gpus), "gpus_per_node": _find_gpus_per_node(line, gpus), **words.settings, **known}
+    if "sequence_length" not in settings:
+        settings["sequence_length"] = str(_read_count(line, "sequence_length", "sequence length"))
+    _extend_positions(settings, knowledge.block_size == "sequence_length")
+    if (
+        re.search(r"torch\.compile|\bcompiled?\b", note.lower())
+        and "compile" not in settings
+        and not knowledge.uncompiled
+    ):
+        settings["compile"] = "true"
+    assumptions = [*words.assumptions, *knowledge.assumed]
+    settings |= _read_batch(line, settings, assumptions)
+    if settings["strategy"] == "deepspeed" and settings.get("strategy.stage", "2") in ("2", "3"):
+        settings.setdefault("gradient_accumulation_sync", "true")  # gradients that are divided cannot be accumulated
+    return Overrides({key: value for key, value in settings.items() if key not in taken_back}, assumptions)
+
+
+def _extend_positions(settings: dict[str, str], is_exact: bool) -> None:
+    """As many positions as tokens, where a model has fewer, or a source has exactly so many."""
+    length = settings["sequence_length"]
+    values = yaml.safe_load(find_option_file("model", settings["model"]).read_text(encoding="utf-8"))
+    block_size = settings.get("model.block_size") or values.get("block_size")
+    if block_size is not None and (is_exact or int(length) > int(block_size)):
+        settings["model.block_size"] = length
+
+
+def _read_knobs(line: PublishedLine, gpus: int, strategy: str) -> Overrides:
+    """Knobs of a strategy that the source is known to use."""
+    try:
+        words = read_strategy(line["strategy"], line["sharding"], gpus)
+    except NotExpressibleError:
+        return Overrides()
+    return words if words.settings.get("strategy") == strategy else Overrides()
+
+
+def _read_count(line: PublishedLine, column: str, name: str) -> int:
+    text = line.get(column) or ""
+    if is_blank(text):
+        raise NotExpressibleError(f"the {name} is not stated")
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise NotExpressibleError(f"{column}: {error}") from None
+
+
+def _find_gpus_per_node(line: PublishedLine, gpus: int) -> str:
+    match = re.search(NODE_PATTERN, f"{line['gpu']} {line.get('note') or ''} {line['sharding']}".lower())
+    stated = int(match[1] or match[2]) if match else DEFAULT_GPUS_PER_NODE
+    if gpus > stated and gpus % stated:
+        stated = next(size for size in range(stated, 0, -1) if gpus % size == 0)
+    return str(stated)
+
+
+def _read_batch(line: PublishedLine, settings: Mapping[str, str], assumptions: list[str]) -> dict[str, str]:
+    """Sequences per GPU and micro-batch, and how many micro-batches; of ranks that share layers each has its part."""
+    note = f"{line.get('note') or ''}; {line['sharding']}".lower()
+    degree = int(settings["strategy.degree"]) if settings.get("strategy.degree", "").isdecimal() else 1
+    replicas = int(settings["gpus"]) // degree
+    accumulation = _read_accumulation(note)
+    match = re.search(GLOBAL_BATCH_PATTERN, note)
+    global_batch = int(match[1].replace(",", "")) if match else None
+    if "batch_size_per_gpu" in settings:
+        batch = int(settings["batch_size_per_gpu"])
+    elif not is_blank(line["batch_size_per_gpu"]):
+        batch = _read_count(line, "batch_size_per_gpu", "batch per GPU")
+    elif global_batch is not None and global_batch % (replicas * (accumulation or 1)) == 0:
+        batch = global_batch // (replicas * (accumulation or 1))
+        assumptions.append(f"a micro-batch of {batch}, which the global batch comes to")
+    else:
+        raise NotExpressibleError("the batch per GPU is not stated")
+    if accumulation is None and global_batch is not None and global_batch % (batch * replicas) == 0:
+        accumulation = global_batch // (batch * replicas)
+    if degree > 1:
+        if batch % degree:
+            raise NotExpressibleError(f"{degree} GPUs share {batch} sequences, no whole number for each")
+        batch //= degree
+    return {"batch_size_per_gpu": str(batch), **({"gradient_accumulation": str(accumulation)} if accumulation else {})}
+
+
+def _read_accumulation(note: str) -> int | None:
+    for pattern in ACCUMULATION_PATTERNS:
+        if match := re.search(pattern, note):
+            return 1 if match[1] == "no" else int(match[1]) or None
+    return None
+
+
+def _order_settings(settings: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """Groups before their fields: ``model`` before ``model.num_layers``."""
+    return tuple(sorted(settings.items(), key=lambda item: ("." in item[0], item[0].partition(".")[0])))
+
+
+def _build_config(settings: tuple[tuple[str, str], ...]) -> RunConfig:
+    try:
+        return build_published_config(settings)
+    except UsageError as error:
+        raise NotExpressibleError(f"the suite refuses it: {str(error).rstrip('.')}") from None
+
+
+def _check_parameters(line: PublishedLine, config: RunConfig) -> None:
+    """A misread name shows in the number of parameters."""
+    printed, actual = parse_parameters(line.get("parameters") or ""), config.model.num_parameters
+    if printed and printed > 1e6 and abs(actual / printed - 1) > PARAMETER_TOLERANCE:
+        raise NotExpressibleError(
+            f"{line['model']}: {line['parameters']} parameters are printed, and the shape that it is taken for has "
+            f"{actual / 1e9:.2f}B"
+        )
+
+
+def describe_settings(settings: Sequence[tuple[str, Any]]) -> str:
+    """Overrides as they are typed."""
+    return " ".join(f"{key}={value}" for key, value in settings)

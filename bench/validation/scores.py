@@ -1,0 +1,335 @@
+"""Predictions held against readings of published rows: values in the row's own metric, errors, intervals, verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TypeVar
+
+from bench.config.flop_conventions import SUITE_COLUMNS, count_flops_per_sequence
+from bench.config.run_config import RunConfig, compute_speed_columns
+from bench.core.errors import UsageError
+from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
+from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors, find_rough_verdict
+from bench.prediction.prediction import DOES_NOT_FIT, FITS, PredictedRange, Prediction
+from bench.prediction.predictor import predict_runs
+from bench.validation.metrics import (
+    ACTIVE,
+    ALLOCATED,
+    BETWEEN_STEPS,
+    DEVICE_USED,
+    FIT,
+    METRICS,
+    RESERVED,
+    SPEED,
+    Quantity,
+)
+from bench.validation.readings import Reading
+
+Item = TypeVar("Item")
+
+RESTING_PARTS = ("parameters", "optimizer")
+"""What is allocated between steps; of FSDP1 gradients, too, until they are set to None."""
+
+INTERVAL_METRICS = {
+    SPEED: STEP_TIME,
+    ALLOCATED: "allocated",
+    ACTIVE: "allocated",
+    RESERVED: "reserved",
+    DEVICE_USED: DEVICE_USED_METRIC,
+    BETWEEN_STEPS: "allocated",
+}
+"""What a kind of row is compared with, as `bench.prediction.intervals` calls it."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A row, and what was predicted for it."""
+
+    reading: Reading
+    quantity: Quantity
+    predicted_value: float
+    """In the row's metric and unit; of an outcome 1 for out of memory, 0.5 for too close to call."""
+    low: float
+    high: float
+    """Where the published value is expected 19 times of 20."""
+    verdict: str | None
+    hardware: str
+    device_class: str
+    strategy: str
+    family: str
+    parameters: int
+    gpus: int
+    limited_by: str | None = None
+    predicted_step_s: float | None = None
+    fullness: float | None = None
+    """Predicted allocated memory against what the allocator may have, None where that is not known."""
+
+    @property
+    def kind(self) -> str:
+        return self.quantity.kind
+
+    @property
+    def error(self) -> float:
+        """Predicted against published, as a share; above 0 is too fast (also of times), or too much memory."""
+        ratio = self.predicted_value / self.quantity.value
+        return (1 / ratio if METRICS[self.quantity.metric].is_time else ratio) - 1
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it has an error; outcomes have none."""
+        return self.kind != FIT
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the published value, or any within its uncertainty, lies in the interval; a verdict: is not wrong."""
+        if self.kind == FIT:
+            return not self.is_verdict_wrong
+        value, uncertainty = self.quantity.value, self.quantity.uncertainty
+        return self.low <= value + uncertainty and value - uncertainty <= self.high
+
+    @property
+    def is_verdict_wrong(self) -> bool:
+        """A run that ran is said not to fit, or one that ran out of memory to fit."""
+        return self.verdict == (DOES_NOT_FIT if self.quantity.ran else FITS)
+
+    @property
+    def log_ratio(self) -> float:
+        """Natural logarithm of true against predicted: of step time, or of bytes."""
+        ratio = self.quantity.value / self.predicted_value
+        is_rate = self.kind == SPEED and not METRICS[self.quantity.metric].is_time
+        return math.log(1 / ratio if is_rate else ratio)
+
+
+def score_readings(readings: Sequence[Reading]) -> tuple[list[Score], dict[int, str]]:
+    """Predict every reading that is a run, each run once.
+
+    Returns
+    -------
+    scores: list of Score
+    reasons: dict
+        By number of the row: why it has no score.
+    """
+    reasons = {reading.row: reading.reason for reading in readings if reading.reason is not None}
+    runnable = [reading for reading in readings if reading.reason is None]
+    predictions = _predict(runnable, reasons)
+    scores = []
+    for reading in runnable:
+        if reading.settings in predictions:
+            try:
+                scores.append(build_score(reading, predictions[reading.settings]))
+            except UsageError as error:
+                reasons[reading.row] = str(error)
+    return scores, reasons
+
+
+def _predict(readings: Sequence[Reading], reasons: dict[int, str]) -> Mapping[tuple[tuple[str, str], ...], Prediction]:
+    """All at once; one by one where something is refused only then."""
+    settings = list(dict.fromkeys(reading.settings for reading in readings))
+    configs = {reading.settings: reading.config for reading in readings}
+    try:
+        return dict(zip(settings, predict_runs([configs[key] for key in settings]), strict=True))
+    except UsageError:
+        predictions = {}
+        for key in settings:
+            try:
+                (predictions[key],) = predict_runs([configs[key]])
+            except UsageError as error:
+                reasons |= {reading.row: str(error) for reading in readings if reading.settings == key}
+        return predictions
+
+
+def build_score(reading: Reading, prediction: Prediction) -> Score:
+    """Compare one prediction with the published number.
+
+    Raises
+    ------
+    UsageError
+        If nothing is predicted of what the row measured.
+    """
+    config, quantity, memory = reading.config, reading.quantity, prediction.memory
+    assert quantity is not None
+    value, low, high = _compute_range(reading, config, prediction, quantity)
+    return Score(
+        reading=reading,
+        quantity=quantity,
+        predicted_value=value,
+        low=low,
+        high=high,
+        verdict=_find_verdict(reading, prediction),
+        hardware=config.hardware.name,
+        device_class=classify_hardware(config.hardware),
+        strategy=config.effective_strategy,
+        family=config.model.family,
+        parameters=config.model.num_parameters,
+        gpus=config.gpus,
+        limited_by=None if prediction.time is None else prediction.time.limited_by,
+        predicted_step_s=None if prediction.time is None else _compute_step_seconds(reading, config, prediction),
+        fullness=memory.allocated.value / memory.capacity if memory.capacity else None,
+    )
+
+
+def _compute_range(
+    reading: Reading, config: RunConfig, prediction: Prediction, quantity: Quantity
+) -> tuple[float, float, float]:
+    if quantity.kind == FIT:
+        value = {FITS: 0.0, DOES_NOT_FIT: 1.0}.get(_find_verdict(reading, prediction) or "", 0.5)
+        return value, value, value
+    factors = find_factors(
+        INTERVAL_METRICS[quantity.kind], classify_hardware(config.hardware), is_complete=reading.is_complete
+    )
+    if quantity.kind != SPEED:
+        size = _compute_bytes(reading, config, prediction, quantity)
+        return size, size * factors.low, size * factors.high
+    step_s = _compute_step_seconds(reading, config, prediction)
+    values = [_compute_speed(reading, config, quantity, step_s * factor) for factor in (1.0, factors.low, factors.high)]
+    return values[0], min(values[1:]), max(values[1:])
+
+
+def _find_verdict(reading: Reading, prediction: Prediction) -> str | None:
+    """Whether the run fits; of a row of which something was assumed, as the wider interval says."""
+    return prediction.memory.verdict if reading.is_complete else find_rough_verdict(reading.config, prediction.memory)
+
+
+def _compute_bytes(reading: Reading, config: RunConfig, prediction: Prediction, quantity: Quantity) -> float:
+    memory = prediction.memory
+    if quantity.kind == BETWEEN_STEPS:
+        parts = (*RESTING_PARTS, "gradients") if config.strategy.name.startswith("fsdp") else RESTING_PARTS
+        return float(sum(memory.parts[part] for part in parts))
+    ranges: dict[str, PredictedRange] = {
+        ALLOCATED: memory.allocated,
+        ACTIVE: memory.active,
+        RESERVED: memory.reserved,
+        DEVICE_USED: memory.device_used,
+    }
+    devices = config.gpus if quantity.metric == "device_used_all_gpus" else 1
+    return (ranges[quantity.kind].value + reading.extra_bytes) * devices
+
+
+def _compute_step_seconds(reading: Reading, config: RunConfig, prediction: Prediction) -> float:
+    """A step of the source's software, in seconds.
+
+    Predictions stop recomputing when backward has what it needs, as torch does from 2.1 on. Where whole blocks are
+    computed again, computation takes longer as a whole forward pass against the part of it, in FLOPs.
+    """
+    if prediction.time is None:
+        raise UsageError(f"the speed of {config.hardware.name} in {config.precision.name} is not known")
+    step_s = prediction.time.step_s.value
+    if reading.measures == "forward_and_backward":
+        step_s -= prediction.time.optimizer_s
+    if reading.recomputes_whole:
+        step_s += prediction.time.compute_s * (_compute_whole_recomputation_share(config) - 1)
+    return step_s
+
+
+def _compute_whole_recomputation_share(config: RunConfig) -> float:
+    """FLOPs with a whole second forward pass, against those that the device executes in a prediction."""
+    model_flops = config.trained_model.count_flops_per_sequence(config.sequence_length).model_flops
+    return max(1.0, model_flops * 4 / 3 / config.hardware_flops_per_sequence)
+
+
+def _compute_speed(reading: Reading, config: RunConfig, quantity: Quantity, step_s: float) -> float:
+    sequences = config.batch_size_per_gpu * config.gradient_accumulation
+    tokens_per_s = sequences * config.model.count_tokens_per_sequence(config.sequence_length) / step_s
+    rates: dict[str, Callable[[], float]] = {
+        "tokens_per_second_per_gpu": lambda: tokens_per_s,
+        "tokens_per_second": lambda: tokens_per_s * config.gpus,
+        "samples_per_second": lambda: sequences * config.gpus / step_s,
+        "samples_per_second_per_gpu": lambda: sequences / step_s,
+        "steps_per_second": lambda: 1 / step_s,
+        "step_time": lambda: step_s,
+    }
+    if quantity.metric in rates:
+        return rates[quantity.metric]()
+    tflops = sequences * _count_flops(reading, config, quantity) / step_s / 1e12
+    if quantity.metric in ("tflops_per_gpu", "hardware_tflops_per_gpu"):
+        return tflops
+    peak = config.hardware.peak_tflops.get(config.precision.peak)
+    if not peak:
+        raise UsageError(f"the peak of {config.hardware.name} in {config.precision.name} is not known")
+    return tflops / peak
+
+
+def _count_flops(reading: Reading, config: RunConfig, quantity: Quantity) -> float:
+    """FLOPs of a sequence as the source counts them; ``hfu`` is with recomputation whatever it says."""
+    convention = reading.flops
+    is_checkpointed = config.activation_checkpointing == "full"
+    if METRICS[quantity.metric].flops == "hardware" and convention not in ("hardware", "megatron"):
+        share = 4 / 3 if is_checkpointed else 1.0
+        return share * _count_flops(reading, config, dataclasses.replace(quantity, metric="mfu"))
+    if convention == "hardware" and reading.recomputes_whole:
+        return 4 / 3 * config.trained_model.count_flops_per_sequence(config.sequence_length).model_flops
+    if convention in SUITE_COLUMNS:
+        columns = compute_speed_columns(config, 1.0)["flops"]
+        return columns[convention] / (config.batch_size_per_gpu * config.gradient_accumulation)
+    flops = count_flops_per_sequence(convention, config.model, config.sequence_length)
+    return flops * 3 / 4 if convention == "megatron" and not is_checkpointed else flops
+
+
+# --- What errors come to.
+
+
+@dataclass(frozen=True)
+class ErrorSummary:
+    """Errors of some scores, as shares."""
+
+    count: int
+    mean: float
+    """Of absolute errors."""
+    worst: float
+    """The largest error, with its sign."""
+    bias: float
+    """Mean of signed errors."""
+    share_within: float
+    """Share of scores in their interval."""
+
+
+def summarize_scores(scores: Sequence[Score]) -> ErrorSummary:
+    """Mean, worst and bias of at least one score that has an error."""
+    errors = [score.error for score in scores]
+    return ErrorSummary(
+        count=len(errors),
+        mean=fmean(map(abs, errors)),
+        worst=max(errors, key=abs),
+        bias=fmean(errors),
+        share_within=fmean(score.is_within for score in scores),
+    )
+
+
+def pick_configurations(scores: Iterable[Score]) -> list[Score]:
+    """One score per configuration and kind: rows with other metrics of the same step say the same again."""
+    picked: dict[tuple[object, ...], Score] = {}
+    for score in scores:
+        key = (
+            score.reading.source,
+            score.reading.settings,
+            score.kind,
+            round(score.log_ratio, 2) if score.is_counted else 0,
+        )
+        picked.setdefault(key, score)
+    return list(picked.values())
+
+
+def group_by(items: Iterable[Item], get_key: Callable[[Item], str]) -> dict[str, list[Item]]:
+    """Items by a property, in the order the properties first appear."""
+    groups: dict[str, list[Item]] = {}
+    for item in items:
+        groups.setdefault(get_key(item), []).append(item)
+    return groups
+
+
+SIZE_CLASSES = (
+    (1e9, "below 1B"),
+    (5e9, "1B to 5B"),
+    (20e9, "5B to 20B"),
+    (100e9, "20B to 100B"),
+    (math.inf, "above 100B"),
+)
+
+
+def classify_model_size(score: Score) -> str:
+    """How large the model is, in words."""
+    return next(name for limit, name in SIZE_CLASSES if score.parameters < limit)

@@ -1,0 +1,103 @@
+"""What is known of the sources of published rows, read from ``results/published/sources.yaml``.
+
+An entry, and each of its rules, may have these keys:
+
+* ``settings``: overrides of every run, with ``settings_source``; an empty value takes an override back.
+* ``torch_version`` (with ``torch_source``): of rows whose own column does not say.
+* ``assumed``: what had to be assumed beyond the words of a row; a row with assumptions is rough.
+* ``complete: false``: all rows are rough. ``refuse``: rows are no runs of this suite, and why.
+* ``flops``: what TFLOPS and MFU count (`bench.config.flop_conventions`).
+* ``metrics``: metrics of the source that mean another one.
+* ``measures``: ``step``, or ``forward_and_backward`` where times leave out the optimizer.
+* ``recomputes_whole``: checkpointing computes whole blocks again, though torch is 2.1 or later (reentrant).
+* ``uncompiled``: predict without torch.compile, though rows say it.
+* ``block_size: sequence_length``: as many positions as tokens. ``extra_memory``: see `readings.EXTRA_MEMORY`.
+* ``miss_cause``: why predictions of its rows miss, as far as that is known.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from bench.records.published import PUBLISHED_CSV, PublishedLine
+
+SOURCES_FILE = PUBLISHED_CSV.with_name("sources.yaml")
+
+UNKNOWN_VERSION = "unknown"
+
+WHOLE_RECOMPUTATION_BEFORE = (2, 1)
+"""Version of torch from which on checkpointing stops when it has what backward needs
+(https://github.com/pytorch/pytorch/pull/90105, in 2.1)."""
+
+
+@dataclass(frozen=True)
+class SourceKnowledge:
+    """What applies to one row."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    torch_version: str = UNKNOWN_VERSION
+    assumed: tuple[str, ...] = ()
+    complete: bool = True
+    refuse: str | None = None
+    flops: str | None = None
+    metrics: dict[str, str] = field(default_factory=dict)
+    measures: str = "step"
+    recomputes_whole: bool = False
+    uncompiled: bool = False
+    block_size: str | None = None
+    extra_memory: str | None = None
+    miss_cause: str | None = None
+    licence: str | None = None
+    software: str | None = None
+    torch_source: str | None = None
+    settings_source: str | None = None
+
+
+@functools.cache
+def load_sources() -> Mapping[str, dict[str, Any]]:
+    """The file's entries by `source_key`."""
+    return yaml.safe_load(SOURCES_FILE.read_text(encoding="utf-8"))
+
+
+def find_source_knowledge(line: PublishedLine) -> SourceKnowledge:
+    """What the file says of a row; nothing for sources that it does not have."""
+    entry = dict(load_sources().get(line.get("source_key", ""), {}))
+    parts = [entry, *(rule for rule in entry.pop("rules", ()) if _matches(rule["where"], line))]
+    merged: dict[str, Any] = {"settings": {}, "assumed": (), "metrics": {}}
+    for part in parts:
+        for key, value in part.items():
+            if key in ("settings", "metrics"):
+                merged[key] |= value
+            elif key == "assumed":
+                merged[key] = (*merged[key], value)
+            elif key != "where":
+                merged[key] = str(value) if key == "torch_version" else value
+    return SourceKnowledge(**merged)
+
+
+def _matches(patterns: Mapping[str, str], line: PublishedLine) -> bool:
+    return all(re.search(pattern, line.get(column) or "", re.IGNORECASE) for column, pattern in patterns.items())
+
+
+def find_torch_version(line: PublishedLine) -> str:
+    """The version of torch of a row: what its own column says, else what is known of the source, else unknown."""
+    own_version = (line.get("torch_version") or "").strip()
+    if own_version and own_version.lower() != UNKNOWN_VERSION:
+        return own_version
+    return find_source_knowledge(line).torch_version
+
+
+def recomputes_whole_blocks(torch_version: str) -> bool:
+    """Whether checkpointing of this version computes a whole block again; where unknown, it is taken to stop early."""
+    match = re.search(r"(\d+)\.(\d+)", torch_version)
+    if match is None:
+        return False
+    version = (int(match[1]), int(match[2]))
+    is_upper_bound = "before" in torch_version
+    return version <= WHOLE_RECOMPUTATION_BEFORE if is_upper_bound else version < WHOLE_RECOMPUTATION_BEFORE

@@ -1,0 +1,345 @@
+"""Words with which people describe a training run, as overrides of a run: GPUs, strategies, precisions, checkpointing.
+
+Nothing here belongs to one source: what a source means by a word is in ``results/published/sources.yaml``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from bench.config.compose import find_option_file, list_config_groups
+from bench.core.errors import UsageError
+from bench.validation.printed_numbers import is_blank
+
+OPTIONS_WITHOUT_GPU = ("auto", "cpu", "gpu")
+"""Of conf/hardware."""
+
+
+class NotExpressibleError(UsageError):
+    """A row that is no run of this suite, and why."""
+
+
+@dataclass
+class Overrides:
+    """What words come to: overrides of a run, and what had to be assumed for them."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    assumptions: list[str] = field(default_factory=list)
+
+    def add(self, other: Overrides) -> None:
+        """Take over another's, which win."""
+        self.settings |= other.settings
+        self.assumptions += other.assumptions
+
+
+# --- GPUs, by whatever conf/hardware holds.
+
+GPU_KINDS = (
+    *((kind, kind) for kind in ("gb300", "gb200", "gh200", "b300", "b200", "h200", "h100", "a100", "v100")),
+    *((kind, kind) for kind in ("l40s", "l40", "a10g", "mi355x", "mi325x", "mi300x", "mi300a", "mi250x", "mi250")),
+    *(("h800", "h100"), ("a800", "a100"), ("titan rtx", "titan_rtx"), ("rtx pro 6000", "rtx_pro_6000")),
+    *(("pro 6000", "rtx_pro_6000"), ("6000 ada", "rtx_6000_ada"), ("rtx 6000ada", "rtx_6000_ada")),
+    *(("rtx 8000", "rtx_8000"), ("rtx a6000", "a6000"), ("a6000", "a6000"), ("3090 ti", "rtx_3090_ti")),
+    *(("3090", "rtx_3090"), ("4090", "rtx_4090"), ("5090", "rtx_5090"), ("mi210", "mi210"), ("mi100", "mi100")),
+    *(("a10", "a10"), ("l4", "l4"), ("t4", "t4")),
+)
+"""What names of GPUs contain, first match first, and how options of conf/hardware begin that describe such a GPU."""
+
+HALVED_NVLINK_KINDS = {"a800": "200", "h800": "200"}
+"""Kinds that are another kind with 400 GB/s of NVLink: GB/s in each direction
+(https://www.nvidia.com/en-us/data-center/a800/, https://lenovopress.lenovo.com/lp1814)."""
+
+MEMORY_TOLERANCE = 0.08
+"""Between the memory that a name prints and that of the hardware's file (80 and 79.6 GB are one card)."""
+
+
+@functools.cache
+def load_hardware_options() -> Mapping[str, dict[str, Any]]:
+    """The GPUs that conf/hardware has now: name to the values of its file."""
+    options = {}
+    for name in list_config_groups()["hardware"]:
+        if name not in OPTIONS_WITHOUT_GPU:
+            values = yaml.safe_load(find_option_file("hardware", name).read_text(encoding="utf-8"))
+            if isinstance(values, dict):
+                options[name] = values
+    return options
+
+
+def read_gpu(text: str) -> Overrides:
+    """The hardware that a GPU's name means.
+
+    Raises
+    ------
+    NotExpressibleError
+        If none is named, or conf/hardware has no such GPU.
+    """
+    options = load_hardware_options()
+    if is_blank(text):
+        raise NotExpressibleError("the GPU is not stated")
+    if text.strip() in options:
+        return Overrides({"hardware": text.strip()})
+    for name, values in options.items():
+        if text.strip().lower() in [str(gpu_name).lower() for gpu_name in values.get("gpu_names") or ()]:
+            return Overrides({"hardware": name})
+    words = " ".join(re.findall(r"[a-z]+\d*[a-z]*|\d+(?:\.\d+)?", text.lower()))
+    word, kind = next(((word, kind) for word, kind in GPU_KINDS if _has_word(words, word)), ("", ""))
+    names = [name for name in options if name == kind or name.startswith(f"{kind}_")] if kind else []
+    if word in ("3090", "rtx 3090"):
+        names = [name for name in names if not name.endswith("_ti")]
+    if not names:
+        raise NotExpressibleError(f"no file under conf/hardware describes {text.strip()}")
+    return _choose_variant(text, words, word, kind, names)
+
+
+def _choose_variant(text: str, words: str, word: str, kind: str, names: list[str]) -> Overrides:
+    """One of several options for a kind, by form and memory."""
+    options, overrides = load_hardware_options(), Overrides()
+    forms = {form for form in ("pcie", "nvl") if re.search(rf"\b{form}\b", words)}
+    if any(form in name for name in names for form in ("pcie", "nvl")) or (forms and kind in ("a100", "h100")):
+        names = [name for name in names if {form for form in ("pcie", "nvl") if form in name} == forms]
+        if not names:
+            raise NotExpressibleError(f"no file under conf/hardware describes {text.strip()}")
+    stated = [float(number) for number in re.findall(r"\b(\d+(?:\.\d+)?) ?gi?b\b", text.lower().replace("-", " "))]
+    sizes = {name: float(options[name].get("memory_gb") or 0) for name in names}
+    fitting = [
+        name for name, size in sizes.items() if stated and size and abs(stated[0] / size - 1) <= MEMORY_TOLERANCE
+    ]
+    if not fitting and (stated or len(names) > 1):
+        largest = max(names, key=lambda name: (sizes[name], -len(name)))
+        overrides.assumptions.append(f"{text.strip()} is taken as {largest}")
+        fitting = [largest]
+    name = min(fitting or names, key=len)
+    overrides.settings["hardware"] = name
+    if word in HALVED_NVLINK_KINDS:
+        overrides.settings["hardware.speeds.links.gpu_gb_s"] = HALVED_NVLINK_KINDS[word]
+    return overrides
+
+
+def _has_word(words: str, word: str) -> bool:
+    """Whether a name contains a word, alone or followed by its form (``h100sxm``)."""
+    return re.search(rf"(?:^|\s){re.escape(word)}(?:\s|$|sxm|pcie|nvl)", words) is not None
+
+
+# --- Precisions.
+
+
+def read_precision(text: str) -> Overrides:
+    """The precision that words mean: bf16 mixed, fp16 (amp), fp8, TF32, bfloat16 pure.
+
+    Raises
+    ------
+    NotExpressibleError
+        If the suite has none of that kind.
+    """
+    words = text.lower().replace("-", " ").replace("_", " ")
+    if is_blank(text):
+        return Overrides({"precision": "bf16"}, ["precision is not stated: bf16 mixed"])
+    is_pure = re.search(r"\bpure\b|throughout|bf16 (model|master|weights)|true", words) is not None
+    if re.search(r"mxfp|nvfp4|fp4|fp8 (mx|cs|ds)\b|block ?scal", words):
+        raise NotExpressibleError(f"{text}: formats with a scale per block (MX, NV) are none of the suite's")
+    if re.search(r"fp8|float8|e4m3|hybrid", words):
+        settings = {"precision": "fp8", **({"precision.float8": "rowwise"} if "rowwise" in words else {})}
+        return Overrides(settings, [] if "wise" in words else [f"{text}: torchao's FP8, one scale per tensor"])
+    if re.search(r"int ?8|8 ?bit", words):
+        return Overrides({"precision": "bf16_pure", "finetune": "qlora", "finetune.bits": "8"}, ["8-bit weights: int8"])
+    if re.search(r"gptq|int ?4|4 ?bit|nf4|fp4", words):
+        kind = "GPTQ" if "gptq" in words else "4-bit"
+        return Overrides(
+            {"precision": "bf16_pure", "finetune": "qlora", "finetune.bits": "4"},
+            [] if "nf4" in words else [f"{kind} weights are taken as NF4"],
+        )
+    if re.search(r"bf16|bfloat16", words):
+        is_bare = words.strip() in ("bf16", "bfloat16")
+        assumed = [f"{text}: taken as mixed precision, parameters in fp32"] if is_bare else []
+        return Overrides({"precision": "bf16_pure" if is_pure else "bf16"}, assumed)
+    if re.search(r"fp16|float16|\bhalf\b|\bamp\b|\bo[12]\b", words):
+        if is_pure:
+            return Overrides({"precision": "bf16_pure"}, ["fp16 throughout is predicted as bf16 throughout"])
+        return Overrides({"precision": "fp16"})
+    if "tf32" in words or "tensorfloat" in words:
+        return Overrides({"precision": "tf32"})
+    if re.search(r"fp32|float32|\bsingle\b|\bfull\b", words):
+        return Overrides({"precision": "fp32"})
+    raise NotExpressibleError(f"precision {text} is none of the suite's")
+
+
+# --- Activation checkpointing.
+
+CHECKPOINTING_WORDS = {
+    **dict.fromkeys(("full", "yes", "true", "on", "1", "all", "every layer", "enabled", "recompute"), "full"),
+    **dict.fromkeys(("no", "none", "false", "off", "0", "disabled", "without"), "none"),
+    **dict.fromkeys(("selective op", "operators", "op", "selective operator", "per op sac"), "operators"),
+    **dict.fromkeys(("selective", "selective attention", "core attn", "selective recompute"), "selective"),
+}
+
+
+def read_checkpointing(text: str) -> Overrides:
+    """What activations are computed again.
+
+    Raises
+    ------
+    NotExpressibleError
+        If the words are none that are known.
+    """
+    words = " ".join(text.lower().replace("_", " ").replace("-", " ").split())
+    if is_blank(text) and words != "none":
+        return Overrides({"activation_checkpointing": "none"}, ["checkpointing is not stated: none"])
+    if words in CHECKPOINTING_WORDS:
+        return Overrides({"activation_checkpointing": CHECKPOINTING_WORDS[words]})
+    if match := re.search(r"(?:every|selective|one in)\D{0,8}(\d+)", words):
+        mode = f"every_{match[1]}" if int(match[1]) > 1 else "full"
+        return Overrides({"activation_checkpointing": mode})
+    raise NotExpressibleError(f"activation checkpointing {text} is none of the suite's")
+
+
+# --- Strategies and layouts.
+
+DEGREE_PATTERNS = {
+    "tensor": r"\b(?:tp|tensor(?:[ -]parallel(?:ism)?)?|mp|model[ -]parallel(?:ism)?)[ =:_-]{0,2}(\d+)",
+    "pipeline": r"(?:\b|(?<=\d))(?:pp|pipeline(?:[ -]parallel(?:ism)?)?)[ =:_-]{0,2}(\d+)",
+    "context": r"(?:\b|(?<=\d))(?:cp|context(?:[ -]parallel(?:ism)?)?|ulysses|ring)[ =:_-]{0,2}(\d+)",
+    "expert": r"(?:\b|(?<=\d))(?:ep|expert(?:[ -]parallel(?:ism)?)?)[ =:_-]{0,2}(\d+)",
+}
+"""Degrees of parallelism within a copy of the model, as they are printed: TP8 PP6, ``tp 2, pp 4``, tp1pp2."""
+
+STAGE_PATTERN = r"zero[ -]?(?:stage)?[ -]?([0-3])(?:/([0-3]))?|stage[ -]?([0-3])|\bz([0-3])\b"
+"""Stages of ZeRO."""
+
+UNKNOWN_DEGREE_PATTERN = r"\+ ?(tp|pp|ep|cp|mp)\b(?! ?\d)"
+"""Named without a degree."""
+
+FOREIGN_PATTERNS = {
+    r"async[ -]?tp": "tensor parallelism that overlaps with its own communication (async TP) is not in the suite",
+    r"fairscale|sharded ?ddp": "fairscale is another implementation",
+    r"megatron[ -]fsdp": "Megatron-FSDP is another implementation",
+    r"llmq": "llmq is CUDA written by hand, not PyTorch",
+    r"colossal|gemini|alpa|mesh[ -]tensorflow|paddle|jax|xla|tpu": "another framework than PyTorch",
+    r"q-?galore|galore|lomo\b|badam": "an optimizer or adapter that the suite does not have",
+    r"\bdora\b|adalora|longlora|ia3|prefix|vera\b|lora \(emb\)|lora \(.*embed": "adapters that the suite does not have",
+}
+
+
+def read_degrees(text: str) -> dict[str, int]:
+    """Degrees of parallelism within a copy of the model: tensor, pipeline, context, expert; 1 where none is printed."""
+    words = text.lower()
+    return {
+        name: max([int(number) for number in re.findall(pattern, words)], default=1)
+        for name, pattern in DEGREE_PATTERNS.items()
+    }
+
+
+def build_mesh_overrides(degrees: Mapping[str, int], text: str) -> Overrides | None:
+    """The strategy that divides a copy of the model so, None where nothing does. All layouts of a mesh go through here.
+
+    Raises
+    ------
+    NotExpressibleError
+        If no strategy does.
+    """
+    divided = {name: degree for name, degree in degrees.items() if degree > 1}
+    if not divided:
+        if match := re.search(UNKNOWN_DEGREE_PATTERN, text.lower()):
+            raise NotExpressibleError(f"the degree of {match[1].upper()} is not stated")
+        return None
+    words = text.lower().replace("fsdp false", "")
+    if set(divided) == {"tensor"} and "fsdp" in words:
+        return Overrides({"strategy": "tensor_parallel", "strategy.degree": str(divided["tensor"])})
+    if set(divided) == {"tensor"} and not re.search(r"zero|distributed optim|megatron", words):
+        settings = {"strategy": "tensor_parallel", "strategy.degree": str(divided["tensor"])}
+        return Overrides({**settings, "strategy.data_parallel": "ddp"})
+    names = " and ".join(f"{name} parallelism of {degree}" for name, degree in divided.items())
+    raise NotExpressibleError(f"{names} with what else is divided is no layout of this version")
+
+
+def read_strategy(strategy: str, sharding: str, gpus: int) -> Overrides:
+    """The strategy, its knobs and adapters that words mean.
+
+    Raises
+    ------
+    NotExpressibleError
+        If they mean something that the suite does not have, or nothing is stated for several GPUs.
+    """
+    words = f"{strategy} {sharding}".lower()
+    for pattern, reason in FOREIGN_PATTERNS.items():
+        if re.search(pattern, words):
+            raise NotExpressibleError(f"{strategy}: {reason}")
+    overrides = build_mesh_overrides(read_degrees(words), words) or _read_data_parallelism(strategy, words, gpus)
+    overrides.add(_read_adapters(words))
+    return overrides
+
+
+def _read_data_parallelism(strategy: str, words: str, gpus: int) -> Overrides:
+    stages = {number for numbers in re.findall(STAGE_PATTERN, words) for number in numbers if number}
+    if stages and "fsdp" not in strategy.lower():
+        if len(stages) > 1:
+            raise NotExpressibleError(f"{strategy.strip()}, {', '.join(sorted(stages))}: more than one stage of ZeRO")
+        return _read_zero(words, stages.pop())
+    if "fsdp" in words or "fully" in words or "hsdp" in words:
+        return _read_fsdp(words)
+    if "deepspeed" in words:
+        raise NotExpressibleError(f"{strategy}: the stage of DeepSpeed's ZeRO is not stated")
+    if "distributed optimizer" in words:
+        return Overrides({"strategy": "zero1"}, ["Megatron's distributed optimizer is predicted as torch's ZeRO-1"])
+    if re.search(r"\bddp\b|distributed ?data|\bdp\b|data[ -]parallel|replicate|\bno zero\b", words):
+        if re.search(r"nn\.dataparallel|^dataparallel|\bdata_parallel\b", words):
+            return Overrides({"strategy": "data_parallel"})
+        return Overrides({"strategy": "ddp" if gpus > 1 else "single"})
+    if gpus == 1 and re.search(r"^\s*$|single|none|full|lora|1 gpu|one gpu|baseline", words):
+        return Overrides({"strategy": "single"})
+    if is_blank(strategy):
+        raise NotExpressibleError("the strategy is not stated")
+    raise NotExpressibleError(f"strategy {strategy.strip()} is none of the suite's")
+
+
+def _read_zero(words: str, stage: str) -> Overrides:
+    """ZeRO of DeepSpeed, or where nothing names DeepSpeed stage 1 as torch has it."""
+    if stage == "1" and "deepspeed" not in words:
+        return Overrides({"strategy": "zero1"}, ["ZeRO-1 is predicted as torch's (ZeroRedundancyOptimizer)"])
+    settings = {"strategy": "deepspeed", "strategy.stage": stage}
+    assumptions = [] if "deepspeed" in words else [f"ZeRO-{stage} is predicted as DeepSpeed's"]
+    if "offload" in words:
+        settings["strategy.offload_optimizer"] = "cpu"
+        if re.search(r"param|full offload|infinity", words) and stage == "3":
+            settings["strategy.offload_parameters"] = "cpu"
+    return Overrides(settings, assumptions)
+
+
+def _read_fsdp(words: str) -> Overrides:
+    overrides = Overrides(
+        {"strategy": "fsdp" if re.search(r"fsdp ?2|fully_shard|per[- ]parameter", words) else "fsdp1"}
+    )
+    settings = overrides.settings
+    is_fsdp1 = settings["strategy"] == "fsdp1"
+    if re.search(r"hybrid|hsdp|\b_hybrid", words):
+        settings["strategy.sharding_factor"] = "node"
+    if re.search(r"no_shard|full replication", words):
+        settings["strategy.sharding_factor"] = "1"
+    if match := re.search(r"sharding factor[ =:]*(\d+)|\bf ?= ?(\d+)", words):
+        settings["strategy.sharding_factor"] = match[1] or match[2]
+    if re.search(r"shard_grad_op|zero2\b|zero-2|nraf\b|no reshard", words):
+        settings["strategy.reshard_after_forward"] = "false"
+    if match := re.search(r"backward prefetch (on|off|none|pre|post)", words):
+        value = {"on": "pre", "off": "none"}.get(match[1], match[1])
+        settings["strategy.backward_prefetch"] = value if is_fsdp1 else str(value != "none").lower()
+    if is_fsdp1 and (match := re.search(r"rate limiter (on|off)", words)):
+        settings["strategy.limit_all_gathers"] = str(match[1] == "on").lower()
+    if "offload" in words:
+        if re.search(r"activations?\b.{0,24}offload", words):
+            raise NotExpressibleError("activations and parameters are offloaded together")
+        settings["strategy.cpu_offload"] = "true"
+    return overrides
+
+
+def _read_adapters(words: str) -> Overrides:
+    """Adapters by name; which layers they stand beside no name says: those that the file under conf has."""
+    if re.search(r"q-?lora", words):
+        return Overrides({"finetune": "qlora"})
+    if "lora" in words:
+        return Overrides({"finetune": "lora"})
+    return Overrides()

@@ -1,0 +1,106 @@
+"""Intervals hold on sources and devices that took no part in them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from bench.prediction.intervals import (
+    DEVICE_CLASSES,
+    DEVICE_USED,
+    INTERVAL_METRICS,
+    IntervalFactors,
+    add_intervals,
+    classify_hardware,
+    find_factors,
+    find_rough_verdict,
+)
+from bench.prediction.prediction import DOES_NOT_FIT, PredictedRange
+from bench.prediction.predictor import predict_runs
+from bench.validation.interval_fit import TARGET_COVERAGE, Residual, fit_interval
+from tests.conftest import compose_run_config
+
+
+def draw_residuals(sources: int, devices: int, rows: int, seed: int) -> list[Residual]:
+    """Rows whose source and device shift them all, as in truth."""
+    drawn = random.Random(seed)
+    device_shifts = [drawn.gauss(0, 0.03) for _ in range(devices)]
+    residuals = []
+    for source in range(sources):
+        shift = drawn.gauss(0, 0.04)
+        for device, device_shift in enumerate(device_shifts):
+            residuals += [
+                Residual(f"source {source}", f"device {device}", shift + device_shift + drawn.gauss(0, 0.03))
+                for _ in range(rows)
+            ]
+    return residuals
+
+
+def test_rows_of_new_sources_lie_within_the_interval_of_others() -> None:
+    covered = total = 0
+    for seed in range(20):
+        residuals = draw_residuals(sources=12, devices=3, rows=10, seed=seed)
+        fitted = fit_interval(residuals[:180], is_device_left_out=True)
+        assert fitted.coverage_by_source is not None
+        assert fitted.coverage_by_source >= TARGET_COVERAGE
+        new = [math.exp(residual.log_ratio) for residual in residuals[180:]]
+        covered += sum(fitted.low <= ratio <= fitted.high for ratio in new)
+        total += len(new)
+    assert covered / total >= 0.93
+
+
+def test_an_interval_is_no_wider_than_its_residuals_ask_for() -> None:
+    residuals = draw_residuals(sources=8, devices=2, rows=20, seed=1)
+    fitted = fit_interval(residuals, is_device_left_out=False)
+    largest = max(abs(residual.log_ratio) for residual in residuals)
+    assert fitted.margin <= 1.5
+    assert math.log(fitted.high) <= fitted.margin * largest
+    halved = [Residual(item.source, item.device, item.log_ratio / 2) for item in residuals]
+    narrower = fit_interval(halved, is_device_left_out=False)
+    assert narrower.high < fitted.high
+    assert narrower.low > fitted.low
+
+
+def test_a_biased_source_widens_one_side() -> None:
+    residuals = draw_residuals(sources=6, devices=2, rows=10, seed=3)
+    biased = [*residuals, *(Residual("biased", "device 0", 0.3) for _ in range(10))]
+    before, after = (fit_interval(rows, is_device_left_out=False) for rows in (residuals, biased))
+    assert math.log(after.high) >= 0.3 > math.log(before.high)
+
+
+def test_factors_widen_a_range_and_never_narrow_it() -> None:
+    assert IntervalFactors(0.9, 1.2).widen(PredictedRange(10, 9.5, 10.5)) == PredictedRange(10, 9, 12)
+    assert IntervalFactors(0.9, 1.2).widen(PredictedRange(10, 5, 20)) == PredictedRange(10, 5, 20)
+
+
+@pytest.mark.parametrize("metric", INTERVAL_METRICS)
+def test_devices_of_which_less_is_known_have_no_narrower_intervals(metric: str) -> None:
+    for is_complete in (True, False):
+        factors = [find_factors(metric, name, is_complete=is_complete) for name in DEVICE_CLASSES]
+        lows, highs = [entry.low for entry in factors], [entry.high for entry in factors]
+        assert lows == sorted(lows, reverse=True)
+        assert highs == sorted(highs)
+        assert lows[0] < 1 < highs[0]
+    complete, rough = (find_factors(metric, DEVICE_CLASSES[0], is_complete=value) for value in (True, False))
+    assert rough.low <= complete.low
+    assert rough.high >= complete.high
+
+
+@pytest.mark.slow
+def test_predictions_state_the_intervals_of_the_file() -> None:
+    config = compose_run_config(
+        *("mode=predict", "model=gpt_tiny", "gpus=8", "strategy=ddp", "hardware=a100_80gb", "precision=bf16")
+    )
+    (prediction,) = predict_runs([config])
+    assert prediction.time is not None
+    device_class = classify_hardware(config.hardware)
+    factors = find_factors("step time", device_class)
+    step_s = prediction.time.step_s
+    assert step_s.low == pytest.approx(step_s.value * factors.low)
+    assert step_s.high == pytest.approx(step_s.value * factors.high)
+    used, factors = prediction.memory.device_used, find_factors(DEVICE_USED, device_class)
+    assert used.low <= used.value * factors.low * (1 + 1e-9)
+    assert add_intervals(config, prediction) == prediction
+    assert find_rough_verdict(config, prediction.memory) != DOES_NOT_FIT

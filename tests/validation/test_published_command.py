@@ -1,0 +1,180 @@
+"""Any table of published rows is scored, or refused in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.core.errors import UsageError
+from bench.core.installation import DATA_FOLDER
+from bench.records.published import PUBLISHED_CSV, read_published_lines
+from bench.validation.command import MORE_PUBLISHED_CSV, list_published_lines, main
+from bench.validation.published_table import REQUIRED_COLUMNS, read_published_table
+from bench.validation.readings import read_line, read_lines
+from bench.validation.sources import find_source_knowledge, find_torch_version, load_sources, recomputes_whole_blocks
+
+ROW = {
+    "model": "gpt_tiny",
+    "strategy": "DDP",
+    "precision": "bf16 mixed",
+    "gpu": "A100-80GB",
+    "gpu_count": "8",
+    "sequence_length": "64",
+    "batch_size_per_gpu": "1",
+    "activation_checkpointing": "no",
+    "metric": "iteration_time",
+    "value": "10",
+    "unit": "ms",
+}
+
+
+def write_table(path: Path, rows: list[dict[str, str]], columns: tuple[str, ...] = REQUIRED_COLUMNS) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "choose a CSV file whose first line has the columns"),
+        (b"hello\nworld\n", "choose a CSV file whose first line has the columns"),
+        (b"\xff\xfe\x00\x01", "choose a CSV file in UTF-8"),
+        (",".join(REQUIRED_COLUMNS).encode() + b"\n", "at least one row"),
+        (",".join(REQUIRED_COLUMNS[:-1]).encode() + b"\nx\n", "the column unit"),
+        (b"PK\x03\x04\x00\x00", "is not valid"),
+    ],
+)
+def test_a_file_that_is_no_such_table_is_refused_in_one_sentence(
+    content: bytes, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(content)
+    assert main(["--published", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_or_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--published", str(tmp_path / "none.csv")]) == 2
+    assert main(["--published", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("cannot be read") == 2
+
+
+@pytest.mark.parametrize("value", ["fast", "1.2.3", "0", "-5"])
+def test_a_bad_number_names_its_row(value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--published", str(write_table(tmp_path / "t.csv", [ROW, ROW | {"value": value}]))]) == 2
+    error = capsys.readouterr().err
+    assert "row 2" in error
+    assert value in error
+    assert len(error.splitlines()) == 1
+
+
+def test_columns_may_stand_in_any_order_case_and_company(tmp_path: Path) -> None:
+    columns = (*(name.upper() for name in reversed(REQUIRED_COLUMNS)), "colour")
+    row = {name.upper(): value for name, value in ROW.items()} | {"colour": "red"}
+    path = write_table(tmp_path / "table.csv", [row, {}], columns)
+    (line,) = read_published_table(path)
+    assert {name: line[name] for name in ROW} == ROW
+    assert "colour" not in line
+
+
+HOSTILE_CELLS = (
+    *("", "-", "n/a", "?", "8x", "1k", "1e9", "1e400", "-1", "0", "½", "GPU", "128-512", ">40", "12.3 GiB", "NaN"),
+    *("inf", "a=b", "${model}", "[1,2]", "{x: 1}", "null", "~", "'", '"', "\x00", "🚀", "DDP", "FSDP", "x" * 300),
+)
+
+
+def test_no_cell_ends_in_anything_but_a_reason_or_a_usage_error() -> None:
+    drawn = random.Random(17)
+    reasons = 0
+    for _ in range(150):
+        line = dict(ROW) | {"parameters": "", "sharding": "", "note": ""}
+        for column in drawn.sample(list(line), 2):
+            line[column] = drawn.choice(HOSTILE_CELLS)
+        with contextlib.suppress(UsageError):
+            reasons += read_line(1, line).reason is not None
+    assert reasons > 50
+
+
+@pytest.mark.slow
+def test_a_table_is_scored_row_by_row_with_what_was_assumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        ROW,
+        ROW | {"metric": "peak_memory_allocated", "value": "0.5", "unit": "GiB"},
+        ROW | {"metric": "outcome", "value": "OOM", "unit": ""},
+        ROW | {"strategy": "FSDP + PP4"},
+        ROW | {"precision": ""},
+    ]
+    out = tmp_path / "out.json"
+    assert main(["--published", str(write_table(tmp_path / "t.csv", rows)), "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "5 rows: 4 are runs that can be predicted (3 complete; 1 rough" in text
+    assert "of 1 that ran out of memory 1 are said to fit" in text
+    data = json.loads(out.read_text())
+    speed, memory, outcome, refused, rough = data["rows"]
+    assert speed["predicted_low"] < speed["predicted"] < speed["predicted_high"]
+    assert speed["error"] == pytest.approx(0.01 / speed["predicted"] - 1)
+    assert memory["error"] == pytest.approx(memory["predicted"] / 2**29 - 1)
+    assert outcome["verdict"] == "fits"
+    assert outcome["verdict_is_wrong"]
+    assert refused["reason"].startswith("pipeline parallelism of 4")
+    assert (rough["class"], rough["assumptions"]) == ("rough", ["precision is not stated: bf16 mixed"])
+    assert data["verdicts"]["out_of_memory_said_to_fit"] == 1
+
+
+def test_the_example_of_the_guide_is_read() -> None:
+    readings = read_lines(read_published_table(DATA_FOLDER / "docs" / "examples" / "my-runs.csv"))
+    reasons = [reading.reason for reading in readings]
+    assert reasons[:3] == [None] * 3
+    assert "expert parallelism of 8" in (reasons[-1] or "")
+
+
+# --- What is known of sources.
+
+
+def test_every_published_row_has_its_torch_version_or_says_that_it_is_not_known() -> None:
+    for line in list_published_lines():
+        assert line["torch_version"].strip(), line
+        assert line["torch_version"] == find_torch_version(line), line
+
+
+def test_rows_of_llm_foundry_have_the_versions_of_their_tables() -> None:
+    """Recomputation stops early from torch 2.1 on: A100-80GB DEFAULT and H100; not A100-40GB and PURE."""
+    versions: dict[tuple[str, bool], set[str]] = {}
+    for line in read_published_lines(PUBLISHED_CSV):
+        if line["source_key"] == "llm_foundry":
+            key = line["gpu"], "PURE" in line["note"] and line["gpu"].startswith("a100")
+            versions.setdefault(key, set()).add(line["torch_version"])
+    assert versions["a100_40gb", True] == versions["a100_80gb", True] == {"1.13.1"}
+    assert versions["a100_80gb", False] == {"2.1.0"}
+    assert versions["h100_80gb", False] == {"2.1.0", "unknown, 2.1 or later"}
+
+
+@pytest.mark.parametrize(
+    ("version", "is_whole"),
+    [("1.13.1", True), ("2.0", True), ("2.1.0", False), ("unknown, before 2.1", True), ("unknown", False)],
+)
+def test_whole_blocks_are_computed_again_before_torch_2_1(version: str, is_whole: bool) -> None:
+    assert recomputes_whole_blocks(version) == is_whole
+
+
+def test_every_source_is_known_and_has_a_licence_note() -> None:
+    readme = PUBLISHED_CSV.with_name("README.md").read_text(encoding="utf-8")
+    sources = {line["source_key"] for line in read_published_lines(MORE_PUBLISHED_CSV)}
+    assert sources <= set(load_sources())
+    assert not [source for source in sources if f"| `{source}` |" not in readme]
+
+
+def test_hf_blog_rows_are_rough() -> None:
+    lines = [line for line in list_published_lines() if line["source_key"] == "hf_blog_fsdp_2022"]
+    assert lines
+    assert not any(find_source_knowledge(line).complete for line in lines)
