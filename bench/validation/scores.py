@@ -15,7 +15,7 @@ from bench.core.errors import UsageError
 from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
 from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors, find_rough_verdict
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, PredictedRange, Prediction
-from bench.prediction.predictor import predict_runs
+from bench.prediction.predictor import predict_reentrant_peak, predict_runs
 from bench.validation.metrics import (
     ACTIVE,
     ALLOCATED,
@@ -206,7 +206,10 @@ def _compute_bytes(reading: Reading, config: RunConfig, prediction: Prediction, 
         DEVICE_USED: memory.device_used,
     }
     devices = config.gpus if quantity.metric == "device_used_all_gpus" else 1
-    return (ranges[quantity.kind].value + reading.extra_bytes) * devices
+    size = ranges[quantity.kind].value
+    if quantity.kind == ALLOCATED and reading.recomputes_whole and config.finetune.name != "full":
+        size = predict_reentrant_peak(config)  # for all others it is the same
+    return (size + reading.extra_bytes) * devices
 
 
 def _compute_step_seconds(reading: Reading, config: RunConfig, prediction: Prediction) -> float:
