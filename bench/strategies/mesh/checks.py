@@ -10,7 +10,7 @@ from bench.core.precision import Precision
 from bench.models import Family
 from bench.strategies.base import StepSettings, list_divisors, require_stored_reduce_dtype
 from bench.strategies.mesh.context import ALL_TO_ALL
-from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, REPLICAS, SHARDS, TENSOR
+from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
 from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES
 from bench.strategies.pipeline.schedule_checks import check_schedule
 
@@ -28,8 +28,6 @@ def check_knobs(strategy: MeshStrategy) -> None:
             f"null or 1 with strategy.data={data}, which shards no parameters, or strategy.data=fsdp",
             ImpossibleError,
         )
-    if data == "none" and strategy.reshard_after_forward is not None:
-        raise AssertionError("resolved")
     if data == "zero1" and layout.get_degree(EXPERT) > 1:
         raise ImpossibleError(
             f"strategy.data=zero1 is not valid with strategy.expert={strategy.expert}, since torch's "
@@ -55,10 +53,11 @@ def check_model(strategy: MeshStrategy, family: Family, batch_size_per_gpu: int,
     """Raise `ImpossibleError` where a dimension cannot divide the model, its sequences or the batch."""
     layout = strategy.layout
     for name in (TENSOR, CONTEXT):
-        if layout.get_degree(name) > 1 and getattr(family, "dropout", 0.0):
+        dropout: float = getattr(family, "dropout", 0)
+        if layout.get_degree(name) > 1 and dropout:
             raise invalid_value_error(
                 "model.dropout",
-                family.dropout,  # type: ignore[attr-defined]
+                dropout,
                 f"0.0 with strategy.{name}={layout.get_degree(name)}, whose ranks would have to drop out the same "
                 "where they have the same",
                 ImpossibleError,
@@ -215,12 +214,16 @@ def check_step(strategy: MeshStrategy, settings: StepSettings) -> None:
             f"strategy.pipeline={strategy.pipeline}, whose micro-batches accumulate gradients already: choose 1, and a "
             "larger batch_size_per_gpu."
         )
-    if settings.num_micro_batches > 1 and settings.synchronize_every_micro_batch and layout.get_degree(EXPERT) > 1:
-        if strategy.data == "ddp":
-            raise ImpossibleError(
-                "gradient_accumulation_sync=true is not valid with strategy.data=ddp and "
-                f"strategy.expert={strategy.expert}, whose gradients are averaged once per step: choose false."
-            )
+    if (
+        settings.num_micro_batches > 1
+        and settings.synchronize_every_micro_batch
+        and strategy.data == "ddp"
+        and layout.get_degree(EXPERT) > 1
+    ):
+        raise ImpossibleError(
+            "gradient_accumulation_sync=true is not valid with strategy.data=ddp and "
+            f"strategy.expert={strategy.expert}, whose gradients are averaged once per step: choose false."
+        )
     if settings.compile:
         _check_compile(strategy)
     elif strategy.async_tensor_parallel:

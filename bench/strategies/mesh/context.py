@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
 from bench.models import Batch
-from bench.models.base import IGNORED_LABEL
 from bench.models.experts import list_experts
 
 RING, ALL_GATHER, ALL_TO_ALL = "ring", "all_gather", "all_to_all"
@@ -90,7 +88,10 @@ class ContextSplit:
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Causal attention of this rank's queries, as transformers calls it; result (sequences, tokens, heads, width)."""
+        """Causal attention of this rank's queries, called as transformers calls it.
+
+        Result (sequences, tokens, heads, width), and no weights.
+        """
         assert attention_mask is None
         assert not dropout
         device = query.device.type
@@ -110,14 +111,9 @@ class ContextSplit:
     def _attend_by_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        whole = [_exchange(tensor, 1, SEQUENCE_DIM, self.mesh) for tensor in (query, key, value)]
-        result = nn.functional.scaled_dot_product_attention(*whole, is_causal=True, scale=scaling)
+        query, key, value = (_exchange(tensor, 1, SEQUENCE_DIM, self.mesh) for tensor in (query, key, value))
+        result = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
         return _exchange(result, SEQUENCE_DIM, 1, self.mesh)
-
-
-def count_predictions_per_sequence(labels: torch.Tensor) -> float:
-    """Labels of a sequence that are to be predicted, as many in all sequences."""
-    return (labels != IGNORED_LABEL).sum().item() / labels.shape[0]
 
 
 def _exchange(tensor: torch.Tensor, split_dim: int, joined_dim: int, mesh: DeviceMesh) -> torch.Tensor:
@@ -192,7 +188,8 @@ def _attend_by_flash(mesh: DeviceMesh, query: Any, key: Any, value: Any, scale: 
 def _attend_backward_by_flash(mesh: DeviceMesh, grad: Any, *saved: Any) -> Any:
     *tensors, rest, scale = saved
     cum_seq_q, cum_seq_k, max_q, max_k, philox_seed, philox_offset, *_ = rest
-    return torch_ring._scaled_dot_product_ring_flash_attention_backward(
+    operator: Any = torch_ring._scaled_dot_product_ring_flash_attention_backward
+    return operator(
         mesh, grad, *tensors, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, True, philox_seed, philox_offset, scale=scale
     )
 

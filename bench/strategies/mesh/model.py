@@ -1,4 +1,4 @@
-"""A model divided over the mesh: layers, experts and sequences first, then stages, then data parallelism around them."""
+"""A model divided over the mesh: layers, experts and sequences first, then stages, then data parallelism around."""
 
 from __future__ import annotations
 
@@ -112,9 +112,8 @@ def _build_stages(
     assert family.num_blocks is not None
     first_blocks = [blocks[0] for blocks in family.find_block_lists(model)]
     sequence_splits = [style for module, style in division.parallel_styles if module in first_blocks]
-    stages = [
-        family.build_stage(model, blocks) for blocks in split_blocks_into_stages(family.num_blocks, timetable.num_stages)
-    ]
+    block_ranges = split_blocks_into_stages(family.num_blocks, timetable.num_stages)
+    stages = [family.build_stage(model, blocks) for blocks in block_ranges]
     parameter_names = [context.materializer.list_parameter_names(stage) for stage in stages]
     pipeline_mesh, tensor_mesh = mesh.get_mesh(PIPELINE), mesh.get_mesh(TENSOR)
     assert pipeline_mesh is not None

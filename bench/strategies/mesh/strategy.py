@@ -119,7 +119,7 @@ class MeshStrategy(Strategy):
     """How attention reaches beyond a rank's part of the sequence: ring, all_gather (of keys and values) or all_to_all
     (whole sequences of a part of the heads); none, whatever was asked for, without context parallelism."""
     sequence_parallel: bool
-    """With tensor: divide what lies between the layers over the sequence (Korthikanti et al. 2022, arXiv:2205.05198)."""
+    """With tensor: divide what is between the layers over the sequence (Korthikanti et al. 2022, arXiv:2205.05198)."""
     loss_parallel: bool
     """With tensor: compute the loss on logits that are divided over the vocabulary; else they are gathered."""
     async_tensor_parallel: bool
@@ -155,7 +155,7 @@ class MeshStrategy(Strategy):
             context_form=self.context_form if degrees[CONTEXT] > 1 else "none",
             sequence_parallel=self.sequence_parallel and has_tensor,
             loss_parallel=self.loss_parallel and has_tensor,
-            **degrees,
+            **degrees,  # type: ignore[arg-type]
         )
         return super(MeshStrategy, strategy).resolve(world_size, ranks_per_node, accumulates=accumulates)
 
@@ -306,7 +306,7 @@ class MeshStrategy(Strategy):
         return MeshGradScaler(device.type)
 
     def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        """By the norm of all ranks' parts: of what several stages share, and of what ranks have copies of, one counts."""
+        """By the norm of all ranks' parts: of what stages share, and of what ranks have copies of, one counts."""
         tied_parameters = module.tied_parameters if isinstance(module, PipelinedModel) else ()
         num_tied = {id(copy): tied.num_stages for tied in tied_parameters for copy in tied.copies}
         num_ranks = dist.get_world_size() // self.layout.get_degree(PIPELINE)
