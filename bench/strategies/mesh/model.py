@@ -23,7 +23,7 @@ from bench.strategies.mesh.context import ContextSplit
 from bench.strategies.mesh.experts import arrange_expert_parameter, divide_experts
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, REPLICATING_DIMS, SHARDS, TENSOR, RankMesh
 from bench.strategies.pipeline.model import PipelinedModel, PipelineStepper, build_tied_parameters
-from bench.strategies.pipeline.schedule import Timetable
+from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES, Timetable
 from bench.strategies.stepper import StepEngine, Stepper
 from bench.strategies.tensor_parallel.split import localize_parameters
 
@@ -129,7 +129,10 @@ def _build_stages(
                 gathered_output = PrepareModuleOutput(
                     output_layouts=SEQUENCE_SHARD, desired_output_layouts=Replicate(), use_local_output=True
                 )
-                parallelize_module(stage.block_lists[-1][-1], tensor_mesh, gathered_output)
+                last_block = parallelize_module(stage.block_lists[-1][-1], tensor_mesh, gathered_output)
+                if timetable.schedule in SPLIT_BACKWARD_SCHEDULES:
+                    # torch detaches what a stage hands over in place, which it cannot do to a view of a DTensor.
+                    last_block.register_forward_hook(lambda _module, _inputs, hidden: hidden.clone())
         parameters, wrapped_stages[index] = wrapper.wrap_part(stage, stage.block_lists, parameter_names[index])
         filled_parameters |= {(index, name): parameter for name, parameter in parameters.items()}
     tied_parameters = build_tied_parameters(

@@ -55,7 +55,7 @@ from bench.strategies.mesh.model import (
     divide_model,
 )
 from bench.strategies.pipeline.model import PipelinedModel
-from bench.strategies.pipeline.schedule import ALL_SCHEDULES, Timetable
+from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
 from bench.strategies.stepper import Stepper
 from bench.strategies.tensor_parallel.split import list_local_parameters
@@ -112,7 +112,7 @@ class MeshStrategy(Strategy):
     schedule: Annotated[str, OneOf(*ALL_SCHEDULES, NO_SCHEDULE)]
     """Of the pipeline, as torch.distributed.pipelining carries it out; none, whatever was asked for, without one."""
     micro_batches: Annotated[int | None, Within(1, 1024)]
-    """Parts that a pipeline's share of the batch is split into. null: as many as it has stages."""
+    """Parts that a pipeline's share of the batch is split into. null: as many as it has ranks (dualpipev: stages)."""
     virtual_stages: Annotated[int | None, Within(1, 512)]
     """Stages per rank. null: 1 for gpipe and 1f1b, else 2."""
     context_form: Annotated[str, OneOf(*CONTEXT_FORMS, "none")]
@@ -143,6 +143,7 @@ class MeshStrategy(Strategy):
         require_sharding_factor(self, "auto", factor, world_size, "the degrees spread a copy")
         has_pipeline, has_tensor = degrees[PIPELINE] > 1, degrees[TENSOR] > 1
         virtual_stages = self.virtual_stages or choose_virtual_stages(self.schedule)
+        default_micro_batches = degrees[PIPELINE] * (virtual_stages if self.schedule == DUAL_PIPE_V else 1)
         reshards = self.reshard_after_forward
         strategy = dataclasses.replace(
             self,
@@ -150,7 +151,7 @@ class MeshStrategy(Strategy):
             data=data,
             reshard_after_forward=None if data != FSDP_KIND else not has_pipeline if reshards is None else reshards,
             schedule=self.schedule if has_pipeline else NO_SCHEDULE,
-            micro_batches=(self.micro_batches or degrees[PIPELINE] * virtual_stages) if has_pipeline else None,
+            micro_batches=(self.micro_batches or default_micro_batches) if has_pipeline else None,
             virtual_stages=virtual_stages if has_pipeline else None,
             context_form=self.context_form if degrees[CONTEXT] > 1 else "none",
             sequence_parallel=self.sequence_parallel and has_tensor,
