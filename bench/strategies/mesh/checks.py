@@ -261,7 +261,6 @@ def check_finetune(strategy: MeshStrategy, name: str) -> None:
         (TENSOR, "torch splits linear layers and embeddings, not layers with adapters"),
         (PIPELINE, "a model with adapters does not say how it is cut into stages"),
         (EXPERT, "experts are divided before they have adapters"),
-        (CONTEXT, "a model with adapters does not say how its sequences are divided"),
     ):
         if strategy.layout.get_degree(dimension) > 1:
             raise ImpossibleError(
