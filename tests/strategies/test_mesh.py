@@ -50,9 +50,9 @@ def check_like_one_process(
 ) -> None:
     """Runs of a mesh, by what they come to, have the losses of one process with the same knobs of training."""
     single, *others = execute(
-        (*model, *STEPS, *SGD, "strategy=single", "gpus=1", "batch_size_per_gpu=8"),
+        (*SGD, *model, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=8"),
         *(
-            (*model, *STEPS, *SGD, *MESH, f"gpus={gpus}", f"batch_size_per_gpu={8 // gpus}", *knobs)
+            (*SGD, *model, *STEPS, *MESH, f"gpus={gpus}", f"batch_size_per_gpu={8 // gpus}", *knobs)
             for knobs in layouts.values()
         ),
     )
@@ -118,6 +118,88 @@ def test_every_schedule_trains_like_one_process(execute: Execute, family: str, d
         if schedule != "1f1b"
     }
     check_like_one_process(execute, (*MODELS[family], "model.num_layers=4"), 4, layouts)
+
+
+# With other ways to train, on four
+
+CHECKPOINTED = {
+    "pp2-tp2+1f1b+sequence": (TENSOR, PIPELINE),
+    "fsdp2-cp2+all_to_all": (CONTEXT, "strategy.context_form=all_to_all"),
+}
+WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]], float]] = {
+    "accumulation": (
+        "moe",
+        ("gradient_accumulation=2",),
+        {
+            "ddp2-ep2": (EXPERT, DDP),
+            "ep2-tp2+sequence": (TENSOR, EXPERT),
+            "replicas2-cp2+all_gather": (CONTEXT, "strategy.replicas=2", "strategy.context_form=all_gather"),
+        },
+        1e-5,
+    ),
+    "full": (
+        "llama",
+        ("activation_checkpointing=full", "model.num_layers=4"),
+        {
+            **CHECKPOINTED,
+            "pp2-fsdp2+zbv_zero_bubble": (
+                *(PIPELINE, "strategy.schedule=zbv_zero_bubble", "strategy.micro_batches=4"),
+            ),
+        },
+        1e-5,
+    ),
+    "selective": ("gpt", ("activation_checkpointing=selective",), CHECKPOINTED, 1e-5),
+    "operators": ("moe", ("activation_checkpointing=operators",), {"ep2-tp2+sequence": (TENSOR, EXPERT)}, 1e-5),
+    "every_2": ("llama", ("activation_checkpointing=every_2",), CHECKPOINTED, 1e-5),
+    "t5": ("t5", (), {"fsdp2-tp2+sequence": (TENSOR,), "pp2-ddp2+1f1b": (PIPELINE, DDP)}, 1e-5),
+    "order": (
+        "gpt",
+        (),
+        {
+            "tp2-fsdp2-pp2+gpipe": (
+                *(TENSOR, PIPELINE, "strategy.schedule=gpipe", "strategy.sequence_parallel=false"),
+                "strategy.order=tensor-shards-replicas-expert-context-pipeline",
+            )
+        },
+        1e-5,
+    ),
+    "lora": (
+        "llama",
+        ("finetune=lora", "optimizer.learning_rate=10"),
+        {"fsdp2-cp2+ring_lora": (CONTEXT,), "zero1x4_lora": (ZERO1,)},
+        1e-5,
+    ),
+    "compile": ("gpt", ("compile=true",), {"pp2-fsdp2+1f1b": (PIPELINE,)}, 1e-5),
+    "bf16": (
+        "moe",
+        ("precision=bf16",),
+        {
+            "pp2-tp2+1f1b+sequence": (TENSOR, PIPELINE),
+            "fsdp2-ep2": (EXPERT,),
+            "ddp2-cp2+ring": (CONTEXT, DDP),
+        },
+        1e-2,
+    ),
+    "fp16": (
+        "moe",
+        ("precision=fp16", CLIP),
+        {
+            "pp2-tp2+1f1b+sequence": (TENSOR, PIPELINE),
+            "fsdp2-ep2": (EXPERT,),
+            "ddp2-cp2+ring": (CONTEXT, DDP),
+        },
+        1e-2,
+    ),
+}
+"""Model, knobs of training, layouts, and how far losses may be off."""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_train_are_those_of_one_process(execute: Execute, way: str) -> None:
+    family, knobs, layouts, rel = WAYS[way]
+    check_like_one_process(execute, (*MODELS[family], *knobs), 4, layouts, rel)
 
 
 # What decides which rank does what

@@ -78,7 +78,7 @@ def divide_model(
         division = context.family.build_layer_division(model, sequence_parallel=sequence_parallel)
         division.apply_to_model(model, tensor_mesh)
     expert_ids = divide_experts(model, mesh, sequence_parallel=sequence_parallel)
-    context.materializer.remember_parameters(model)
+    context.materializer.note_replaced_parameters(model)
     degree = mesh.layout.get_degree(TENSOR)
     context.materializer.arrange_parameter = lambda name, whole: arrange_expert_parameter(
         name, division.arrange_parameter(name, whole, degree), degree
