@@ -14,7 +14,7 @@ from bench.models.experts import Routing
 from bench.strategies.mesh.experts import arrange_expert_parameter
 from bench.strategies.mesh.layout import DEFAULT_ORDER, MeshLayout
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, V_SCHEDULES, Timetable
-from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config
+from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config, needs
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -122,6 +122,8 @@ def test_every_schedule_trains_like_one_process(execute: Execute, family: str, d
 
 # With other ways to train, on four
 
+OUTSIDE_IN = "strategy.order=tensor-context-expert-shards-replicas-pipeline"
+
 CHECKPOINTED = {
     "pp2-tp2+1f1b+sequence": (TENSOR, PIPELINE),
     "fsdp2-cp2+all_to_all": (CONTEXT, "strategy.context_form=all_to_all"),
@@ -153,13 +155,13 @@ WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]], float]] 
     "every_2": ("llama", ("activation_checkpointing=every_2",), CHECKPOINTED, 1e-5),
     "t5": ("t5", (), {"fsdp2-tp2+sequence": (TENSOR,), "pp2-ddp2+1f1b": (PIPELINE, DDP)}, 1e-5),
     "order": (
-        "gpt",
+        "moe",
         (),
         {
-            "tp2-fsdp2-pp2+gpipe": (
-                *(TENSOR, PIPELINE, "strategy.schedule=gpipe", "strategy.sequence_parallel=false"),
-                "strategy.order=tensor-shards-replicas-expert-context-pipeline",
-            )
+            "tp2-pp2+gpipe": (OUTSIDE_IN, *WHOLE, TENSOR, PIPELINE, "strategy.schedule=gpipe"),
+            "tp2-ep2+sequence": (OUTSIDE_IN, TENSOR, EXPERT),
+            "tp2-cp2+ring": (OUTSIDE_IN, *WHOLE, TENSOR, CONTEXT),
+            "tp2-fsdp2+sequence": (OUTSIDE_IN, TENSOR),
         },
         1e-5,
     ),
@@ -196,7 +198,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]], float]] 
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=needs("peft")) if way == "lora" else way for way in WAYS])
 def test_other_ways_to_train_are_those_of_one_process(execute: Execute, way: str) -> None:
     family, knobs, layouts, rel = WAYS[way]
     check_like_one_process(execute, (*MODELS[family], *knobs), 4, layouts, rel)
