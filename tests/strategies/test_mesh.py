@@ -56,7 +56,7 @@ def check_like_one_process(
             for knobs in layouts.values()
         ),
     )
-    assert single["losses"][-1] < single["losses"][0] - 0.1
+    assert single["losses"][-1] < single["losses"][0] - max(0.015, 10 * rel)  # many times what may be off
     for layout, row in zip(layouts, others, strict=True):
         assert row["status"] == "ok", (layout, row["error"])
         assert row["effective_strategy"] == f"mesh/{layout}"
