@@ -14,7 +14,7 @@ from bench.models.experts import Routing
 from bench.strategies.mesh.experts import arrange_expert_parameter
 from bench.strategies.mesh.layout import DEFAULT_ORDER, MeshLayout
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, V_SCHEDULES, Timetable
-from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config, needs
+from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config, needs, run_command
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -40,7 +40,8 @@ EIGHT_WITH_EXPERTS = {
     "ddp2-ep4": ("strategy.expert=4", DDP),
     "ddp2-ep2-tp2+sequence": (TENSOR, EXPERT, DDP),
     "pp2-fsdp2-ep2+1f1b": (PIPELINE, EXPERT),
-    "pp2-ep2-tp2+1f1b": (TENSOR, PIPELINE, EXPERT, *WHOLE),
+    "pp2-ep2-tp2+1f1b+sequence": (TENSOR, PIPELINE, EXPERT),
+    "fsdp2-ep2-cp2+ring": (EXPERT, CONTEXT),
     "replicas2-fsdp2-ep2": (EXPERT, "strategy.replicas=2"),
 }
 
@@ -103,7 +104,7 @@ def test_experts_together_with_all_else_train_like_one_process(execute: Execute)
 @pytest.mark.slow
 def test_gradients_are_clipped_by_the_norm_of_all_ranks(execute: Execute) -> None:
     layouts = {**EIGHT, **EIGHT_WITH_EXPERTS}
-    names = ("pp2-fsdp2-tp2+1f1b+sequence", "ddp2-ep4", "pp2-ep2-tp2+1f1b")
+    names = ("pp2-fsdp2-tp2+1f1b+sequence", "ddp2-ep4", "fsdp2-ep2-cp2+ring")
     check_like_one_process(execute, (*MODELS["moe"], CLIP), 8, {name: layouts[name] for name in names})
 
 
@@ -352,6 +353,8 @@ REFUSED = {
     "fused": (("gpt", "optimizer=sgd", "optimizer.implementation=fused"), "whose parameters are DTensors"),
     "reduce": (("gpt", DDP, "precision=bf16", "precision.reduce=bf16"), "reduces gradients as they are stored"),
     "adapters": (("llama", TENSOR, "finetune=lora"), "not layers with adapters"),
+    "quantised": (("llama", "finetune=qlora"), "finetune=qlora is not valid with strategy=mesh"),
+    "fp8": (("llama", "precision=fp8", "compile=true"), "precision=fp8 is not valid for strategy=mesh"),
     "factor": (("gpt", "strategy.sharding_factor=4"), "auto: the degrees spread a copy over 8 of gpus=8"),
 }
 
@@ -361,3 +364,11 @@ def test_what_does_not_go_together_is_refused_with_the_reason(name: str) -> None
     (model, *knobs), message = REFUSED[name]
     with pytest.raises((ImpossibleError, UsageError), match=message):
         compose_run_config(*MODELS[model], *RUN, *knobs)
+
+
+@pytest.mark.slow
+def test_a_refusal_on_the_command_line_is_one_sentence() -> None:
+    finished = run_command("bench.run", *MODELS["moe"], *RUN, ZERO1, EXPERT)
+    assert finished.returncode == 2
+    assert "ZeroRedundancyOptimizer" in finished.stderr
+    assert "Traceback" not in finished.stderr
