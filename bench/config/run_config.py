@@ -118,6 +118,11 @@ class RunConfig:
     """torch's caching allocator grows segments by pages (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``)."""
 
     def __post_init__(self) -> None:
+        if self.mode not in self.strategy.supported_modes:
+            raise ImpossibleError(
+                f"mode={self.mode} is not valid for strategy={self.strategy.name}, of which nobody has stated what a "
+                f"rank alone would keep and wait for: choose mode={' or '.join(self.strategy.supported_modes)}."
+            )
         if self.is_rehearsed and self.devices_per_process > 1:
             raise ImpossibleError(
                 f"mode=rehearse is not valid for strategy={self.strategy.name}, which drives all devices from one "

@@ -173,6 +173,9 @@ class Family(ABC):
     can_divide_layers: ClassVar[bool] = False
     """Whether `build_layer_division` says how tensor parallelism divides the layers."""
 
+    can_divide_expert_layers: ClassVar[bool] = False
+    """Whether it says so of all but the experts, which are divided otherwise."""
+
     @classmethod
     def complete_fields(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The fields as they were chosen, with what a family reads from elsewhere."""
@@ -292,6 +295,11 @@ class Family(ABC):
         """
         raise ImpossibleError(f"model.family={self.family} does not say how its layers are divided among ranks.")
 
+    def find_undivided_sequence_reason(self) -> str:
+        """Why context parallelism cannot divide its sequences, as a relative clause; empty if it can: a causal language
+        model that takes ``position_ids`` and whose attention is a function of queries, keys and values alone."""
+        return "whose family does not say that a part of a sequence is computed with positions of its own"
+
     @property
     def num_blocks(self) -> int | None:
         """Blocks between which the model can be cut into stages; None where the family does not say how."""
@@ -311,6 +319,15 @@ class Family(ABC):
     def find_fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Linear layers whose result overflows in fp16, and which fp16 runs therefore keep in fp32."""
         return ()
+
+
+def find_undivided_attention_reason(attention: str, layer_types: Sequence[str] = ()) -> str:
+    """Why attention cannot reach beyond a part of a sequence, as a relative clause; empty if it can."""
+    if attention != "sdpa":
+        return f"whose model.attention={attention} needs a mask of whole sequences"
+    if any(kind != "full_attention" for kind in layer_types):
+        return "which has layers with a sliding window, whose mask no form of context parallelism here has"
+    return ""
 
 
 def list_dividing_families() -> list[str]:

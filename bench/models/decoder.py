@@ -19,7 +19,7 @@ HEAD_DIM = 2
 def build_decoder_division(model: nn.Module, blocks: nn.ModuleList, *, sequence_parallel: bool) -> LayerDivision:
     """Attention by heads, of which those of keys and values may be fewer; the gated feed-forward layer by its width.
 
-    For models whose layers are called as Llama's.
+    For models whose layers are called as Llama's. Experts, and what routes tokens to them, are left whole.
     """
     division = LayerDivision()
     hidden_layout = SEQUENCE_SHARD if sequence_parallel else Replicate()
@@ -34,7 +34,7 @@ def build_decoder_division(model: nn.Module, blocks: nn.ModuleList, *, sequence_
                 desired_input_kwarg_layouts={"hidden_states": Replicate()},
             )
             division.parallel_styles.append((module, gathered_input))
-        elif layer == "mlp":
+        elif layer == "mlp" and not hasattr(module, "experts"):
             gathered_input = PrepareModuleInput(input_layouts=hidden_layout, desired_input_layouts=Replicate())
             division.parallel_styles.append((module, gathered_input))
         elif layer in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
@@ -82,8 +82,10 @@ class DecoderPipelineStage(PipelineStageModule):
 
     def forward(self, *stage_inputs: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Hidden states, or logits."""
-        source = inputs if self._has_embedding else {"inputs_embeds": stage_inputs[0]}
-        outputs = self.model(**source)
+        if not self._has_embedding:
+            inputs = {name: tensor for name, tensor in inputs.items() if name != "input_ids"}
+            inputs["inputs_embeds"] = stage_inputs[0]
+        outputs = self.model(**inputs)
         return outputs["logits"] if self._has_head else (outputs["last_hidden_state"],)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,16 +32,23 @@ class Routing:
     """Exponent of Zipf's law for ``skewed``: the popularity of the n-th expert is proportional to ``n**-skew``."""
     sequence_length: int = 0
     """Of the batch that the model reads."""
+    positions: torch.Tensor | None = None
+    """Of the tokens of each sequence, where they are not all of them; shape (`sequence_length`,)."""
+    num_parts: int = 1
+    """That every sequence is divided into, each in another place."""
 
     def note_sequence_length(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A forward pre-hook of the decoder."""
         tokens = kwargs.get("input_ids")
         self.sequence_length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
+        self.positions = None if kwargs.get("position_ids") is None else kwargs["position_ids"][0]
 
     def choose_experts(self, routed_experts: torch.Tensor, num_experts: int) -> torch.Tensor:
         """The experts instead of those that the router chose; shape (tokens, experts per token)."""
         num_tokens, num_choices = routed_experts.shape
-        positions = torch.arange(self.sequence_length, device=routed_experts.device)
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(self.sequence_length, device=routed_experts.device)
         if self.kind == "balanced":
             first_choices = positions[:, None] * num_choices
             experts = (first_choices + torch.arange(num_choices, device=positions.device)) % num_experts
@@ -49,10 +56,29 @@ class Routing:
             # The largest of logarithms of shares plus Gumbel noise: drawn without replacement (Kool et al. 2019,
             # arXiv:1903.06059).
             generator = torch.Generator(positions.device).manual_seed(0)
-            uniform = torch.rand(self.sequence_length, num_experts, device=positions.device, generator=generator)
+            num_positions = self.sequence_length * self.num_parts
+            uniform = torch.rand(num_positions, num_experts, device=positions.device, generator=generator)
             log_shares = -self.skew * torch.arange(1, num_experts + 1, device=positions.device).log()
             experts = (log_shares - (-uniform.log()).log()).topk(num_choices).indices
+            if self.positions is not None:
+                experts = experts[positions]
         return experts.repeat(num_tokens // self.sequence_length, 1)
+
+
+class ExpertDivision(Protocol):
+    """How the experts of a layer are divided among ranks: what `compute_grouped_experts` asks of it."""
+
+    def prepare_inputs(self, hidden: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and how much each of their experts counts, before they are used."""
+
+    def prepare_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter, as a plain tensor."""
+
+    def compute_rows(self, experts: Any, rows: torch.Tensor, row_experts: torch.Tensor) -> torch.Tensor:
+        """`compute_sorted_rows`, wherever the experts are."""
+
+    def finish_outputs(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The sums over the experts of each token, as the layer hands them on."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -149,24 +175,50 @@ def compute_grouped_experts(
     routing: Routing = experts._bench_routing
     if routing.kind != "router":
         routed_experts = routing.choose_experts(routed_experts, experts.num_experts)
+    division: ExpertDivision | None = getattr(experts, "_bench_division", None)
+    if division is not None:
+        hidden, weights = division.prepare_inputs(hidden, weights)
     num_choices = routed_experts.shape[1]
     row_experts, order = routed_experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(row_experts, torch.arange(experts.num_experts, device=hidden.device), right=True).int()
+    rows = hidden[order // num_choices]
+    rows = (
+        compute_sorted_rows(experts, rows, row_experts, experts.num_experts)
+        if division is None
+        else division.compute_rows(experts, rows, row_experts)
+    )
+    rows = rows * weights.flatten()[order, None]
+    result = rows[order.argsort()].unflatten(0, (-1, num_choices)).sum(dim=1).to(hidden.dtype)
+    return result if division is None else division.finish_outputs(result)
+
+
+def compute_sorted_rows(experts: Any, rows: torch.Tensor, row_experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """What the expert of each row makes of it.
+
+    Parameters
+    ----------
+    rows: tensor
+        Shape (rows, width).
+    row_experts: tensor
+        The expert of each row, in ascending order; shape (rows,).
+    num_experts: int
+        Of which there are weights here.
+    """
+    ends = torch.searchsorted(row_experts, torch.arange(num_experts, device=rows.device), right=True).int()
     first_name = "gate_up_proj" if experts.has_gate else "up_proj"
-    rows = _multiply_grouped(experts, first_name, hidden[order // num_choices], row_experts, ends)
+    rows = _multiply_grouped(experts, first_name, rows, row_experts, ends)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
     rows = _multiply_grouped(experts, "down_proj", rows, row_experts, ends)
-    if experts.has_post_expert_norm:
-        rows = experts.post_expert_norm(rows)
-    rows = rows * weights.flatten()[order, None]
-    return rows[order.argsort()].unflatten(0, (-1, num_choices)).sum(dim=1).to(hidden.dtype)
+    return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
 
 
 def _multiply_grouped(
     experts: Any, name: str, rows: torch.Tensor, row_experts: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
     """Each row times the weight of its expert, in the format of autocast, which does not know grouped products."""
+    division: ExpertDivision | None = getattr(experts, "_bench_division", None)
     weight, device = getattr(experts, name), rows.device.type
+    if division is not None:
+        weight = division.prepare_weight(weight)
     is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_autocast else weight.dtype
     weight, rows = weight.to(dtype), rows.to(dtype)
@@ -175,4 +227,7 @@ def _multiply_grouped(
         result = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
     else:
         result = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
-    return result + getattr(experts, f"{name}_bias").to(dtype)[row_experts] if experts.has_bias else result
+    if not experts.has_bias:
+        return result
+    bias = getattr(experts, f"{name}_bias")
+    return result + (bias if division is None else division.prepare_weight(bias)).to(dtype)[row_experts]

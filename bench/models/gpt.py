@@ -24,6 +24,7 @@ from bench.models.base import (
     HeadCount,
     LayerWidth,
     TokenCount,
+    find_undivided_attention_reason,
 )
 from bench.models.division import (
     SEQUENCE_SHARD,
@@ -119,6 +120,9 @@ class GPTFamily(Family):
         for block in blocks:
             hidden = block(hidden, *rest, **kwargs)
         return hidden
+
+    def find_undivided_sequence_reason(self) -> str:
+        return find_undivided_attention_reason(self.attention)
 
     @property
     def num_blocks(self) -> int:
@@ -221,7 +225,9 @@ class GPTPipelineStage(PipelineStageModule):
         from transformers.masking_utils import create_causal_mask
 
         tokens = inputs["input_ids"]
-        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        positions = inputs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         hidden = self.drop(self.wte(tokens) + self.wpe(positions)) if self._has_embedding else stage_inputs[0]
         causal_mask = create_causal_mask(
             config=self._config,

@@ -10,7 +10,15 @@ from torch import nn
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import OneOf, Within
-from bench.models.base import BlockCount, DropoutRate, FlopCount, HeadCount, LayerWidth, TokenCount
+from bench.models.base import (
+    BlockCount,
+    DropoutRate,
+    FlopCount,
+    HeadCount,
+    LayerWidth,
+    TokenCount,
+    find_undivided_attention_reason,
+)
 from bench.models.decoder import DecoderPipelineStage, build_decoder_division
 from bench.models.division import LayerDivision, PipelineStageModule
 from bench.models.pretrained import PretrainedFamily, shorten_list
@@ -159,6 +167,9 @@ class LlamaFamily(PretrainedFamily):
 
     def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
         return build_decoder_division(model, self.find_block_lists(model)[0], sequence_parallel=sequence_parallel)
+
+    def find_undivided_sequence_reason(self) -> str:
+        return find_undivided_attention_reason(self.attention, self.list_layer_types())
 
     @property
     def num_blocks(self) -> int | None:

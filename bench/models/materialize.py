@@ -54,13 +54,21 @@ class Materializer:
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
         }
-        self._parameters = {id(parameter): (parameter, name) for name, parameter in model.named_parameters()}
+        self.note_replaced_parameters(model)
         self._filled_parameters: dict[str, nn.Parameter] = {}
         self._keep_on_cpu = False
         self.arrange_parameter: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, full_parameter: (
             full_parameter
         )
         """Puts a whole parameter, drawn by its name, into the order in which it is sharded."""
+
+    def note_replaced_parameters(self, model: nn.Module) -> None:
+        """Again after layers were divided: parameters that took the places of others have their names."""
+        self._parameters = {
+            id(parameter): (parameter, self._name_of_parameter[id(module), name])
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+        }
 
     def build_for_part(self, part: nn.Module) -> Materializer:
         """What fills a module that was made of the model's parameters: what it shares with others becomes its own."""

@@ -10,9 +10,17 @@ from torch import nn
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import OneOf, Within
-from bench.models.base import BlockCount, DropoutRate, FlopCount, HeadCount, LayerWidth, TokenCount
-from bench.models.decoder import DecoderPipelineStage
-from bench.models.division import PipelineStageModule
+from bench.models.base import (
+    BlockCount,
+    DropoutRate,
+    FlopCount,
+    HeadCount,
+    LayerWidth,
+    TokenCount,
+    find_undivided_attention_reason,
+)
+from bench.models.decoder import DecoderPipelineStage, build_decoder_division
+from bench.models.division import LayerDivision, PipelineStageModule
 from bench.models.experts import ROUTINGS, Routing
 from bench.models.pretrained import PretrainedFamily, shorten_list
 
@@ -23,6 +31,9 @@ EXPERT_COUNT_FIELDS = {
     "deepseek_v2": "n_routed_experts",
 }
 """Architectures as transformers calls them (`model_type`), and what each calls its number of experts."""
+
+DIVIDED_ARCHITECTURES = ("mixtral", "qwen3_moe")
+"""Those whose attention is divided as Llama's."""
 
 ExpertCount = Annotated[int, Within(1, 4096)]
 
@@ -70,6 +81,7 @@ class MixtureOfExpertsFamily(PretrainedFamily):
     """Of a shortened model: which of its layers have a sliding window; null as the architecture has them."""
 
     preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.mixtral.modeling_mixtral",)
+    can_divide_expert_layers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -201,6 +213,30 @@ class MixtureOfExpertsFamily(PretrainedFamily):
         if not 2 <= sequence_length <= self.block_size:
             valid = f"a whole number from 2 to model.block_size={self.block_size}"
             raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
+
+    def find_undivided_sequence_reason(self) -> str:
+        if self.architecture == "deepseek_v2":
+            return "whose values are narrower than its keys"
+        return find_undivided_attention_reason(self.attention, self.list_layer_types())
+
+    def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
+        """Heads, those of keys and values too, and the width of the experts; the last rank's part of the vocabulary may
+        be smaller."""
+        if self.architecture not in DIVIDED_ARCHITECTURES:
+            raise ImpossibleError(
+                f"model.architecture={self.architecture} is not valid with tensor parallelism, whose division of its "
+                f"attention nobody has stated: choose {' or '.join(DIVIDED_ARCHITECTURES)}, or expert parallelism."
+            )
+        sizes = {
+            "model.num_heads": self.num_heads,
+            "model.num_kv_heads": self._num_kv_heads,
+            "model.intermediate_size": self.intermediate_size,
+        }
+        return sizes | {"sequence_length": sequence_length} if sequence_parallel else sizes
+
+    def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
+        """Of attention, embedding and head; experts are whole."""
+        return build_decoder_division(model, self.find_block_lists(model)[0], sequence_parallel=sequence_parallel)
 
     @property
     def num_blocks(self) -> int:

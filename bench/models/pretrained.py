@@ -62,6 +62,13 @@ class PretrainedFamily(Family):
     def build_config(self) -> Any:
         """Its configuration, a `transformers.PretrainedConfig`."""
 
+    def list_layer_types(self) -> list[str]:
+        """Kinds of attention of the layers, as transformers calls them."""
+        config = self.build_config()
+        if getattr(config, "layer_types", None) is not None:
+            return list(config.layer_types)
+        return ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
+
     @property
     def task_name(self) -> str:
         """What the model is trained to do: a key of `TASKS`."""

@@ -237,6 +237,9 @@ class T5Family(Family):
                 layer_division.parallel_styles.append((blocks[0], build_sequence_split(6)))
         return layer_division
 
+    def find_undivided_sequence_reason(self) -> str:
+        return "whose attention adds a bias for each pair of positions, which no form of context parallelism here has"
+
     def find_fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """The feed-forward output projections, which overflow in fp16."""
         return [module for name, module in model.named_modules() if name.endswith("DenseReluDense.wo")]

@@ -43,7 +43,7 @@ class Engine:
     synchronize_every_micro_batch: bool
     enter_phase: EnterPhase
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """The family's."""
+    """Of logits and labels, as the strategy has it."""
     chunked_loss: ChunkedLoss | None = None
     """Where the model returns a loss in place of logits."""
 
@@ -180,7 +180,7 @@ def build_engine(
         device,
         synchronize_every_micro_batch,
         enter_phase,
-        family.compute_loss,
+        strategy.build_loss(family),
         chunked_loss,
     )
 

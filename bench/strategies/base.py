@@ -111,6 +111,9 @@ class Strategy(ABC):
     shards_trained_layers_separately = False
     """Whether layers that stay in fp32 in fp16 runs are sharded by themselves, where autocast does not see to them."""
 
+    supported_modes: ClassVar[tuple[str, ...]] = ("measure", "rehearse", "predict")
+    """Ways to get a row of it."""
+
     takes_float8 = False
     """Whether it was shown to train a model whose linear layers compute in FP8."""
 
@@ -294,6 +297,10 @@ class Strategy(ABC):
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """The optimizer of this rank, over what `wrap` made of the model."""
         return build(module.parameters())
+
+    def build_loss(self, family: Family) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The loss of logits and labels on this rank, of which the mean over ranks is that of the batch."""
+        return family.compute_loss
 
     def build_stepper(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool

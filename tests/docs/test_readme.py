@@ -95,7 +95,7 @@ def test_its_numbers_are_those_of_rows(name: str) -> None:
 def test_strategies_have_the_evidence_that_rows_give_them() -> None:
     shown = read_section("evidence").splitlines()
     generated = row_numbers.write_evidence().splitlines()
-    with_rows = [line for line in generated if "on demand | ✗" not in line or line in shown]
+    with_rows = [line for line in generated if not line.endswith("✗ |") or line in shown]
     assert shown == with_rows  # a strategy without any row may be left out
 
 

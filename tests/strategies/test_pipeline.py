@@ -266,6 +266,7 @@ def test_stages_loss_and_optimizer_are_computation_and_what_is_exchanged_is_not(
     engine: Any = SimpleNamespace(enter_phase=lambda phase: None, autocast=nullcontext)
     stage, stepper = TimedPipelineStage.__new__(TimedPipelineStage), PipelineStepper.__new__(PipelineStepper)
     stage.engine, stage.stage_timer, stepper._stage_timer = engine, watch, watch
+    stepper.scaler = torch.amp.GradScaler("cpu", enabled=False)
     stepper._model = SimpleNamespace(tied_parameters=[SimpleNamespace(sum_gradients=exchange)])  # type: ignore[assignment]
 
     def logits_loss(logits: Any, labels: Any) -> torch.Tensor:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,17 +24,32 @@ from bench.models.division import PipelineStageModule, split_blocks_into_stages
 from bench.strategies.base import WrapContext
 from bench.strategies.ddp import KEEP_BUFFERS
 from bench.strategies.global_norm import clip_by_global_norm
-from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, GPIPE, INTERLEAVED, ONE_F_ONE_B, Timetable
+from bench.strategies.pipeline.schedule import (
+    BACKWARD,
+    DUAL_PIPE_V,
+    FORWARD,
+    GPIPE,
+    INTERLEAVED,
+    LOOPED_BFS,
+    ONE_F_ONE_B,
+    ZERO_BUBBLE,
+    ZERO_BUBBLE_V,
+    Timetable,
+)
 from bench.strategies.pipeline.step_plans import find_tied_parameters
 from bench.strategies.stepper import StepEngine, Stepper, TimeSpans
 
 PIPELINE_DIM, DATA_PARALLEL_DIM = "pipeline", "data"
 """Dimensions of the mesh, stages outermost."""
 
-SCHEDULE_CLASSES: dict[str, Any] = {
-    GPIPE: ScheduleGPipe,
-    ONE_F_ONE_B: Schedule1F1B,
-    INTERLEAVED: ScheduleInterleaved1F1B,
+TORCH_SCHEDULE_NAMES = {
+    GPIPE: "GPipe",
+    ONE_F_ONE_B: "1F1B",
+    INTERLEAVED: "Interleaved1F1B",
+    LOOPED_BFS: "LoopedBFS",
+    ZERO_BUBBLE: "InterleavedZeroBubble",
+    ZERO_BUBBLE_V: "ZBVZeroBubble",
+    DUAL_PIPE_V: "DualPipeV",
 }
 
 
@@ -131,7 +147,7 @@ def build_pipelined_model(
         wrapped_stages[index] = (
             _wrap_in_ddp(stage, mesh[DATA_PARALLEL_DIM], context.device) if data_parallel == "ddp" else stage
         )
-    tied_parameters = _build_tied_parameters(parameter_names, filled_parameters, timetable, mesh, rank)
+    tied_parameters = build_tied_parameters(parameter_names, filled_parameters, timetable, mesh.mesh, rank)
     # Point-to-point communication of a few ranks must not be the first that a group is used for.
     dist.all_reduce(torch.zeros(1, device=context.device), group=group)
     dtype = context.precision.parameter_dtype if uses_autocast else context.precision.compute_dtype
@@ -160,30 +176,43 @@ def _wrap_in_ddp(stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn
     )
 
 
-def _build_tied_parameters(
+def build_tied_parameters(
     parameter_names: Sequence[Sequence[str]],
     filled_parameters: Mapping[tuple[int, str], nn.Parameter],
     timetable: Timetable,
-    mesh: DeviceMesh,
+    ranks_by_stage: torch.Tensor,
     rank: int,
 ) -> list[TiedParameter]:
-    """All ranks make all groups, in the same order."""
+    """The parameters that several stages have. All ranks make all groups, in the same order.
+
+    Parameters
+    ----------
+    parameter_names: sequence of sequence of str
+        Of every stage.
+    filled_parameters: mapping
+        Those of this rank, by stage and name.
+    ranks_by_stage: torch.Tensor
+        Global ranks; shape (ranks of a pipeline, pipelines).
+    rank: int
+        This rank's number within its pipeline.
+    """
     tied_parameters = []
     groups_by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for name, stages in find_tied_parameters(parameter_names).items():
-        ranks = tuple(sorted({stage % timetable.ranks for stage in stages}))
+        ranks = tuple(sorted({timetable.find_rank_of_stage(stage) for stage in stages}))
         if len(ranks) > 1 and ranks not in groups_by_ranks:
-            groups_by_ranks[ranks] = _create_own_group(ranks, mesh)
+            groups_by_ranks[ranks] = _create_own_group(ranks, ranks_by_stage)
         if rank in ranks:
-            copies = [filled_parameters[stage, name] for stage in stages if stage % timetable.ranks == rank]
+            own_stages = timetable.find_stages_of_rank(rank)
+            copies = [filled_parameters[stage, name] for stage in stages if stage in own_stages]
             tied_parameters.append(TiedParameter(copies, groups_by_ranks.get(ranks), len(stages)))
     return tied_parameters
 
 
-def _create_own_group(ranks: tuple[int, ...], mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def _create_own_group(ranks: tuple[int, ...], ranks_by_stage: torch.Tensor) -> dist.ProcessGroup | None:
     """The group of these stages' ranks in every copy of the pipeline; this rank's own of them."""
     own_group = None
-    for copy_ranks in mesh.mesh[list(ranks)].T.tolist():
+    for copy_ranks in ranks_by_stage[list(ranks)].T.tolist():
         group = dist.new_group(copy_ranks)
         if dist.get_rank() in copy_ranks:
             own_group = group
@@ -207,6 +236,11 @@ class TimedPipelineStage(PipelineStage):
         self.engine.enter_phase(BACKWARD)
         with self.stage_timer.record_span():
             return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """What is left of it where a schedule splits backward: the gradients of the weights."""
+        with self.stage_timer.record_span():
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
 
 class PipelineStepper(Stepper):
@@ -235,7 +269,7 @@ class PipelineStepper(Stepper):
         self._schedule.step(target=batch.labels, losses=losses, return_outputs=False, **batch.inputs)
         for tied_parameter in self._model.tied_parameters:
             tied_parameter.sum_gradients()
-        losses = [loss.detach() for loss in losses]  # without their graphs
+        losses = [loss.detach() / self.scaler.get_scale() for loss in losses]  # without their graphs
         engine.enter_phase("optimizer")
         self.update()
         return torch.stack(losses).sum() if losses else None
@@ -284,9 +318,9 @@ class PipelineStepper(Stepper):
             )
             stage.engine, stage.stage_timer = engine, self._stage_timer
             stages.append(stage)
-        schedule_class = SCHEDULE_CLASSES[timetable.schedule]
+        schedule_class: Any = get_schedule_class(TORCH_SCHEDULE_NAMES[timetable.schedule])
         return schedule_class(
-            stages if timetable.schedule == INTERLEAVED else stages[0],
+            stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
             timetable.micro_batches,
             loss_fn=self._build_loss_share(engine.loss, timetable.micro_batches),
             scale_grads=False,
@@ -297,7 +331,7 @@ class PipelineStepper(Stepper):
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def compute_loss_share(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             with self._stage_timer.record_span():
-                return loss(logits, labels) / micro_batches
+                return self.scaler.scale(loss(logits, labels) / micro_batches)
 
         return compute_loss_share
 

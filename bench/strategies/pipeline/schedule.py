@@ -2,7 +2,10 @@
 
 GPipe is "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (Huang et al. 2019,
 arXiv:1811.06965), 1F1B and interleaved 1F1B are those of "Efficient Large-Scale Language Model Training on GPU Clusters
-Using Megatron-LM" (Narayanan et al. 2021, arXiv:2104.04473), as torch.distributed.pipelining carries them out.
+Using Megatron-LM" (Narayanan et al. 2021, arXiv:2104.04473), as torch.distributed.pipelining carries them out. The
+further ones, whose order torch alone knows, are breadth-first (Lamy-Poirier 2022, arXiv:2211.05953), zero-bubble and
+its V-shaped form (Qi et al. 2023, arXiv:2401.10241), and DualPipeV, the V-shaped form of DualPipe (DeepSeek-AI 2024,
+arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -13,6 +16,24 @@ from typing import NamedTuple
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved_1f1b"
 SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
+
+LOOPED_BFS, ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V = (
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipev",
+)
+ALL_SCHEDULES = (*SCHEDULES, LOOPED_BFS, ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V)
+"""With those that can be run but are not predicted."""
+
+SINGLE_STAGE_SCHEDULES = (GPIPE, ONE_F_ONE_B)
+"""One stage per rank."""
+
+V_SCHEDULES = (ZERO_BUBBLE_V, DUAL_PIPE_V)
+"""Two stages per rank, the second ones in reverse order: the first rank has the first and the last stage."""
+
+SPLIT_BACKWARD_SCHEDULES = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V)
+"""Backward is split: gradients of a stage's inputs first, of its weights later."""
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -33,7 +54,7 @@ class Timetable:
     schedule: str
     ranks: int
     virtual_stages: int
-    """Stages per rank: stage s runs on rank s modulo `ranks`."""
+    """Stages per rank."""
     micro_batches: int
 
     @property
@@ -42,8 +63,15 @@ class Timetable:
         return self.ranks * self.virtual_stages
 
     def find_stages_of_rank(self, rank: int) -> range:
-        """The stages that run on a rank."""
+        """The stages that run on a rank: stage s on rank s modulo `ranks`, or there and back again in a V."""
+        if self.schedule in V_SCHEDULES:
+            last_stage = self.num_stages - 1
+            return range(rank, self.num_stages - rank, last_stage - 2 * rank)
         return range(rank, self.num_stages, self.ranks)
+
+    def find_rank_of_stage(self, stage: int) -> int:
+        """The rank that runs a stage."""
+        return next(rank for rank in range(self.ranks) if stage in self.find_stages_of_rank(rank))
 
     @property
     def round_length(self) -> int:

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
-from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.presentation import (
     GPU_MICRO_BATCHES_PLACEHOLDER,
     GPUS_PLACEHOLDER,
@@ -18,7 +17,8 @@ from bench.core.presentation import (
 )
 from bench.core.typed_config import OneOf, Within
 from bench.strategies.base import Strategy
-from bench.strategies.pipeline.schedule import INTERLEAVED, ONE_F_ONE_B, SCHEDULES, Timetable
+from bench.strategies.pipeline.schedule import SCHEDULES, Timetable
+from bench.strategies.pipeline.schedule_checks import check_schedule, choose_virtual_stages
 from bench.strategies.pipeline.staged import PipelinedStrategy, format_data_parallel_suffix
 
 
@@ -85,9 +85,7 @@ class PipelineStrategy(PipelinedStrategy):
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy with stages, and micro-batches and virtual stages as numbers."""
-        virtual_stages = (
-            (2 if self.schedule == INTERLEAVED else 1) if self.virtual_stages is None else self.virtual_stages
-        )
+        virtual_stages = choose_virtual_stages(self.schedule) if self.virtual_stages is None else self.virtual_stages
         stages = self.parse_ranks_per_copy(world_size, ranks_per_node)
         micro_batches = stages if self.micro_batches is None else self.micro_batches
         strategy = dataclasses.replace(self, virtual_stages=virtual_stages, micro_batches=micro_batches)
@@ -101,46 +99,7 @@ class PipelineStrategy(PipelinedStrategy):
 
     def check(self, world_size: int) -> None:
         """What the schedules can be asked for."""
-        timetable = self.timetable
-        if (timetable.virtual_stages > 1) != (self.schedule == INTERLEAVED):
-            valid = "2 or more, or null" if self.schedule == INTERLEAVED else f"1, or strategy.schedule={INTERLEAVED}"
-            raise invalid_value_error(
-                "strategy.virtual_stages",
-                timetable.virtual_stages,
-                f"{valid}: strategy.schedule={self.schedule} is asked for",
-                ImpossibleError,
-            )
-        if self.schedule == ONE_F_ONE_B and timetable.micro_batches < self.ranks_per_copy:
-            raise self._build_micro_batches_error(
-                f"at least one per stage, {self.ranks_per_copy}, or strategy.schedule=gpipe"
-            )
-        if self.schedule == INTERLEAVED:
-            if timetable.micro_batches < self.ranks_per_copy:
-                raise self._build_micro_batches_error(
-                    f"at least one per rank of the pipeline, {self.ranks_per_copy}, or strategy.schedule=gpipe"
-                )
-            if not timetable.has_equal_rounds:
-                fewer, more = self._find_nearest_micro_batches(-1), self._find_nearest_micro_batches(1)
-                raise self._build_micro_batches_error(
-                    f"{fewer} or {more}, say, for micro_batches // {self.ranks_per_copy} rounds of equal size"
-                )
-
-    def _find_nearest_micro_batches(self, direction: int) -> int:
-        """The nearest number of micro-batches that makes rounds of equal size: fewer (-1) or more (1)."""
-        candidate = self.timetable
-        while not candidate.has_equal_rounds:
-            candidate = dataclasses.replace(candidate, micro_batches=candidate.micro_batches + direction)
-        return candidate.micro_batches
-
-    def _build_micro_batches_error(self, valid: str) -> ImpossibleError:
-        error = invalid_value_error(
-            "strategy.micro_batches",
-            self.micro_batches,
-            f"{valid}: strategy.schedule={self.schedule} is asked for",
-            ImpossibleError,
-        )
-        assert isinstance(error, ImpossibleError)
-        return error
+        check_schedule(self.timetable)
 
     def describe_effective_strategy(self, world_size: int) -> str:
         """The schedule, and how copies of the model are kept together."""

@@ -1,0 +1,269 @@
+"""Combinations that torch, or this suite, does not have: each refused before anything starts, with the reason."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.precision import Precision
+from bench.models import Family
+from bench.strategies.base import StepSettings, list_divisors, require_stored_reduce_dtype
+from bench.strategies.mesh.context import ALL_TO_ALL
+from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
+from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES
+from bench.strategies.pipeline.schedule_checks import check_schedule
+
+if TYPE_CHECKING:
+    from bench.strategies.mesh.strategy import MeshStrategy
+
+
+def check_knobs(strategy: MeshStrategy) -> None:
+    """Raise `ImpossibleError` where knobs contradict each other, whatever is trained."""
+    layout, data = strategy.layout, strategy.data
+    if data in ("ddp", "zero1") and layout.get_degree(SHARDS) > 1:
+        raise invalid_value_error(
+            "strategy.shards",
+            strategy.shards,
+            f"null or 1 with strategy.data={data}, which shards no parameters, or strategy.data=fsdp",
+            ImpossibleError,
+        )
+    if data == "zero1" and layout.get_degree(EXPERT) > 1:
+        raise ImpossibleError(
+            f"strategy.data=zero1 is not valid with strategy.expert={strategy.expert}, since torch's "
+            "ZeroRedundancyOptimizer divides states among the ranks of one process group, and experts have another one "
+            "than the rest: choose strategy.data=fsdp or ddp."
+        )
+    timetable = strategy.pipeline_timetable
+    if timetable is not None:
+        check_schedule(timetable)
+        if strategy.schedule in SPLIT_BACKWARD_SCHEDULES and data in ("ddp", "zero1"):
+            raise ImpossibleError(
+                f"strategy.data={data} is not valid with strategy.schedule={strategy.schedule}, whose gradients of "
+                "weights torch computes without the hooks that tell DDP of them: choose strategy.data=fsdp, or "
+                "strategy.schedule=1f1b."
+            )
+    if strategy.async_tensor_parallel and layout.get_degree(TENSOR) == 1:
+        raise invalid_value_error(
+            "strategy.async_tensor_parallel", True, "false, or strategy.tensor of 2 or more", ImpossibleError
+        )
+
+
+def check_model(strategy: MeshStrategy, family: Family, batch_size_per_gpu: int, sequence_length: int) -> None:
+    """Raise `ImpossibleError` where a dimension cannot divide the model, its sequences or the batch."""
+    layout = strategy.layout
+    for name in (TENSOR, CONTEXT):
+        dropout: float = getattr(family, "dropout", 0)
+        if layout.get_degree(name) > 1 and dropout:
+            raise invalid_value_error(
+                "model.dropout",
+                dropout,
+                f"0.0 with strategy.{name}={layout.get_degree(name)}, whose ranks would have to drop out the same "
+                "where they have the same",
+                ImpossibleError,
+            )
+    if layout.get_degree(EXPERT) > 1:
+        _check_experts(strategy, family)
+    if layout.get_degree(TENSOR) > 1:
+        _check_layers(strategy, family, sequence_length)
+    if layout.get_degree(CONTEXT) > 1:
+        _check_sequences(strategy, family, sequence_length)
+    if layout.get_degree(PIPELINE) > 1:
+        _check_stages(strategy, family, batch_size_per_gpu)
+
+
+def _check_experts(strategy: MeshStrategy, family: Family) -> None:
+    num_experts = getattr(family, "num_experts", 0)
+    if not num_experts:
+        raise ImpossibleError(
+            f"strategy.expert={strategy.expert} is not valid for model={family.name}, which has no experts: choose 1, "
+            "or a model of family moe."
+        )
+    if num_experts % strategy.layout.get_degree(EXPERT):
+        raise invalid_value_error(
+            "strategy.expert",
+            strategy.expert,
+            f"a divisor of model.num_experts={num_experts}: {', '.join(map(str, list_divisors(num_experts)))}",
+            ImpossibleError,
+        )
+
+
+def _check_layers(strategy: MeshStrategy, family: Family, sequence_length: int) -> None:
+    degree = strategy.layout.get_degree(TENSOR)
+    if not (family.can_divide_layers or family.can_divide_expert_layers):
+        raise ImpossibleError(
+            f"strategy.tensor={degree} is not valid for model.family={family.family}, which does not say how its "
+            "layers are divided: choose 1, or a model of family gpt, llama, moe or t5."
+        )
+    local_length = sequence_length // strategy.layout.get_degree(CONTEXT)
+    sizes = family.list_divided_sizes(local_length, sequence_parallel=strategy.sequence_parallel)
+    for name, size in sizes.items():
+        if size % degree:
+            divisors = list_divisors(math.gcd(*sizes.values()))
+            raise ImpossibleError(
+                f"strategy.tensor={degree} is not valid with {name}={size} on each rank, which it must divide: choose "
+                f"{', '.join(map(str, divisors))}."
+            )
+
+
+def _check_sequences(strategy: MeshStrategy, family: Family, sequence_length: int) -> None:
+    degree = strategy.layout.get_degree(CONTEXT)
+    reason = family.find_undivided_sequence_reason()
+    if reason:
+        raise ImpossibleError(
+            f"strategy.context={degree} is not valid for model={family.name}, {reason}: choose 1, or a model of family "
+            "gpt, llama or moe with attention=sdpa over whole sequences."
+        )
+    parts = degree if strategy.context_form == ALL_TO_ALL else 2 * degree
+    if sequence_length % parts:
+        raise invalid_value_error(
+            "sequence_length",
+            sequence_length,
+            f"a multiple of {parts}, which strategy.context={degree} divides it into",
+            ImpossibleError,
+        )
+    num_heads = family.num_heads // strategy.layout.get_degree(TENSOR)  # type: ignore[attr-defined]
+    if strategy.context_form == ALL_TO_ALL and num_heads % degree:
+        raise ImpossibleError(
+            f"strategy.context_form=all_to_all is not valid with strategy.context={degree} and {num_heads} heads on "
+            "each rank, which it divides: choose ring or all_gather, or fewer ranks."
+        )
+
+
+def _check_stages(strategy: MeshStrategy, family: Family, batch_size_per_gpu: int) -> None:
+    timetable = strategy.pipeline_timetable
+    assert timetable is not None
+    if family.num_blocks is None:
+        raise ImpossibleError(
+            f"strategy.pipeline={strategy.pipeline} is not valid for model={family.name}, whose family does not say "
+            "how it is cut into stages: choose 1, or a model of family t5, gpt, llama or moe."
+        )
+    if family.family == "t5" and strategy.layout.get_degree(TENSOR) > 1:
+        raise ImpossibleError(
+            f"strategy.pipeline={strategy.pipeline} is not valid with strategy.tensor={strategy.tensor} for "
+            f"model={family.name}, whose stages each copy the table of position biases that tensor parallelism "
+            "divides: choose one of them, or a model of family gpt, llama or moe."
+        )
+    if timetable.num_stages > family.num_blocks:
+        raise ImpossibleError(
+            f"strategy.pipeline={strategy.pipeline} with {timetable.num_stages} stages is not valid for "
+            f"model={family.name}, which has {family.num_blocks} blocks: choose strategy.pipeline and "
+            f"strategy.virtual_stages whose product is at most {family.num_blocks}."
+        )
+    sequences = batch_size_per_gpu * strategy.layout.get_degree(TENSOR, PIPELINE, CONTEXT)
+    if sequences % timetable.micro_batches:
+        raise invalid_value_error(
+            "strategy.micro_batches",
+            timetable.micro_batches,
+            f"a divisor of the {sequences} sequences that one pipeline reads (batch_size_per_gpu={batch_size_per_gpu} "
+            f"on each of {sequences // batch_size_per_gpu} ranks): {', '.join(map(str, list_divisors(sequences)))}",
+            ImpossibleError,
+        )
+
+
+def find_batch_size_multiple(strategy: MeshStrategy) -> int:
+    """Of the batch size per GPU, so that every micro-batch of the schedule has as many sequences."""
+    timetable = strategy.pipeline_timetable
+    if timetable is None:
+        return 1
+    return timetable.micro_batches // math.gcd(
+        timetable.micro_batches, strategy.layout.get_degree(TENSOR, PIPELINE, CONTEXT)
+    )
+
+
+def check_device(strategy: MeshStrategy, device: str) -> None:
+    """Raise `ImpossibleError` where a knob needs another device."""
+    if strategy.async_tensor_parallel and device == "cpu":
+        raise ImpossibleError(
+            "strategy.async_tensor_parallel=true is not valid on a CPU, since torch overlaps gathers and products in "
+            "symmetric memory, which it has between CUDA devices alone: choose false."
+        )
+
+
+def check_precision(strategy: MeshStrategy, precision: Precision) -> None:
+    """Raise `ImpossibleError` where DDP would have to convert gradients."""
+    if strategy.data in ("ddp", "zero1"):
+        require_stored_reduce_dtype(f"strategy=mesh with strategy.data={strategy.data}", precision, ", or fsdp")
+
+
+def check_optimizer(strategy: MeshStrategy, name: str, implementation: str) -> None:
+    """Raise `ImpossibleError` for fused SGD, which torch 2.13 does not have on DTensors."""
+    if strategy.data == "fsdp" and (name, implementation) == ("sgd", "fused"):
+        raise ImpossibleError(
+            "optimizer.implementation=fused is not valid for optimizer=sgd with strategy.data=fsdp, whose parameters "
+            "are DTensors: choose foreach or for_loop, or ddp."
+        )
+
+
+def check_step(strategy: MeshStrategy, settings: StepSettings) -> None:
+    """Raise `ImpossibleError` where a mesh cannot carry out a step like this."""
+    layout = strategy.layout
+    if settings.offloads_activations:
+        raise ImpossibleError(
+            "activation_offload=true is not valid for strategy=mesh, whose blocks keep parts that wait for other "
+            "ranks: choose false."
+        )
+    if settings.has_chunked_loss:
+        raise ImpossibleError(
+            "loss=chunked is not valid for strategy=mesh, whose loss takes part of the logits on each rank: choose "
+            "loss=whole."
+        )
+    if settings.num_micro_batches > 1 and layout.get_degree(PIPELINE) > 1:
+        raise ImpossibleError(
+            f"gradient_accumulation={settings.num_micro_batches} is not valid for strategy=mesh with "
+            f"strategy.pipeline={strategy.pipeline}, whose micro-batches accumulate gradients already: choose 1, and a "
+            "larger batch_size_per_gpu."
+        )
+    if (
+        settings.num_micro_batches > 1
+        and settings.synchronize_every_micro_batch
+        and strategy.data == "ddp"
+        and layout.get_degree(EXPERT) > 1
+    ):
+        raise ImpossibleError(
+            "gradient_accumulation_sync=true is not valid with strategy.data=ddp and "
+            f"strategy.expert={strategy.expert}, whose gradients are averaged once per step: choose false."
+        )
+    if settings.compile:
+        _check_compile(strategy)
+    elif strategy.async_tensor_parallel:
+        raise invalid_value_error(
+            "strategy.async_tensor_parallel",
+            True,
+            "false with compile=false, since torch's compiler alone overlaps gathers and products",
+            ImpossibleError,
+        )
+
+
+def _check_compile(strategy: MeshStrategy) -> None:
+    if strategy.schedule in SPLIT_BACKWARD_SCHEDULES:
+        raise ImpossibleError(
+            f"compile=true is not valid with strategy.schedule={strategy.schedule}, since torch does not split the "
+            "backward of compiled stages into that of inputs and of weights: choose false, or strategy.schedule=1f1b."
+        )
+    for name, reason in (
+        (TENSOR, "torch's compiler does not get through every kind of block that is split"),
+        (EXPERT, "how many tokens go where is known on the host alone, which breaks a block's graph"),
+        (CONTEXT, "attention is a function that torch's compiler does not look into"),
+    ):
+        if strategy.layout.get_degree(name) > 1:
+            raise ImpossibleError(
+                f"compile=true is not valid with strategy.{name}={strategy.layout.get_degree(name)}: {reason}. Choose "
+                "false."
+            )
+
+
+def check_finetune(strategy: MeshStrategy, name: str) -> None:
+    """Raise `ImpossibleError` where adapters and a dimension do not go together."""
+    if name == "full":
+        return
+    for dimension, reason in (
+        (TENSOR, "torch splits linear layers and embeddings, not layers with adapters"),
+        (PIPELINE, "a model with adapters does not say how it is cut into stages"),
+        (EXPERT, "experts are divided before they have adapters"),
+    ):
+        if strategy.layout.get_degree(dimension) > 1:
+            raise ImpossibleError(
+                f"finetune={name} is not valid with strategy.{dimension}={strategy.layout.get_degree(dimension)}, "
+                f"since {reason}: choose finetune=full, or strategy.{dimension}=1."
+            )

@@ -1,0 +1,162 @@
+"""Expert parallelism: each rank has some of the experts of every layer, and tokens go to them and back (all-to-all).
+
+As in GShard (Lepikhin et al. 2020, arXiv:2006.16668), with no limit to the tokens of an expert: how many go where is
+exchanged first, which the host waits for. Over tensor-parallel ranks each expert is divided by its width, as a
+feed-forward layer is: one all-reduce forward, and two backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput, parallelize_module
+
+from bench.models.division import SEQUENCE_SHARD
+from bench.models.experts import compute_sorted_rows, list_experts
+from bench.strategies.mesh.layout import EXPERT, TENSOR, RankMesh
+
+WIDTH_DIMS = {"gate_up_proj": 1, "up_proj": 1, "down_proj": 2}
+"""The dimension of each parameter (experts, outputs, inputs) that is the width of an expert."""
+
+
+@dataclass(frozen=True)
+class ExpertSplit:
+    """The experts of a layer divided over ranks by their number, by their width, or both."""
+
+    expert_mesh: DeviceMesh | None
+    tensor_mesh: DeviceMesh | None
+
+    def prepare_inputs(self, hidden: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of both are added up over the ranks that have parts of each expert."""
+        if self.tensor_mesh is None:
+            return hidden, weights
+        group = self.tensor_mesh.get_group()
+        return _SumGradients.apply(hidden, group), _SumGradients.apply(weights, group)
+
+    def prepare_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's part. Its gradient comes from the tokens of all expert-parallel ranks, each of which has the mean
+        loss of its own tokens: of their sum the mean is needed."""
+        local_weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        if self.expert_mesh is None or not local_weight.requires_grad:
+            return local_weight
+        scaled: torch.Tensor = _ScaleGradient.apply(local_weight, 1 / self.expert_mesh.size())
+        return scaled
+
+    def compute_rows(self, experts: Any, rows: torch.Tensor, row_experts: torch.Tensor) -> torch.Tensor:
+        """Send each row, shape (rows, width), to the rank of its expert, and take the result back."""
+        if self.expert_mesh is None:
+            return compute_sorted_rows(experts, rows, row_experts, experts.num_experts)
+        group, degree = self.expert_mesh.get_group(), self.expert_mesh.size()
+        num_local = experts.num_experts // degree
+        sent_counts = row_experts.bincount(minlength=experts.num_experts)
+        received_counts = torch.empty_like(sent_counts)
+        dist.all_to_all_single(received_counts, sent_counts, group=group)
+        sent_splits = sent_counts.view(degree, -1).sum(dim=1).tolist()
+        received_splits = received_counts.view(degree, -1).sum(dim=1).tolist()
+        received = all_to_all_single_autograd(rows, received_splits, sent_splits, group)
+        local_experts = torch.arange(num_local, device=rows.device).repeat(degree).repeat_interleave(received_counts)
+        sorted_experts, order = local_experts.sort(stable=True)
+        results = compute_sorted_rows(experts, received[order], sorted_experts, num_local)
+        return all_to_all_single_autograd(results[order.argsort()], sent_splits, received_splits, group)
+
+    def finish_outputs(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The sum over the parts of each expert."""
+        if self.tensor_mesh is None:
+            return outputs
+        total: torch.Tensor = _SumOutputs.apply(outputs, self.tensor_mesh.get_group())
+        return total
+
+
+def divide_experts(model: nn.Module, mesh: RankMesh, *, sequence_parallel: bool) -> set[int]:
+    """Divide the experts of a model, which is on meta: their parameters become DTensors.
+
+    Returns
+    -------
+    set of int
+        Identities of the modules that hold experts.
+    """
+    expert_mesh, tensor_mesh = mesh.get_mesh(EXPERT), mesh.get_mesh(TENSOR)
+    all_experts = list_experts(model)
+    if expert_mesh is None and tensor_mesh is None:
+        return set()
+    parameter_mesh = mesh.get_dims(EXPERT, TENSOR)
+    assert parameter_mesh is not None
+    for experts in all_experts:
+        experts._bench_division = ExpertSplit(expert_mesh, tensor_mesh)
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            placements: list[Placement] = [] if expert_mesh is None else [Shard(0)]
+            if tensor_mesh is not None:
+                placements.append(Shard(WIDTH_DIMS[name]) if name in WIDTH_DIMS else Replicate())
+            divided = distribute_tensor(parameter, parameter_mesh, placements, src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+    if sequence_parallel and tensor_mesh is not None:
+        for layer in (module for module in model.modules() if getattr(module, "experts", None) in all_experts):
+            parallelize_module(
+                layer,
+                tensor_mesh,
+                PrepareModuleInput(
+                    input_layouts=SEQUENCE_SHARD, desired_input_layouts=Replicate(), use_local_output=True
+                ),
+            )
+            parallelize_module(
+                layer,
+                tensor_mesh,
+                PrepareModuleOutput(
+                    output_layouts=Replicate(), desired_output_layouts=SEQUENCE_SHARD, use_local_output=True
+                ),
+            )
+    return {id(experts) for experts in all_experts}
+
+
+def arrange_expert_parameter(name: str, whole: torch.Tensor, tensor_degree: int) -> torch.Tensor:
+    """A whole parameter in such an order that equal parts of it are what ranks have: of gate and up each a part."""
+    if tensor_degree == 1 or not name.endswith("experts.gate_up_proj"):
+        return whole
+    return whole.unflatten(1, (2, tensor_degree, -1)).transpose(1, 2).flatten(1, 3)
+
+
+class _SumGradients(torch.autograd.Function):
+    """A tensor that all ranks of a group have; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _SumOutputs(torch.autograd.Function):
+    """The sum over the ranks of a group; the gradient of each is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * ctx.factor, None

@@ -1,0 +1,339 @@
+"""Every kind of parallelism in one mesh: the strategy, its knobs, and what they come to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
+from bench.core.presentation import Presentation, TrainingTerm
+from bench.core.typed_config import OneOf, Within
+from bench.models import Family
+from bench.models.base import IGNORED_LABEL
+from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS, PARTS, WHOLE_TENSORS
+from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext, require_sharding_factor
+from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
+from bench.strategies.global_norm import clip_by_global_norm, count_parts
+from bench.strategies.mesh import checks
+from bench.strategies.mesh.context import CONTEXT_FORMS
+from bench.strategies.mesh.layout import (
+    CONTEXT,
+    DEFAULT_ORDER,
+    EXPERT,
+    PIPELINE,
+    REPLICAS,
+    REPLICATING_DIMS,
+    SHARDS,
+    SHORT_NAMES,
+    TENSOR,
+    MeshLayout,
+    RankMesh,
+    parse_order,
+    resolve_degrees,
+)
+from bench.strategies.mesh.model import (
+    DDP_KIND,
+    FSDP_KIND,
+    NO_DATA_PARALLEL,
+    ZERO1_KIND,
+    DividedModel,
+    MeshGradScaler,
+    MeshPipelineStepper,
+    MeshStepper,
+    divide_model,
+)
+from bench.strategies.pipeline.model import PipelinedModel
+from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
+from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
+from bench.strategies.stepper import Stepper
+from bench.strategies.tensor_parallel.split import list_local_parameters
+
+DEGREE_RANGE = Within(1, 2**17)
+
+NO_SCHEDULE = "none"
+"""Of a model that is not cut into stages."""
+
+
+@dataclass(frozen=True)
+class MeshStrategy(Strategy):
+    """Tensor, pipeline, context, expert and data parallelism, each of any degree.
+
+    Ranks of the dimensions replicas, shards and expert read different sequences; those of tensor, pipeline and context
+    share theirs. Parameters other than experts are replicated, or sharded by FSDP, over shards, expert and context
+    together; experts over shards and context alone, each expert-parallel rank having others.
+    """
+
+    presentation = Presentation(label="Mesh", position=120, colour="#4b4b8f")
+    training_terms = (
+        TrainingTerm(
+            "3D parallelism, expert and context parallelism",
+            ("strategy=mesh",),
+            "models or sequences are too large for one kind of parallelism alone",
+            divides=("every layer", "layers", "sequences", "experts"),
+        ),
+    )
+    supported_modes = ("measure",)
+    supported_finetunes = ("full", "lora")
+
+    tensor: Annotated[int | None, DEGREE_RANGE]
+    """Ranks that every layer is split over. null: 1."""
+    pipeline: Annotated[int | None, DEGREE_RANGE]
+    """Ranks that the layers of one copy are spread over. null: 1."""
+    context: Annotated[int | None, DEGREE_RANGE]
+    """Ranks that every sequence is divided over. null: 1."""
+    expert: Annotated[int | None, DEGREE_RANGE]
+    """Ranks that the experts of every layer are spread over, each of which reads sequences of its own. null: 1."""
+    replicas: Annotated[int | None, DEGREE_RANGE]
+    """Copies of what is sharded or, with ddp and zero1, of the model. null: what the other degrees leave with ddp and
+    zero1; 1 with fsdp."""
+    shards: Annotated[int | None, DEGREE_RANGE]
+    """Ranks that FSDP shards over, beside those of expert and context. null: what the other degrees leave with fsdp; 1
+    with ddp and zero1."""
+    order: str
+    """Dimensions of the mesh, outermost first, with hyphens: ranks of the last one have consecutive numbers."""
+    data: Annotated[str, OneOf(FSDP_KIND, DDP_KIND, ZERO1_KIND, NO_DATA_PARALLEL)]
+    """fsdp (FSDP2, hybrid where there are replicas), ddp, or zero1; none, whatever was asked for, where no other rank
+    computes gradients of the same parameters."""
+    reshard_after_forward: bool | None
+    """With fsdp: free gathered parameters after forward (ZeRO-3) or keep them until backward is done (ZeRO-2). null:
+    true, but false within a pipeline, which would gather them for every micro-batch."""
+    schedule: Annotated[str, OneOf(*ALL_SCHEDULES, NO_SCHEDULE)]
+    """Of the pipeline, as torch.distributed.pipelining carries it out; none, whatever was asked for, without one."""
+    micro_batches: Annotated[int | None, Within(1, 1024)]
+    """Parts that a pipeline's share of the batch is split into. null: as many as it has ranks (dualpipev: stages)."""
+    virtual_stages: Annotated[int | None, Within(1, 512)]
+    """Stages per rank. null: 1 for gpipe and 1f1b, else 2."""
+    context_form: Annotated[str, OneOf(*CONTEXT_FORMS, "none")]
+    """How attention reaches beyond a rank's part of the sequence: ring, all_gather (of keys and values) or all_to_all
+    (whole sequences of a part of the heads); none, whatever was asked for, without context parallelism."""
+    sequence_parallel: bool
+    """With tensor: divide what is between the layers over the sequence (Korthikanti et al. 2022, arXiv:2205.05198)."""
+    loss_parallel: bool
+    """With tensor: compute the loss on logits that are divided over the vocabulary; else they are gathered."""
+    async_tensor_parallel: bool
+    """With tensor and compile=true, on GPUs: the compiler overlaps gathers and products by symmetric memory."""
+
+    single_mixing_reason = "which does it as its data parallelism does"
+
+    @property
+    def supported_mixings(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (PARAMETER_MIXING,) if self.data == FSDP_KIND else (AUTOCAST_MIXING,)
+
+    def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
+        """Every degree as a number, and knobs of what is not there at one value."""
+        order = parse_order(self.order)
+        requested = {name: getattr(self, name) for name in DEFAULT_ORDER}
+        degrees = resolve_degrees(requested, SHARDS if self.data == FSDP_KIND else REPLICAS, world_size)
+        layout = MeshLayout(tuple((name, degrees[name]) for name in order))
+        data = self.data if layout.get_degree(*REPLICATING_DIMS) > 1 else NO_DATA_PARALLEL
+        spread = (TENSOR, PIPELINE, EXPERT) + ((SHARDS, CONTEXT) if data == FSDP_KIND else ())
+        factor = layout.get_degree(*spread)
+        require_sharding_factor(self, "auto", factor, world_size, "the degrees spread a copy")
+        has_pipeline, has_tensor = degrees[PIPELINE] > 1, degrees[TENSOR] > 1
+        virtual_stages = self.virtual_stages or choose_virtual_stages(self.schedule)
+        default_micro_batches = degrees[PIPELINE] * (virtual_stages if self.schedule == DUAL_PIPE_V else 1)
+        reshards = self.reshard_after_forward
+        strategy = dataclasses.replace(
+            self,
+            sharding_factor=factor,
+            data=data,
+            reshard_after_forward=None if data != FSDP_KIND else not has_pipeline if reshards is None else reshards,
+            schedule=self.schedule if has_pipeline else NO_SCHEDULE,
+            micro_batches=(self.micro_batches or default_micro_batches) if has_pipeline else None,
+            virtual_stages=virtual_stages if has_pipeline else None,
+            context_form=self.context_form if degrees[CONTEXT] > 1 else "none",
+            sequence_parallel=self.sequence_parallel and has_tensor,
+            loss_parallel=self.loss_parallel and has_tensor,
+            **degrees,  # type: ignore[arg-type]
+        )
+        return super(MeshStrategy, strategy).resolve(world_size, ranks_per_node, accumulates=accumulates)
+
+    @functools.cached_property
+    def layout(self) -> MeshLayout:
+        """Of the resolved strategy."""
+        return MeshLayout(tuple((name, getattr(self, name)) for name in parse_order(self.order)))
+
+    @property
+    def pipeline_timetable(self) -> Timetable | None:
+        """Which stages each rank runs; None for a model that is not cut into stages. It is no `timetable`, from which
+        a prediction would be made."""
+        if self.layout.get_degree(PIPELINE) == 1:
+            return None
+        assert self.micro_batches is not None
+        assert self.virtual_stages is not None
+        return Timetable(self.schedule, self.layout.get_degree(PIPELINE), self.virtual_stages, self.micro_batches)
+
+    def check(self, world_size: int) -> None:
+        """What knobs can be asked for together."""
+        checks.check_knobs(self)
+
+    def check_model(self, family: Family, batch_size_per_gpu: int, sequence_length: int) -> None:
+        """Every dimension must find something to divide."""
+        checks.check_model(self, family, batch_size_per_gpu, sequence_length)
+
+    def check_device(self, device: str) -> None:
+        checks.check_device(self, device)
+
+    def check_precision(self, precision: Precision) -> None:
+        checks.check_precision(self, precision)
+
+    def check_optimizer(self, name: str, implementation: str) -> None:
+        checks.check_optimizer(self, name, implementation)
+
+    def check_step(self, settings: StepSettings) -> None:
+        checks.check_step(self, settings)
+
+    def check_finetune(self, name: str, quantised_bits: int | None) -> None:
+        super().check_finetune(name, quantised_bits)
+        checks.check_finetune(self, name)
+
+    @property
+    def updated_tensor_kind(self) -> str:
+        is_divided = self.layout.get_degree(TENSOR, EXPERT) > 1
+        if self.data == FSDP_KIND:
+            return DIVIDED_DTENSORS if is_divided else DTENSORS
+        return PARTS if is_divided else WHOLE_TENSORS
+
+    @property
+    def first_steady_step(self) -> int:
+        is_ddp = self.data in (DDP_KIND, ZERO1_KIND)
+        return DDP_FIRST_STEADY_STEP if is_ddp else super().first_steady_step
+
+    def find_batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
+        return self.layout.find_batch_share(rank)
+
+    @property
+    def batch_size_multiple(self) -> int:
+        """So many that every micro-batch has as many sequences."""
+        return checks.find_batch_size_multiple(self)
+
+    def compute_state_bytes_per_parameter(
+        self, precision: Precision, states_per_parameter: float, world_size: int
+    ) -> float:
+        """As every strategy; ZeRO-1 has one copy of the optimizer's states."""
+        if self.data != ZERO1_KIND:
+            return super().compute_state_bytes_per_parameter(precision, states_per_parameter, world_size)
+        copies = world_size / self.resolved_sharding_factor
+        return precision.parameter_dtype.itemsize * (2 * copies + states_per_parameter)
+
+    def describe_effective_strategy(self, world_size: int) -> str:
+        """The dimensions of several ranks, outermost first, with the schedule and the forms: ``mesh/pp2-fsdp2-tp2``."""
+        replicas = {FSDP_KIND: "replicas", ZERO1_KIND: "zero1x"}.get(self.data, self.data)
+        names = SHORT_NAMES | {SHARDS: FSDP_KIND, REPLICAS: replicas}
+        dims = [f"{names[name]}{degree}" for name, degree in self.layout.degrees if degree > 1]
+        suffixes = [
+            *([self.schedule] if self.schedule != NO_SCHEDULE else []),
+            *([self.context_form] if self.context_form != "none" else []),
+            *(["sequence"] if self.sequence_parallel else []),
+        ]
+        return f"{self.name}/{'+'.join(['-'.join(dims) or 'one', *suffixes])}"
+
+    def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
+        """Divide the model, then shard or replicate what each rank has of it."""
+        divided = divide_model(
+            model,
+            context,
+            RankMesh(self.layout, context.device),
+            data=self.data,
+            timetable=self.pipeline_timetable,
+            context_form=self.context_form,
+            sequence_parallel=self.sequence_parallel,
+            loss_parallel=self.loss_parallel,
+            reshard_after_forward=bool(self.reshard_after_forward),
+            uses_autocast=self.uses_autocast(context.precision),
+        )
+        divided.module.__dict__["divided_model"] = divided
+        return divided.module
+
+    def build_loss(self, family: Family) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The mean over the rank's own predictions, times their share of the sequences' predictions: the mean over
+        context-parallel ranks is that of whole sequences."""
+        degree = self.layout.get_degree(CONTEXT)
+
+        def compute_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            if isinstance(logits, DTensor) and not self.loss_parallel:
+                logits = logits.full_tensor()
+            loss = family.compute_loss(logits, labels)
+            if degree == 1:
+                return loss
+            predictions = labels.shape[0] * _count_predictions(family, labels.shape[1] * degree)
+            return loss * ((labels != IGNORED_LABEL).sum() * (degree / predictions))
+
+        return compute_loss
+
+    def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
+        """One group of parameters per mesh: torch's kernels over many tensors take DTensors of one mesh only. With
+        zero1 this rank's part."""
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if self.data == ZERO1_KIND:
+            mesh = module.__dict__["divided_model"].mesh.get_mesh(*REPLICATING_DIMS)
+            return ZeroRedundancyOptimizer(
+                parameters,
+                optimizer_class=build,  # type: ignore[arg-type]
+                process_group=mesh.get_group(),
+            )
+        parameters_by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            parameters_by_mesh.setdefault(mesh, []).append(parameter)
+        return build([{"params": group} for group in parameters_by_mesh.values()])  # type: ignore[misc]
+
+    def build_stepper(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
+    ) -> Stepper:
+        """Takes this rank's part of every sequence; a schedule carries out forward and backward of a pipeline."""
+        divided: DividedModel = module.__dict__["divided_model"]
+        stepper: MeshStepper
+        if isinstance(module, PipelinedModel):
+            stepper = MeshPipelineStepper(module, optimizer, scaler, keep_gradients)
+        else:
+            stepper = MeshStepper(optimizer, scaler, keep_gradients)
+        stepper.divided_model = divided
+        return stepper
+
+    def build_grad_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        return MeshGradScaler(device.type)
+
+    def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """By the norm of all ranks' parts: of what stages share, and of what ranks have copies of, one counts."""
+        tied_parameters = module.tied_parameters if isinstance(module, PipelinedModel) else ()
+        num_tied = {id(copy): tied.num_stages for tied in tied_parameters for copy in tied.copies}
+        num_ranks = dist.get_world_size() // self.layout.get_degree(PIPELINE)
+
+        def count_copies(parameter: nn.Parameter, spec: Any) -> float:
+            parts = count_parts(parameter if isinstance(parameter, DTensor) else spec)
+            return num_tied.get(id(parameter), 1) * num_ranks / parts
+
+        clip_by_global_norm(
+            ((parameter, count_copies(parameter, spec)) for parameter, spec in list_local_parameters(module)), max_norm
+        )
+
+    @contextlib.contextmanager
+    def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
+        """Without synchronisation gradients stay as the data parallelism has them."""
+        if isinstance(wrapped, FSDPModule):
+            wrapped.set_requires_gradient_sync(synchronize)
+        if isinstance(wrapped, DistributedDataParallel) and not synchronize:
+            with wrapped.no_sync():
+                yield
+        else:
+            yield
+
+
+@functools.cache
+def _count_predictions(family: Family, sequence_length: int) -> int:
+    """Of one whole sequence, as many in every one."""
+    labels = family.build_batch(1, sequence_length, torch.Generator()).labels
+    return int((labels != IGNORED_LABEL).sum())
