@@ -198,7 +198,7 @@ def _simulate_rank(
     key = build_trace_key(config)
     simulated_rank = SimulatedRank(rank_speed.add_host_transfers(config, speed), timeline=timeline)
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
-    simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
+    simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model, config.gpus), PARAMETER_MEMORY)
     tensor_group = _find_tensor_group(config)
     segments = _build_segments(
         key, config.sequences_per_device, HashableHardware(config.hardware), tensor_group, _find_transfer_speed(config)
