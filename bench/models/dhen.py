@@ -235,5 +235,5 @@ class SelfAttention(nn.Module):
 
 
 def mix_embeddings(layer: nn.Module, embeddings: torch.Tensor) -> torch.Tensor:
-    """A linear layer along the embeddings: from (samples, n, d) to (samples, m, d)."""
-    return layer(embeddings.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+    """A linear layer along the embeddings: from (samples, n, d) to (samples, m, d), laid out as layer norms need it."""
+    return layer(embeddings.transpose(1, 2)).transpose(1, 2).contiguous()  # type: ignore[no-any-return]
