@@ -35,7 +35,13 @@ STRATEGY_NAMES = {"FSDP": "fsdp1", "FSDP2": "fsdp", "DDP": "ddp"}
 FULLY_SHARDING_STRATEGIES = ("fsdp", "fsdp1", "ZeRO-DP", "DeepSpeed ZeRO-3")
 """Strategies whose ranks all share one copy where they shard fully; with tensor or pipeline parallelism they do not."""
 
-MODEL_NAMES = {"T5-611M": "t5_611m", "T5-2.28B": "t5_2b", "T5-11B": "t5_11b", "minGPT-175B": "gpt_175b"}
+MODEL_NAMES = {
+    "T5-611M": "t5_611m",
+    "T5-2.28B": "t5_2b",
+    "T5-11B": "t5_11b",
+    "minGPT-175B": "gpt_175b",
+    "DHEN": "dhen",
+}
 """The FSDP paper's models that conf/model has."""
 
 PRECISION_NAMES = {
@@ -69,13 +75,19 @@ MEMORY_COLUMNS = {
     "peak_memory_active": "peak_active_bytes",
     "peak_memory_reserved": "peak_reserved_bytes",
 }
+PAPER_MEMORY_METRIC = "peak_memory"
+"""Of the FSDP paper's Figure 8(a), which does not say which of three kinds its points are: taken for allocated."""
+
 UTILIZATION_COLUMNS = {"mfu": "mfu", "hfu": "hfu", "peak_fraction": "hfu", "hardware_utilization": "hfu"}
 """Metrics in percent of the dense peak. The two without an F belong to sources that count recomputation."""
 
 UNCONVERTED_COLUMNS = {
     "tokens_per_second_per_gpu": "tokens_per_second_per_gpu",
     "median_latency_per_batch": "step_time_median_s",
+    "p90_qps": "tokens_per_second_per_gpu",
 }
+"""QPS are samples per GPU and second, of the FSDP paper's DHEN, of which a sample is one token here."""
+
 COUNT_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -174,6 +186,8 @@ def _build_measurement(line: PublishedLine) -> dict[str, Any]:
         return {"tflops_per_gpu": value} if source in MODEL_FLOPS_SOURCES else {}
     if metric in UTILIZATION_COLUMNS:
         return {UTILIZATION_COLUMNS[metric]: value / 100}
+    if metric == PAPER_MEMORY_METRIC and source == "fsdp_paper":
+        return {"peak_allocated_bytes": round(value * GB)}
     if metric in MEMORY_COLUMNS:
         return {MEMORY_COLUMNS[metric]: round(value * GB)}
     return {UNCONVERTED_COLUMNS[metric]: value} if metric in UNCONVERTED_COLUMNS else {}
@@ -247,6 +261,8 @@ def _find_precision(line: PublishedLine) -> str | None:
 def _find_family(model: str) -> str | None:
     if model.startswith("T5"):
         return "t5"
+    if model == "DHEN":
+        return "dhen"
     return "gpt" if "GPT" in model else None
 
 
@@ -265,6 +281,9 @@ def _parse_integer(text: str) -> int | None:
 
 
 def _parse_count(text: str) -> int | None:
-    """A number of parameters, written out or with K, M, B or T."""
+    """A number of parameters, written out or with K, M, B or T; of dense and sparse ones, their sum."""
+    if parts := re.fullmatch(r"(\S+) dense \+ (\S+) sparse", text):
+        counts = [_parse_count(part) for part in parts.groups()]
+        return None if None in counts else sum(count for count in counts if count is not None)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text)
     return round(float(match[1]) * COUNT_SUFFIXES.get(match[2], 1)) if match else None
