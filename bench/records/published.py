@@ -75,18 +75,13 @@ MEMORY_COLUMNS = {
     "peak_memory_active": "peak_active_bytes",
     "peak_memory_reserved": "peak_reserved_bytes",
 }
-PAPER_MEMORY_METRIC = "peak_memory"
-"""Of the FSDP paper's Figure 8(a), which does not say which of three kinds its points are: taken for allocated."""
-
 UTILIZATION_COLUMNS = {"mfu": "mfu", "hfu": "hfu", "peak_fraction": "hfu", "hardware_utilization": "hfu"}
 """Metrics in percent of the dense peak. The two without an F belong to sources that count recomputation."""
 
 UNCONVERTED_COLUMNS = {
     "tokens_per_second_per_gpu": "tokens_per_second_per_gpu",
     "median_latency_per_batch": "step_time_median_s",
-    "p90_qps": "tokens_per_second_per_gpu",
 }
-"""QPS are samples per GPU and second, of the FSDP paper's DHEN, of which a sample is one token here."""
 
 COUNT_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -186,8 +181,6 @@ def _build_measurement(line: PublishedLine) -> dict[str, Any]:
         return {"tflops_per_gpu": value} if source in MODEL_FLOPS_SOURCES else {}
     if metric in UTILIZATION_COLUMNS:
         return {UTILIZATION_COLUMNS[metric]: value / 100}
-    if metric == PAPER_MEMORY_METRIC and source == "fsdp_paper":
-        return {"peak_allocated_bytes": round(value * GB)}
     if metric in MEMORY_COLUMNS:
         return {MEMORY_COLUMNS[metric]: round(value * GB)}
     return {UNCONVERTED_COLUMNS[metric]: value} if metric in UNCONVERTED_COLUMNS else {}

@@ -28,6 +28,7 @@ FIGURES = {
     "model_scale": {"Figure 6(a)"},
     "prefetch": {"Figure 6(b)", "Figure 7(b)", "Figure 8(b)"},
     "rate_limiter": {"Figure 6(c)"},
+    "dhen_scale": {"Figure 7(a)", "Figure 8(a)"},
     "gpt_175b_scale": {"Figure 7(b)", "Figure 8(b)"},
     "t5_11b_scale": {"Figure 7(c)", "Figure 8(c)"},
     "memory": {"Figure 7(b)", "Figure 7(c)", "Figure 8(b)", "Figure 8(c)"},

@@ -80,6 +80,11 @@ RESERVED = PlottedQuantity(
 )
 
 
+QUANTITY_OF_METRIC = {"p90_qps": SAMPLE_RATE, "peak_memory": ALLOCATED}
+"""What metrics of the paper's DHEN stand beside that are in no column of published rows: a percentile of speed, and
+memory of a kind that is not named. A sample is a token in rows of DHEN."""
+
+
 @dataclass(frozen=True)
 class PaperComparison:
     """One figure of the paper: which rows belong to it, and what it shows of them."""
@@ -324,7 +329,11 @@ def compare_with_paper(comparison: PaperComparison, table: pd.DataFrame) -> list
 def _load_paper_rows() -> pd.DataFrame:
     """The paper's rows that state a single number each, or that memory ran out."""
     published_rows = load_published()
-    paper_rows = published_rows[published_rows["source_key"] == "fsdp_paper"]
+    paper_rows = published_rows[published_rows["source_key"] == "fsdp_paper"].copy()
+    for metric, quantity in QUANTITY_OF_METRIC.items():
+        is_metric = paper_rows["source_metric"] == metric
+        values = pd.to_numeric(paper_rows.loc[is_metric, "source_value"]) * quantity.scale
+        paper_rows.loc[is_metric, quantity.column] = values.astype(paper_rows[quantity.column].dtype)
     return paper_rows[(paper_rows["source_provenance"] != "text") | (paper_rows["status"] == "oom")]
 
 
