@@ -130,7 +130,10 @@ class DHENFamily(Family):
     def check_sequence_length(self, sequence_length: int) -> None:
         if sequence_length != 1:
             raise invalid_value_error(
-                "sequence_length", sequence_length, f"1, since a sample of model={self.name} is one token", ImpossibleError
+                "sequence_length",
+                sequence_length,
+                f"1, since a sample of model={self.name} is one token",
+                ImpossibleError,
             )
 
     def check_run(self, precision: Precision, num_ranks: int) -> None:

@@ -204,9 +204,7 @@ def _simulate_rank(
         key, config.sequences_per_device, HashableHardware(config.hardware), layer_group, _find_transfer_speed(config)
     )
     if config.devices_per_process > 1:
-        batch_segments = _build_segments(
-            key, config.sequences_per_rank, HashableHardware(config.hardware), layer_group
-        )
+        batch_segments = _build_segments(key, config.sequences_per_rank, HashableHardware(config.hardware), layer_group)
         segments = build_first_device_segments(segments, batch_segments, config.devices_per_process)
     _simulate_planned_step(config, simulated_rank, plan, segments)
     return simulated_rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.core.errors import ImpossibleError
 from bench.models.checkpointing import checkpoint_blocks
 from bench.models.embedding_tables import ADAGRAD_EPSILON, EmbeddingTables, build_table_buffer
+from bench.prediction.predictor import build_trace_key, predict_run
+from bench.prediction.trace.trace_recorder import trace_step
 from tests.conftest import compose_run_config
 from tests.models.test_models import build_family
 
@@ -87,6 +90,27 @@ def test_what_it_cannot_do_is_refused(overrides: tuple[str, ...], parts: tuple[s
     with pytest.raises(ImpossibleError) as raised:
         compose_run_config(*TINY, *overrides)
     assert all(part in str(raised.value) for part in parts), raised.value
+
+
+def test_its_trace_has_the_exchanges_of_a_step_and_none_of_the_rows_that_nobody_names() -> None:
+    config = compose_run_config(
+        *TINY, "mode=predict", "hardware=a100_80gb", "strategy=fsdp", "gpus=4", "precision=bf16"
+    )
+    trace = trace_step(build_trace_key(config), 6)
+    vectors = 6 * 8 * 32
+    assert [(segment.phase, event.kind, event.size) for segment in trace.segments for event in segment.collectives] == [
+        ("forward", "all-to-all", 6 * 8 * 2 * 8),  # two ids of 8 bytes for each of 8 tables
+        ("forward", "all-to-all", 4 * vectors),  # as tables store them
+        ("backward", "all-to-all", 2 * vectors),  # as gradients are computed
+    ]
+    larger = dataclasses.replace(config, model=dataclasses.replace(config.model, rows_per_table=10**9))  # type: ignore[type-var]
+    moved_bytes = [
+        sum(kernel[-1] for segment in trace_step(build_trace_key(run), 6).segments for kernel in segment.kernels)
+        for run in (config, larger)
+    ]
+    assert moved_bytes[0] == moved_bytes[1]
+    peaks = [predict_run(run).memory.parts["parameters"] for run in (config, larger)]
+    assert peaks[1] - peaks[0] == (10**9 - 512) * 2 * (32 + 1) * 4  # two tables of a rank, and a number per row
 
 
 @pytest.mark.slow

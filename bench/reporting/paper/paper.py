@@ -345,7 +345,9 @@ def _select_matching_rows(
     for column, allowed_values in row_filters.items():
         is_match &= _is_true(table[column].isin(allowed_values))
     for column, stated_values in PAPER_FSDP_FILTERS.items():
-        is_match &= _is_true(table[column].isin(row_filters.get(column, stated_values))) | _is_true(table["strategy"] == "ddp")
+        is_match &= _is_true(table[column].isin(row_filters.get(column, stated_values))) | _is_true(
+            table["strategy"] == "ddp"
+        )
     is_inside_node = _is_true(table["sharding_factor"] * table["nodes"] == table["world_size"])
     is_match &= is_inside_node | ~_is_true(table["effective_strategy"].str.startswith("fsdp1/hybrid_shard"))
     published_sizes = figure_rows.dropna(subset=["parameters"]).groupby("model")["parameters"].median()
