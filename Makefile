@@ -6,7 +6,8 @@
 #              not run, and why
 # make test-all   the same with all long tests, as does make test-extras LONG_TESTS_ONE_IN=1
 # make quick   the tests that take less than half a second each: a minute on two cores
-# make timing  the tests that compare step times, on a machine with nothing else to do; no part of make test
+# make timing  the tests that compare step times, and how fast questions are answered in units of importing torch and
+#              transformers, on a machine with nothing else to do; no part of make test
 # make scale   what `make test` does for some, for 10,000 rows (reported within a minute and 1 GB), 4,000 predictions, every
 #              measured row and 60 runs that are drawn anew
 # make fuzz    generated command lines and damaged stores, others every time, for MINUTES=10 or SECONDS=600; what failed is
@@ -41,7 +42,7 @@ sweep: $(VENV)/.installed
 APART := $(filter-out tests/launch/test_slurm_units.py tests/launch/test_slurm_profiles.py,$(wildcard tests/launch/test_slurm_*.py))
 
 # Tests that compare times need a machine on which nothing else runs, and say so if it is not.
-TIMING := tests/calibration/test_cpu_times.py
+TIMING := tests/calibration/test_cpu_times.py tests/prediction/test_answer_times.py
 
 # Long tests: one in so many.
 test test-extras: export LONG_TESTS_ONE_IN := 3

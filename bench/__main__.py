@@ -48,8 +48,17 @@ def main(arguments: list[str] | None = None) -> int:
 def run_console_script() -> int:
     """What ``fsdp-bench`` runs."""
     end_silently_on_interrupt()
-    return run_main(main)
+    return run_main(_run_process)
+
+
+def _run_process() -> int:
+    """Run the command of this process's arguments; what was answered before is not answered again."""
+    if sys.argv[1:2] in (["predict"], ["advise"]):
+        from bench.advice.remembered import answer_or_remember
+
+        return answer_or_remember("bench", main)
+    return main()
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    sys.exit(run_main(_run_process))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from bench.advice.question import answer_with_progress, parse_advise_arguments
-from bench.advice.tree.page import build_guidance, build_pages, build_terms_table, format_guidance_json
+from bench.advice.remembered import answer_or_remember
 from bench.core.command_line import open_stdout_console, report_usage_errors, run_main
 
 WIDTH_WITHOUT_TERMINAL = 120
@@ -20,6 +19,10 @@ def main(arguments: list[str] | None = None) -> int:
     int
         0 if something may fit, 1 if nothing does, 2 on bad input.
     """
+    # These take seconds to import, and a remembered answer needs nothing of them.
+    from bench.advice.question import answer_with_progress, parse_advise_arguments
+    from bench.advice.tree.page import build_guidance, build_pages, build_terms_table, format_guidance_json
+
     question, output_format = parse_advise_arguments(sys.argv[1:] if arguments is None else arguments, __doc__)
     console = open_stdout_console(WIDTH_WITHOUT_TERMINAL)
     if question is None:
@@ -34,4 +37,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    sys.exit(run_main(lambda: answer_or_remember("advise", main)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from rich.console import Group
-
-from bench.advice.answer import AdviceAnswer, answer_question
-from bench.advice.json_csv import format_answer_csv, format_answer_json
-from bench.advice.question import AdviceQuestion, answer_with_progress, parse_predict_arguments
-from bench.advice.tables import build_answer_tables, build_candidate_details
+from bench.advice.remembered import answer_or_remember
 from bench.core.command_line import open_stdout_console, report_usage_errors, run_main
+
+if TYPE_CHECKING:  # all that predicts takes seconds to import, and a remembered answer needs nothing of it
+    from bench.advice.answer import AdviceAnswer
+    from bench.advice.question import AdviceQuestion
 
 WIDTH_WITHOUT_TERMINAL = 160
 
@@ -23,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
         from bench.validation.command import main as validate
 
         return validate(arguments[1:])
+    from bench.advice.answer import answer_question
+    from bench.advice.question import answer_with_progress, parse_predict_arguments
+
     question = parse_predict_arguments(arguments, __doc__)
     answer = answer_with_progress(answer_question, question)
     if question.timeline_path is not None:
@@ -36,12 +39,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _print_answer(answer: AdviceAnswer, question: AdviceQuestion) -> None:
     """Data, and nothing but data, on the standard output."""
+    from rich.console import Group
+
+    from bench.advice.json_csv import format_answer_csv, format_answer_json
+    from bench.advice.tables import build_answer_tables, build_candidate_details
+
     if question.output_format != "table":
-        print((format_answer_json if question.output_format == "json" else format_answer_csv)(answer, question.tokens))
+        print((format_answer_json if question.output_format == "json" else format_answer_csv)(answer, question.budget))
         return
     console = open_stdout_console(WIDTH_WITHOUT_TERMINAL)
     console.print(
-        build_answer_tables(answer, question.tokens, question.max_rows, question.flops), highlight=False, crop=False
+        build_answer_tables(answer, question.budget, question.max_rows, question.flops), highlight=False, crop=False
     )
     for section in answer.sections if question.shows_details else []:
         details = build_candidate_details(section.ranking.top_candidate, section.rule_comparisons)
@@ -49,4 +57,4 @@ def _print_answer(answer: AdviceAnswer, question: AdviceQuestion) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    sys.exit(run_main(lambda: answer_or_remember("predict", main)))

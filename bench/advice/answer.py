@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from bench.advice.budget import TrainingBudget
 from bench.advice.candidates import CandidateSet, build_candidates
 from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_with_last_resort
@@ -22,6 +24,7 @@ from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError, UsageError
 from bench.planning.run_predictions import predict_configs
+from bench.prediction.parameter_facts import recall_parameter_counts
 from bench.prediction.prediction import MemoryPrediction, Prediction
 
 
@@ -67,16 +70,27 @@ def answer_question(
     skipped_sections = []
     for settings in question.list_sections():  # every mistake is found before anything is predicted
         try:
-            section_candidates.append((settings, build_candidates(settings, question.knobs)))
+            candidates = build_candidates(settings, question.knobs)
+            question.budget.cost_terms.choose_offer(candidates.to_predict[0].config)
+            section_candidates.append((settings, candidates))
         except ImpossibleError as error:
             skipped_sections.append((question.format_heading(settings), str(error)))
     if not section_candidates:
         raise UsageError(skipped_sections[0][1])
+    recall_parameter_counts(candidates.to_predict[0].config.model for _, candidates in section_candidates)
     sections = []
     for settings, candidates in section_candidates:
         on_progress(f"{question.format_heading(settings)}: predicting {len(candidates.to_predict)} candidates")
         sections.append(_build_section(settings, candidates, question))
+    if question.rank == "cost":
+        sections.sort(key=lambda section: _find_lowest_dollars(section, question.budget))
     return AdviceAnswer(sections, skipped_sections)
+
+
+def _find_lowest_dollars(section: AdviceSection, budget: TrainingBudget) -> float:
+    """Dollars per token of a section's best row, infinite where nothing may fit or no speed is known."""
+    dollars = [budget.compute_unit_dollars(candidate) for candidate in section.ranking.possible]
+    return min((value for value in dollars if value is not None), default=math.inf)
 
 
 def _build_section(settings: RunSettings, candidates: CandidateSet, question: AdviceQuestion) -> AdviceSection:

@@ -1,20 +1,23 @@
 """The answer for scripts: JSON with everything, CSV with a line per candidate. Keys are only ever added.
 
-JSON: ``format`` (1), ``tokens``, ``sections`` and ``left_out``. A section has ``question``, ``advice``, ``warnings``,
-``ranked`` and ``infeasible`` (rows, see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is
-unknown is null, never NaN.
+JSON: ``format`` (1), ``tokens``, ``prices``, ``pue``, ``power_share``, ``sections`` and ``left_out``. A section has
+``question``, ``advice``, ``warnings``, ``ranked`` and ``infeasible`` (rows, see `build_candidate_values`),
+``impossible`` and ``rules_of_thumb``. What is unknown is null, never NaN.
 """
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 from typing import Any
 
 from bench.advice.answer import AdviceAnswer, AdviceSection, RuleComparison
+from bench.advice.budget import COST_KEYS, TrainingBudget
 from bench.advice.ranking import RankedCandidate
 from bench.advice.sentence import describe_misfit, format_overrides, list_notes
+from bench.config.price import CostTerms
 from bench.config.run_config import RunConfig
 from bench.prediction.prediction import MEMORY_RANGES, prediction_to_plain
 
@@ -68,29 +71,31 @@ CSV_COLUMNS = (
     "peak_module",
     "gpu_hours",
     "days",
+    *COST_KEYS,
     "reason",
     "overrides",
 )
 
 
-def format_answer_json(answer: AdviceAnswer, tokens: float | None) -> str:
+def format_answer_json(answer: AdviceAnswer, budget: TrainingBudget) -> str:
     values = {
         "format": FORMAT_VERSION,
-        "tokens": tokens,
-        "sections": [_build_section_values(section, tokens) for section in answer.sections],
+        "tokens": budget.tokens,
+        **_build_cost_values(budget.cost_terms),
+        "sections": [_build_section_values(section, budget) for section in answer.sections],
         "left_out": [{"question": question, "reason": reason} for question, reason in answer.skipped_sections],
     }
     return json.dumps(values, indent=2, allow_nan=False)
 
 
-def format_answer_csv(answer: AdviceAnswer, tokens: float | None) -> str:
+def format_answer_csv(answer: AdviceAnswer, budget: TrainingBudget) -> str:
     """A line per candidate, with `CSV_COLUMNS`; what is unknown is empty."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     for section in answer.sections:
         question_values = _build_question_values(section)
-        for candidate_values in _list_candidate_values(section, tokens):
+        for candidate_values in _list_candidate_values(section, budget):
             writer.writerow(
                 {
                     name: _format_cell(value)
@@ -100,8 +105,17 @@ def format_answer_csv(answer: AdviceAnswer, tokens: float | None) -> str:
     return buffer.getvalue().rstrip("\n")
 
 
-def _build_section_values(section: AdviceSection, tokens: float | None) -> dict[str, Any]:
-    candidate_values = _list_candidate_values(section, tokens)
+def _build_cost_values(cost_terms: CostTerms) -> dict[str, Any]:
+    """What dollars and kWh stand on."""
+    return {
+        "prices": [dataclasses.asdict(offer) for offer in cost_terms.offers],
+        "pue": cost_terms.pue,
+        "power_share": cost_terms.power_share,
+    }
+
+
+def _build_section_values(section: AdviceSection, budget: TrainingBudget) -> dict[str, Any]:
+    candidate_values = _list_candidate_values(section, budget)
     return {
         "question": _build_question_values(section),
         "advice": section.advice,
@@ -136,14 +150,14 @@ def _build_question_values(section: AdviceSection) -> dict[str, Any]:
     }
 
 
-def _list_candidate_values(section: AdviceSection, tokens: float | None) -> list[dict[str, Any]]:
+def _list_candidate_values(section: AdviceSection, budget: TrainingBudget) -> list[dict[str, Any]]:
     ranked_values = [
-        build_candidate_values(candidate, rank, tokens) for rank, candidate in enumerate(section.ranking.possible, 1)
+        build_candidate_values(candidate, rank, budget) for rank, candidate in enumerate(section.ranking.possible, 1)
     ]
-    return ranked_values + [build_candidate_values(candidate, None, tokens) for candidate in section.ranking.infeasible]
+    return ranked_values + [build_candidate_values(candidate, None, budget) for candidate in section.ranking.infeasible]
 
 
-def build_candidate_values(candidate: RankedCandidate, rank: int | None, tokens: float | None) -> dict[str, Any]:
+def build_candidate_values(candidate: RankedCandidate, rank: int | None, budget: TrainingBudget) -> dict[str, Any]:
     """One candidate with its whole prediction."""
     config, plain = candidate.config, prediction_to_plain(candidate.prediction)
     memory, time = plain["memory"], plain["time"]
@@ -170,8 +184,7 @@ def build_candidate_values(candidate: RankedCandidate, rank: int | None, tokens:
         "hfu": candidate.hfu,
         "tokens_per_second_per_gpu": candidate.tokens_per_second_per_gpu,
         "tokens_per_second": candidate.tokens_per_second,
-        "gpu_hours": candidate.compute_gpu_hours(tokens),
-        "days": candidate.compute_days(tokens),
+        **budget.build_values(candidate),
         "step_time_s": None if time is None else time["step_s"],
         "time": None
         if time is None

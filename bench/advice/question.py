@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from bench.advice.budget import TrainingBudget
 from bench.config.compose import compose_config, list_override_values, parse_overrides
 from bench.config.flop_conventions import FLOP_CONVENTIONS
 from bench.config.grid import RunSettings
+from bench.config.price import parse_cost_terms
 from bench.core.command_line import PlainConsole, build_parser, require_path
 from bench.core.errors import UsageError, invalid_value_error, require_choice
 from bench.hardware import detect_device
@@ -33,6 +35,9 @@ KNOB_KEYS = (
 )
 """Keys and groups that are ranked against each other; others with several values make a table each."""
 
+RANKINGS = ("speed", "cost")
+"""What several tables are ordered by: as they were asked for, the fastest of each first; or the cheapest first."""
+
 DEFAULT_TABLE_ROWS = 20
 """Rows of a table unless asked for more."""
 
@@ -47,8 +52,8 @@ class AdviceQuestion:
     """Settings with several values that are no knobs: a table for each combination."""
     knobs: dict[str, list[str]]
     """Values of the knobs that were given; all others are varied."""
-    tokens: float | None
-    """Tokens to train on in all."""
+    budget: TrainingBudget
+    """Tokens to train on in all, and what GPU-hours cost."""
     shows_details: bool
     timeline_path: Path | None
     output_format: str
@@ -56,6 +61,8 @@ class AdviceQuestion:
     """Most rows of a table, None for all."""
     flops: str = "model"
     """What FLOPs the table's TFLOP/s and MFU count: one of `FLOP_CONVENTIONS`."""
+    rank: str = RANKINGS[0]
+    """What sections are ordered by: one of `RANKINGS`."""
 
     def list_sections(self) -> Iterator[RunSettings]:
         """The settings of every table."""
@@ -78,7 +85,7 @@ def read_question(
     arguments: sequence of str
         Hydra overrides, and ``key=value`` for any key of `option_values`.
     option_values: dict
-        How to answer (tokens, details, timeline, format, top), None where it was not said as an option.
+        How to answer (tokens, price, details and so on), None where it was not said as an option.
     device: Device
         This machine's, for ``hardware=auto``.
 
@@ -108,12 +115,13 @@ def read_question(
         },
         section_axes={key: values for key, values in values_by_key.items() if key not in knobs and len(values) > 1},
         knobs=knobs,
-        tokens=_parse_tokens(chosen_options.get("tokens")),
+        budget=_parse_budget(chosen_options),
         shows_details=_parse_details(chosen_options.get("details")),
         timeline_path=_parse_timeline(chosen_options.get("timeline")),
         output_format=_parse_format(chosen_options.get("format")),
         max_rows=_parse_max_rows(chosen_options.get("top")),
         flops=_parse_flops(chosen_options.get("flops")),
+        rank=_parse_ranking(chosen_options),
     )
 
 
@@ -144,6 +152,19 @@ def _parse_overrides(overrides: list[str]) -> dict[str, list[str]]:
 
 def _extract_group(key: str) -> str:
     return key.lstrip("+").partition(".")[0]
+
+
+def _parse_budget(options: Mapping[str, str | None]) -> TrainingBudget:
+    cost_terms = parse_cost_terms(*(options.get(name) for name in ("price", "pue", "power_share")))
+    return TrainingBudget(_parse_tokens(options.get("tokens")), cost_terms)
+
+
+def _parse_ranking(options: Mapping[str, str | None]) -> str:
+    ranking = options.get("rank") or RANKINGS[0]
+    require_choice("rank", ranking, RANKINGS)
+    if ranking == "cost" and options.get("price") is None:
+        raise UsageError("rank=cost is not valid without a price: choose price=2.5 (dollars per GPU-hour) or an offer.")
+    return ranking
 
 
 def _parse_tokens(text: str | None) -> float | None:
@@ -202,6 +223,7 @@ examples:
   python -m bench.predict model=gpt_13b model.num_layers=60 gpus=8,16 hardware=a100_80gb tokens=300e9
   python -m bench.predict model=t5_2b gpus=8 hardware=a100_80gb strategy=ddp batch_size_per_gpu=8 details=true
   python -m bench.predict explain model=t5_2b gpus=8 hardware=a100_80gb timeline=step.png
+  python -m bench.predict model=gpt_13b gpus=16 hardware=a100_80gb,h100_80gb tokens=1e9 price=aws_p4de,aws_p5 rank=cost
   python -m bench.predict validate
 
 Every field of every group under conf/ can be set, as in bench.sweep. What is set is fixed; strategy, sharding factor,
@@ -212,12 +234,13 @@ Commas give several values. The options below can be written key=value too.
 exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
-  format, tokens, sections[], left_out[]
+  format, tokens, prices[], pue, power_share, sections[], left_out[]
   sections[]: question, advice, warnings[], ranked[], infeasible[], impossible[], rules_of_thumb[]
   ranked[], infeasible[]: rank, status, overrides, strategy, sharding_factor, precision, activation_checkpointing,
     batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, causal_tflops_per_gpu, causal_mfu,
     tokens_per_second_per_gpu, tokens_per_second,
-    gpu_hours, days, step_time_s{value, low, high}, time{compute_s, exposed_communication_s, optimizer_s, bubble_s,
+    gpu_hours, days, dollars, kwh, dollars_per_billion_tokens, kwh_per_billion_tokens,
+    step_time_s{value, low, high}, time{compute_s, exposed_communication_s, optimizer_s, bubble_s,
     communication_s, limited_by, degraded}, memory{allocated, reserved, device_used{value, low, high}, parts, phase,
     module, phase_peaks, capacity_bytes, headroom_bytes, host_bytes, verdict}, reason, notes
 """
@@ -246,6 +269,14 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 ADVISE_FORMATS = ("text", "json")
 
+BUDGET_OPTIONS = {
+    "tokens": ("NUMBER", "to train on: adds GPU-hours, days, dollars and kWh"),
+    "price": ("DOLLARS|OFFER", "per GPU-hour: 2.5, or files of conf/price such as aws_p4de,aws_p5, each for its GPU"),
+    "pue": ("NUMBER", "of the data centre: multiplies the energy"),
+    "power_share": ("NUMBER", "of its board power that a GPU draws (default: all, an upper bound)"),
+}
+"""What a training takes: name, and what its help says."""
+
 QuestionT = TypeVar("QuestionT")
 AnswerT = TypeVar("AnswerT")
 
@@ -261,7 +292,8 @@ def parse_predict_arguments(arguments: Sequence[str], description: str | None) -
     parser = _build_question_parser("predict", description, PREDICT_EPILOG)
     parser.add_argument("-m", "--multirun", action="store_true", help="not needed: commas are understood without it")
     options_help = {
-        "tokens": ("NUMBER", "to train on: adds GPU-hours and days"),
+        **BUDGET_OPTIONS,
+        "rank": ("|".join(RANKINGS), "order of several tables (default: as asked for)"),
         "timeline": ("FILE", "the best row's step: .png, .svg, or a trace as .json"),
         "format": ("table|json|csv", "default: table"),
         "top": ("ROWS|all", "most rows of a table (default: 20)"),
@@ -287,6 +319,8 @@ def parse_advise_arguments(arguments: Sequence[str], description: str | None) ->
     """
     parser = _build_question_parser("advise", description, ADVISE_EPILOG)
     parser.add_argument("--format", metavar="|".join(ADVISE_FORMATS), help="default: text; also format=json")
+    for name, (metavar, help_text) in BUDGET_OPTIONS.items():
+        parser.add_argument(f"--{name}", metavar=metavar, help=help_text)
     options = parser.parse_intermixed_args(arguments)
     if options.overrides == ["names"]:
         return None, "text"
@@ -294,7 +328,8 @@ def parse_advise_arguments(arguments: Sequence[str], description: str | None) ->
     output_format = (given_formats or [options.format or ADVISE_FORMATS[0]])[-1]
     require_choice("format", output_format, ADVISE_FORMATS)
     overrides = [override for override in options.overrides if not override.startswith("format=")]
-    return read_question(overrides, {}, detect_device()), output_format
+    budget_options = {name: getattr(options, name) for name in BUDGET_OPTIONS}
+    return read_question(overrides, budget_options, detect_device()), output_format
 
 
 def _build_question_parser(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:

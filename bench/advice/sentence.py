@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,9 +14,9 @@ from bench.core import presentation
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import build_variant, format_number
 from bench.core.units import GIB
-from bench.models import Family
 from bench.models.checkpointing import describe_checkpointing
 from bench.planning.run_predictions import Unpredictable, predict_configs
+from bench.prediction.parameter_facts import find_parameter_facts
 from bench.prediction.prediction import FITS
 
 MIN_NETWORK_SHARE = 0.05
@@ -470,7 +469,7 @@ def _find_scale_out_with(candidate: RankedCandidate, strategy_names: Sequence[st
 def list_notes(config: RunConfig) -> list[str]:
     """What is odd about a candidate, though possible."""
     factor, name = config.strategy.resolved_sharding_factor, config.strategy.name
-    longest_dimension = _find_longest_first_dimension(config.model)
+    longest_dimension = find_parameter_facts(config.model).longest_first_dimension
     if factor > config.model.num_parameters:
         return [f"{name} with F={factor} has more shards than the model has parameters: most ranks hold nothing of it"]
     if name == SHARDING_STRATEGY and factor > longest_dimension:
@@ -479,9 +478,3 @@ def list_notes(config: RunConfig) -> list[str]:
             f"dimension, and the longest is {longest_dimension}"
         ]
     return []
-
-
-@functools.cache
-def _find_longest_first_dimension(model: Family) -> int:
-    """The longest first dimension of any parameter."""
-    return max(parameter.shape[0] for parameter in model.build_model().parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.advice.answer import AdviceAnswer, AdviceSection, RuleComparison
+from bench.advice.budget import TrainingBudget
+from bench.advice.cost_tables import CandidateColumn, build_cost_table, list_budget_columns
 from bench.advice.ranking import CandidateRanking, RankedCandidate
 from bench.advice.sentence import (
     MEMORY_PART_LABELS,
@@ -38,7 +40,7 @@ ASSUMED_KEYS = ("model", "hardware", "gpus", "sequence_length")
 
 
 def build_answer_tables(
-    answer: AdviceAnswer, tokens: float | None, max_rows: int | None, flops: str = "model"
+    answer: AdviceAnswer, budget: TrainingBudget, max_rows: int | None, flops: str = "model"
 ) -> RenderableType:
     """All sections, one below the other.
 
@@ -49,7 +51,9 @@ def build_answer_tables(
     """
     renderables: list[RenderableType] = []
     for section in answer.sections:
-        renderables += [*build_section_tables(section, tokens, max_rows, flops), Text()]
+        renderables += [*build_section_tables(section, budget, max_rows, flops), Text()]
+    if budget.cost_terms.offers and len(answer.sections) > 1:
+        renderables += [build_cost_table(answer.sections, budget), Text()]
     renderables += [
         Text(f"Not possible: {question}: {reason}", style="yellow") for question, reason in answer.skipped_sections
     ]
@@ -57,7 +61,7 @@ def build_answer_tables(
 
 
 def build_section_tables(
-    section: AdviceSection, tokens: float | None, max_rows: int | None, flops: str = "model"
+    section: AdviceSection, budget: TrainingBudget, max_rows: int | None, flops: str = "model"
 ) -> list[RenderableType]:
     """The heading, the advice and the tables of one section."""
     renderables: list[RenderableType] = [Text(_format_heading(section), style="bold"), Text(section.advice)]
@@ -66,7 +70,9 @@ def build_section_tables(
     )
     renderables += [Text(f"Note: {note}.", style="yellow") for note in (*section.warnings, *unique_notes)]
     if section.ranking.possible:
-        renderables += [Text(), *_build_ranked_table(section.ranking.possible, tokens, max_rows, flops)]
+        renderables += [Text(), *_build_ranked_table(section.ranking.possible, budget, max_rows, flops)]
+        config = section.ranking.top_candidate.config
+        renderables += [Text(sentence, style="dim") for sentence in budget.describe(config)]
     if section.ranking.infeasible:
         renderables += [Text(), *_build_infeasible_lines(section.ranking, max_rows)]
     renderables += [
@@ -115,9 +121,6 @@ MAX_REASON_LINES = 6
 LARGEST_BATCH_NOTE = "Each at the largest batch that fits; batch_size_per_gpu=N compares all at one."
 GLOBAL_BATCH_NOTE = "All at global_batch={batch}, each in the largest micro-batches of it that fit."
 
-CandidateColumn = tuple[str, bool, Callable[[RankedCandidate], str]]
-"""Heading, whether it is a number, and the text of a row."""
-
 
 def _list_speed_columns(flops: str) -> list[CandidateColumn]:
     """TFLOP/s and MFU, named after what they count where that is not the suite's count of the model's FLOPs."""
@@ -137,7 +140,7 @@ def _format_share(share: float | None) -> str:
     return MISSING if share is None else f"{share:.1%}"
 
 
-def _list_columns(tokens: float | None, flops: str) -> list[CandidateColumn]:
+def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
     columns: list[CandidateColumn] = [
         ("strategy", False, lambda candidate: candidate.config.strategy.name),
         ("F", True, lambda candidate: str(candidate.config.strategy.resolved_sharding_factor)),
@@ -174,12 +177,7 @@ def _list_columns(tokens: float | None, flops: str) -> list[CandidateColumn]:
         ("verdict", False, lambda candidate: candidate.prediction.memory.verdict or MISSING),
         ("limited by", False, _format_limit),
     ]
-    if tokens is not None:
-        columns += [
-            ("GPU-hours", True, lambda candidate: format_number(candidate.compute_gpu_hours(tokens))),
-            ("days", True, lambda candidate: format_number(candidate.compute_days(tokens))),
-        ]
-    return columns
+    return [*columns, *list_budget_columns(budget)]
 
 
 def format_reshard(config: RunConfig) -> str:
@@ -217,13 +215,13 @@ def _format_limit(candidate: RankedCandidate) -> str:
 
 
 def _build_ranked_table(
-    candidates: Sequence[RankedCandidate], tokens: float | None, max_rows: int | None, flops: str
+    candidates: Sequence[RankedCandidate], budget: TrainingBudget, max_rows: int | None, flops: str
 ) -> list[RenderableType]:
     """The table; a column that says the same in every row is told once, below."""
     shown_candidates = candidates[:max_rows]
     shown_columns: list[CandidateColumn] = []
     constant_values: list[str] = []
-    for column in _list_columns(tokens, flops):
+    for column in _list_columns(budget, flops):
         heading, _, format_cell = column
         cells = {format_cell(candidate) for candidate in shown_candidates}
         if heading == "largest" and all(

@@ -34,6 +34,9 @@ OWN_CONF_VARIABLE = "BENCH_CONF"
 HARDWARE_GROUP = "hardware"
 """The group whose option may also be a file anywhere."""
 
+PRESET_FOLDERS = ("price",)
+"""Folders of conf with values of a field by name: no groups, since the field takes other values too."""
+
 MEMORY_KEY, DEVICE_MEMORY_KEY = "hardware.memory_gb", "hardware.speeds.outside.device_gib"
 """Set alone, the former changes the latter: memory as sold, and what of it a device reports."""
 
@@ -76,8 +79,14 @@ def list_config_groups() -> dict[str, list[str]]:
     return {
         folder.name: sorted({file.stem for conf in _list_conf_folders() for file in conf.glob(f"{folder.name}/*.yaml")})
         for folder in sorted(CONF_FOLDER.iterdir())
-        if folder.is_dir()
+        if folder.is_dir() and folder.name not in PRESET_FOLDERS
     }
+
+
+@functools.cache
+def list_presets(folder: str) -> list[str]:
+    """What one of `PRESET_FOLDERS` holds, by name."""
+    return sorted({file.stem for conf in _list_conf_folders() for file in conf.glob(f"{folder}/*.yaml")})
 
 
 def _list_conf_folders() -> tuple[Path, ...]:
@@ -307,12 +316,26 @@ def _compose_parts(choices: Mapping[str, list[str]]) -> dict[str, ConfigPart]:
     """The parts for some choices, before fields are set; those that are new are composed, all at once."""
     parts = {key: ConfigPart(key, tuple(choices.get(key, ()))) for key in _compose_choices(())}
     new_parts = [part for part in parts.values() if part not in _composed_values]
+    read_values = {part: _load_hardware_part(part) or _read_option_part(part) for part in new_parts}
     if new_parts:
         new_values = _compose_choices(
-            tuple(choice for part in new_parts for choice in part.choices if not _load_hardware_part(part))
+            tuple(choice for part in new_parts for choice in part.choices if not read_values[part])
         )
-        _composed_values.update({part: _load_hardware_part(part) or new_values[part.key] for part in new_parts})
+        _composed_values.update({part: read_values[part] or new_values[part.key] for part in new_parts})
     return parts
+
+
+DEFAULTS_KEY = "defaults"
+"""In an option's file: what Hydra is to read besides."""
+
+
+def _read_option_part(part: ConfigPart) -> dict[str, Any] | None:
+    """What the file of an option says, read as Hydra reads it, in a tenth of its time; None where there is more to
+    compose: fields are added, or the file names others."""
+    if part.key not in list_config_groups() or len(part.choices) != 1 or part.choices[0].startswith("+"):
+        return None
+    values = read_plain_yaml(part.key, find_option_file(part.key, part.choices[0].partition("=")[2]))
+    return None if DEFAULTS_KEY in values else copy.deepcopy(values)
 
 
 def _load_hardware_part(part: ConfigPart) -> dict[str, Any] | None:

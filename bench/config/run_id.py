@@ -14,9 +14,9 @@ from typing import Any
 
 from bench.hardware import Hardware
 
-FIELDS_NOT_HASHED = (("requested",), ("global_batch",), ("hardware", "sources"))
+FIELDS_NOT_HASHED = (("requested",), ("global_batch",), ("hardware", "sources"), ("hardware", "power_w"))
 """What is no part of a run's identity: how its strategy's knobs and its accumulation were asked for, where its numbers
-were read."""
+were read, and what only its energy follows from."""
 
 IRRELEVANT_FIELDS_BY_MODE = {
     "measure": (("hardware", "speeds"), ("hardware", "host")),

@@ -29,6 +29,8 @@ class Hardware:
     """Memory of one device as its vendor gives it, in GB."""
     memory_bandwidth_gb_s: Annotated[float | None, Within(1e-3, 1e6, unit="GB/s")] = None
     """Bandwidth of that memory in 10^9 bytes per second."""
+    power_w: Annotated[float | None, Within(1, 1e5, unit="W")] = None
+    """Board power limit of one device (TDP) in watts, for energy; no part of a run's identity."""
     memory_limit_gib: Annotated[float | None, Within(0, 1e6, exclusive_minimum=True, unit="GiB")] = None
     """Memory each rank may use, enforced; null for all there is."""
     cpu_threads: Annotated[int, Within(1, 4096)] = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench import records
@@ -28,6 +28,10 @@ class PlannedRunPrediction:
     """Why it cannot."""
     seconds: float
     gpu_hours: float
+    dollars: float | None = None
+    """None where no price was asked for."""
+    kwh: float | None = None
+    """Of the GPUs; None where neither price nor energy was asked for, or their power is not known."""
 
 
 def predict_planned_runs(request: SweepRequest, plan: SweepPlan) -> dict[str, PlannedRunPrediction]:
@@ -39,7 +43,7 @@ def predict_planned_runs(request: SweepRequest, plan: SweepPlan) -> dict[str, Pl
         return {}
     executed_configs = [config for config in plan.to_run if not config.is_predicted]
     predictions_by_run_id = {
-        config.run_id: _predict_planned_run(config, prediction, request.cluster["launcher"])
+        config.run_id: _predict_planned_run(config, prediction, request)
         for config, prediction in zip(executed_configs, predict_configs(executed_configs), strict=True)
     }
     if request.skip_oom:
@@ -53,12 +57,13 @@ def predict_planned_runs(request: SweepRequest, plan: SweepPlan) -> dict[str, Pl
     return predictions_by_run_id
 
 
-def _predict_planned_run(config: RunConfig, prediction: RunPrediction, launcher: str) -> PlannedRunPrediction:
-    seconds = predict_duration_s(config, launcher=launcher)
+def _predict_planned_run(config: RunConfig, prediction: RunPrediction, request: SweepRequest) -> PlannedRunPrediction:
+    seconds, cost_terms = predict_duration_s(config, launcher=request.cluster["launcher"]), request.cost_terms
     hours = seconds * config.active_devices / 3600
-    if isinstance(prediction, Unpredictable):
-        return PlannedRunPrediction(None, prediction.reason, seconds, hours)
-    return PlannedRunPrediction(prediction.memory, "", seconds, hours)
+    dollars = cost_terms.compute_dollars(config, hours)
+    kwh = cost_terms.compute_kwh(config, hours) if cost_terms.is_asked else None
+    memory, reason = (None, prediction.reason) if isinstance(prediction, Unpredictable) else (prediction.memory, "")
+    return PlannedRunPrediction(memory, reason, seconds, hours, dollars, kwh)
 
 
 def write_skipped_rows(request: SweepRequest, plan: SweepPlan, launcher: str) -> None:
@@ -90,7 +95,9 @@ def describe_predictions(
         )
         on_gpus = any(config.hardware.device != "cpu" for config in plan.to_run)
         cost = f", {hours:,.1f} GPU-hours" if on_gpus else ""
+        cost += "".join(f", {text}" for text in _describe_costs(run_predictions))
         lines.append(f"Expected: {format_duration(seconds)} one after the other{cost}.")
+        lines += _describe_cost_terms(request, plan, predictions_by_run_id)
     fits = [
         prediction.memory.verdict
         for prediction in (*run_predictions, *skipped_predictions)
@@ -107,6 +114,28 @@ def describe_predictions(
         if prediction.reason:
             reason_counts[prediction.reason] = reason_counts.get(prediction.reason, 0) + 1
     return lines + [f"Not predicted ({count}): {reason}" for reason, count in reason_counts.items()]
+
+
+def _describe_costs(run_predictions: Sequence[PlannedRunPrediction]) -> Iterator[str]:
+    """Dollars and kWh of all runs together, as far as they are known."""
+    for prefix, unit, values in (
+        ("$", "", [prediction.dollars for prediction in run_predictions]),
+        ("", " kWh", [prediction.kwh for prediction in run_predictions]),
+    ):
+        known_values = [value for value in values if value is not None]
+        if known_values:
+            missing_text = f" for {len(known_values)} of them" if len(known_values) < len(values) else ""
+            yield f"{prefix}{sum(known_values):,.2f}{unit}{missing_text}"
+
+
+def _describe_cost_terms(
+    request: SweepRequest, plan: SweepPlan, predictions_by_run_id: Mapping[str, PlannedRunPrediction]
+) -> list[str]:
+    """What dollars and kWh stand on, where they were asked for: a sentence for each kind of GPU."""
+    if not request.cost_terms.is_asked:
+        return []
+    configs = [config for config in plan.to_run if config.run_id in predictions_by_run_id]
+    return list(dict.fromkeys(sentence for config in configs for sentence in request.cost_terms.describe(config)))
 
 
 def format_duration(seconds: float) -> str:

@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import Override
 
 from bench.config.compose import MEMORY_KEY, compose_config, list_config_groups, list_override_values, parse_overrides
 from bench.config.grid import RunSettings, SettingsGrid, parse_grids
+from bench.config.price import POWER_SHARE_HINT, PRICE_HINT, PUE_HINT, CostTerms, parse_cost_terms
 from bench.config.run_config import RANK_COUNT_BOUNDS
 from bench.core.command_line import require_path
 from bench.core.errors import UsageError, invalid_value_error
@@ -22,7 +23,7 @@ from bench.tracking import NO_TRACKER, Tracker, load_tracker
 
 EXECUTION_KEYS = (
     *("store", "dry_run", "force", "time_budget_min", "skip_oom", "report", "search", "sweep", "cluster", "tracker"),
-    "check",
+    *("check", "price", "pue", "power_share"),
 )
 """Keys (and groups) that say how a sweep is carried out, not what runs are."""
 
@@ -55,6 +56,9 @@ class ExecutionOptions(TypedDict):
     report: bool
     check: bool
     search: Annotated[str, OneOf(*SEARCH_KINDS)]
+    price: PRICE_HINT
+    pue: PUE_HINT
+    power_share: POWER_SHARE_HINT
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ class SweepRequest:
     cluster: dict[str, Any]
     tracker: Tracker
     """Where attempts are shown beside the store."""
+    cost_terms: CostTerms
+    """What a dry run tells of dollars and kWh."""
 
 
 def parse_sweep_request(arguments: Sequence[str], *, multirun: bool, device: DetectedDevice) -> SweepRequest:
@@ -162,6 +168,7 @@ def parse_sweep_request(arguments: Sequence[str], *, multirun: bool, device: Det
         search=execution_options["search"],
         cluster=base_config["cluster"],
         tracker=load_tracker(base_config["tracker"]),
+        cost_terms=parse_cost_terms(*(execution_options[key] for key in ("price", "pue", "power_share"))),
     )
 
 

@@ -271,7 +271,13 @@ class FSDP2Plan(ShardedPlan):
         self._gathering_units: set[int] = set()
         self._forward_buffer: str | None = None
         self._reduce_input_unit: int | None = None
-        self._unit_sizes = {index: self._compute_unit_sizes(unit) for index, unit in self._units.items()}
+        sizes_by_parameters: dict[tuple[int, ...], _UnitSizes] = {}  # blocks that repeat have the same ones
+        self._unit_sizes: dict[int, _UnitSizes] = {}
+        for index, unit in self._units.items():
+            parameter_ids = tuple(map(id, unit.parameters))
+            if parameter_ids not in sizes_by_parameters:
+                sizes_by_parameters[parameter_ids] = self._compute_unit_sizes(unit)
+            self._unit_sizes[index] = sizes_by_parameters[parameter_ids]
 
     def _choose_sharded_dimension(self, parameter: ParameterSpec) -> int:
         return 0 if self._cuts_first_dimension else choose_sharded_dimension(parameter.shape, self._sharding_factor)
@@ -304,18 +310,22 @@ class FSDP2Plan(ShardedPlan):
             (self._compute_shard_numel(parameter), self.inputs.find_compute_itemsize(parameter))
             for parameter in unit.trained_parameters
         ]
+        stored_bytes = [
+            numel * self.inputs.find_stored_itemsize(parameter)
+            for numel, parameter in zip(shard_numels, unit.parameters, strict=True)
+        ]
         casts = [self._casts_unit(unit) and parameter.quantised_bytes is None for parameter in unit.parameters]
         return _UnitSizes(
             sum(shard_numels),
-            sum(
-                numel * self.inputs.find_stored_itemsize(parameter)
-                for numel, parameter in zip(shard_numels, unit.parameters, strict=True)
-            ),
+            sum(stored_bytes),
+            max(stored_bytes, default=0) if self._casts_unit(unit) else sum(stored_bytes),
             sum(shard_bytes),
             sum(size for size, is_cast in zip(shard_bytes, casts, strict=True) if is_cast),
             _compute_cast_peak_bytes(shard_bytes, casts),
             sum(numel for numel, _ in trained_shards),
             sum(numel * size for numel, size in trained_shards),
+            sum(self._list_recut_bytes(unit.parameters)),
+            tuple(self._list_recut_bytes(unit.trained_parameters)),
         )
 
     def compute_shard_numel(self, unit: ShardingUnit) -> int:
@@ -404,7 +414,7 @@ class FSDP2Plan(ShardedPlan):
             # One unit's input at a time: this unit's waits until the one before it is reduced.
             device.wait_for_event(f"reduce-scatter {self._reduce_input_unit}")
             device.free(f"reduce input {self._reduce_input_unit}")
-        for size in self._list_recut_bytes(unit.trained_parameters):
+        for size in sizes.trained_recut_bytes:
             device.allocate("recut", size, REDUCTION_MEMORY)
             device.copy_within_device("recut", 2 * size)
             device.free("recut")
@@ -480,12 +490,7 @@ class FSDP2Plan(ShardedPlan):
             return
         self._gathering_units.add(unit.index)
         device.run_hooks()
-        # What is cast comes one parameter after the other, each gone when it is cast.
-        stored_bytes = [
-            self._compute_shard_numel(parameter) * self.inputs.find_stored_itemsize(parameter)
-            for parameter in unit.parameters
-        ]
-        self._upload_shard(device, unit, max(stored_bytes) if self._casts_unit(unit) else sum(stored_bytes))
+        self._upload_shard(device, unit, self._unit_sizes[unit.index].upload_bytes)
         if self._sharding_factor == 1:
             return
         shard_bytes = self._unit_sizes[unit.index].shard_bytes
@@ -519,7 +524,7 @@ class FSDP2Plan(ShardedPlan):
         ):  # the next gather waits until the unit before this one is copied out
             device.follow_stream(ALL_GATHER_STREAM, f"copied {self._forward_buffer}")
         device.allocate(f"whole {unit.index}", unsharded_bytes, ALL_GATHER_MEMORY)
-        recut_bytes = sum(self._list_recut_bytes(unit.parameters)) if self._sharding_factor > 1 else 0
+        recut_bytes = sizes.recut_bytes if self._sharding_factor > 1 else 0
         device.allocate("recut", recut_bytes, ALL_GATHER_MEMORY)
         device.copy_within_device("copy out", 2 * (unsharded_bytes + recut_bytes))
         device.free("recut")
@@ -554,6 +559,8 @@ class _UnitSizes:
     """Elements of its shards."""
     stored_bytes: int
     """Bytes of them as they are stored."""
+    upload_bytes: int
+    """Bytes of these that are on the device at once: what is cast comes one parameter after the other."""
     shard_bytes: int
     """Bytes of them in the format they are computed in."""
     cast_bytes: int
@@ -564,6 +571,10 @@ class _UnitSizes:
     """Elements of the shards of parameters that have gradients."""
     gradient_shard_bytes: int
     """Bytes of these in the format they are computed in."""
+    recut_bytes: int
+    """Whole bytes, in that format, of parameters that are not cut along the first dimension."""
+    trained_recut_bytes: tuple[int, ...]
+    """Of each of these that has a gradient."""
 
 
 def _compute_cast_peak_bytes(sizes: Sequence[int], casts: Sequence[bool]) -> int:

@@ -16,6 +16,7 @@ from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.run_predictions import RunPrediction, Unpredictable, count_weight_bytes, predict_configs
 from bench.planning.sweep_plan import is_current_result
 from bench.prediction.cache import compute_predictor_version, find_user_packages
+from bench.prediction.parameter_facts import recall_parameter_counts
 from bench.prediction.prediction import FITS
 from bench.prediction.predictor import build_predicted_row
 from bench.rank.row import build_configured_columns, build_environment_columns
@@ -100,6 +101,7 @@ class SweepPredictor:
             }
         new_configs = list(missing_configs.values())
         started_at = format_current_time()
+        recall_parameter_counts(config.model for config in new_configs)
         new_rows = [
             self._build_row(config, prediction, started_at)
             for config, prediction in zip(new_configs, predict_configs(new_configs), strict=True)

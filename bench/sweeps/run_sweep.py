@@ -264,14 +264,16 @@ def _show_results(sweep: PlannedSweep, configs: list[RunConfig], rows_by_run_id:
         return
     for is_rehearsed in sorted({config.is_rehearsed for config in configs}) or [False]:
         same_mode_configs = [config for config in configs if config.is_rehearsed == is_rehearsed]
-        sweep.console.print(build_result_table(same_mode_configs, rows_by_run_id), soft_wrap=True)
+        sweep.console.print(
+            build_result_table(same_mode_configs, rows_by_run_id, sweep.request.cost_terms), soft_wrap=True
+        )
 
 
 def _show_predictions(
     sweep: PlannedSweep, configs: list[RunConfig], rows: dict[str, Record], predictor: SweepPredictor
 ) -> None:
     if sweep.request.search != "largest_batch":
-        sweep.console.print(build_prediction_table(configs, rows), soft_wrap=True)
+        sweep.console.print(build_prediction_table(configs, rows, sweep.request.cost_terms), soft_wrap=True)
         return
     with show_status(sweep.console, "searching"):
         largest_batches = find_largest_batches(configs, predictor)
@@ -375,6 +377,7 @@ def _build_run_check(
     """What every run must pass: raises `ImpossibleError` where it cannot be carried out as asked."""
 
     def check_run(config: RunConfig) -> None:
+        request.cost_terms.choose_offer(config)
         if launcher is None or config.is_predicted:
             refuse_unpredictable(config)
         else:

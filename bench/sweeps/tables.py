@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from bench.config.price import NO_COST_TERMS, CostTerms
 from bench.config.run_config import RunConfig
 from bench.core.typed_config import format_override_value
 from bench.core.units import GIB, MIB
@@ -42,8 +43,11 @@ FIT_STYLES = {"fits": "green", "too close to call": "magenta", "does not fit": "
 
 NO_PREDICTIONS: Mapping[str, PlannedRunPrediction] = {}
 
-PREDICTION_COLUMNS = ("fit", "reserved GiB", "takes", "GPU-hours")
+PREDICTION_COLUMNS = ("fit", "reserved GiB", "takes", "GPU-hours", "$", "kWh")
 """What a dry run says of each run: `takes` includes what comes before the first step."""
+
+UNIT_COST_COLUMNS = ("$/1e9 tokens", "kWh/1e9 tokens")
+"""What a table of results says where price or energy was asked for."""
 
 REHEARSAL_TITLE = (
     "Rehearsals of rank 0 (its memory; without the others nothing is waited for, so speed is an upper bound)"
@@ -107,13 +111,15 @@ def _build_plan_details(plan: SweepPlan, predictions_by_run_id: Mapping[str, Pla
 
 def _format_run_prediction(run_prediction: PlannedRunPrediction | None) -> list[str | Text]:
     if run_prediction is None:
-        return ["", "", "", ""]
+        return [""] * len(PREDICTION_COLUMNS)
     memory = run_prediction.memory
     return [
         format_fit(memory.verdict if memory else None),
         f"{memory.reserved.value / GIB:,.1f}" if memory else "",
         format_duration(run_prediction.seconds),
         f"{run_prediction.gpu_hours:,.2f}",
+        _format_scaled(run_prediction.dollars, 1, ",.2f"),
+        _format_scaled(run_prediction.kwh, 1, ",.2f"),
     ]
 
 
@@ -215,11 +221,15 @@ def _list_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def build_result_table(configs: Sequence[RunConfig], rows_by_run_id: Mapping[str, Record | None]) -> RenderableType:
+def build_result_table(
+    configs: Sequence[RunConfig],
+    rows_by_run_id: Mapping[str, Record | None],
+    cost_terms: CostTerms = NO_COST_TERMS,
+) -> RenderableType:
     """A line per run: what it was and what it measured."""
     on_cpu = all(config.hardware.device == "cpu" for config in configs)
     unit, factor = ("GFLOP/s", 1000) if on_cpu else ("TFLOP/s", 1)
-    measured_columns = ("ms/step", unit, "peak MiB")
+    measured_columns = ("ms/step", unit, "peak MiB", *UNIT_COST_COLUMNS)
     differences = _describe_differing_settings(configs)
     has_rehearsals = any(config.is_rehearsed for config in configs)
     title = REHEARSAL_TITLE if has_rehearsals else "Results (speed and memory per rank)"
@@ -231,7 +241,10 @@ def build_result_table(configs: Sequence[RunConfig], rows_by_run_id: Mapping[str
         status = record["status"] if record else "no row"
         cells = [*_format_run_cells(config), differences[config.run_id]]
         table.add_row(
-            *cells, Text(status, style=STATUS_STYLES.get(status, "red")), *_format_measurements(record, factor)
+            *cells,
+            Text(status, style=STATUS_STYLES.get(status, "red")),
+            *_format_measurements(record, factor),
+            *_format_unit_costs(config, record, cost_terms),
         )
     return table
 
@@ -251,11 +264,13 @@ def _format_measurements(record: Record | None, factor: int) -> list[str]:
     return ["" if value is None else format(value * scale, digits) for value, scale, digits in scaled_values]
 
 
-def build_prediction_table(configs: Sequence[RunConfig], rows_by_run_id: Mapping[str, Record]) -> RenderableType:
+def build_prediction_table(
+    configs: Sequence[RunConfig], rows_by_run_id: Mapping[str, Record], cost_terms: CostTerms = NO_COST_TERMS
+) -> RenderableType:
     """A line per prediction: will it fit, how fast will it be, what limits it."""
     on_cpu = all(config.hardware.device == "cpu" for config in configs)
     unit, unit_bytes = ("MiB", MIB) if on_cpu else ("GiB", GIB)
-    number_columns = ("ms/step", "TFLOP/s", f"peak {unit}", f"reserved {unit}")
+    number_columns = ("ms/step", "TFLOP/s", f"peak {unit}", f"reserved {unit}", *UNIT_COST_COLUMNS)
     title = "Predictions (speed and memory per rank; nothing ran)"
     differences = _describe_differing_settings(configs)
     table = CompactTable(
@@ -275,6 +290,7 @@ def build_prediction_table(configs: Sequence[RunConfig], rows_by_run_id: Mapping
             _format_scaled(record.get("tflops_per_gpu"), 1),
             _format_scaled(record.get("peak_allocated_bytes"), 1 / unit_bytes),
             _format_scaled(record.get("peak_reserved_bytes"), 1 / unit_bytes),
+            *_format_unit_costs(config, record, cost_terms),
             Text(limiting_factor),
         )
     reason_counts: dict[str, int] = {}
@@ -284,8 +300,18 @@ def build_prediction_table(configs: Sequence[RunConfig], rows_by_run_id: Mapping
     return Group(table, *(Text(f"Not predicted ({n}): {reason}", style="red") for reason, n in reason_counts.items()))
 
 
-def _format_scaled(value: float | None, factor: float) -> str:
-    return "" if value is None else f"{value * factor:,.1f}"
+def _format_scaled(value: float | None, factor: float, digits: str = ",.1f") -> str:
+    return "" if value is None else format(value * factor, digits)
+
+
+def _format_unit_costs(config: RunConfig, record: Record | None, cost_terms: CostTerms) -> list[str]:
+    """Cells of `UNIT_COST_COLUMNS`, empty where nothing was asked for or is known."""
+    speed = None if record is None else record.get("tokens_per_second_per_gpu")
+    if not speed or not cost_terms.is_asked:
+        return [""] * len(UNIT_COST_COLUMNS)
+    gpu_hours = 1e9 / speed / 3600
+    costs = (cost_terms.compute_dollars(config, gpu_hours), cost_terms.compute_kwh(config, gpu_hours))
+    return [_format_scaled(cost, 1, ",.2f") for cost in costs]
 
 
 def build_predicted_batch_table(sizes: Sequence[tuple[RunConfig, int | None, int | None]]) -> RenderableType:

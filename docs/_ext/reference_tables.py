@@ -23,7 +23,8 @@ from sphinx.pycode import ModuleAnalyzer
 import bench
 from bench import finetune, models, strategies, tracking
 from bench.advice.tree.page import list_training_terms
-from bench.config.compose import CONF_FOLDER, compose_config, find_option_file, list_config_groups
+from bench.config.compose import CONF_FOLDER, compose_config, find_option_file, list_config_groups, list_presets
+from bench.config.price import PRICE_GROUP, load_offer
 from bench.config.run_config import SECTION_NAMES, RunConfig, build_run_config
 from bench.core import plugins
 from bench.core.presentation import get_presentation
@@ -320,6 +321,18 @@ def write_hardware() -> str:
         memory, bandwidth = values.get("memory_gb"), values.get("memory_bandwidth_gb_s")
         rows.append([f"`{option}`", f"{memory:g}" if memory else "", f"{bandwidth:g}" if bandwidth else "", peaks])
     return _format_table(("`hardware=`", "memory, GB", "bandwidth, GB/s", "dense peaks, TFLOP/s"), rows)
+
+
+def write_offers() -> str:
+    """The offers of GPUs for rent that ``price`` takes by name."""
+    rows = []
+    for offer in map(load_offer, list_presets(PRICE_GROUP)):
+        gpu_text = f"`{offer.hardware}`" + (f", {offer.gpus_per_instance} at a time" * (offer.gpus_per_instance > 1))
+        terms = str(offer.terms).replace("_", " ")
+        rows.append(
+            [f"`{offer.name}`", f"{offer.dollars_per_gpu_hour:g}", gpu_text, terms, offer.region, offer.read_on]
+        )
+    return _format_table(("`price=`", "$", "GPU", "terms", "region", "read on"), rows)
 
 
 def write_sweeps() -> str:

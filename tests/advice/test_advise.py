@@ -514,7 +514,8 @@ BAD_ARGUMENTS = {
     "precision=bf16,fp16": ("precision=bf16,fp16", "one value"),
     "batch_size_per_gpu=1,2": ("batch_size_per_gpu=1,2", "one value"),
     "format=csv": ("format=csv", "text, json"),
-    "tokens=1e9": ("tokens ", "not a field"),
+    "tokens=-1": ("tokens=-1", "above 0"),
+    "price=aws": ("price=aws ", "a number", "aws_p5"),
     "gpus=0": ("gpus=0", "a whole number of at least 1"),
     "gpus=12": ("gpus=12", "gpus_per_node=8"),
     "hardware=h100": ("hardware=h100", "a100_80gb, auto"),
@@ -529,6 +530,15 @@ def test_a_mistake_earns_one_sentence(typed, capsys):
     assert len(err.splitlines()) == 1, err
     for part in BAD_ARGUMENTS[typed]:
         assert part in err
+
+
+def test_what_the_tree_names_has_its_dollars_and_kwh(capsys):
+    typed = ("model=gpt_tiny", "gpus=2", "sequence_length=64", "hardware=a100_80gb", "price=3", "tokens=1e9")
+    for way in read_case(capsys, *typed)["leaf"]["ways"]:
+        assert way["best"]["dollars"] == pytest.approx(3 * way["best"]["gpu_hours"])
+    out = run_advise(capsys, *typed)[1]
+    assert "kWh" in out
+    assert "Price: $3 per GPU-hour, as given." in out
 
 
 def test_names(capsys):

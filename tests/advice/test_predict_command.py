@@ -70,6 +70,13 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "tokens=inf": ("tokens=inf", "above 0"),
     "tokens=many": ("tokens=many", "above 0"),
     "--tokens=-3e9": ("tokens=-3e9", "above 0"),
+    "price=aws": ("price=aws ", "a number", "aws_p5"),
+    "price=-2": ("price=-2 ", "a number", "aws_p5"),
+    "hardware=a100_40gb price=aws_p5": ("price=aws_p5", "aws_p4d or ", "hardware=a100_40gb"),
+    "pue=0.5": ("pue=0.5", "at least 1"),
+    "power_share=2": ("power_share=2", "at most 1"),
+    "rank=cost": ("rank=cost", "price="),
+    "rank=power": ("rank=power", "speed, cost"),
     "format=xml": ("format=xml", "table, json, csv"),
     "--format xml": ("format=xml", "table, json, csv"),
     "top=0": ("top=0", "all"),
@@ -147,14 +154,15 @@ ROW_KEYS = {
     "reshard_after_forward", "activation_checkpointing", "gradient_accumulation", "batch_size_per_gpu",
     "largest_batch_per_gpu", "tokens_per_step", "tflops_per_gpu", "hardware_tflops_per_gpu", "mfu", "hfu",
     "causal_tflops_per_gpu", "causal_mfu",
-    "tokens_per_second_per_gpu", "tokens_per_second", "gpu_hours", "days", "step_time_s", "time", "memory", "reason",
+    "tokens_per_second_per_gpu", "tokens_per_second", "gpu_hours", "days", "dollars", "kwh",
+    "dollars_per_billion_tokens", "kwh_per_billion_tokens", "step_time_s", "time", "memory", "reason",
     "notes",
 }  # fmt: skip
 
 
 @pytest.mark.long
 def test_json_has_the_documented_keys(small):
-    assert set(small) == {"format", "tokens", "sections", "left_out"}
+    assert set(small) == {"format", "tokens", "prices", "pue", "power_share", "sections", "left_out"}
     assert small["tokens"] == 1e9
     (section,) = small["sections"]
     assert set(section) == {"question", "advice", "warnings", "ranked", "infeasible", "impossible", "rules_of_thumb"}
@@ -191,6 +199,9 @@ def test_numbers_of_a_row_agree_with_each_other(small):
         assert row["hfu"] >= row["mfu"]
         assert row["gpu_hours"] == pytest.approx(1e9 / row["tokens_per_second_per_gpu"] / 3600)
         assert row["days"] == pytest.approx(row["gpu_hours"] / 16 / 24)
+        assert row["kwh"] == pytest.approx(row["gpu_hours"] * 0.4)
+        assert row["kwh_per_billion_tokens"] == pytest.approx(row["kwh"])
+        assert row["dollars"] is row["dollars_per_billion_tokens"] is None
         memory = row["memory"]
         assert memory["headroom_bytes"] == pytest.approx(memory["capacity_bytes"] - memory["reserved"]["value"], abs=1)
         assert sum(memory["parts"].values()) == pytest.approx(memory["allocated"]["value"], rel=0.01)
@@ -374,13 +385,44 @@ def test_the_sharding_factor_is_not_varied_where_the_stage_decides_it(stage, cap
     assert "Not possible" not in out
 
 
+PRICED = (*GPT[::2], "batch_size_per_gpu=8", "strategy=fsdp", "activation_checkpointing=none")
+
+
+def test_tables_are_ranked_by_what_the_training_costs(capsys):
+    """So is the same GPU at half the price, whatever was named first."""
+    typed = (*PRICED, "gpus=8,16", "hardware=a100_80gb,h100_80gb", "price=aws_p4de,aws_p5", "rank=cost", "tokens=2e9")
+    answer = data(capsys, *typed)
+    assert [offer["name"] for offer in answer["prices"]] == ["aws_p4de", "aws_p5"]
+    best = [section["ranked"][0] for section in answer["sections"]]
+    assert [row["dollars"] for row in best] == sorted(row["dollars"] for row in best)
+    for section in answer["sections"]:
+        price, watt = {"a100_80gb": (3.4309, 400), "h100_80gb": (6.88, 700)}[section["question"]["hardware"]]
+        for row in section["ranked"]:
+            assert row["dollars"] == pytest.approx(price * row["gpu_hours"])
+            assert row["kwh"] == pytest.approx(watt / 1000 * row["gpu_hours"])
+            assert row["dollars"] == pytest.approx(2 * row["dollars_per_billion_tokens"])
+    said = " ".join(asked(capsys, *typed)[1].split())
+    assert "The best of each" in said
+    assert "Price: aws_p5, $6.88 per GPU-hour (on demand, in instances of 8, region us-east-1, read on 2026-" in said
+    assert "Energy: 400 W of board power per GPU all the time, an upper bound" in said
+
+
+def test_without_a_budget_dollars_are_those_of_a_billion_tokens(capsys):
+    _, out, _ = asked(capsys, *PRICED, "hardware=a100_80gb", "gpus=8", "price=2", "pue=1.3")
+    assert "$/1e9 tokens" in out
+    assert "x pue=1.3" in out
+    _, out, _ = asked(capsys, *PRICED, "hardware=a100_80gb", "gpus=8")
+    assert "$" not in out
+    assert "kWh" not in out
+
+
 def test_the_table_can_be_read(capsys):
     code, out, err = asked(capsys, *GPT, "gpus=8", "tokens=1e9", "top=3")
     assert (code, err) == (0, "")
     said = " ".join(out.split())
     assert "gpt_tiny, 1.12 M parameters, on 8 GPUs a100_80gb" in said
     assert "Use " in said
-    for heading in ("batch", "TFLOP/s", "MFU", "tokens/s", "GPU-hours", "days"):
+    for heading in ("batch", "TFLOP/s", "MFU", "tokens/s", "GPU-hours", "days", "kWh"):
         assert heading in out
     assert "more: top=all" in out
 
@@ -498,7 +540,18 @@ def test_no_timeline_without_speeds(capsys, tmp_path):
 def test_help_documents_the_keys(capsys):
     code, out, _ = asked(capsys, "--help")
     assert code == 0
-    for name in ("tokens", "details", "timeline", "format", "top", "validate", "exit code", "sections[]"):
+    for name in (
+        "tokens",
+        "price",
+        "rank",
+        "details",
+        "timeline",
+        "format",
+        "top",
+        "validate",
+        "exit code",
+        "sections[]",
+    ):
         assert name in out
 
 

@@ -384,12 +384,33 @@ def test_a_dry_run_says_what_fits_how_long_it_takes_and_what_it_costs(store, mon
     hours = 2 * (8 + 64) * seconds / 3600
     assert f"Expected: {4 * seconds / 60:.0f} min one after the other, {hours:.1f} GPU-hours." in shown
     assert "does not fit" in shown
+    assert "kWh" not in shown
+    assert sweep.main([*CLUSTER, f"store={store}", "price=aws_p4de", "pue=1.5"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{hours:.1f} GPU-hours, ${hours * 3.4309:.2f}, {hours * 0.4 * 1.5:.2f} kWh." in shown
+    for part in (f"{64 * seconds / 3600 * 3.4309:.2f}", "Price: aws_p4de, $3.4309", "x pue=1.5"):
+        assert part in shown
     assert not store.exists()
     assert sweep.main([*CLUSTER, f"store={store}", "skip_oom=true"]) == 0
     shown = capsys.readouterr().out
     assert "4 runs, 0 done, 2 to run, 2 skipped: predicted not to fit" in shown
     assert "2 runs in 2 arrays" in shown
     assert not store.exists()
+
+
+def test_predictions_of_a_sweep_tell_what_a_billion_tokens_cost_and_no_row_knows_the_price(store, monkeypatch, capsys):
+    told(monkeypatch, lambda config: told_so(step_s=2.0))
+    typed = ["mode=predict", A100, *SMALL_GPT, "gpus=4", f"store={store}", "report=false", "price=lambda_a100_80gb"]
+    assert sweep.main(typed) == 0
+    (row,) = rows(store)
+    gpu_hours = 1e9 / row["tokens_per_second_per_gpu"] / 3600
+    shown = capsys.readouterr().out
+    for part in ("$/1e9 tokens", f"{2 * gpu_hours * 2.79:,.2f}", f"{gpu_hours * 0.4:,.2f}"):
+        assert part in shown
+    assert sweep.main([*typed, "price=7"]) == 0
+    assert "1 runs, 1 done, 0 to run" in capsys.readouterr().out
+    assert sweep.main([*typed, "price=aws_p5"]) == 2
+    assert "price=aws_p5 is not valid: choose aws_p4de or" in capsys.readouterr().err
 
 
 def test_a_dry_run_without_a_predictor_says_why_and_guesses(store, monkeypatch, capsys):

@@ -13,7 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bench.advice.budget import TrainingBudget
 from bench.advice.candidates import CandidateSet, build_candidates, choose_default_precision
+from bench.advice.cost_tables import list_budget_columns
 from bench.advice.json_csv import build_candidate_values, build_subject_values
 from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import rank_with_last_resort
@@ -36,6 +38,7 @@ from bench.core.errors import UsageError, invalid_value_error
 from bench.core.presentation import MISSING, TrainingTerm, format_number
 from bench.finetune import list_finetunes
 from bench.models.checkpointing import CHECKPOINTING_MODES
+from bench.prediction.parameter_facts import recall_parameter_counts
 from bench.strategies import Strategy, list_strategies
 
 
@@ -64,7 +67,8 @@ def build_page(guidance: CaseGuidance) -> list[RenderableType]:
             adapt_to_device(guidance.leaf.advice, guidance.case.config.hardware.device),
         ),
         Text(),
-        _build_options_table(guidance.ranked_options, guidance.case.config.hardware.device),
+        _build_options_table(guidance),
+        *(Text(text, style="dim") for text in guidance.budget.describe(guidance.case.config)),
         Text(),
         Text.assemble(("Ranked prediction: ", "bold"), guidance.ranking_advice),
         *(Text(f"Note: {warning}.", style="yellow") for warning in list_warnings(guidance.case.ranking.possible)),
@@ -106,13 +110,15 @@ def _build_steps_table(guidance: CaseGuidance) -> RenderableType:
     return table
 
 
-def _build_options_table(ranked_options: Sequence[RankedOption], device: str) -> RenderableType:
+def _build_options_table(guidance: CaseGuidance) -> RenderableType:
+    device = guidance.case.config.hardware.device
+    budget_columns = list_budget_columns(guidance.budget)
     table = Table(box=None, pad_edge=False)
     table.add_column("what the tree names", overflow="fold")
-    for heading in ("batch", "GiB", "tokens/s/GPU"):
+    for heading in ("batch", "GiB", "tokens/s/GPU", *(heading for heading, _, _ in budget_columns)):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("predicted", overflow="fold")
-    for option in ranked_options:
+    for option in guidance.ranked_options:
         option_text = Text(option.training_option.name)
         option_text.append(
             f" – {adapt_to_device(option.training_option.note, device)}" if option.training_option.note else "",
@@ -120,7 +126,7 @@ def _build_options_table(ranked_options: Sequence[RankedOption], device: str) ->
         )
         candidate = option.candidate
         if candidate is None:
-            table.add_row(option_text, MISSING, MISSING, MISSING, option.missing_reason)
+            table.add_row(option_text, *[MISSING] * (3 + len(budget_columns)), option.missing_reason)
             continue
         memory = candidate.prediction.memory
         fit_label = memory.verdict or "memory unknown"
@@ -138,6 +144,7 @@ def _build_options_table(ranked_options: Sequence[RankedOption], device: str) ->
             str(candidate.config.batch_size_per_gpu),
             format_gib(memory.reserved.value),
             speed_text,
+            *(format_cell(candidate) if candidate.can_fit else MISSING for _, _, format_cell in budget_columns),
             prediction_text,
         )
     return table
@@ -228,7 +235,7 @@ def _build_case_values(guidance: CaseGuidance) -> dict[str, Any]:
         "ranking": {
             "advice": guidance.ranking_advice,
             "warnings": list_warnings(ranking.possible),
-            "best": build_candidate_values(ranking.possible[0], 1, None) if ranking.possible else None,
+            "best": build_candidate_values(ranking.possible[0], 1, guidance.budget) if ranking.possible else None,
             "possible": len(ranking.possible),
             "infeasible": len(ranking.infeasible),
         },
@@ -262,7 +269,7 @@ def _build_option_values(option: RankedOption, guidance: CaseGuidance) -> dict[s
         "why_not_predicted": option.missing_reason or None,
         "run": option.format_sweep_command(guidance.case),
         "predict": option.format_predict_command(guidance.case),
-        "best": None if option.candidate is None else build_candidate_values(option.candidate, None, None),
+        "best": None if option.candidate is None else build_candidate_values(option.candidate, None, guidance.budget),
     }
 
 
@@ -341,6 +348,8 @@ class CaseGuidance:
     does_agree: bool | None
     """Whether leaf and ranking do."""
     agreement_text: str
+    budget: TrainingBudget
+    """What the training is to take."""
 
     @property
     def can_fit(self) -> bool:
@@ -363,7 +372,10 @@ def build_guidance(
     case_candidates = []
     for section_settings in question.list_sections():  # every mistake is found before anything is predicted
         settings = _build_case_settings(section_settings, question)
-        case_candidates.append((settings, build_candidates(settings, _build_case_knobs(settings, question))))
+        candidates = build_candidates(settings, _build_case_knobs(settings, question))
+        question.budget.cost_terms.choose_offer(candidates.to_predict[0].config)
+        case_candidates.append((settings, candidates))
+    recall_parameter_counts(candidates.to_predict[0].config.model for _, candidates in case_candidates)
     return [
         _build_case_guidance(settings, candidates, question, on_progress) for settings, candidates in case_candidates
     ]
@@ -384,9 +396,8 @@ def _build_case_guidance(
     decision_path, leaf = walk_tree(case)
     ranked_options = rank_options(case, leaf, on_progress)
     advice = describe_advice(case.ranking.possible, case.ranking.infeasible)
-    return CaseGuidance(
-        case, decision_path, leaf, ranked_options, advice, *describe_agreement(case, decision_path, ranked_options)
-    )
+    agreement = describe_agreement(case, decision_path, ranked_options)
+    return CaseGuidance(case, decision_path, leaf, ranked_options, advice, *agreement, question.budget)
 
 
 def _build_case_settings(section_settings: RunSettings, question: AdviceQuestion) -> RunSettings:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining._backward import stage_backward
 
 from bench.core import processes
 from bench.models import Family
@@ -195,6 +194,8 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
             loss = family.compute_loss(outputs[0], batch.labels) / 1
         trace_recorder.start_segment("backward", LOSS_PLACE if is_last else None)
         inputs = [*received_activations, *batch.inputs.values()]
+        from torch.distributed.pipelining._backward import stage_backward  # brings the compiler along: half a second
+
         input_gradients = stage_backward(loss if is_last else outputs, output_gradients, inputs)
         trace_recorder.start_segment("backward", None)
         del stage_output, outputs, loss, input_gradients

@@ -1,0 +1,44 @@
+"""Parameters of models, remembered: counting them builds a model, for which all of transformers is imported."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bench.models import Family
+from bench.prediction import cache
+from bench.prediction.cache import build_cache_key
+
+ENTRY_KIND = "parameters"
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What answers say of a whole model's parameters."""
+
+    count: int
+    """Tied ones once."""
+    longest_first_dimension: int
+    """Of any parameter: FSDP shards them on it."""
+
+
+@functools.cache
+def find_parameter_facts(model: Family) -> ParameterFacts:
+    """Of one model: remembered, or found by building it on meta."""
+    key = build_cache_key(repr(model), model)
+    entry = cache.read_entries(ENTRY_KIND, [key]).get(key)
+    if entry is not None:
+        return ParameterFacts(**entry)
+    parameters = list(model.build_model().parameters())
+    facts = ParameterFacts(
+        sum(parameter.numel() for parameter in parameters), max(parameter.shape[0] for parameter in parameters)
+    )
+    cache.write_entries(ENTRY_KIND, {key: vars(facts)})
+    return facts
+
+
+def recall_parameter_counts(models: Iterable[Family]) -> None:
+    """Have `Family.num_parameters` known of some models, without building those whose facts are remembered."""
+    for model in models:
+        vars(model).setdefault("num_parameters", find_parameter_facts(model).count)  # where its cached property looks

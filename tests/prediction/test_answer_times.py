@@ -1,0 +1,68 @@
+"""How fast questions are answered, in units of ``python -c "import torch, transformers"`` on the same machine.
+
+Processor time of the processes (user and system), so that what else the machine does distorts less. `make timing` runs
+it and prints the ratios.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+UNIT = ("-c", "import torch, transformers")
+QUESTION = ("-m", "bench.predict", "model=llama3_8b", "gpus=8", "hardware=h100_80gb")
+SWEEP = (
+    *("-m", "bench.sweep", "-m", "mode=predict", "hardware=a100_80gb", "report=false", "sequence_length=512"),
+    *("model=t5_611m,t5_2b,t5_11b,gpt_175b", "precision=bf16,tf32", "activation_checkpointing=none,full"),
+    *("batch_size_per_gpu=1,2,4,8,16", "gpus=8,16,32,64,128,256,512"),
+    *("strategy=ddp,fsdp,fsdp1", "strategy.sharding_factor=1,node,full"),
+)
+"""3,920 runs: DDP has one sharding factor."""
+
+TARGETS = {"new question": 2.5, "same question": 0.8, "4,000 runs, new": 12.0, "4,000 runs, again": 2.0}
+"""Units that are asked for."""
+
+LIMITS = {"new question": 9.0, "same question": 0.8, "4,000 runs, new": 30.0, "4,000 runs, again": 6.0}
+"""Units from which on a change has made it slower: what it takes today, and some."""
+
+MAX_MEMORY_MIB = 500
+
+
+def measure(folder: Path, *arguments: str) -> tuple[float, float]:
+    """Processor seconds and most memory in MiB of a Python with some arguments, its children included."""
+    environment = {**os.environ, "BENCH_CACHE": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": ""}
+    process = subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, arguments
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+
+
+def measure_unit(folder: Path) -> float:
+    """Seconds of the unit: the median of three, after one that has files read."""
+    return sorted(measure(folder, *UNIT)[0] for _ in range(4))[1]
+
+
+def test_answers_come_in_units_of_an_import(tmp_path, capsys):
+    unit_s = measure_unit(tmp_path)
+    measured = {}
+    for name, arguments in (
+        ("new question", QUESTION),
+        ("same question", QUESTION),
+        ("4,000 runs, new", (*SWEEP, f"store={tmp_path / 'new'}")),
+        ("4,000 runs, again", (*SWEEP, f"store={tmp_path / 'again'}")),
+    ):
+        measured[name] = measure(tmp_path, *arguments)
+    with capsys.disabled():
+        print(f"\nOne unit, importing torch and transformers: {unit_s:.2f} s of processor time.")
+        for name, (seconds, memory_mib) in measured.items():
+            print(f"{name:18} {seconds / unit_s:6.2f} units (asked for: {TARGETS[name]:g}), {memory_mib:,.0f} MiB")
+    for name, (seconds, memory_mib) in measured.items():
+        assert seconds / unit_s <= LIMITS[name], name
+        assert memory_mib <= MAX_MEMORY_MIB or "runs" in name, name
