@@ -180,7 +180,7 @@ class DHENModel(nn.Module):
 
     def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> dict[str, torch.Tensor]:
         """Logits of shape (samples, 1)."""
-        dense_embedding = self.dense(dense.to(self.dense[0].weight.dtype))
+        dense_embedding = self.dense(dense.to(next(self.dense.parameters()).dtype))
         sparse_embeddings = self.tables(ids, dense_embedding.dtype)
         hidden = mix_embeddings(self.mix, torch.cat([sparse_embeddings, dense_embedding[:, None]], dim=1))
         for layer in self.layers:

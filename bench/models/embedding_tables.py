@@ -145,6 +145,7 @@ class _TableLookup(torch.autograd.Function):
 
 def _exchange(values: torch.Tensor) -> torch.Tensor:
     """Part i of the first dimension goes to rank i."""
+    assert dist.group.WORLD is not None
     return wait_tensor(all_to_all_single(values, None, None, dist.group.WORLD))
 
 

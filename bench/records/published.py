@@ -82,7 +82,6 @@ UNCONVERTED_COLUMNS = {
     "tokens_per_second_per_gpu": "tokens_per_second_per_gpu",
     "median_latency_per_batch": "step_time_median_s",
 }
-
 COUNT_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 

@@ -114,8 +114,8 @@ def test_the_same_quantity_is_drawn_for_both_kinds():
 def test_points_of_dhen_are_samples_per_second_and_memory_of_a_kind_that_is_not_named():
     points = paper.select(predicted("dhen_scale"))
     for figure, metric, margin in (("Figure 7(a)", "p90_qps", 30), ("Figure 8(a)", "peak_memory", 1)):
-        published = points.query("figure == @figure and evidence == 'published'")
-        printed = PAPER.query("source_figure == @figure")
+        published = points[(points["figure"] == figure) & (points["evidence"] == "published")]
+        printed = PAPER[PAPER["source_figure"] == figure]
         assert set(printed["source_metric"]) == {metric}
         assert sorted(published["value"]) == sorted(map(float, printed["source_value"]))
         assert set(published["high"] - published["value"]) == {margin}
