@@ -191,7 +191,11 @@ class Family(ABC):
     @functools.cached_property
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once. Counted on meta."""
-        return sum(parameter.numel() for parameter in self.build_model().parameters())
+        return self.count_parameters(self.build_model())
+
+    def count_parameters(self, model: nn.Module) -> int:
+        """Those of `build_model`'s model, and what is trained without being a parameter of a module."""
+        return sum(parameter.numel() for parameter in model.parameters())
 
     @property
     def num_active_parameters(self) -> int:

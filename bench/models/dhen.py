@@ -9,7 +9,6 @@ Tables are divided among all ranks (`bench.models.embedding_tables`); the strate
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -62,11 +61,9 @@ class DHENFamily(Family):
         with torch.device("meta"):
             return DHENModel(self)
 
-    @functools.cached_property
-    def num_parameters(self) -> int:
+    def count_parameters(self, model: nn.Module) -> int:
         """With the tables."""
-        dense_parameters = sum(parameter.numel() for parameter in self.build_model().parameters())
-        return dense_parameters + self.num_tables * self.rows_per_table * self.width
+        return super().count_parameters(model) + self.num_tables * self.rows_per_table * self.width
 
     @property
     def num_active_parameters(self) -> int:

@@ -172,7 +172,7 @@ def test_scaling_sweeps_have_the_points_of_their_figures() -> None:
 
 def test_dhen_scale_shards_over_all_gpus_and_within_machines_resharding_or_not() -> None:
     configs = once("dhen_scale")
-    kinds_of_size = dict.fromkeys((32, 64, 128, 256, 512), set(DHEN_SHARDING_LABELS))
+    kinds_of_size = {gpus: set(DHEN_SHARDING_LABELS) for gpus in (32, 64, 128, 256, 512)}
     assert {gpus: {*kinds([c for c in configs if c.gpus == gpus])} for gpus in kinds_of_size} == kinds_of_size
     assert {c.strategy.resolved_sharding_factor for c in configs if "hybrid" in kinds([c])[0]} == {8}
     assert all((c.batch_size_per_gpu, c.activation_checkpointing) == (1024, "full") for c in configs)

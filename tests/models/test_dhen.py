@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.core.errors import ImpossibleError
 from bench.models.checkpointing import checkpoint_blocks
 from bench.models.embedding_tables import ADAGRAD_EPSILON, EmbeddingTables, build_table_buffer
+from bench.prediction.parameter_facts import find_parameter_facts
 from bench.prediction.predictor import build_trace_key, predict_run
 from bench.prediction.trace.trace_recorder import trace_step
 from tests.conftest import compose_run_config
@@ -36,6 +37,7 @@ def test_the_papers_model_has_the_parameters_that_the_fsdp_paper_states() -> Non
     dense_parameters = sum(parameter.numel() for parameter in family.build_model().parameters())
     assert dense_parameters == pytest.approx(550e6, rel=0.002)
     assert family.num_parameters - dense_parameters == 768_000_000_000
+    assert find_parameter_facts(family).count == family.num_parameters
     assert family.num_active_parameters - dense_parameters == 512 * 256
 
 

@@ -78,10 +78,7 @@ def test_a_preset_has_the_published_number_of_parameters(name: str, published: i
 
 def test_every_preset_is_held_against_a_published_number() -> None:
     presets = [
-        name
-        for name in list_config_groups()["model"]
-        if name != "hf"
-        if isinstance(build_family(name), LlamaFamily)
+        name for name in list_config_groups()["model"] if name != "hf" if isinstance(build_family(name), LlamaFamily)
     ]
     assert {*presets} == {*NUM_PARAMETERS, "llama_tiny"}
 
