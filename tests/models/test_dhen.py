@@ -117,8 +117,8 @@ def test_its_trace_has_the_exchanges_of_a_step_and_none_of_the_rows_that_nobody_
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_every_strategy_has_the_losses_of_one_process(execute: Execute) -> None:
-    settings = (*TINY, *STEPS, "precision=fp32")
+def test_every_strategy_has_the_losses_of_one_process_and_needs_what_is_predicted(execute: Execute) -> None:
+    settings = (*TINY, *STEPS, "precision=fp32", "hardware=cpu")
     strategies = [
         ("strategy=ddp", "gpus=4"),
         ("strategy=fsdp", "gpus=4", "activation_checkpointing=full"),
@@ -126,13 +126,17 @@ def test_every_strategy_has_the_losses_of_one_process(execute: Execute) -> None:
         ("strategy=fsdp1", "gpus=4"),
         ("strategy=zero1", "gpus=4"),
     ]
-    single, *others = execute(
+    runs = [
         (*settings, "strategy=single", "gpus=1", "batch_size_per_gpu=16"),
         *((*settings, *strategy, "batch_size_per_gpu=4") for strategy in strategies),
-    )
+    ]
+    single, *others = records = execute(*runs)
     assert single["status"] == "ok", single["error"]
     for strategy, record in zip(strategies, others, strict=True):
         assert record["status"] == "ok", (strategy, record["error"])
         assert record["losses"] == pytest.approx(single["losses"], rel=1e-5), strategy
+    for run, record in zip(runs, records, strict=True):
+        predicted = predict_run(compose_run_config(*run)).memory.allocated.value
+        assert record["peak_allocated_bytes"] == pytest.approx(predicted, rel=0.03), run
     assert single["losses"][-1] < single["losses"][0] - 0.01
     assert single["tokens_per_second_per_gpu"] == pytest.approx(16 / single["step_time_median_s"])
