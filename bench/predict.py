@@ -23,6 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
         from bench.validation.command import main as validate
 
         return validate(arguments[1:])
+    if arguments[:1] == ["device"]:
+        from bench.advice.own_device import main as describe_device
+
+        return describe_device(arguments[1:])
     from bench.advice.answer import answer_question
     from bench.advice.question import answer_with_progress, parse_predict_arguments
 

@@ -16,7 +16,8 @@ from typing import Any
 from bench.advice.answer import AdviceAnswer, AdviceSection, RuleComparison
 from bench.advice.budget import COST_KEYS, TrainingBudget
 from bench.advice.ranking import RankedCandidate
-from bench.advice.sentence import describe_misfit, format_overrides, list_notes
+from bench.advice.sentence import describe_assumed_network, describe_misfit, format_overrides, list_notes
+from bench.config.grid import RunSettings
 from bench.config.price import CostTerms
 from bench.config.run_config import RunConfig
 from bench.prediction.prediction import MEMORY_RANGES, prediction_to_plain
@@ -74,6 +75,7 @@ CSV_COLUMNS = (
     *COST_KEYS,
     "reason",
     "overrides",
+    "network",
 )
 
 
@@ -127,9 +129,10 @@ def _build_section_values(section: AdviceSection, budget: TrainingBudget) -> dic
     }
 
 
-def build_subject_values(config: RunConfig) -> dict[str, Any]:
-    """What a question is about: which model, on what and how much of it."""
+def build_subject_values(config: RunConfig, settings: RunSettings) -> dict[str, Any]:
+    """What a question is about: which model, on what and how much of it, and what is assumed of the links."""
     return {
+        "network": describe_assumed_network(config, settings),
         "model": config.model.name,
         "parameters": config.model.num_parameters,
         "hardware": config.hardware.name,
@@ -143,7 +146,7 @@ def _build_question_values(section: AdviceSection) -> dict[str, Any]:
     config = section.ranking.top_candidate.config
     return {
         "settings": section.settings,
-        **build_subject_values(config),
+        **build_subject_values(config, section.settings),
         "sequence_length": config.sequence_length,
         "optimizer": config.optimizer.name,
         "capacity_bytes": section.ranking.top_candidate.prediction.memory.capacity,

@@ -224,6 +224,9 @@ examples:
   python -m bench.predict model=t5_2b gpus=8 hardware=a100_80gb strategy=ddp batch_size_per_gpu=8 details=true
   python -m bench.predict explain model=t5_2b gpus=8 hardware=a100_80gb timeline=step.png
   python -m bench.predict model=gpt_13b gpus=16 hardware=a100_80gb,h100_80gb tokens=1e9 price=aws_p4de,aws_p5 rank=cost
+  python -m bench.predict model=t5_2b gpus=16 hardware=h100_80gb network=aws_p5,8x200Gb,nvlink4+ethernet_100
+  python -m bench.predict model=t5_2b gpus=8 hardware=like:a100_80gb hardware.memory_gb=96 hardware.peak_tflops.bf16=400
+  python -m bench.predict device mine memory_gb=96 bf16_tflops=400 bandwidth=2400
   python -m bench.predict validate
 
 Every field of every group under conf/ can be set, as in bench.sweep. What is set is fixed; strategy, sharding factor,
@@ -235,7 +238,8 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
   format, tokens, prices[], pue, power_share, sections[], left_out[]
-  sections[]: question, advice, warnings[], ranked[], infeasible[], impossible[], rules_of_thumb[]
+  sections[]: question (with network: what is assumed of the links), advice, warnings[], ranked[], infeasible[],
+    impossible[], rules_of_thumb[]
   ranked[], infeasible[]: rank, status, overrides, strategy, sharding_factor, precision, activation_checkpointing,
     batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, causal_tflops_per_gpu, causal_mfu,
     tokens_per_second_per_gpu, tokens_per_second,
@@ -260,7 +264,7 @@ batch_size_per_gpu says otherwise. `names` prints a line on every strategy that 
 exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
-  format, source, cases[]: question, steps[], leaf, ranking, agrees, agreement, may_fit
+  format, source, cases[]: question (with network), steps[], leaf, ranking, agrees, agreement, may_fit
   steps[]: number, key, question, answer, because, numbers[]{name, value, unit}, threshold{name, value, unit}, source,
     assumed
   leaf: name, advice, ways[]{name, remark, settings, fits, why_not_predicted, run, predict, best}

@@ -14,6 +14,8 @@ from bench.core import presentation
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import build_variant, format_number
 from bench.core.units import GIB
+from bench.hardware.derived import describe_assumed_share
+from bench.hardware.interconnect import describe_network
 from bench.models.checkpointing import describe_checkpointing
 from bench.planning.run_predictions import Unpredictable, predict_configs
 from bench.prediction.parameter_facts import find_parameter_facts
@@ -27,6 +29,9 @@ NEGLIGIBLE_SLOWDOWN = 0.02
 
 MAX_USUAL_STEP_TOKENS = 4 * 2**20
 """Tokens of one optimizer step from which a ranking warns."""
+
+LINKS_PREFIX = "hardware.speeds.links."
+"""Of settings that change a single number of the links."""
 
 MIN_VISIBLE_DIFFERENCE = 0.005
 """Difference that no percentage shows."""
@@ -63,24 +68,39 @@ def describe_advice(possible: Sequence[RankedCandidate], infeasible: Sequence[Ra
 
 def list_warnings(candidates: Sequence[RankedCandidate]) -> list[str]:
     """Why a ranking may not compare like with like: steps of more tokens than models of this size are trained with,
-    where no global batch was asked for.
+    where no global batch was asked for; and that most of what is known of the hardware is assumed.
 
     Sources: McCandlish et al. 2018, arXiv:1812.06162 (the largest useful batch, as the gradient noise scale predicts
     it); Llama Team 2024, arXiv:2407.21783, section 3.4.1 (4M tokens at first, then 8M, and 16M after 2.87T tokens).
     """
+    assumed_text = describe_assumed_share(candidates[0].config.hardware) if candidates else None
+    warnings = [] if assumed_text is None else [assumed_text]
     large_steps = [
         candidate.config.tokens_per_step
         for candidate in candidates
         if candidate.config.global_batch is None and candidate.config.tokens_per_step > MAX_USUAL_STEP_TOKENS
     ]
     if not large_steps:
-        return []
+        return warnings
     return [
+        *warnings,
         f"the step of {len(large_steps)} of {presentation.format_plural(len(candidates), 'candidate')} takes more than "
         f"4M tokens (up to {presentation.format_count(max(large_steps))}), and beyond a critical size larger batches "
         "buy little (arXiv:1812.06162; Llama 3 405B took 4M to 16M, arXiv:2407.21783): global_batch=4M_tokens compares "
-        "all at one"
+        "all at one",
     ]
+
+
+def describe_assumed_network(config: RunConfig, settings: RunSettings) -> str:
+    """The first line of an answer: what it takes for granted of the links between GPUs and between nodes.
+
+    Parameters
+    ----------
+    settings: mapping
+        What was typed.
+    """
+    changed_links = tuple(f"{key}={value}" for key, value in settings.items() if key.startswith(LINKS_PREFIX))
+    return describe_network(config.hardware, config.gpus, config.gpus_per_node, changed_links)
 
 
 def choose_recommended(fitting: Sequence[RankedCandidate]) -> RankedCandidate:

@@ -17,6 +17,7 @@ from bench.advice.sentence import (
     MEMORY_PART_LABELS,
     NO_RESHARD_SUFFIX,
     count_state_bytes,
+    describe_assumed_network,
     describe_misfit,
     describe_missing_time,
     format_gib,
@@ -63,8 +64,12 @@ def build_answer_tables(
 def build_section_tables(
     section: AdviceSection, budget: TrainingBudget, max_rows: int | None, flops: str = "model"
 ) -> list[RenderableType]:
-    """The heading, the advice and the tables of one section."""
-    renderables: list[RenderableType] = [Text(_format_heading(section), style="bold"), Text(section.advice)]
+    """What is assumed of the network, the heading, the advice and the tables of one section."""
+    renderables: list[RenderableType] = [
+        Text(describe_assumed_network(section.ranking.top_candidate.config, section.settings)),
+        Text(_format_heading(section), style="bold"),
+        Text(section.advice),
+    ]
     unique_notes = list(
         dict.fromkeys(note for candidate in section.ranking.possible for note in list_notes(candidate.config))
     )

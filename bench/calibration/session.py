@@ -272,13 +272,13 @@ def parse_calibration_request(
     require_choice("quick", chosen_options["quick"] or "false", ("true", "false"))
     if only is not None:
         require_choice("only", only, (COMPUTE, COLLECTIVES))
-    if hardware.device == "cuda" and only != COLLECTIVES and not hardware.peak_tflops:
+    if hardware.device != "cpu" and only != COLLECTIVES and not hardware.peak_tflops:
         valid_text = (
             "a description that knows the GPU's peaks, or add them: +hardware.peak_tflops.bf16=989 for each format"
         )
         raise invalid_value_error("hardware", settings["hardware"], valid_text)
     calibration_settings = CalibrationSettings(
-        device_type=hardware.device,
+        device_type=hardware.torch_device,
         cpu_threads=hardware.cpu_threads,
         times_compute=only != COLLECTIVES,
         times_collectives=only != COMPUTE,
@@ -310,7 +310,7 @@ def _choose_baseline(hardware: Hardware, hardware_option: str, only: str | None)
 
 def _parse_ranks(ranks_text: str | None, hardware: Hardware, device: DetectedDevice) -> int:
     """Processes to start for collectives."""
-    is_gpu = hardware.device == "cuda"
+    is_gpu = hardware.device != "cpu"
     if ranks_text is None:
         return device.count if is_gpu else max(2, len(os.sched_getaffinity(0)) // hardware.cpu_threads)
     max_ranks = device.count if is_gpu else MAX_CPU_PROCESSES

@@ -39,7 +39,7 @@ def check_machine_once(
     KeyboardInterrupt
         If it was stopped: whoever stops a sweep's check stops the sweep.
     """
-    if device.kind != "cuda" or not any(config.hardware.device == "cuda" for config in configs):
+    if device.kind == "cpu" or all(config.hardware.device == "cpu" for config in configs):
         return
     folder = find_cache_folder()
     passed_path = None if folder is None else folder / "checked.json"

@@ -35,7 +35,7 @@ def build_loss_runs(device: DetectedDevice) -> dict[str, tuple[str, ...]]:
     """The settings of a run of every strategy, at the largest world size up to 4 that this machine has."""
     world_size = (
         next(world_size for world_size in (4, 2, 1) if world_size <= max(device.count, 1))
-        if device.kind == "cuda"
+        if device.kind != "cpu"
         else 2
     )
     runs: dict[str, tuple[str, ...]] = {}
@@ -68,7 +68,7 @@ def load_reference_losses() -> dict[str, list[float]]:
 
 def compare_losses(runs: Mapping[str, CheckRun], device: DetectedDevice) -> list[CheckResult]:
     """A check for each run of `build_loss_runs`."""
-    reference, tolerance = load_reference_losses(), LOSS_TOLERANCE[device.kind]
+    reference, tolerance = load_reference_losses(), LOSS_TOLERANCE[device.torch_device]
     results = []
     for name, run in runs.items():
         expected_losses = reference[name.rpartition(" ")[2]][:COMPARED_STEPS]

@@ -42,7 +42,7 @@ PIPELINE_SETTINGS = ("strategy=pipeline", "gpus=2", "model.vocabulary_size=32768
 def build_peak_runs(device: DetectedDevice) -> dict[str, tuple[str, ...]]:
     """Runs without a limit: their peaks say which limits to try."""
     world_size = 2 if device.kind == "cpu" or device.count > 1 else 1
-    common_settings = (*MODEL_SETTINGS[device.kind], *STEP_SETTINGS)
+    common_settings = (*MODEL_SETTINGS[device.torch_device], *STEP_SETTINGS)
     sharded_settings = (*common_settings, "strategy=fsdp", f"gpus={world_size}")
     return {
         "measured": sharded_settings,
@@ -162,7 +162,7 @@ def check_clock(device: DetectedDevice) -> CheckResult:
     """The clock of the steps against the wall's, over a loop of matrix products; in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         with block_signals(*GROUP_SIGNALS):  # Ctrl-C is for whoever started the check
-            future = pool.submit(time_loop, device.kind)
+            future = pool.submit(time_loop, device.torch_device)
         clock_s, wall_s = future.result()
     relative_error = clock_s / wall_s - 1
     found_text = f"{clock_s:.3f} s by the clock of the steps, {wall_s:.3f} s by the wall's ({relative_error:+.2%})"
@@ -198,7 +198,7 @@ def build_profiled_run(device: DetectedDevice) -> tuple[str, ...]:
     """The settings of a run under the profiler."""
     world_size = 2 if device.kind == "cpu" or device.count > 1 else 1
     return (
-        *MODEL_SETTINGS[device.kind],
+        *MODEL_SETTINGS[device.torch_device],
         *STEP_SETTINGS,
         "strategy=ddp",
         f"gpus={world_size}",
@@ -211,7 +211,7 @@ def check_profile(device: DetectedDevice, run: CheckRun, store: Path) -> list[Ch
     title = "profiler"
     if run.error:
         return [CheckResult.from_outcome(title, False, run.error, "a trace")]
-    row, category = run.row, KERNEL_CATEGORIES[device.kind]
+    row, category = run.row, KERNEL_CATEGORIES[device.torch_device]
     trace_path = store / row["run_id"] / str(row["trace"])
     events = json.loads(gzip.decompress(trace_path.read_bytes()))["traceEvents"] if row["trace"] else []
     kernel_count = sum(event.get("cat") == category for event in events)

@@ -168,7 +168,8 @@ MAX_LEFTOVER_BYTES = 256 * MIB
 
 def describe_machine(device: DetectedDevice) -> CheckResult:
     """Device, driver and torch: whether they go together was found out when the device was detected."""
-    torch_build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    torch_build = next((f"{name} {version}" for name, version in builds.items() if version), "CPU build")
     capability = ".".join(map(str, device.capability)) if device.capability else ""
     count_text = f"{device.count} x " if device.count else ""
     descriptions = [f"{count_text}{device.name}", f"torch {torch.__version__} ({torch_build})"]

@@ -6,7 +6,6 @@ import copy
 import functools
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,18 +20,35 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bench.core.errors import ImpossibleError, UsageError, invalid_value_error, shorten_text
-from bench.core.installation import DATA_FOLDER
-from bench.core.plugins import list_installed_conf_folders
+from bench.core.option_files import (  # noqa: F401 - the folder and its variable belong to what this module is about
+    CONF_FOLDER,
+    OWN_CONF_VARIABLE,
+    find_option_file,
+    list_conf_folders,
+    list_options,
+)
 from bench.core.typed_config import read_plain_yaml
-from bench.hardware.hardware_file import YAML_SUFFIX, hardware_to_dict, read_hardware_file, scale_device_memory
-
-CONF_FOLDER = DATA_FOLDER / "conf"
-
-OWN_CONF_VARIABLE = "BENCH_CONF"
-"""Names a folder with options of one's own, laid out as ``conf``."""
+from bench.hardware import interconnect
+from bench.hardware.derived import LIKE_FIELD, LIKE_PREFIX, derive_hardware_values
+from bench.hardware.hardware_file import (
+    YAML_SUFFIX,
+    hardware_to_dict,
+    parse_likeness,
+    read_base_values,
+    read_hardware_file,
+    read_hardware_values,
+    scale_device_memory,
+)
 
 HARDWARE_GROUP = "hardware"
-"""The group whose option may also be a file anywhere."""
+"""The group whose option may also be a file anywhere, or ``like:`` another option."""
+
+ESCAPED_LIKE_PREFIX = LIKE_PREFIX.replace(":", "\\:")
+
+NETWORK_GROUP = interconnect.GROUP
+"""The group whose option replaces links of the hardware, and may be several joined."""
+
+NODE_SIZE_KEY = "gpus_per_node"
 
 PRESET_FOLDERS = ("price",)
 """Folders of conf with values of a field by name: no groups, since the field takes other values too."""
@@ -77,7 +93,7 @@ def list_config_groups() -> dict[str, list[str]]:
     """The configuration groups and their options, as the folders under ``conf`` say: the suite's, and for the same
     groups those that installed packages and one's own folder bring."""
     return {
-        folder.name: sorted({file.stem for conf in _list_conf_folders() for file in conf.glob(f"{folder.name}/*.yaml")})
+        folder.name: list_options(folder.name)
         for folder in sorted(CONF_FOLDER.iterdir())
         if folder.is_dir() and folder.name not in PRESET_FOLDERS
     }
@@ -86,32 +102,7 @@ def list_config_groups() -> dict[str, list[str]]:
 @functools.cache
 def list_presets(folder: str) -> list[str]:
     """What one of `PRESET_FOLDERS` holds, by name."""
-    return sorted({file.stem for conf in _list_conf_folders() for file in conf.glob(f"{folder}/*.yaml")})
-
-
-def _list_conf_folders() -> tuple[Path, ...]:
-    """Where options are: the suite's own, before those of installed packages, before those of one's own folder.
-
-    Raises
-    ------
-    UsageError
-        If there is no folder of one's own where it is said to be.
-    """
-    folders = (CONF_FOLDER, *list_installed_conf_folders())
-    own_folder = os.environ.get(OWN_CONF_VARIABLE)
-    if not own_folder:
-        return folders
-    if not Path(own_folder).is_dir():
-        raise UsageError(
-            f"{OWN_CONF_VARIABLE}={own_folder} is not valid: choose a folder with folders named as conf's."
-        )
-    return (*folders, Path(own_folder).absolute())
-
-
-def find_option_file(group: str, option: str) -> Path:
-    """The file of an option: the suite's, or else that of an installed package or of one's own folder."""
-    files = [folder / group / f"{option}.yaml" for folder in _list_conf_folders()]
-    return next((file for file in files if file.is_file()), files[0])
+    return list_options(folder)
 
 
 def parse_overrides(arguments: list[str]) -> list[Override]:
@@ -190,21 +181,26 @@ def _count_range_values(values: RangeSweep) -> float:
 
 def _check_group_option(override: Override) -> None:
     if override.key_or_group in list_config_groups():
-        for value in list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]:
+        for value in list_override_values(override) if override.is_sweep_override() else [override.value()]:
             _require_group_option(override.key_or_group, str(value))
 
 
 def _require_group_option(group: str, value: str) -> None:
     """Raise `UsageError` unless a group has an option, or it is a file that describes hardware."""
     hardware_path = _parse_hardware_path(group, value)
+    likeness = parse_likeness(value) if group == HARDWARE_GROUP else None
     if hardware_path is not None:
         read_hardware_file(hardware_path)
+    elif likeness is not None:
+        read_base_values(likeness)
+    elif group == NETWORK_GROUP:
+        interconnect.read_network(value.strip("'\""))
     elif value in list_config_groups()[group]:
         read_plain_yaml(group, find_option_file(group, value))
     else:
         if (group, value) in UNSUPPORTED_OPTIONS:
             raise UsageError(f"{UNSUPPORTED_OPTIONS[group, value]}: choose {', '.join(list_config_groups()[group])}.")
-        file_choice = f", or a file that ends in {YAML_SUFFIX}" if group == HARDWARE_GROUP else ""
+        file_choice = f", a file that ends in {YAML_SUFFIX}, or like:NAME" if group == HARDWARE_GROUP else ""
         raise invalid_value_error(group, value, ", ".join(list_config_groups()[group]) + file_choice)
 
 
@@ -216,9 +212,14 @@ def _parse_hardware_path(group: str, value: str) -> Path | None:
 
 def list_override_values(override: Override) -> list[str]:
     """The values an override gives its key, each as it would be typed: several for a sweep."""
-    if override.is_sweep_override():
-        return [str(value) for value in override.sweep_string_iterator()]
-    return [override.get_value_element_as_str()]
+    values = (
+        [str(value) for value in override.sweep_string_iterator()]
+        if override.is_sweep_override()
+        else [override.get_value_element_as_str()]
+    )
+    if override.key_or_group == HARDWARE_GROUP:  # Hydra writes every colon with a backslash
+        return [value.replace(ESCAPED_LIKE_PREFIX, LIKE_PREFIX, 1) for value in values]
+    return values
 
 
 class ConfigPart(NamedTuple):
@@ -229,6 +230,13 @@ class ConfigPart(NamedTuple):
     """The option of the group and the additions to it, as Hydra takes them."""
     fields: tuple[str, ...] = ()
     """What is set in it, in order."""
+    network: ConfigPart | None = None
+    """Of hardware: what replaces its links, before `fields` are set."""
+
+    @property
+    def option(self) -> str | None:
+        """The option that was chosen, as typed; None for the default."""
+        return next((choice.partition("=")[2] for choice in self.choices if not choice.startswith("+")), None)
 
 
 def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
@@ -259,7 +267,8 @@ def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
         else:
             field_overrides.append(text)
     parts = _compose_parts(choices)
-    for text in field_overrides:
+    # hardware's fields are set over the network's links
+    for text in sorted(field_overrides, key=lambda text: not text.startswith(f"{NETWORK_GROUP}.")):
         override = _parse_override(text)
         section = _get_top_level_key(override)
         if section not in parts or (
@@ -267,12 +276,31 @@ def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
         ):
             raise UsageError(f"{override.key_or_group} is not a field: choose {', '.join(parts)}.")
         parts[section] = parts[section]._replace(fields=(*parts[section].fields, text))
+        if section == HARDWARE_GROUP:
+            parts[section] = parts[section]._replace(network=parts[NETWORK_GROUP])
         _compute_part_value(parts[section])  # what is wrong with the first of several fields is said first
+    parts[HARDWARE_GROUP] = parts[HARDWARE_GROUP]._replace(network=parts[NETWORK_GROUP])
+    if NODE_SIZE_KEY not in settings and not any(key.startswith("cluster.") for key in settings):
+        parts[NODE_SIZE_KEY] = _follow_node_size(parts)
     resolved_values = _resolve_parts(parts)
     return {
         key: _copy_plain_value(resolved_values[key] if key in resolved_values else _compute_part_value(part))
         for key, part in parts.items()
     }
+
+
+def _follow_node_size(parts: Mapping[str, ConfigPart]) -> ConfigPart:
+    """GPUs per node, of a prediction as the machine is always built: the fewest nodes that are all equally large."""
+    part = parts[NODE_SIZE_KEY]
+    words = _compute_part_value(parts[HARDWARE_GROUP]).get("interconnect")
+    node_size = words.get(NODE_SIZE_KEY) if isinstance(words, dict) else None
+    gpus = _compute_part_value(parts["gpus"])
+    if _compute_part_value(parts["mode"]) != "predict" or type(node_size) is not int or type(gpus) is not int:
+        return part
+    if node_size < 1 or gpus < 1:  # refused where they are read
+        return part
+    size = interconnect.choose_gpus_per_node(gpus, node_size) if gpus > node_size else node_size
+    return part._replace(fields=(f"{NODE_SIZE_KEY}={size}",))
 
 
 def _copy_plain_value(value: Any) -> Any:
@@ -304,7 +332,7 @@ def _compose_choices(choices: tuple[str, ...]) -> dict[str, Any]:
 
 def _build_search_path_overrides() -> list[str]:
     """What has Hydra look for options in the other folders, too, after the suite's."""
-    folders = [json.dumps(f"file://{folder}") for folder in _list_conf_folders()[1:]]
+    folders = [json.dumps(f"file://{folder}") for folder in list_conf_folders()[1:]]
     return [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
 
 
@@ -316,7 +344,7 @@ def _compose_parts(choices: Mapping[str, list[str]]) -> dict[str, ConfigPart]:
     """The parts for some choices, before fields are set; those that are new are composed, all at once."""
     parts = {key: ConfigPart(key, tuple(choices.get(key, ()))) for key in _compose_choices(())}
     new_parts = [part for part in parts.values() if part not in _composed_values]
-    read_values = {part: _load_hardware_part(part) or _read_option_part(part) for part in new_parts}
+    read_values = {part: _load_part(part) or _read_option_part(part) for part in new_parts}
     if new_parts:
         new_values = _compose_choices(
             tuple(choice for part in new_parts for choice in part.choices if not read_values[part])
@@ -338,37 +366,71 @@ def _read_option_part(part: ConfigPart) -> dict[str, Any] | None:
     return None if DEFAULTS_KEY in values else copy.deepcopy(values)
 
 
-def _load_hardware_part(part: ConfigPart) -> dict[str, Any] | None:
-    """What a file says that was chosen for a part, with the additions to it; None where none was."""
-    added_fields = [choice for choice in part.choices if choice.startswith("+")]
-    chosen_paths = [
-        _parse_hardware_path(part.key, choice.partition("=")[2])
-        for choice in part.choices
-        if choice not in added_fields
-    ]
-    if not chosen_paths or chosen_paths[0] is None:
+def _load_part(part: ConfigPart) -> dict[str, Any] | None:
+    """What was chosen for a part where that is no option that Hydra composes, with the additions to it: hardware in a
+    file or like another option, and networks; None for all else."""
+    if part.option is None:
         return None
-    config = OmegaConf.create({part.key: hardware_to_dict(read_hardware_file(chosen_paths[0]))})
-    for override in map(_parse_override, added_fields):
+    chosen_values = _load_hardware(part.option) if part.key == HARDWARE_GROUP else None
+    if part.key == NETWORK_GROUP:
+        chosen_values = interconnect.network_to_dict(interconnect.read_network(part.option))
+    if chosen_values is None:
+        return None
+    config = OmegaConf.create({part.key: chosen_values})
+    for override in (_parse_override(choice) for choice in part.choices if choice.startswith("+")):
         OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
     values: dict[str, Any] = _to_plain_dict(config)[part.key]
     return values
+
+
+def _load_hardware(option: str) -> dict[str, Any] | None:
+    """The description in a file, or one like another; None for an option that stands by itself."""
+    path, likeness = _parse_hardware_path(HARDWARE_GROUP, option), parse_likeness(option)
+    if path is not None:
+        return hardware_to_dict(read_hardware_file(path))
+    if likeness is not None:
+        return derive_hardware_values({}, read_base_values(likeness), likeness)
+    file = find_option_file(HARDWARE_GROUP, option)
+    return read_hardware_values(file) if LIKE_FIELD in read_plain_yaml(HARDWARE_GROUP, file) else None
 
 
 @functools.cache
 def _compute_part_value(part: ConfigPart) -> Any:
     """The value of a part, interpolations unresolved. Shared by all points: never changed, never handed out."""
     if not part.fields:
-        return _composed_values[part]
+        if part.network is None:
+            return _composed_values[part]
+        without_network = _compute_part_value(part._replace(network=None))
+        return interconnect.apply_network(without_network, _compute_part_value(part.network))
     values = {part.key: copy.deepcopy(_compute_part_value(part._replace(fields=part.fields[:-1])))}
     override = _parse_override(part.fields[-1])
     previous_memory = _get_nested_value(values, MEMORY_KEY)
     _set_nested_value(values, override)
+    if part.key == HARDWARE_GROUP and part.option is not None and parse_likeness(part.option) is not None:
+        return _derive_part_value(part)
     if override.key_or_group == MEMORY_KEY and not any(
         field.startswith(f"{DEVICE_MEMORY_KEY}=") for field in part.fields
     ):
         scale_device_memory(values[HARDWARE_GROUP], previous_memory)
     return values[part.key]
+
+
+def _derive_part_value(part: ConfigPart) -> dict[str, Any]:
+    """Hardware like another option: what does not follow from the fields that were set is the other's."""
+    assert part.option is not None
+    base_name = parse_likeness(part.option)
+    assert base_name is not None
+    base_part = ConfigPart(part.key, (f"{part.key}={base_name}",))
+    _composed_values.setdefault(base_part, read_base_values(base_name))
+    own_values: dict[str, Any] = {}
+    for override in map(_parse_override, part.fields):
+        *section_names, name = override.key_or_group.split(".")[1:]
+        section = own_values
+        for section_name in section_names:
+            section = section.setdefault(section_name, {})
+        section[name] = _merge_values(override.key_or_group, section.get(name), override.value())
+    base_values = _compute_part_value(base_part._replace(network=part.network))
+    return derive_hardware_values(own_values, base_values, base_name)
 
 
 def _set_nested_value(values: dict[str, Any], override: Override) -> None:

@@ -14,9 +14,15 @@ from typing import Any
 
 from bench.hardware import Hardware
 
-FIELDS_NOT_HASHED = (("requested",), ("global_batch",), ("hardware", "sources"), ("hardware", "power_w"))
+FIELDS_NOT_HASHED = (
+    ("requested",),
+    ("global_batch",),
+    ("hardware", "sources"),
+    ("hardware", "interconnect"),
+    ("hardware", "power_w"),
+)
 """What is no part of a run's identity: how its strategy's knobs and its accumulation were asked for, where its numbers
-were read, and what only its energy follows from."""
+were read, how its links are called, what power it takes."""
 
 IRRELEVANT_FIELDS_BY_MODE = {
     "measure": (("hardware", "speeds"), ("hardware", "host")),
@@ -26,7 +32,10 @@ IRRELEVANT_FIELDS_BY_MODE = {
 """What cannot change the result either: of what really runs what is believed of the hardware's speed, of a prediction
 how a run would be timed."""
 
-DEFAULT_SETTLING_S = {"min_warmup_s": {"cuda": 3.0}, "min_timed_s": {"cuda": 5.0}}
+DEFAULT_SETTLING_S = {
+    "min_warmup_s": {"cuda": 3.0, "rocm": 3.0},
+    "min_timed_s": {"cuda": 5.0, "rocm": 5.0},
+}
 """Seconds to warm up and to time where nothing is said: clocks and power of a GPU settle in seconds. A processor's step
 is timed by the number of steps alone."""
 

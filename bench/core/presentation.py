@@ -363,11 +363,11 @@ def format_ranks(world_size: int | None, device: str | None) -> str:
 
 def get_rank_noun(device: str | None) -> str:
     """What one rank is: ``GPU``, on a CPU ``process``, and ``rank`` where the row does not say."""
-    return {"cuda": "GPU", "cpu": "process"}.get(device or "", "rank")
+    return {"cuda": "GPU", "rocm": "GPU", "cpu": "process"}.get(device or "", "rank")
 
 
 def get_rank_nouns(device: str | None) -> str:
-    return {"cuda": "GPUs", "cpu": "processes"}.get(device or "", "ranks")
+    return {"cuda": "GPUs", "rocm": "GPUs", "cpu": "processes"}.get(device or "", "ranks")
 
 
 def format_plural(count: int, noun: str) -> str:

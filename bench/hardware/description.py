@@ -7,6 +7,7 @@ from typing import Annotated
 
 from bench.core.typed_config import OneOf, TextRule, Within
 from bench.core.units import GIB
+from bench.hardware.interconnect import Interconnect
 from bench.hardware.speeds import NUMBER_FORMATS, HardwareSpeeds
 
 PEAK_BOUNDS = Within(1e-6, 1e6, unit="TFLOP/s")
@@ -18,7 +19,8 @@ MEMORY_SLACK_SHARE = 0.02
 @dataclass(frozen=True)
 class Hardware:
     name: str
-    device: Annotated[str, OneOf("cpu", "cuda")]
+    device: Annotated[str, OneOf("cpu", "cuda", "rocm")]
+    """A processor, a GPU of NVIDIA's or one of AMD's; PyTorch calls both kinds of GPU ``cuda``."""
     gpu_names: list[str] = field(default_factory=list)
     """Names the driver gives this kind of GPU; `hardware=auto` finds the description by them."""
     peak_tflops: dict[Annotated[str, OneOf(*NUMBER_FORMATS)], Annotated[float, PEAK_BOUNDS]] = field(
@@ -29,8 +31,8 @@ class Hardware:
     """Memory of one device as its vendor gives it, in GB."""
     memory_bandwidth_gb_s: Annotated[float | None, Within(1e-3, 1e6, unit="GB/s")] = None
     """Bandwidth of that memory in 10^9 bytes per second."""
-    power_w: Annotated[float | None, Within(1, 1e5, unit="W")] = None
-    """Board power limit of one device (TDP) in watts, for energy; no part of a run's identity."""
+    power_w: Annotated[float | None, Within(1e-3, 1e6, unit="W")] = None
+    """Board power limit of one device in watts, for energy; no part of a run's identity."""
     memory_limit_gib: Annotated[float | None, Within(0, 1e6, exclusive_minimum=True, unit="GiB")] = None
     """Memory each rank may use, enforced; null for all there is."""
     cpu_threads: Annotated[int, Within(1, 4096)] = 1
@@ -39,10 +41,17 @@ class Hardware:
     """How fast it really is, for predictions of time; null where nobody knows. A measurement does not depend on it."""
     host: HostHardware | None = None
     """The machine around the device, for what is offloaded to it; null where nobody knows."""
+    interconnect: Interconnect | None = None
+    """What `speeds.links` describes, in words; null where nobody knows. No part of a run's identity."""
     sources: dict[str, Annotated[str, TextRule("text", is_multiline=True, can_be_empty=True)]] = field(
         default_factory=dict
     )
     """Where each number comes from; no part of a run's identity."""
+
+    @property
+    def torch_device(self) -> str:
+        """PyTorch's type of the device: cpu, or cuda, which AMD's GPUs are too."""
+        return "cpu" if self.device == "cpu" else "cuda"
 
     @property
     def memory_limit_bytes(self) -> int | None:

@@ -22,8 +22,11 @@ from bench.hardware import facts
 from bench.hardware.description import MEMORY_SLACK_SHARE, Hardware
 from bench.hardware.facts import CudaSetup, VisibleGpu
 
-MIN_FP8_CAPABILITY = (8, 9)
-"""From which compute capability on a GPU multiplies in FP8 (``torch._scaled_mm``)."""
+MIN_FP8_CAPABILITY = {"cuda": (8, 9), "rocm": (9, 4)}
+"""From which compute capability on a GPU multiplies in FP8 (``torch._scaled_mm``): of AMD's gfx94, the MI300."""
+
+MIN_BF16_CAPABILITY = {"cuda": (8, 0), "rocm": (9, 0)}
+"""The same of BF16: of AMD's gfx90, the MI200."""
 
 
 MIN_DRIVER_BY_CUDA_MAJOR = {12: 525, 13: 580}
@@ -44,16 +47,22 @@ class DetectedDevice:
     """The device of this machine: its kind, the name it reports, how many there are."""
 
     kind: str
+    """cpu, cuda for NVIDIA's GPUs, rocm for AMD's."""
     name: str
     count: int
     capability: tuple[int, int] | None = None
-    """CUDA compute capability, None on CPU."""
+    """CUDA compute capability, of AMD's GPUs the first digits of their architecture (gfx942 is 9.4); None on CPU."""
     memory_bytes: int | None = None
     """Memory of one GPU that CUDA can give out, None on CPU."""
     unusable_reason: str | None = None
     """Why the GPUs of this machine cannot be used, in a sentence; None if they can, or if there are none."""
     messages: tuple[str, ...] = ()
     """Sentences to say before something is measured."""
+
+    @property
+    def torch_device(self) -> str:
+        """PyTorch's type of the device: cpu, or cuda, which AMD's GPUs are too."""
+        return "cpu" if self.kind == "cpu" else "cuda"
 
 
 @functools.cache
@@ -72,21 +81,25 @@ def detect_device() -> DetectedDevice:
         elif processes.has_gpu_driver():
             cuda_setup = facts.query_cuda_setup()
         else:
-            cuda_setup = CudaSetup(torch.__version__, torch.version.cuda)
+            cuda_setup = CudaSetup(torch.__version__, torch.version.cuda, torch.version.hip)
     except (TimeoutError, BrokenProcessPool):
         failure = (
             f"CUDA did not start: the process that asked it did not answer within {DRIVER_QUERY_TIMEOUT_S:g} s, or "
             "crashed"
         )
-        cuda_setup = CudaSetup(torch.__version__, torch.version.cuda, installed_gpu_names=("a GPU",), failure=failure)
+        cuda_setup = CudaSetup(
+            torch.__version__, torch.version.cuda, torch.version.hip, installed_gpu_names=("a GPU",), failure=failure
+        )
     return choose_device(cuda_setup)
 
 
 def choose_device(cuda_setup: CudaSetup) -> DetectedDevice:
     """The device to take, from what is known of the machine."""
     cpu_device = DetectedDevice("cpu", read_processor_name(), 0)
+    if cuda_setup.rocm_build is not None:
+        return _choose_rocm_device(cuda_setup, cpu_device)
     if cuda_setup.cuda_build is None:
-        if not cuda_setup.installed_gpu_names or cuda_setup.rocm_build is not None:
+        if not cuda_setup.installed_gpu_names:
             return cpu_device
         reason = (
             f"torch {cuda_setup.torch_version} is built without CUDA "
@@ -121,6 +134,21 @@ def choose_device(cuda_setup: CudaSetup) -> DetectedDevice:
     ):
         return dataclasses.replace(device, unusable_reason=_describe_missing_kernels(cuda_setup, first_gpu))
     return device
+
+
+def _choose_rocm_device(cuda_setup: CudaSetup, cpu_device: DetectedDevice) -> DetectedDevice:
+    """AMD's GPU of a torch that was built for ROCm, else the processor."""
+    if cuda_setup.visible_gpus:
+        first_gpu = cuda_setup.visible_gpus[0]
+        return DetectedDevice(
+            "rocm", first_gpu.name, len(cuda_setup.visible_gpus), first_gpu.capability, first_gpu.memory_bytes
+        )
+    if cuda_setup.failure is None or not cuda_setup.installed_gpu_names:
+        return cpu_device
+    reason = f"ROCm cannot be started: {cuda_setup.failure}"
+    return DetectedDevice(
+        "rocm", cuda_setup.installed_gpu_names[0], len(cuda_setup.installed_gpu_names), unusable_reason=reason
+    )
 
 
 def _describe_start_failure(cuda_setup: CudaSetup) -> str:
@@ -268,15 +296,22 @@ def refuse_unsupported(
     hardware: Hardware, device: DetectedDevice, precision: Precision, *, compile_blocks: bool
 ) -> None:
     """Raise `ImpossibleError` where this machine's device cannot do what a run asks of it."""
-    if hardware.device == "cuda" and device.unusable_reason is not None:
+    on_gpu = hardware.device != "cpu"
+    if on_gpu and device.unusable_reason is not None:
         raise ImpossibleError(
             f"hardware={hardware.name} cannot be used here: {device.unusable_reason}. Or choose hardware=cpu."
         )
-    if hardware.device == "cuda" and device.kind != "cuda":
+    if on_gpu and device.kind == "cpu":
         raise ImpossibleError(
             f"hardware={hardware.name} needs a GPU, and this machine has none: choose hardware=cpu or auto."
         )
-    if hardware.gpu_names and device.kind == "cuda" and device.name not in hardware.gpu_names:
+    if on_gpu and not hardware.gpu_names and device.kind != hardware.device:
+        vendor = "AMD's" if hardware.device == "rocm" else "NVIDIA's"
+        raise ImpossibleError(
+            f"hardware={hardware.name} describes a GPU of {vendor}, but this machine has {device.name}: choose "
+            "hardware=auto."
+        )
+    if hardware.gpu_names and device.kind != "cpu" and device.name not in hardware.gpu_names:
         raise ImpossibleError(
             f"hardware={hardware.name} describes {' or '.join(hardware.gpu_names)}, but this machine has "
             f"{device.name}: choose hardware=auto (hardware.memory_limit_gib makes a larger GPU as small as you like)."
@@ -294,22 +329,22 @@ def refuse_unsupported(
             f"hardware.memory_limit_gib={nominal_gb:g} to use no more, or mode=predict for another device."
         )
     capability = device.capability or (0, 0)
-    on_gpu = hardware.device == "cuda"
-    if precision.tf32 and not (on_gpu and capability >= (8, 0)):
+    if precision.tf32 and not (hardware.device == "cuda" and capability >= (8, 0)):
         raise ImpossibleError(
             f"precision={precision.name} needs an NVIDIA GPU of compute capability 8.0 or later, "
             f"not {device.name}: choose fp32, bf16 or bf16_pure."
         )
-    if precision.uses_float8 and not precision.float8_emulated and not (on_gpu and capability >= MIN_FP8_CAPABILITY):
+    has_float8 = on_gpu and capability >= MIN_FP8_CAPABILITY[hardware.device]
+    if precision.uses_float8 and not precision.float8_emulated and not has_float8:
         raise ImpossibleError(
             f"precision={precision.name} needs the FP8 tensor cores of an NVIDIA GPU of compute capability 8.9 or "
-            f"later (H100, H200), which {device.name} lacks: choose bf16, or precision.float8_emulated=true to see how "
-            "accurate it is."
+            f"later (H100, H200), or of AMD's MI300 and later, which {device.name} lacks: choose bf16, or "
+            "precision.float8_emulated=true to see how accurate it is."
         )
-    if precision.compute == "bf16" and on_gpu and capability < (8, 0):
+    if precision.compute == "bf16" and on_gpu and capability < MIN_BF16_CAPABILITY[hardware.device]:
+        required = "an MI200 or later" if hardware.device == "rocm" else "compute capability 8.0 or later"
         raise ImpossibleError(
-            f"precision={precision.name} needs compute capability 8.0 or later, which {device.name} lacks: "
-            "choose fp32 or fp16."
+            f"precision={precision.name} needs {required}, which {device.name} lacks: choose fp32 or fp16."
         )
     if compile_blocks:
         _refuse_missing_compiler(on_gpu)

@@ -1,4 +1,5 @@
-"""What torch and NVIDIA's driver say of this machine's GPUs. Asking them starts CUDA: see `bench.core.processes`."""
+"""What torch and the driver say of this machine's GPUs, NVIDIA's or AMD's. Asking them starts CUDA, or ROCm: see
+`bench.core.processes`."""
 
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ class CudaSetup:
     cuda_build: str | None
     """CUDA that torch was built for, such as 13.0."""
     rocm_build: str | None = None
+    """ROCm that torch was built for, such as 6.4: its GPUs are AMD's."""
     cuda_architectures: tuple[str, ...] = ()
     """That torch was built for: sm_80 is machine code, compute_90 can be compiled for what is newer."""
     cpu_architecture: str = "x86_64"
@@ -72,11 +74,15 @@ def query_cuda_setup() -> CudaSetup:
         "cpu_architecture": platform.machine(),
         **_query_nvml(),
     }
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and torch.version.hip is None:
         return CudaSetup(**values)
     if "installed_gpu_names" not in values:
         values["installed_gpu_names"] = ("a GPU",) * len(list(DEVICE_FOLDER.glob("nvidia[0-9]*")))
-    values["all_gpus_hidden"] = torch.cuda._device_count_nvml() == 0 and bool(values["installed_gpu_names"])
+    if torch.version.hip is not None:  # the number of hidden GPUs is not asked
+        values["installed_gpu_names"] = ("a GPU",) * torch.cuda.device_count()
+        values["all_gpus_hidden"] = not values["installed_gpu_names"]
+    else:
+        values["all_gpus_hidden"] = torch.cuda._device_count_nvml() == 0 and bool(values["installed_gpu_names"])
     try:
         torch.cuda.init()
         values["cuda_architectures"] = tuple(torch.cuda.get_arch_list())

@@ -204,7 +204,7 @@ def check_run_on_host(config: RunConfig, profile: LocalProfile, device: Detected
             f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node} GPUs, and cluster=local "
             f"is one: choose at most {config.gpus_per_node}."
         )
-    if config.hardware.device == "cuda" and config.active_devices > device.count:
+    if config.hardware.device != "cpu" and config.active_devices > device.count:
         raise ImpossibleError(
             f"gpus={config.gpus} is more than the {device.count} GPU(s) of this machine: "
             f"choose at most {device.count}, or hardware=cpu."

@@ -90,7 +90,7 @@ def build_model_config(config: RunConfig) -> dict[str, Any]:
 
 def count_observed_steps(config: RunConfig) -> int:
     """Steps our side takes under its memory probe, before its warm-up."""
-    return (CudaMemoryProbe if config.hardware.device == "cuda" else CpuMemoryProbe).observed_steps
+    return (CpuMemoryProbe if config.hardware.device == "cpu" else CudaMemoryProbe).observed_steps
 
 
 def _run_timed(command: list[str], environment: dict[str, str]) -> tuple[str, float, float]:

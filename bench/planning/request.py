@@ -38,6 +38,9 @@ DEFAULT_GPU_SWEEP = "default_gpu"
 ALL_GPUS = "all"
 """``gpus=all``: as many as this machine has or, of another hardware, as a machine takes ranks."""
 
+UNKNOWN_GPU_OPTIONS = {"cuda": "gpu", "rocm": "gpu_rocm"}
+"""Descriptions of GPUs that no other one names, by their kind."""
+
 REPEATS_HINT = Annotated[int, Within(1, 1000)]
 DEVICE_HINT = Annotated[str | None, OneOf("cpu", "cuda")]
 
@@ -222,7 +225,8 @@ def parse_tracker(arguments: Sequence[str]) -> Tracker:
 def _check_sweep_device(sweep: str, required_device: str | None, hardware_names: set[str]) -> None:
     """Raise `UsageError` for a sweep that is for one kind of device and would be executed on another."""
     for name in sorted(hardware_names):
-        if required_device is not None and _get_hardware_field({"hardware": name}, "device") != required_device:
+        device = _get_hardware_field({"hardware": name}, "device")
+        if required_device is not None and ("cuda" if device == "rocm" else device) != required_device:
             raise UsageError(
                 f"sweep={sweep} is for {required_device}, and hardware={name} is not: choose another sweep, or "
                 "mode=predict "
@@ -287,7 +291,7 @@ def _runs_on_gpus(execution_settings: RunSettings, values_by_key: dict[str, list
         if requested_hardware == "auto"
         else requested_hardware
     )
-    return bool(_get_hardware_field({"hardware": hardware_name}, "device") == "cuda")
+    return bool(_get_hardware_field({"hardware": hardware_name}, "device") != "cpu")
 
 
 def _get_cluster_hardware(cluster: dict[str, Any]) -> str | None:
@@ -315,7 +319,7 @@ def _get_memory_gb(device: DetectedDevice, hardware: str, own_settings: tuple[tu
 
 def _count_all_gpus(hardware: str, cluster: RunSettings, device: DetectedDevice) -> int:
     """GPUs of a machine: of this one, if it has such GPUs."""
-    if device.kind == "cuda" and find_hardware_description(device) == hardware:
+    if device.kind != "cpu" and find_hardware_description(device) == hardware:
         return device.count
     count: int = validate_value(
         "cluster.gpus_per_node", Annotated[int, RANK_COUNT_BOUNDS], compose_config(cluster)["cluster"]["gpus_per_node"]
@@ -325,14 +329,15 @@ def _count_all_gpus(hardware: str, cluster: RunSettings, device: DetectedDevice)
 
 @functools.cache
 def find_hardware_description(device: DetectedDevice) -> str:
-    """Name of the hardware description that knows this device: `cpu`, a GPU's, or `gpu` where nobody described it."""
+    """Name of the hardware description that knows this device: `cpu`, a GPU's, or of `UNKNOWN_GPU_OPTIONS` where nobody
+    described it."""
     if device.kind == "cpu":
         return "cpu"
     for option in list_config_groups()["hardware"]:
         names = compose_config({"hardware": option})["hardware"].get("gpu_names", [])
         if device.name in validate_value("hardware.gpu_names", get_field_types(Hardware)["gpu_names"], names):
             return option
-    return "gpu"
+    return UNKNOWN_GPU_OPTIONS[device.kind]
 
 
 def _format_key(override: Override) -> str:

@@ -282,7 +282,7 @@ def build_trace_key(config: RunConfig) -> TraceKey:
         autocast=config.strategy.uses_autocast(config.precision),
         activation_checkpointing=config.activation_checkpointing,
         micro_batches=min(config.gradient_accumulation, 2),
-        device=config.hardware.device,
+        device=config.hardware.torch_device,
         compile=config.compile,
         widens_outputs=config.strategy.casts_outputs_to_fp32(config.precision),
         split=config.strategy.build_tensor_parallel_split(),

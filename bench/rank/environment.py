@@ -51,12 +51,13 @@ COMMIT_FILE = "COMMIT.json"
 
 RECORDED_VARIABLE_PREFIXES = (
     *("PYTORCH_", "TORCH", "ATEN_", "TRITON_", "INDUCTOR_", "CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_TF32_OVERRIDE"),
+    *("HIP", "HSA_", "ROCBLAS_", "ROCR_", "MIOPEN_", "RCCL_"),
     *("NCCL_", "GLOO_", "UCC_", "UCX_", "FI_", "OFI_", "SHARP_", "NVSHMEM_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"),
     *("DS_", "DEEPSPEED_", "ACCELERATE_", "BNB_", "BITSANDBYTES_"),
 )
-"""Beginnings of the names of variables that can change a result: of torch and its compilers, of CUDA's libraries, of
-communication, of a processor's libraries, of the frameworks."""
+"""Beginnings of the names of variables that can change a result: of torch and its compilers, of CUDA's and ROCm's
+libraries, of communication, of a processor's libraries, of the frameworks."""
 
 PATH_VARIABLE_PATTERN = re.compile(r"(HOME|ROOT|_PATH|_DIR|_CACHE)$")
 """In the name of a variable that only says where something lies: it is not recorded."""
@@ -116,7 +117,8 @@ def list_changed_variables(recorded: Mapping[str, str], environment: Mapping[str
 
 
 def _find_nccl_version() -> str | None:
-    if torch.version.cuda is None:
+    """Of NCCL, or of RCCL, which PyTorch calls by the same name."""
+    if torch.version.cuda is None and torch.version.hip is None:
         return None
     try:
         return ".".join(str(part) for part in torch.cuda.nccl.version())

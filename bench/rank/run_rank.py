@@ -92,7 +92,7 @@ def run_rank(
     """
     started_at = time.perf_counter()
     outcome = RankOutcome(coordinates.rank, environment.get_host_name())
-    on_gpu = config.hardware.device == "cuda"
+    on_gpu = config.hardware.torch_device == "cuda"
     memory_limit: MemoryLimit | None = None
     get_failed_request: Callable[[], int | None] = lambda: None  # noqa: E731
     read_network: Callable[[], str | None] = lambda: None  # noqa: E731

@@ -252,7 +252,7 @@ class Strategy(ABC):
         """Raise `ImpossibleError` where the resolved strategy cannot train this model on such batches."""
 
     def check_device(self, device: str) -> None:
-        """Raise `ImpossibleError` where a knob needs a device this is not (cpu or cuda)."""
+        """Raise `ImpossibleError` where a knob needs a device this is not (cpu, cuda or rocm)."""
 
     def check_precision(self, precision: Precision) -> None:
         """Raise `ImpossibleError` where the strategy cannot train in this precision."""

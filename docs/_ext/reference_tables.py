@@ -30,6 +30,8 @@ from bench.core import plugins
 from bench.core.presentation import get_presentation
 from bench.core.typed_config import get_field_types, parse_type_hint
 from bench.finetune import Finetune
+from bench.hardware.derived import list_assumed_fields, list_numbers
+from bench.hardware.interconnect import Network
 from bench.models import Family
 from bench.optimizers import list_optimizers
 from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS, FLAT_TENSORS, PARTS, WHOLE_TENSORS
@@ -164,6 +166,8 @@ def _find_class(group: str, values: dict[str, Any]) -> type | None:
             if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__name__.endswith("Profile")
         )
         return next((cls for cls in classes if values["launcher"] in cls.__name__.lower()), None)
+    if group == "network":
+        return Network
     return parse_type_hint(get_field_types(RunConfig)[group]).section_class
 
 
@@ -313,14 +317,20 @@ def write_models() -> str:
 
 
 def write_hardware() -> str:
-    """The hardware descriptions: peaks, memory, links."""
+    """The hardware descriptions: memory, power, peaks, links, and how many of the numbers are assumed."""
     rows = []
     for option in list_config_groups()["hardware"]:
-        values = compose_config({"hardware": option})["hardware"]
-        peaks = ", ".join(f"{name} {value:g}" for name, value in (values.get("peak_tflops") or {}).items())
-        memory, bandwidth = values.get("memory_gb"), values.get("memory_bandwidth_gb_s")
-        rows.append([f"`{option}`", f"{memory:g}" if memory else "", f"{bandwidth:g}" if bandwidth else "", peaks])
-    return _format_table(("`hardware=`", "memory, GB", "bandwidth, GB/s", "dense peaks, TFLOP/s"), rows)
+        hardware = build_run_config(compose_config({"hardware": option})).hardware
+        numbers = (hardware.memory_gb, hardware.memory_bandwidth_gb_s, hardware.power_w)
+        peaks = ", ".join(f"{name} {value:g}" for name, value in hardware.peak_tflops.items())
+        words, speeds = hardware.interconnect, hardware.speeds
+        links = f"{words.gpu_link} {speeds.links.gpu_gb_s:g} GB/s, {words.machine}" if words and speeds else ""
+        assumed = f"{len(list_assumed_fields(hardware))} of {len(list_numbers(hardware))}" if speeds else ""
+        rows.append(
+            [f"`{option}`", *("" if value is None else f"{value:g}" for value in numbers), peaks, links, assumed]
+        )
+    heads = ("`hardware=`", "memory, GB", "bandwidth, GB/s", "power, W", "dense peaks, TFLOP/s", "links", "assumed")
+    return _format_table(heads, rows)
 
 
 def write_offers() -> str:

@@ -518,7 +518,7 @@ BAD_ARGUMENTS = {
     "price=aws": ("price=aws ", "a number", "aws_p5"),
     "gpus=0": ("gpus=0", "a whole number of at least 1"),
     "gpus=12": ("gpus=12", "gpus_per_node=8"),
-    "hardware=h100": ("hardware=h100", "a100_80gb, auto"),
+    "hardware=h100": ("hardware=h100", "auto, b200"),
     "precision=tf32": ("precision=tf32",),
 }
 

@@ -435,7 +435,7 @@ def test_options_can_be_written_both_ways(tmp_path, monkeypatch):
 def test_a_gpu_that_nobody_has_described_needs_its_peaks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     unknown, own = (
-        DetectedDevice("cuda", "Tesla T4", 1, (7, 5), 16 * 2**30),
+        DetectedDevice("cuda", "Tesla P40", 1, (6, 1), 24 * 2**30),
         dict.fromkeys(session.OPTION_KEYS),
     )
     with pytest.raises(UsageError, match=r"hardware=gpu is not valid: .* \+hardware.peak_tflops"):

@@ -24,6 +24,7 @@ from bench import advise, calibrate, compare, dashboard, history, jobs, predict,
 from bench.advice import question
 from bench.calibration import session
 from bench.config import compose
+from bench.core import option_files
 from bench.core.typed_config import read_plain_yaml
 from bench.hardware.detect import DetectedDevice
 from bench.hardware.hardware_file import read_hardware_file
@@ -275,6 +276,7 @@ def own_sweep(nothing_is_executed) -> Iterator[Path]:
     file.write_text("name: own\ngrids: [{}]\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compose, "CONF_FOLDER", copy)
+        patch.setattr(option_files, "CONF_FOLDER", copy)
         clear_compose_caches()
         yield file
     clear_compose_caches()
@@ -309,7 +311,7 @@ def test_own_sweeps(own_sweep, content):
     ("text", "sentence"),
     [
         ("device: cuda\nmemory_gb: '141'\n", "hardware.memory_gb=141 is not valid: choose a number of GB"),
-        ("memory_gb: 141\n", "hardware.device=null is not valid: choose cpu, cuda."),
+        ("memory_gb: 141\n", "hardware.device=null is not valid: choose cpu, cuda, rocm."),
         ("device: cuda\nmemory_gb: !!binary aGVsbG8=\n", "choose a file whose values are text, numbers, "),
     ],
 )

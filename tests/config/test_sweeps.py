@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bench.config import compose
-from bench.config.compose import CONF_FOLDER, compose_config, list_config_groups
+from bench.config.compose import CONF_FOLDER, compose_config, find_option_file, list_config_groups
 from bench.config.grid import RunSettings, parse_grids
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError, UsageError
@@ -384,10 +384,17 @@ def fields_of(values: dict[str, Any], prefix: str = "") -> list[str]:
     return keys
 
 
+def list_plain_options(group: str) -> list[str]:
+    """Options that Hydra composes: the links that a network replaces, and what hardware has of the one it is like, are
+    the suite's own doing."""
+    options = ["reference"] if group == "network" else list_config_groups()[group]
+    return [option for option in options if "\nlike:" not in find_option_file(group, option).read_text()]
+
+
 def drawn(dice: random.Random) -> RunSettings:
     """Some options, some additions to them, some fields of all there are but names, which are rather chosen."""
     settings = {
-        group: dice.choice(list_config_groups()[group])
+        group: dice.choice(list_plain_options(group))
         for group in dice.sample(sorted(list_config_groups()), dice.randint(0, 5))
     }
     fields = [key for key in fields_of(compose_config(settings)) if not key.endswith(".name")] + [*DICTIONARIES]

@@ -193,6 +193,15 @@ def test_where_there_is_no_gpu_to_use_nothing_is_said(gpu_facts) -> None:
     assert "this machine has none" in read_refusal(device)
 
 
+def test_amds_gpus_are_taken_by_a_torch_that_is_built_for_them() -> None:
+    gpu = VisibleGpu("AMD Instinct MI300X", (9, 4), 196592 * 2**20, "00000000:04:00")
+    rocm_facts = CudaSetup("2.13.0+rocm7.1", None, rocm_build="7.1", installed_gpu_names=("a GPU",) * 8)
+    device = choose_device(dataclasses.replace(rocm_facts, visible_gpus=(gpu,) * 8))
+    assert (device.kind, device.torch_device, device.name, device.count) == ("rocm", "cuda", gpu.name, 8)
+    broken = choose_device(dataclasses.replace(rocm_facts, failure="hipErrorNoDevice"))
+    assert broken.unusable_reason == "ROCm cannot be started: hipErrorNoDevice"
+
+
 @pytest.mark.parametrize(("tools", "missing"), [((), "a C compiler (gcc or clang)"), (("gcc",), None), (("cc",), None)])
 def test_compiling_on_a_gpu_needs_what_compiles_tritons_launcher(monkeypatch, tmp_path, tools, missing) -> None:
     (tmp_path / "Python.h").touch()

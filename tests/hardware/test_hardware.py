@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
+import yaml
 
-from bench.config.compose import compose_config, list_config_groups
+from bench.config.compose import list_config_groups
 from bench.core.errors import ImpossibleError, UsageError
+from bench.core.option_files import find_option_file
 from bench.hardware import refuse_unsupported
+from bench.hardware.derived import NUMERIC_SECTIONS, find_source, list_leaves, list_numbers
 from bench.hardware.detect import DetectedDevice
-from bench.planning.request import find_hardware_description
+from bench.planning.request import find_hardware_description, parse_sweep_request
 from bench.planning.run_predictions import predict_configs
 from bench.prediction.prediction import Prediction
 from tests.conftest import CPU, ROOT, compose_run_config
 
 A100 = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 8, (8, 0), 80 * 2**30)
 V100 = DetectedDevice("cuda", "Tesla V100-SXM2-32GB", 8, (7, 0), 32 * 2**30)
+MI300X = DetectedDevice("rocm", "AMD Instinct MI300X", 8, (9, 4), 196592 * 2**20)
+MI250X = DetectedDevice("rocm", "AMD Instinct MI250X", 8, (9, 0), int(63.98 * 2**30))
 
 
 def refuse_unsupported_config(device: DetectedDevice, *overrides: str) -> None:
@@ -26,13 +30,11 @@ def refuse_unsupported_config(device: DetectedDevice, *overrides: str) -> None:
     refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
 
 
-def list_number_names(values: dict[str, Any], prefix: str) -> list[str]:
-    """Dotted names of the numbers in nested values; those of one format share a name."""
-    names = []
-    for name, value in values.items():
-        nested = isinstance(value, dict) and name != "efficiency"
-        names += list_number_names(value, f"{prefix}.{name}") if nested else [f"{prefix}.{name}"]
-    return names
+def assert_says_sources_of_its_own(option: str) -> None:
+    """What a file says itself, it says the source of: that of the description it is like is another device's."""
+    values = yaml.safe_load(find_option_file("hardware", option).read_text())
+    for name, value in list_leaves({key: value for key, value in values.items() if key in NUMERIC_SECTIONS}):
+        assert value is None or find_source(values["sources"], name), f"{option}.yaml does not say where {name} is from"
 
 
 @pytest.mark.parametrize("option", [option for option in list_config_groups()["hardware"] if option != "auto"])
@@ -42,14 +44,17 @@ def test_every_description_is_complete_and_sourced(option: str) -> None:
     if hardware.gpu_names:
         assert set(hardware.peak_tflops) >= {"fp32", "fp16"}
         assert hardware.peak_tflops["fp32"] < hardware.peak_tflops["fp16"]
+        assert hardware.power_w is not None
+        assert hardware.interconnect is not None
         assert hardware.speeds is not None
-        required = {"peak_tflops", "memory_gb", "memory_bandwidth_gb_s"}
+        required = {"peak_tflops", "memory_gb", "memory_bandwidth_gb_s", "power_w"}
         assert all(hardware.sources[field].startswith("https://") for field in required)
         assert set(hardware.speeds.matmul.efficiency) == set(hardware.peak_tflops)
-        for number in list_number_names(compose_config({"hardware": option})["hardware"]["speeds"], "speeds"):
-            source = hardware.sources.get(number) or hardware.sources.get(number.rpartition(".")[0])
+        for number in list_numbers(hardware):
+            source = find_source(hardware.sources, number)
             assert source is not None, f"{option} does not say where {number} comes from"
-            assert source.startswith(("https://", "fitted: ", "assumed: ")), source
+            assert source.startswith(("https://", "fitted: ", "assumed: ", "derived: ", "the same table")), source
+        assert_says_sources_of_its_own(option)
     else:
         assert hardware.peak_tflops == {}, "an unknown device has no peak: MFU stays empty"
 
@@ -58,7 +63,10 @@ def test_auto_finds_the_description_by_the_drivers_name() -> None:
     assert find_hardware_description(A100) == "a100_80gb"
     assert find_hardware_description(DetectedDevice("cuda", "NVIDIA H200", 1, (9, 0))) == "h200"
     assert find_hardware_description(V100) == "v100_32gb"
-    assert find_hardware_description(DetectedDevice("cuda", "Tesla T4", 1, (7, 5))) == "gpu"
+    assert find_hardware_description(DetectedDevice("cuda", "Tesla T4", 1, (7, 5))) == "t4"
+    assert find_hardware_description(DetectedDevice("cuda", "Tesla P40", 1, (6, 1))) == "gpu"
+    assert find_hardware_description(MI300X) == "mi300x"
+    assert find_hardware_description(DetectedDevice("rocm", "AMD Instinct MI100", 1, (9, 0))) == "gpu_rocm"
     assert find_hardware_description(CPU) == "cpu"
 
 
@@ -70,6 +78,11 @@ def test_auto_finds_the_description_by_the_drivers_name() -> None:
         (CPU, ("precision=tf32",), "precision=tf32 needs an NVIDIA GPU of compute capability 8.0"),
         (V100, ("hardware=gpu", "precision=bf16"), "choose fp32 or fp16"),
         (A100, ("hardware=a100_80gb", "hardware.memory_limit_gib=82"), "choose at most 80.0"),
+        (MI300X, ("hardware=a100_80gb",), "this machine has AMD Instinct MI300X"),
+        (MI300X, ("hardware=gpu",), "describes a GPU of NVIDIA's, but this machine has AMD Instinct MI300X"),
+        (A100, ("hardware=gpu_rocm",), "describes a GPU of AMD's, but this machine has NVIDIA A100"),
+        (MI300X, ("hardware=mi300x", "precision=tf32"), "precision=tf32 needs an NVIDIA GPU"),
+        (CPU, ("hardware=mi300x",), "hardware=mi300x needs a GPU, and this machine has none"),
     ],
 )
 def test_what_a_device_cannot_do_is_refused(device: DetectedDevice, overrides: tuple[str, ...], sentence: str) -> None:
@@ -80,6 +93,8 @@ def test_what_a_device_cannot_do_is_refused(device: DetectedDevice, overrides: t
 def test_what_a_device_can_do_is_not_refused() -> None:
     refuse_unsupported_config(A100, "hardware=a100_80gb", "precision=tf32", "hardware.memory_limit_gib=40")
     refuse_unsupported_config(V100, "hardware=gpu", "precision=fp16", "compile=true")
+    refuse_unsupported_config(MI300X, "hardware=mi300x", "precision=bf16")
+    refuse_unsupported_config(MI250X, "hardware=mi250x", "precision=bf16")
     for precision in ("fp32", "bf16", "fp16", "bf16_pure"):
         refuse_unsupported_config(CPU, f"precision={precision}")
 
@@ -195,3 +210,9 @@ def test_a_run_is_refused_where_the_gpu_has_another_memory() -> None:
         refuse_unsupported(config.hardware, device, config.precision, compile_blocks=False)
     usual = compose_run_config("hardware=a100_80gb").hardware
     refuse_unsupported(usual, device, config.precision, compile_blocks=False)
+
+
+def test_a_sweep_for_gpus_takes_those_of_both_vendors() -> None:
+    for device, option in ((A100, "a100_80gb"), (MI300X, "mi300x")):
+        points = parse_sweep_request(["sweep=single_gpu"], multirun=True, device=device).points
+        assert {point["hardware"] for point in points} == {option}

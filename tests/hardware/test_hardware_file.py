@@ -161,7 +161,8 @@ BAD_FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "unknown": ("name: x\ndevice: cpu\ncolour: red\n", ("hardware.colour is not a field", "memory_gb")),
     "missing": ("name: x\n", ("hardware.device has no value",)),
     "wrong type": ("name: x\ndevice: cpu\nmemory_gb: much\n", ("hardware.memory_gb=much", "a number")),
-    "wrong value": ("name: x\ndevice: abacus\n", ("hardware.device=abacus", "cpu, cuda")),
+    "wrong value": ("name: x\ndevice: abacus\n", ("hardware.device=abacus", "cpu, cuda, rocm")),
+    "like nothing": ("name: x\nlike: abacus\n", ("hardware.like=abacus", "a100_80gb")),
     "wrong section": ("name: x\ndevice: cpu\nspeeds: 3\n", ("hardware.speeds=3", "hardware.speeds.links")),
 }
 

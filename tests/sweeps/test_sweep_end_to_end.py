@@ -349,9 +349,6 @@ def changed(value: Any) -> Any:
     return [*value, "x"] if isinstance(value, list) else {**value, "x": 1}
 
 
-UNNAMED_HARDWARE_FIELDS = (("hardware", "sources"), ("hardware", "speeds"), ("hardware", "host"))
-
-
 @pytest.mark.parametrize(
     "asked",
     [
@@ -376,9 +373,12 @@ def test_every_knob_is_part_of_a_runs_name(model, asked):
         for name in path[:-1]:
             owner = getattr(owner, name)
         object.__setattr__(owner, path[-1], changed(getattr(owner, path[-1])))
-        # where numbers were read; what is resolved elsewhere; what a measurement has no need to believe
+        # where numbers were read, how links are called, what only energy follows from; what is resolved elsewhere; what
+        # a measurement has no need to believe
         unnamed = (
             ("hardware", "sources"),
+            ("hardware", "interconnect"),
+            ("hardware", "power_w"),
             ("requested",),
             ("global_batch",),
             ("hardware", "speeds"),

@@ -21,6 +21,7 @@ from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import rank_with_last_resort
 from bench.advice.sentence import (
     describe_advice,
+    describe_assumed_network,
     describe_misfit,
     format_gib,
     format_overrides,
@@ -54,8 +55,9 @@ def build_pages(guidances: Sequence[CaseGuidance]) -> RenderableType:
 
 
 def build_page(guidance: CaseGuidance) -> list[RenderableType]:
-    """The page of one case."""
+    """The page of one case; what is assumed of the network comes first."""
     return [
+        Text(describe_assumed_network(guidance.case.config, guidance.case.settings)),
         Text(format_title(guidance.case), style="bold"),
         Text(),
         _build_steps_table(guidance),
@@ -221,7 +223,7 @@ def _build_case_values(guidance: CaseGuidance) -> dict[str, Any]:
     return {
         "question": {
             "settings": guidance.case.settings,
-            **build_subject_values(config),
+            **build_subject_values(config, guidance.case.settings),
             "precision": config.precision.name,
             "sequence_length": config.sequence_length,
             "batch_size_per_gpu": guidance.case.requested_batch,

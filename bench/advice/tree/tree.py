@@ -25,7 +25,7 @@ ANY_ANSWER = "any"
 
 def adapt_to_device(text: str, device: str) -> str:
     """A question or advice for a device: a process on a CPU is never called a GPU."""
-    return text if device == "cuda" else text.replace("GPUs", "processes").replace("GPU", "process")
+    return text if device != "cpu" else text.replace("GPUs", "processes").replace("GPU", "process")
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ class JobLeader:
             refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
             for remark in device.messages:
                 print_safely(f"{self.job_environment.nodes[0]}: {remark}")
-            if config.hardware.device == "cuda":
+            if config.hardware.device != "cpu":
                 refuse_too_few_visible_gpus(
                     device.count, config.devices_per_process, self.job_environment.tasks_per_node
                 )

@@ -369,7 +369,7 @@ def _compute_device_capacity(config: RunConfig, outside_bytes: float) -> int | N
     hardware = config.hardware
     if hardware.memory_limit_bytes is not None:
         return hardware.memory_limit_bytes
-    if hardware.speeds is not None and hardware.device == "cuda":
+    if hardware.speeds is not None and hardware.device != "cpu":
         return int(hardware.speeds.outside.device_gib * GIB - outside_bytes)
     return None if hardware.memory_gb is None else int(hardware.memory_gb * 1e9 - outside_bytes)
 

@@ -74,7 +74,7 @@ def build_trade_off_figure(selected: pd.DataFrame) -> go.Figure:
     selected: DataFrame
         As `bench.reporting.figures.sharding_factor.select` gives it, of one configuration.
     """
-    noun = "GPU" if selected["device"].iloc[0] == "cuda" else "process"
+    noun = "process" if selected["device"].iloc[0] == "cpu" else "GPU"
     title = f"Memory against speed: {sharding_factor.describe_subject(selected)}"
     speed_label = format_tflops_label(selected["flop_convention"].iloc[0], noun)
     figure = _create_figure(title, f"peak memory per {noun} (GiB)", speed_label)

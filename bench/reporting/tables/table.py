@@ -220,7 +220,7 @@ def _format_places(frame: pd.DataFrame) -> list[str]:
     for device, hardware, name in _iterate_values(frame, "device", "hardware", "gpu_name"):
         known_names = device_names.get((device, hardware), [])
         name = name or (known_names[0] if len(known_names) == 1 else None)
-        device_kind = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
+        device_kind = {"cpu": "CPU", "cuda": "GPU", "rocm": "GPU"}.get(device, device)
         parts = [device_kind, hardware if hardware != device else None, name]
         places.append(" · ".join(part for part in parts if part) or "device not stated")
     return places
