@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.core.errors import ImpossibleError
 from bench.models.checkpointing import checkpoint_blocks
 from bench.models.embedding_tables import ADAGRAD_EPSILON, EmbeddingTables, build_table_buffer
+from bench.prediction.cost.collectives import ALL_TO_ALL, CollectiveGroup, compute_collective_seconds
 from bench.prediction.parameter_facts import find_parameter_facts
 from bench.prediction.predictor import build_trace_key, predict_run
 from bench.prediction.trace.trace_recorder import trace_step
@@ -113,6 +114,27 @@ def test_its_trace_has_the_exchanges_of_a_step_and_none_of_the_rows_that_nobody_
     assert moved_bytes[0] == moved_bytes[1]
     peaks = [predict_run(run).memory.parts["parameters"] for run in (config, larger)]
     assert peaks[1] - peaks[0] == (10**9 - 512) * 2 * (32 + 1) * 4  # two tables of a rank, and a number per row
+
+
+def test_a_step_waits_for_exchanges_among_all_ranks() -> None:
+    """What tables of twice the bytes cost is what the exchange of their vectors does, and nothing hides it."""
+    two_nodes = (*TINY, "mode=predict", "hardware=a100_80gb", "strategy=fsdp", "gpus=16", "batch_size_per_gpu=4096")
+    configs = [
+        compose_run_config(*two_nodes, "model.num_tables=64", f"model.table_format={table_format}")
+        for table_format in ("fp16", "fp32")
+    ]
+    half, full = (predict_run(config).time for config in configs)
+    assert half is not None
+    assert full is not None
+    assert configs[0].hardware.speeds is not None
+    half_s, full_s = (
+        compute_collective_seconds(
+            ALL_TO_ALL, 4096 * 64 * 32 * num_bytes, CollectiveGroup(16, 8), configs[0].hardware.speeds.links
+        )
+        for num_bytes in (2, 4)
+    )
+    assert full.communication_s - half.communication_s == pytest.approx(full_s - half_s, rel=0.01)
+    assert full.exposed_communication_s - half.exposed_communication_s == pytest.approx(full_s - half_s, rel=0.01)
 
 
 @pytest.mark.slow
