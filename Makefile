@@ -29,7 +29,7 @@ BIN    := $(VENV)/bin
 # Tests start hundreds of processes: each finds its modules compiled.
 export PYTHONDONTWRITEBYTECODE :=
 PREDICTED := results/predicted
-PAPER  := model_scale prefetch rate_limiter gpt_175b_scale t5_11b_scale memory sharding_factor
+PAPER  := model_scale prefetch rate_limiter dhen_scale gpt_175b_scale t5_11b_scale memory sharding_factor
 
 .PHONY: install sweep test test-all quick fuzz scale kills test-slurm timing predictions docs docs-serve notebooks cluster cluster-down lint types clean
 

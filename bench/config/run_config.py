@@ -32,7 +32,13 @@ from bench.models.checkpointing import CHECKPOINTING_MODES, VALID_CHECKPOINTING
 from bench.models.checkpointing_budget import count_recomputed_flops
 from bench.models.chunked_loss import DEFAULT_LOSS_CHUNKS, check_chunked_loss
 from bench.optimizers import OptimizerConfig, load_optimizer
-from bench.strategies import StepSettings, Strategy, format_float8_strategies, load_strategy
+from bench.strategies import (
+    StepSettings,
+    Strategy,
+    format_float8_strategies,
+    load_strategy,
+    require_whole_replicas,
+)
 
 EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
@@ -154,6 +160,13 @@ class RunConfig:
                 "expandable_segments=true is not valid on a CPU, which has no caching allocator: choose false."
             )
         self.model.check_sequence_length(self.sequence_length)
+        self.model.check_run(self.precision, self.gpus)
+        if self.model.communicates:
+            require_whole_replicas(self.strategy, self.model)
+            if self.finetune.name != "full":
+                raise invalid_value_error(
+                    "finetune", self.finetune.name, f"full, for model={self.model.name}", ImpossibleError
+                )
         self.strategy.check_model(self.model, self.batch_size_per_gpu, self.sequence_length)
         self.strategy.check_device(self.hardware.device)
         if self.precision.uses_float8:

@@ -14,6 +14,7 @@ from torch import nn
 
 from bench.core import plugins
 from bench.core.errors import ImpossibleError
+from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within
 from bench.core.units import MIB
 from bench.models.division import LayerDivision, PipelineStageModule
@@ -21,11 +22,12 @@ from bench.models.division import LayerDivision, PipelineStageModule
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: the model's keyword arguments, each of shape (sequences, length), and the tokens to predict."""
+    """One micro-batch: the model's keyword arguments, whose first dimension is the sequences, mostly of shape
+    (sequences, length), and what to predict."""
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
-    """Shape (sequences, predictions); `IGNORED_LABEL` where there is nothing to predict."""
+    """Shape (sequences, predictions); of tokens, `IGNORED_LABEL` where there is nothing to predict."""
 
     def select_sequences(self, sequences: slice, device: torch.device) -> Batch:
         """Some of the sequences, on a device."""
@@ -176,6 +178,10 @@ class Family(ABC):
     can_divide_expert_layers: ClassVar[bool] = False
     """Whether it says so of all but the experts, which are divided otherwise."""
 
+    communicates: ClassVar[bool] = False
+    """Whether the model itself exchanges something among all ranks, by functional collectives, and divides buffers
+    among them: every rank must then run the whole model on samples of its own."""
+
     @classmethod
     def complete_fields(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The fields as they were chosen, with what a family reads from elsewhere."""
@@ -188,7 +194,11 @@ class Family(ABC):
     @functools.cached_property
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once. Counted on meta."""
-        return sum(parameter.numel() for parameter in self.build_model().parameters())
+        return self.count_parameters(self.build_model())
+
+    def count_parameters(self, model: nn.Module) -> int:
+        """Those of `build_model`'s model, and what is trained without being a parameter of a module."""
+        return sum(parameter.numel() for parameter in model.parameters())
 
     @property
     def num_active_parameters(self) -> int:
@@ -246,6 +256,9 @@ class Family(ABC):
     def check_sequence_length(self, sequence_length: int) -> None:
         """Raise `UsageError` if the model cannot take sequences of this length."""
 
+    def check_run(self, precision: Precision, num_ranks: int) -> None:
+        """Raise `ImpossibleError` if the model cannot be trained in this precision, or by so many ranks."""
+
     def find_seed_name(self, name: str) -> str:
         """The name by which a parameter is drawn at random: its own, but for layers that were wrapped since."""
         return name
@@ -278,6 +291,10 @@ class Family(ABC):
             f"model.family={self.family} does not say what the buffer {name} of {type(module).__name__} holds, which "
             "its model has on meta: give it a `build_buffer`, or choose a model without buffers."
         )
+
+    def count_divided_buffer_bytes(self, num_ranks: int) -> int:
+        """Bytes that each of so many ranks has of all buffers of a model that divides them (`communicates`)."""
+        raise NotImplementedError
 
     def find_stored_formats(self, model: nn.Module) -> dict[int, StoredFormat]:
         """The parameters that are not stored as they were drawn, by their identity."""

@@ -160,8 +160,10 @@ def fill_buffers(module: nn.Module, family: Family, device: torch.device) -> Non
 
 
 @functools.lru_cache(maxsize=64)
-def count_buffer_bytes(family: Family) -> int:
-    """Bytes of all buffers of a family's model, of which every device has a copy."""
+def count_buffer_bytes(family: Family, num_ranks: int = 1) -> int:
+    """Bytes that each of so many ranks has of all buffers of a family's model: all, unless the model divides them."""
+    if family.communicates:
+        return family.count_divided_buffer_bytes(num_ranks)
     model = family.build_model()
     if not any(True for _ in model.buffers()):
         return 0

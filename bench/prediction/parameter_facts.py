@@ -30,10 +30,8 @@ def find_parameter_facts(model: Family) -> ParameterFacts:
     entry = cache.read_entries(ENTRY_KIND, [key]).get(key)
     if entry is not None:
         return ParameterFacts(**entry)
-    parameters = list(model.build_model().parameters())
-    facts = ParameterFacts(
-        sum(parameter.numel() for parameter in parameters), max(parameter.shape[0] for parameter in parameters)
-    )
+    module = model.build_model()
+    facts = ParameterFacts(model.count_parameters(module), max(parameter.shape[0] for parameter in module.parameters()))
     cache.write_entries(ENTRY_KIND, {key: vars(facts)})
     return facts
 

@@ -63,7 +63,7 @@ from bench.prediction.trace.trace_cache import (
     load_traces,
 )
 from bench.records import Record
-from bench.strategies.step_plan import PARAMETER_MEMORY, TENSOR_GROUP, PlanInputs, StepPlan
+from bench.strategies.step_plan import PARAMETER_MEMORY, TENSOR_GROUP, WORLD_GROUP, PlanInputs, StepPlan
 
 MIN_RUNS_FOR_PROCESSES = 40
 """Runs from which on it pays to share the work among processes."""
@@ -285,15 +285,13 @@ def _simulate_rank(
         keeps_frozen_inputs=keeps_frozen_inputs,
     )
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
-    simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model), PARAMETER_MEMORY)
-    tensor_group = _find_tensor_group(config)
+    simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model, config.gpus), PARAMETER_MEMORY)
+    layer_group = _find_layer_group(config)
     segments = _build_segments(
-        key, config.sequences_per_device, HashableHardware(config.hardware), tensor_group, _find_transfer_speed(config)
+        key, config.sequences_per_device, HashableHardware(config.hardware), layer_group, _find_transfer_speed(config)
     )
     if config.devices_per_process > 1:
-        batch_segments = _build_segments(
-            key, config.sequences_per_rank, HashableHardware(config.hardware), tensor_group
-        )
+        batch_segments = _build_segments(key, config.sequences_per_rank, HashableHardware(config.hardware), layer_group)
         segments = build_first_device_segments(segments, batch_segments, config.devices_per_process)
     _simulate_planned_step(config, simulated_rank, plan, segments)
     return simulated_rank
@@ -309,7 +307,7 @@ def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     assert plan is not None
     simulated_rank = SimulatedRank(rank_speed.RankSpeed())
     segments = _build_segments(
-        key, config.sequences_per_device, HashableHardware(config.hardware), _find_tensor_group(config)
+        key, config.sequences_per_device, HashableHardware(config.hardware), _find_layer_group(config)
     )
     _simulate_planned_step(config, simulated_rank, plan, build_other_device_segments(segments))
     return simulated_rank
@@ -382,11 +380,14 @@ def build_trace_key(config: RunConfig) -> TraceKey:
         and not config.strategy.uses_autocast(config.precision)
         and config.strategy.shards_fp32_layers_separately,
         shards_trained_separately=config.strategy.shards_trained_layers_separately and config.finetune.name != "full",
+        num_ranks=config.gpus if config.trained_model.communicates else 1,
     )
 
 
-def _find_tensor_group(config: RunConfig) -> CollectiveGroup | None:
-    """Where the ranks are that share layers; None where layers are whole."""
+def _find_layer_group(config: RunConfig) -> CollectiveGroup | None:
+    """Where the ranks are among which layers exchange something; None where they do not."""
+    if config.trained_model.communicates:
+        return rank_speed.build_collective_group(config, WORLD_GROUP)
     return (
         None
         if config.strategy.build_tensor_parallel_split() is None

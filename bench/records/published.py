@@ -35,7 +35,13 @@ STRATEGY_NAMES = {"FSDP": "fsdp1", "FSDP2": "fsdp", "DDP": "ddp"}
 FULLY_SHARDING_STRATEGIES = ("fsdp", "fsdp1", "ZeRO-DP", "DeepSpeed ZeRO-3")
 """Strategies whose ranks all share one copy where they shard fully; with tensor or pipeline parallelism they do not."""
 
-MODEL_NAMES = {"T5-611M": "t5_611m", "T5-2.28B": "t5_2b", "T5-11B": "t5_11b", "minGPT-175B": "gpt_175b"}
+MODEL_NAMES = {
+    "T5-611M": "t5_611m",
+    "T5-2.28B": "t5_2b",
+    "T5-11B": "t5_11b",
+    "minGPT-175B": "gpt_175b",
+    "DHEN": "dhen",
+}
 """The FSDP paper's models that conf/model has."""
 
 PRECISION_NAMES = {
@@ -248,6 +254,8 @@ def _find_precision(line: PublishedLine) -> str | None:
 def _find_family(model: str) -> str | None:
     if model.startswith("T5"):
         return "t5"
+    if model == "DHEN":
+        return "dhen"
     return "gpt" if "GPT" in model else None
 
 
@@ -272,6 +280,9 @@ def _parse_integer(text: str) -> int | None:
 
 
 def _parse_count(text: str) -> int | None:
-    """A number of parameters, written out or with K, M, B or T."""
+    """A number of parameters, written out or with K, M, B or T; of dense and sparse ones, their sum."""
+    if parts := re.fullmatch(r"(\S+) dense \+ (\S+) sparse", text):
+        counts = [_parse_count(part) for part in parts.groups()]
+        return None if None in counts else sum(count for count in counts if count is not None)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text)
     return round(float(match[1]) * COUNT_SUFFIXES.get(match[2], 1)) if match else None

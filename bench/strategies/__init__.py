@@ -8,6 +8,7 @@ from bench.strategies.base import (
     format_float8_strategies,
     list_strategies,
     load_strategy,
+    require_whole_replicas,
 )
 from bench.strategies.stepper import Stepper
 
@@ -19,4 +20,5 @@ __all__ = [
     "format_float8_strategies",
     "list_strategies",
     "load_strategy",
+    "require_whole_replicas",
 ]

@@ -117,6 +117,10 @@ class Strategy(ABC):
     takes_float8 = False
     """Whether it was shown to train a model whose linear layers compute in FP8."""
 
+    takes_communicating_models = False
+    """Whether it was shown to train a model that itself exchanges something among all ranks, whose buffers differ from
+    rank to rank (`Family.communicates`)."""
+
     def uses_autocast(self, precision: Precision) -> bool:
         """Whether mixed precision is autocast's (else the strategy casts parameters itself)."""
         return (precision.mixing or self.supported_mixings[0]) == AUTOCAST_MIXING
@@ -487,6 +491,16 @@ def require_packed_bits(strategy_name: str, quantised_bits: int | None) -> None:
             f"finetune=qlora is not valid with strategy={strategy_name} for finetune.bits={quantised_bits}, since "
             "bitsandbytes keeps such a weight whole in the state of its layer, whatever becomes of the parameter: "
             f"choose finetune.bits={PACKED_BITS}, or strategy ddp, single or zero1."
+        )
+
+
+def require_whole_replicas(strategy: Strategy, family: Family) -> None:
+    """Raise `ImpossibleError` where a strategy cannot train a model that itself exchanges something among all ranks."""
+    if not strategy.takes_communicating_models:
+        raise ImpossibleError(
+            f"strategy={strategy.name} is not valid for model={family.name}, which divides tables among all ranks "
+            "itself: choose strategy "
+            f"{_format_matching_strategies(lambda candidate: candidate.takes_communicating_models)}."
         )
 
 

@@ -162,6 +162,7 @@ class DDPStrategy(BucketingStrategy):
     )
 
     takes_float8 = True
+    takes_communicating_models = True
     single_mixing_reason = (
         "since torch 2.13's DistributedDataParallel(mixed_precision=...) computes wrong gradients: its first steps "
         "reduce buckets that no gradient was put into (fsdp with strategy.sharding_factor=1 replicates as DDP does)"

@@ -60,6 +60,7 @@ class ShardingStrategy(Strategy):
     supported_mixings: ClassVar[tuple[str, ...]] = (MIXED_PARAMETERS, AUTOCAST_MIXING)
     shards_fp32_layers_separately = True
     takes_float8 = True
+    takes_communicating_models = True
 
     @property
     def offloaded_state(self) -> str:

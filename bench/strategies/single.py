@@ -22,6 +22,7 @@ class SingleProcessStrategy(Strategy):
 
     supported_finetunes = ("full", "lora", "qlora")
     takes_float8 = True
+    takes_communicating_models = True
 
     def check(self, world_size: int) -> None:
         require_unsharded(self)

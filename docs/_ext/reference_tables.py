@@ -307,7 +307,7 @@ def write_models() -> str:
         values = compose_config({"model": option})["model"]
         if "path" in values:  # whose shape a file says
             continue
-        family = build_run_config(compose_config({"model": option, "hardware": "cpu"})).model
+        family = models.load_family(values["family"])(**values)
         shape = ", ".join(f"{values[key]} {word}" for key, word in SHAPE_WORDS.items() if values.get(key) is not None)
         active = family.num_active_parameters
         parameters = f"{family.num_parameters:,}" + (f" ({active:,} active)" if active < family.num_parameters else "")

@@ -31,6 +31,7 @@ from bench.planning.run_predictions import predict_duration_s
 from bench.planning.sweep_plan import SweepPlan, build_sweep_plan
 from bench.prediction.predictor import predict_runs
 from bench.rank.row import build_configured_columns
+from bench.reporting.paper.paper import DHEN_SHARDING_LABELS
 from tests.conftest import CPU
 
 CLUSTER = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 512)
@@ -44,6 +45,7 @@ SIZES = {
     "gpt_175b_scale": 10,
     "t5_11b_scale": 14,
     "memory": 24,
+    "dhen_scale": 20,
     "oom_frontier": 123,
     "sharding_factor": 87,
     "mixing": 14,
@@ -166,6 +168,14 @@ def test_scaling_sweeps_have_the_points_of_their_figures() -> None:
     t5 = [(config.batch_size_per_gpu, config.gpus) for config in once("t5_11b_scale")]
     assert sorted(gpt) == [(batch, gpus) for batch in (1, 2) for gpus in (128, 192, 256, 384, 512)]
     assert sorted(t5) == [(batch, gpus) for batch in (8, 16) for gpus in (8, 16, 32, 64, 128, 256, 512)]
+
+
+def test_dhen_scale_shards_over_all_gpus_and_within_machines_resharding_or_not() -> None:
+    configs = once("dhen_scale")
+    kinds_of_size = {gpus: set(DHEN_SHARDING_LABELS) for gpus in (32, 64, 128, 256, 512)}
+    assert {gpus: {*kinds([c for c in configs if c.gpus == gpus])} for gpus in kinds_of_size} == kinds_of_size
+    assert {c.strategy.resolved_sharding_factor for c in configs if "hybrid" in kinds([c])[0]} == {8}
+    assert all((c.batch_size_per_gpu, c.activation_checkpointing) == (1024, "full") for c in configs)
 
 
 def test_memory_costs_nothing_where_the_scaling_sweeps_have_run() -> None:

@@ -12,6 +12,7 @@ from bench.hardware import Hardware
 from bench.hardware.attention_kernels import choose_sdpa_kernel
 from bench.hardware.speeds import LinkSpeeds
 from bench.prediction.cost.collectives import (
+    ALL_TO_ALL,
     CALIBRATED_COLLECTIVES,
     CollectiveGroup,
     compute_bus_bandwidth,
@@ -342,3 +343,21 @@ def test_eight_groups_that_share_the_adapters_each_get_an_eighth() -> None:
     replicas = compute_collective_seconds("all-reduce", 1e9, REPLICAS, links())
     assert replicas > alone
     assert compute_bus_bandwidth("all-reduce", 4e9, REPLICAS, links()) <= links().node_gb_s / 8
+
+
+def test_an_all_to_all_is_as_fast_as_the_link_that_most_of_it_crosses() -> None:
+    size = 256.0 * MIB
+    fabric = links(latency=1.0, congestion=0.0)
+    link_bytes_per_s, node_bytes_per_s = (
+        1e9 * fabric.gpu_gb_s * fabric.gpu_efficiency,
+        1e9 * fabric.node_gb_s * fabric.node_efficiency,
+    )
+    assert compute_collective_seconds(ALL_TO_ALL, size, CollectiveGroup(1, 1), fabric) == 0
+    inside = compute_collective_seconds(ALL_TO_ALL, size, CollectiveGroup(8, 8), fabric)
+    assert inside == pytest.approx(size * 7 / 8 / link_bytes_per_s, rel=0.02)
+    across = compute_collective_seconds(ALL_TO_ALL, size, CollectiveGroup(32, 8), fabric)
+    assert across == pytest.approx(8 * size * 24 / 32 / node_bytes_per_s, rel=0.02)  # of all 8 of a node
+    # Rings carry a gathered tensor into a node once, an all-to-all a part for each of its ranks.
+    assert across > 4 * compute_collective_seconds("all-gather", size, CollectiveGroup(32, 8), fabric)
+    times = [compute_collective_seconds(ALL_TO_ALL, size, CollectiveGroup(n, 8), fabric) for n in (16, 64, 512)]
+    assert times == sorted(times)

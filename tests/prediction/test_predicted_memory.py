@@ -71,6 +71,10 @@ MISTRAL_7B = [
 ]
 """Peaks of the CUDA allocator on A100, of Hugging Face's Trainer: rows 10 to 13 of
 https://github.com/foundation-model-stack/fms-acceleration/blob/876e2ed6fc4e966785e3f4315f5ee3cdf8e3d097/scripts/benchmarks/refs/a100_80gb.csv"""
+DHEN = (
+    *("model=dhen_tiny", "model.num_tables=16", "model.num_embeddings=24", "model.rows_per_table=2000"),
+    *("sequence_length=1", "batch_size_per_gpu=64"),
+)
 QUICK = ("hardware=cpu", "measurement.warmup_steps=2", "measurement.steps=1")
 
 UNTUNED = [
@@ -103,6 +107,9 @@ UNTUNED = [
     # Buffers of rotary embeddings.
     (*NEOX, "precision=bf16", "strategy=single"),
     (*NEOX, "precision=bf16_pure", "strategy=fsdp", "gpus=2"),
+    # Tables that are divided among ranks and updated in backward, and layer norms of what is not contiguous.
+    (*DHEN, "strategy=fsdp", "gpus=2", "activation_checkpointing=full"),
+    (*DHEN, "strategy=fsdp1", "gpus=2", "precision=bf16", "model.table_format=bf16", "model.ids_per_table=5"),
 ]
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -181,7 +188,7 @@ def test_predictions_agree_with_the_full_trace(model: str, strategy: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", UNTUNED, ids=" ".join)
 def test_predictions_agree_with_the_full_trace_of_shapes_nobody_tuned_on(overrides: tuple[str, ...]) -> None:
-    config = compose_run_config(*overrides, "batch_size_per_gpu=1", "hardware=cpu")
+    config = compose_run_config("batch_size_per_gpu=1", "hardware=cpu", *overrides)
     assert predict_run(config).memory.allocated.value == pytest.approx(trace_training_peaks(config).step_peak, rel=1e-4)
 
 

@@ -22,7 +22,7 @@ A100 = "hardware=a100_80gb"
 SWEEPS: dict[str, list[tuple[str, ...]]] = {
     "a100_80gb": [
         *((f"sweep={name}", A100) for name in ("model_scale", "prefetch", "rate_limiter", "gpt_175b_scale")),
-        *((f"sweep={name}", A100) for name in ("t5_11b_scale", "memory", "sharding_factor")),
+        *((f"sweep={name}", A100) for name in ("t5_11b_scale", "memory", "sharding_factor", "dhen_scale")),
         ("sweep=sharding_factor", "model=t5_11b", A100),
     ],
     "oom_frontier": [("sweep=oom_frontier", A100)],

@@ -28,6 +28,7 @@ FIGURES = {
     "model_scale": {"Figure 6(a)"},
     "prefetch": {"Figure 6(b)", "Figure 7(b)", "Figure 8(b)"},
     "rate_limiter": {"Figure 6(c)"},
+    "dhen_scale": {"Figure 7(a)", "Figure 8(a)"},
     "gpt_175b_scale": {"Figure 7(b)", "Figure 8(b)"},
     "t5_11b_scale": {"Figure 7(c)", "Figure 8(c)"},
     "memory": {"Figure 7(b)", "Figure 7(c)", "Figure 8(b)", "Figure 8(c)"},
@@ -108,6 +109,24 @@ def test_the_same_quantity_is_drawn_for_both_kinds():
     errors = compute_deviations(points)
     expected = sorted(156 / np.array(printed["hardware_tflops_per_gpu"], dtype=float) - 1)
     assert sorted(errors) == pytest.approx(expected)
+
+
+def test_points_of_dhen_are_samples_per_second_and_memory_of_a_kind_that_is_not_named():
+    table = prepare_table(predicted("dhen_scale"))
+    points = paper.select(table)
+    for figure, metric, margin in (("Figure 7(a)", "p90_qps", 30), ("Figure 8(a)", "peak_memory", 1)):
+        published = points[(points["figure"] == figure) & (points["evidence"] == "published")]
+        printed = PAPER[PAPER["source_figure"] == figure]
+        assert set(printed["source_metric"]) == {metric}
+        assert sorted(published["value"]) == sorted(map(float, printed["source_value"]))
+        assert set((published["high"] - published["value"]).round(6)) == {margin}
+        assert set(published["series"]) == {
+            f"{kind}, {name}" for kind in ("full shard", "hybrid") for name in ("RAF", "NRAF")
+        }
+    mine = points.query("figure == 'Figure 7(a)' and evidence == 'predicted'")
+    assert len(mine) == 20
+    assert sorted(mine["value"]) == pytest.approx(sorted(1024 / table["step_time_median_s"]))
+    assert list(mine["high"]) == pytest.approx(list(mine["value"] / 0.9))
 
 
 @pytest.mark.slow

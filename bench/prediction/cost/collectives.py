@@ -27,6 +27,8 @@ CALIBRATED_COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 BROADCAST, REDUCE, GATHER, SCATTER = "broadcast", "reduce", "gather", "scatter"
 """From one rank to the others, or from them to it: the whole to (or of) each, or to each its part."""
 ROOTED_COLLECTIVES = (BROADCAST, REDUCE, GATHER, SCATTER)
+ALL_TO_ALL = "all-to-all"
+"""A part from each rank to each other one: NCCL's and gloo's go directly, not round a ring."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,17 @@ def compute_collective_seconds(kind: str, size_bytes: float, group: CollectiveGr
     Parameters
     ----------
     kind: str
-        ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``broadcast``, ``reduce``, ``gather`` or ``scatter``.
-        The last two are copies over the one rank's link, which carries all parts but its own.
+        ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all``, ``broadcast``, ``reduce``, ``gather`` or
+        ``scatter``. The last two are copies over the one rank's link, which carries all parts but its own.
     size_bytes: float
-        The whole: what every rank has after an all-gather, or before a reduce-scatter.
+        The whole: what every rank has after an all-gather, or before a reduce-scatter; of an all-to-all, what each rank
+        has for all of them.
     """
-    require_choice("collective", kind, (*CALIBRATED_COLLECTIVES, *ROOTED_COLLECTIVES))
+    require_choice("collective", kind, (*CALIBRATED_COLLECTIVES, *ROOTED_COLLECTIVES, ALL_TO_ALL))
     if group.num_ranks == 1:
         return 0.0
+    if kind == ALL_TO_ALL:
+        return _compute_all_to_all_seconds(size_bytes, group, links)
     if links.gloo is not None:
         require_choice("collective of gloo", kind, (*CALIBRATED_COLLECTIVES, BROADCAST))
         return _compute_gloo_seconds(kind, size_bytes, group, links, links.gloo)
@@ -123,6 +128,32 @@ def compute_collective_seconds(kind: str, size_bytes: float, group: CollectiveGr
             for protocol in TREE_PROTOCOLS
         ]
     return min(protocol_seconds)
+
+
+def _compute_all_to_all_seconds(size_bytes: float, group: CollectiveGroup, links: LinkSpeeds) -> float:
+    """Every rank sends a part to each other one, all at once, and receives as much: ``size * (n - 1) / n`` bytes.
+
+    Parts for ranks of the same node go over the link to them, those for other nodes over the node's adapters, which all
+    its ranks of this group, and of concurrent ones, share. The slower of the two decides. Latency is assumed to be that
+    of one step, and of one more for every doubling of the nodes; gloo takes a step for each other rank. Bandwidths are
+    those of the rings; no all-to-all was measured.
+    """
+    num_ranks, ranks_per_node = group.num_ranks, min(group.num_ranks, group.ranks_per_node)
+    inside_bytes = size_bytes * (ranks_per_node - 1) / num_ranks
+    crossing_bytes = size_bytes * (num_ranks - ranks_per_node) / num_ranks
+    inside_s = inside_bytes * _compute_node_seconds_per_byte(group, links)
+    crossing_s = 0.0
+    if group.nodes > 1:
+        crossing_s = crossing_bytes * ranks_per_node * _compute_network_seconds_per_byte(group, links)
+    if links.gloo is not None:
+        step_s = links.gloo.step_us * 1e-6 * (links.latency if group.nodes > 1 else 1.0)
+        return (num_ranks - 1) * step_s + max(inside_s, crossing_s)
+    protocol = RING_PROTOCOLS[0]
+    if group.nodes == 1:
+        return (protocol.base_latency_us + protocol.nvlink_step_us) * 1e-6 * links.gpu_latency + inside_s
+    doublings = math.ceil(math.log2(group.nodes))
+    latency_us = protocol.base_latency_us + (1 + doublings) * protocol.network_step_us * links.latency
+    return latency_us * 1e-6 + max(inside_s, crossing_s)
 
 
 def compute_bus_bandwidth(kind: str, size_bytes: float, group: CollectiveGroup, links: LinkSpeeds) -> float:

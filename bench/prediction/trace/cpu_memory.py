@@ -126,6 +126,9 @@ def compute_working_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return args[0].numel() * FP32_BYTES  # sums up in fp32 (aten/src/ATen/native/cpu/ScatterGatherKernel.cpp)
     if name == "chunk_cat":  # FSDP2's
         return _compute_chunk_cat_copies(args[0], args[2] if len(args) > 2 else kwargs["num_chunks"], kwargs["out"])
+    if name.startswith("native_layer_norm"):  # whose kernels take what is contiguous (.../native/layer_norm.cpp)
+        inputs = args[:2] if name.endswith("backward") else args[:1]
+        return sum(tensor.nbytes for tensor in inputs if not tensor.is_contiguous())
     if torch.Tag.pointwise in func.tags:
         return _compute_promotion_copies(func, args, kwargs)
     return 0

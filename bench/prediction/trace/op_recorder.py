@@ -60,6 +60,7 @@ COLLECTIVE_BY_OPERATOR = {
     "all_reduce": "all-reduce",
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
 }
 """Functional collectives of torch (namespace ``_c10d_functional``), and what they are."""
 
@@ -182,6 +183,7 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
     operands = list(_iterate_tensors((args, {key: value for key, value in kwargs.items() if key != "out"})))
     results = list(_iterate_tensors(out))
     bytes_moved = sum(map(_count_distinct_bytes, operands)) + sum(map(_count_distinct_bytes, results))
+    bytes_moved -= _count_unnamed_row_bytes(name, operands, results)
     format_ = min((FORMAT_BY_DTYPE.get(tensor.dtype, OTHER_FORMAT) for tensor in operands), default=OTHER_FORMAT)
     if kernels.is_quantised_matmul(name):
         shape = kernels.find_matmul_shape(name, args)
@@ -212,6 +214,20 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1], int(_is_transposed(left)))
         return name, MATMUL, format_, shape, int(flops), bytes_moved
     return name, MEMORY_BOUND, format_, (0, 0, 0, 0, 0), 0, bytes_moved
+
+
+def _count_unnamed_row_bytes(name: str, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:
+    """Of operators that read or update the rows of a tensor that an index names: bytes of all others, as often as the
+    tensor is counted."""
+    if name.startswith("_embedding_bag"):
+        table, index = operands[:2]
+        return max(0, table.nbytes - index.numel() * table.shape[1] * table.element_size())
+    if name == "index_add_":
+        target, _, source = operands[:3]
+        return 2 * max(0, target.nbytes - source.numel() * target.element_size())
+    if name == "index":
+        return max(0, _count_distinct_bytes(operands[0]) - results[0].nbytes)
+    return 0
 
 
 def _find_grouped_matmul_shape(operands: Sequence[torch.Tensor], flops: int) -> tuple[int, ...]:

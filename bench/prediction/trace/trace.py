@@ -59,6 +59,8 @@ class TraceKey:
     """The loss is computed in so many chunks; None for all of it at once."""
     activation_offload: bool = False
     """Blocks offload what they keep for backward."""
+    num_ranks: int = 1
+    """Among which the model itself exchanges something; 1 for a model that does not."""
 
     @property
     def block_period(self) -> int:
@@ -73,9 +75,9 @@ class CollectiveEvent:
     kernel: int
     """Kernels of the segment started by then."""
     kind: str
-    """all-reduce, all-gather or reduce-scatter; or `TO_HOST`, `TO_DEVICE`."""
+    """all-reduce, all-gather, reduce-scatter or all-to-all; or `TO_HOST`, `TO_DEVICE`."""
     size: int
-    """Bytes of the whole."""
+    """Bytes of the whole; of an all-to-all, what a rank has for all ranks."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from bench.models.division import strip_checkpoint_wrappers
 from bench.models.materialize import fill_buffers
 from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.cpu_memory import track_rng_states
-from bench.prediction.trace.fake_process_group import split_model
+from bench.prediction.trace.fake_process_group import join_fake_process_group, split_model
 from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, use_device_operators
 from bench.prediction.trace.trace import (
     END_PHASE,
@@ -87,7 +87,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         offload_activations(family, model, PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder))
     chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
     with (
-        split_model(key.split, family, model),
+        split_model(key.split, family, model) if key.num_ranks == 1 else join_fake_process_group(key.num_ranks),
         processes.pause_garbage_collection(),
         FakeTensorMode(),
         use_device_operators(key.device),

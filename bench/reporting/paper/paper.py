@@ -57,6 +57,7 @@ class PlottedQuantity:
 
 
 TFLOPS = PlottedQuantity("hardware_tflops_per_gpu", "hardware TFLOP/s per GPU (recomputation counted)", "TFLOP/s")
+SAMPLE_RATE = PlottedQuantity("tokens_per_second_per_gpu", "samples per second per GPU", "samples/s")
 STEP_TIME = PlottedQuantity(
     "step_time_median_s", "seconds per step", "seconds", 1.0, "step_time_ci_low_s", "step_time_ci_high_s"
 )
@@ -77,6 +78,11 @@ RESERVED = PlottedQuantity(
     "peak_reserved_low_bytes",
     "peak_reserved_high_bytes",
 )
+
+
+QUANTITY_OF_METRIC = {"p90_qps": SAMPLE_RATE, "peak_memory": ALLOCATED}
+"""What metrics of the paper's DHEN stand beside that are in no column of published rows: a percentile of speed, and
+memory of a kind that is not named. A sample is a token in rows of DHEN."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,10 @@ class PaperComparison:
     """Whether rows are enough for the figure to say what it says."""
     is_comparable: bool = True
     """Whether the paper states enough of the runs that single values can be compared, and not just shapes or ratios."""
+
+
+def _describe_dhen_sharding(row: pd.Series) -> str:
+    return DHEN_SHARDING_LABELS[row["effective_strategy"]]
 
 
 def _format_batch(row: pd.Series) -> str:
@@ -141,6 +151,28 @@ CHECKPOINTING_FILTERS = {"activation_checkpointing": ("full",)}
 FSDP_DEFAULT_FILTERS = {"backward_prefetch": ("pre",), "limit_all_gathers": (True,)}
 GPT_FILTERS = {"model": ("gpt_175b",), "family": ("mingpt",), "sequence_length": (2048,), "batch_size_per_gpu": (1, 2)}
 T5_FILTERS = {"model": ("t5_11b",), "sequence_length": (512,), "batch_size_per_gpu": (8, 16)}
+DHEN_SHARDING_LABELS = {
+    "fsdp1/full_shard": "full shard, RAF",
+    "fsdp1/shard_grad_op": "full shard, NRAF",
+    "fsdp1/hybrid_shard": "hybrid, RAF",
+    "fsdp1/hybrid_shard_grad_op": "hybrid, NRAF",
+}
+"""RAF: reshard after forward."""
+DHEN_FILTERS: Mapping[str, tuple[Any, ...]] = {
+    **FULL_SHARD_FILTERS,
+    **CHECKPOINTING_FILTERS,
+    **FSDP_DEFAULT_FILTERS,
+    "model": ("dhen",),
+    "batch_size_per_gpu": (1024,),
+    "effective_strategy": tuple(DHEN_SHARDING_LABELS),
+    "reshard_after_forward": (True, False),
+}
+DHEN_SETTING = "FSDP1 for the dense part · bf16 · checkpointing · batch 1024"
+DHEN_NOTE = (
+    "Of DHEN the paper states 768B parameters in tables, 550M in the dense part, and a batch of 1024: that it is a "
+    "GPU's, and every dimension of the model, is our choice, so compare the order of the lines and how they fall "
+    "rather than their heights. "
+)
 STATED_SETTING = "FSDP1 full shard · bf16 · checkpointing"
 
 PAPER_COMPARISONS = (
@@ -202,6 +234,16 @@ PAPER_COMPARISONS = (
         is_comparable=False,
     ),
     PaperComparison(
+        "Figure 7(a)",
+        "DHEN, a recommendation model, over the number of GPUs",
+        DHEN_SETTING,
+        DHEN_NOTE + "The paper's axis is a percentile of speed (QPS, P90), where rows have the median.",
+        (SAMPLE_RATE,),
+        DHEN_FILTERS,
+        get_series=_describe_dhen_sharding,
+        is_comparable=False,
+    ),
+    PaperComparison(
         "Figure 7(b)",
         "GPT-175B over the number of GPUs",
         f"{STATED_SETTING} · sequence 2048",
@@ -218,6 +260,17 @@ PAPER_COMPARISONS = (
         (TFLOPS,),
         {**FULL_SHARD_FILTERS, **CHECKPOINTING_FILTERS, **FSDP_DEFAULT_FILTERS, **T5_FILTERS},
         get_series=_format_batch,
+    ),
+    PaperComparison(
+        "Figure 8(a)",
+        "Peak memory of DHEN",
+        DHEN_SETTING,
+        DHEN_NOTE + "The paper does not say whether its points are memory that is allocated, active or reserved: they "
+        "stand beside what is allocated.",
+        (ALLOCATED,),
+        DHEN_FILTERS,
+        get_series=_describe_dhen_sharding,
+        is_comparable=False,
     ),
     PaperComparison(
         "Figure 8(b)",
@@ -276,7 +329,11 @@ def compare_with_paper(comparison: PaperComparison, table: pd.DataFrame) -> list
 def _load_paper_rows() -> pd.DataFrame:
     """The paper's rows that state a single number each, or that memory ran out."""
     published_rows = load_published()
-    paper_rows = published_rows[published_rows["source_key"] == "fsdp_paper"]
+    paper_rows = published_rows[published_rows["source_key"] == "fsdp_paper"].copy()
+    for metric, quantity in QUANTITY_OF_METRIC.items():
+        is_metric = paper_rows["source_metric"] == metric
+        values = pd.to_numeric(paper_rows.loc[is_metric, "source_value"]) * quantity.scale
+        paper_rows.loc[is_metric, quantity.column] = values.astype(paper_rows[quantity.column].dtype)
     return paper_rows[(paper_rows["source_provenance"] != "text") | (paper_rows["status"] == "oom")]
 
 
@@ -287,10 +344,12 @@ def _select_matching_rows(
     is_match = pd.Series(True, index=table.index)
     for column, allowed_values in row_filters.items():
         is_match &= _is_true(table[column].isin(allowed_values))
-    for column, allowed_values in PAPER_FSDP_FILTERS.items():
-        is_match &= _is_true(table[column].isin(allowed_values)) | _is_true(table["strategy"] == "ddp")
+    for column, stated_values in PAPER_FSDP_FILTERS.items():
+        is_match &= _is_true(table[column].isin(row_filters.get(column, stated_values))) | _is_true(
+            table["strategy"] == "ddp"
+        )
     is_inside_node = _is_true(table["sharding_factor"] * table["nodes"] == table["world_size"])
-    is_match &= is_inside_node | ~_is_true(table["effective_strategy"] == "fsdp1/hybrid_shard")
+    is_match &= is_inside_node | ~_is_true(table["effective_strategy"].str.startswith("fsdp1/hybrid_shard"))
     published_sizes = figure_rows.dropna(subset=["parameters"]).groupby("model")["parameters"].median()
     published_parameters = table["model"].map(published_sizes).astype("Float64")
     return table[
@@ -343,7 +402,7 @@ def _build_store_points(comparison: PaperComparison, rows: pd.DataFrame) -> pd.D
 
 def _compute_interval(row: pd.Series, quantity: PlottedQuantity, value: float) -> tuple[float, float]:
     """A prediction's interval, or nothing around its value where it has none."""
-    if quantity is TFLOPS:
+    if quantity in (TFLOPS, SAMPLE_RATE):
         speed_factors = [
             row["step_time_median_s"] / row[name] for name in ("step_time_ci_high_s", "step_time_ci_low_s")
         ]
