@@ -46,7 +46,7 @@ class TrainingBudget:
 
     def describe(self, config: RunConfig) -> list[str]:
         """Sentences that say what dollars and kWh stand on; none where none are told."""
-        return self.cost_terms.describe(config) if self.tokens is not None or self.cost_terms.is_asked else []
+        return self.cost_terms.describe(config) if self.tokens is not None or self.cost_terms.is_requested else []
 
     def build_values(self, candidate: RankedCandidate) -> dict[str, Any]:
         """What it takes, by the keys of an answer for scripts; None for what is unknown."""

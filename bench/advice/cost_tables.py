@@ -27,7 +27,7 @@ def list_budget_columns(budget: TrainingBudget) -> list[CandidateColumn]:
             ("$", True, lambda candidate: format_number(budget.compute_dollars(candidate))),
             ("kWh", True, lambda candidate: format_number(budget.compute_kwh(candidate))),
         ]
-    if not budget.cost_terms.is_asked:
+    if not budget.cost_terms.is_requested:
         return []
     return [
         ("$/1e9 tokens", True, lambda candidate: format_number(budget.compute_unit_dollars(candidate))),

@@ -68,7 +68,7 @@ class CostTerms:
     """Share of its board power that a GPU draws on average; None for all of it, which is an upper bound."""
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether anything was said about price or energy."""
         return bool(self.offers) or self.pue is not None or self.power_share is not None
 
@@ -115,7 +115,7 @@ class CostTerms:
         sentences = [] if offer is None else [f"Price: {offer.describe()}."]
         if power_w is None:
             unknown_text = f"Energy: not known, since hardware={config.hardware.name} has no power_w."
-            return [*sentences, unknown_text] if self.is_asked else sentences
+            return [*sentences, unknown_text] if self.is_requested else sentences
         share = "all the time, an upper bound" if self.power_share is None else f"x power_share={self.power_share:g}"
         losses = "without cooling and other losses (pue=)" if self.pue is None else f"x pue={self.pue:g}"
         return [*sentences, f"Energy: {power_w:g} W of board power per GPU {share}; {losses}; hosts are left out."]

@@ -61,7 +61,7 @@ def _predict_planned_run(config: RunConfig, prediction: RunPrediction, request: 
     seconds, cost_terms = predict_duration_s(config, launcher=request.cluster["launcher"]), request.cost_terms
     hours = seconds * config.active_devices / 3600
     dollars = cost_terms.compute_dollars(config, hours)
-    kwh = cost_terms.compute_kwh(config, hours) if cost_terms.is_asked else None
+    kwh = cost_terms.compute_kwh(config, hours) if cost_terms.is_requested else None
     memory, reason = (None, prediction.reason) if isinstance(prediction, Unpredictable) else (prediction.memory, "")
     return PlannedRunPrediction(memory, reason, seconds, hours, dollars, kwh)
 
@@ -132,7 +132,7 @@ def _describe_cost_terms(
     request: SweepRequest, plan: SweepPlan, predictions_by_run_id: Mapping[str, PlannedRunPrediction]
 ) -> list[str]:
     """What dollars and kWh stand on, where they were asked for: a sentence for each kind of GPU."""
-    if not request.cost_terms.is_asked:
+    if not request.cost_terms.is_requested:
         return []
     configs = [config for config in plan.to_run if config.run_id in predictions_by_run_id]
     return list(dict.fromkeys(sentence for config in configs for sentence in request.cost_terms.describe(config)))

@@ -307,7 +307,7 @@ def _format_scaled(value: float | None, factor: float, digits: str = ",.1f") -> 
 def _format_unit_costs(config: RunConfig, record: Record | None, cost_terms: CostTerms) -> list[str]:
     """Cells of `UNIT_COST_COLUMNS`, empty where nothing was asked for or is known."""
     speed = None if record is None else record.get("tokens_per_second_per_gpu")
-    if not speed or not cost_terms.is_asked:
+    if not speed or not cost_terms.is_requested:
         return [""] * len(UNIT_COST_COLUMNS)
     gpu_hours = 1e9 / speed / 3600
     costs = (cost_terms.compute_dollars(config, gpu_hours), cost_terms.compute_kwh(config, gpu_hours))

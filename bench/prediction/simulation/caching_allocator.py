@@ -44,14 +44,14 @@ class Block:
 
     __slots__ = ("address", "is_free", "next", "pool", "previous", "size")
 
-    def __init__(self, pool: _Pool, address: int, size: int) -> None:
+    def __init__(self, pool: _BlockPool, address: int, size: int) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.is_free = False
         self.previous: Block | None = None
         self.next: Block | None = None
 
 
-class _Pool:
+class _BlockPool:
     """The small or the large blocks of one stream; `mapped_end` is that of its expandable segment."""
 
     def __init__(self, *, is_small: bool) -> None:
@@ -103,7 +103,7 @@ class CachingAllocator:
     def __init__(self, capacity: float = float("inf"), *, expandable_segments: bool = False) -> None:
         self._capacity = capacity
         self._is_expandable = expandable_segments
-        self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._pools: dict[tuple[str, bool], _BlockPool] = {}
         self._addresses = count(0, 1 << 48)
         self._late_frees: list[tuple[float, int, Block]] = []
         self.allocated = self.active = self.reserved = 0
@@ -156,13 +156,13 @@ class CachingAllocator:
         """When the last stream is done with what was freed; 0 where none uses it."""
         return max((ready_time for ready_time, _, _ in self._late_frees), default=0.0)
 
-    def _find_pool(self, stream: str, size: int) -> _Pool:
+    def _find_pool(self, stream: str, size: int) -> _BlockPool:
         key = stream, size <= MAX_SMALL_BYTES
         if key not in self._pools:
-            self._pools[key] = _Pool(is_small=key[1])
+            self._pools[key] = _BlockPool(is_small=key[1])
         return self._pools[key]
 
-    def _take_free_block(self, pool: _Pool, size: int) -> Block | None:
+    def _take_free_block(self, pool: _BlockPool, size: int) -> Block | None:
         """The smallest free block that is large enough. The last one of an expandable segment, which could grow,
         counts as the largest."""
         index = bisect_left(pool.free_keys, (size, -1))
@@ -174,7 +174,7 @@ class CachingAllocator:
         pool.remove_free(block)
         return block
 
-    def _ask_device(self, pool: _Pool, size: int) -> Block | None:
+    def _ask_device(self, pool: _BlockPool, size: int) -> Block | None:
         """A new segment, or more of the expandable one, with room for the block; None if the device has too little."""
         if self._is_expandable:
             return self._expand_segment(pool, size)
@@ -184,7 +184,7 @@ class CachingAllocator:
         self._note_device_bytes(segment_bytes)
         return Block(pool, next(self._addresses), segment_bytes)
 
-    def _expand_segment(self, pool: _Pool, size: int) -> Block | None:
+    def _expand_segment(self, pool: _BlockPool, size: int) -> Block | None:
         """Map pages behind the last block, as many as it lacks."""
         page_bytes = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
         last = pool.last_block
@@ -270,7 +270,7 @@ class CachingAllocator:
                     pool.remove_free(block)
                     self.reserved -= block.size
 
-    def _unmap(self, pool: _Pool, block: Block) -> None:
+    def _unmap(self, pool: _BlockPool, block: Block) -> None:
         """Give back the whole pages of the last block of an expandable segment. (torch gives back those in its middle
         as well, and maps them again first: such gaps are left as they are here.)"""
         page_bytes = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
