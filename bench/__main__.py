@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
+from bench.advice.remembered import answer_or_remember
 from bench.core.command_line import build_parser, end_silently_on_interrupt, run_main
 
 COMMANDS = {
@@ -30,11 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command that is named first; without one, list all."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
-        name, *rest = arguments
-        module = importlib.import_module(f"bench.{name}")
+        module = importlib.import_module(f"bench.{arguments[0]}")
         if hasattr(module, "__path__"):
-            module = importlib.import_module(f"bench.{name}.__main__")
-        return int(module.main(rest))
+            module = importlib.import_module(f"{module.__name__}.__main__")
+        return int(module.main(arguments[1:]))
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:{width}}  {purpose}" for name, purpose in COMMANDS.items())
     parser = build_parser("", __doc__, f"commands:\n{listing}\n\nEach explains itself: COMMAND --help.")
@@ -53,11 +53,7 @@ def run_console_script() -> int:
 
 def _run_process() -> int:
     """Run the command of this process's arguments; what was answered before is not answered again."""
-    if sys.argv[1:2] in (["predict"], ["advise"]):
-        from bench.advice.remembered import answer_or_remember
-
-        return answer_or_remember("bench", main)
-    return main()
+    return answer_or_remember("bench", main) if sys.argv[1:2] in (["predict"], ["advise"]) else main()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,11 @@ def test_a_node_that_is_slower_than_its_kind_is_named() -> None:
 
 
 def test_what_is_expected_is_what_the_hardware_file_says() -> None:
-    a100 = compose_run_config("hardware=a100_80gb", "mode=predict").hardware
-    assert compute_expected_tflops(a100, "bf16") == pytest.approx(312 * 0.74)
+    shares = ("matmul.efficiency.bf16=0.8", "matmul.sustained_share.bf16=0.9", "links.gpu_efficiency=0.78")
+    a100 = compose_run_config(
+        "hardware=a100_80gb", "mode=predict", *(f"hardware.speeds.{share}" for share in shares)
+    ).hardware
+    assert compute_expected_tflops(a100, "bf16") == pytest.approx(312 * 0.8 * 0.9)
     assert compute_expected_gb_s(a100, 8, 1) == pytest.approx(300 * 0.78)
     assert compute_expected_gb_s(a100, 64, 8) == pytest.approx(min(300 * 0.78, 250 * 0.9))
     assert compute_expected_gb_s(a100, 1, 1) is None
@@ -160,8 +164,9 @@ def test_the_check_notes_what_it_found_before_it_refuses() -> None:
     assert facts["health"]["matmul_tflops"] > 0
     assert facts["health"]["failed_node"] is None
     described = compose_run_config("hardware=h100_80gb", "mode=predict").hardware
+    expected = re.escape(f"{compute_expected_tflops(described, 'fp32'):.4g}")
     with pytest.raises(
-        UnhealthyError, match=r"node n1 failed the health check: matrix products reach .* of 53\.6 TFLOP"
+        UnhealthyError, match=f"node n1 failed the health check: matrix products reach .* of {expected} TFLOP"
     ):
         refuse_unhealthy_node(described, torch.device("cpu"), host="n1", num_nodes=1, device_info=facts)
     columns = build_health_columns(

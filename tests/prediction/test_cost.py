@@ -354,7 +354,7 @@ def test_an_all_to_all_is_as_fast_as_the_link_that_most_of_it_crosses() -> None:
     )
     assert compute_collective_seconds(ALL_TO_ALL, size, CollectiveGroup(1, 1), fabric) == 0
     inside = compute_collective_seconds(ALL_TO_ALL, size, CollectiveGroup(8, 8), fabric)
-    assert inside == pytest.approx(size * 7 / 8 / link_bytes_per_s, rel=0.02)
+    assert inside == pytest.approx(size * 7 / 8 / link_bytes_per_s, rel=0.03)  # and the time to start
     across = compute_collective_seconds(ALL_TO_ALL, size, CollectiveGroup(32, 8), fabric)
     assert across == pytest.approx(8 * size * 24 / 32 / node_bytes_per_s, rel=0.02)  # of all 8 of a node
     # Rings carry a gathered tensor into a node once, an all-to-all a part for each of its ranks.

@@ -48,6 +48,7 @@ def foretold(config: RunConfig) -> Prediction:
     memory = MemoryPrediction(
         PredictedRange(needed, 0.95 * needed, 1.05 * needed), PredictedRange(1.1 * needed, needed, 1.2 * needed),
         PredictedRange(1.2 * needed, 1.1 * needed, 1.3 * needed), PredictedRange(1.3 * needed, needed, 1.4 * needed),
+        PredictedRange(1.2 * needed, 1.1 * needed, 1.3 * needed),
         {"parameters": int(needed / 2)}, "backward", "block", 80 * 10**9, FITS if fits else DOES_NOT_FIT,
     )  # fmt: skip
     degraded = config.batch_size_per_gpu == 2 and config.gpus == 128

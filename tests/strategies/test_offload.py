@@ -189,7 +189,7 @@ def test_time_follows_from_the_link_and_from_the_memory_of_the_machine() -> None
     assert predict_step_s() < min(predict_step_s(**OFFLOAD_PARAMETERS), predict_step_s(**OFFLOAD_BOTH))
     time = predict_large_run(**OFFLOAD_BOTH).time
     assert time is not None
-    assert time.step_s.high / time.step_s.value == pytest.approx(1.3)
+    assert time.step_s.high / time.step_s.value >= 1.3
     run = config(**{**LARGE, **OFFLOAD_BOTH})
     unknown = dataclasses.replace(run, hardware=dataclasses.replace(run.hardware, host=None))
     assert predict_run(unknown).time is None

@@ -63,7 +63,7 @@ class Notebook:
         self.names: Counter[str] = Counter()
         self.most = 0.0
 
-    def allocate(self, name: str, size: float, part: str) -> None:
+    def allocate(self, name: str, size: float, part: str, *, stream: str = "") -> None:
         assert size >= 0
         self.held[name] = (size, part)
         self.most = max(self.most, self.total())

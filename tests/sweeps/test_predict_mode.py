@@ -79,6 +79,7 @@ def told_so(verdict: str | None = FITS, step_s: float = 0.5) -> Prediction:
         active=PredictedRange(10.2e9, 9.7e9, 10.7e9),
         reserved=PredictedRange(11e9, 10e9, 12e9),
         device_used=PredictedRange(12e9, 11e9, 13e9),
+        wanted=PredictedRange(11e9, 10e9, 12e9),
         parts={"parameters": 2 * 10**9, "optimizer": 4 * 10**9, "activations": 4 * 10**9},
         phase="backward",
         module="block.3",
