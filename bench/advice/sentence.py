@@ -119,8 +119,7 @@ def _describe_only_candidate(candidate: RankedCandidate) -> str:
     time = candidate.prediction.time
     assert time is not None
     speed_text = (
-        f"{presentation.format_count(candidate.tokens_per_second)} tokens/s "
-        f"(±{format_percent(_compute_uncertainty(candidate))})"
+        f"{presentation.format_count(candidate.tokens_per_second)} tokens/s ({_format_speed_interval(candidate)})"
     )
     peak_share_text = "" if candidate.mfu is None else f"{format_percent(candidate.mfu)} of the peak, "
     return (
@@ -248,17 +247,15 @@ def _describe_runner_up(best: RankedCandidate, fitting: Sequence[RankedCandidate
 
 
 def describe_speed_difference(candidate: RankedCandidate, best: RankedCandidate) -> str:
-    """``4 % slower, within the predictor's uncertainty (±10 %)``."""
+    """``4 % slower, within the predictor's uncertainty (−24/+17 %)``."""
     speed_ratio = _require_tokens_per_second(candidate) / _require_tokens_per_second(best)
     certainty = "within" if has_overlapping_speeds(best, candidate) else "beyond"
     difference_text = (
         f"{format_percent(speed_ratio - 1)} faster" if speed_ratio > 1 else f"{format_percent(1 - speed_ratio)} slower"
     )
     speed_text = "as fast" if abs(speed_ratio - 1) < MIN_VISIBLE_DIFFERENCE else difference_text
-    return (
-        f"{speed_text}, {certainty} the predictor's uncertainty "
-        f"(±{format_percent(max(_compute_uncertainty(best), _compute_uncertainty(candidate)))})"
-    )
+    less_certain = max(best, candidate, key=_compute_interval_width)
+    return f"{speed_text}, {certainty} the predictor's uncertainty ({_format_speed_interval(less_certain)})"
 
 
 def describe_candidate(candidate: RankedCandidate) -> str:
@@ -300,10 +297,18 @@ def _compute_speed_interval(candidate: RankedCandidate) -> tuple[float, float]:
     return candidate.tokens_per_step / step_time.high, candidate.tokens_per_step / step_time.low
 
 
-def _compute_uncertainty(candidate: RankedCandidate) -> float:
+def _format_speed_interval(candidate: RankedCandidate) -> str:
+    """Of tokens per second: ``−24/+17 %``."""
     assert candidate.prediction.time is not None
     step_time = candidate.prediction.time.step_s
-    return (step_time.high - step_time.low) / 2 / step_time.value
+    return presentation.format_interval(1 / step_time.value, 1 / step_time.high, 1 / step_time.low)
+
+
+def _compute_interval_width(candidate: RankedCandidate) -> float:
+    """Of the step time, against it."""
+    assert candidate.prediction.time is not None
+    step_time = candidate.prediction.time.step_s
+    return (step_time.high - step_time.low) / step_time.value
 
 
 # --- How a candidate and its numbers are called, the same in the table, the details and the advice.

@@ -30,7 +30,7 @@ from bench.advice.sentence import (
 from bench.config.flop_conventions import compute_convention_tflops
 from bench.config.run_config import RunConfig
 from bench.core import presentation
-from bench.core.presentation import MISSING, format_number
+from bench.core.presentation import MISSING, format_interval, format_number
 from bench.prediction.prediction import FITS, TOO_CLOSE, PredictedRange
 from bench.prediction.prediction import MEMORY_PARTS as ALL_PARTS
 
@@ -201,8 +201,8 @@ def _format_step_time(candidate: RankedCandidate) -> str:
     time = candidate.prediction.time
     if time is None:
         return MISSING
-    relative_uncertainty = (time.step_s.high - time.step_s.low) / 2 / time.step_s.value
-    return f"{format_number(time.step_s.value * 1e3)} ±{format_percent(relative_uncertainty)}"
+    step_s = time.step_s
+    return f"{format_number(step_s.value * 1e3)} {format_interval(step_s.value, step_s.low, step_s.high)}"
 
 
 def _format_free_memory(candidate: RankedCandidate) -> str:

@@ -323,6 +323,13 @@ def format_percent(share: float, *, signed: bool = False) -> str:
     return f"{plus}{format_number(100 * share, 2)} %".replace("-", "−")
 
 
+def format_interval(value: float, low: float, high: float) -> str:
+    """Where the truth is expected, against a value: ``±10 %``, or ``−14/+32 %`` where that is not the same on either
+    side."""
+    below, above = (f"{100 * abs(bound / value - 1):.0f}" for bound in (low, high))
+    return f"±{above} %" if below == above else f"−{below}/+{above} %"
+
+
 def choose_memory_unit(largest_bytes: float) -> tuple[str, int]:
     """Name and size in bytes of the unit in which `largest_bytes` reads well."""
     if largest_bytes >= GIB / 10 or largest_bytes == 0:

@@ -2,9 +2,12 @@
 
 Conformal prediction by groups: a residual is the logarithm of true against predicted, a group one source on one device.
 Rows of a group share what makes them miss, so a new source is like a new group, not like more rows: an interval holds,
-on either side, the quantile of residuals of the group that needs most. It is then widened by a margin, the least (up
-to `MARGINS`) with which, if each source in turn (for devices without training rows: each device in turn, too) takes no
+on either side, the quantile of residuals of the group that needs most. A margin is added on both sides, the least of
+`MARGINS` with which, if each source in turn (for devices without training rows: each device in turn, too) takes no
 part, `TARGET_COVERAGE` of the rows left out lie within the interval of the others.
+
+Steps in which the allocator may have to retry are left out: these have an interval of their own, from no retries to as
+many as are likely.
 """
 
 from __future__ import annotations
@@ -38,15 +41,19 @@ SIDE_LEVEL = 0.975
 MIN_HALF_WIDTH = 0.005
 """Of any interval, as a logarithm: what rounding in print leaves."""
 
-MARGINS = [round(1 + 0.05 * step, 2) for step in range(21)]
+MARGINS = [0.005 * step for step in range(101)]
+"""To try, as logarithms."""
+
+MAX_RETRY_PROBABILITY = 0.025
+"""Of a step whose residual counts."""
 
 MIN_RESIDUALS, MIN_GROUPS = 8, 2
 """Of a class whose margin can be fitted."""
 
-SINGLE_GROUP_MARGIN = 1.5
-"""Assumed: of a class with fewer, over what it shows."""
+SINGLE_GROUP_FACTOR = 1.5
+"""Assumed: half-widths of a class with fewer, over what it shows."""
 
-DERIVED_MARGIN = 1.5
+DERIVED_FACTOR = 1.5
 """Assumed: half-widths on devices whose speed is derived, over those of devices known by microbenchmarks alone."""
 
 
@@ -70,6 +77,7 @@ class FittedInterval:
     residuals: int
     groups: int
     margin: float
+    """Added on both sides, a logarithm."""
     coverage_by_source: float | None
     coverage_by_device: float | None
     """Share of rows within it when their source, or device, took no part; None where there is only one."""
@@ -89,6 +97,7 @@ def list_residuals(scores: Iterable[Score], metric: str, *, is_complete: bool) -
         and score.kind != BETWEEN_STEPS
         and METRIC_OF_KIND[score.kind] == metric
         and score.reading.is_complete == is_complete
+        and not (score.kind == SPEED and score.retry_probability > MAX_RETRY_PROBABILITY)
     ]
 
 
@@ -101,8 +110,8 @@ def fit_interval(residuals: Sequence[Residual], *, is_device_left_out: bool) -> 
     margin = MARGINS[-1] if sufficient is None else sufficient
     low, high = _compute_quantiles(residuals)
     return FittedInterval(
-        low=math.exp(-margin * low),
-        high=math.exp(margin * high),
+        low=math.exp(-low - margin),
+        high=math.exp(high + margin),
         residuals=len(residuals),
         groups=len({(residual.source, residual.device) for residual in residuals}),
         margin=margin,
@@ -134,7 +143,7 @@ def _is_covered(rows: HeldOut, margin: float) -> bool:
 def _compute_coverage(rows: HeldOut, margin: float) -> float | None:
     if not rows:
         return None
-    return sum(-margin * low <= ratio <= margin * high for ratio, low, high in rows) / len(rows)
+    return sum(-low - margin <= ratio <= high + margin for ratio, low, high in rows) / len(rows)
 
 
 def _compute_quantiles(residuals: Sequence[Residual]) -> tuple[float, float]:
@@ -169,7 +178,7 @@ def _fit_metric(scores: Sequence[Score], metric: str) -> dict[str, Any]:
     for device_class, is_device_left_out in ((TRAINING_ROWS, False), (MICROBENCHMARKS, True)):
         classes[device_class] = _fit_row_classes(residuals, is_device_left_out=is_device_left_out)
     classes[DERIVED] = {
-        name: _widen(interval, DERIVED_MARGIN, f"assumed: {DERIVED_MARGIN} times {MICROBENCHMARKS}")
+        name: _widen(interval, DERIVED_FACTOR, f"assumed: {DERIVED_FACTOR} times {MICROBENCHMARKS}")
         for name, interval in classes[MICROBENCHMARKS].items()
     }
     if metric == ALLOCATED:
@@ -191,8 +200,8 @@ def _fit_row_classes(
         groups = {(residual.source, residual.device) for residual in rows}
         fitted[name] = fit_interval(rows, is_device_left_out=is_device_left_out)
         if rows is not residuals[name] or len(rows) < MIN_RESIDUALS or len(groups) < MIN_GROUPS:
-            basis = f"assumed: {SINGLE_GROUP_MARGIN} times what {len(rows)} rows of {len(groups)} group(s) show"
-            fitted[name] = _widen(fitted[name], SINGLE_GROUP_MARGIN, basis)
+            basis = f"assumed: {SINGLE_GROUP_FACTOR} times what {len(rows)} rows of {len(groups)} group(s) show"
+            fitted[name] = _widen(fitted[name], SINGLE_GROUP_FACTOR, basis)
     complete, rough = fitted[COMPLETE], fitted[ROUGH]
     if rough.low > complete.low or rough.high < complete.high:
         fitted[ROUGH] = FittedInterval(
@@ -207,7 +216,6 @@ def _widen(interval: FittedInterval, factor: float, basis: str) -> FittedInterva
             **interval.__dict__,
             "low": interval.low**factor,
             "high": interval.high**factor,
-            "margin": interval.margin * factor,
             "basis": basis,
         }
     )

@@ -65,6 +65,8 @@ class Score:
     gpus: int
     limited_by: str | None = None
     predicted_step_s: float | None = None
+    retry_probability: float = 0.0
+    """That the allocator has to retry in every step."""
     fullness: float | None = None
     """Predicted allocated memory against what the allocator may have, None where that is not known."""
 
@@ -168,6 +170,7 @@ def build_score(reading: Reading, prediction: Prediction) -> Score:
         gpus=config.gpus,
         limited_by=None if prediction.time is None else prediction.time.limited_by,
         predicted_step_s=None if prediction.time is None else _compute_step_seconds(reading, config, prediction),
+        retry_probability=0.0 if prediction.time is None else prediction.time.retry_probability,
         fullness=memory.allocated.value / memory.capacity if memory.capacity else None,
     )
 
@@ -185,7 +188,10 @@ def _compute_range(
         size = _compute_bytes(reading, config, prediction, quantity)
         return size, size * factors.low, size * factors.high
     step_s = _compute_step_seconds(reading, config, prediction)
-    values = [_compute_speed(reading, config, quantity, step_s * factor) for factor in (1.0, factors.low, factors.high)]
+    assert prediction.time is not None
+    own = prediction.time.step_s  # as wide as complete rows need, and wider where the allocator may have to retry
+    shares = (1.0, min(factors.low, own.low / own.value), max(factors.high, own.high / own.value))
+    values = [_compute_speed(reading, config, quantity, step_s * share) for share in shares]
     return values[0], min(values[1:]), max(values[1:])
 
 

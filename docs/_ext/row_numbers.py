@@ -37,12 +37,14 @@ def read_rows(store: str) -> list[Record]:
 
 @functools.cache
 def _read_accuracy() -> dict[str, list[str]]:
-    section = ACCURACY_PAGE.read_text(encoding="utf-8").partition("## In short")[2].partition("\n## ")[0]
-    lines = [
-        [cell.strip().strip("*") for cell in line.strip("|").split("|")]
-        for line in section.splitlines()
-        if line.startswith("|")
-    ]
+    return _read_first_table("## In short")
+
+
+def _read_first_table(heading: str) -> dict[str, list[str]]:
+    """Cells by the first of their row, of the first table below a heading of the accuracy page."""
+    section = ACCURACY_PAGE.read_text(encoding="utf-8").partition(f"{heading}\n")[2]
+    table = section.partition("|")[2].partition("\n\n")[0]
+    lines = [[cell.strip().strip("*") for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return {cells[0]: cells[1:] for cells in lines[2:]}
 
 
@@ -52,9 +54,15 @@ def accuracy(rows: str, column: str) -> str:
     return cells[("count", "mean", "worst", "bias", "within").index(column)].replace("%", " %")
 
 
+def interval(rows: str, column: str) -> str:
+    """One number of its table of intervals: `rows` is the name of its row; interval, sources or devices (left out)."""
+    cells = _read_first_table("## Intervals")[rows]
+    return cells[{"interval": 0, "sources": 2, "devices": 3}[column]].replace("%", " %")
+
+
 def write_accuracy() -> str:
     """The table of the accuracy page's summary."""
-    heads = ("rows", "count", "mean error", "worst", "bias", "within 5 %")
+    heads = ("rows", "count", "mean error", "worst", "bias", "within interval")
     return _format_table(heads, ([name, *cells] for name, cells in _read_accuracy().items()))
 
 
