@@ -16,7 +16,9 @@ from typing import Any
 
 from bench.config.run_config import RunConfig
 from bench.core.installation import DATA_FOLDER
+from bench.core.option_files import find_option_file
 from bench.hardware import Hardware
+from bench.hardware.hardware_file import GROUP, read_hardware_file
 from bench.prediction.prediction import FITS, MemoryPrediction, PredictedRange, Prediction
 from bench.prediction.simulation.device_memory import predict_fit
 
@@ -55,13 +57,26 @@ def load_interval_file(path: Path = INTERVALS_FILE) -> Mapping[str, Any]:
 
 
 def classify_hardware(hardware: Hardware) -> str:
-    """Which of `DEVICE_CLASSES` a device belongs to."""
-    if hardware.name in load_interval_file()["devices with training rows"]:
-        return TRAINING_ROWS
-    matmul_sources = [text for key, text in hardware.sources.items() if key.startswith("speeds.matmul")]
-    if not matmul_sources or any(text.startswith(("assumed", "derived")) for text in matmul_sources):
+    """Which of `DEVICE_CLASSES` a device belongs to; with other peaks or bandwidth than its file says it is another."""
+    efficiency_source = hardware.sources.get("speeds.matmul.efficiency", "assumed")
+    if efficiency_source.startswith(("assumed", "derived")) or not _is_as_in_its_file(hardware):
         return DERIVED
-    return MICROBENCHMARKS
+    return TRAINING_ROWS if hardware.name in load_interval_file()["devices with training rows"] else MICROBENCHMARKS
+
+
+def _is_as_in_its_file(hardware: Hardware) -> bool:
+    """Whether peaks and bandwidth are those of the description of this name, if there is one."""
+    described = _read_peaks_and_bandwidth(hardware.name)
+    return described is None or described == (hardware.peak_tflops, hardware.memory_bandwidth_gb_s)
+
+
+@functools.cache
+def _read_peaks_and_bandwidth(name: str) -> tuple[dict[str, float], float | None] | None:
+    file = find_option_file(GROUP, name)
+    if not file.is_file():
+        return None
+    described = read_hardware_file(file)
+    return described.peak_tflops, described.memory_bandwidth_gb_s
 
 
 def find_factors(metric: str, device_class: str, *, is_complete: bool = True) -> IntervalFactors:
