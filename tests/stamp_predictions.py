@@ -12,7 +12,8 @@ from pathlib import Path
 from bench import records
 from bench.config.run_config import RunConfig, build_run_config
 from bench.prediction.cache import compute_predictor_version, find_user_packages
-from bench.prediction.predictor import build_predicted_row, predict_runs
+from bench.prediction.predicted_row import build_predicted_row
+from bench.prediction.predictor import predict_runs
 from bench.records import Record
 from bench.records.schema import COLUMNS
 

@@ -11,8 +11,8 @@ from bench.launch.attempt import write_unstarted_row
 from bench.planning.request import SweepRequest
 from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs, predict_duration_s
 from bench.planning.sweep_plan import SweepPlan
+from bench.prediction.predicted_row import describe_shortage
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction
-from bench.prediction.predictor import describe_shortage
 from bench.rank.row import build_configured_columns
 
 SKIP_OPTION = "skip_oom=true"

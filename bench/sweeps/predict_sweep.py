@@ -17,8 +17,8 @@ from bench.planning.run_predictions import RunPrediction, Unpredictable, count_w
 from bench.planning.sweep_plan import is_current_result
 from bench.prediction.cache import compute_predictor_version, find_user_packages
 from bench.prediction.parameter_facts import recall_parameter_counts
+from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import FITS
-from bench.prediction.predictor import build_predicted_row
 from bench.rank.row import build_configured_columns, build_environment_columns
 from bench.records import Record
 

@@ -10,7 +10,8 @@ from bench.config.run_config import build_run_config
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
 from bench.prediction.cache import compute_predictor_version
-from bench.prediction.predictor import build_predicted_row, predict_runs
+from bench.prediction.predicted_row import build_predicted_row
+from bench.prediction.predictor import predict_runs
 from bench.records import Record, read_latest_attempts
 from bench.records.schema import COLUMNS
 from bench.records.store import validate_record

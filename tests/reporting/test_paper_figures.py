@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bench.config.run_config import RunConfig
+from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
-from bench.prediction.predictor import build_predicted_row
 from bench.rank.row import build_configured_columns
 from bench.records import Record
 from bench.records.published import load_published

@@ -13,8 +13,9 @@ from torch import nn
 
 from bench.core.errors import UsageError
 from bench.optimizers import load_optimizer
+from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import DOES_NOT_FIT, Prediction
-from bench.prediction.predictor import build_predicted_row, predict_run
+from bench.prediction.predictor import predict_run
 from bench.rank.engine import build_engine, build_micro_batches
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.records.schema import COLUMNS

@@ -31,8 +31,9 @@ from bench.prediction.pipeline.time import (
     list_tied_all_reduces,
     simulate_timetable,
 )
+from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import TimePrediction
-from bench.prediction.predictor import build_predicted_row, build_trace_key, predict_run, predict_runs
+from bench.prediction.predictor import build_trace_key, predict_run, predict_runs
 from bench.rank.row import _compute_idle_share
 from bench.rank.timed_loop import RankSamples
 from bench.records.reading import read_latest_attempts

@@ -19,8 +19,9 @@ from bench.launch.local import LocalLauncher
 from bench.planning import run_predictions, sweep_plan
 from bench.planning.checkpointing_choice import CHOICES, choose_budget
 from bench.planning.run_predictions import compute_rough_step_s, predict_configs, predict_duration_s
+from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
-from bench.prediction.predictor import build_predicted_row, predict_runs
+from bench.prediction.predictor import predict_runs
 from bench.records import Record
 from bench.records.reading import read_latest_attempts
 from bench.records.store import validate_record
