@@ -12,6 +12,8 @@ many as are likely.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +28,7 @@ from bench.prediction.intervals import (
     INTERVAL_METRICS,
     MICROBENCHMARKS,
     ROUGH,
+    STEP_TIME,
     TRAINING_ROWS,
 )
 from bench.validation.metrics import BETWEEN_STEPS, SPEED
@@ -117,9 +120,11 @@ def fit_interval(residuals: Sequence[Residual], *, is_device_left_out: bool) -> 
         margin=margin,
         coverage_by_source=_compute_coverage(by_source, margin),
         coverage_by_device=_compute_coverage(by_device, margin),
-        basis="fitted" if sufficient is not None else "fitted, the margin at its limit",
+        basis=FITTED if sufficient is not None else f"{FITTED}, the margin at its limit",
     )
 
+
+FITTED = "fitted"
 
 HeldOut = list[tuple[float, float, float]]
 """Of rows left out: residual, and the quantiles below and above of those that took part."""
@@ -163,16 +168,46 @@ def _compute_quantile(values: Sequence[float]) -> float:
 
 def fit_intervals(scores: Sequence[Score]) -> dict[str, Any]:
     """What ``intervals.json`` holds: factors by metric, class of device and class of row, and how they were chosen."""
+    factors = {metric: _fit_metric(scores, metric) for metric in INTERVAL_METRICS}
+    _borrow_from_other_memory(factors)
     return {
         "target coverage": TARGET_COVERAGE,
         "devices with training rows": sorted(
             {score.hardware for score in scores if score.kind == SPEED and score.reading.is_complete}
         ),
-        "factors": {metric: _fit_metric(scores, metric) for metric in INTERVAL_METRICS},
+        "factors": {
+            metric: {
+                device_class: {name: interval.to_plain() for name, interval in rows.items()}
+                for device_class, rows in classes.items()
+            }
+            for metric, classes in factors.items()
+        },
     }
 
 
-def _fit_metric(scores: Sequence[Score], metric: str) -> dict[str, Any]:
+MEMORY_METRICS = tuple(metric for metric in INTERVAL_METRICS if metric != STEP_TIME)
+
+
+def _borrow_from_other_memory(factors: Mapping[str, dict[str, dict[str, FittedInterval]]]) -> None:
+    """Memory of which too few sources show how far off it is is no more certain than that of which enough do."""
+    for device_class, name in itertools.product((TRAINING_ROWS, MICROBENCHMARKS, DERIVED), (COMPLETE, ROUGH)):
+        known = [
+            factors[metric][device_class][name]
+            for metric in MEMORY_METRICS
+            if factors[metric][TRAINING_ROWS][name].basis == FITTED
+        ]
+        for metric in MEMORY_METRICS:
+            interval = factors[metric][device_class][name]
+            if known and factors[metric][TRAINING_ROWS][name].basis != FITTED:
+                factors[metric][device_class][name] = dataclasses.replace(
+                    interval,
+                    low=min(interval.low, *(other.low for other in known)),
+                    high=max(interval.high, *(other.high for other in known)),
+                    basis=f"{interval.basis}, and no less than other memory",
+                )
+
+
+def _fit_metric(scores: Sequence[Score], metric: str) -> dict[str, dict[str, FittedInterval]]:
     residuals = {name: list_residuals(scores, metric, is_complete=name == COMPLETE) for name in (COMPLETE, ROUGH)}
     classes: dict[str, dict[str, FittedInterval]] = {}
     for device_class, is_device_left_out in ((TRAINING_ROWS, False), (MICROBENCHMARKS, True)):
@@ -185,10 +220,7 @@ def _fit_metric(scores: Sequence[Score], metric: str) -> dict[str, Any]:
         for rows in classes.values():
             for name, interval in rows.items():
                 rows[name] = _keep_runs_possible(interval, scores, is_complete=name == COMPLETE)
-    return {
-        device_class: {name: interval.to_plain() for name, interval in rows.items()}
-        for device_class, rows in classes.items()
-    }
+    return classes
 
 
 def _fit_row_classes(

@@ -66,7 +66,7 @@ def split_number(text: str) -> tuple[float, str]:
         raise NoNumberError("nothing is stated")
     if re.match(r"^[<>≥≤]", text) or text.endswith("+"):
         raise NoNumberError(f"{text} is a bound")
-    if re.fullmatch(rf"({NUMBER_PATTERN})\s*(?:-|–|—|\.\.+|to|/|\|)\s*({NUMBER_PATTERN}).*", text):
+    if re.fullmatch(rf"[~≈]?\s*({NUMBER_PATTERN})\s*(?:-|–|—|\.\.+|to|/|\|)\s*({NUMBER_PATTERN}).*", text):
         raise NoNumberError(f"{text} is a range")
     match = re.fullmatch(rf"[~≈x×]?\s*({NUMBER_PATTERN})\s*(?:±.*)?\s*([^\d±]*)", text)
     if match is None:

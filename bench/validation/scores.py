@@ -134,13 +134,16 @@ def _predict(readings: Sequence[Reading], reasons: dict[int, str]) -> Mapping[tu
     configs = {reading.settings: reading.config for reading in readings}
     try:
         return dict(zip(settings, predict_runs([configs[key] for key in settings]), strict=True))
-    except UsageError:
+    except Exception:  # one row that cannot be predicted costs the others nothing
         predictions = {}
         for key in settings:
             try:
                 (predictions[key],) = predict_runs([configs[key]])
             except UsageError as error:
                 reasons |= {reading.row: str(error) for reading in readings if reading.settings == key}
+            except Exception as error:
+                reason = f"the predictor failed: {error}"
+                reasons |= {reading.row: reason for reading in readings if reading.settings == key}
         return predictions
 
 

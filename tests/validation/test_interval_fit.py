@@ -8,14 +8,19 @@ import random
 import pytest
 
 from bench.prediction.intervals import (
+    ALLOCATED,
+    COMPLETE,
     DEVICE_CLASSES,
     DEVICE_USED,
     INTERVAL_METRICS,
+    RESERVED,
+    ROUGH,
     IntervalFactors,
     add_intervals,
     classify_hardware,
     find_factors,
     find_rough_verdict,
+    load_interval_file,
 )
 from bench.prediction.prediction import DOES_NOT_FIT, PredictedRange
 from bench.prediction.predictor import predict_runs
@@ -113,3 +118,17 @@ def test_predictions_state_the_intervals_of_the_file() -> None:
     assert used.low <= used.value * factors.low * (1 + 1e-9)
     assert add_intervals(config, prediction) == prediction
     assert find_rough_verdict(config, prediction.memory) != DOES_NOT_FIT
+
+
+def test_memory_that_few_sources_tell_of_is_no_more_certain_than_other_memory() -> None:
+    factors = load_interval_file()["factors"]
+    for device_class in DEVICE_CLASSES:
+        for name in (COMPLETE, ROUGH):
+            entries = {metric: factors[metric][device_class][name] for metric in (ALLOCATED, RESERVED, DEVICE_USED)}
+            first_class = {metric: factors[metric][DEVICE_CLASSES[0]][name]["basis"] for metric in entries}
+            fitted = [entry for metric, entry in entries.items() if first_class[metric] == "fitted"]
+            assert fitted, name
+            for metric, entry in entries.items():
+                if first_class[metric] != "fitted":
+                    assert entry["low"] <= min(other["low"] for other in fitted)
+                    assert entry["high"] >= max(other["high"] for other in fitted)
