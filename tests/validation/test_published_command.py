@@ -131,6 +131,19 @@ def test_a_table_is_scored_row_by_row_with_what_was_assumed(tmp_path: Path, caps
     assert data["verdicts"]["out_of_memory_said_to_fit"] == 1
 
 
+@pytest.mark.slow
+def test_a_row_that_cannot_be_predicted_costs_the_others_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A V100 has no bf16."""
+    path = write_table(tmp_path / "table.csv", [ROW, {**ROW, "gpu": "V100-32GB"}, {**ROW, "value": "~9-11"}])
+    assert main(["--published", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 rows: 1 are runs that can be predicted" in shown
+    assert "no speed for bf16" in shown
+    assert "~9-11 is a range" in shown
+
+
 def test_the_example_of_the_guide_is_read() -> None:
     readings = read_lines(read_published_table(DATA_FOLDER / "docs" / "examples" / "my-runs.csv"))
     reasons = [reading.reason for reading in readings]
