@@ -30,8 +30,9 @@ def write_predict() -> str:
     with contextlib.redirect_stdout(output):
         assert predict.main(match[1].split()) == 0
     advice, table, *_ = (part.splitlines() for part in re.split(r"\n\s*\n", output.getvalue()))
-    first_line, *sentences = advice
-    lines = [first_line, *textwrap.wrap(" ".join(" ".join(sentences).split()), MAX_LINE_LENGTH - 4), "", *table]
+    network_line, model_line, *sentences = advice
+    wrapped = textwrap.wrap(" ".join(" ".join(sentences).split()), MAX_LINE_LENGTH - 4)
+    lines = [network_line, model_line, *wrapped, "", *table]
     return "```text\n" + "\n".join(line.rstrip() for line in lines) + "\n```\n"
 
 

@@ -234,17 +234,17 @@ def test_ddp_runs_out_of_memory_past_2b():
     assert paper_t5("t5_11b", strategy="fsdp").memory.verdict == FITS
 
 
-def test_exhausted_memory_is_degraded_and_slow():
-    """Figure 7(b): batch 2 on 128 GPUs; on 192 there is room, and batch 1 fits."""
+def test_steps_that_nearly_exhaust_memory_may_have_to_retry():
+    """Figure 7(b): batch 2 on 128 GPUs took twice as long as on 192, where there is room; batch 1 fits."""
     cliff, room, small = (
-        predict_run(config(**PAPER_GPT, gpus=gpus, batch_size_per_gpu=batch))
+        predict_run(config(**PAPER_GPT, gpus=gpus, batch_size_per_gpu=batch)).time
         for gpus, batch in ((128, 2), (192, 2), (128, 1))
     )
-    assert cliff.time.degraded
-    assert cliff.time.limited_by == "allocator"
-    assert not room.time.degraded
-    assert not small.time.degraded
-    assert cliff.time.step_s.value > 1.4 * room.time.step_s.value
+    assert cliff.retry_probability > 0.2 > small.retry_probability
+    assert room.retry_probability < 0.01
+    assert cliff.step_s.value > 1.05 * room.step_s.value
+    assert cliff.step_s.high > 1.4 * room.step_s.value
+    assert cliff.step_s.high / cliff.step_s.value > 1.1 * room.step_s.high / room.step_s.value
 
 
 def test_backward_prefetch_is_a_fifth():
