@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,9 +38,13 @@ class AdviceSection:
     ranking: CandidateRanking
     impossible_reasons: dict[str, int]
     """Why some combinations cannot be, or cannot be predicted, and how many."""
-    rule_comparisons: list[RuleComparison]
     warnings: list[str]
     """What may make the comparison an unfair one."""
+
+    @functools.cached_property
+    def rule_comparisons(self) -> list[RuleComparison]:
+        """Rules of thumb beside the best row; predicted when they are asked for, as other runs than the ranked ones."""
+        return compare_rules(self.ranking.top_candidate)
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,11 @@ def _find_lowest_dollars(section: AdviceSection, budget: TrainingBudget) -> floa
 def _build_section(settings: RunSettings, candidates: CandidateSet, question: AdviceQuestion) -> AdviceSection:
     ranking = rank_with_last_resort(settings, question.knobs, candidates)
     impossible_reasons = {**candidates.impossible_reasons, **ranking.unpredictable_reasons}
-    rule_comparisons = compare_rules(ranking.top_candidate)
     return AdviceSection(
         settings,
         describe_advice(ranking.possible, ranking.infeasible),
         ranking,
         impossible_reasons,
-        rule_comparisons,
         list_warnings(ranking.possible),
     )
 

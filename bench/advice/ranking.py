@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 from bench.advice.candidates import Candidate, CandidateSet, list_last_resort_candidates
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, compute_speed_columns
-from bench.core.errors import UsageError
+from bench.core.errors import ImpossibleError, UsageError
 from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, Prediction
@@ -187,10 +188,27 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
 def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:
     """Sequences per GPU that fit, 0 if not even one does; None where the memory is unknown or nothing is predicted."""
     searches = search_largest_batches(
-        [config.resize_batch(_find_smallest_batch(config)) for config in configs],
+        [_begin_search(config) for config in configs],
         lambda sized_configs: [_read_trial(prediction) for prediction in predict_configs(sized_configs)],
     )
     return [None if search.is_aborted else search.largest_batch_size or 0 for search in searches]
+
+
+def _begin_search(config: RunConfig) -> RunConfig:
+    """With the batch to try first: where training state leaves half of the memory several sequences fit almost always,
+    and what a batch of one costs, which is traced by itself, need not be known."""
+    smallest, hardware = _find_smallest_batch(config), config.hardware
+    state_bytes = TRAINING_STATE_BYTES * config.model.num_parameters / config.strategy.resolved_sharding_factor
+    if not config.valid_batch_sizes and hardware.memory_gb is not None and state_bytes < hardware.memory_gb * 1e9 / 2:
+        with contextlib.suppress(ImpossibleError):  # more tokens than a run may have
+            return config.resize_batch(FIRST_SEQUENCES * smallest)
+    return config.resize_batch(smallest)
+
+
+TRAINING_STATE_BYTES = 16
+"""Per parameter: fp32 parameter and gradient, and Adam's two moments."""
+
+FIRST_SEQUENCES = 4
 
 
 def _find_smallest_batch(config: RunConfig) -> int:
