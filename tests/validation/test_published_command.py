@@ -110,7 +110,7 @@ def test_a_table_is_scored_row_by_row_with_what_was_assumed(tmp_path: Path, caps
     rows = [
         ROW,
         ROW | {"metric": "peak_memory_allocated", "value": "0.5", "unit": "GiB"},
-        ROW | {"metric": "outcome", "value": "OOM", "unit": ""},
+        ROW | {"metric": "outcome", "value": "OOM", "unit": "", "batch_size_per_gpu": "2"},
         ROW | {"strategy": "FSDP + PP4"},
         ROW | {"precision": ""},
     ]
