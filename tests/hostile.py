@@ -20,6 +20,7 @@ from bench.core.precision import Precision
 from bench.core.typed_config import FieldType, format_override_value, get_field_types, parse_type_hint
 from bench.finetune import load_finetune
 from bench.hardware import Hardware
+from bench.hardware.interconnect import Network
 from bench.launch.run_on_host import LocalProfile
 from bench.launch.slurm.profile import SlurmProfile
 from bench.models import load_family
@@ -93,7 +94,7 @@ def find_option_class(group: str, values: dict[str, Any]) -> Any:
         return load(values[key])
     if group == "cluster":
         return SlurmProfile if values["launcher"] == "slurm" else LocalProfile
-    return {"precision": Precision, "hardware": Hardware}[group]
+    return {"precision": Precision, "hardware": Hardware, "network": Network}[group]
 
 
 @functools.cache

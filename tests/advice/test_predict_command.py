@@ -38,7 +38,7 @@ AT_LEAST_1 = "a whole number of at least 1"
 
 # What is typed, and parts of the sentence it earns: the field, the value, what is valid.
 MISTAKES: dict[str, tuple[str, ...]] = {
-    "hardware=h100": ("hardware=h100", "a100_80gb, auto"),
+    "hardware=h100": ("hardware=h100", "hardware=h100 is not valid: choose a10, "),
     "model=t5_12b": ("model=t5_12b", "t5_11b"),
     "strategy=zero": ("strategy=zero", "fsdp, fsdp1"),
     "precision=fp4": ("precision=fp4", "bf16, bf16_pure"),

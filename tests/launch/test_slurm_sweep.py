@@ -469,7 +469,7 @@ def test_thousands_of_runs_are_planned_and_submitted_in_seconds(idle_slurm, tmp_
         (("cluster.sbatch=['--partition=x']",), "choose cluster.partition for it"),
         (("cluster.sbatch=['rm -rf']",), "choose options such as --mail-type=END"),
         (("cluster.srun=['bash']",), "choose options as typed behind srun"),
-        (("cluster.hardware=abacus",), "hardware=abacus is not valid: choose a100_40gb, a100_80gb"),
+        (("cluster.hardware=abacus",), "hardware=abacus is not valid: choose a10, a100_40gb, a100_80gb"),
         (("cluster.launcher=pbs",), "cluster.launcher=pbs is not valid: choose local, slurm."),
         (("cluster.speed=3",), "cluster.speed is not a field"),
         (("dry_run=maybe",), "dry_run=maybe is not valid: choose true, false, script"),

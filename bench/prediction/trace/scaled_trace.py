@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -98,7 +98,7 @@ class Chunk:
     """What begins or ends at the end."""
     transfer_s: float = 0.0
     """Of `communication_s`, copies between device and host."""
-    pieces: tuple[MemoryPiece, ...] = ()
+    pieces: tuple[MemoryPiece, ...] = field(default=(), compare=False)
     """The changes of memory that it sums up."""
     kept_sizes: tuple[float, ...] = ()
     """Bytes of the gradients that stay after each of the pieces but the last, where there are several."""
