@@ -92,7 +92,8 @@ def test_a_command_that_is_still_being_imported_ends(tmp_path, name):
         lambda: has_loaded_library(process, "_multiarray_umath" if name == "report" else "libtorch_cpu"), 60
     )
     interrupt_command(process, tmp_path.name)
-    assert process.returncode == -signal.SIGINT  # 130 in a shell
+    # 130 in a shell; what imports torch once it is known to be needed says 130 itself
+    assert process.returncode in (-signal.SIGINT, 130)
 
 
 @pytest.mark.long

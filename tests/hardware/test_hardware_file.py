@@ -79,9 +79,13 @@ def test_numbers_that_came_later_leave_earlier_predictions_their_identity():
     rows = read_latest_attempts(ROOT / "results" / "predicted" / "a100_80gb").records[:5]
     assert rows
     for row in rows:
-        before = row["config"]["hardware"]["speeds"]["links"]
-        row["config"]["hardware"]["speeds"]["links"] = {**before, "gpu_latency": 1.0, "gloo": None}
-        assert build_run_config(row["config"]).run_id == row["run_id"]
+        links = dict(row["config"]["hardware"]["speeds"]["links"])
+        ids = []
+        for later in ({}, {"gpu_latency": 1.0, "gloo": None}):
+            known = {name: value for name, value in links.items() if name not in ("gpu_latency", "gloo")}
+            row["config"]["hardware"]["speeds"]["links"] = {**known, **later}
+            ids.append(build_run_config(row["config"]).run_id)
+        assert ids[0] == ids[1]
 
 
 def test_attention_of_before_kernels_had_names_is_the_kernel_that_runs(described):
