@@ -74,6 +74,15 @@ class _BlockPool:
         del self.free_keys[bisect_left(self.free_keys, (block.size, block.address))]
         del self.free_blocks[block.address]
 
+    def merge(self, block: Block, following: Block) -> None:
+        """Make one block of two neighbours."""
+        block.size += following.size
+        block.next = following.next
+        if block.next is not None:
+            block.next.previous = block
+        if self.last_block is following:
+            self.last_block = block
+
 
 def round_block_bytes(size: float) -> int:
     """Bytes of the block for so many."""
@@ -236,20 +245,10 @@ class CachingAllocator:
         pool, previous, following = block.pool, block.previous, block.next
         if following is not None and following.is_free:
             pool.remove_free(following)
-            block.size += following.size
-            block.next = following.next
-            if block.next is not None:
-                block.next.previous = block
-            if pool.last_block is following:
-                pool.last_block = block
+            pool.merge(block, following)
         if previous is not None and previous.is_free:
             pool.remove_free(previous)
-            previous.size += block.size
-            previous.next = block.next
-            if block.next is not None:
-                block.next.previous = previous
-            if pool.last_block is block:
-                pool.last_block = previous
+            pool.merge(previous, block)
             block = previous
         pool.add_free(block)
 

@@ -12,10 +12,8 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
 from bench.core.presentation import Presentation, TrainingTerm
@@ -26,6 +24,7 @@ from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS, PARTS, W
 from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext, require_sharding_factor
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
 from bench.strategies.global_norm import clip_by_global_norm, count_parts
+from bench.strategies.gradient_sync import control_data_parallel_sync
 from bench.strategies.mesh import checks
 from bench.strategies.mesh.context import CONTEXT_FORMS
 from bench.strategies.mesh.layout import (
@@ -323,12 +322,7 @@ class MeshStrategy(Strategy):
     @contextlib.contextmanager
     def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Without synchronisation gradients stay as the data parallelism has them."""
-        if isinstance(wrapped, FSDPModule):
-            wrapped.set_requires_gradient_sync(synchronize)
-        if isinstance(wrapped, DistributedDataParallel) and not synchronize:
-            with wrapped.no_sync():
-                yield
-        else:
+        with control_data_parallel_sync(wrapped, synchronize):
             yield
 
 

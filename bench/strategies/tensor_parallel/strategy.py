@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.parallel import DistributedDataParallel
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
@@ -37,6 +35,7 @@ from bench.strategies.base import (
 from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
 from bench.strategies.fsdp import FSDP2Strategy
 from bench.strategies.global_norm import clip_by_global_norm, count_parts
+from bench.strategies.gradient_sync import control_data_parallel_sync
 from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters, localize_parameters
 
@@ -330,11 +329,5 @@ class TensorParallelStrategy(Strategy):
     def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """The loss is computed on divided logits; without synchronisation gradients stay as the data parallelism has
         them."""
-        with loss_parallel():
-            if isinstance(wrapped, FSDPModule):
-                wrapped.set_requires_gradient_sync(synchronize)
-            if isinstance(wrapped, DistributedDataParallel) and not synchronize:
-                with wrapped.no_sync():
-                    yield
-            else:
-                yield
+        with loss_parallel(), control_data_parallel_sync(wrapped, synchronize):
+            yield
